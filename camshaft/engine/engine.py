@@ -1,0 +1,327 @@
+"""The engine: what users hold, register handlers on, and run."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from camshaft.base import Serializable
+from camshaft.engine.control import Stop, flag, set_flag
+from camshaft.engine.data import check_iterable
+from camshaft.engine.loop import Run
+from camshaft.engine.resume import Request, has_target, target_of
+from camshaft.engine.saved import progress_of
+from camshaft.engine.source import EventSource
+from camshaft.engine.state import Batch, Output, State
+
+
+class Engine(EventSource[Batch, Output], Serializable):
+    """Runs a process function over data, in epochs of iterations, and fires events on the way.
+
+    Args:
+        process_function: called as ``process_function(engine, batch)`` in each iteration; what it returns
+            becomes ``state.output``.
+
+    Raises:
+        TypeError: ``process_function`` is not callable.
+        ValueError: it is ``None``, or cannot be called with two positional arguments.
+
+    Attributes:
+        state: counters, targets, batch, output and results; see :class:`State`.
+        last_event_name: the event fired last.
+        logger: where the engine's records go; may be replaced.
+        state_dict_user_keys: attributes of ``state`` to save with the counters.
+        interrupt_resume_enabled: whether :meth:`interrupt` may be used.
+
+    >>> def step(engine: Engine[int, int], batch: int) -> int:
+    ...     return batch + 1
+    >>> engine = Engine(step)
+    >>> @engine.on(Events.EPOCH_COMPLETED)
+    ... def show(engine: Engine[int, int]) -> None:
+    ...     print(f"epoch {engine.state.epoch}: {engine.state.output}")
+    >>> state = engine.run([1, 2, 3], max_epochs=2)
+    epoch 1: 4
+    epoch 2: 4
+    """
+
+    _state_dict_all_req_keys = ("epoch_length",)
+    _state_dict_one_of_opt_keys = (("iteration", "epoch"), ("max_epochs", "max_iters"))
+
+    interrupt_resume_enabled = True
+
+    def __init__(self, process_function: Callable[[Engine[Batch, Output], Batch], Output]) -> None:
+        _check_process_function(process_function)
+        super().__init__()
+        self.logger = logging.getLogger(f"{__name__}.{type(self).__name__}")
+        self.state_dict_user_keys: list[str] = []
+        self._process_function = process_function
+        self._state: State[Batch, Output] = State()
+        self._stops: set[Stop] = set()
+        self._run: Run | None = None
+        self._next_data: Iterable[Any] | None = None
+        self._found_length: int | None = None
+        self._done_in_epoch = 0
+        self._reopen_epoch = False
+        self._loaded = False
+
+    @property
+    def state(self) -> State[Batch, Output]:
+        """What the engine knows of its run."""
+        return self._state
+
+    @state.setter
+    def state(self, state: State[Batch, Output]) -> None:
+        state._add_counters(self._dispatcher.counters)
+        self._state = state
+
+    def run(
+        self,
+        data: Iterable[Batch] | None = None,
+        max_epochs: int | None = None,
+        max_iters: int | None = None,
+        epoch_length: int | None = None,
+    ) -> State[Batch, Output]:
+        """Run until the target is reached, or go on with a run that stopped before it.
+
+        A new run begins when no target is set yet, or when the last one is reached and no farther one is
+        given; else the run resumes where its state stands. An interrupted run goes on with the very next event.
+
+        Args:
+            data: batches; anything that can be iterated over. ``None`` for none: the process function then
+                gets ``None``, and ``epoch_length`` must be given.
+            max_epochs: epochs to reach in total; 1 in a new run without ``max_iters``.
+            max_iters: iterations to reach in total, instead of ``max_epochs``.
+            epoch_length: iterations in an epoch; ``len(data)`` where that is known, else found in the first pass.
+
+        Returns:
+            The state of the engine, always the same object.
+
+        Raises:
+            TypeError: ``data`` cannot be iterated over, or a number is not an integer.
+            ValueError: the numbers are out of range, or contradict each other or the state.
+            RuntimeError: the engine is running already.
+
+        >>> engine = Engine(lambda engine, batch: batch)
+        >>> engine.run([1, 2, 3], max_epochs=2).iteration
+        6
+        >>> engine.run([1, 2, 3], max_epochs=5).iteration
+        15
+        """
+        if self._run is not None and self._run.active:
+            raise RuntimeError("run was called on an engine that is running: use another engine inside its handlers")
+        request = Request(self._next_data if data is None else data, max_epochs, max_iters, epoch_length)
+        request.check_target(self.state)
+        suspended = self._run if has_target(self.state) else None
+        if suspended is not None:
+            run = self._continue(suspended, request)
+        elif request.reaches_beyond(self.state):
+            run = self._resume(request)
+        else:
+            run = self._begin(request)
+        self._next_data, self._loaded = None, False
+        self._proceed(run)
+        return self.state
+
+    def _begin(self, request: Request) -> Run:
+        already_done = self._loaded and has_target(self.state)
+        target = target_of(self.state)
+        self._found_length = request.begin(self.state, self._found_length)
+        if already_done:
+            warnings.warn(
+                f"the loaded state had reached its target of {target} already, and the run begins anew from 0; to go on, "
+                "give run a larger target",
+                stacklevel=3,
+            )
+        self._drop_run()
+        self._done_in_epoch, self._reopen_epoch = 0, False
+        self.logger.info("Engine run starting with %s", target_of(self.state))
+        return self._start(request.data)
+
+    def _resume(self, request: Request) -> Run:
+        length_was_known = self.state.epoch_length is not None
+        found = request.resume(self.state, suspended=False)
+        self._found_length = self._found_length if found is None else found
+        if not length_was_known and self.state.epoch_length is not None:
+            self.state.epoch, self._done_in_epoch = divmod(self.state.iteration, self.state.epoch_length)
+        if self._reopen_epoch:
+            self.state.epoch -= 1
+        self._log_resuming()
+        return self._start(request.data)
+
+    def _continue(self, run: Run, request: Request) -> Run:
+        request.resume(self.state, suspended=True)
+        if request.data is not None and not run.feed.begun:
+            self.state.dataloader = request.data
+        self._log_resuming()
+        return run
+
+    def _log_resuming(self) -> None:
+        state = self.state
+        self.logger.info(
+            "Engine run resuming from iteration %d, epoch %d until %s",
+            state.iteration,
+            state.epoch,
+            target_of(state),
+        )
+
+    def _start(self, data: Iterable[Any] | None) -> Run:
+        self._stops.clear()
+        self.state.dataloader = data
+        self._run = Run(self, self._done_in_epoch)
+        return self._run
+
+    def _proceed(self, run: Run) -> None:
+        """Let a run go on to its next pause or its end, and keep what a later call needs to know of it."""
+        tracing = self.logger.isEnabledFor(logging.DEBUG)
+        self._dispatcher.trace(self.logger if tracing else None)
+        try:
+            ended, error = run.proceed()
+        finally:
+            self._dispatcher.trace(None)
+        if not ended:
+            return
+        self._run = None
+        self._reopen_epoch = run.failed and run.in_epoch
+        self._done_in_epoch = run.done if self._reopen_epoch else 0
+        if error is not None:
+            raise error
+
+    def _drop_run(self) -> None:
+        if self._run is not None:
+            self._run.close()
+            self._run = None
+
+    def _open_data_at_position(self) -> tuple[Iterator[Any], int]:
+        """Begin the first pass of a run, and tell how many batches of the pass are left out as already done."""
+        assert self.state.dataloader is not None, "the feed asks only when there is data"
+        return iter(self.state.dataloader), 0
+
+    def _open_data(self, cut_after: int | None) -> Iterator[Any]:
+        """Begin another pass; ``cut_after`` tells the length of the last epoch if that was cut short."""
+        assert self.state.dataloader is not None, "the feed asks only when there is data"
+        return iter(self.state.dataloader)
+
+    def set_data(self, data: Iterable[Batch]) -> None:
+        """Go on with other data: from the next fetch on in a run, else in the next run that is given none.
+
+        Raises:
+            TypeError: ``data`` cannot be iterated over.
+        """
+        check_iterable(data)
+        if self._run is None:
+            self._next_data = data
+        else:
+            self._run.feed.replace(data)
+
+    # --- stopping ------------------------------------------------------------------------------------------
+
+    @property
+    def should_terminate(self) -> bool | str:
+        """Whether the run is to end: ``False``, ``True`` or ``"skip_completed"``."""
+        return flag(self._stops, Stop.RUN, Stop.SKIP_COMPLETED)
+
+    @should_terminate.setter
+    def should_terminate(self, value: bool | str) -> None:
+        set_flag(self._stops, Stop.RUN, Stop.SKIP_COMPLETED, value)
+
+    @property
+    def should_terminate_single_epoch(self) -> bool | str:
+        """Whether the epoch is to end: ``False``, ``True`` or ``"skip_epoch_completed"``."""
+        return flag(self._stops, Stop.EPOCH, Stop.SKIP_EPOCH_COMPLETED)
+
+    @should_terminate_single_epoch.setter
+    def should_terminate_single_epoch(self, value: bool | str) -> None:
+        set_flag(self._stops, Stop.EPOCH, Stop.SKIP_EPOCH_COMPLETED, value)
+
+    @property
+    def should_interrupt(self) -> bool:
+        """Whether the run is to pause."""
+        return Stop.PAUSE in self._stops
+
+    @should_interrupt.setter
+    def should_interrupt(self, value: bool) -> None:
+        (self._stops.add if value else self._stops.discard)(Stop.PAUSE)
+
+    def terminate(self, skip_completed: bool = False) -> None:
+        """End the run after the current event: ``TERMINATE`` fires, then ``COMPLETED`` unless skipped."""
+        self.logger.info("Terminate signaled. Engine will stop after the current event is finished.")
+        self.should_terminate = Stop.SKIP_COMPLETED.name.lower() if skip_completed else True
+
+    def terminate_epoch(self, skip_epoch_completed: bool = False) -> None:
+        """End the epoch after the current event: ``TERMINATE_SINGLE_EPOCH`` fires, then ``EPOCH_COMPLETED``."""
+        self.logger.info(
+            "Terminate current epoch is signaled. The epoch will stop after the current event is finished."
+        )
+        self.should_terminate_single_epoch = Stop.SKIP_EPOCH_COMPLETED.name.lower() if skip_epoch_completed else True
+
+    def interrupt(self) -> None:
+        """Pause after the current event: ``INTERRUPT`` fires and ``run`` returns; the next ``run`` goes on from there.
+
+        Raises:
+            RuntimeError: ``interrupt_resume_enabled`` is false.
+        """
+        if not self.interrupt_resume_enabled:
+            raise RuntimeError("interrupt needs interrupt_resume_enabled to be True, got False")
+        self.logger.info("Interrupt signaled. Engine will pause after the current event is finished.")
+        self._stops.add(Stop.PAUSE)
+
+    # --- saving --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """Give the counters and the target, and what ``state_dict_user_keys`` names, to resume from later.
+
+        >>> Engine(lambda engine, batch: None).state_dict()
+        OrderedDict({'epoch_length': None, 'iteration': 0, 'max_epochs': None})
+        """
+        target = "max_epochs" if self.state.max_iters is None else "max_iters"
+        keys = ["epoch_length", "iteration", target, *self.state_dict_user_keys]
+        return OrderedDict((key, getattr(self.state, key)) for key in keys)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over counters and target; the next ``run`` resumes from them. A paused run is given up.
+
+        Args:
+            state_dict: with ``epoch_length``, one of ``iteration`` and ``epoch`` (completed), one of
+                ``max_epochs`` and ``max_iters``, and the keys of ``state_dict_user_keys``.
+
+        Raises:
+            TypeError: not a mapping, or a number is not an integer.
+            ValueError: a key is missing, or a number is out of range; the engine is as before.
+
+        >>> engine = Engine(lambda engine, batch: None)
+        >>> engine.load_state_dict({"epoch": 3, "epoch_length": 10, "max_epochs": 5})
+        >>> engine.run(range(10)).iteration
+        50
+        """
+        super().load_state_dict(state_dict)
+        missing = [key for key in self.state_dict_user_keys if key not in state_dict]
+        if missing:
+            raise ValueError(f"state_dict lacks the user keys {missing}, it has {list(state_dict)}")
+        progress = progress_of(state_dict)
+        self._drop_run()
+        state = self.state
+        state.iteration, state.epoch, state.epoch_length = (
+            progress.iteration,
+            progress.epoch,
+            progress.epoch_length,
+        )
+        state.max_epochs, state.max_iters = progress.max_epochs, progress.max_iters
+        self._done_in_epoch, self._reopen_epoch = progress.done_in_epoch, False
+        self._found_length, self._loaded = None, True
+        for key in self.state_dict_user_keys:
+            setattr(state, key, state_dict[key])
+
+
+def _check_process_function(process_function: Any) -> None:
+    if process_function is None:
+        raise ValueError("process_function must be given, got None")
+    if not callable(process_function):
+        raise TypeError(f"process_function must be callable, got {process_function!r}")
+    try:
+        inspect.signature(process_function).bind(None, None)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"process_function must take (engine, batch), got {process_function!r}: {error}") from error

@@ -1,0 +1,90 @@
+"""A number that is still on its way from the device, and is waited for when somebody reads it."""
+
+from __future__ import annotations
+
+import numbers
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+
+class LazyNumber:
+    """The value of a tensor with one element, as a Python number that is fetched when it is first used.
+
+    Reading a loss at once (``loss.item()``) makes every step wait for the device. This keeps the tensor, cut
+    from its graph, and behaves as the number in arithmetic, comparison, conversion and formatting.
+
+    >>> import torch
+    >>> loss = LazyNumber(torch.tensor(0.25))
+    >>> f"{loss:.2f}", loss + 1, loss < 1, float(loss)
+    ('0.25', 1.25, True, 0.25)
+    """
+
+    __slots__ = ("_tensor", "_value")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor: Tensor | None = tensor.detach()
+        self._value: Any = None
+
+    def read(self) -> Any:
+        """Give the number; the first call waits for the device."""
+        if self._tensor is not None:
+            self._value = self._tensor.item()
+            self._tensor = None
+        return self._value
+
+    def __hash__(self) -> int:
+        return hash(self.read())
+
+    def __repr__(self) -> str:
+        return repr(self.read())
+
+    def __format__(self, specification: str) -> str:
+        return format(self.read(), specification)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _same, (self.read(),)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _read(value: Any) -> Any:
+    return value.read() if isinstance(value, LazyNumber) else value
+
+
+def _forward(function: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: LazyNumber, *others: Any) -> Any:
+        return function(self.read(), *map(_read, others))
+
+    return method
+
+
+def _reflected(function: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: LazyNumber, other: Any) -> Any:
+        return function(other, self.read())
+
+    return method
+
+
+_UNARY: dict[str, Callable[..., Any]] = {
+    **{kind.__name__: kind for kind in (float, int, complex, bool)},
+    "round": round,
+    "trunc": int,
+    "abs": abs,
+    "neg": operator.neg,
+    "pos": operator.pos,
+}
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+
+for _name, _function in _UNARY.items():
+    setattr(LazyNumber, f"__{_name}__", _forward(_function))
+for _name in (*_COMPARISONS, *_ARITHMETIC):
+    setattr(LazyNumber, f"__{_name}__", _forward(getattr(operator, _name)))
+for _name in _ARITHMETIC:
+    setattr(LazyNumber, f"__r{_name}__", _reflected(getattr(operator, _name)))
+numbers.Real.register(LazyNumber)

@@ -1,0 +1,311 @@
+"""The run of an engine, top to bottom: the one place that fires the built-in events.
+
+::
+
+    STARTED
+    while the target is not reached:
+        EPOCH_STARTED
+        while the epoch is not over:
+            GET_BATCH_STARTED                                       } with data only
+            (the data ran out: DATALOADER_STOP_ITERATION, restart)  }
+            GET_BATCH_COMPLETED                                     }
+            ITERATION_STARTED
+            state.output = process_function(engine, state.batch)
+            ITERATION_COMPLETED
+        EPOCH_COMPLETED
+    COMPLETED
+
+Wishes to stop are acted on after each of these events, except the last: ``TERMINATE`` or
+``TERMINATE_SINGLE_EPOCH`` fires on the way out of the run or the epoch, ``INTERRUPT`` before a pause. A pause
+is a ``yield``: the run is a generator, and goes on from there when it is asked for more.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator
+from time import perf_counter
+from types import GeneratorType
+from typing import TYPE_CHECKING, Any
+
+from camshaft.engine.control import EPOCH_STOPS, Stop, StopEpoch, StopRun
+from camshaft.engine.event import Events
+from camshaft.engine.feed import Feed
+from camshaft.engine.plan import Plan, is_placed, name_of, place
+from camshaft.engine.resume import derived_max_epochs, elapsed, is_done, target_of
+from camshaft.errors import annotate
+
+if TYPE_CHECKING:
+    from camshaft.engine.engine import Engine
+
+Pauses = Generator[None, None, None]
+_END: Any = object()
+
+
+class _Reported(BaseException):
+    """Carries an error out of the loop that the handlers of errors have seen already."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+class _Shielded(Exception):
+    """Carries a ``StopIteration`` of a handler through generators, which would turn it into something else."""
+
+    def __init__(self, error: StopIteration) -> None:
+        self.error = error
+
+
+class Run:
+    """One run of an engine, which can pause and be continued.
+
+    Args:
+        engine: the engine, whose state already holds the targets of the run.
+        done: iterations of the first epoch that are already done.
+    """
+
+    def __init__(self, engine: Engine[Any, Any], done: int = 0) -> None:
+        self.engine = engine
+        self.feed = Feed(engine)
+        self.done = 0
+        self.in_epoch = False
+        self.failed = False
+        self._done_before = done
+        self._starved = False
+        self._warned = False
+        self._main: GeneratorType[None, None, BaseException | None] = self._rotate()  # type: ignore[assignment]  # it is one
+
+    @property
+    def active(self) -> bool:
+        """Whether the run is being executed right now, and not paused."""
+        return self._main.gi_running
+
+    def proceed(self) -> tuple[bool, BaseException | None]:
+        """Go on to the next pause or the end; say whether it is the end, and which error must leave the run."""
+        try:
+            next(self._main)
+        except StopIteration as end:
+            return True, end.value
+        return False, None
+
+    def close(self) -> None:
+        """Give up a paused run without a trace."""
+        self._main.close()
+
+    # --- the run -------------------------------------------------------------------------------------------
+
+    def _rotate(self) -> Generator[None, None, BaseException | None]:
+        try:
+            yield from self._run()
+        except GeneratorExit:
+            raise
+        except _Reported as reported:
+            self.failed = True
+            return reported.error
+        except BaseException as error:
+            self.failed = True
+            return self._report(error)
+        return None
+
+    def _run(self) -> Pauses:
+        engine = self.engine
+        began = perf_counter()
+        engine.state.times = {"EPOCH_COMPLETED": 0.0, "COMPLETED": 0.0}
+        try:
+            yield from self._started()
+            while not is_done(engine.state):
+                reached = engine.state.iteration
+                yield from self._epoch()
+                if self._starved and engine.state.iteration == reached and engine.state.max_epochs is None:
+                    break  # the iterations asked for cannot be reached any more
+        except StopRun:
+            self._fire(Events.TERMINATE)
+        engine.state.times["COMPLETED"] = perf_counter() - began
+        if Stop.SKIP_COMPLETED not in engine._stops:
+            self._fire(Events.COMPLETED)
+            engine.state.times["COMPLETED"] = perf_counter() - began
+        engine.logger.info("Engine run complete. Time taken: %s", elapsed(perf_counter() - began))
+
+    def _started(self) -> Pauses:
+        try:
+            self._fire(Events.STARTED)
+            yield from self._obey()
+        except StopEpoch:
+            raise RuntimeError("terminate_epoch was asked for in STARTED, where there is no epoch yet") from None
+
+    def _epoch(self) -> Pauses:
+        engine = self.engine
+        engine.state.epoch += 1
+        self.in_epoch, self.done, self._done_before = True, self._done_before, 0
+        began = perf_counter()
+        self.feed.announce_if_over()
+        try:
+            self._fire(Events.EPOCH_STARTED)
+            yield from self._obey()
+            if self.feed.iterator is None:
+                self.feed.open()
+            yield from self._iterations()
+        except StopEpoch:
+            self._fire(Events.TERMINATE_SINGLE_EPOCH, iter_counter=self.done)
+            self.feed.cut(self.done)
+        self.in_epoch = False
+        engine.state.times["EPOCH_COMPLETED"] = perf_counter() - began
+        skipped = Stop.SKIP_EPOCH_COMPLETED in engine._stops
+        engine._stops -= EPOCH_STOPS
+        if not skipped:
+            yield from self._epoch_completed(began)
+
+    def _epoch_completed(self, began: float) -> Pauses:
+        engine = self.engine
+        self._fire(Events.EPOCH_COMPLETED)
+        seconds = engine.state.times["EPOCH_COMPLETED"] = perf_counter() - began
+        engine.logger.info("Epoch[%d] Complete. Time taken: %s", engine.state.epoch, elapsed(seconds))
+        engine._stops -= EPOCH_STOPS  # too late for this epoch, and not meant for the next
+        yield from self._obey()
+
+    def _iterations(self) -> Pauses:
+        """Run the iterations of one epoch; no plan is asked to fire when nobody on it can be due."""
+        engine, feed, stops, step = self.engine, self.feed, self.engine._stops, self.engine._process_function
+        fetching, fetched, starting, completed = self._plans()
+        fetching_event, starting_event = Events.GET_BATCH_STARTED, Events.ITERATION_STARTED
+        state = engine._state
+        try:
+            while True:
+                state.batch = None
+                engine.last_event_name = fetching_event
+                if not fetching.since < state.iteration < fetching.due:
+                    fetching.fire(engine)
+                    if stops:
+                        yield from self._obey()
+                    state = engine._state
+                batch = next(feed.iterator, _END)  # type: ignore[arg-type]  # the feed is open
+                if batch is _END:
+                    batch = yield from self._refill()
+                    if batch is _END:
+                        return
+                    state = engine._state
+                state.batch = batch
+                batch = state._output = None  # nothing else holds on to the batch and the output
+                if not fetched.since < state.iteration < fetched.due:
+                    fetched.fire(engine)
+                    state = engine._state
+                if stops:
+                    yield from self._obey()
+                    state = engine._state
+                state.iteration = iteration = state.iteration + 1
+                self.done += 1
+                engine.last_event_name = starting_event
+                if not starting.since < iteration < starting.due:
+                    starting.fire(engine)
+                    if stops:
+                        yield from self._obey()
+                    state = engine._state
+                state._output = step(engine, state.batch)
+                if not completed.since < state.iteration < completed.due:
+                    completed.fire(engine)
+                    state = engine._state
+                if stops:
+                    yield from self._obey()
+                    state = engine._state
+                if state.epoch_length is not None and self.done >= state.epoch_length:
+                    return
+                if state.max_iters is not None and state.iteration >= state.max_iters:
+                    stops.add(Stop.RUN)
+                    raise StopRun
+        except Exception as error:
+            escaping = self._report(error)
+            if escaping is not None:
+                raise _Reported(escaping) from None
+
+    def _plans(self) -> tuple[Plan, Plan, Plan, Plan]:
+        plans = self.engine._dispatcher.plans
+        silent = Plan(None, None)
+        with_data = self.engine.state.dataloader is not None
+        return (
+            plans[Events.GET_BATCH_STARTED] if with_data else silent,
+            plans[Events.GET_BATCH_COMPLETED] if with_data else silent,
+            plans[Events.ITERATION_STARTED],
+            plans[Events.ITERATION_COMPLETED],
+        )
+
+    # --- events, stops, errors -----------------------------------------------------------------------------
+
+    def _fire(self, event: Events, **keywords: Any) -> None:
+        plan = self.engine._dispatcher.plans[event]
+        self.engine.last_event_name = event
+        try:
+            plan.fire_with(self.engine, **keywords)
+        except StopIteration as error:
+            raise _Shielded(error) from None
+
+    def _obey(self) -> Pauses:
+        """Do what was asked of the engine during the last event."""
+        stops = self.engine._stops
+        if Stop.RUN in stops:
+            raise StopRun
+        if Stop.EPOCH in stops:
+            raise StopEpoch
+        if Stop.PAUSE in stops:
+            self._fire(Events.INTERRUPT)
+            stops.discard(Stop.PAUSE)
+            yield
+
+    def _report(self, error: BaseException) -> BaseException | None:
+        """Hand an error to its handlers, once; give back what must leave the run, if anything must."""
+        error = error.error if isinstance(error, _Shielded) else error
+        engine = self.engine
+        self._name_the_place(error)
+        engine.logger.error("Engine run is terminating due to exception: %r", error)
+        plan = engine._dispatcher.plans[Events.EXCEPTION_RAISED]
+        if not plan.registrations:
+            return error
+        try:
+            plan.fire_with(engine, error)
+        except BaseException as raised:
+            return raised
+        return None
+
+    def _name_the_place(self, error: BaseException) -> None:
+        engine = self.engine
+        if not self.in_epoch or is_placed(error):
+            return
+        fetching = engine.last_event_name in (Events.GET_BATCH_STARTED, Events.DATALOADER_STOP_ITERATION)
+        source = "the data" if fetching else f"process function {name_of(engine._process_function)}"
+        annotate(error, place(source, engine.state))
+
+    # --- data that ran out ---------------------------------------------------------------------------------
+
+    def _refill(self) -> Generator[None, None, Any]:
+        """Give the first batch of the next pass, or ``_END`` where the epoch ends instead."""
+        engine = self.engine
+        if engine.state.epoch_length is None:
+            self._learn_length()
+            return _END
+        self.feed.announce()
+        self._fire(Events.DATALOADER_STOP_ITERATION)
+        yield from self._obey()
+        self.feed.open()
+        batch = next(self.feed.iterator, _END)  # type: ignore[arg-type]  # the feed is open
+        if batch is _END:
+            self._warn_once()
+        return batch
+
+    def _learn_length(self) -> None:
+        """Take the first pass over data of unknown length for the length of an epoch."""
+        engine, state = self.engine, self.engine.state
+        state.epoch_length = engine._found_length = self.done
+        if state.max_iters is not None:
+            state.max_epochs = derived_max_epochs(state)
+        self._starved = self.done == 0
+
+    def _warn_once(self) -> None:
+        self._starved = True
+        if not self._warned:
+            self._warned = True
+            state = self.engine.state
+            warnings.warn(
+                f"the data ran out in epoch {state.epoch} after {state.iteration} iterations, but {target_of(state)} "
+                "were asked for: give data that can be iterated over again, or assign a new iterator to "
+                "engine.state.dataloader in a handler of DATALOADER_STOP_ITERATION",
+                stacklevel=2,
+            )

@@ -1,0 +1,198 @@
+"""Who is called when an event fires: a plan for each event, made when handlers come and go."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from itertools import count as counting
+from typing import Any
+
+from camshaft.engine.filters import NEVER, CountFilter
+from camshaft.engine.signatures import Call
+from camshaft.errors import annotate
+
+_serials = counting(1)
+
+
+class Registration:
+    """One handler on one event, ready to be called."""
+
+    __slots__ = ("filter", "handler", "args", "kwargs", "invoke", "order", "serial")
+
+    def __init__(
+        self,
+        plan: Plan,
+        handler: Callable[..., Any],
+        call: Call,
+        event_filter: Callable[[Any, int], Any] | None,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        order: int,
+    ) -> None:
+        self.serial = next(_serials)
+        self.handler = handler
+        self.args, self.kwargs = args, kwargs
+        self.order = order
+        self.filter = event_filter if isinstance(event_filter, CountFilter) else None
+        self.invoke = _invocation(plan, handler, call, args, kwargs)
+        if event_filter is not None and self.filter is None:
+            self.invoke = _asking(plan, event_filter, self.invoke)
+
+    def accepts(self, engine: Any, count: int) -> bool:
+        """Say whether the handler runs at ``count``, as far as its count decides that."""
+        return self.filter is None or self.filter(engine, count)
+
+
+def _invocation(
+    plan: Plan, handler: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Callable[[Any], Any]:
+    """Make the function of the engine that calls a handler in its form; the handler itself where it is one."""
+    if plan.hands_over:
+        return _invocation_with_extra(plan, handler, call, args, kwargs)
+    if call.takes_engine:
+        return (lambda engine: handler(engine, *args, **kwargs)) if args or kwargs else handler
+    return lambda engine: handler(*args, **kwargs)
+
+
+def _invocation_with_extra(
+    plan: Plan, handler: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Callable[[Any], Any]:
+    def invoke(engine: Any) -> Any:
+        first = (engine,) if call.takes_engine else ()
+        return handler(*first, *plan.extra, *args, **{**kwargs, **(plan.keywords if call.takes_keywords else {})})
+
+    return invoke
+
+
+def _asking(plan: Plan, event_filter: Callable[[Any, int], Any], invoke: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def ask(engine: Any) -> None:
+        if event_filter(engine, plan.count(engine)):
+            invoke(engine)
+
+    return ask
+
+
+class Plan:
+    """The registrations of one event, and when any of them can be due.
+
+    While the counter is strictly between ``since`` and ``due``, no handler has anything to do. The loop
+    compares by itself, and calls :meth:`fire` only outside of that range. A counter that jumps leaves the range
+    or skips nothing, so nobody has to watch it.
+    """
+
+    __slots__ = ("event", "counter", "registrations", "extra", "keywords", "hands_over", "since", "due",
+                 "_counted_since", "_counted_due", "_uncounted", "_newest", "_trace")  # fmt: skip
+
+    def __init__(self, event: Any, counter: str | None, hands_over: bool = False) -> None:
+        self.event = event
+        self.counter = counter
+        self.hands_over = hands_over
+        self.extra: tuple[Any, ...] = ()
+        self.keywords: Mapping[str, Any] = {}
+        self.registrations: tuple[Registration, ...] = ()
+        self._newest = 0
+        self._counted_since = self._counted_due = NEVER
+        self._trace: logging.Logger | None = None
+        self._renew()
+
+    def add(self, registration: Registration) -> None:
+        """Add a registration behind those of the same or a smaller order."""
+        self.registrations = tuple(sorted((*self.registrations, registration), key=lambda one: one.order))
+        self._newest = registration.serial
+        self._renew()
+
+    def remove(self, unwanted: Callable[[Registration], bool]) -> bool:
+        """Remove registrations, and say whether there were any to remove."""
+        kept = tuple(one for one in self.registrations if not unwanted(one))
+        found = len(kept) < len(self.registrations)
+        self.registrations = kept
+        self._renew()
+        return found
+
+    def trace(self, logger: logging.Logger | None) -> None:
+        """Write a record each time the event fires, handlers or not; ``None`` ends that."""
+        self._trace = logger
+        self._renew()
+
+    def count(self, engine: Any) -> int:
+        """Give the counter of the event."""
+        assert self.counter is not None, "registration refuses filters on events without a counter"
+        count: int = getattr(engine.state, self.counter)
+        return count
+
+    def fire(self, engine: Any) -> None:
+        """Call the handlers whose turn it is, in order."""
+        event = engine.last_event_name = self.event
+        if self._trace is not None:
+            self._trace.debug(
+                "%d | %d, firing handlers for event %s", engine.state.epoch, engine.state.iteration, event
+            )
+        newest = self._newest
+        one = None
+        try:
+            for one in self._ready(engine):
+                engine.last_event_name = event  # a handler may have fired another one meanwhile
+                one.invoke(engine)
+            while self._newest != newest:  # handlers added meanwhile run too
+                added = [one for one in self.registrations if one.serial > newest]
+                newest = self._newest
+                for one in added:
+                    if self.counter is None or one.accepts(engine, self.count(engine)):
+                        one.invoke(engine)
+        except BaseException as error:
+            if one is not None:
+                annotate(error, place(f"handler {name_of(one.handler)} on {event!r}", engine.state))
+            raise
+
+    def fire_with(self, engine: Any, *extra: Any, **keywords: Any) -> None:
+        """Fire, and hand something over to the handlers besides the engine."""
+        outer = self.extra, self.keywords
+        self.extra, self.keywords = extra, keywords
+        try:
+            self.fire(engine)
+        finally:
+            self.extra, self.keywords = outer
+
+    def _ready(self, engine: Any) -> Iterable[Registration]:
+        if len(self._uncounted) == len(self.registrations):
+            return self.registrations
+        count = self.count(engine)
+        if self._counted_since < count < self._counted_due:
+            return self._uncounted
+        self._counted_since = count
+        self._counted_due = min(one.filter.following(count) for one in self.registrations if one.filter is not None)
+        self._show_range()
+        return [one for one in self.registrations if one.accepts(engine, count)]
+
+    def _renew(self) -> None:
+        """Forget what was planned; the next firing plans anew."""
+        self._uncounted = tuple(one for one in self.registrations if one.filter is None)
+        self._counted_since = self._counted_due = NEVER
+        self._show_range()
+
+    def _show_range(self) -> None:
+        """Tell the loop between which counts it can pass by."""
+        if self._uncounted or self._trace is not None:
+            self.since = self.due = NEVER
+        elif not self.registrations:
+            self.since, self.due = -NEVER, NEVER
+        else:
+            self.since, self.due = self._counted_since, self._counted_due
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Name a function, or whatever else is called, for a message."""
+    return getattr(function, "__qualname__", None) or repr(function)
+
+
+def place(source: str, state: Any) -> str:
+    """Say where an error comes from, as a note on it."""
+    return f"{_PLACED}{source}, epoch {state.epoch}, iteration {state.iteration}"
+
+
+def is_placed(error: BaseException) -> bool:
+    """Say whether an error carries such a note."""
+    return any(note.startswith(_PLACED) for note in getattr(error, "__notes__", ()))
+
+
+_PLACED = "raised by "

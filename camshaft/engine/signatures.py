@@ -1,0 +1,85 @@
+"""How a handler wants to be called, decided once, when it is registered."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Call:
+    """The form of the call of a handler."""
+
+    takes_engine: bool
+    takes_keywords: bool = False
+
+
+def call_of(
+    handler: Callable[..., Any],
+    event: Any,
+    extra: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Call:
+    """Find the form of call that a handler's signature admits, with the engine first where that is possible.
+
+    Args:
+        handler: any callable; decorators made with ``functools.wraps`` are seen through.
+        event: named in the error.
+        extra: stand-ins for what the event hands over by position.
+        keywords: stand-ins for what the event hands over by keyword, to handlers that take it.
+        args: positional arguments given at registration.
+        kwargs: keyword arguments given at registration.
+
+    Raises:
+        TypeError: ``handler`` is not callable.
+        ValueError: no form fits, or the signature cannot be read.
+
+    >>> call_of(lambda engine: None, "E", (), {}, (), {}).takes_engine
+    True
+    >>> call_of(lambda: None, "E", (), {}, (), {}).takes_engine
+    False
+    """
+    if not callable(handler):
+        raise TypeError(f"handler must be callable, got {handler!r}")
+    try:
+        signature = inspect.signature(handler)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the signature of handler {handler!r} cannot be read: wrap it in a function") from error
+    forms = [(keywords, True), ({}, False)] if keywords else [({}, False)]
+    for offered, takes_keywords in forms:
+        for engine, takes_engine in (((None,), True), ((), False)):
+            if _binds(signature, (*engine, *extra, *args), {**kwargs, **offered}):
+                return Call(takes_engine, takes_keywords)
+    raise ValueError(_mismatch(handler, signature, event, extra, args, kwargs))
+
+
+def _binds(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def _mismatch(
+    handler: Callable[..., Any],
+    signature: inspect.Signature,
+    event: Any,
+    extra: tuple[Any, ...],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> str:
+    given = [
+        *("the exception" for _ in extra),
+        *map(repr, args),
+        *(f"{name}={value!r}" for name, value in kwargs.items()),
+    ]
+    offered = ", ".join(given) or "nothing more"
+    return (
+        f"handler {handler!r} with the signature {signature} cannot be called on {event!r}: it is given the engine "
+        f"(or not, if it does not take it) and {offered}"
+    )

@@ -1,0 +1,7 @@
+"""The exceptions, where imports written for the API look for them."""
+
+from __future__ import annotations
+
+from camshaft.errors import NotComputableError
+
+__all__ = ["NotComputableError"]

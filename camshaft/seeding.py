@@ -1,0 +1,165 @@
+"""Seed every random number generator, and capture and restore their states."""
+
+from __future__ import annotations
+
+import operator
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any, SupportsIndex
+
+import torch
+
+
+def manual_seed(seed: SupportsIndex) -> None:
+    """Seed Python's ``random``, torch on all devices, and NumPy and torch_xla where they are installed.
+
+    Args:
+        seed: any integer. torch and torch_xla take it modulo 2**64, NumPy modulo 2**32.
+
+    Raises:
+        TypeError: ``seed`` is not an integer; then nothing has been seeded.
+
+    >>> manual_seed(17)
+    >>> first = random.random(), torch.rand(1).item()
+    >>> manual_seed(17)
+    >>> first == (random.random(), torch.rand(1).item())
+    True
+    """
+    try:
+        number = operator.index(seed)
+    except TypeError as error:
+        raise TypeError(f"seed must be an integer, got {seed!r} of type {type(seed).__name__}") from error
+    random.seed(number)
+    torch.manual_seed(number % 2**64)
+    if (xla_model := _import_if_installed("torch_xla.core.xla_model")) is not None:
+        xla_model.set_rng_state(number % 2**64)
+    if (numpy := _import_if_installed("numpy")) is not None:
+        numpy.random.seed(number % 2**32)
+
+
+def capture_random_state(*, devices: bool = False) -> dict[str, Any]:
+    """Return the states of Python's ``random``, torch's CPU generator and, where installed, NumPy's.
+
+    The dict holds only plain numbers, strings, tensors, and lists, tuples and dicts of those, so that it
+    comes back from ``torch.save`` and ``torch.load(..., weights_only=True)``.
+
+    Args:
+        devices: also capture the generators of all devices in use. CUDA is not initialised for this: as long
+            as it is not, there is nothing to capture.
+
+    >>> state = capture_random_state()
+    >>> drawn = random.random()
+    >>> restore_random_state(state)
+    >>> drawn == random.random()
+    True
+    """
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if (numpy := _import_if_installed("numpy")) is not None:
+        state["numpy"] = _plain(numpy.random.get_state(legacy=False))
+    if devices:
+        state["devices"] = {kind: _device_states(kind) for kind in _DEVICE_KINDS if _in_use(kind)}
+    return state
+
+
+def restore_random_state(state: Mapping[str, Any] | Sequence[Any]) -> None:
+    """Put the generators back to a captured state.
+
+    Generators of libraries or devices that this process lacks are left out.
+
+    Args:
+        state: from ``capture_random_state``, or a list ``[random.getstate(), torch.get_rng_state()]``,
+            optionally with ``numpy.random.get_state()`` as its third element.
+
+    Raises:
+        TypeError: ``state`` is neither a mapping nor a list or tuple.
+        ValueError: a generator is missing in it, or refuses its part. All generators then stay as they were.
+    """
+    wanted = _checked(state)
+    before = capture_random_state(devices="devices" in wanted)
+    try:
+        _apply(wanted)
+    except Exception as error:
+        _apply(before)
+        raise ValueError(f"state must hold valid generator states, and one is not: {error}") from error
+
+
+@contextmanager
+def preserved_random_state(*, devices: bool = True) -> Iterator[None]:
+    """Run a block, and put all generators back afterwards, also when it raises.
+
+    >>> manual_seed(3)
+    >>> with preserved_random_state():
+    ...     drawn = random.random()
+    >>> drawn == random.random()
+    True
+    """
+    state = capture_random_state(devices=devices)
+    try:
+        yield
+    finally:
+        _apply(state)
+
+
+_DEVICE_KINDS = ("cuda", "xpu", "mps")
+
+
+def _import_if_installed(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError:
+        return None
+
+
+def _checked(state: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
+    """Return ``state`` in the layout of ``capture_random_state``."""
+    if isinstance(state, (list, tuple)):
+        if len(state) not in (2, 3):
+            raise ValueError(f"state must have 2 or 3 elements when it is a list, got {len(state)}")
+        return dict(zip(("python", "torch", "numpy"), state, strict=False))
+    if not isinstance(state, Mapping):
+        raise TypeError(f"state must be a mapping or a list, got {state!r} of type {type(state).__name__}")
+    if missing := {"python", "torch"} - set(state):
+        raise ValueError(f"state must hold 'python' and 'torch', got {list(state)} without {sorted(missing)}")
+    return dict(state)
+
+
+def _apply(state: Mapping[str, Any]) -> None:
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    torch.set_rng_state(state["torch"].cpu())  # map_location may have moved it
+    if "numpy" in state and (numpy := _import_if_installed("numpy")) is not None:
+        numpy.random.set_state(state["numpy"])
+    for kind, states in state.get("devices", {}).items():
+        _restore_device(kind, states)
+
+
+def _plain(value: Any) -> Any:
+    """Turn the arrays and scalars of NumPy in ``value`` into lists and numbers."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _in_use(kind: str) -> bool:
+    if kind == "mps":
+        return torch.backends.mps.is_available()
+    module = getattr(torch, kind)
+    return bool(module.is_available() and module.is_initialized())
+
+
+def _device_states(kind: str) -> list[torch.Tensor]:
+    if kind == "mps":
+        return [torch.mps.get_rng_state()]
+    module = getattr(torch, kind)
+    return [module.get_rng_state(index) for index in range(module.device_count())]
+
+
+def _restore_device(kind: str, states: Sequence[torch.Tensor]) -> None:
+    if kind == "mps" and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(states[0].cpu())
+    elif kind != "mps" and (module := getattr(torch, kind)).is_available():
+        module.init()  # before that, torch replays queued seeds after queued states, and the seeds would win
+        for index, state in zip(range(module.device_count()), states, strict=False):
+            module.set_rng_state(state.cpu(), index)

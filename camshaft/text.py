@@ -1,0 +1,66 @@
+"""Short texts of numbers and tensors, for log lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from numbers import Number, Real
+from typing import Any
+
+import torch
+
+_MOST_ELEMENTS = 10
+
+
+def to_str_list(data: Any) -> list[str]:
+    """Return ``data`` as flat texts.
+
+    Numbers and 0-d tensors have 4 decimals; 1-d tensors stand in brackets, cut after 10 elements; tensors
+    with more dimensions give their shape. An item of a mapping is preceded by ``key: ``. A sequence becomes
+    one text, joined with commas; mappings inside a value become entries of their own, before it. ``None`` and
+    what is empty leave the bare ``key: ``, or nothing without a key. Strings and all else are dropped.
+
+    >>> to_str_list({"loss": 0.25, "size": (2, 3), "weight": torch.ones(2, 3), "name": "run"})
+    ['loss: 0.2500', 'size: 2.0000, 3.0000', 'weight: Shape[2, 3]']
+    """
+    texts: list[str] = []
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            texts += _entries(value, prefix=f"{key}: ")
+        return texts
+    return _entries(data, prefix="")
+
+
+def _entries(value: Any, prefix: str) -> list[str]:
+    """Return the entries of mappings within ``value``, then that of ``value`` itself, if it has one."""
+    nested: list[str] = []
+    own = ", ".join(_own_texts(value, nested))
+    has_entry = own or (prefix and (value is None or _is_container(value)))
+    return [*nested, prefix + own] if has_entry else nested
+
+
+def _own_texts(value: Any, nested: list[str]) -> Iterator[str]:
+    """Yield the texts of ``value``; those of mappings in it are added to ``nested`` instead."""
+    if isinstance(value, Real):
+        yield f"{float(value):.4f}"  # a Fraction takes no format before Python 3.12
+    elif isinstance(value, Number):
+        yield f"{value:.4f}"
+    elif isinstance(value, torch.Tensor):
+        yield _tensor_text(value)
+    elif isinstance(value, Mapping):
+        nested += to_str_list(value)
+    elif _is_container(value):
+        for item in value:
+            yield from _own_texts(item, nested)
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, (Mapping, Sequence)) and not isinstance(value, (str, bytes))
+
+
+def _tensor_text(tensor: torch.Tensor) -> str:
+    if tensor.ndim == 0:
+        return f"{tensor.item():.4f}"
+    if tensor.ndim > 1:
+        return f"Shape{list(tensor.shape)}"
+    texts = [f"{number:.4f}" for number in tensor[:_MOST_ELEMENTS].tolist()]
+    return f"[{', '.join(texts + ['...'] * (len(tensor) > _MOST_ELEMENTS))}]"

@@ -1,0 +1,156 @@
+#!/usr/bin/env python3
+"""Run a command in one of the project's virtual environments, which is built first if need be.
+
+    python3 scripts/environment.py dev pytest tests/engine
+
+Without a command, only the environment's folder is printed. It is `.venv` (`.venv-NAME` for the others) in
+the clone, with camshaft installed in editable mode. With CAMSHAFT_ENV_DIR set, it lies in that folder instead
+and can be shared by many clones: it then holds only what camshaft needs, and the clone is put on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import configparser
+import fcntl
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# name: (the extras of setup.cfg that it holds, the file with the versions)
+ENVIRONMENTS = {
+    "dev": (("dev",), "constraints.txt"),
+    "bench": (("benchmarks",), "constraints.txt"),
+    "xla": (("test", "xla"), "constraints-xla.txt"),
+}
+MARKER = "camshaft-environment"  # the file in a folder of ours that says what the folder was built from
+DAYS_KEPT = 7  # a shared environment that nobody used for so long goes away
+
+
+def main(name: str, *command: str) -> None:
+    shared = os.environ.get("CAMSHAFT_ENV_DIR")
+    folder = shared_folder(Path(shared), name) if shared else local_folder(name)
+    if not is_ready(folder, name):
+        with locked(folder):
+            if not is_ready(folder, name):  # somebody else may have built it while we waited
+                build(folder, name, shared=bool(shared))
+    if command:
+        run_inside(folder, command, shared=bool(shared))
+    print(folder)
+
+
+def local_folder(name: str) -> Path:
+    return ROOT / (".venv" if name == "dev" else f".venv-{name}")
+
+
+def shared_folder(parent: Path, name: str) -> Path:
+    return parent.expanduser().resolve() / f"{name}-{fingerprint(name)[:16]}"
+
+
+def fingerprint(name: str, folder: Path | None = None) -> str:
+    """Digest all that decides what the environment contains; its place too, where it points to this clone."""
+    files = [ROOT / "setup.cfg", ROOT / ENVIRONMENTS[name][1], Path(__file__)]
+    parts = [name, sys.version, sys.base_prefix, str(folder), *(file.read_text("utf-8") for file in files)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def is_ready(folder: Path, name: str) -> bool:
+    """Tell whether the environment was built to the end, from what the files say today."""
+    marker = folder / MARKER
+    if not marker.is_file() or marker.read_text("utf-8") != fingerprint(name, folder):
+        return False
+    marker.touch()
+    return True
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Let one process at a time build the folder; a process that dies lets go of the lock."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{folder}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def build(folder: Path, name: str, *, shared: bool) -> None:
+    """Build the environment; the marker is completed last, so that a half-built one is never used."""
+    extras, constraints = ENVIRONMENTS[name]
+    started = time.monotonic()
+    report(f"building {folder} with Python {sys.version.split()[0]} from {constraints}")
+    make_room(folder)
+    venv.create(folder, symlinks=True, with_pip=True)
+    pip_install(folder, "--constraint", str(ROOT / constraints), "setuptools", *requirements(extras))
+    if not shared:
+        pip_install(folder, "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
+    (folder / MARKER).write_text(fingerprint(name, folder), "utf-8")
+    if shared:
+        remove_unused(folder.parent)
+    report(f"built in {time.monotonic() - started:.0f} s")
+
+
+def make_room(folder: Path) -> None:
+    """Remove an older environment, but never a folder that somebody else made."""
+    if importlib.util.find_spec("ensurepip") is None:
+        sys.exit(
+            "this Python cannot make virtual environments (Debian, Ubuntu: apt-get install python3-venv)"
+        )
+    if folder.exists() and not (folder / MARKER).exists():
+        sys.exit(f"{folder} is not from this script: remove it, or set CAMSHAFT_ENV_DIR to another place")
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / MARKER).touch()
+
+
+def requirements(extras: tuple[str, ...]) -> list[str]:
+    """List what camshaft and these extras of it need, as setup.cfg says."""
+    config = configparser.RawConfigParser()
+    config.read(ROOT / "setup.cfg", "utf-8")
+    optional = config["options.extras_require"]
+    lists = [config["options"]["install_requires"], *(optional[extra] for extra in extras)]
+    return [line for text in lists for line in text.splitlines() if line]
+
+
+def pip_install(folder: Path, *arguments: str) -> None:
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    subprocess.run([*pip, *arguments], check=True)
+
+
+def remove_unused(parent: Path) -> None:
+    oldest = time.time() - DAYS_KEPT * 86400
+    for marker in parent.glob(f"*-*/{MARKER}"):
+        if marker.stat().st_mtime < oldest:
+            shutil.rmtree(marker.parent, ignore_errors=True)
+
+
+def run_inside(folder: Path, command: tuple[str, ...], *, shared: bool) -> None:
+    """Become the command, with the environment activated for it."""
+    os.environ["VIRTUAL_ENV"] = str(folder)
+    os.environ["PATH"] = os.pathsep.join([str(folder / "bin"), os.environ["PATH"]])
+    if shared:
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    os.execvp(command[0], command)
+
+
+def report(message: str) -> None:
+    print(f"environment: {message}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    if sys.version_info < (3, 10):  # noqa: UP036 - this file is what tells that the Python found is too old
+        version = sys.version.split()[0]
+        sys.exit(f"Python 3.10 or newer is needed, this is {version}: try make PYTHON=python3.12, say")
+    if len(sys.argv) < 2 or sys.argv[1] not in ENVIRONMENTS:
+        sys.exit(f"usage: environment.py {{{','.join(ENVIRONMENTS)}}} [COMMAND ...]")
+    try:
+        main(*sys.argv[1:])
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"environment: {' '.join(error.cmd)} failed with exit code {error.returncode}")

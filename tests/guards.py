@@ -1,0 +1,213 @@
+"""Guards: each takes a snapshot, lets a test run, and tells what the test left behind.
+
+A guard is a generator. The first `next` takes the snapshot; the second puts things back as far as it can and
+gives the complaint, or None when nothing was left.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+PATIENCE = 2.0  # seconds that threads and processes which are about to end get
+NOT_OURS = ("PYTEST_", "TORCHINDUCTOR_", "TRITON_")  # variables that pytest and torch set by themselves
+HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")  # they serve the whole session
+
+Guard = Iterator[str | None]
+
+
+def environment_variables() -> Guard:
+    before = variables()
+    yield None
+    after = variables()
+    for name in after.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    yield f"environment variables changed: {changed}" if changed else None
+
+
+def variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(NOT_OURS)}
+
+
+def working_directory() -> Guard:
+    before = os.getcwd()
+    yield None
+    after = os.getcwd()
+    os.chdir(before)
+    yield f"the working directory changed to {after}" if after != before else None
+
+
+def threads() -> Guard:
+    before = set(threading.enumerate())
+    yield None
+    left = outlasting(
+        lambda: [thread.name for thread in set(threading.enumerate()) - before if counts(thread)]
+    )
+    yield f"threads still run: {sorted(left)}" if left else None
+
+
+def counts(thread: threading.Thread) -> bool:
+    """Leave out the monitor thread of tqdm, of which it starts one for good."""
+    return type(thread).__name__ != "TMonitor"
+
+
+def child_processes() -> Guard:
+    before = children()
+    yield None
+    left = outlasting(lambda: children() - before)
+    yield f"child processes still run: {[command(pid) for pid in sorted(left)]}" if left else None
+
+
+def children() -> set[int]:
+    """Collect the running children of this process; without /proc, only those of multiprocessing."""
+    pids = {process.pid for process in multiprocessing.active_children() if process.pid}
+    for file in Path("/proc/self/task").glob("*/children"):
+        pids.update(int(pid) for pid in file.read_text().split())
+    return {pid for pid in pids if is_running(pid) and not any(helper in command(pid) for helper in HELPERS)}
+
+
+def is_running(pid: int) -> bool:
+    """Tell a running process from one that has ended and was not waited for yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except OSError:
+        return not Path("/proc/self").exists()
+
+
+def command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+    except OSError:
+        return f"process {pid}"
+
+
+def open_files() -> Guard:
+    before = files_held()
+    yield None
+    left = sorted(files_held() - before)
+    yield f"files still open: {left}" if left else None
+
+
+def files_held() -> set[str]:
+    """Collect the open files in the repository and in the folder for temporary files."""
+    places = (f"{ROOT}{os.sep}", f"{tempfile.gettempdir()}{os.sep}")
+    paths = (link_target(f"/proc/self/fd/{name}") for name in list_folder("/proc/self/fd"))
+    return {path for path in paths if path.startswith(places) and not path.endswith(" (deleted)")}
+
+
+def link_target(link: str) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:  # the descriptor with which the folder was listed
+        return ""
+
+
+def files_in_the_repository() -> Guard:
+    before = list_folder(str(ROOT))
+    yield None
+    left = sorted(name for name in list_folder(str(ROOT)) - before if not name.startswith("."))
+    yield f"files left in {ROOT}: {left}" if left else None
+
+
+def list_folder(folder: str) -> set[str]:
+    return set(os.listdir(folder)) if os.path.isdir(folder) else set()
+
+
+def process_group() -> Guard:
+    before = group_exists()
+    yield None
+    left = group_exists() and not before
+    if left:
+        torch.distributed.destroy_process_group()
+    yield "a torch.distributed process group is still there" if left else None
+
+
+def group_exists() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def root_logger() -> Guard:
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    yield None
+    added = [handler for handler in root.handlers if handler not in before]
+    complaint = f"the root logger has new handlers {added}" if added else None
+    if root.level != level:
+        complaint = f"the level of the root logger changed from {level} to {root.level}"
+    root.handlers[:] = before
+    root.setLevel(level)
+    yield complaint
+
+
+def torch_settings() -> Guard:
+    before = {name: read() for name, (read, _) in SETTINGS.items()}
+    yield None
+    changed = []
+    for name, (read, restore) in SETTINGS.items():
+        if (now := read()) != before[name]:
+            changed.append(f"{name} from {before[name]} to {now}")
+            restore(before[name])
+    yield f"settings of torch changed: {', '.join(changed)}" if changed else None
+
+
+Setting = tuple[Callable[[], Any], Callable[[Any], object]]  # how to read it, how to set it
+
+
+def setting(owner: Any, name: str) -> Setting:
+    return (lambda: getattr(owner, name)), (lambda value: setattr(owner, name, value))
+
+
+SETTINGS: dict[str, Setting] = {
+    "default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "grad_enabled": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "deterministic_algorithms": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    "num_threads": (torch.get_num_threads, torch.set_num_threads),
+    "cudnn.deterministic": setting(torch.backends.cudnn, "deterministic"),
+    "cudnn.benchmark": setting(torch.backends.cudnn, "benchmark"),
+}
+
+
+def random_state() -> Guard:
+    """Put the random states back without a word: a test may seed."""
+    before = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    yield None
+    random.setstate(before[0])
+    numpy.random.set_state(before[1])
+    torch.set_rng_state(before[2])
+    yield None
+
+
+def outlasting(look: Callable[[], Any]) -> Any:
+    """Look again until nothing is left or patience ends."""
+    deadline = time.monotonic() + PATIENCE
+    while (left := look()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return left
+
+
+GUARDS: tuple[Callable[[], Guard], ...] = (
+    environment_variables,
+    working_directory,
+    threads,
+    child_processes,
+    open_files,
+    files_in_the_repository,
+    process_group,
+    root_logger,
+    torch_settings,
+    random_state,
+)

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import sys
+import traceback
+
+import pytest
+
+from camshaft.errors import NotComputableError, annotate
+from camshaft.exceptions import NotComputableError as FromTheApi
+
+
+class WithoutAddNote(Exception):
+    """As every exception is in Python 3.10."""
+
+    @property
+    def add_note(self) -> None:
+        raise AttributeError("add_note")
+
+
+def test_not_computable_error_is_a_runtime_error_and_one_class_under_both_names():
+    assert issubclass(NotComputableError, RuntimeError)
+    assert FromTheApi is NotComputableError
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), WithoutAddNote("broken")])
+def test_annotate_keeps_notes_in_order_and_the_message(error):
+    annotate(error, "first")
+    annotate(error, "second")
+    assert error.__notes__ == ["first", "second"]
+    assert str(error) == "broken"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 prints no notes")
+def test_annotated_text_stands_in_the_traceback():
+    error = ValueError("broken")
+    annotate(error, "in handler 'save'")
+    assert "in handler 'save'" in "".join(traceback.format_exception(error))

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+from camshaft import files
+from camshaft.files import hash_checkpoint, write_atomically
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Record what reaches the disk, in order."""
+    recorded = []
+    fsync, replace = os.fsync, os.replace
+
+    def record_fsync(descriptor):
+        is_directory = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        recorded.append("flush directory" if is_directory else f"flush {os.fstat(descriptor).st_size} bytes")
+        fsync(descriptor)
+
+    def record_replace(source, target):
+        recorded.append("rename")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "replace", record_replace)
+    return recorded
+
+
+# write_atomically
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_content_is_on_disk_before_the_name_and_the_name_before_the_end(tmp_path, steps, kind):
+    write_atomically(kind(tmp_path / "model.pt"), lambda file: file.write(b"weights"))
+    assert steps == ["flush 7 bytes", "rename", "flush directory"]
+    assert (tmp_path / "model.pt").read_bytes() == b"weights"
+    assert names(tmp_path) == ["model.pt"]
+
+
+def test_torch_writes_and_reads_it(tmp_path):
+    write_atomically(tmp_path / "model.pt", lambda file: torch.save({"step": 3}, file))
+    assert torch.load(tmp_path / "model.pt", weights_only=True) == {"step": 3}
+
+
+def test_until_the_end_the_old_file_stays_and_the_new_one_lies_beside_it(tmp_path):
+    target = tmp_path / "model.pt"
+    target.write_bytes(b"old")
+
+    def write(file):
+        file.write(b"new")
+        assert target.read_bytes() == b"old"
+        assert Path(file.name).parent == tmp_path
+
+    write_atomically(target, write)
+    assert target.read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("error", [ValueError, OSError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("failing", ["write", "fsync", "replace"])
+@pytest.mark.parametrize("old", [b"old", None])
+def test_a_failure_leaves_what_was_there_and_no_temporary_file(tmp_path, monkeypatch, error, failing, old):
+    target = tmp_path / "model.pt"
+    if old:
+        target.write_bytes(old)
+
+    def fail(*_):
+        raise error
+
+    def write(file):
+        file.write(b"half")
+        if failing == "write":
+            fail()
+
+    if failing != "write":
+        monkeypatch.setattr(os, failing, fail)
+    with pytest.raises(error):
+        write_atomically(target, write)
+    assert names(tmp_path) == (["model.pt"] if old else [])
+    assert not old or target.read_bytes() == old
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_the_umask_decides_who_may_read(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        write_atomically(tmp_path / "model.pt", lambda file: file.write(b""))
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "model.pt").stat().st_mode) == mode
+
+
+def test_a_name_of_the_greatest_length_is_possible(tmp_path):
+    write_atomically(tmp_path / ("m" * 255), lambda file: file.write(b""))
+    assert names(tmp_path) == ["m" * 255]
+
+
+def test_a_missing_directory_is_an_error_before_anything_is_written(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        write_atomically(tmp_path / "absent" / "model.pt", lambda file: pytest.fail("written"))
+
+
+@pytest.mark.parametrize(("code", "is_fatal"), [(errno.EINVAL, False), (errno.ENOTSUP, False), (errno.EIO, True)])
+def test_a_file_system_that_flushes_no_directories_is_accepted_a_broken_disk_is_not(
+    tmp_path, monkeypatch, code, is_fatal
+):
+    fsync = os.fsync
+
+    def refuse_directories(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, "refused")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse_directories)
+    if is_fatal:
+        with pytest.raises(OSError, match="refused"):
+            write_atomically(tmp_path / "model.pt", lambda file: file.write(b"x"))
+    else:
+        write_atomically(tmp_path / "model.pt", lambda file: file.write(b"x"))
+    assert names(tmp_path) == ["model.pt"]
+
+
+# 4.6 and U3
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    path = tmp_path / "best.model.pth"
+    path.write_bytes(b"weights")
+    return path
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_checkpoint_moves_to_the_name_with_its_digest(checkpoint, tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(files, "_CHUNK_BYTES", 3)
+    digest = hashlib.sha256(b"weights").hexdigest()
+    output_dir = tmp_path / "new" / "folder"
+    moved, returned = hash_checkpoint(kind(checkpoint), kind(output_dir))
+    assert moved == output_dir / f"best.model-{digest[:8]}.pt"
+    assert isinstance(moved, Path)
+    assert returned == digest
+    assert moved.read_bytes() == b"weights"
+    assert not checkpoint.exists()
+
+
+def test_an_existing_directory_and_even_the_same_one_will_do(checkpoint, tmp_path):
+    moved, _ = hash_checkpoint(checkpoint, tmp_path)
+    assert names(tmp_path) == [moved.name]
+
+
+@pytest.mark.parametrize("name", ["absent.pt", "."])
+def test_without_a_file_nothing_is_made(tmp_path, name):
+    with pytest.raises(FileNotFoundError, match="checkpoint_path must be an existing file, got"):
+        hash_checkpoint(tmp_path / name, tmp_path / "new")
+    assert names(tmp_path) == []

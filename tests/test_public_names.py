@@ -1,0 +1,111 @@
+"""What is public is listed here: a name that comes, goes or moves changes this file, and so is decided."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+PUBLIC: dict[str, list[str]] = {
+    "camshaft.base": ["ResettableHandler", "Serializable"],
+    "camshaft.distributed": ["get_local_rank", "get_rank", "get_world_size", "one_rank_only"],
+    "camshaft.engine": [
+        "CallableEventWithFilter",
+        "DeterministicEngine",
+        "Engine",
+        "EventEnum",
+        "Events",
+        "EventsList",
+        "RemovableEventHandle",
+        "State",
+        "create_supervised_evaluator",
+        "create_supervised_trainer",
+        "supervised_evaluation_step",
+        "supervised_evaluation_step_amp",
+        "supervised_training_step",
+        "supervised_training_step_amp",
+        "supervised_training_step_apex",
+        "supervised_training_step_tpu",
+    ],
+    "camshaft.engine.deterministic": [
+        "DeterministicEngine",
+        "ReproducibleBatchSampler",
+        "keep_random_state",
+        "update_dataloader",
+    ],
+    "camshaft.exceptions": ["NotComputableError"],
+    "camshaft.handlers": ["ModelCheckpoint", "ProgressBar"],
+    "camshaft.utils": [
+        "apply_to_tensor",
+        "apply_to_type",
+        "convert_tensor",
+        "deprecated",
+        "hash_checkpoint",
+        "manual_seed",
+        "setup_logger",
+        "to_onehot",
+    ],
+}
+
+
+@pytest.fixture(params=PUBLIC)
+def module(request: pytest.FixtureRequest) -> ModuleType:
+    return importlib.import_module(request.param)
+
+
+def test_the_public_names_are_those_listed(module: ModuleType) -> None:
+    assert sorted(module.__all__) == PUBLIC[module.__name__]
+
+
+def test_a_star_import_gives_each_public_name_once(module: ModuleType) -> None:
+    assert len(module.__all__) == len(set(module.__all__))
+    assert all(hasattr(module, name) for name in module.__all__)
+
+
+def test_each_public_name_is_documented(module: ModuleType) -> None:
+    undocumented = [name for name in module.__all__ if not getattr(module, name).__doc__]
+    assert undocumented == []
+
+
+# Prints what importing the library did beyond what importing torch had done.
+LOOK_AROUND = """
+import json, logging, os, random, signal, sys, threading, warnings
+import torch
+
+def look():
+    return {
+        "environment": dict(os.environ),
+        "root logger": [repr(logging.root.handlers), logging.root.level],
+        "random states": [repr(random.getstate()), torch.get_rng_state().tolist()],
+        "warning filters": repr(warnings.filters),
+        "signal handlers": repr([signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]),
+        "threads": threading.active_count(),
+        "CUDA": torch.cuda.is_initialized(),
+        "default dtype": str(torch.get_default_dtype()),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "process group": torch.distributed.is_available() and torch.distributed.is_initialized(),
+        "sys.path": list(sys.path),
+    }
+
+before, modules = look(), set(sys.modules)
+import camshaft, camshaft.engine, camshaft.distributed, camshaft.handlers, camshaft.utils
+after = look()
+brought = {name.partition(".")[0] for name in set(sys.modules) - modules}
+configured = [name for name, logger in logging.Logger.manager.loggerDict.items()
+              if name.startswith("camshaft") and getattr(logger, "handlers", [])]
+print(json.dumps({
+    "changed": [name for name in before if before[name] != after[name]],
+    "libraries": sorted(brought - set(sys.stdlib_module_names) - {"camshaft", "torch"}),
+    "loggers with handlers": configured,
+}))
+"""
+
+
+def test_importing_has_no_side_effects_and_brings_no_optional_library() -> None:
+    result = subprocess.run([sys.executable, "-c", LOOK_AROUND], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == {"changed": [], "libraries": [], "loggers with handlers": []}

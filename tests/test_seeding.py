@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+import random
+import sys
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from camshaft.seeding import capture_random_state, manual_seed, preserved_random_state, restore_random_state
+
+
+def draw():
+    return random.random(), random.gauss(0, 1), torch.rand(1).item(), numpy.random.rand(), numpy.random.randn()
+
+
+@pytest.fixture
+def without_numpy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "numpy", None)
+
+
+# 4.4 and U2
+
+
+@given(st.integers() | st.sampled_from([-1, 2**32, 2**63, 2**64, -(2**80), 10**30]))
+def test_any_integer_seeds_all_generators(seed):
+    manual_seed(seed)
+    first = draw()
+    manual_seed(seed)
+    assert draw() == first
+
+
+@pytest.mark.parametrize("seed", [0, 17, 2**32 - 1])
+def test_a_seed_in_everybodys_range_is_used_as_it_is(seed):
+    manual_seed(seed)
+    ours = random.random(), torch.rand(1).item(), numpy.random.rand()
+    random.seed(seed), torch.manual_seed(seed), numpy.random.seed(seed)
+    assert ours == (random.random(), torch.rand(1).item(), numpy.random.rand())
+
+
+@pytest.mark.parametrize("seed", [-1, -(2**63), 2**32 + 5, 2**64 - 1])
+def test_outside_of_the_range_of_numpy_only_numpys_seed_is_reduced(seed):
+    manual_seed(seed)
+    ours = random.random(), torch.rand(1).item(), numpy.random.rand()
+    random.seed(seed), torch.manual_seed(seed), numpy.random.seed(seed % 2**32)
+    assert ours == (random.random(), torch.rand(1).item(), numpy.random.rand())
+
+
+def test_torch_seeds_its_devices_too(monkeypatch):
+    seeds = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    manual_seed(5)
+    assert seeds == [5]
+
+
+def test_integers_of_numpy_are_seeds():
+    manual_seed(numpy.int64(5))
+    first = draw()
+    manual_seed(5)
+    assert draw() == first
+
+
+@pytest.mark.parametrize("seed", [1.0, "1", None])
+def test_what_is_no_integer_is_refused_before_anything_is_seeded(seed):
+    manual_seed(1)
+    expected = draw()
+    manual_seed(1)
+    with pytest.raises(TypeError, match="seed must be an integer, got"):
+        manual_seed(seed)
+    assert draw() == expected
+
+
+@pytest.mark.usefixtures("without_numpy")
+def test_numpy_may_be_missing():
+    manual_seed(1)
+    state = capture_random_state()
+    assert set(state) == {"python", "torch"}
+    drawn = random.random(), torch.rand(1)
+    restore_random_state({**state, "numpy": "of another machine"})
+    assert drawn == (random.random(), torch.rand(1))
+
+
+def test_torch_xla_is_seeded_where_it_is_installed(monkeypatch):
+    seeds = []
+    monkeypatch.setitem(
+        sys.modules, "torch_xla.core.xla_model", SimpleNamespace(set_rng_state=lambda seed: seeds.append(seed))
+    )
+    manual_seed(7)
+    manual_seed(-1)
+    assert seeds == [7, 2**64 - 1]
+
+
+# Capture and restore
+
+
+def saved_and_loaded(state, tmp_path):
+    torch.save(state, tmp_path / "state.pt")
+    return torch.load(tmp_path / "state.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("bit_generator", [numpy.random.MT19937, numpy.random.PCG64, numpy.random.Philox])
+def test_a_state_survives_a_checkpoint_that_cannot_run_code(tmp_path, bit_generator):
+    before = numpy.random.get_bit_generator()
+    numpy.random.set_bit_generator(bit_generator(3))
+    try:
+        draw()  # leaves the second half of a Gaussian pair in the states of Python and NumPy
+        state = saved_and_loaded(capture_random_state(), tmp_path)
+        first = draw()
+        restore_random_state(state)
+        assert draw() == first
+    finally:
+        numpy.random.set_bit_generator(before)
+
+
+def test_a_state_holds_only_plain_values():
+    def kinds(value):
+        if isinstance(value, dict):
+            return set().union(*(kinds(item) for item in value.values()))
+        return set().union(*map(kinds, value)) if isinstance(value, (list, tuple)) else {type(value)}
+
+    assert kinds(capture_random_state()) <= {int, float, str, type(None), torch.Tensor}
+
+
+def test_capturing_draws_nothing_and_is_no_view_of_the_generators():
+    manual_seed(3)
+    expected = draw()
+    manual_seed(3)
+    state = capture_random_state()
+    assert draw() == expected
+    restore_random_state(state)
+    assert draw() == expected
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_the_old_layout_is_restored(kind):
+    state = kind([random.getstate(), torch.get_rng_state(), numpy.random.get_state()])
+    first = draw()
+    restore_random_state(state)
+    assert draw() == first
+
+
+def test_the_old_layout_without_numpy_leaves_numpy_alone():
+    state = [random.getstate(), torch.get_rng_state()]
+    first = random.random(), torch.rand(1)
+    numpy_state = capture_random_state()["numpy"]
+    restore_random_state(state)
+    assert capture_random_state()["numpy"] == numpy_state
+    assert first == (random.random(), torch.rand(1))
+
+
+@pytest.mark.parametrize(
+    ("broken", "error"),
+    [
+        (17, TypeError),
+        (None, TypeError),
+        ({}, ValueError),
+        ({"python": random.getstate()}, ValueError),
+        ([random.getstate()], ValueError),
+        ([1, 2, 3, 4], ValueError),
+        ({"python": (9, (), None), "torch": torch.get_rng_state()}, ValueError),
+        ({"python": random.Random(1).getstate(), "torch": torch.zeros(3, dtype=torch.uint8)}, ValueError),
+        ({"python": random.Random(1).getstate(), "torch": None}, ValueError),
+        ([random.Random(1).getstate(), torch.get_rng_state(), ("MT19937", [1])], ValueError),
+    ],
+)
+def test_a_broken_state_changes_no_generator(broken, error):
+    state = capture_random_state()
+    first = draw()
+    restore_random_state(state)
+    with pytest.raises(error, match="state must"):
+        restore_random_state(broken)
+    assert draw() == first
+
+
+# preserved_random_state, E26
+
+
+def test_a_block_leaves_the_generators_as_they_were_also_when_it_raises():
+    manual_seed(3)
+    first = draw()
+    for error in (None, KeyError, KeyboardInterrupt):
+        manual_seed(3)
+        try:
+            with preserved_random_state():
+                draw()
+                manual_seed(4)
+                if error:
+                    raise error
+        except (KeyError, KeyboardInterrupt):
+            pass
+        assert draw() == first
+
+
+# Devices, by a stand-in
+
+
+class Device:
+    """Two devices whose generator states are tensors with a number."""
+
+    def __init__(self, *, initialized=True, available=True):
+        self.initialized, self.available = initialized, available
+        self.states = [torch.tensor([1]), torch.tensor([2])]
+
+    def is_available(self):
+        return self.available
+
+    def is_initialized(self):
+        return self.initialized
+
+    def init(self):
+        self.initialized = True
+
+    def device_count(self):
+        return len(self.states)
+
+    def get_rng_state(self, index=0):
+        return self.states[index]
+
+    def set_rng_state(self, state, index=0):
+        assert self.initialized
+        self.states[index] = state
+
+
+@pytest.fixture(params=["cuda", "xpu", "mps"])
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def use(monkeypatch, kind):
+    def use(device):
+        monkeypatch.setattr(torch, kind, device)
+        if kind == "mps":
+            monkeypatch.setattr(torch.backends.mps, "is_available", device.is_available)
+            device.states = device.states[:1]
+        return device
+
+    return use
+
+
+def test_device_generators_are_captured_only_when_asked_for(use, kind):
+    device = use(Device())
+    assert "devices" not in capture_random_state()
+    assert capture_random_state(devices=True)["devices"] == {kind: device.states}
+
+
+def test_device_generators_come_back(use, tmp_path):
+    device = use(Device())
+    expected = [state.item() for state in device.states]
+    state = saved_and_loaded(capture_random_state(devices=True), tmp_path)
+    device.states = [torch.tensor([9])] * len(device.states)
+    restore_random_state(state)
+    assert [state.item() for state in device.states] == expected
+
+
+def test_a_block_preserves_device_generators_unless_told_not_to(use):
+    device = use(Device())
+    with preserved_random_state():
+        device.states[0] = torch.tensor([9])
+    assert device.states[0].item() == 1
+    with preserved_random_state(devices=False):
+        device.states[0] = torch.tensor([9])
+    assert device.states[0].item() == 9
+
+
+def test_an_idle_device_is_neither_captured_nor_woken(use, kind):
+    device = use(Device(initialized=False, available=kind != "mps"))
+    with preserved_random_state():
+        assert capture_random_state(devices=True)["devices"] == {}
+    assert not device.initialized
+
+
+def test_an_idle_device_is_woken_to_restore_its_generators(use, kind):
+    device = use(Device(initialized=kind == "mps"))
+    restore_random_state({**capture_random_state(), "devices": {kind: [torch.tensor([7])]}})
+    assert device.states[0].item() == 7
+
+
+def test_states_of_devices_that_are_not_here_are_left_out(use, kind):
+    device = use(Device(available=False))
+    restore_random_state({**capture_random_state(), "devices": {kind: [torch.tensor([7])]}})
+    assert device.states[0].item() == 1
+
+
+def test_states_of_more_devices_than_there_are_fill_those_there_are(use, kind):
+    device = use(Device())
+    restore_random_state({**capture_random_state(), "devices": {kind: [torch.tensor([7])] * 3}})
+    assert [state.item() for state in device.states] == [7] * len(device.states)

@@ -1,0 +1,312 @@
+from __future__ import annotations
+
+import types
+import warnings
+from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from camshaft import tree
+from camshaft.tree import apply_to_tensor, apply_to_type, convert_tensor, to_onehot
+
+Pair = namedtuple("Pair", "first second")
+ONE = torch.ones(1)
+
+
+class Labelled(NamedTuple):
+    x: object
+    label: object = "none"
+
+
+class OnlyMapping(Mapping):
+    """A mapping built from a dict, with its storage in an attribute, which a copy shares."""
+
+    def __init__(self, content):
+        self.content = content
+
+    def __getitem__(self, key):
+        return self.content[key]
+
+    def __iter__(self):
+        return iter(self.content)
+
+    def __len__(self):
+        return len(self.content)
+
+    def __setitem__(self, key, value):
+        self.content[key] = value
+
+
+class ByKeyword(OnlyMapping):
+    """The same, but not built from a dict."""
+
+    def __init__(self, *, content):
+        super().__init__(content)
+
+
+class OnlySequence(Sequence):
+    def __init__(self, content):
+        self.content = content
+
+    def __getitem__(self, index):
+        return self.content[index]
+
+    def __len__(self):
+        return len(self.content)
+
+    def __setitem__(self, index, value):
+        self.content[index] = value
+
+
+class TwoArguments(OnlySequence):
+    def __init__(self, content, other):
+        super().__init__(content)
+
+
+class NamedDict(dict):
+    def __init__(self, name, content):
+        super().__init__(content)
+        self.name = name
+
+
+class NamedList(list):
+    def __init__(self, name, content):
+        super().__init__(content)
+        self.name = name
+
+
+class FrozenDict(NamedDict):
+    def __setitem__(self, key, value):
+        raise RuntimeError("frozen")
+
+
+def plus_one(value):
+    return value + 1
+
+
+# 4.1: the order of the checks
+
+
+def test_an_instance_is_handed_over_even_when_it_is_a_string_or_a_container():
+    assert apply_to_type([1, [2]], list, len) == 2
+    assert apply_to_type(["a", b"b"], (str, bytes), lambda text: text * 2) == ["aa", b"bb"]
+    assert apply_to_type({"a": Pair(1, 2)}, Pair, sum) == {"a": 3}
+
+
+def test_strings_and_bytes_pass_unchanged():
+    assert apply_to_type(["text", b"bytes", 1], int, plus_one) == ["text", b"bytes", 2]
+
+
+def test_a_tuple_of_types_matches_each_of_them():
+    assert apply_to_type([1, 2.5, None], (int, float, type(None)), str) == ["1", "2.5", "None"]
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        {"a": 1, "b": 2},
+        OrderedDict(b=1, a=2),
+        Counter(a=3),
+        UserDict(a=1),
+        types.MappingProxyType({"a": 1}),
+        ChainMap({"a": 1}),
+        OnlyMapping({"a": 1}),
+        [1, 2],
+        (1, 2),
+        (),
+        Pair(1, 2),
+        Labelled(1),
+        UserList([1]),
+        OnlySequence([1]),
+        torch.Size([1, 2]),
+        defaultdict(list, a=1),
+        deque([1, 2], maxlen=3),
+        NamedDict("n", {"a": 1}),
+        NamedList("n", [1]),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_containers_come_back_as_their_own_type_and_the_original_stays(x):
+    before = dict(x) if isinstance(x, Mapping) else list(x)
+    result = apply_to_type(x, int, plus_one)
+    assert type(result) is type(x)
+    if isinstance(x, Mapping):
+        assert dict(x) == before
+        assert list(result.items()) == [(key, plus_one(value)) for key, value in before.items()]
+    else:
+        assert list(x) == before
+        assert list(result) == [item if isinstance(item, str) else plus_one(item) for item in before]
+
+
+# U1: containers that are not built from their content
+
+
+def test_copied_containers_keep_what_else_they_hold():
+    assert apply_to_type(defaultdict(list, a=1), int, plus_one)["new"] == []
+    assert apply_to_type(deque([1], maxlen=3), int, plus_one).maxlen == 3
+    assert apply_to_type(NamedDict("n", {"a": 1}), int, plus_one).name == "n"
+    assert apply_to_type(NamedList("n", [1]), int, plus_one).name == "n"
+
+
+@pytest.mark.parametrize(
+    ("x", "expected"),
+    [
+        (range(3), [1, 2, 3]),
+        (ByKeyword(content={"a": 1}), {"a": 2}),
+        (FrozenDict("n", {"a": 1}), {"a": 2}),
+        (TwoArguments([1], None), [2]),
+    ],
+    ids=["range", "mapping", "frozen dict", "sequence"],
+)
+def test_containers_that_cannot_be_rebuilt_become_plain_ones_and_stay_as_they_were(x, expected):
+    before = dict(x) if isinstance(x, Mapping) else list(x)
+    result = apply_to_type(x, int, plus_one)
+    assert result == expected
+    assert type(result) is type(expected)
+    assert (dict(x) if isinstance(x, Mapping) else list(x)) == before
+
+
+def test_a_tuple_that_refuses_the_results_becomes_a_plain_tuple():
+    assert apply_to_type(torch.Size([1, 2]), int, str) == ("1", "2")
+
+
+def test_an_error_of_the_function_is_not_taken_for_one_of_the_container():
+    with pytest.raises(ZeroDivisionError):
+        apply_to_type(defaultdict(int, a=0), int, lambda value: 1 / value)
+
+
+@pytest.mark.parametrize("leaf", [None, 1, 2.5, {1}, object(), torch.device("cpu")], ids=repr)
+@pytest.mark.parametrize("wrap", [lambda leaf: leaf, lambda leaf: [ONE, {"a": (leaf,)}]], ids=["bare", "nested"])
+@pytest.mark.parametrize("function", [convert_tensor, lambda x: apply_to_tensor(x, plus_one)])
+def test_unknown_leaves_raise_type_error_that_names_them(leaf, wrap, function):
+    with pytest.raises(TypeError, match=rf"x must be made of Tensor.* of type {type(leaf).__name__}"):
+        function(wrap(leaf))
+
+
+def test_the_error_names_all_types_that_were_asked_for():
+    with pytest.raises(TypeError, match="int or float.*got 'None'|int or float.*got None"):
+        apply_to_type([None], (int, float), str)
+
+
+NESTED = st.recursive(
+    st.integers() | st.text(max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.builds(Pair, inner, inner)
+        | st.dictionaries(st.text(max_size=2), inner, max_size=3)
+        | st.dictionaries(st.text(max_size=2), inner, max_size=3).map(lambda content: defaultdict(list, content))
+    ),
+    max_leaves=12,
+)
+
+
+def skeleton(x):
+    if isinstance(x, Mapping):
+        return type(x), {key: skeleton(value) for key, value in x.items()}
+    if isinstance(x, (list, tuple)):
+        return type(x), [skeleton(item) for item in x]
+    return type(x)
+
+
+@given(NESTED)
+def test_mapping_changes_leaves_and_never_the_structure(x):
+    once = apply_to_type(x, int, plus_one)
+    assert skeleton(once) == skeleton(x)
+    assert apply_to_type(once, int, lambda value: value - 1) == x
+
+
+# 4.2
+
+
+def test_apply_to_tensor_takes_tensors_and_their_subclasses():
+    result = apply_to_tensor({"x": ONE, "y": [torch.nn.Parameter(ONE)], "name": "n"}, lambda tensor: tensor.shape)
+    assert result == {"x": (1,), "y": [(1,)], "name": "n"}
+
+
+class Recorder(torch.Tensor):
+    calls: list[tuple[object, object]]
+
+    def to(self, device, non_blocking=False):
+        self.calls.append((device, non_blocking))
+        return "moved"
+
+
+@pytest.fixture
+def recorder():
+    tensor = torch.ones(1).as_subclass(Recorder)
+    tensor.calls = []
+    return tensor
+
+
+def test_a_bare_tensor_is_not_walked(monkeypatch, recorder):
+    monkeypatch.setattr(tree, "apply_to_type", None)
+    assert convert_tensor(recorder) is recorder
+    assert recorder.calls == []
+    assert convert_tensor(recorder, "cpu") == "moved"
+    assert recorder.calls == [("cpu", False)]
+
+
+def test_without_a_device_tensors_stay_and_the_containers_are_new(recorder):
+    x = {"a": [recorder, "text"]}
+    result = convert_tensor(x)
+    assert result == x
+    assert result is not x
+    assert result["a"][0] is recorder
+    assert recorder.calls == []
+
+
+def test_device_and_non_blocking_reach_every_tensor(recorder):
+    assert convert_tensor([recorder, (recorder,)], "meta", True) == ["moved", ("moved",)]
+    assert recorder.calls == [("meta", True)] * 2
+
+
+@pytest.mark.parametrize("device", ["meta", torch.device("meta")])
+def test_tensors_move(device):
+    result = convert_tensor({"x": ONE, "pair": Pair(ONE, b"raw")}, device=device)
+    assert result["x"].device == result["pair"].first.device == torch.device("meta")
+    assert result["pair"].second == b"raw"
+
+
+# 4.3
+
+
+def scripted(function):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, about torch.jit
+        return torch.jit.script(function)
+
+
+@pytest.fixture(params=[lambda function: function, scripted], ids=["plain", "scripted"])
+def onehot(request):
+    return request.param(to_onehot)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 3), (2, 3, 4), (0,), (0, 3)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_to_onehot_puts_the_classes_into_the_second_dimension(onehot, shape, dtype):
+    indices = torch.randint(0, 5, shape).to(dtype)
+    result = onehot(indices, 5)
+    assert result.dtype == torch.uint8
+    assert result.shape == (shape[0], 5, *shape[1:])
+    assert torch.equal(result.argmax(dim=1) if indices.numel() else indices.long(), indices.long())
+    assert result.sum() == indices.numel()
+
+
+def test_to_onehot_stays_on_the_device(onehot):
+    assert onehot(torch.zeros(2, dtype=torch.int64, device="meta"), 3).device.type == "meta"
+
+
+def test_to_onehot_refuses_floats():
+    with pytest.raises(TypeError, match=r"indices must be a tensor of integers, got dtype torch.float32"):
+        to_onehot(torch.ones(2), 3)
+
+
+def test_to_onehot_refuses_a_class_that_does_not_exist(onehot):
+    with pytest.raises(RuntimeError):
+        onehot(torch.tensor([3]), 3)
