@@ -17,7 +17,8 @@ demo:
 test:
 	@$(ENVIRONMENT) dev scripts/check $(ARGS)
 
-# torch_xla with the torch that it needs: a download of several GB
+# torch_xla with the torch that it needs, on the CPU unless PJRT_DEVICE says otherwise: 7 GB on the disk
+test-xla: export PJRT_DEVICE ?= CPU
 test-xla:
 	@$(ENVIRONMENT) xla python -m pytest tests/xla $(ARGS)
 

@@ -99,9 +99,7 @@ def build(folder: Path, name: str, *, shared: bool) -> None:
 def make_room(folder: Path) -> None:
     """Remove an older environment, but never a folder that somebody else made."""
     if importlib.util.find_spec("ensurepip") is None:
-        sys.exit(
-            "this Python cannot make virtual environments (Debian, Ubuntu: apt-get install python3-venv)"
-        )
+        sys.exit("this Python cannot make virtual environments (Debian, Ubuntu: apt-get install python3-venv)")
     if folder.exists() and not (folder / MARKER).exists():
         sys.exit(f"{folder} is not from this script: remove it, or set CAMSHAFT_ENV_DIR to another place")
     if folder.exists():

@@ -54,9 +54,7 @@ def working_directory() -> Guard:
 def threads() -> Guard:
     before = set(threading.enumerate())
     yield None
-    left = outlasting(
-        lambda: [thread.name for thread in set(threading.enumerate()) - before if counts(thread)]
-    )
+    left = outlasting(lambda: [thread.name for thread in set(threading.enumerate()) - before if counts(thread)])
     yield f"threads still run: {sorted(left)}" if left else None
 
 
@@ -76,23 +74,25 @@ def children() -> set[int]:
     """Collect the running children of this process; without /proc, only those of multiprocessing."""
     pids = {process.pid for process in multiprocessing.active_children() if process.pid}
     for file in Path("/proc/self/task").glob("*/children"):
-        pids.update(int(pid) for pid in file.read_text().split())
-    return {pid for pid in pids if is_running(pid) and not any(helper in command(pid) for helper in HELPERS)}
+        pids.update(pid for pid in map(int, content(file).split()) if is_running(pid))
+    return {pid for pid in pids if not any(helper in command(pid) for helper in HELPERS)}
 
 
 def is_running(pid: int) -> bool:
-    """Tell a running process from one that has ended and was not waited for yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
-    except OSError:
-        return not Path("/proc/self").exists()
+    """Tell a running process from one that has ended, also if nobody has waited for it yet."""
+    return content(Path(f"/proc/{pid}/stat")).rpartition(") ")[2][:1] not in ("", "Z", "X")
 
 
 def command(pid: int) -> str:
+    return content(Path(f"/proc/{pid}/cmdline")).replace("\0", " ").strip() or f"process {pid}"
+
+
+def content(path: Path) -> str:
+    """Read a file under /proc; the process or thread that it tells about may be gone by now."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+        return path.read_text(errors="replace")
     except OSError:
-        return f"process {pid}"
+        return ""
 
 
 def open_files() -> Guard:

@@ -143,9 +143,7 @@ def forbidden(found: Import, allowed: tuple[str, ...], denied: tuple[str, ...]) 
     if ours and (fits(found.module, denied) or not fits(found.module, allowed)):
         return "arrows point down only"
     if within(found.module, OPTIONAL):
-        return (
-            None if found.in_function or found.for_types else "it is optional, so import it where it is used"
-        )
+        return None if found.in_function or found.for_types else "it is optional, so import it where it is used"
     if found.in_function:
         return "only an optional library is imported in a function"
     if ours or found.for_types or found.module.split(".")[0] in {"torch", *sys.stdlib_module_names}:

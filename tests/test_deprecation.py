@@ -41,6 +41,7 @@ def test_a_single_reason_may_be_a_bare_string():
         make(reasons="Use new().")(1)
 
 
+@pytest.mark.filterwarnings("ignore")  # else a mere warning would be raised too
 def test_the_warning_can_be_raised_instead():
     calls = []
     old = deprecated("0.2.0", raise_exception=True)(calls.append)

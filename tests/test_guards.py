@@ -168,9 +168,7 @@ def test_random_states_are_put_back() -> None:
 
 
 def test_every_test_is_guarded(tmp_path: Path) -> None:
-    (tmp_path / "test_leak.py").write_text(
-        "import os\ndef test_leak():\n    os.environ['CAMSHAFT_LEFT'] = '1'\n"
-    )
+    (tmp_path / "test_leak.py").write_text("import os\ndef test_leak():\n    os.environ['CAMSHAFT_LEFT'] = '1'\n")
     run = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "-p", "tests.conftest", str(tmp_path)]
     result = subprocess.run(run, cwd=guards.ROOT, capture_output=True, text=True)
     assert result.returncode == 1

@@ -44,9 +44,9 @@ def test_a_seed_in_everybodys_range_is_used_as_it_is(seed):
 @pytest.mark.parametrize("seed", [-1, -(2**63), 2**32 + 5, 2**64 - 1])
 def test_outside_of_the_range_of_numpy_only_numpys_seed_is_reduced(seed):
     manual_seed(seed)
-    ours = random.random(), torch.rand(1).item(), numpy.random.rand()
+    ours = random.random(), torch.initial_seed(), numpy.random.rand()
     random.seed(seed), torch.manual_seed(seed), numpy.random.seed(seed % 2**32)
-    assert ours == (random.random(), torch.rand(1).item(), numpy.random.rand())
+    assert ours == (random.random(), torch.initial_seed(), numpy.random.rand())
 
 
 def test_torch_seeds_its_devices_too(monkeypatch):
@@ -159,7 +159,7 @@ def test_the_old_layout_without_numpy_leaves_numpy_alone():
         ({}, ValueError),
         ({"python": random.getstate()}, ValueError),
         ([random.getstate()], ValueError),
-        ([1, 2, 3, 4], ValueError),
+        ([random.getstate(), torch.get_rng_state(), numpy.random.get_state(), None], ValueError),
         ({"python": (9, (), None), "torch": torch.get_rng_state()}, ValueError),
         ({"python": random.Random(1).getstate(), "torch": torch.zeros(3, dtype=torch.uint8)}, ValueError),
         ({"python": random.Random(1).getstate(), "torch": None}, ValueError),

@@ -75,8 +75,8 @@ def test_signatures_are_those_of_the_api(name, expected):
 
 def test_setup_logger_hands_everything_on_in_its_place(logger_name, tmp_path):
     stream, path = io.StringIO(), tmp_path / "log"
-    for reset in (False, True):
-        logger = utils.setup_logger(logger_name, logging.DEBUG, stream, "%(message)s", path, 0, reset, "latin-1")
+    utils.setup_logger(logger_name)
+    logger = utils.setup_logger(logger_name, logging.DEBUG, stream, "%(message)s", path, 0, True, "latin-1")
     logger.debug("ä")
     assert stream.getvalue() == "ä\n"
     assert path.read_bytes() == b"\xe4\n"

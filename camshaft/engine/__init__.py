@@ -1,16 +1,36 @@
-"""The engine and its events."""
+"""The engine and its events, and engines for supervised learning."""
 
+from camshaft.engine.builders import (
+    supervised_evaluation_step,
+    supervised_evaluation_step_amp,
+    supervised_training_step,
+    supervised_training_step_amp,
+    supervised_training_step_apex,
+    supervised_training_step_tpu,
+)
+from camshaft.engine.deterministic import DeterministicEngine
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import CallableEventWithFilter, EventEnum, Events, EventsList
 from camshaft.engine.handle import RemovableEventHandle
 from camshaft.engine.state import State
+from camshaft.engine.steps import prepare_batch as _prepare_batch  # noqa: F401  # its name in the public API
+from camshaft.engine.supervised import create_supervised_evaluator, create_supervised_trainer
 
 __all__ = [
     "CallableEventWithFilter",
+    "DeterministicEngine",
     "Engine",
     "EventEnum",
     "Events",
     "EventsList",
     "RemovableEventHandle",
     "State",
+    "create_supervised_evaluator",
+    "create_supervised_trainer",
+    "supervised_evaluation_step",
+    "supervised_evaluation_step_amp",
+    "supervised_training_step",
+    "supervised_training_step_amp",
+    "supervised_training_step_apex",
+    "supervised_training_step_tpu",
 ]

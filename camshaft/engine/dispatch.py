@@ -51,7 +51,7 @@ class Dispatcher:
             return False
         family = getattr(event, "_family", None)
         if family is not None and issubclass(family, HandlerEvents) and event not in self.plans:
-            self.register((family[event.name],), None)
+            self.register((family[str(getattr(event, "name", event))],), None)
         return event in self.plans
 
     def plan(self, event: Any) -> Plan:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from camshaft.base import Serializable
-from camshaft.engine.control import Stop, flag, set_flag
+from camshaft.engine.control import Stoppable
 from camshaft.engine.data import check_iterable
 from camshaft.engine.loop import Run
 from camshaft.engine.resume import Request, has_target, target_of
@@ -19,7 +19,7 @@ from camshaft.engine.source import EventSource
 from camshaft.engine.state import Batch, Output, State
 
 
-class Engine(EventSource[Batch, Output], Serializable):
+class Engine(EventSource[Batch, Output], Stoppable, Serializable):
     """Runs a process function over data, in epochs of iterations, and fires events on the way.
 
     Args:
@@ -37,6 +37,7 @@ class Engine(EventSource[Batch, Output], Serializable):
         state_dict_user_keys: attributes of ``state`` to save with the counters.
         interrupt_resume_enabled: whether :meth:`interrupt` may be used.
 
+    >>> from camshaft.engine import Events
     >>> def step(engine: Engine[int, int], batch: int) -> int:
     ...     return batch + 1
     >>> engine = Engine(step)
@@ -51,8 +52,6 @@ class Engine(EventSource[Batch, Output], Serializable):
     _state_dict_all_req_keys = ("epoch_length",)
     _state_dict_one_of_opt_keys = (("iteration", "epoch"), ("max_epochs", "max_iters"))
 
-    interrupt_resume_enabled = True
-
     def __init__(self, process_function: Callable[[Engine[Batch, Output], Batch], Output]) -> None:
         _check_process_function(process_function)
         super().__init__()
@@ -60,13 +59,17 @@ class Engine(EventSource[Batch, Output], Serializable):
         self.state_dict_user_keys: list[str] = []
         self._process_function = process_function
         self._state: State[Batch, Output] = State()
-        self._stops: set[Stop] = set()
         self._run: Run | None = None
         self._next_data: Iterable[Any] | None = None
         self._found_length: int | None = None
         self._done_in_epoch = 0
         self._reopen_epoch = False
         self._loaded = False
+
+    @property
+    def iteration_in_epoch(self) -> int:
+        """Iterations begun in the current epoch; between runs, all that the state has counted."""
+        return self.state.iteration if self._run is None else self._run.done
 
     @property
     def state(self) -> State[Batch, Output]:
@@ -118,10 +121,9 @@ class Engine(EventSource[Batch, Output], Serializable):
         suspended = self._run if has_target(self.state) else None
         if suspended is not None:
             run = self._continue(suspended, request)
-        elif request.reaches_beyond(self.state):
-            run = self._resume(request)
         else:
-            run = self._begin(request)
+            self._check_data(request.data)
+            run = self._resume(request) if request.reaches_beyond(self.state) else self._begin(request)
         self._next_data, self._loaded = None, False
         self._proceed(run)
         return self.state
@@ -132,7 +134,7 @@ class Engine(EventSource[Batch, Output], Serializable):
         self._found_length = request.begin(self.state, self._found_length)
         if already_done:
             warnings.warn(
-                f"the loaded state had reached its target of {target} already, and the run begins anew from 0; to go on, "
+                f"the loaded state had reached its target of {target} already, so the run begins anew; to go on, "
                 "give run a larger target",
                 stacklevel=3,
             )
@@ -195,6 +197,12 @@ class Engine(EventSource[Batch, Output], Serializable):
             self._run.close()
             self._run = None
 
+    def _check_data(self, data: Iterable[Any] | None) -> None:
+        """Refuse data that this kind of engine cannot run over; a subclass may do so, before anything changes."""
+
+    def _prepare(self) -> None:
+        """Do what belongs to the start of a run, before ``STARTED`` fires; for subclasses."""
+
     def _open_data_at_position(self) -> tuple[Iterator[Any], int]:
         """Begin the first pass of a run, and tell how many batches of the pass are left out as already done."""
         assert self.state.dataloader is not None, "the feed asks only when there is data"
@@ -217,65 +225,13 @@ class Engine(EventSource[Batch, Output], Serializable):
         else:
             self._run.feed.replace(data)
 
-    # --- stopping ------------------------------------------------------------------------------------------
-
-    @property
-    def should_terminate(self) -> bool | str:
-        """Whether the run is to end: ``False``, ``True`` or ``"skip_completed"``."""
-        return flag(self._stops, Stop.RUN, Stop.SKIP_COMPLETED)
-
-    @should_terminate.setter
-    def should_terminate(self, value: bool | str) -> None:
-        set_flag(self._stops, Stop.RUN, Stop.SKIP_COMPLETED, value)
-
-    @property
-    def should_terminate_single_epoch(self) -> bool | str:
-        """Whether the epoch is to end: ``False``, ``True`` or ``"skip_epoch_completed"``."""
-        return flag(self._stops, Stop.EPOCH, Stop.SKIP_EPOCH_COMPLETED)
-
-    @should_terminate_single_epoch.setter
-    def should_terminate_single_epoch(self, value: bool | str) -> None:
-        set_flag(self._stops, Stop.EPOCH, Stop.SKIP_EPOCH_COMPLETED, value)
-
-    @property
-    def should_interrupt(self) -> bool:
-        """Whether the run is to pause."""
-        return Stop.PAUSE in self._stops
-
-    @should_interrupt.setter
-    def should_interrupt(self, value: bool) -> None:
-        (self._stops.add if value else self._stops.discard)(Stop.PAUSE)
-
-    def terminate(self, skip_completed: bool = False) -> None:
-        """End the run after the current event: ``TERMINATE`` fires, then ``COMPLETED`` unless skipped."""
-        self.logger.info("Terminate signaled. Engine will stop after the current event is finished.")
-        self.should_terminate = Stop.SKIP_COMPLETED.name.lower() if skip_completed else True
-
-    def terminate_epoch(self, skip_epoch_completed: bool = False) -> None:
-        """End the epoch after the current event: ``TERMINATE_SINGLE_EPOCH`` fires, then ``EPOCH_COMPLETED``."""
-        self.logger.info(
-            "Terminate current epoch is signaled. The epoch will stop after the current event is finished."
-        )
-        self.should_terminate_single_epoch = Stop.SKIP_EPOCH_COMPLETED.name.lower() if skip_epoch_completed else True
-
-    def interrupt(self) -> None:
-        """Pause after the current event: ``INTERRUPT`` fires and ``run`` returns; the next ``run`` goes on from there.
-
-        Raises:
-            RuntimeError: ``interrupt_resume_enabled`` is false.
-        """
-        if not self.interrupt_resume_enabled:
-            raise RuntimeError("interrupt needs interrupt_resume_enabled to be True, got False")
-        self.logger.info("Interrupt signaled. Engine will pause after the current event is finished.")
-        self._stops.add(Stop.PAUSE)
-
     # --- saving --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Give the counters and the target, and what ``state_dict_user_keys`` names, to resume from later.
 
-        >>> Engine(lambda engine, batch: None).state_dict()
-        OrderedDict({'epoch_length': None, 'iteration': 0, 'max_epochs': None})
+        >>> dict(Engine(lambda engine, batch: None).state_dict())
+        {'epoch_length': None, 'iteration': 0, 'max_epochs': None}
         """
         target = "max_epochs" if self.state.max_iters is None else "max_iters"
         keys = ["epoch_length", "iteration", target, *self.state_dict_user_keys]

@@ -35,6 +35,7 @@ class Every:
     every: int
 
     def __call__(self, engine: Any, count: int) -> bool:
+        """Say whether a handler runs at ``count``."""
         return count % self.every == 0
 
     def following(self, count: int) -> int:
@@ -56,6 +57,7 @@ class Once:
     counts: tuple[int, ...]
 
     def __call__(self, engine: Any, count: int) -> bool:
+        """Say whether a handler runs at ``count``."""
         return count in self.counts
 
     def following(self, count: int) -> int:
@@ -80,6 +82,7 @@ class Window:
     every: int = 1
 
     def __call__(self, engine: Any, count: int) -> bool:
+        """Say whether a handler runs at ``count``."""
         return self.after < count < self.before and (count - self.after - 1) % self.every == 0
 
     def following(self, count: int) -> int:

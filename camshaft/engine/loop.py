@@ -30,30 +30,16 @@ from typing import TYPE_CHECKING, Any
 
 from camshaft.engine.control import EPOCH_STOPS, Stop, StopEpoch, StopRun
 from camshaft.engine.event import Events
+from camshaft.engine.failures import Reported, Shielded, report
 from camshaft.engine.feed import Feed
-from camshaft.engine.plan import Plan, is_placed, name_of, place
+from camshaft.engine.plan import Plan
 from camshaft.engine.resume import derived_max_epochs, elapsed, is_done, target_of
-from camshaft.errors import annotate
 
 if TYPE_CHECKING:
     from camshaft.engine.engine import Engine
 
 Pauses = Generator[None, None, None]
 _END: Any = object()
-
-
-class _Reported(BaseException):
-    """Carries an error out of the loop that the handlers of errors have seen already."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-
-class _Shielded(Exception):
-    """Carries a ``StopIteration`` of a handler through generators, which would turn it into something else."""
-
-    def __init__(self, error: StopIteration) -> None:
-        self.error = error
 
 
 class Run:
@@ -99,18 +85,19 @@ class Run:
             yield from self._run()
         except GeneratorExit:
             raise
-        except _Reported as reported:
+        except Reported as reported:
             self.failed = True
             return reported.error
         except BaseException as error:
             self.failed = True
-            return self._report(error)
+            return report(self.engine, error, self.in_epoch)
         return None
 
     def _run(self) -> Pauses:
         engine = self.engine
         began = perf_counter()
         engine.state.times = {"EPOCH_COMPLETED": 0.0, "COMPLETED": 0.0}
+        engine._prepare()
         try:
             yield from self._started()
             while not is_done(engine.state):
@@ -213,9 +200,9 @@ class Run:
                     stops.add(Stop.RUN)
                     raise StopRun
         except Exception as error:
-            escaping = self._report(error)
+            escaping = report(self.engine, error, self.in_epoch)
             if escaping is not None:
-                raise _Reported(escaping) from None
+                raise Reported(escaping) from None
 
     def _plans(self) -> tuple[Plan, Plan, Plan, Plan]:
         plans = self.engine._dispatcher.plans
@@ -236,7 +223,7 @@ class Run:
         try:
             plan.fire_with(self.engine, **keywords)
         except StopIteration as error:
-            raise _Shielded(error) from None
+            raise Shielded(error) from None
 
     def _obey(self) -> Pauses:
         """Do what was asked of the engine during the last event."""
@@ -249,29 +236,6 @@ class Run:
             self._fire(Events.INTERRUPT)
             stops.discard(Stop.PAUSE)
             yield
-
-    def _report(self, error: BaseException) -> BaseException | None:
-        """Hand an error to its handlers, once; give back what must leave the run, if anything must."""
-        error = error.error if isinstance(error, _Shielded) else error
-        engine = self.engine
-        self._name_the_place(error)
-        engine.logger.error("Engine run is terminating due to exception: %r", error)
-        plan = engine._dispatcher.plans[Events.EXCEPTION_RAISED]
-        if not plan.registrations:
-            return error
-        try:
-            plan.fire_with(engine, error)
-        except BaseException as raised:
-            return raised
-        return None
-
-    def _name_the_place(self, error: BaseException) -> None:
-        engine = self.engine
-        if not self.in_epoch or is_placed(error):
-            return
-        fetching = engine.last_event_name in (Events.GET_BATCH_STARTED, Events.DATALOADER_STOP_ITERATION)
-        source = "the data" if fetching else f"process function {name_of(engine._process_function)}"
-        annotate(error, place(source, engine.state))
 
     # --- data that ran out ---------------------------------------------------------------------------------
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import count as counting
 from typing import Any
 
+from camshaft.engine.failures import name_of, place
 from camshaft.engine.filters import NEVER, CountFilter
 from camshaft.engine.signatures import Call
-from camshaft.errors import annotate
 
 _serials = counting(1)
 
@@ -141,7 +141,7 @@ class Plan:
                         one.invoke(engine)
         except BaseException as error:
             if one is not None:
-                annotate(error, place(f"handler {name_of(one.handler)} on {event!r}", engine.state))
+                place(error, f"handler {name_of(one.handler)} on {event!r}", engine.state)
             raise
 
     def fire_with(self, engine: Any, *extra: Any, **keywords: Any) -> None:
@@ -178,21 +178,3 @@ class Plan:
             self.since, self.due = -NEVER, NEVER
         else:
             self.since, self.due = self._counted_since, self._counted_due
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    """Name a function, or whatever else is called, for a message."""
-    return getattr(function, "__qualname__", None) or repr(function)
-
-
-def place(source: str, state: Any) -> str:
-    """Say where an error comes from, as a note on it."""
-    return f"{_PLACED}{source}, epoch {state.epoch}, iteration {state.iteration}"
-
-
-def is_placed(error: BaseException) -> bool:
-    """Say whether an error carries such a note."""
-    return any(note.startswith(_PLACED) for note in getattr(error, "__notes__", ()))
-
-
-_PLACED = "raised by "

@@ -33,6 +33,7 @@ class EventSource(Generic[Batch, Output]):
     state: State[Batch, Output]
 
     def __init__(self) -> None:
+        super().__init__()
         self.last_event_name = None
         self._dispatcher = Dispatcher()
 

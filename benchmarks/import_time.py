@@ -1,0 +1,105 @@
+#!/usr/bin/env python3
+"""What does `import camshaft` cost where torch is imported already?
+
+python benchmarks/import_time.py --profile
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # this clone, installed or not
+
+from benchmarks.measuring import Contender, Spread, importable, interleave, report, verdict
+
+MILLISECOND = 1e-3
+TARGET = 60.0
+PEERS = {"pytorch-ignite": "ignite", "lightning": "lightning", "accelerate": "accelerate"}
+
+# Run in a fresh interpreter: it says how long the imports took, and what the second one brought along.
+PROGRAM = """
+import json, sys, time
+seconds = []
+for module in sys.argv[1:]:
+    before = set(sys.modules)
+    began = time.perf_counter()
+    __import__(module)
+    seconds.append(time.perf_counter() - began)
+brought = {name.partition(".")[0] for name in set(sys.modules) - before} - sys.stdlib_module_names
+print(json.dumps([seconds[-1], sorted(brought - {name.partition(".")[0] for name in before} - set(sys.argv))]))
+"""
+
+
+def fresh(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a fresh interpreter that finds this clone."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path}
+    return subprocess.run([sys.executable, *arguments], env=environment, check=True, capture_output=True, text=True)
+
+
+def timed_import(*modules: str) -> tuple[float, list[str]]:
+    """Import modules one after the other; give the seconds of the last, and the foreign packages it brought."""
+    seconds, brought = json.loads(fresh("-c", PROGRAM, *modules).stdout.splitlines()[-1])
+    return seconds, brought
+
+
+def contender(name: str, *modules: str) -> Contender:
+    return Contender(name, lambda iterations: sum(timed_import(*modules)[0] for _ in range(iterations)))
+
+
+def measure(peers: Sequence[str], repetitions: int) -> dict[str, Spread]:
+    after_torch = {"camshaft": "camshaft", **{peer: PEERS[peer] for peer in peers}}
+    contenders = [contender("torch", "torch")]
+    contenders += [contender(name, "torch", module) for name, module in after_torch.items()]
+    seconds = interleave(contenders, iterations=1, repetitions=repetitions)
+    return {name: Spread.of(sample, MILLISECOND) for name, sample in seconds.items()}
+
+
+def profile(lines: int) -> str:
+    """List the modules that `import camshaft` loads after torch, the dearest first, without what each imports."""
+    program = "import torch, sys; print('---', file=sys.stderr, flush=True); import camshaft"
+    after_torch = fresh("-X", "importtime", "-c", program).stderr.partition("---\n")[2]
+    entries = [line.removeprefix("import time:").split("|") for line in after_torch.splitlines() if "|" in line]
+    costs = sorted(((int(own), name.strip()) for own, _, name in entries), reverse=True)
+    shown = [f"{own / 1000:8.2f} ms  {name}" for own, name in costs[:lines]]
+    return "\n".join([*shown, f"{sum(own for own, _ in costs) / 1000:8.2f} ms  in all, {len(costs)} modules"])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
+    if options.profile:
+        print(profile(options.profile), end="\n\n")
+    peers, left_out = importable(PEERS)
+    spreads = measure(peers, options.repetitions)
+    brought = timed_import("torch", "camshaft")[1]
+    reached = verdict(spreads["camshaft"], TARGET)
+    head = ["import", *spreads, "target", "camshaft"]
+    line = ["ms, after torch", *map(str, spreads.values()), f"<= {TARGET}", reached]
+    print(
+        f"each in a fresh interpreter; medians of {options.repetitions}, quartiles; packages that camshaft loads besides torch: {brought}"
+    )
+    facts = {"target": TARGET, "verdict": reached, "ms": spreads, "brought": brought}
+    report("import_time", head, [line], left_out, **facts)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=15, help="rounds that are measured (%(default)s)")
+    parser.add_argument(
+        "--profile", type=int, nargs="?", const=15, metavar="LINES", help="first list the dearest modules (%(const)s)"
+    )
+    options = parser.parse_args(arguments)
+    if options.repetitions < 1:
+        parser.error("--repetitions must be at least 1")
+    return options
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""The supervised step of a tiny model, as each library would have it written, on the same ready batches."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from itertools import repeat
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from benchmarks.measuring import Contender, seconds_of
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Batches:
+    """The same batch of 4 again and again, with a length: data that costs nothing to load."""
+
+    def __init__(self, iterations: int) -> None:
+        self.iterations = iterations
+        self.batch = torch.randn(4, 8), torch.tensor([0, 1, 0, 1])
+
+    def __len__(self) -> int:
+        return self.iterations
+
+    def __iter__(self) -> Iterator[Batch]:
+        return repeat(self.batch, self.iterations)
+
+
+def tiny() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(8, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def bare() -> Contender:
+    """Do by hand what a supervised trainer does; the loss is kept for a reader, but not waited for."""
+    model, optimizer = tiny()
+
+    def loop(iterations: int) -> Tensor | None:
+        output = None
+        for x, y in Batches(iterations):
+            optimizer.zero_grad(set_to_none=True)
+            model.train()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            output = loss.detach()
+        return output
+
+    return Contender("bare loop", lambda iterations: seconds_of(lambda: loop(iterations)))
+
+
+def engine(name: str, package: str) -> Contender:
+    """Make a contender of camshaft or PyTorch-Ignite: the interface is the same."""
+    model, optimizer = tiny()
+    trainer = import_module(f"{package}.engine").create_supervised_trainer(model, optimizer, cross_entropy)
+    return Contender(name, lambda iterations: seconds_of(lambda: trainer.run(Batches(iterations), max_epochs=1)))
+
+
+def accelerate() -> Contender:
+    accelerator = import_module("accelerate").Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(*tiny())
+
+    def loop(iterations: int) -> Tensor | None:
+        output = None
+        for x, y in Batches(iterations):
+            optimizer.zero_grad()
+            model.train()
+            loss = cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            output = loss.detach()
+        return output
+
+    return Contender("accelerate", lambda iterations: seconds_of(lambda: loop(iterations)))
+
+
+def lightning() -> Contender:
+    """Time Lightning from the start of the training to its end, without what its trainer sets up before."""
+    library: Any = import_module("lightning.pytorch")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+    class Module(library.LightningModule):  # type: ignore[misc]  # a class of a library that may not be there
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = nn.Linear(8, 2)
+
+        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+            x, y = batch
+            return cross_entropy(self.model(x), y)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    class Clock(library.Callback):  # type: ignore[misc]  # as above
+        def on_train_start(self, *_: Any) -> None:
+            self.began = perf_counter()
+
+        def on_train_end(self, *_: Any) -> None:
+            self.seconds = perf_counter() - self.began
+
+    def run(iterations: int) -> float:
+        clock = Clock()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer = library.Trainer(
+                accelerator="cpu",
+                max_epochs=1,
+                callbacks=[clock],
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+            trainer.fit(Module(), Batches(iterations))
+        assert trainer.global_step == iterations
+        return clock.seconds
+
+    return Contender("lightning", run)
+
+
+PEERS: dict[str, Callable[[], Contender]] = {
+    "pytorch-ignite": lambda: engine("pytorch-ignite", "ignite"),
+    "lightning": lightning,
+    "accelerate": accelerate,
+}

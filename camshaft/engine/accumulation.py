@@ -1,0 +1,163 @@
+"""Gradients of several micro-batches in one step of the optimizer."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from camshaft.engine.event import Events
+from camshaft.engine.precision import Update
+from camshaft.engine.resume import is_done
+
+FIRST = -(10**9)
+"""The order of what must run before the handlers of users."""
+
+
+class Accumulation:
+    """Collects the gradients of a window of micro-batches, and steps at its end or the end of the epoch.
+
+    Windows begin anew with each epoch, so the last one of an epoch may be shorter; it is stepped too, with the
+    mean over what it holds. Ranks exchange gradients in the last micro-batch of a window only, where the model
+    offers that (``no_sync``) and the length of the epoch is known.
+
+    Args:
+        model: the model that is trained, perhaps wrapped for several ranks.
+        update: what steps.
+        size: micro-batches in a window.
+        weigh: ``weigh(x, y)`` gives the weight of a micro-batch, a number or a tensor on its device: its samples
+            or tokens, whatever the loss is a mean over. The window's gradient is then the weighted mean over
+            all its micro-batches on all ranks. ``None`` weighs them alike.
+    """
+
+    def __init__(
+        self, model: Any, update: Update, size: int, weigh: Callable[[Any, Any], float | Tensor] | None = None
+    ) -> None:
+        if size <= 0:
+            raise ValueError(
+                f"gradient_accumulation_steps must be strictly positive, got {size}: it is the number of batches that "
+                "make up one step of the optimizer"
+            )
+        self.update = update
+        self._model = model
+        self._size = size
+        self._weigh = weigh
+        self._pending = 0
+        self._divisor = size
+        self._latest: float | Tensor = 0.0
+        self._weight: float | Tensor = 0.0
+        self._synchronized = True
+        self._engine: weakref.ref[Any] | None = None
+
+    def begin(self, engine: Any) -> bool:
+        """Make room for the gradients of a micro-batch; say whether it is the last of its window."""
+        if self._engine is None or self._engine() is not engine:
+            self._follow(engine)
+        place = (engine.iteration_in_epoch - 1) % self._size
+        if place == 0 or not self._pending:
+            self.update.optimizer.zero_grad()
+            self._pending, self._weight, self._synchronized = 0, 0.0, True
+        return place == self._size - 1 or self._ends_early(engine)
+
+    def exchange(self, engine: Any, last: bool) -> AbstractContextManager[Any]:
+        """Give the context for a micro-batch: in it, ranks keep their gradients to themselves until the last."""
+        if last or engine.state.epoch_length is None or not hasattr(self._model, "no_sync"):
+            self._synchronized = True
+            return nullcontext()
+        self._synchronized = False
+        context: AbstractContextManager[Any] = self._model.no_sync()
+        return context
+
+    def share(self, engine: Any, x: Any, y: Any, loss: Tensor) -> Tensor:
+        """Give the part of a micro-batch's loss in that of the window."""
+        if self._weigh is not None:
+            self._latest = self._weigh(x, y)
+            return loss * self._latest
+        self._divisor = self._window_size(engine)
+        return loss / self._divisor if self._divisor > 1 else loss
+
+    def end(self, last: bool) -> None:
+        """Count a micro-batch whose gradients are in, and step if it was the last of its window."""
+        self._pending += 1
+        self._weight = self._weight + self._latest
+        if last:
+            self.finish(planned=True)
+
+    def finish(self, planned: bool) -> None:
+        """Step with what was collected; if the window ended before its time, mend the mean first."""
+        if not self._synchronized and not self._average_over_ranks():
+            return
+        if self._weigh is not None:
+            self._scale(self._share_of_weight())
+        elif not planned and self._pending < self._divisor:
+            self._scale(self._divisor / self._pending)
+        self.update.apply()
+        self._pending = 0
+
+    # --- the end of an epoch -------------------------------------------------------------------------------
+
+    def _ends_early(self, engine: Any) -> bool:
+        state = engine.state
+        over = state.epoch_length is not None and engine.iteration_in_epoch >= state.epoch_length
+        return over or (state.max_iters is not None and state.iteration >= state.max_iters)
+
+    def _window_size(self, engine: Any) -> int:
+        """Count the micro-batches that the present window will hold, as far as the end is known."""
+        state, begun = engine.state, engine.iteration_in_epoch - 1 - self._pending
+        ends = [self._size - begun % self._size]
+        if state.epoch_length is not None:
+            ends.append(state.epoch_length - begun)
+        if state.max_iters is not None:
+            ends.append(state.max_iters - state.iteration + 1 + self._pending)
+        return int(max(1, min(ends)))
+
+    def _follow(self, engine: Any) -> None:
+        """Listen for the ends of epochs that could not be foreseen."""
+        self._engine = weakref.ref(engine)
+        engine.add_event_handler(Events.EPOCH_COMPLETED | Events.TERMINATE_SINGLE_EPOCH, self._flush, order=FIRST)
+        engine.add_event_handler(Events.TERMINATE, self._flush_if_done, order=FIRST)
+
+    def _flush(self) -> None:
+        if self._pending:
+            self.finish(planned=False)
+
+    def _flush_if_done(self, engine: Any) -> None:
+        if is_done(engine.state):  # else somebody ended the run, perhaps because these gradients are bad
+            self._flush()
+
+    # --- ranks ---------------------------------------------------------------------------------------------
+
+    def _share_of_weight(self) -> float | Tensor:
+        group = getattr(self._model, "process_group", None)
+        if group is None:
+            return 1 / self._weight
+        parameter = next(iter(self.update.parameters()))
+        total = torch.as_tensor(self._weight, dtype=torch.float64).to(parameter.device, non_blocking=True).reshape(())
+        torch.distributed.all_reduce(total, group=group)
+        size: int = group.size()
+        return size / total  # the ranks' gradients were averaged, not summed
+
+    def _average_over_ranks(self) -> bool:
+        group = getattr(self._model, "process_group", None)
+        if not isinstance(self._model, torch.nn.parallel.DistributedDataParallel) or group is None:
+            warnings.warn(
+                f"the epoch ended inside a window of {self._size} batches, and {type(self._model).__name__} cannot "
+                f"average the gradients of its ranks afterwards: those of the last {self._pending} batches are dropped",
+                stacklevel=2,
+            )
+            self._pending = 0
+            return False
+        for parameter in self.update.parameters():
+            torch.distributed.all_reduce(parameter.grad, group=group)
+        self._scale(1 / group.size())
+        return True
+
+    def _scale(self, factor: float | Tensor) -> None:
+        for parameter in self.update.parameters():
+            assert parameter.grad is not None, "parameters() gives those with a gradient"
+            parameter.grad.mul_(factor)

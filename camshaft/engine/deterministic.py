@@ -1,0 +1,231 @@
+"""An engine whose data come in an order that can be repeated, and continued in the middle."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader
+
+from camshaft.engine.data import length_of
+from camshaft.engine.engine import Engine
+from camshaft.engine.loop import Run
+from camshaft.engine.state import Batch, Output
+from camshaft.seeding import capture_random_state, manual_seed, preserved_random_state, restore_random_state
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def update_dataloader(dataloader: DataLoader[Any], new_batch_sampler: BatchSampler) -> DataLoader[Any]:
+    """Give a loader that is like another one, but takes its batches from another batch sampler.
+
+    It is a copy, so that loaders of every class and with attributes of their own can be had; batch size and
+    ``drop_last``, which the old batch sampler stood for, are gone.
+
+    >>> loader = DataLoader(range(6), batch_size=2)
+    >>> [batch.tolist() for batch in update_dataloader(loader, BatchSampler(range(6), 3, drop_last=False))]
+    [[0, 1, 2], [3, 4, 5]]
+    """
+    updated = copy.copy(dataloader)
+    vars(updated).update(batch_sampler=new_batch_sampler, batch_size=None, drop_last=False, _iterator=None)
+    return updated
+
+
+class ReproducibleBatchSampler(BatchSampler):
+    """A batch sampler that draws all batches of a pass at once, and may begin with any of them.
+
+    Args:
+        batch_sampler: the batch sampler to draw from.
+        start_iteration: batches to leave out in the next pass; ``None`` for none. It holds for one pass.
+
+    Raises:
+        TypeError: ``batch_sampler`` is not a torch ``BatchSampler``.
+
+    >>> list(ReproducibleBatchSampler(BatchSampler(range(6), 2, drop_last=False), start_iteration=1))
+    [[2, 3], [4, 5]]
+    """
+
+    def __init__(self, batch_sampler: BatchSampler, start_iteration: int | None = None) -> None:
+        if not isinstance(batch_sampler, BatchSampler):
+            raise TypeError(f"batch_sampler must be a torch.utils.data.BatchSampler, got {batch_sampler!r}")
+        self.batch_indices: list[Any] = []
+        self.batch_sampler = batch_sampler
+        self.start_iteration = start_iteration
+        self.sampler = batch_sampler.sampler
+
+    def setup_batch_indices(self) -> None:
+        """Draw the batches of a pass."""
+        self.batch_indices = list(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.setup_batch_indices()
+        start, self.start_iteration = self.start_iteration or 0, None
+        self.batch_indices = self.batch_indices[start:]
+        return iter(self.batch_indices)
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+
+def keep_random_state(func: Callable[P, T], *, devices: bool = False) -> Callable[P, T]:
+    """Wrap a function so that random numbers drawn in it do not change those drawn after it.
+
+    Args:
+        func: any function.
+        devices: keep the generators of GPUs too, besides those of Python, torch on the CPU, and NumPy.
+
+    >>> draw = keep_random_state(lambda: torch.rand(1).item())
+    >>> draw() == draw()
+    True
+    """
+
+    @functools.wraps(func)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        with preserved_random_state(devices=devices):
+            return func(*args, **kwargs)
+
+    return wrapped
+
+
+class DeterministicEngine(Engine[Batch, Output]):
+    """An engine that repeats the order of the data exactly, and resumes in the middle of it.
+
+    Each pass over the data is seeded with ``state.seed`` and the number of the pass, so a resumed run gets the
+    batches that the uninterrupted one would have had. ``state.seed`` is drawn from torch's generator when a run
+    starts: seed it (``camshaft.utils.manual_seed``) in the same way before the first run and before a resumed one.
+
+    Resuming at the start of a pass repeats everything. Resuming in the middle repeats which samples are in which
+    batch, without loading those before, and augmentation as far as it does not draw from the generators of the
+    main process. While it runs on a machine with CUDA, torch prefers deterministic algorithms.
+
+    Args:
+        process_function: as for :class:`Engine`.
+
+    >>> from torch.utils.data import DataLoader
+    >>> def batches(resumed_at: int) -> list[list[int]]:
+    ...     seen: list[list[int]] = []
+    ...     engine = DeterministicEngine(lambda engine, batch: seen.append(batch.tolist()))
+    ...     engine.load_state_dict(
+    ...         {"iteration": resumed_at, "epoch_length": 3, "max_epochs": 2, "rng_states": None}
+    ...     )
+    ...     manual_seed(7)
+    ...     _ = engine.run(DataLoader(range(6), batch_size=2, shuffle=True), max_epochs=2)
+    ...     return seen
+    >>> batches(resumed_at=0)[4:] == batches(resumed_at=4)
+    True
+    """
+
+    def __init__(self, process_function: Callable[[Engine[Batch, Output], Batch], Output]) -> None:
+        super().__init__(process_function)
+        self.state_dict_user_keys.append("rng_states")
+        self.state.rng_states = None
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """Give what :meth:`Engine.state_dict` does, and the random states of this moment as ``rng_states``."""
+        state_dict = super().state_dict()
+        state_dict["rng_states"] = list(capture_random_state().values())
+        return state_dict
+
+    def _check_data(self, data: Iterable[Any] | None) -> None:
+        if data is None:
+            raise ValueError("data must be given to DeterministicEngine, got None")
+
+    def _start(self, data: Iterable[Any] | None) -> Run:
+        if self.state.epoch_length is None:  # the first pass is unfinished, and continued where it was
+            self._done_in_epoch = self.state.iteration
+        return super()._start(data)
+
+    def _proceed(self, run: Run) -> None:
+        with _deterministic_algorithms():
+            super()._proceed(run)
+
+    def _prepare(self) -> None:
+        self.state.seed = int(torch.randint(0, 10**9, (1,)).item())
+
+    def _open_data_at_position(self) -> tuple[Iterator[Any], int]:
+        data = self.state.dataloader = _with_reproducible_batches(self.state.dataloader)
+        self._warn_if_epochs_drift(data)
+        iteration, length = self.state.iteration, length_of(data)
+        begun, position = divmod(iteration, length) if length else (0, iteration)
+        self._seed(begun)
+        sampler = getattr(data, "batch_sampler", None)
+        if isinstance(sampler, ReproducibleBatchSampler):
+            sampler.start_iteration = position
+            iterator: Iterator[Any] = iter(data)
+        else:
+            iterator = self._skip(data, position)
+        if position and self.state.rng_states is not None:
+            restore_random_state(self.state.rng_states)
+        self.state.rng_states = None
+        return iterator, position
+
+    def _open_data(self, cut_after: int | None) -> Iterator[Any]:
+        data = self.state.dataloader = _with_reproducible_batches(self.state.dataloader)
+        passes_of = max(1, cut_after if cut_after is not None else length_of(data) or 1)
+        self._seed(self.state.iteration // passes_of)
+        return iter(data)
+
+    def _skip(self, data: Iterable[Any], count: int) -> Iterator[Any]:
+        """Fetch batches that are already done, over as many passes as they take, and throw them away."""
+        iterator, skipped, dry = iter(data), 0, False
+        while skipped < count:
+            if next(iterator, _NOTHING) is not _NOTHING:
+                skipped, dry = skipped + 1, False
+            elif dry:
+                break
+            else:
+                self._seed(skipped)
+                iterator, dry = iter(data), True
+        return iterator
+
+    def _seed(self, number: int) -> None:
+        assert self.state.seed is not None, "drawn when the run started"
+        manual_seed(self.state.seed + number)
+
+    def _warn_if_epochs_drift(self, data: Any) -> None:
+        sampler, length = getattr(data, "sampler", None), length_of(data)
+        if hasattr(sampler, "epoch") and length != self.state.epoch_length:
+            warnings.warn(
+                f"the sampler of the data has epochs of its own, of {length} batches, but epoch_length is "
+                f"{self.state.epoch_length}: its epochs and the engine's will drift apart",
+                stacklevel=2,
+            )
+
+
+_NOTHING: Any = object()
+
+
+def _with_reproducible_batches(data: Any) -> Any:
+    sampler = getattr(data, "batch_sampler", None)
+    if not isinstance(data, DataLoader) or not isinstance(sampler, BatchSampler):
+        return data
+    if isinstance(sampler, ReproducibleBatchSampler) or isinstance(data.dataset, torch.utils.data.IterableDataset):
+        return data
+    return update_dataloader(data, ReproducibleBatchSampler(sampler))
+
+
+@contextmanager
+def _deterministic_algorithms() -> Iterator[None]:
+    """Prefer deterministic algorithms on CUDA, and put the settings of the process back afterwards."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    enabled, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    benchmark = torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        torch.backends.cudnn.benchmark = benchmark

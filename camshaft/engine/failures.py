@@ -1,0 +1,56 @@
+"""Errors in a run: named, told to their handlers once, and carried out of the loop unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from camshaft.engine.event import Events
+from camshaft.errors import annotate
+
+_PLACED = "raised by "
+
+
+class Reported(BaseException):
+    """Carries an error out of the loop that the handlers of errors have seen already."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+class Shielded(Exception):
+    """Carries a ``StopIteration`` of a handler through generators, which would turn it into something else."""
+
+    def __init__(self, error: StopIteration) -> None:
+        self.error = error
+
+
+def report(engine: Any, error: BaseException, in_epoch: bool) -> BaseException | None:
+    """Hand an error to its handlers; give back what must leave the run, if anything must."""
+    error = error.error if isinstance(error, Shielded) else error
+    if in_epoch and not _is_placed(error):
+        fetching = engine.last_event_name in (Events.GET_BATCH_STARTED, Events.DATALOADER_STOP_ITERATION)
+        place(error, "the data" if fetching else f"process function {name_of(engine._process_function)}", engine.state)
+    engine.logger.error("Engine run is terminating due to exception: %r", error)
+    plan = engine._dispatcher.plans[Events.EXCEPTION_RAISED]
+    if not plan.registrations:
+        return error
+    try:
+        plan.fire_with(engine, error)
+    except BaseException as raised:
+        return raised
+    return None
+
+
+def place(error: BaseException, source: str, state: Any) -> None:
+    """Note on an error where it comes from."""
+    annotate(error, f"{_PLACED}{source}, epoch {state.epoch}, iteration {state.iteration}")
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Name a function, or whatever else is called, for a message."""
+    return getattr(function, "__qualname__", None) or repr(function)
+
+
+def _is_placed(error: BaseException) -> bool:
+    return any(note.startswith(_PLACED) for note in getattr(error, "__notes__", ()))

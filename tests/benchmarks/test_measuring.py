@@ -1,0 +1,95 @@
+"""Contenders take turns fairly, and what is printed can be read by people and by programs."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from benchmarks.measuring import Contender, Spread, importable, interleave, over, report, table, verdict
+
+
+def recorder(name: str, runs: list[tuple[str, int]], share: float = 1.0) -> Contender:
+    def run(iterations: int) -> float:
+        runs.append((name, iterations))
+        return 6.0
+
+    return Contender(name, run, share)
+
+
+def test_contenders_take_turns_and_another_one_begins_each_round() -> None:
+    runs: list[tuple[str, int]] = []
+    interleave([recorder(name, runs) for name in "abc"], iterations=2, repetitions=3)
+    order = "".join(name for name, _ in runs)
+    warm_up, *rounds = (order[start : start + 3] for start in range(0, 12, 3))
+    assert warm_up == "abc"
+    assert rounds == ["bca", "cab", "abc"]
+
+
+def test_the_warm_up_is_not_measured() -> None:
+    runs: list[tuple[str, int]] = []
+    seconds = interleave([recorder(name, runs) for name in "ab"], iterations=2, repetitions=5)
+    assert Counter(name for name, _ in runs) == {"a": 6, "b": 6}
+    assert seconds == {"a": [3.0] * 5, "b": [3.0] * 5}
+
+
+@pytest.mark.parametrize(("share", "made"), [(1.0, 100), (0.1, 10), (0.0001, 1)])
+def test_a_slow_contender_runs_its_share_and_is_divided_by_that(share: float, made: int) -> None:
+    runs: list[tuple[str, int]] = []
+    assert recorder("slow", runs, share).per_iteration(100) == 6.0 / made
+    assert runs == [("slow", made)]
+
+
+def test_garbage_collection_is_as_before_also_when_a_contender_fails() -> None:
+    frozen = gc.get_freeze_count()
+    with pytest.raises(ZeroDivisionError):
+        interleave([Contender("broken", lambda iterations: 1 / 0)], iterations=1, repetitions=1)
+    assert gc.get_freeze_count() == frozen
+
+
+def test_what_slows_a_whole_round_down_cancels_out() -> None:
+    assert over([1.0, 5.0, 2.0], [4.0, 8.0, 5.0]) == [3.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("sample", "expected"),
+    [([2.0], Spread(2.0, 2.0, 2.0)), ([5.0, 1.0, 2.0, 4.0, 3.0], Spread(2.0, 3.0, 4.0))],
+)
+def test_a_spread_is_the_median_and_the_quartiles(sample: list[float], expected: Spread) -> None:
+    assert Spread.of(sample) == expected
+    assert Spread.of([value / 1000 for value in sample], unit=1e-3) == expected
+
+
+@pytest.mark.parametrize(("median", "said"), [(0.29, "reached"), (0.3, "reached"), (0.31, "missed")])
+def test_a_target_is_reached_up_to_itself(median: float, said: str) -> None:
+    assert verdict(Spread(0.0, median, 1.0), target=0.3) == said
+
+
+def test_peers_that_cannot_be_imported_are_named_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_library.py").write_text("import no_such_need\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    present, left_out = importable({"here": "json", "absent": "no_such_library", "broken": "broken_library"})
+    assert present == ["here"]
+    assert left_out == {
+        "absent": "not installed",
+        "broken": "ModuleNotFoundError: No module named 'no_such_need'",
+    }
+
+
+def test_a_table_is_markdown_with_even_columns() -> None:
+    assert table(["a", "bb"], [["ccc", ""]]) == "| a   | bb |\n| --- | -- |\n| ccc |    |"
+
+
+def test_a_report_ends_with_json_and_names_who_was_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    report("speed", ["what"], [["all"]], {"lightning": "not installed"}, us={"camshaft": Spread(1.0, 2.0, 3.0)})
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert "left out: lightning (not installed)" in lines
+    result = json.loads(last)
+    assert result["us"]["camshaft"] == {"low": 1.0, "median": 2.0, "high": 3.0}
+    assert result["left_out"] == {"lightning": "not installed"}
+    assert set(result["machine"]) == {"date", "cores", "python", "torch"}

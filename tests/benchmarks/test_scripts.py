@@ -1,0 +1,65 @@
+"""Each benchmark runs, with tiny numbers, and its last line is the JSON that it promises."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SPREAD = {"low", "median", "high"}
+
+
+def run(script: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Start a benchmark as a user would, from anywhere."""
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+
+
+def result_of(finished: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert finished.returncode == 0, finished.stderr
+    result: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
+    assert set(result["machine"]) == {"date", "cores", "python", "torch"}
+    for peer, reason in result["left_out"].items():
+        assert f"left out: {peer} ({reason})" in finished.stdout
+    return result
+
+
+def test_engine_overhead_measures_all_rows(tmp_path: Path) -> None:
+    result = result_of(run("engine_overhead.py", "--repetitions", "2", "--iterations", "20", folder=tmp_path))
+    assert result["benchmark"] == "engine_overhead"
+    assert [row["row"] for row in result["rows"]] == [1, 2, 3, 4]
+    assert [row["target"] for row in result["rows"]] == [0.3, 1.0, 0.4, 5.0]
+    peers = {"pytorch-ignite", "lightning", "accelerate"} - set(result["left_out"])
+    for row in result["rows"]:
+        able = peers if row["row"] == 4 else peers & {"pytorch-ignite"}
+        assert set(row["us"]) == {"bare loop", "camshaft", *able}
+        assert row["verdict"] in ("reached", "missed")
+        assert all(set(spread) == SPREAD for spread in row["us"].values())
+        assert row["us"]["bare loop"]["median"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_import_time_measures_and_profiles_and_sees_nothing_but_torch(tmp_path: Path) -> None:
+    finished = run("import_time.py", "--repetitions", "1", "--profile", "3", folder=tmp_path)
+    result = result_of(finished)
+    assert result["benchmark"] == "import_time"
+    assert {"torch", "camshaft"} <= set(result["ms"])
+    assert all(set(spread) == SPREAD for spread in result["ms"].values())
+    assert result["target"] == 60.0
+    assert result["brought"] == []
+    assert "ms  camshaft" in finished.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--rows", "5"), ("--repetitions", "0"), ("--iterations", "0"), ("--rows", "1", "--what")]
+)
+def test_options_that_make_no_sense_are_refused(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    finished = run("engine_overhead.py", *arguments, folder=tmp_path)
+    assert finished.returncode == 2
+    assert arguments[-2 if len(arguments) == 2 else -1] in finished.stderr
