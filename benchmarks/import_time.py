@@ -14,11 +14,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # this clone, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this clone, installed or not
 
 from benchmarks.measuring import Contender, Spread, importable, interleave, report, verdict
 
+ROOT = Path(__file__).resolve().parent.parent
 MILLISECOND = 1e-3
 TARGET = 60.0
 PEERS = {"pytorch-ignite": "ignite", "lightning": "lightning", "accelerate": "accelerate"}
@@ -82,9 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     reached = verdict(spreads["camshaft"], TARGET)
     head = ["import", *spreads, "target", "camshaft"]
     line = ["ms, after torch", *map(str, spreads.values()), f"<= {TARGET}", reached]
-    print(
-        f"each in a fresh interpreter; medians of {options.repetitions}, quartiles; packages that camshaft loads besides torch: {brought}"
-    )
+    print(f"each in a fresh interpreter; medians of {options.repetitions}, and quartiles")
+    print(f"packages that camshaft loads besides torch: {', '.join(brought) or 'none'}")
     facts = {"target": TARGET, "verdict": reached, "ms": spreads, "brought": brought}
     report("import_time", head, [line], left_out, **facts)
 

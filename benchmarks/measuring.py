@@ -1,4 +1,4 @@
-"""What the benchmarks share: contenders that take turns in one process, medians with quartiles, a table, a JSON line."""
+"""What the benchmarks share: contenders that take turns, medians with quartiles, a table, a JSON line."""
 
 from __future__ import annotations
 

@@ -39,14 +39,18 @@ def tiny() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def bare() -> Contender:
-    """Do by hand what a supervised trainer does; the loss is kept for a reader, but not waited for."""
+    """Do by hand what a supervised trainer does.
+
+    As people write it, the model is put into train mode once, where a supervised step sees to it each time, and
+    the loss is kept for a reader without being waited for.
+    """
     model, optimizer = tiny()
 
     def loop(iterations: int) -> Tensor | None:
         output = None
+        model.train()
         for x, y in Batches(iterations):
             optimizer.zero_grad(set_to_none=True)
-            model.train()
             loss = cross_entropy(model(x), y)
             loss.backward()
             optimizer.step()
@@ -69,9 +73,9 @@ def accelerate() -> Contender:
 
     def loop(iterations: int) -> Tensor | None:
         output = None
+        model.train()
         for x, y in Batches(iterations):
             optimizer.zero_grad()
-            model.train()
             loss = cross_entropy(model(x), y)
             accelerator.backward(loss)
             optimizer.step()
