@@ -91,7 +91,7 @@ ROWS = {
     1: Row("an empty step", 0.3, on_engines(bare_loop, 0)),
     2: Row("10 handlers, over calling 10 functions", 1.0, on_engines(bare_loop_with_ten_calls, 10)),
     3: Row("100 handlers with `every=1000`", 0.4, on_engines(bare_loop, 100, slow=0.1, every=1000)),
-    4: Row("a supervised step of a tiny model", 5.0, on_trainers, share=0.1),
+    4: Row("a supervised step of a tiny model", 5.0, on_trainers, share=0.05),
 }
 
 
@@ -125,9 +125,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=25, help="rounds that are measured (%(default)s)")
+    parser.add_argument("--repetitions", type=int, default=50, help="rounds that are measured (%(default)s)")
     parser.add_argument(
-        "--iterations", type=int, default=20_000, help="iterations of a run; row 4 makes a tenth (%(default)s)"
+        "--iterations", type=int, default=20_000, help="iterations of a run; row 4 makes a twentieth (%(default)s)"
     )
     parser.add_argument("--rows", type=int, nargs="+", choices=ROWS, default=list(ROWS), help="which rows (all)")
     options = parser.parse_args(arguments)

@@ -51,7 +51,7 @@ class Spread:
         return cls(*(round(value, 4) for value in (low, median, high)))
 
     def __str__(self) -> str:
-        digits = 2 if abs(self.median) < 10 else 0
+        digits = max(0, 3 - len(str(int(abs(self.median)))))  # three figures in all
         return f"{self.median:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
 
 

@@ -68,6 +68,7 @@ def engine(name: str, package: str) -> Contender:
 
 
 def accelerate() -> Contender:
+    """Prepare model and optimizer; the batches are ready, so that its data loader has no part in the figure."""
     accelerator = import_module("accelerate").Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(*tiny())
 

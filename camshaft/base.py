@@ -7,6 +7,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
+__all__ = ["ResettableHandler", "Serializable"]
+
 
 class Serializable:
     """Something whose state is a dict with known keys.

@@ -76,13 +76,25 @@ def restore_random_state(state: Mapping[str, Any] | Sequence[Any]) -> None:
         TypeError: ``state`` is neither a mapping nor a list or tuple.
         ValueError: a generator is missing in it, or refuses its part. All generators then stay as they were.
     """
-    wanted = _checked(state)
+    check_random_state(state)
+    _apply(_in_our_layout(state))
+
+
+def check_random_state(state: Mapping[str, Any] | Sequence[Any]) -> None:
+    """Check that a state can be restored; all generators stay as they are.
+
+    Raises:
+        TypeError: ``state`` is neither a mapping nor a list or tuple.
+        ValueError: a generator is missing in it, or refuses its part.
+    """
+    wanted = _in_our_layout(state)
     before = capture_random_state(devices="devices" in wanted)
     try:
         _apply(wanted)
     except Exception as error:
-        _apply(before)
         raise ValueError(f"state must hold valid generator states, and one is not: {error}") from error
+    finally:
+        _apply(before)
 
 
 @contextmanager
@@ -112,7 +124,7 @@ def _import_if_installed(name: str) -> Any:
         return None
 
 
-def _checked(state: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
+def _in_our_layout(state: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
     """Return ``state`` in the layout of ``capture_random_state``."""
     if isinstance(state, (list, tuple)):
         if len(state) not in (2, 3):

@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 from camshaft.engine import Engine, Events, create_supervised_evaluator, create_supervised_trainer

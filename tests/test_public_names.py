@@ -38,7 +38,7 @@ PUBLIC: dict[str, list[str]] = {
         "update_dataloader",
     ],
     "camshaft.exceptions": ["NotComputableError"],
-    "camshaft.handlers": ["ModelCheckpoint", "ProgressBar"],
+    "camshaft.handlers": ["Checkpoint", "DiskSaver", "ModelCheckpoint", "ProgressBar", "global_step_from_engine"],
     "camshaft.utils": [
         "apply_to_tensor",
         "apply_to_type",

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from camshaft.engine.event import Events
 from camshaft.engine.precision import Update
-from camshaft.engine.resume import is_done
 
 FIRST = -(10**9)
 """The order of what must run before the handlers of users."""
@@ -44,10 +43,11 @@ class Accumulation:
                 "make up one step of the optimizer"
             )
         self.update = update
-        self._model = model
+        self._model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
         self._size = size
         self._weigh = weigh
         self._pending = 0
+        self._next: int | None = None
         self._divisor = size
         self._latest: float | Tensor = 0.0
         self._weight: float | Tensor = 0.0
@@ -58,10 +58,12 @@ class Accumulation:
         """Make room for the gradients of a micro-batch; say whether it is the last of its window."""
         if self._engine is None or self._engine() is not engine:
             self._follow(engine)
-        place = (engine.iteration_in_epoch - 1) % self._size
-        if place == 0 or not self._pending:
+        iteration = engine.iteration_in_epoch
+        place = (iteration - 1) % self._size
+        if place == 0 or iteration != self._next:  # the latter after a failure, a load, a jump
             self.update.optimizer.zero_grad()
             self._pending, self._weight, self._synchronized = 0, 0.0, True
+        self._next = None
         return place == self._size - 1 or self._ends_early(engine)
 
     def exchange(self, engine: Any, last: bool) -> AbstractContextManager[Any]:
@@ -81,8 +83,9 @@ class Accumulation:
         self._divisor = self._window_size(engine)
         return loss / self._divisor if self._divisor > 1 else loss
 
-    def end(self, last: bool) -> None:
+    def end(self, engine: Any, last: bool) -> None:
         """Count a micro-batch whose gradients are in, and step if it was the last of its window."""
+        self._next = engine.iteration_in_epoch + 1
         self._pending += 1
         self._weight = self._weight + self._latest
         if last:
@@ -120,15 +123,10 @@ class Accumulation:
         """Listen for the ends of epochs that could not be foreseen."""
         self._engine = weakref.ref(engine)
         engine.add_event_handler(Events.EPOCH_COMPLETED | Events.TERMINATE_SINGLE_EPOCH, self._flush, order=FIRST)
-        engine.add_event_handler(Events.TERMINATE, self._flush_if_done, order=FIRST)
 
     def _flush(self) -> None:
         if self._pending:
             self.finish(planned=False)
-
-    def _flush_if_done(self, engine: Any) -> None:
-        if is_done(engine.state):  # else somebody ended the run, perhaps because these gradients are bad
-            self._flush()
 
     # --- ranks ---------------------------------------------------------------------------------------------
 

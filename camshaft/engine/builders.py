@@ -270,6 +270,8 @@ def supervised_evaluation_step_amp(
 def _preparing(
     prepare_batch: PrepareBatch, device: DeviceLike | None, non_blocking: bool
 ) -> Callable[[Any], tuple[Any, Any]]:
+    if device is None and prepare_batch is _prepare_batch:
+        return prepare_batch
     return lambda batch: prepare_batch(batch, device=device, non_blocking=non_blocking)
 
 

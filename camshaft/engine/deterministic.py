@@ -6,7 +6,7 @@ import copy
 import functools
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
@@ -17,7 +17,15 @@ from camshaft.engine.data import length_of
 from camshaft.engine.engine import Engine
 from camshaft.engine.loop import Run
 from camshaft.engine.state import Batch, Output
-from camshaft.seeding import capture_random_state, manual_seed, preserved_random_state, restore_random_state
+from camshaft.seeding import (
+    capture_random_state,
+    check_random_state,
+    manual_seed,
+    preserved_random_state,
+    restore_random_state,
+)
+
+__all__ = ["DeterministicEngine", "ReproducibleBatchSampler", "keep_random_state", "update_dataloader"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -59,16 +67,24 @@ class ReproducibleBatchSampler(BatchSampler):
         self.batch_sampler = batch_sampler
         self.start_iteration = start_iteration
         self.sampler = batch_sampler.sampler
+        self._drawn = False
 
     def setup_batch_indices(self) -> None:
-        """Draw the batches of a pass."""
+        """Draw the batches of the next pass, ahead of it."""
         self.batch_indices = list(self.batch_sampler)
+        self._drawn = True
 
     def __iter__(self) -> Iterator[Any]:
-        self.setup_batch_indices()
-        start, self.start_iteration = self.start_iteration or 0, None
+        if not self._drawn:
+            self.setup_batch_indices()
+        return self._batches()
+
+    def _batches(self) -> Iterator[Any]:
+        # A loader with workers asks for two iterators and uses the second: what was drawn and where to start hold
+        # until the first batch is taken.
+        start, self.start_iteration, self._drawn = self.start_iteration or 0, None, False
         self.batch_indices = self.batch_indices[start:]
-        return iter(self.batch_indices)
+        yield from self.batch_indices
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
@@ -137,10 +153,17 @@ class DeterministicEngine(Engine[Batch, Output]):
         if data is None:
             raise ValueError("data must be given to DeterministicEngine, got None")
 
-    def _start(self, data: Iterable[Any] | None) -> Run:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what :meth:`Engine.load_state_dict` does, and the random states to restore when the run resumes."""
+        random_state = state_dict.get("rng_states") if isinstance(state_dict, Mapping) else None
+        if random_state is not None:
+            check_random_state(random_state)
+        super().load_state_dict(state_dict)
+
+    def _done_of_first_epoch(self) -> int:
         if self.state.epoch_length is None:  # the first pass is unfinished, and continued where it was
-            self._done_in_epoch = self.state.iteration
-        return super()._start(data)
+            return self.state.iteration
+        return super()._done_of_first_epoch()
 
     def _proceed(self, run: Run) -> None:
         with _deterministic_algorithms():
@@ -157,6 +180,7 @@ class DeterministicEngine(Engine[Batch, Output]):
         self._seed(begun)
         sampler = getattr(data, "batch_sampler", None)
         if isinstance(sampler, ReproducibleBatchSampler):
+            sampler.setup_batch_indices()
             sampler.start_iteration = position
             iterator: Iterator[Any] = iter(data)
         else:
@@ -170,6 +194,9 @@ class DeterministicEngine(Engine[Batch, Output]):
         data = self.state.dataloader = _with_reproducible_batches(self.state.dataloader)
         passes_of = max(1, cut_after if cut_after is not None else length_of(data) or 1)
         self._seed(self.state.iteration // passes_of)
+        sampler = getattr(data, "batch_sampler", None)
+        if isinstance(sampler, ReproducibleBatchSampler):
+            sampler.setup_batch_indices()
         return iter(data)
 
     def _skip(self, data: Iterable[Any], count: int) -> Iterator[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import warnings
 from collections import OrderedDict
@@ -13,8 +12,9 @@ from camshaft.base import Serializable
 from camshaft.engine.control import Stoppable
 from camshaft.engine.data import check_iterable
 from camshaft.engine.loop import Run
-from camshaft.engine.resume import Request, has_target, target_of
+from camshaft.engine.resume import Request, Standing, has_target, target_of
 from camshaft.engine.saved import progress_of
+from camshaft.engine.signatures import check_process_function
 from camshaft.engine.source import EventSource
 from camshaft.engine.state import Batch, Output, State
 
@@ -53,7 +53,7 @@ class Engine(EventSource[Batch, Output], Stoppable, Serializable):
     _state_dict_one_of_opt_keys = (("iteration", "epoch"), ("max_epochs", "max_iters"))
 
     def __init__(self, process_function: Callable[[Engine[Batch, Output], Batch], Output]) -> None:
-        _check_process_function(process_function)
+        check_process_function(process_function)
         super().__init__()
         self.logger = logging.getLogger(f"{__name__}.{type(self).__name__}")
         self.state_dict_user_keys: list[str] = []
@@ -62,8 +62,8 @@ class Engine(EventSource[Batch, Output], Stoppable, Serializable):
         self._run: Run | None = None
         self._next_data: Iterable[Any] | None = None
         self._found_length: int | None = None
-        self._done_in_epoch = 0
-        self._reopen_epoch = False
+        self._derived_epochs: int | None = None
+        self._stood: Standing | None = None
         self._loaded = False
 
     @property
@@ -117,13 +117,14 @@ class Engine(EventSource[Batch, Output], Stoppable, Serializable):
         if self._run is not None and self._run.active:
             raise RuntimeError("run was called on an engine that is running: use another engine inside its handlers")
         request = Request(self._next_data if data is None else data, max_epochs, max_iters, epoch_length)
+        self._forget_derived_target()
         request.check_target(self.state)
         suspended = self._run if has_target(self.state) else None
         if suspended is not None:
             run = self._continue(suspended, request)
         else:
             self._check_data(request.data)
-            run = self._resume(request) if request.reaches_beyond(self.state) else self._begin(request)
+            run = self._resume(request) if request.reaches_beyond(self.state, self._reopens()) else self._begin(request)
         self._next_data, self._loaded = None, False
         self._proceed(run)
         return self.state
@@ -139,7 +140,7 @@ class Engine(EventSource[Batch, Output], Stoppable, Serializable):
                 stacklevel=3,
             )
         self._drop_run()
-        self._done_in_epoch, self._reopen_epoch = 0, False
+        self._stood = Standing.of(self.state)
         self.logger.info("Engine run starting with %s", target_of(self.state))
         return self._start(request.data)
 
@@ -147,12 +148,30 @@ class Engine(EventSource[Batch, Output], Stoppable, Serializable):
         length_was_known = self.state.epoch_length is not None
         found = request.resume(self.state, suspended=False)
         self._found_length = self._found_length if found is None else found
-        if not length_was_known and self.state.epoch_length is not None:
-            self.state.epoch, self._done_in_epoch = divmod(self.state.iteration, self.state.epoch_length)
-        if self._reopen_epoch:
+        if self._reopens():
+            assert self._stood is not None, "else nothing is taken up again"
             self.state.epoch -= 1
+            self._stood = Standing.of(self.state, self._stood.done)
+        elif not length_was_known and self.state.epoch_length is not None:
+            self.state.epoch = self.state.iteration // self.state.epoch_length
         self._log_resuming()
         return self._start(request.data)
+
+    def _reopens(self) -> bool:
+        """Say whether the run stopped in the middle of the epoch that the state names, and stands there still."""
+        return self._stood is not None and self._stood.in_epoch and self._stood.is_at(self.state)
+
+    def _done_of_first_epoch(self) -> int:
+        """Count the iterations already done of the epoch that a run begins with."""
+        if self._stood is not None and self._stood.is_at(self.state):
+            return self._stood.done
+        return self.state.iteration % self.state.epoch_length if self.state.epoch_length else 0
+
+    def _forget_derived_target(self) -> None:
+        """Forget a number of epochs that only followed from a number of iterations, once that is gone."""
+        if self.state.max_iters is None and self._derived_epochs == self.state.max_epochs:
+            self.state.max_epochs = None
+        self._derived_epochs = None
 
     def _continue(self, run: Run, request: Request) -> Run:
         request.resume(self.state, suspended=True)
@@ -173,7 +192,7 @@ class Engine(EventSource[Batch, Output], Stoppable, Serializable):
     def _start(self, data: Iterable[Any] | None) -> Run:
         self._stops.clear()
         self.state.dataloader = data
-        self._run = Run(self, self._done_in_epoch)
+        self._run = Run(self)
         return self._run
 
     def _proceed(self, run: Run) -> None:
@@ -187,10 +206,15 @@ class Engine(EventSource[Batch, Output], Stoppable, Serializable):
         if not ended:
             return
         self._run = None
-        self._reopen_epoch = run.failed and run.in_epoch
-        self._done_in_epoch = run.done if self._reopen_epoch else 0
-        if error is not None:
-            raise error
+        self._derived_epochs = self.state.max_epochs if self.state.max_iters is not None else None
+        if run.began_epochs:
+            unfinished = run.failed and run.in_epoch and run.done != self.state.epoch_length
+            self._stood = Standing.of(self.state, run.done if unfinished else 0, in_epoch=unfinished)
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback holds this frame
 
     def _drop_run(self) -> None:
         if self._run is not None:
@@ -258,7 +282,8 @@ class Engine(EventSource[Batch, Output], Stoppable, Serializable):
         if missing:
             raise ValueError(f"state_dict lacks the user keys {missing}, it has {list(state_dict)}")
         progress = progress_of(state_dict)
-        self._drop_run()
+        if self._run is not None and not self._run.active:
+            self._drop_run()
         state = self.state
         state.iteration, state.epoch, state.epoch_length = (
             progress.iteration,
@@ -266,18 +291,6 @@ class Engine(EventSource[Batch, Output], Stoppable, Serializable):
             progress.epoch_length,
         )
         state.max_epochs, state.max_iters = progress.max_epochs, progress.max_iters
-        self._done_in_epoch, self._reopen_epoch = progress.done_in_epoch, False
-        self._found_length, self._loaded = None, True
+        self._stood, self._found_length, self._loaded = None, None, True
         for key in self.state_dict_user_keys:
             setattr(state, key, state_dict[key])
-
-
-def _check_process_function(process_function: Any) -> None:
-    if process_function is None:
-        raise ValueError("process_function must be given, got None")
-    if not callable(process_function):
-        raise TypeError(f"process_function must be callable, got {process_function!r}")
-    try:
-        inspect.signature(process_function).bind(None, None)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"process_function must take (engine, batch), got {process_function!r}: {error}") from error

@@ -147,7 +147,7 @@ class CallableEventWithFilter:
         return EventsList((self,)) | other
 
     def __ror__(self, other: str) -> EventsList:
-        return EventsList((other,)) | self
+        return EventsList(_events_of(other)) | self
 
     def __repr__(self) -> str:
         name = f"{self._family.__name__ if self._family else 'Events'}.{self._name_}"
@@ -173,6 +173,12 @@ class EventEnum(CallableEventWithFilter, Enum):
 
 class HandlerEvents(EventEnum):
     """Base of enums of events that ready-made handlers fire; every engine knows these without being told."""
+
+
+class FailureEvents(HandlerEvents):
+    """Fired when a run meets an error, before its handlers; for what must be closed then, which handles nothing."""
+
+    ERROR_MET = "error_met"
 
 
 class Events(EventEnum):

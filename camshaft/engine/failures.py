@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from camshaft.engine.event import Events
+from camshaft.engine.event import Events, FailureEvents
 from camshaft.errors import annotate
 
+THE_DATA = "the data"
 _PLACED = "raised by "
 
 
@@ -25,12 +27,16 @@ class Shielded(Exception):
         self.error = error
 
 
-def report(engine: Any, error: BaseException, in_epoch: bool) -> BaseException | None:
+def report(engine: Any, error: BaseException, in_iteration: bool = False) -> BaseException | None:
     """Hand an error to its handlers; give back what must leave the run, if anything must."""
     error = error.error if isinstance(error, Shielded) else error
-    if in_epoch and not _is_placed(error):
-        fetching = engine.last_event_name in (Events.GET_BATCH_STARTED, Events.DATALOADER_STOP_ITERATION)
-        place(error, "the data" if fetching else f"process function {name_of(engine._process_function)}", engine.state)
+    if in_iteration and not _is_placed(error):
+        place(error, f"process function {name_of(engine._process_function)}", engine.state)
+    met = engine._dispatcher.plans.get(FailureEvents.ERROR_MET)
+    if met is not None:
+        event = engine.last_event_name
+        met.fire(engine)
+        engine.last_event_name = event
     engine.logger.error("Engine run is terminating due to exception: %r", error)
     plan = engine._dispatcher.plans[Events.EXCEPTION_RAISED]
     if not plan.registrations:
@@ -39,7 +45,15 @@ def report(engine: Any, error: BaseException, in_epoch: bool) -> BaseException |
         plan.fire_with(engine, error)
     except BaseException as raised:
         return raised
+    finally:
+        del error  # the traceback of an error must not hold the error: nobody would free the engine in its frames
     return None
+
+
+def carry_out(error: BaseException | None) -> None:
+    """Leave the loop with an error, if there is one."""
+    if error is not None:
+        raise Reported(error) from None
 
 
 def place(error: BaseException, source: str, state: Any) -> None:
@@ -54,3 +68,16 @@ def name_of(function: Callable[..., Any]) -> str:
 
 def _is_placed(error: BaseException) -> bool:
     return any(note.startswith(_PLACED) for note in getattr(error, "__notes__", ()))
+
+
+@contextmanager
+def naming_the_data(engine: Any) -> Iterator[None]:
+    """Note on errors in the block that they come from the data, and shield those that a generator would change."""
+    try:
+        yield
+    except StopIteration as error:
+        place(error, THE_DATA, engine.state)
+        raise Shielded(error) from None
+    except Exception as error:
+        place(error, THE_DATA, engine.state)
+        raise

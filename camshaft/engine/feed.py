@@ -7,9 +7,14 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from camshaft.engine.data import announce_epoch, length_of
+from camshaft.engine.event import Events
+from camshaft.engine.plan import Plan
 
 if TYPE_CHECKING:
     from camshaft.engine.engine import Engine
+
+
+_SILENT = Plan(None, None)
 
 
 class Feed:
@@ -21,6 +26,8 @@ class Feed:
     Attributes:
         iterator: the live iterator, ``None`` when the next epoch is to begin a pass.
         begun: whether the first pass has begun.
+        fetching: the plan of ``GET_BATCH_STARTED``, or a silent one without data.
+        fetched: the plan of ``GET_BATCH_COMPLETED``, likewise.
         cut_after: iterations of the last epoch, if it was cut short and so began a new pass; else ``None``.
     """
 
@@ -29,7 +36,9 @@ class Feed:
         self.iterator: Iterator[Any] | None = None
         self.cut_after: int | None = None
         self.begun = False
-        self._announced: tuple[Any, int] | None = None
+        self.fetching = self.fetched = _SILENT
+        self._announced: Any = None
+        self._number = -1
         self._first_iteration = 0
         self._length: int | None = None
 
@@ -38,6 +47,7 @@ class Feed:
         engine = self.engine
         if engine.state.dataloader is None:
             self.iterator = repeat(None)
+            self.fetching = self.fetched = _SILENT
             return
         self.announce()
         skipped = 0
@@ -45,7 +55,8 @@ class Feed:
             self.iterator = engine._open_data(self.cut_after)
         else:
             self.iterator, skipped = engine._open_data_at_position()
-        self.begun, self.cut_after, self._announced = True, None, None
+        self.begun, self.cut_after = True, None
+        self._opened(engine.state.dataloader)
         self._first_iteration = engine.state.iteration - skipped
         self._length = length_of(engine.state.dataloader)
 
@@ -56,12 +67,11 @@ class Feed:
 
     def replace(self, data: Any) -> None:
         """Go on with other data, now if a pass is live."""
-        live = self.iterator is not None
         self.engine.state.dataloader = data
-        if live:
+        if self.iterator is not None:
             self.announce()
             self.iterator = iter(data)
-            self._announced = None
+            self._opened(data)
             self._first_iteration, self._length = self.engine.state.iteration, length_of(data)
 
     def announce_if_over(self) -> None:
@@ -75,10 +85,20 @@ class Feed:
 
     def announce(self) -> None:
         """Tell the samplers the number of the next pass, once."""
+        data = self.engine.state.dataloader
+        if self._announced is not data:
+            announce_epoch(data, self._next_number())
+            self._announced = data
+
+    def _opened(self, data: Any) -> None:
+        plans = self.engine._dispatcher.plans
+        self.fetching, self.fetched = plans[Events.GET_BATCH_STARTED], plans[Events.GET_BATCH_COMPLETED]
+        self._number, self._announced = self._next_number(), None
+
+    def _next_number(self) -> int:
+        """Number the next pass: from the counters, so that a resumed run agrees, and never a number twice."""
         state = self.engine.state
         length = length_of(state.dataloader)
         by_epoch = not length or length == state.epoch_length
         number = state.epoch - 1 if by_epoch else state.iteration // (length or 1)
-        if self._announced is None or self._announced[0] is not state.dataloader or self._announced[1] != number:
-            announce_epoch(state.dataloader, number)
-            self._announced = (state.dataloader, number)
+        return max(number, self._number + 1)

@@ -113,5 +113,5 @@ def at_least(name: str, value: Any, lowest: int) -> int:
 
 
 def is_integer(value: Any) -> bool:
-    """Say whether a value is an integer of any kind; ``True`` and ``False`` are not meant as numbers."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    """Say whether a value is an integer of any kind."""
+    return isinstance(value, Integral)

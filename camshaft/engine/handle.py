@@ -24,6 +24,7 @@ class RemovableEventHandle:
         event_name: as given.
         handler: weak reference to the handler.
         engine: weak reference to the engine.
+        registrations: as given.
 
     >>> from camshaft.engine import Engine, Events
     >>> engine = Engine(lambda engine, batch: batch)
@@ -42,15 +43,15 @@ class RemovableEventHandle:
         self.event_name = event_name
         self.handler = _reference(handler)
         self.engine: weakref.ref[Any] = weakref.ref(engine)
-        self._registrations = registrations
+        self.registrations = registrations
 
     def remove(self) -> None:
         """Take the handler off the engine; does nothing when that has happened already."""
         handler, engine = self.handler(), self.engine()
         if handler is None or engine is None:
             return
-        if self._registrations:
-            engine._dispatcher.discard(self._registrations)
+        if self.registrations:
+            engine._dispatcher.discard(self.registrations)
         elif engine.has_event_handler(handler, self.event_name):
             engine.remove_event_handler(handler, self.event_name)
 

@@ -35,6 +35,11 @@ class LazyNumber:
             self._tensor = None
         return self._value
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.read(), name)  # what a number has: real, is_integer, ...
+
     def __hash__(self) -> int:
         return hash(self.read())
 
@@ -79,12 +84,12 @@ _UNARY: dict[str, Callable[..., Any]] = {
     "pos": operator.pos,
 }
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+_ARITHMETIC = ("divmod", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 
 for _name, _function in _UNARY.items():
     setattr(LazyNumber, f"__{_name}__", _forward(_function))
 for _name in (*_COMPARISONS, *_ARITHMETIC):
-    setattr(LazyNumber, f"__{_name}__", _forward(getattr(operator, _name)))
+    setattr(LazyNumber, f"__{_name}__", _forward(getattr(operator, _name, divmod)))
 for _name in _ARITHMETIC:
-    setattr(LazyNumber, f"__r{_name}__", _reflected(getattr(operator, _name)))
+    setattr(LazyNumber, f"__r{_name}__", _reflected(getattr(operator, _name, divmod)))
 numbers.Real.register(LazyNumber)

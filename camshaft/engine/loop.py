@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from camshaft.engine.control import EPOCH_STOPS, Stop, StopEpoch, StopRun
 from camshaft.engine.event import Events
-from camshaft.engine.failures import Reported, Shielded, report
+from camshaft.engine.failures import THE_DATA, Reported, Shielded, carry_out, naming_the_data, place, report
 from camshaft.engine.feed import Feed
 from camshaft.engine.plan import Plan
 from camshaft.engine.resume import derived_max_epochs, elapsed, is_done, target_of
@@ -47,16 +47,15 @@ class Run:
 
     Args:
         engine: the engine, whose state already holds the targets of the run.
-        done: iterations of the first epoch that are already done.
     """
 
-    def __init__(self, engine: Engine[Any, Any], done: int = 0) -> None:
+    def __init__(self, engine: Engine[Any, Any]) -> None:
         self.engine = engine
         self.feed = Feed(engine)
         self.done = 0
         self.in_epoch = False
         self.failed = False
-        self._done_before = done
+        self.began_epochs = False
         self._starved = False
         self._warned = False
         self._main: GeneratorType[None, None, BaseException | None] = self._rotate()  # type: ignore[assignment]  # it is one
@@ -90,7 +89,7 @@ class Run:
             return reported.error
         except BaseException as error:
             self.failed = True
-            return report(self.engine, error, self.in_epoch)
+            return report(self.engine, error)
         return None
 
     def _run(self) -> Pauses:
@@ -98,6 +97,17 @@ class Run:
         began = perf_counter()
         engine.state.times = {"EPOCH_COMPLETED": 0.0, "COMPLETED": 0.0}
         engine._prepare()
+        if (yield from self._is_stopped()):
+            self._fire(Events.TERMINATE)
+        engine.state.times["COMPLETED"] = perf_counter() - began
+        if Stop.SKIP_COMPLETED not in engine._stops:
+            self._fire(Events.COMPLETED)
+            engine.state.times["COMPLETED"] = perf_counter() - began
+        engine.logger.info("Engine run complete. Time taken: %s", elapsed(perf_counter() - began))
+
+    def _is_stopped(self) -> Generator[None, None, bool]:
+        """Run to the target; say whether somebody stopped the run before."""
+        engine = self.engine
         try:
             yield from self._started()
             while not is_done(engine.state):
@@ -106,12 +116,8 @@ class Run:
                 if self._starved and engine.state.iteration == reached and engine.state.max_epochs is None:
                     break  # the iterations asked for cannot be reached any more
         except StopRun:
-            self._fire(Events.TERMINATE)
-        engine.state.times["COMPLETED"] = perf_counter() - began
-        if Stop.SKIP_COMPLETED not in engine._stops:
-            self._fire(Events.COMPLETED)
-            engine.state.times["COMPLETED"] = perf_counter() - began
-        engine.logger.info("Engine run complete. Time taken: %s", elapsed(perf_counter() - began))
+            return True
+        return False
 
     def _started(self) -> Pauses:
         try:
@@ -122,17 +128,12 @@ class Run:
 
     def _epoch(self) -> Pauses:
         engine = self.engine
-        engine.state.epoch += 1
-        self.in_epoch, self.done, self._done_before = True, self._done_before, 0
+        self.done = 0 if self.began_epochs else engine._done_of_first_epoch()
+        self.in_epoch = self.began_epochs = True
         began = perf_counter()
+        engine.state.epoch += 1
         self.feed.announce_if_over()
-        try:
-            self._fire(Events.EPOCH_STARTED)
-            yield from self._obey()
-            if self.feed.iterator is None:
-                self.feed.open()
-            yield from self._iterations()
-        except StopEpoch:
+        if (yield from self._is_cut()):
             self._fire(Events.TERMINATE_SINGLE_EPOCH, iter_counter=self.done)
             self.feed.cut(self.done)
         self.in_epoch = False
@@ -141,6 +142,18 @@ class Run:
         engine._stops -= EPOCH_STOPS
         if not skipped:
             yield from self._epoch_completed(began)
+
+    def _is_cut(self) -> Generator[None, None, bool]:
+        """Run the iterations of an epoch; say whether somebody cut it short."""
+        try:
+            self._fire(Events.EPOCH_STARTED)
+            yield from self._obey()
+            if self.feed.iterator is None:
+                self._open()
+            yield from self._iterations()
+        except StopEpoch:
+            return True
+        return False
 
     def _epoch_completed(self, began: float) -> Pauses:
         engine = self.engine
@@ -153,19 +166,23 @@ class Run:
     def _iterations(self) -> Pauses:
         """Run the iterations of one epoch; no plan is asked to fire when nobody on it can be due."""
         engine, feed, stops, step = self.engine, self.feed, self.engine._stops, self.engine._process_function
-        fetching, fetched, starting, completed = self._plans()
+        starting, completed = self._plan(Events.ITERATION_STARTED), self._plan(Events.ITERATION_COMPLETED)
         fetching_event, starting_event = Events.GET_BATCH_STARTED, Events.ITERATION_STARTED
         state = engine._state
         try:
             while True:
                 state.batch = None
                 engine.last_event_name = fetching_event
-                if not fetching.since < state.iteration < fetching.due:
-                    fetching.fire(engine)
-                    if stops:
-                        yield from self._obey()
-                    state = engine._state
-                batch = next(feed.iterator, _END)  # type: ignore[arg-type]  # the feed is open
+                if not feed.fetching.since < state.iteration < feed.fetching.due:
+                    feed.fetching.fire(engine)
+                if stops:
+                    yield from self._obey()
+                state = engine._state
+                try:
+                    batch = next(feed.iterator, _END)  # type: ignore[arg-type]  # the feed is open
+                except Exception as error:
+                    place(error, THE_DATA, state)
+                    raise
                 if batch is _END:
                     batch = yield from self._refill()
                     if batch is _END:
@@ -173,52 +190,40 @@ class Run:
                     state = engine._state
                 state.batch = batch
                 batch = state._output = None  # nothing else holds on to the batch and the output
-                if not fetched.since < state.iteration < fetched.due:
-                    fetched.fire(engine)
-                    state = engine._state
+                if not feed.fetched.since < state.iteration < feed.fetched.due:
+                    feed.fetched.fire(engine)
                 if stops:
                     yield from self._obey()
-                    state = engine._state
+                state = engine._state
                 state.iteration = iteration = state.iteration + 1
                 self.done += 1
                 engine.last_event_name = starting_event
                 if not starting.since < iteration < starting.due:
                     starting.fire(engine)
-                    if stops:
-                        yield from self._obey()
-                    state = engine._state
+                if stops:
+                    yield from self._obey()
+                state = engine._state
                 state._output = step(engine, state.batch)
                 if not completed.since < state.iteration < completed.due:
                     completed.fire(engine)
-                    state = engine._state
                 if stops:
                     yield from self._obey()
-                    state = engine._state
+                state = engine._state
                 if state.epoch_length is not None and self.done >= state.epoch_length:
                     return
                 if state.max_iters is not None and state.iteration >= state.max_iters:
                     stops.add(Stop.RUN)
                     raise StopRun
         except Exception as error:
-            escaping = report(self.engine, error, self.in_epoch)
-            if escaping is not None:
-                raise Reported(escaping) from None
-
-    def _plans(self) -> tuple[Plan, Plan, Plan, Plan]:
-        plans = self.engine._dispatcher.plans
-        silent = Plan(None, None)
-        with_data = self.engine.state.dataloader is not None
-        return (
-            plans[Events.GET_BATCH_STARTED] if with_data else silent,
-            plans[Events.GET_BATCH_COMPLETED] if with_data else silent,
-            plans[Events.ITERATION_STARTED],
-            plans[Events.ITERATION_COMPLETED],
-        )
+            carry_out(report(engine, error, in_iteration=True))
 
     # --- events, stops, errors -----------------------------------------------------------------------------
 
+    def _plan(self, event: Events) -> Plan:
+        return self.engine._dispatcher.plans[event]
+
     def _fire(self, event: Events, **keywords: Any) -> None:
-        plan = self.engine._dispatcher.plans[event]
+        plan = self._plan(event)
         self.engine.last_event_name = event
         try:
             plan.fire_with(self.engine, **keywords)
@@ -248,11 +253,20 @@ class Run:
         self.feed.announce()
         self._fire(Events.DATALOADER_STOP_ITERATION)
         yield from self._obey()
-        self.feed.open()
-        batch = next(self.feed.iterator, _END)  # type: ignore[arg-type]  # the feed is open
-        if batch is _END:
+        self._open()
+        batch = self._first_batch()
+        self._starved = batch is _END
+        if self._starved:
             self._warn_once()
         return batch
+
+    def _open(self) -> None:
+        with naming_the_data(self.engine):
+            self.feed.open()
+
+    def _first_batch(self) -> Any:
+        with naming_the_data(self.engine):
+            return next(self.feed.iterator, _END)  # type: ignore[arg-type]  # the feed is open
 
     def _learn_length(self) -> None:
         """Take the first pass over data of unknown length for the length of an epoch."""
@@ -261,9 +275,10 @@ class Run:
         if state.max_iters is not None:
             state.max_epochs = derived_max_epochs(state)
         self._starved = self.done == 0
+        if self._starved and state.max_iters is not None:
+            self._warn_once()
 
     def _warn_once(self) -> None:
-        self._starved = True
         if not self._warned:
             self._warned = True
             state = self.engine.state

@@ -114,6 +114,16 @@ class Plan:
         self._trace = logger
         self._renew()
 
+    @property
+    def traced(self) -> bool:
+        """Whether each firing is recorded."""
+        return self._trace is not None
+
+    def record(self, logger: logging.Logger, engine: Any) -> None:
+        """Write a record of a firing."""
+        state = engine.state
+        logger.debug("%d | %d, firing handlers for event %s", state.epoch, state.iteration, self.event)
+
     def count(self, engine: Any) -> int:
         """Give the counter of the event."""
         assert self.counter is not None, "registration refuses filters on events without a counter"
@@ -124,9 +134,7 @@ class Plan:
         """Call the handlers whose turn it is, in order."""
         event = engine.last_event_name = self.event
         if self._trace is not None:
-            self._trace.debug(
-                "%d | %d, firing handlers for event %s", engine.state.epoch, engine.state.iteration, event
-            )
+            self.record(self._trace, engine)
         newest = self._newest
         one = None
         try:
@@ -152,6 +160,7 @@ class Plan:
             self.fire(engine)
         finally:
             self.extra, self.keywords = outer
+            del extra, keywords  # an error in them must not be held by the frames of its own traceback
 
     def _ready(self, engine: Any) -> Iterable[Registration]:
         if len(self._uncounted) == len(self.registrations):

@@ -82,7 +82,7 @@ class Update:
         self._scaler = scaler
         self._clip_grad_norm = clip_grad_norm
         self._clip_grad_value = clip_grad_value
-        self._step = step or optimizer.step
+        self._step = step
 
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients of a loss."""
@@ -92,8 +92,10 @@ class Update:
         """Step the optimizer."""
         if self._clip_grad_norm is not None or self._clip_grad_value is not None:
             self._clip()
-        if self._scaler is None:
+        if self._step is not None:
             self._step()
+        elif self._scaler is None:
+            self.optimizer.step()  # looked up now: schedulers put a method of their own in its place
         else:
             self._scaler.step(self.optimizer)
             self._scaler.update()

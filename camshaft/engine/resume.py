@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
@@ -47,6 +48,32 @@ def derived_max_epochs(state: State[Any, Any]) -> int | None:
     return ceil(state.max_iters / state.epoch_length) if state.max_iters and state.epoch_length else None
 
 
+@dataclass(frozen=True)
+class Standing:
+    """Where a run stopped: what the counters alone do not tell, valid as long as nobody changes them.
+
+    Args:
+        iteration: the state's, when the run stopped.
+        epoch: likewise.
+        done: iterations already done of the epoch to go on with.
+        in_epoch: whether that is the epoch of this number, not yet over, and not the one after it.
+    """
+
+    iteration: int
+    epoch: int
+    done: int = 0
+    in_epoch: bool = False
+
+    @classmethod
+    def of(cls, state: State[Any, Any], done: int = 0, in_epoch: bool = False) -> Standing:
+        """Note where a state stands now."""
+        return cls(state.iteration, state.epoch, done, in_epoch)
+
+    def is_at(self, state: State[Any, Any]) -> bool:
+        """Say whether a state still stands there."""
+        return (self.iteration, self.epoch) == (state.iteration, state.epoch)
+
+
 class Request:
     """The arguments of one call of ``run``.
 
@@ -89,11 +116,17 @@ class Request:
                     f"engine.state.{name} = None first"
                 )
 
-    def reaches_beyond(self, state: State[Any, Any]) -> bool:
-        """Say whether the state is unfinished once the new target is taken."""
+    def reaches_beyond(self, state: State[Any, Any], in_epoch: bool) -> bool:
+        """Say whether the state is unfinished once the new target is taken.
+
+        Args:
+            state: stays as it is.
+            in_epoch: the epoch that the state names is not over.
+        """
         if not has_target(state):
             return False
-        wanted: State[Any, Any] = State(iteration=state.iteration, epoch=state.epoch, epoch_length=state.epoch_length)
+        epoch = state.epoch - in_epoch
+        wanted: State[Any, Any] = State(iteration=state.iteration, epoch=epoch, epoch_length=state.epoch_length)
         wanted.max_epochs, wanted.max_iters = (
             self.max_epochs or state.max_epochs,
             self.max_iters or state.max_iters,
@@ -138,7 +171,8 @@ class Request:
                 raise ValueError("data or epoch_length must be given: the state does not know the length of an epoch")
             if found == 0:
                 raise ValueError(f"data must hold at least one batch, got {self.data!r}")
-        state.epoch_length = state.epoch_length or self.epoch_length or found
+        if state.epoch_length is None:
+            state.epoch_length = found if self.epoch_length is None else self.epoch_length
         state.max_epochs = self.max_epochs or state.max_epochs
         if self.max_iters is not None:
             state.max_iters = self.max_iters

@@ -20,11 +20,6 @@ class Progress:
     max_epochs: int | None
     max_iters: int | None
 
-    @property
-    def done_in_epoch(self) -> int:
-        """Iterations already done of the epoch after the completed ones, as far as that is known."""
-        return self.iteration % self.epoch_length if self.epoch_length else 0
-
 
 def progress_of(state_dict: Mapping[str, Any]) -> Progress:
     """Read the counters of a state dict.

@@ -57,6 +57,18 @@ def call_of(
     raise ValueError(_mismatch(handler, signature, event, extra, args, kwargs))
 
 
+def check_process_function(process_function: Any) -> None:
+    """Refuse what cannot be called with an engine and a batch."""
+    if process_function is None:
+        raise ValueError("process_function must be given, got None")
+    if not callable(process_function):
+        raise TypeError(f"process_function must be callable, got {process_function!r}")
+    try:
+        inspect.signature(process_function).bind(None, None)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"process_function must take (engine, batch), got {process_function!r}: {error}") from error
+
+
 def _binds(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     try:
         signature.bind(*args, **kwargs)

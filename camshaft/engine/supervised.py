@@ -69,9 +69,7 @@ def create_supervised_trainer(
     >>> trainer.run([(torch.ones(2, 1), torch.zeros(2, 1))], max_epochs=3).iteration
     3
     """
-    mode = _mode(device, amp_mode, scaler)
-    if mode != "amp" and amp_dtype is not None:
-        raise ValueError(f"amp_dtype needs amp_mode='amp', got amp_mode={amp_mode!r} and amp_dtype={amp_dtype}")
+    mode = _mode(device, amp_mode, scaler, amp_dtype)
     ours: dict[str, Any] = {
         "clip_grad_norm": clip_grad_norm,
         "clip_grad_value": clip_grad_value,
@@ -126,7 +124,7 @@ def create_supervised_evaluator(
     >>> evaluator.run([(torch.ones(1), torch.zeros(1))]).output
     (tensor([1.]), tensor([0.]))
     """
-    mode = _mode(device, amp_mode, False)
+    mode = _mode(device, amp_mode, False, amp_dtype)
     options = {
         "device": device, "non_blocking": non_blocking, "prepare_batch": prepare_batch,
         "model_transform": model_transform, "output_transform": output_transform, "model_fn": model_fn,
@@ -141,7 +139,7 @@ def create_supervised_evaluator(
     return evaluator
 
 
-def _mode(device: DeviceLike | None, amp_mode: str | None, scaler: Any) -> str | None:
+def _mode(device: DeviceLike | None, amp_mode: str | None, scaler: Any, amp_dtype: torch.dtype | None) -> str | None:
     """Choose the kind of step, and refuse what does not go together."""
     kind = None if device is None else torch.device(device).type
     if amp_mode not in _AMP_MODES:
@@ -157,6 +155,8 @@ def _mode(device: DeviceLike | None, amp_mode: str | None, scaler: Any) -> str |
         raise RuntimeError("device 'xla' needs torch_xla: pip install torch_xla")
     if scaler and amp_mode != "amp":
         raise ValueError(f"scaler needs amp_mode='amp', got amp_mode={amp_mode!r} and scaler={scaler!r}")
+    if amp_dtype is not None and amp_mode != "amp":
+        raise ValueError(f"amp_dtype needs amp_mode='amp', got amp_mode={amp_mode!r} and amp_dtype={amp_dtype}")
     return "xla" if kind == "xla" else amp_mode
 
 

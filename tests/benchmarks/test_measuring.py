@@ -63,6 +63,20 @@ def test_a_spread_is_the_median_and_the_quartiles(sample: list[float], expected:
     assert Spread.of([value / 1000 for value in sample], unit=1e-3) == expected
 
 
+@pytest.mark.parametrize(
+    ("spread", "shown"),
+    [
+        (Spread(0.012, 0.178, 0.2), "0.18 (0.01 to 0.20)"),
+        (Spread(-1.0, -0.68, 12.345), "-0.68 (-1.00 to 12.35)"),
+        (Spread(52.0, 52.46, 52.5), "52.5 (52.0 to 52.5)"),
+        (Spread(138.4, 147.1, 174.8), "147 (138 to 175)"),
+        (Spread(1150.0, 1278.7, 1315.0), "1279 (1150 to 1315)"),
+    ],
+)
+def test_a_spread_shows_three_figures(spread: Spread, shown: str) -> None:
+    assert str(spread) == shown
+
+
 @pytest.mark.parametrize(("median", "said"), [(0.29, "reached"), (0.3, "reached"), (0.31, "missed")])
 def test_a_target_is_reached_up_to_itself(median: float, said: str) -> None:
     assert verdict(Spread(0.0, median, 1.0), target=0.3) == said

@@ -9,14 +9,10 @@ from hypothesis import strategies as st
 
 from camshaft.engine import Events
 from camshaft.engine.filters import NEVER, Every, Once, Window
+from tests.engine.strategies import onces, windows
 
 EVENT = Events.ITERATION_COMPLETED
 
-small = st.integers(0, 25)
-windows = st.fixed_dictionaries(
-    {}, optional={"every": st.integers(1, 12), "before": st.integers(0, 40), "after": small}
-).filter(bool)
-onces = st.one_of(st.integers(1, 30), st.lists(st.integers(1, 30), min_size=1, max_size=5)).map(lambda k: {"once": k})
 filters = (windows | onces).map(lambda arguments: EVENT(**arguments).filter).filter(lambda found: found is not None)
 
 

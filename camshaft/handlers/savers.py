@@ -1,0 +1,159 @@
+"""Where the bytes of a checkpoint go: a file that is complete or absent, or any place of one's own."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from camshaft.distributed import get_rank
+from camshaft.files import write_atomically
+from camshaft.types import PathLike
+
+
+class BaseSaveHandler(ABC):
+    """Stores checkpoints under names, and removes them again."""
+
+    @abstractmethod
+    def __call__(self, checkpoint: Mapping[str, Any], filename: str, metadata: Mapping[str, Any] | None = None) -> None:
+        """Store a checkpoint, in place of one of the same name.
+
+        Args:
+            checkpoint: what to store.
+            filename: under which name.
+            metadata: ``basename`` (the name without step and score), ``score_name`` and ``priority``.
+        """
+
+    @abstractmethod
+    def remove(self, filename: str) -> None:
+        """Remove a checkpoint stored earlier."""
+
+
+class DiskSaver(BaseSaveHandler):
+    """Saves to files of one directory, with ``torch.save``, on one rank.
+
+    A file appears under its name when it is complete and flushed to disk; a save that fails or is killed
+    leaves what was there before. Construct it on every rank.
+
+    Args:
+        dirname: the directory; ``~`` is the home directory.
+        atomic: write to another name first and rename. Without it a failed save leaves a broken file.
+        create_dir: make the directory, and those above it, where they do not exist.
+        require_empty: refuse a directory that holds ``*.pt`` files already.
+        save_on_rank: the rank that writes and removes.
+        kwargs: handed to ``torch.save``.
+
+    Raises:
+        ValueError: ``dirname`` is not an existing directory or not empty, or ``save_on_rank`` is not a rank.
+        PermissionError: the directory is not writable.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saver = DiskSaver(folder)
+    ...     saver({"step": 3}, "model.pt")
+    ...     torch.load(saver.dirname / "model.pt")
+    {'step': 3}
+    """
+
+    def __init__(
+        self,
+        dirname: PathLike,
+        atomic: bool = True,
+        create_dir: bool = True,
+        require_empty: bool = True,
+        save_on_rank: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        if not isinstance(save_on_rank, int) or save_on_rank < 0:
+            raise ValueError(f"save_on_rank must be an integer >= 0, got {save_on_rank!r}")
+        self.dirname = Path(dirname).expanduser()
+        self.atomic = atomic
+        self.save_on_rank = save_on_rank
+        self.kwargs = kwargs
+        if get_rank() == save_on_rank:
+            _prepare(self.dirname, create_dir, require_empty)
+
+    def __call__(self, checkpoint: Mapping[str, Any], filename: str, metadata: Mapping[str, Any] | None = None) -> None:
+        """Save a checkpoint as ``filename`` in the directory; ``metadata`` is not stored.
+
+        Raises:
+            OSError: the disk is full, or the directory is gone.
+            TypeError: ``torch.save`` does not take the ``kwargs``.
+        """
+        if get_rank() != self.save_on_rank:
+            return
+
+        def write(file: BinaryIO) -> None:
+            torch.save(checkpoint, file, **self.kwargs)
+
+        path = self.dirname / filename
+        try:
+            (write_atomically if self.atomic else _write_in_place)(path, write)
+        except (OSError, RuntimeError) as error:
+            cause = error.__context__ if isinstance(error, RuntimeError) else error
+            if not isinstance(cause, OSError) or cause.errno is None or cause.filename is not None:
+                raise
+            # A full disk. torch's writer trips over it and raises an error about positions in the file instead.
+            raise OSError(cause.errno, cause.strerror, str(path)) from error
+
+    def remove(self, filename: str) -> None:
+        """Delete a file of the directory; one that is gone already is none to worry about."""
+        if get_rank() == self.save_on_rank:
+            (self.dirname / filename).unlink(missing_ok=True)
+
+
+def _prepare(directory: Path, create: bool, require_empty: bool) -> None:
+    """Make sure, before the training begins, that saving will find a directory it can use."""
+    if create and not directory.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+    if not directory.is_dir():
+        problem = "is not a directory" if directory.exists() else "does not exist, and create_dir is False"
+        raise ValueError(f"dirname must be an existing directory, got '{directory}', which {problem}")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise PermissionError(f"dirname must be writable, got '{directory}', where this process may not write")
+    found = sorted(entry.name for entry in directory.glob("*.pt")) if require_empty else []
+    if found:
+        raise ValueError(
+            f"dirname must hold no *.pt files, got '{directory}' with {len(found)} of them, such as {found[0]}; "
+            "to save beside them, as when a run is continued, use DiskSaver(dirname, require_empty=False), or "
+            "ModelCheckpoint(dirname, require_empty=False)"
+        )
+
+
+def _write_in_place(path: Path, write: Any) -> None:
+    with open(path, "wb") as file:
+        write(file)
+
+
+def takes_metadata(save_handler: Any) -> bool:
+    """Say whether a save handler takes the metadata; asked once, not at each save.
+
+    Raises:
+        TypeError: it cannot be called as one.
+
+    >>> takes_metadata(lambda checkpoint, filename: None)
+    False
+    """
+    if not callable(save_handler):
+        raise TypeError(
+            f"save_handler must be a str, a Path, a callable or a BaseSaveHandler, got {save_handler!r} of type "
+            f"{type(save_handler).__name__}"
+        )
+    try:
+        signature = inspect.signature(save_handler)
+    except ValueError:  # some builtins
+        return False
+    for count in (3, 2):
+        try:
+            signature.bind(*range(count))
+        except TypeError:
+            continue
+        return count == 3
+    raise TypeError(
+        f"save_handler must take (checkpoint, filename, metadata) or (checkpoint, filename), got one with {signature}"
+    )

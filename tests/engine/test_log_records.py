@@ -1,0 +1,183 @@
+"""What an engine writes to its log."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import sys
+
+import pytest
+
+from camshaft.engine import Engine, Events
+from tests.engine.traces import at, echo
+
+NAME = "camshaft.engine.engine.Engine"
+DURATION = r"\d\d:\d\d:\d\d\.\d\d\d"
+
+
+def records(caplog, level):
+    return [record.getMessage() for record in caplog.records if record.levelno == level and record.name == NAME]
+
+
+@pytest.fixture
+def debug(caplog):
+    caplog.set_level(logging.DEBUG, NAME)
+    return caplog
+
+
+@pytest.fixture
+def info(caplog):
+    caplog.set_level(logging.INFO, NAME)
+    return caplog
+
+
+def matches(found, *patterns):
+    return len(found) == len(patterns) and all(
+        re.search(pattern, text) for pattern, text in zip(patterns, found, strict=True)
+    )
+
+
+def test_the_logger_is_named_after_module_and_class():
+    class Trainer(Engine):
+        pass
+
+    assert Engine(echo).logger is logging.getLogger(NAME)
+    assert Trainer(echo).logger is logging.getLogger("camshaft.engine.engine.Trainer")
+    assert Engine(echo).logger.handlers == []
+
+
+def test_a_logger_of_the_users_own_is_used(caplog):
+    engine = Engine(echo)
+    engine.logger = logging.getLogger("mine")
+    with caplog.at_level(logging.INFO):
+        engine.run([1])
+    assert {record.name for record in caplog.records} == {"mine"}
+
+
+def test_a_run_says_when_it_begins_and_ends_and_each_epoch(info):
+    Engine(echo).run([1, 2], max_epochs=2)
+    found = records(info, logging.INFO)
+    epochs = (rf"[Ee]poch\D*{epoch}\D*[Cc]omplete.*{DURATION}" for epoch in (1, 2))
+    assert matches(found, r"starting.*2 epochs", *epochs, rf"complete.*{DURATION}")
+    assert len(info.records) == len(found)
+
+
+@pytest.mark.parametrize(("target", "shown"), [({"max_epochs": 3}, "3 epochs"), ({"max_iters": 5}, "5 iterations")])
+def test_the_target_is_shown(info, target, shown):
+    engine = Engine(echo)
+    engine.run([1, 2], **target)
+    assert shown in records(info, logging.INFO)[0]
+
+
+def test_a_resumed_run_says_from_where(info):
+    engine = Engine(echo)
+    engine.load_state_dict({"iteration": 5, "epoch_length": 2, "max_epochs": 4})
+    engine.run([1, 2])
+    assert re.search(r"resuming.*iteration 5.*epoch 2.*4 epochs", records(info, logging.INFO)[0])
+
+
+@pytest.mark.parametrize("wish", ["terminate", "terminate_epoch", "interrupt"])
+def test_each_wish_to_stop_is_one_record(info, wish):
+    engine = Engine(echo)
+    getattr(engine, wish)()
+    assert len(records(info, logging.INFO)) == len(info.records) == 1
+
+
+def test_a_pause_and_going_on_are_recorded(info):
+    engine = Engine(echo)
+    at(engine, Events.ITERATION_COMPLETED, lambda engine: engine.interrupt())
+    engine.run([1, 2])
+    engine.run()
+    patterns = ("starting", "[Ii]nterrupt", "resuming.*iteration 1.*epoch 1", "[Ee]poch.*1.*[Cc]omplete", "complete")
+    assert matches(records(info, logging.INFO), *patterns)
+
+
+def test_each_firing_is_recorded_with_its_counters(debug):
+    engine = Engine(echo)
+    engine.run([10, 20])
+    found = [text for text in records(debug, logging.DEBUG) if "iring" in text]
+    places = [re.match(r"(\d+) \| (\d+).*Events\.([A-Z_]+)", text) for text in found]
+    assert all(places)
+    assert [place.group(3) for place in places if place] == [
+        "STARTED", "EPOCH_STARTED",
+        "GET_BATCH_STARTED", "GET_BATCH_COMPLETED", "ITERATION_STARTED", "ITERATION_COMPLETED",
+        "GET_BATCH_STARTED", "GET_BATCH_COMPLETED", "ITERATION_STARTED", "ITERATION_COMPLETED",
+        "EPOCH_COMPLETED", "COMPLETED",
+    ]  # fmt: skip
+    assert [place.group(1, 2) for place in places[4:6] if place] == [("1", "1"), ("1", "1")]
+
+
+def test_firings_are_recorded_also_where_the_loop_would_pass_by(debug):
+    engine, ran = Engine(echo), []
+    engine.add_event_handler(Events.ITERATION_COMPLETED(every=3), lambda: ran.append(engine.state.iteration))
+    engine.run([1, 2, 3, 4])
+    assert sum("Events.ITERATION_COMPLETED" in text and "iring" in text for text in records(debug, logging.DEBUG)) == 4
+    assert ran == [3]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_firing_by_hand_is_recorded_too(debug, inside):
+    engine = Engine(echo)
+    engine.register_events("foo")
+    if inside:
+        engine.add_event_handler(Events.ITERATION_STARTED, lambda: engine.fire_event("foo"))
+        engine.run([1])
+    else:
+        engine.fire_event("foo")
+    assert sum("iring" in text and "foo" in text for text in records(debug, logging.DEBUG)) == 1
+
+
+def test_recording_ends_with_the_wish_for_it(caplog):
+    engine = Engine(echo)
+    with caplog.at_level(logging.DEBUG, NAME):
+        engine.run([1])
+    caplog.clear()
+    engine.run([1])
+    assert caplog.records == []
+
+
+def test_an_added_handler_is_recorded(debug):
+    Engine(echo).add_event_handler(Events.EPOCH_COMPLETED(every=2), lambda: None)
+    (text,) = records(debug, logging.DEBUG)
+    assert "Events.EPOCH_COMPLETED(every=2)" in text
+
+
+@pytest.mark.parametrize("swallowed", [True, False])
+@pytest.mark.parametrize("event", [Events.STARTED, Events.ITERATION_COMPLETED])
+def test_an_error_of_a_run_is_recorded_once(caplog, swallowed, event):
+    engine = Engine(echo)
+
+    @engine.on(event)
+    def fail(engine):
+        raise KeyError("lost")
+
+    if swallowed:
+        engine.add_event_handler(Events.EXCEPTION_RAISED, lambda error: None)
+        engine.run([1])
+    else:
+        with pytest.raises(KeyError):
+            engine.run([1])
+    (text,) = records(caplog, logging.ERROR)
+    assert "lost" in text
+
+
+@pytest.mark.parametrize("handler", [lambda: None, lambda a, b, c: None])
+def test_an_event_never_registered_is_recorded(caplog, handler):
+    with pytest.raises(ValueError, match="unknown"):
+        Engine(echo).add_event_handler("UNKNOWN", handler)
+    (text,) = records(caplog, logging.ERROR)
+    assert "UNKNOWN" in text
+
+
+QUIET = """
+from camshaft.engine import Engine, Events
+engine = Engine(lambda engine, batch: batch)
+engine.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: engine.terminate_epoch())
+engine.run([1, 2, 3], max_epochs=2)
+"""
+
+
+def test_nothing_is_printed_where_logging_is_not_configured():
+    result = subprocess.run([sys.executable, "-c", QUIET], capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")

@@ -1,0 +1,282 @@
+"""Trainers and evaluators: what they take, what they refuse, and which step they make."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import camshaft.engine as engine_package
+from camshaft.engine import (
+    DeterministicEngine,
+    Engine,
+    create_supervised_evaluator,
+    create_supervised_trainer,
+    supervised_evaluation_step,
+    supervised_evaluation_step_amp,
+    supervised_training_step,
+    supervised_training_step_amp,
+    supervised_training_step_apex,
+    supervised_training_step_tpu,
+)
+
+TRAIN = "model optimizer loss_fn device non_blocking prepare_batch model_transform output_transform"
+EVALUATE = "device non_blocking prepare_batch model_transform output_transform"
+PARAMETERS = {
+    "supervised_training_step": f"{TRAIN} gradient_accumulation_steps model_fn",
+    "supervised_training_step_amp": f"{TRAIN} scaler gradient_accumulation_steps model_fn",
+    "supervised_training_step_apex": f"{TRAIN} gradient_accumulation_steps model_fn",
+    "supervised_training_step_tpu": f"{TRAIN} gradient_accumulation_steps model_fn",
+    "supervised_evaluation_step": f"model {EVALUATE} model_fn",
+    "supervised_evaluation_step_amp": f"model {EVALUATE} model_fn",
+    "create_supervised_trainer": (f"{TRAIN} deterministic amp_mode scaler gradient_accumulation_steps model_fn"),
+    "create_supervised_evaluator": f"model metrics {EVALUATE} amp_mode model_fn",
+}
+REQUIRED = inspect.Parameter.empty
+DEFAULTS = {
+    "model": REQUIRED, "optimizer": REQUIRED, "loss_fn": REQUIRED, "device": None, "non_blocking": False,
+    "deterministic": False, "amp_mode": None, "gradient_accumulation_steps": 1, "metrics": None,
+}  # fmt: skip
+BATCH = (torch.ones(2, 1), torch.zeros(2, 1))
+
+
+class Metric:
+    """Something to attach."""
+
+    def __init__(self):
+        self.attached = []
+
+    def attach(self, engine, name):
+        self.attached.append((engine, name))
+
+
+def training_arguments(rate=0.1):
+    model = nn.Linear(1, 1)
+    return model, torch.optim.SGD(model.parameters(), rate), nn.MSELoss()
+
+
+@pytest.fixture
+def apex(monkeypatch):
+    """Stand in for apex: note each loss that is scaled, and double it."""
+    scaled = []
+
+    @contextmanager
+    def scale_loss(loss, optimizer):
+        scaled.append((loss.item(), optimizer))
+        yield loss * 2
+        scaled.append("left")
+
+    package, module = types.ModuleType("apex"), types.ModuleType("apex.amp")
+    package.amp, module.scale_loss = module, scale_loss
+    monkeypatch.setitem(sys.modules, "apex", package)
+    monkeypatch.setitem(sys.modules, "apex.amp", module)
+    return scaled
+
+
+@pytest.fixture
+def xla_model(monkeypatch):
+    """Stand in for torch_xla: note each call of `optimizer_step`, and step."""
+    calls = []
+
+    def optimizer_step(optimizer, **options):
+        calls.append((optimizer, options))
+        optimizer.step()
+
+    names = ("torch_xla", "torch_xla.core", "torch_xla.core.xla_model")
+    modules = [types.ModuleType(name) for name in names]
+    modules[2].optimizer_step = optimizer_step
+    for name, module in zip(names, modules, strict=True):
+        monkeypatch.setitem(sys.modules, name, module)
+    return calls
+
+
+# --- signatures ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_arguments_have_the_order_and_the_defaults_that_users_know(name):
+    parameters = inspect.signature(getattr(engine_package, name)).parameters.values()
+    positional = [one for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    assert " ".join(one.name for one in positional) == PARAMETERS[name]
+    defaults = {**DEFAULTS, "scaler": False if name.startswith("create") else None}
+    for one in positional:
+        if one.name in defaults:
+            assert (one.name, one.default) == (one.name, defaults[one.name])
+        else:
+            assert callable(one.default)
+    others = [one for one in parameters if one not in positional]
+    assert all(one.kind is one.KEYWORD_ONLY and one.default is None for one in others)
+
+
+def test_the_default_functions_do_what_the_documentation_says():
+    parameters = inspect.signature(create_supervised_trainer).parameters
+    x, y = torch.ones(1), torch.zeros(1)
+    assert parameters["prepare_batch"].default((x, y)) == (x, y)
+    assert parameters["model_transform"].default(x) is x
+    assert parameters["output_transform"].default(x, y, x, torch.tensor(0.5)) == 0.5
+    assert parameters["model_fn"].default(lambda x: x + 1, x) == 2
+    assert inspect.signature(create_supervised_evaluator).parameters["output_transform"].default(x, y, x) == (x, y)
+
+
+# --- engines -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("deterministic", "kind"), [(False, Engine), (True, DeterministicEngine)])
+@pytest.mark.parametrize("amp_mode", [None, "amp"])
+def test_a_trainer_trains(deterministic, kind, amp_mode):
+    model, optimizer, loss_fn = training_arguments()
+    trainer = create_supervised_trainer(model, optimizer, loss_fn, deterministic=deterministic, amp_mode=amp_mode)
+    assert type(trainer) is kind
+    losses = []
+    trainer.add_event_handler("ITERATION_COMPLETED", lambda engine: losses.append(engine.state.output))
+    trainer.run([BATCH] * 20)
+    assert losses[-1] < losses[0] / 2
+    assert {type(loss) for loss in losses} == {float}
+
+
+def test_an_evaluator_evaluates_and_changes_nothing():
+    model = nn.Linear(1, 1)
+    before = [parameter.clone() for parameter in model.parameters()]
+    y_pred, y = create_supervised_evaluator(model).run([BATCH]).output
+    assert torch.equal(y_pred, model(BATCH[0]))
+    assert y is BATCH[1]
+    assert not y_pred.requires_grad
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_metrics_are_attached_by_name():
+    metrics = {"accuracy": Metric(), "loss": Metric()}
+    evaluator = create_supervised_evaluator(nn.Identity(), metrics)
+    assert {name: metric.attached for name, metric in metrics.items()} == {
+        name: [(evaluator, name)] for name in metrics
+    }
+
+
+def outcome(wrap):
+    """Train and evaluate a model, and give all that came of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+    wrapped = wrap(model)
+    optimizer = torch.optim.SGD(wrapped.parameters(), 0.1)
+    trainer = create_supervised_trainer(wrapped, optimizer, nn.MSELoss(), gradient_accumulation_steps=2)
+    evaluator = create_supervised_evaluator(wrapped)
+    data = [(torch.randn(4, 1), torch.randn(4, 1)) for _ in range(3)]
+    losses, modes = [], []
+    trainer.add_event_handler("ITERATION_COMPLETED", lambda engine: losses.append(engine.state.output))
+    trainer.add_event_handler("EPOCH_COMPLETED", lambda: evaluator.run(data))
+    evaluator.add_event_handler("COMPLETED", lambda: modes.append(model[1].training))
+    trainer.run(data, max_epochs=2)
+    assert modes == [False, False]
+    return losses, list(model.parameters()), evaluator.state.output[0]
+
+
+def test_a_compiled_model_trains_and_evaluates_like_the_model_itself():
+    plain, compiled = outcome(lambda model: model), outcome(lambda model: torch.compile(model, backend="eager"))
+    torch.testing.assert_close(compiled, plain)
+
+
+# --- what does not go together -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"device": "mps", "amp_mode": "amp"}, ValueError, "amp_mode must be None on mps, got 'amp'"),
+        ({"device": torch.device("mps", 0), "amp_mode": "apex"}, ValueError, "on mps, got 'apex'"),
+        ({"device": "xla", "amp_mode": "amp"}, ValueError, "amp_mode must be None on xla, got 'amp'"),
+        ({"device": "xla:1", "amp_mode": "apex"}, ValueError, "on xla, got 'apex'"),
+        ({"device": "xla"}, RuntimeError, "device 'xla' needs torch_xla: pip install"),
+        ({"amp_mode": "bf16"}, ValueError, r"amp_mode must be one of \(None, 'amp', 'apex'\), got 'bf16'"),
+        ({"amp_mode": True}, ValueError, "amp_mode must be one of .* got True"),
+        ({"scaler": True}, ValueError, "scaler needs amp_mode='amp', got amp_mode=None and scaler=True"),
+        ({"scaler": torch.amp.GradScaler("cpu")}, ValueError, "scaler needs amp_mode='amp', got amp_mode=None"),
+        ({"scaler": True, "amp_mode": "apex"}, ValueError, "scaler needs amp_mode='amp', got amp_mode='apex'"),
+        ({"amp_dtype": torch.bfloat16}, ValueError, "amp_dtype needs amp_mode='amp', got amp_mode=None"),
+        ({"amp_mode": "apex"}, ModuleNotFoundError, "supervised_training_step_apex needs apex"),
+        ({"device": "meta", "amp_mode": "amp"}, ValueError, "torch has autocast for, got 'meta'"),
+        ({"gradient_accumulation_steps": 0}, ValueError, "gradient_accumulation_steps must be .*positive, got 0"),
+        ({"gradient_accumulation_steps": -2}, ValueError, "gradient_accumulation_steps must be .*positive, got -2"),
+        ({"clip_grad_norm": 0.0}, ValueError, "clip_grad_norm must be above 0 or None, got 0.0"),
+        ({"clip_grad_value": -1.0}, ValueError, "clip_grad_value must be above 0 or None, got -1.0"),
+    ],
+)
+def test_a_trainer_that_could_not_train_is_refused(monkeypatch, arguments, error, message):
+    for name in ("apex", "torch_xla"):
+        monkeypatch.setitem(sys.modules, name, None)  # as if not installed
+    with pytest.raises(error, match=message):
+        create_supervised_trainer(*training_arguments(), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"device": "mps", "amp_mode": "amp"}, ValueError, "amp_mode must be None on mps"),
+        ({"device": "xla", "amp_mode": "amp"}, ValueError, "amp_mode must be None on xla"),
+        ({"device": "xla"}, RuntimeError, "device 'xla' needs torch_xla: pip install"),
+        ({"amp_mode": "fp16"}, ValueError, "amp_mode must be one of"),
+        ({"amp_dtype": torch.bfloat16}, ValueError, "amp_dtype needs amp_mode='amp'"),
+        ({"device": "meta", "amp_mode": "amp"}, ValueError, "torch has autocast for, got 'meta'"),
+    ],
+)
+def test_an_evaluator_that_could_not_evaluate_is_refused(monkeypatch, arguments, error, message):
+    monkeypatch.setitem(sys.modules, "torch_xla", None)
+    metric = Metric()
+    with pytest.raises(error, match=message):
+        create_supervised_evaluator(nn.Identity(), {"metric": metric}, **arguments)
+    assert metric.attached == []
+
+
+@pytest.mark.parametrize("steps", [0, -1])
+@pytest.mark.parametrize("builder", [supervised_training_step, supervised_training_step_amp])
+def test_steps_are_checked_when_they_are_built(builder, steps):
+    with pytest.raises(ValueError, match=f"gradient_accumulation_steps must be strictly positive, got {steps}"):
+        builder(*training_arguments(), gradient_accumulation_steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("builder", "library"), [(supervised_training_step_apex, "apex"), (supervised_training_step_tpu, "torch_xla")]
+)
+def test_a_step_without_its_library_says_what_is_missing(monkeypatch, builder, library):
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ModuleNotFoundError, match=f"{builder.__name__} needs {library}"):
+        builder(*training_arguments())
+
+
+# --- steps with a library of their own -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("options", "gradient"), [({}, 8.0), ({"clip_grad_value": 0.5}, 0.5)])
+def test_apex_scales_the_loss_and_trains(apex, options, gradient):
+    model, optimizer, loss_fn = training_arguments(rate=0.0)
+    nn.init.ones_(model.weight)
+    nn.init.ones_(model.bias)
+    trainer = create_supervised_trainer(model, optimizer, loss_fn, amp_mode="apex", **options)
+    assert trainer.run([BATCH]).output == 4.0
+    assert apex == [(4.0, optimizer), "left"]
+    assert model.weight.grad.item() == gradient  # twice that of the loss
+
+
+def test_evaluators_know_apex_and_evaluate_plainly():
+    y_pred, _ = create_supervised_evaluator(nn.Linear(1, 1), amp_mode="apex").run([BATCH]).output
+    assert y_pred.dtype == torch.float32
+
+
+def test_xla_steps_the_optimizer_in_its_own_way(xla_model):
+    model, optimizer, loss_fn = training_arguments()
+    step = supervised_training_step_tpu(model, optimizer, loss_fn, gradient_accumulation_steps=2, clip_grad_norm=0.5)
+    before = model.weight.item()
+    Engine(step).run([BATCH] * 4)
+    assert xla_model == [(optimizer, {"barrier": True})] * 2
+    assert model.weight.item() != before
+
+
+@pytest.mark.parametrize("builder", [supervised_evaluation_step, supervised_evaluation_step_amp])
+def test_evaluation_steps_need_no_engine(builder):
+    y_pred, y = builder(nn.Identity())(None, BATCH)
+    assert torch.equal(y_pred, BATCH[0])
+    assert y is BATCH[1]

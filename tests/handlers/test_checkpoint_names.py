@@ -1,0 +1,113 @@
+"""The names of checkpoint files."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from camshaft.engine.lazy import LazyNumber
+from camshaft.handlers import Checkpoint
+from tests.handlers.parts import Memory, Part, at
+
+
+def name(engine, **options):
+    """Give the name under which one call saves."""
+    memory = Memory()
+    options = {"to_save": {"model": Part()}, **options}
+    Checkpoint(save_handler=memory, **options)(engine)
+    ((_, filename),) = memory.journal
+    return filename
+
+
+def score(engine):
+    return engine.state.metrics["accuracy"]
+
+
+def step(engine, event):
+    return 7
+
+
+ENGINE = {"iteration": 123, "epoch": 4, "accuracy": 0.98765}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "model_123.pt"),
+        ({"global_step_transform": step}, "model_7.pt"),
+        ({"score_function": score}, "model_0.9877.pt"),
+        ({"score_function": score, "global_step_transform": step}, "model_7_0.9877.pt"),
+        ({"score_function": score, "score_name": "acc"}, "model_acc=0.9877.pt"),
+        ({"score_function": score, "score_name": "acc", "global_step_transform": step}, "model_7_acc=0.9877.pt"),
+        ({"score_name": "accuracy"}, "model_accuracy=0.9877.pt"),
+        ({"filename_prefix": "best"}, "best_model_123.pt"),
+        ({"filename_prefix": "best", "score_name": "accuracy"}, "best_model_accuracy=0.9877.pt"),
+        ({"to_save": {"model": Part(), "optimizer": Part()}}, "checkpoint_123.pt"),
+        ({"to_save": {"model": Part()}, "include_self": True}, "model_123.pt"),
+    ],
+)
+def test_the_default_name_has_the_parts_that_there_are(options, expected):
+    assert name(at(**ENGINE), **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (12, "12"),
+        (-3, "-3"),
+        (True, "1"),
+        (0.98765, "0.9877"),
+        (2.0, "2.0000"),
+        (1e-7, "0.0000"),
+        (float("nan"), "nan"),
+        (LazyNumber(torch.tensor(0.5)), "0.5000"),
+    ],
+)
+def test_integers_stand_in_names_as_they_are_and_other_numbers_with_4_decimals(value, text):
+    assert name(at(), score_function=lambda engine: value) == f"model_{text}.pt"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("{filename_prefix}-{name}.{ext}", "best-model.pt"),
+        ("{name}_{global_step:06d}.pth", "model_000123.pth"),
+        ("{name}_{score_name}_{score}.{ext}", "model_None_None.pt"),
+        ("fixed", "fixed"),
+    ],
+)
+def test_a_pattern_uses_what_it_names_and_none_for_what_is_absent(pattern, expected):
+    assert name(at(**ENGINE), filename_prefix="best", filename_pattern=pattern) == expected
+
+
+def test_a_pattern_with_a_score_has_no_step_unless_it_is_given():
+    pattern = "{global_step}_{score_name}_{score}"
+    assert name(at(**ENGINE), score_name="accuracy", filename_pattern=pattern) == "None_accuracy_0.9877"
+
+
+@pytest.mark.parametrize("pattern", ["{name}_{epoch}.{ext}", "{}", "{name.real}"])
+def test_a_pattern_with_an_unknown_key_is_refused_at_construction(pattern):
+    with pytest.raises(KeyError, match="filename_pattern"):
+        Checkpoint({"model": Part()}, Memory(), filename_pattern=pattern)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "{filename_prefix}_{name}_{global_step}_{score_name}={score}.{ext}"),
+        ({"with_prefix": False}, "{name}_{global_step}_{score_name}={score}.{ext}"),
+        ({"with_score_name": False}, "{filename_prefix}_{name}_{global_step}_{score}.{ext}"),
+        ({"with_score": False, "with_score_name": False}, "{filename_prefix}_{name}_{global_step}.{ext}"),
+        ({"with_global_step": False}, "{filename_prefix}_{name}_{score_name}={score}.{ext}"),
+    ],
+)
+def test_setup_filename_pattern(options, expected):
+    assert Checkpoint.setup_filename_pattern(**options) == expected
+
+
+@pytest.mark.parametrize(
+    "options", [{"with_score": False, "with_global_step": False, "with_score_name": False}, {"with_score": False}]
+)
+def test_setup_filename_pattern_refuses_parts_that_do_not_fit(options):
+    with pytest.raises(ValueError, match="with_score"):
+        Checkpoint.setup_filename_pattern(**options)

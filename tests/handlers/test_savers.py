@@ -1,0 +1,161 @@
+"""DiskSaver: which directories it takes, what it writes, and that a failed save leaves what was there."""
+
+from __future__ import annotations
+
+import os
+import resource
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+from camshaft.handlers import DiskSaver
+from camshaft.handlers.checkpoint import BaseSaveHandler
+from tests.handlers.parts import load, names
+from tests.ranks import on_ranks
+
+BIG = {"weight": torch.zeros(100_000)}
+
+
+def test_the_directory_is_made_with_its_parents_and_home_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    saver = DiskSaver("~/a/b")
+    assert saver.dirname == tmp_path / "a" / "b"
+    assert isinstance(saver.dirname, Path)
+    assert saver.dirname.is_dir()
+    assert isinstance(saver, BaseSaveHandler)
+
+
+@pytest.mark.parametrize(
+    ("place", "options", "message"),
+    [
+        ("missing", {"create_dir": False}, "missing', which does not exist"),
+        ("a_file", {}, "a_file', which is not a directory"),
+        (".", {"save_on_rank": -1}, "save_on_rank must be an integer >= 0, got -1"),
+        (".", {"save_on_rank": "0"}, "save_on_rank must be an integer >= 0, got '0'"),
+    ],
+)
+def test_a_place_that_cannot_be_used_is_refused_at_once(tmp_path, place, options, message):
+    (tmp_path / "a_file").touch()
+    with pytest.raises(ValueError, match=message):
+        DiskSaver(tmp_path / place, **options)
+
+
+def test_a_directory_without_write_permission_is_refused_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)  # root may write everywhere
+    with pytest.raises(PermissionError, match="dirname must be writable"):
+        DiskSaver(tmp_path)
+
+
+def test_only_checkpoints_count_for_require_empty_and_the_error_tells_the_way_out(tmp_path):
+    (tmp_path / "log.txt").touch()
+    DiskSaver(tmp_path)
+    (tmp_path / "model_10.pt").touch()
+    with pytest.raises(ValueError, match=r"such as model_10\.pt.*require_empty=False"):
+        DiskSaver(tmp_path)
+    DiskSaver(tmp_path, require_empty=False)
+    assert names(tmp_path) == ["log.txt", "model_10.pt"]
+
+
+@pytest.mark.parametrize("atomic", [True, False])
+def test_a_plain_torch_load_reads_what_was_saved_over_an_older_file_too(tmp_path, atomic):
+    saver = DiskSaver(tmp_path, atomic=atomic)
+    for step in (1, 2):
+        saver({"step": step}, "model.pt", {"basename": "model"})
+    assert load(tmp_path / "model.pt") == {"step": 2}
+    assert names(tmp_path) == ["model.pt"]
+
+
+def test_removing_deletes_the_file_and_ignores_one_that_is_gone(tmp_path):
+    saver = DiskSaver(tmp_path)
+    saver({}, "model.pt")
+    saver.remove("model.pt")
+    saver.remove("model.pt")
+    assert names(tmp_path) == []
+
+
+def test_the_umask_decides_who_may_read(tmp_path):
+    before = os.umask(0o027)
+    try:
+        DiskSaver(tmp_path)({}, "model.pt")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "model.pt").stat().st_mode) == 0o640
+
+
+def test_options_go_to_torch_save_and_unknown_ones_fail_when_saving(tmp_path):
+    DiskSaver(tmp_path, _use_new_zipfile_serialization=False)({"a": 1}, "old.pth")
+    assert (tmp_path / "old.pth").read_bytes()[:2] != b"PK"
+    with pytest.raises(TypeError, match="speed"):
+        DiskSaver(tmp_path, speed="high")({}, "model.pt")
+
+
+def fail(*args, **kwargs):
+    raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize("step", ["open", "torch.save", "fsync", "replace"])
+def test_an_atomic_save_that_fails_at_any_step_leaves_the_old_file_and_no_other(tmp_path, monkeypatch, step):
+    saver = DiskSaver(tmp_path)
+    saver({"step": 1}, "model.pt")
+    with monkeypatch.context() as broken:
+        broken.setattr({"open": "builtins.open", "torch.save": "torch.save"}.get(step, f"os.{step}"), fail)
+        with pytest.raises(OSError, match="Input/output error"):
+            saver({"step": 2}, "model.pt")
+    assert names(tmp_path) == ["model.pt"]
+    assert load(tmp_path / "model.pt") == {"step": 1}
+
+
+def test_what_cannot_be_pickled_leaves_the_old_file_and_keeps_its_error(tmp_path):
+    saver = DiskSaver(tmp_path)
+    saver({"step": 1}, "model.pt")
+    with pytest.raises((AttributeError, TypeError)):
+        saver({"step": lambda: None}, "model.pt")
+    assert load(tmp_path / "model.pt") == {"step": 1}
+    assert names(tmp_path) == ["model.pt"]
+
+
+@pytest.fixture
+def small_files():
+    """Let the system refuse files of more than 50 kB, as a full disk would."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_without_room_is_named_with_the_file_not_hidden_behind_torchs_writer(tmp_path, small_files):
+    saver = DiskSaver(tmp_path)
+    saver({"step": 1}, "model.pt")
+    with pytest.raises(OSError, match=r"File too large: '.*model\.pt'"):
+        saver(BIG, "model.pt")
+    assert load(tmp_path / "model.pt") == {"step": 1}
+    assert names(tmp_path) == ["model.pt"]
+
+
+def test_a_save_that_is_not_atomic_leaves_a_broken_file_when_it_fails(tmp_path, small_files):
+    saver = DiskSaver(tmp_path, atomic=False)
+    saver({"step": 1}, "model.pt")
+    with pytest.raises(OSError, match="File too large"):
+        saver(BIG, "model.pt")
+    with pytest.raises((OSError, RuntimeError)):
+        load(tmp_path / "model.pt")
+
+
+@on_ranks(2)
+def test_one_rank_alone_looks_at_the_directory_writes_and_removes(tmp_path):
+    rank = torch.distributed.get_rank()
+    if rank == 0:
+        DiskSaver("/dev/null/nowhere", save_on_rank=1)  # rank 1 is to look, and it does not get this one
+    folder = tmp_path / "on_rank_1"
+    saver = DiskSaver(folder, save_on_rank=1)
+    torch.distributed.barrier()
+    for step in (1, 2):
+        saver({"rank": rank}, f"{step}.pt")
+    torch.distributed.barrier()
+    assert {path.name: load(path) for path in folder.iterdir()} == {"1.pt": {"rank": 1}, "2.pt": {"rank": 1}}
+    torch.distributed.barrier()
+    saver.remove(f"{1 + rank}.pt")
+    torch.distributed.barrier()
+    assert names(folder) == ["1.pt"]

@@ -1,0 +1,159 @@
+"""Real ranks for tests: a function runs on several processes at once, which gloo joins.
+
+The processes are forked from a server that has imported torch already, so two of them cost a tenth of a second.
+What they run, what it is given and what it returns is pickled: functions stand at the top of a module. They see
+nothing that was changed in this process after it started, not even environment variables.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import multiprocessing
+import os
+import pickle
+import resource
+import signal
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+LIMIT = 30.0  # seconds that a test may take on its ranks
+PATIENCE = 3.0  # seconds that the others get when one rank has failed
+
+context: Any = multiprocessing.get_context("forkserver")
+# optimizers import torch._dynamo in their first step
+context.set_forkserver_preload(["torch.nn.parallel.distributed", "torch._dynamo", "pytest", "camshaft.engine"])
+
+
+def on_ranks(size: int, limit: float = LIMIT) -> Callable[[Callable[..., object]], Callable[..., None]]:
+    """Run the decorated test on so many ranks: it passes when it passes on each of them."""
+
+    def decorate(test: Callable[..., object]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def on_each(*args: Any, **kwargs: Any) -> None:
+            run_on_ranks(size, on_each, *args, limit=limit, **kwargs)
+
+        return on_each
+
+    return decorate
+
+
+def run_on_ranks(
+    size: int, function: Callable[..., Any], /, *args: Any, limit: float = LIMIT, **kwargs: Any
+) -> list[Any]:
+    """Call a function on so many ranks, and give what it returned on each of them.
+
+    If it raises on one of them, or takes too long, the test fails with the traceback of every rank.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        ranks = [stack.enter_context(Rank(number, Path(folder) / str(number))) for number in range(size)]
+        for rank in ranks:
+            rank.start(size, store.port, limit, (function, args, kwargs))
+        wait_for(ranks, limit)
+        if any(rank.failure for rank in ranks):
+            reports = (f"--- rank {rank.number}: {rank.failure or 'passed'}" for rank in ranks)
+            pytest.fail(f"not all of the {size} ranks passed\n" + "\n".join(reports), pytrace=False)
+        return [rank.result for rank in ranks]
+
+
+class Rank:
+    """One of the processes, seen from the test.
+
+    Attributes:
+        result: what the function returned there.
+        failure: its traceback, or what else is known; ``None`` if all went well.
+    """
+
+    def __init__(self, number: int, dump: Path) -> None:
+        self.number = number
+        self.result: Any = None
+        self.failure: str | None = None
+        self.connection, self._theirs = context.Pipe(duplex=False)
+        self._dump = dump
+        self._dump.touch()
+        self._process: Any = None
+
+    def __enter__(self) -> Rank:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._process.close()
+        self._theirs.close()
+        self.connection.close()
+
+    def start(self, *task: Any) -> None:
+        arguments = (self.number, self._theirs, str(self._dump), *task)
+        self._process = context.Process(target=be_a_rank, args=arguments, daemon=True)
+        self._process.start()
+        self._theirs.close()
+
+    def receive(self) -> None:
+        """Take what the process sent, or, where it died instead, what it left."""
+        try:
+            passed, outcome = pickle.loads(self.connection.recv_bytes())
+        except EOFError:
+            self._process.join()
+            passed, outcome = False, f"ended with exit code {self._process.exitcode}\n{self._dump.read_text()}"
+        self.result, self.failure = (outcome, None) if passed else (None, outcome)
+
+    def abort(self) -> None:
+        """End the process, which writes down where it was."""
+        os.kill(self._process.pid, signal.SIGABRT)
+        self.receive()
+        self.failure = f"did not come to its end: {self.failure}"
+
+
+def wait_for(ranks: list[Rank], limit: float) -> None:
+    """Receive what every rank sends, and end those that do not within the time."""
+    deadline = time.monotonic() + limit
+    waiting = {rank.connection: rank for rank in ranks}
+    while waiting and (ready := wait(waiting, max(0.0, deadline - time.monotonic()))):
+        for connection in ready:
+            rank = waiting.pop(connection)
+            rank.receive()
+            if rank.failure:
+                deadline = min(deadline, time.monotonic() + PATIENCE)
+    for rank in waiting.values():
+        rank.abort()
+
+
+def be_a_rank(number: int, connection: Any, dump: str, size: int, port: int, limit: float, task: Any) -> None:
+    """What runs in each process: join the others, call the function, send what came of it."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    with open(dump, "w") as file:
+        faulthandler.enable(file)
+        try:
+            outcome = pickle.dumps((True, call(number, size, port, timedelta(seconds=limit), *task)))
+        except BaseException:
+            outcome = pickle.dumps((False, traceback.format_exc()))
+        connection.send_bytes(outcome)
+        faulthandler.disable()
+
+
+def call(
+    rank: int, size: int, port: int, timeout: timedelta, function: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    store = dist.TCPStore("127.0.0.1", port, size, is_master=False, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    try:
+        return getattr(function, "__wrapped__", function)(*args, **kwargs)  # a decorated test, or any function
+    finally:
+        dist.destroy_process_group()
