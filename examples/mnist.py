@@ -111,7 +111,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small network to read handwritten digits.")
     parser.add_argument("--data", choices=("digits", "mnist"), default="digits", help="which scans (default: digits)")
     parser.add_argument("--root", type=Path, default=Path("data"), help="where MNIST is, or is downloaded to")
-    parser.add_argument("--epochs", type=int, default=15, help="passes over the training scans (default: 15)")
+    parser.add_argument("--epochs", type=int, default=10, help="passes over the training scans (default: 10)")
     parser.add_argument("--batch_size", type=int, default=32, help="scans in a batch (default: 32)")
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate (default: 0.002)")
     parser.add_argument("--seed", type=int, default=1, help="of weights and order (default: 1)")

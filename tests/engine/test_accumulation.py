@@ -8,15 +8,10 @@ from torch import nn
 
 from camshaft.engine import Engine, Events
 from tests.engine.traces import Sizeless, at, unsized
-from tests.engine.windows import Weighted, batches_of, expected, samples, squared, trainer_of, weights_of
+from tests.engine.windows import Weighted, batches_of, check, expected, squared, trainer_of, weights_of
 
 DATA = batches_of(4, 4, 4, 4, 4, 4, 4)
 ENDLESS = 10**6
-
-
-def check(trainer, model, windows, data=DATA):
-    """Compare with one big batch for each window, which is given by the places of its batches."""
-    torch.testing.assert_close(weights_of(model), expected([[data[index] for index in window] for window in windows]))
 
 
 def train(data, size, *, prepare=lambda trainer: None, **arguments):
@@ -24,7 +19,7 @@ def train(data, size, *, prepare=lambda trainer: None, **arguments):
     trainer, steps = trainer_of(model, size)
     prepare(trainer)
     trainer.run(data, **arguments)
-    return trainer, model, steps
+    return model, steps, trainer
 
 
 # --- windows -------------------------------------------------------------------------------------------------------
@@ -55,15 +50,15 @@ def train(data, size, *, prepare=lambda trainer: None, **arguments):
     ],
 )
 def test_a_window_is_one_step_with_the_mean_over_it(data, size, arguments, windows):
-    trainer, model, steps = train(data, size, **arguments)
-    check(trainer, model, windows)
+    model, steps, _ = train(data, size, **arguments)
+    check(model, DATA, windows)
     assert len(steps) == len(windows)
 
 
 @pytest.mark.filterwarnings("ignore:the data ran out:UserWarning")
 def test_data_that_run_dry_in_a_window_are_stepped():
-    trainer, model, _ = train(unsized(DATA[:5]), 2, max_epochs=3, epoch_length=4)
-    check(trainer, model, [[0, 1], [2, 3], [4]])
+    model, _, _ = train(unsized(DATA[:5]), 2, max_epochs=3, epoch_length=4)
+    check(model, DATA, [[0, 1], [2, 3], [4]])
 
 
 @pytest.mark.parametrize("skipping", [False, True])
@@ -71,8 +66,8 @@ def test_an_epoch_that_is_cut_short_steps_what_it_has(skipping):
     def prepare(trainer):
         at(trainer, Events.ITERATION_COMPLETED, lambda engine: engine.terminate_epoch(skipping), 4)
 
-    trainer, model, steps = train(DATA[:6], 3, prepare=prepare, max_epochs=2)
-    check(trainer, model, [[0, 1, 2], [3], [0, 1, 2], [3, 4, 5]])
+    model, steps, _ = train(DATA[:6], 3, prepare=prepare, max_epochs=2)
+    check(model, DATA, [[0, 1, 2], [3], [0, 1, 2], [3, 4, 5]])
     assert steps == [3, 4, 7, 10]
 
 
@@ -89,23 +84,51 @@ def test_handlers_of_the_end_of_an_epoch_find_the_step_done():
     assert found == [1, 1]
 
 
+@pytest.mark.parametrize("arguments", [{"max_epochs": 1}, {"max_iters": 4}], ids=str)
+def test_handlers_of_the_last_iteration_find_the_step_done(arguments):
+    found = []
+    trainer, steps = trainer_of(Weighted(), 3)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), lambda engine: found.append(list(steps)))
+    trainer.run(DATA[:4], **arguments)
+    assert found == [steps] == [[3, 4]]
+
+
+def test_a_run_whose_target_was_brought_nearer_steps_what_it_has():
+    def prepare(trainer):
+        at(trainer, Events.ITERATION_COMPLETED, lambda engine: setattr(engine.state, "max_iters", 4), 4)
+
+    model, steps, _ = train(DATA[:6], 3, prepare=prepare, max_iters=6)
+    check(model, DATA, [[0, 1, 2], [3]])
+    assert steps == [3, 4]
+
+
+def test_parameters_without_a_gradient_do_not_matter():
+    model = Weighted()
+    model.unused = nn.Parameter(torch.ones(1))
+    trainer, _ = trainer_of(model, 3)
+    trainer.run(unsized(DATA[:2]))
+    assert model.unused.item() == 1.0
+    del model.unused
+    check(model, DATA, [[0, 1]])
+
+
 @pytest.mark.parametrize("event", [Events.ITERATION_STARTED, Events.ITERATION_COMPLETED, Events.GET_BATCH_STARTED])
 @pytest.mark.parametrize("arguments", [{"max_epochs": 1}, {"max_epochs": 2}, {"max_iters": 6}], ids=str)
 def test_a_run_that_somebody_ends_steps_no_more(event, arguments):
     """Perhaps it is ended because these gradients are bad."""
-    trainer, model, steps = train(
+    model, steps, _ = train(
         DATA[:6], 3, prepare=lambda trainer: at(trainer, event, lambda e: e.terminate(), 5), **arguments
     )
-    check(trainer, model, [[0, 1, 2]])
+    check(model, DATA, [[0, 1, 2]])
     assert steps == [3]
 
 
 def test_after_a_run_that_somebody_ended_the_next_begins_a_window():
-    trainer, model, _ = train(
+    model, _, trainer = train(
         DATA[:6], 2, prepare=lambda t: at(t, Events.ITERATION_COMPLETED, lambda e: e.terminate(), 3), max_epochs=3
     )
     trainer.run(DATA[:6])
-    check(trainer, model, [[0, 1], *[[0, 1], [2, 3], [4, 5]] * 2])
+    check(model, DATA, [[0, 1], *[[0, 1], [2, 3], [4, 5]] * 2])
 
 
 @pytest.mark.parametrize("pause_at", range(1, 11))
@@ -113,9 +136,9 @@ def test_a_pause_changes_nothing(pause_at):
     def prepare(trainer):
         at(trainer, Events.ITERATION_COMPLETED, lambda engine: engine.interrupt(), pause_at)
 
-    trainer, model, _ = train(DATA[:5], 3, prepare=prepare, max_epochs=2)
+    model, _, trainer = train(DATA[:5], 3, prepare=prepare, max_epochs=2)
     trainer.run(DATA[:5], max_epochs=2)
-    check(trainer, model, [[0, 1, 2], [3, 4]] * 2)
+    check(model, DATA, [[0, 1, 2], [3, 4]] * 2)
 
 
 # --- errors --------------------------------------------------------------------------------------------------------
@@ -138,7 +161,7 @@ def test_an_error_that_is_swallowed_ends_the_epoch_and_what_it_has_is_stepped():
     trainer, steps = trainer_of(model, 3, failing_at(5))
     trainer.add_event_handler(Events.EXCEPTION_RAISED, lambda error: None)
     trainer.run(DATA[:6], max_epochs=2)
-    check(trainer, model, [[0, 1, 2], [3], [5, 0, 1], [2, 3, 4]])
+    check(model, DATA, [[0, 1, 2], [3], [5, 0, 1], [2, 3, 4]])
     assert steps == [3, 5, 8, 11]
 
 
@@ -147,7 +170,7 @@ def test_an_error_in_the_first_batch_of_a_window_leaves_nothing_to_step():
     trainer, steps = trainer_of(model, 3, failing_at(4))
     trainer.add_event_handler(Events.EXCEPTION_RAISED, lambda error: None)
     trainer.run(DATA[:6])
-    check(trainer, model, [[0, 1, 2]])
+    check(model, DATA, [[0, 1, 2]])
     assert steps == [3]
 
 
@@ -174,7 +197,7 @@ def test_a_window_that_is_resumed_in_its_middle_holds_the_rest(iteration):
     trainer.load_state_dict({"iteration": iteration, "epoch_length": 6, "max_epochs": 1})
     trainer.run(DATA[iteration:6])
     windows = [[index for index in window if index >= iteration] for window in ([0, 1, 2], [3, 4, 5])]
-    check(trainer, model, [window for window in windows if window])
+    check(model, DATA, [window for window in windows if window])
     assert steps == [3, 6] if iteration < 3 else [6]
 
 
@@ -191,7 +214,7 @@ def test_loading_a_state_gives_up_the_window_that_was_begun(how):
     model.load_state_dict(Weighted().state_dict())
     trainer.load_state_dict({"iteration": 4, "epoch_length": 6, "max_epochs": 1})
     trainer.run(DATA[4:6])
-    check(trainer, model, [[4, 5]])
+    check(model, DATA, [[4, 5]])
 
 
 def test_a_step_that_two_engines_share_keeps_their_windows_apart():
@@ -199,111 +222,7 @@ def test_a_step_that_two_engines_share_keeps_their_windows_apart():
     first, steps = trainer_of(model, 2)
     second = Engine(first._process_function)
     for _ in range(2):
-        first.run(DATA[:3])
-        second.run(DATA[3:6])
-    check(first, model, [[0, 1], [2], [3, 4], [5]] * 2)
+        first.run(Sizeless(*DATA[:3]))
+        second.run(Sizeless(*DATA[3:6]))
+    check(model, DATA, [[0, 1], [2], [3, 4], [5]] * 2)
     assert len(steps) == 8
-
-
-# --- weights -------------------------------------------------------------------------------------------------------
-
-
-UNEVEN = batches_of(5, 1, 2, 3, 1)
-WEIGHTS = {
-    "number": samples,
-    "tensor": lambda x, y: torch.tensor(len(y)),
-    "tensor of one": lambda x, y: torch.tensor([float(len(y))]),
-    "doubled": lambda x, y: 2.0 * len(y),
-}
-
-
-@pytest.mark.parametrize("weigh", WEIGHTS.values(), ids=WEIGHTS)
-@pytest.mark.parametrize(
-    ("data", "size", "arguments", "windows"),
-    [
-        (UNEVEN, 5, {"max_epochs": 2}, [[0, 1, 2, 3, 4]] * 2),
-        (UNEVEN, 2, {"max_epochs": 2}, [[0, 1], [2, 3], [4]] * 2),
-        (UNEVEN, 1, {}, [[0], [1], [2], [3], [4]]),
-        (Sizeless(*UNEVEN), 3, {"max_epochs": 2}, [[0, 1, 2], [3, 4]] * 2),
-        (UNEVEN, 4, {"max_iters": 3}, [[0, 1, 2]]),
-    ],
-)
-def test_weighed_by_samples_a_step_is_the_mean_over_all_samples_of_its_window(weigh, data, size, arguments, windows):
-    model = Weighted()
-    trainer, _ = trainer_of(model, size, batch_weight=weigh)
-    trainer.run(data, **arguments)
-    check(trainer, model, windows, UNEVEN)
-
-
-def test_weighed_by_samples_a_window_that_is_cut_short_is_the_mean_over_its_samples():
-    model = Weighted()
-    trainer, _ = trainer_of(model, 4, batch_weight=samples)
-    at(trainer, Events.ITERATION_COMPLETED, lambda engine: engine.terminate_epoch(), 3)
-    trainer.run(UNEVEN)
-    check(trainer, model, [[0, 1, 2]], UNEVEN)
-
-
-def test_without_weights_all_batches_count_alike():
-    trainer, model, _ = train(UNEVEN[:2], 2)
-    with pytest.raises(AssertionError):
-        check(trainer, model, [[0, 1]], UNEVEN)
-
-
-def test_weighed_by_tokens_a_step_is_the_mean_over_all_tokens_of_its_window():
-    """A target of 0 is padding: the loss is the mean over the tokens that are none."""
-
-    def loss_fn(y_pred, y):
-        return ((y_pred - y) ** 2)[y != 0].mean()
-
-    torch.manual_seed(0)
-    data = [
-        (x, y * torch.tensor(mask)[:, None]) for (x, y), mask in zip(DATA, ([1, 1, 1, 1], [0, 1, 0, 0]), strict=False)
-    ]
-    model = Weighted()
-    trainer, _ = trainer_of(model, 2, loss_fn, batch_weight=lambda x, y: (y != 0).sum())
-    outputs = []
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: outputs.append(engine.state.output))
-    trainer.run(data)
-    tokens = [(x[y[:, 0] != 0], y[y[:, 0] != 0]) for x, y in data]
-    torch.testing.assert_close(weights_of(model), expected([tokens]))
-    untrained = Weighted()
-    assert outputs == pytest.approx([squared(untrained(x), y).item() for x, y in tokens])
-
-
-# --- clipping ------------------------------------------------------------------------------------------------------
-
-
-LIMIT = 0.3
-CLIPS = {
-    "clip_grad_norm": lambda parameters: nn.utils.clip_grad_norm_(parameters, LIMIT),
-    "clip_grad_value": lambda parameters: nn.utils.clip_grad_value_(parameters, LIMIT),
-}
-
-
-def scaled():
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    return {"amp_mode": "amp", "scaler": scaler}
-
-
-@pytest.mark.parametrize("name", CLIPS)
-@pytest.mark.parametrize(
-    "make_options", [dict, scaled, lambda: {"batch_weight": samples}], ids=["plain", "scaled", "weighed"]
-)
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_clipping_applies_to_the_gradient_of_the_window(name, make_options, size):
-    model = Weighted()
-    trainer, _ = trainer_of(model, size, **make_options(), **{name: LIMIT})
-    trainer.run(DATA[:5])
-    windows = [DATA[:5][start : start + size] for start in range(0, 5, size)]
-    clipped = expected(windows, CLIPS[name])
-    torch.testing.assert_close(weights_of(model), clipped, atol=1e-5, rtol=1e-5)
-    assert not torch.allclose(clipped, expected(windows), atol=1e-2)  # the limit matters
-
-
-@pytest.mark.parametrize("function", ["clip_grad_norm_", "clip_grad_value_"])
-def test_gradients_are_clipped_once_a_step(monkeypatch, function):
-    calls, clip = [], getattr(nn.utils, function)
-    monkeypatch.setattr(nn.utils, function, lambda *arguments: (calls.append(1), clip(*arguments)))
-    trainer, steps = trainer_of(Weighted(), 2, **{function.rstrip("_"): LIMIT})
-    trainer.run(DATA[:5])
-    assert len(calls) == len(steps) == 3

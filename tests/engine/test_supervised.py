@@ -275,6 +275,11 @@ def test_xla_steps_the_optimizer_in_its_own_way(xla_model):
     assert model.weight.item() != before
 
 
+@pytest.mark.parametrize("builder", [supervised_training_step, supervised_training_step_amp])
+def test_training_steps_need_no_engine_unless_they_accumulate(builder):
+    assert builder(*training_arguments())(None, BATCH) > 0
+
+
 @pytest.mark.parametrize("builder", [supervised_evaluation_step, supervised_evaluation_step_amp])
 def test_evaluation_steps_need_no_engine(builder):
     y_pred, y = builder(nn.Identity())(None, BATCH)

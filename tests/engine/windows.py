@@ -65,6 +65,11 @@ def expected(
     return weights_of(model)
 
 
+def check(model: nn.Module, data: Sequence[Batch], windows: Iterable[Sequence[int]]) -> None:
+    """Compare the weights with those after such steps, each given by the places of its batches."""
+    torch.testing.assert_close(weights_of(model), expected([[data[index] for index in window] for window in windows]))
+
+
 def trainer_of(model: nn.Module, size: int, loss_fn: Any = squared, **options: Any) -> tuple[Engine[Any, Any], list]:
     """Make a trainer with windows of this size; and a list that gets the iteration of each step."""
     optimizer, steps = torch.optim.SGD(model.parameters(), RATE), []
