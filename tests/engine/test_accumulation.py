@@ -84,12 +84,12 @@ def test_handlers_of_the_end_of_an_epoch_find_the_step_done():
     assert found == [1, 1]
 
 
-@pytest.mark.parametrize("arguments", [{"max_epochs": 1}, {"max_iters": 4}], ids=str)
-def test_handlers_of_the_last_iteration_find_the_step_done(arguments):
+@pytest.mark.parametrize(("data", "arguments"), [(DATA[:4], {"max_epochs": 1}), (DATA[:6], {"max_iters": 4})])
+def test_handlers_of_the_last_iteration_find_the_step_done(data, arguments):
     found = []
     trainer, steps = trainer_of(Weighted(), 3)
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), lambda engine: found.append(list(steps)))
-    trainer.run(DATA[:4], **arguments)
+    trainer.run(data, **arguments)
     assert found == [steps] == [[3, 4]]
 
 
@@ -139,6 +139,16 @@ def test_a_pause_changes_nothing(pause_at):
     model, _, trainer = train(DATA[:5], 3, prepare=prepare, max_epochs=2)
     trainer.run(DATA[:5], max_epochs=2)
     check(model, DATA, [[0, 1, 2], [3, 4]] * 2)
+
+
+def test_a_pause_in_which_the_target_grows_leaves_the_mean_a_mean():
+    def prepare(trainer):
+        at(trainer, Events.ITERATION_COMPLETED, lambda engine: engine.interrupt(), 4)
+
+    model, steps, trainer = train(DATA[:6], 3, prepare=prepare, max_iters=5)
+    trainer.run(max_iters=6)
+    check(model, DATA, [[0, 1, 2], [3, 4, 5]])
+    assert steps == [3, 6]
 
 
 # --- errors --------------------------------------------------------------------------------------------------------

@@ -25,8 +25,10 @@ def test_it_learns_the_digits_shows_its_progress_and_saves_the_best_model(tmp_pa
     done = run(tmp_path, "--epochs", "6")
     assert done.returncode == 0, done.stderr
     shown = done.stdout + done.stderr
-    assert "Epoch [6/6]" in shown and "loss=" in shown
-    assert "epoch 6: train accuracy" in shown and "validation accuracy" in shown
+    assert "Epoch [6/6]" in shown
+    assert "loss=" in shown
+    assert "epoch 6: train accuracy" in shown
+    assert "validation accuracy" in shown
     (saved,) = (tmp_path / "runs").glob("*.pt")
     assert f"best model saved as {saved}" in done.stdout
     assert float(saved.stem.split("=")[1]) > 0.97
@@ -56,7 +58,9 @@ def test_mnist_is_read_from_its_folder_through_torchvision(tmp_path):
     training, validation = mnist.load_mnist(tmp_path)
     assert (len(training), len(validation)) == (8, 4)
     image, digit = training[3]
-    assert image.shape == (1, 28, 28) and image.max() <= 1 and digit == 3
+    assert image.shape == (1, 28, 28)
+    assert image.max() <= 1
+    assert digit == 3
     assert mnist.make_model()(image[None]).shape == (1, 10)
 
 
