@@ -48,7 +48,6 @@ class Accumulation:
         self._weigh = weigh
         self._pending = 0
         self._next: int | None = None
-        self._divisor = size
         self._latest: float | Tensor = 0.0
         self._weight: float | Tensor = 0.0
         self._synchronized = True
@@ -75,13 +74,12 @@ class Accumulation:
         context: AbstractContextManager[Any] = self._model.no_sync()
         return context
 
-    def share(self, engine: Any, x: Any, y: Any, loss: Tensor) -> Tensor:
+    def share(self, x: Any, y: Any, loss: Tensor) -> Tensor:
         """Give the part of a micro-batch's loss in that of the window."""
         if self._weigh is not None:
             self._latest = self._weigh(x, y)
             return loss * self._latest
-        self._divisor = self._window_size(engine)
-        return loss / self._divisor if self._divisor > 1 else loss
+        return loss / self._size if self._size > 1 else loss
 
     def end(self, engine: Any, last: bool) -> None:
         """Count a micro-batch whose gradients are in, and step if it was the last of its window."""
@@ -89,16 +87,16 @@ class Accumulation:
         self._pending += 1
         self._weight = self._weight + self._latest
         if last:
-            self.finish(planned=True)
+            self.finish()
 
-    def finish(self, planned: bool) -> None:
-        """Step with what was collected; if the window ended before its time, mend the mean first."""
+    def finish(self) -> None:
+        """Step with what was collected; if the window is shorter than the others, mend the mean first."""
         if not self._synchronized and not self._average_over_ranks():
             return
         if self._weigh is not None:
             self._scale(self._share_of_weight())
-        elif not planned and self._pending < self._divisor:
-            self._scale(self._divisor / self._pending)
+        elif self._pending < self._size:
+            self._scale(self._size / self._pending)
         self.update.apply()
         self._pending = 0
 
@@ -109,24 +107,19 @@ class Accumulation:
         over = state.epoch_length is not None and engine.iteration_in_epoch >= state.epoch_length
         return over or (state.max_iters is not None and state.iteration >= state.max_iters)
 
-    def _window_size(self, engine: Any) -> int:
-        """Count the micro-batches that the present window will hold, as far as the end is known."""
-        state, begun = engine.state, engine.iteration_in_epoch - 1 - self._pending
-        ends = [self._size - begun % self._size]
-        if state.epoch_length is not None:
-            ends.append(state.epoch_length - begun)
-        if state.max_iters is not None:
-            ends.append(state.max_iters - state.iteration + 1 + self._pending)
-        return int(max(1, min(ends)))
-
     def _follow(self, engine: Any) -> None:
         """Listen for the ends of epochs that could not be foreseen."""
         self._engine = weakref.ref(engine)
         engine.add_event_handler(Events.EPOCH_COMPLETED | Events.TERMINATE_SINGLE_EPOCH, self._flush, order=FIRST)
+        engine.add_event_handler(Events.TERMINATE, self._flush_if_reached, order=FIRST)
+
+    def _flush_if_reached(self, engine: Any) -> None:
+        if engine.state.max_iters is not None and engine.state.iteration >= engine.state.max_iters:
+            self._flush()  # else somebody ended the run, perhaps because these gradients are bad
 
     def _flush(self) -> None:
         if self._pending:
-            self.finish(planned=False)
+            self.finish()
 
     # --- ranks ---------------------------------------------------------------------------------------------
 

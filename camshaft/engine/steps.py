@@ -127,7 +127,7 @@ def training_step(
         x, y = batch_of(batch)
         with accumulation.exchange(engine, last):
             y_pred, loss = forward(x, y)
-            update.backward(accumulation.share(engine, x, y, loss))
+            update.backward(accumulation.share(x, y, loss))
         accumulation.end(engine, last)
         return output_transform(x, y, y_pred, loss)
 
