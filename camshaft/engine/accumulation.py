@@ -37,11 +37,10 @@ class Accumulation:
     def __init__(
         self, model: Any, update: Update, size: int, weigh: Callable[[Any, Any], float | Tensor] | None = None
     ) -> None:
+        if not isinstance(size, int):
+            raise TypeError(f"gradient_accumulation_steps must be an int, got {size!r}")
         if size <= 0:
-            raise ValueError(
-                f"gradient_accumulation_steps must be strictly positive, got {size}: it is the number of batches that "
-                "make up one step of the optimizer"
-            )
+            raise ValueError(f"gradient_accumulation_steps must be strictly positive, got {size}")
         self.update = update
         self._model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
         self._size = size
@@ -59,7 +58,7 @@ class Accumulation:
             self._follow(engine)
         iteration = engine.iteration_in_epoch
         place = (iteration - 1) % self._size
-        if place == 0 or iteration != self._next:  # the latter after a failure, a load, a jump
+        if place == 0 or iteration != self._next:  # the latter after a failure or a jump
             self.update.optimizer.zero_grad()
             self._pending, self._weight, self._synchronized = 0, 0.0, True
         self._next = None
@@ -111,7 +110,12 @@ class Accumulation:
         """Listen for the ends of epochs that could not be foreseen."""
         self._engine = weakref.ref(engine)
         engine.add_event_handler(Events.EPOCH_COMPLETED | Events.TERMINATE_SINGLE_EPOCH, self._flush, order=FIRST)
+        engine.add_event_handler(Events.STARTED, self._give_up, order=FIRST)
         engine.add_event_handler(Events.TERMINATE, self._flush_if_reached, order=FIRST)
+
+    def _give_up(self) -> None:
+        """Begin a new window in a new or resumed run; one that was paused fires no ``STARTED`` and goes on."""
+        self._next = None
 
     def _flush_if_reached(self, engine: Any) -> None:
         if engine.state.max_iters is not None and engine.state.iteration >= engine.state.max_iters:

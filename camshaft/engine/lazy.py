@@ -30,8 +30,9 @@ class LazyNumber:
 
     def read(self) -> Any:
         """Give the number; the first call waits for the device."""
-        if self._tensor is not None:
-            self._value = self._tensor.item()
+        tensor = self._tensor  # another thread may read at the same time
+        if tensor is not None:
+            self._value = tensor.item()
             self._tensor = None
         return self._value
 

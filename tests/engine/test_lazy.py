@@ -60,10 +60,10 @@ REAL = (
 
 
 @pytest.mark.parametrize("function", UNARY)
-@pytest.mark.parametrize("value", [2.75, 3])
-def test_functions_give_what_they_give_for_the_number(function, value):
-    assert function(lazy(value)) == function(value)
-    assert type(function(lazy(value))) is type(function(value))
+def test_functions_give_what_they_give_for_the_number(function):
+    for value in (2.75, 3):
+        assert function(lazy(value)) == function(value)
+        assert type(function(lazy(value))) is type(function(value))
 
 
 @pytest.mark.parametrize("function", REAL)
@@ -72,13 +72,13 @@ def test_what_every_real_number_has_it_has(function):
 
 
 @pytest.mark.parametrize("name", ARITHMETIC + COMPARISONS)
-@pytest.mark.parametrize("other", [2, 0.5, True, numpy.float64(1.5), 2.75], ids=repr)
-def test_operators_give_what_they_give_for_the_numbers(name, other):
+def test_operators_give_what_they_give_for_the_numbers(name):
     operation = getattr(operator, name)
-    expected, reflected = operation(2.75, other), operation(other, 2.75)
-    assert operation(lazy(2.75), other) == expected
-    assert operation(other, lazy(2.75)) == reflected
-    assert operation(lazy(2.75), lazy(float(other))) == expected
+    for other in (2, 0.5, True, numpy.float64(1.5), 2.75):
+        expected, reflected = operation(2.75, other), operation(other, 2.75)
+        assert operation(lazy(2.75), other) == expected
+        assert operation(other, lazy(2.75)) == reflected
+        assert operation(lazy(2.75), lazy(float(other))) == expected
 
 
 @pytest.mark.parametrize("name", ["add", "sub", "mul", "truediv", "lt", "ge", "eq"])
