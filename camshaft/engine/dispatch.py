@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from difflib import get_close_matches
 from typing import Any
 
 from camshaft.engine.event import CallableEventWithFilter, EventEnum, EventLike, Events, EventsList, HandlerEvents
@@ -16,6 +17,11 @@ _EXTRA: dict[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {
     Events.TERMINATE_SINGLE_EPOCH: ((), {"iter_counter": 0}),
 }
 """What an event hands to its handlers besides the engine, by position and by keyword; the values are stand-ins."""
+
+
+_NO_COUNTERS = frozenset(
+    {"epoch_length", "max_epochs", "max_iters", "output", "batch", "metrics", "dataloader", "seed", "times"}
+)
 
 
 class Dispatcher:
@@ -35,9 +41,14 @@ class Dispatcher:
         """
         if event_to_attr is not None and not isinstance(event_to_attr, dict):
             raise ValueError(f"event_to_attr must be a dict or None, got {event_to_attr!r}")
-        for event in events:
+        for event in (*events, *(event_to_attr or {})):
             if not isinstance(event, (str, EventEnum)):
                 raise TypeError(f"an event to register must be a str or a member of an EventEnum, got {event!r}")
+        for attribute in (event_to_attr or {}).values():
+            if not isinstance(attribute, str) or attribute in _NO_COUNTERS:
+                raise ValueError(
+                    f"event_to_attr must name attributes that can count, got {attribute!r}; not {sorted(_NO_COUNTERS)}"
+                )
         self.counters.update(event_to_attr or {})
         for event in events:
             self.plans.setdefault(event, Plan(event, self.counters.get(event), event in _EXTRA))
@@ -62,8 +73,7 @@ class Dispatcher:
         """
         if self.knows(event):
             return self.plans[event]
-        known = ", ".join(getattr(one, "name", one) for one in self.plans)
-        raise ValueError(f"unknown event {event!r}: register it with register_events first; known events are {known}")
+        raise ValueError(_unknown(event, [getattr(one, "name", one) for one in self.plans]))
 
     def add(
         self,
@@ -132,3 +142,13 @@ class Dispatcher:
         extra, keywords = _EXTRA.get(plan.event, ((), {}))
         call = call_of(handler, plan.event, extra, keywords, args, kwargs)
         return Registration(plan, handler, call, event_filter, args, kwargs, order)
+
+
+def _unknown(event: Any, known: list[str]) -> str:
+    if not isinstance(event, (str, CallableEventWithFilter)):
+        kind = f"{type(event).__module__}.{type(event).__qualname__}"
+        return f"event must be an event of camshaft, its name, or several joined by |, got {event!r} of type {kind}"
+    name = str(getattr(event, "name", event))
+    close = get_close_matches(name.upper(), known, n=1)
+    hint = f"did you mean {close[0]}?" if close else "register it with register_events first"
+    return f"unknown event {event!r}: {hint} Known are {', '.join(known)}"

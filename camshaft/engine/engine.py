@@ -249,8 +249,6 @@ class Engine(EventSource[Batch, Output], Stoppable, Serializable):
         else:
             self._run.feed.replace(data)
 
-    # --- saving --------------------------------------------------------------------------------------------
-
     def state_dict(self) -> OrderedDict[str, Any]:
         """Give the counters and the target, and what ``state_dict_user_keys`` names, to resume from later.
 
@@ -271,12 +269,17 @@ class Engine(EventSource[Batch, Output], Stoppable, Serializable):
         Raises:
             TypeError: not a mapping, or a number is not an integer.
             ValueError: a key is missing, or a number is out of range; the engine is as before.
+            RuntimeError: the engine is in an epoch.
 
         >>> engine = Engine(lambda engine, batch: None)
         >>> engine.load_state_dict({"epoch": 3, "epoch_length": 10, "max_epochs": 5})
         >>> engine.run(range(10)).iteration
         50
         """
+        if self._run is not None and self._run.active and self._run.began_epochs:
+            raise RuntimeError(
+                "load_state_dict was called in an epoch of the engine's own run: load before it, or in STARTED"
+            )
         super().load_state_dict(state_dict)
         missing = [key for key in self.state_dict_user_keys if key not in state_dict]
         if missing:

@@ -62,8 +62,10 @@ def place(error: BaseException, source: str, state: Any) -> None:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Name a function, or whatever else is called, for a message."""
-    return getattr(function, "__qualname__", None) or repr(function)
+    """Name a function, or whatever else is called, and its place, for a message."""
+    code = getattr(function, "__code__", None)
+    name = getattr(function, "__qualname__", None) or repr(function)
+    return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
 
 
 def _is_placed(error: BaseException) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from importlib import import_module
+from numbers import Real
 from typing import Any
 
 import torch
@@ -76,6 +77,8 @@ class Update:
         clip_grad_value: float | None = None,
         step: Callable[[], Any] | None = None,
     ) -> None:
+        if not callable(getattr(optimizer, "zero_grad", None)) or not callable(getattr(optimizer, "step", None)):
+            raise TypeError(f"optimizer must have zero_grad() and step(), got {optimizer!r}")
         _check_limit("clip_grad_norm", clip_grad_norm)
         _check_limit("clip_grad_value", clip_grad_value)
         self.optimizer = optimizer
@@ -139,5 +142,7 @@ def import_for(user: str, module: str, remedy: str) -> Any:
 
 
 def _check_limit(name: str, value: float | None) -> None:
+    if value is not None and not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number or None, got {value!r}")
     if value is not None and not value > 0:
         raise ValueError(f"{name} must be above 0 or None, got {value!r}")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
 
 from camshaft.engine.dispatch import Dispatcher
-from camshaft.engine.event import EventEnum, EventLike, Events
+from camshaft.engine.event import EventEnum, EventLike, Events, EventsList
 from camshaft.engine.handle import RemovableEventHandle
 from camshaft.engine.state import Batch, Output, State
 
@@ -125,11 +125,7 @@ class EventSource(Generic[Batch, Output]):
         output: 4
         output: 8
         """
-        try:
-            numbers = self._dispatcher.add(event_name, handler, args, kwargs, order)
-        except ValueError as error:
-            self.logger.error("%s", error)
-            raise
+        numbers = self._dispatcher.add(self._checked(event_name), handler, args, kwargs, order)
         self.logger.debug("Handler added for event %s", event_name)
         return RemovableEventHandle(event_name, handler, self, numbers)
 
@@ -161,12 +157,23 @@ class EventSource(Generic[Batch, Output]):
         EPOCH_COMPLETED 3
         COMPLETED 3
         """
+        self._checked(event_name)
 
         def register(handler: AnyHandler) -> AnyHandler:
             self.add_event_handler(event_name, handler, *args, order=order, **kwargs)
             return handler
 
         return register
+
+    def _checked(self, event_name: EventLike) -> EventLike:
+        """Refuse events that are not known, before a handler is even looked at."""
+        try:
+            for event in event_name if isinstance(event_name, EventsList) else (event_name,):
+                self._dispatcher.plan(event)
+        except ValueError as error:
+            self.logger.error("%s", error)
+            raise
+        return event_name
 
     def has_event_handler(self, handler: Callable[..., object], event_name: EventLike | None = None) -> bool:
         """Say whether a handler is registered on an event, on any of several, or (``None``) on any at all."""

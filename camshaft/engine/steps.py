@@ -99,6 +99,8 @@ def training_step(
     accumulation: Accumulation | None,
 ) -> Step:
     """Make the function that trains on one batch, without anything in it that is not used."""
+    _check_parts(model, model_transform=model_transform, output_transform=output_transform, model_fn=model_fn)
+    _check_callable("loss_fn", loss_fn)
     mode = Mode(model)
 
     def loss_of(x: Any, y: Any) -> tuple[Any, Tensor]:
@@ -143,6 +145,7 @@ def evaluation_step(
     autocast: Callable[[], AbstractContextManager[Any]] | None,
 ) -> Step:
     """Make the function that evaluates one batch."""
+    _check_parts(model, model_transform=model_transform, output_transform=output_transform, model_fn=model_fn)
     mode = Mode(model)
 
     def predict(x: Any) -> Any:
@@ -161,3 +164,16 @@ def evaluation_step(
         return output_transform(x, y, forward(x))
 
     return step
+
+
+def _check_parts(model: Any, **functions: Any) -> None:
+    """Refuse arguments that cannot be what they are given for, as when two changed places."""
+    if not callable(model) or not callable(getattr(model, "train", None)) or not callable(getattr(model, "eval", None)):
+        raise TypeError(f"model must be a module, or have train() and eval() and be callable, got {model!r}")
+    for name, function in functions.items():
+        _check_callable(name, function)
+
+
+def _check_callable(name: str, function: Any) -> None:
+    if not callable(function):
+        raise TypeError(f"{name} must be callable, got {function!r}")

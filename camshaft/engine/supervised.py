@@ -125,6 +125,7 @@ def create_supervised_evaluator(
     (tensor([1.]), tensor([0.]))
     """
     mode = _mode(device, amp_mode, False, amp_dtype)
+    _check_metrics({} if metrics is None else metrics)
     options = {
         "device": device, "non_blocking": non_blocking, "prepare_batch": prepare_batch,
         "model_transform": model_transform, "output_transform": output_transform, "model_fn": model_fn,
@@ -137,6 +138,14 @@ def create_supervised_evaluator(
     for name, metric in (metrics or {}).items():
         metric.attach(evaluator, name)
     return evaluator
+
+
+def _check_metrics(metrics: Any) -> None:
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics must be a mapping of names to metrics, got {metrics!r}")
+    for name, metric in metrics.items():
+        if not callable(getattr(metric, "attach", None)):
+            raise TypeError(f"metrics[{name!r}] must have attach(engine, name), got {metric!r}")
 
 
 def _mode(device: DeviceLike | None, amp_mode: str | None, scaler: Any, amp_dtype: torch.dtype | None) -> str | None:

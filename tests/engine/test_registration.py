@@ -47,12 +47,36 @@ def test_the_built_in_events_are_registered(event):
 def test_an_event_never_registered_is_refused_everywhere(event, caplog):
     engine = Engine(echo)
     assert not engine.has_registered_events(event)
-    with caplog.at_level(logging.ERROR), pytest.raises(ValueError, match="register_events"):
+    with caplog.at_level(logging.ERROR), pytest.raises(ValueError, match="event"):
         engine.add_event_handler(event, note)
     assert [record.levelname for record in caplog.records] == ["ERROR"]
-    with pytest.raises(ValueError, match="unknown event"):
+    with pytest.raises(ValueError, match="event"):
+        engine.on(event)
+    with pytest.raises(ValueError, match="event"):
         engine.fire_event(event)
     assert engine.last_event_name is None
+
+
+@pytest.mark.parametrize(
+    ("event", "hint"),
+    [
+        ("epoch_started", "did you mean EPOCH_STARTED"),
+        ("EPOCH_COMPLETD", "did you mean EPOCH_COMPLETED"),
+        ("FOO", "register_events"),
+        (logging.INFO, "of type builtins.int"),
+    ],
+)
+def test_the_message_about_an_unknown_event_says_what_to_do(event, hint):
+    with pytest.raises(ValueError, match=hint):
+        Engine(echo).add_event_handler(event, note)
+
+
+@pytest.mark.parametrize("counters", [{Steps.STEPPED: 3}, {Steps.STEPPED: "max_epochs"}, {Steps.STEPPED: "output"}])
+def test_a_counter_that_cannot_count_is_refused_and_nothing_is_registered(counters):
+    engine = Engine(echo)
+    with pytest.raises(ValueError, match="event_to_attr"):
+        engine.register_events(Steps.STEPPED, event_to_attr=counters)
+    assert not engine.has_registered_events(Steps.STEPPED)
 
 
 @pytest.mark.parametrize(

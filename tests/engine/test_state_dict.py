@@ -196,3 +196,14 @@ def test_loading_makes_the_next_run_take_data_from_the_beginning():
     engine.load_state_dict(FULL)
     engine.run([1, 2, 3, 4])
     assert trace.batches == [1, 2] + [1, 2, 3, 4, 1, 2]
+
+
+def test_a_state_is_not_loaded_into_the_middle_of_an_epoch():
+    engine = Engine(echo)
+    engine.add_event_handler(
+        Events.ITERATION_COMPLETED(once=1),
+        lambda: engine.load_state_dict({"iteration": 4, "epoch_length": 2, "max_epochs": 4}),
+    )
+    with pytest.raises(RuntimeError, match="own run"):
+        engine.run([1, 2], max_epochs=3)
+    assert engine.state.iteration == 1
