@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +35,7 @@ def write_atomically(path: PathLike, write: Callable[[BinaryIO], object]) -> Non
     """
     target = Path(path)
     # Short whatever the target is called, and without `random`, whose state belongs to the user.
-    temporary = target.with_name(f".camshaft-{secrets.token_hex(8)}.tmp")
+    temporary = target.with_name(f".camshaft-{os.urandom(8).hex()}.tmp")
     try:
         with open(temporary, "xb") as file:  # open() honours the umask, tempfile does not
             write(file)

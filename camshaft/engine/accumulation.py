@@ -49,19 +49,19 @@ class Accumulation:
         self._next: int | None = None
         self._latest: float | Tensor = 0.0
         self._weight: float | Tensor = 0.0
-        self._synchronized = True
-        self._engine: weakref.ref[Any] | None = None
+        self._synchronized = self._whole = True
+        self._followed: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def begin(self, engine: Any) -> bool:
         """Make room for the gradients of a micro-batch; say whether it is the last of its window."""
-        if self._engine is None or self._engine() is not engine:
+        if engine not in self._followed:
             self._follow(engine)
-        iteration = engine.iteration_in_epoch
+        iteration = _iteration(engine)
         place = (iteration - 1) % self._size
         if place == 0 or iteration != self._next:  # the latter after a failure or a jump
             self.update.optimizer.zero_grad()
             self._pending, self._weight, self._synchronized = 0, 0.0, True
-        self._next = None
+        self._next, self._whole = None, True
         return place == self._size - 1 or self._ends_early(engine)
 
     def exchange(self, engine: Any, last: bool) -> AbstractContextManager[Any]:
@@ -75,6 +75,7 @@ class Accumulation:
 
     def share(self, x: Any, y: Any, loss: Tensor) -> Tensor:
         """Give the part of a micro-batch's loss in that of the window."""
+        self._whole = False  # a backward that fails leaves a part of its gradients
         if self._weigh is not None:
             self._latest = self._weigh(x, y)
             return loss * self._latest
@@ -82,7 +83,7 @@ class Accumulation:
 
     def end(self, engine: Any, last: bool) -> None:
         """Count a micro-batch whose gradients are in, and step if it was the last of its window."""
-        self._next = engine.iteration_in_epoch + 1
+        self._next, self._whole = _iteration(engine) + 1, True
         self._pending += 1
         self._weight = self._weight + self._latest
         if last:
@@ -103,26 +104,26 @@ class Accumulation:
 
     def _ends_early(self, engine: Any) -> bool:
         state = engine.state
-        over = state.epoch_length is not None and engine.iteration_in_epoch >= state.epoch_length
+        over = state.epoch_length is not None and _iteration(engine) >= state.epoch_length
         return over or (state.max_iters is not None and state.iteration >= state.max_iters)
 
     def _follow(self, engine: Any) -> None:
         """Listen for the ends of epochs that could not be foreseen."""
-        self._engine = weakref.ref(engine)
+        self._followed.add(engine)
         engine.add_event_handler(Events.EPOCH_COMPLETED | Events.TERMINATE_SINGLE_EPOCH, self._flush, order=FIRST)
         engine.add_event_handler(Events.STARTED, self._give_up, order=FIRST)
         engine.add_event_handler(Events.TERMINATE, self._flush_if_reached, order=FIRST)
 
     def _give_up(self) -> None:
         """Begin a new window in a new or resumed run; one that was paused fires no ``STARTED`` and goes on."""
-        self._next = None
+        self._next, self._pending = None, 0
 
     def _flush_if_reached(self, engine: Any) -> None:
         if engine.state.max_iters is not None and engine.state.iteration >= engine.state.max_iters:
             self._flush()  # else somebody ended the run, perhaps because these gradients are bad
 
     def _flush(self) -> None:
-        if self._pending:
+        if self._pending and self._whole:
             self.finish()
 
     # --- ranks ---------------------------------------------------------------------------------------------
@@ -147,8 +148,14 @@ class Accumulation:
             )
             self._pending = 0
             return False
-        for parameter in self.update.parameters():
-            torch.distributed.all_reduce(parameter.grad, group=group)
+        parameters = [one for param_group in self.update.optimizer.param_groups for one in param_group["params"]]
+        # A rank may lack gradients that others have: all exchange the same, those that any of them has.
+        found = torch.tensor([float(one.grad is not None) for one in parameters], device=parameters[0].device)
+        torch.distributed.all_reduce(found, group=group)
+        for parameter, ranks in zip(parameters, found.tolist(), strict=True):
+            if ranks:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                torch.distributed.all_reduce(parameter.grad, group=group)
         self._scale(1 / group.size())
         return True
 
@@ -156,3 +163,9 @@ class Accumulation:
         for parameter in self.update.parameters():
             assert parameter.grad is not None, "parameters() gives those with a gradient"
             parameter.grad.mul_(factor)
+
+
+def _iteration(engine: Any) -> int:
+    """Count the iteration in its epoch; outside of a run, where a step is called by hand, by the state alone."""
+    number: int = engine.iteration_in_epoch or engine.state.iteration
+    return number

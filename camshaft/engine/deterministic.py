@@ -67,6 +67,7 @@ class ReproducibleBatchSampler(BatchSampler):
         self.batch_sampler = batch_sampler
         self.start_iteration = start_iteration
         self.sampler = batch_sampler.sampler
+        self.batch_size, self.drop_last = batch_sampler.batch_size, batch_sampler.drop_last
         self._drawn = False
 
     def setup_batch_indices(self) -> None:
@@ -145,6 +146,7 @@ class DeterministicEngine(Engine[Batch, Output]):
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Give what :meth:`Engine.state_dict` does, and the random states of this moment as ``rng_states``."""
+        self.state.rng_states = getattr(self.state, "rng_states", None)  # the state may be a new one
         state_dict = super().state_dict()
         state_dict["rng_states"] = list(capture_random_state().values())
         return state_dict
@@ -185,8 +187,9 @@ class DeterministicEngine(Engine[Batch, Output]):
             iterator: Iterator[Any] = iter(data)
         else:
             iterator = self._skip(data, position)
-        if position and self.state.rng_states is not None:
-            restore_random_state(self.state.rng_states)
+        random_state = getattr(self.state, "rng_states", None)
+        if position and random_state is not None:
+            restore_random_state(random_state)
         self.state.rng_states = None
         return iterator, position
 

@@ -7,7 +7,15 @@ from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from typing import Any
 
-from camshaft.engine.event import CallableEventWithFilter, EventEnum, EventLike, Events, EventsList, HandlerEvents
+from camshaft.engine.event import (
+    CallableEventWithFilter,
+    EventEnum,
+    EventLike,
+    Events,
+    EventsList,
+    FailureEvents,
+    HandlerEvents,
+)
 from camshaft.engine.plan import Plan, Registration
 from camshaft.engine.signatures import call_of
 from camshaft.engine.state import State
@@ -30,7 +38,7 @@ class Dispatcher:
     def __init__(self) -> None:
         self.plans: dict[Any, Plan] = {}
         self.counters: dict[Any, str] = dict(State.event_to_attr)
-        self.register(tuple(Events), None)
+        self.register((*Events, *FailureEvents), None)
 
     def register(self, events: tuple[Any, ...], event_to_attr: dict[Any, str] | None) -> None:
         """Make events known, with the attributes that count them.
@@ -51,7 +59,8 @@ class Dispatcher:
                 )
         self.counters.update(event_to_attr or {})
         for event in events:
-            self.plans.setdefault(event, Plan(event, self.counters.get(event), event in _EXTRA))
+            if event not in self.plans:
+                self.plans[event] = Plan(event, self.counters.get(event), event in _EXTRA)
         for event in event_to_attr or {}:
             if event in self.plans:
                 self.plans[event].counter = self.counters[event]
@@ -60,9 +69,10 @@ class Dispatcher:
         """Say whether an event is registered; those of ready-made handlers are as soon as somebody asks."""
         if not isinstance(event, (str, CallableEventWithFilter)):
             return False
-        family = getattr(event, "_family", None)
-        if family is not None and issubclass(family, HandlerEvents) and event not in self.plans:
-            self.register((family[str(getattr(event, "name", event))],), None)
+        if event not in self.plans and isinstance(event, CallableEventWithFilter):
+            family = event._family
+            if family is not None and issubclass(family, HandlerEvents):
+                self.register((family[event.name],), None)
         return event in self.plans
 
     def plan(self, event: Any) -> Plan:
@@ -149,6 +159,7 @@ def _unknown(event: Any, known: list[str]) -> str:
         kind = f"{type(event).__module__}.{type(event).__qualname__}"
         return f"event must be an event of camshaft, its name, or several joined by |, got {event!r} of type {kind}"
     name = str(getattr(event, "name", event))
-    close = get_close_matches(name.upper(), known, n=1)
-    hint = f"did you mean {close[0]}?" if close else "register it with register_events first"
+    folded = {one.casefold(): one for one in known}
+    close = get_close_matches(name.casefold(), folded, n=1)
+    hint = f"did you mean {folded[close[0]]}?" if close else "register it with register_events first."
     return f"unknown event {event!r}: {hint} Known are {', '.join(known)}"

@@ -68,8 +68,8 @@ class Engine(EventSource[Batch, Output], Stoppable, Serializable):
 
     @property
     def iteration_in_epoch(self) -> int:
-        """Iterations begun in the current epoch; between runs, all that the state has counted."""
-        return self.state.iteration if self._run is None else self._run.done
+        """Iterations begun in the current epoch, 0 when no run is on."""
+        return 0 if self._run is None else self._run.done
 
     @property
     def state(self) -> State[Batch, Output]:
@@ -119,26 +119,23 @@ class Engine(EventSource[Batch, Output], Stoppable, Serializable):
         request = Request(self._next_data if data is None else data, max_epochs, max_iters, epoch_length)
         self._forget_derived_target()
         request.check_target(self.state)
-        suspended = self._run if has_target(self.state) else None
-        if suspended is not None:
-            run = self._continue(suspended, request)
+        if self._run is not None and has_target(self.state):
+            run = self._continue(self._run, request)
         else:
             self._check_data(request.data)
             run = self._resume(request) if request.reaches_beyond(self.state, self._reopens()) else self._begin(request)
-        self._next_data, self._loaded = None, False
+        self._next_data = None
         self._proceed(run)
         return self.state
 
     def _begin(self, request: Request) -> Run:
-        already_done = self._loaded and has_target(self.state)
-        target = target_of(self.state)
-        self._found_length = request.begin(self.state, self._found_length)
-        if already_done:
+        if self._loaded and has_target(self.state):
             warnings.warn(
-                f"the loaded state had reached its target of {target} already, so the run begins anew; to go on, "
+                f"the loaded state had reached its target of {target_of(self.state)}: the run begins anew; to go on, "
                 "give run a larger target",
                 stacklevel=3,
             )
+        self._found_length = request.begin(self.state, self._found_length)
         self._drop_run()
         self._stood = Standing.of(self.state)
         self.logger.info("Engine run starting with %s", target_of(self.state))
@@ -196,25 +193,29 @@ class Engine(EventSource[Batch, Output], Stoppable, Serializable):
         return self._run
 
     def _proceed(self, run: Run) -> None:
-        """Let a run go on to its next pause or its end, and keep what a later call needs to know of it."""
+        """Let a run go on to its next pause or its end."""
         tracing = self.logger.isEnabledFor(logging.DEBUG)
-        self._dispatcher.trace(self.logger if tracing else None)
+        if tracing:
+            self._dispatcher.trace(self.logger)
+        ended = True
         try:
             ended, error = run.proceed()
+            if error is not None:
+                raise error
         finally:
-            self._dispatcher.trace(None)
-        if not ended:
-            return
-        self._run = None
+            error = None  # its traceback holds this frame
+            if tracing:
+                self._dispatcher.trace(None)
+            if ended:
+                self._remember(run)
+
+    def _remember(self, run: Run) -> None:
+        """Keep what a later call needs to know of a run that has ended."""
+        self._run, self._loaded = None, False
         self._derived_epochs = self.state.max_epochs if self.state.max_iters is not None else None
         if run.began_epochs:
             unfinished = run.failed and run.in_epoch and run.done != self.state.epoch_length
             self._stood = Standing.of(self.state, run.done if unfinished else 0, in_epoch=unfinished)
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error  # its traceback holds this frame
 
     def _drop_run(self) -> None:
         if self._run is not None:
@@ -276,7 +277,7 @@ class Engine(EventSource[Batch, Output], Stoppable, Serializable):
         >>> engine.run(range(10)).iteration
         50
         """
-        if self._run is not None and self._run.active and self._run.began_epochs:
+        if self._run is not None and self._run.active and self._run.in_epoch:
             raise RuntimeError(
                 "load_state_dict was called in an epoch of the engine's own run: load before it, or in STARTED"
             )

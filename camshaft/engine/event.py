@@ -175,8 +175,8 @@ class HandlerEvents(EventEnum):
     """Base of enums of events that ready-made handlers fire; every engine knows these without being told."""
 
 
-class FailureEvents(HandlerEvents):
-    """Fired when a run meets an error, before its handlers; for what must be closed then, which handles nothing."""
+class FailureEvents(EventEnum):
+    """Fired when a run meets an error, before the handlers of errors; for what must be closed then, no more."""
 
     ERROR_MET = "error_met"
 

@@ -32,12 +32,8 @@ def report(engine: Any, error: BaseException, in_iteration: bool = False) -> Bas
     error = error.error if isinstance(error, Shielded) else error
     if in_iteration and not _is_placed(error):
         place(error, f"process function {name_of(engine._process_function)}", engine.state)
-    met = engine._dispatcher.plans.get(FailureEvents.ERROR_MET)
-    if met is not None:
-        event = engine.last_event_name
-        met.fire(engine)
-        engine.last_event_name = event
-    engine.logger.error("Engine run is terminating due to exception: %r", error)
+    _announce(engine)
+    engine.logger.error("Engine met an exception: %r", error)
     plan = engine._dispatcher.plans[Events.EXCEPTION_RAISED]
     if not plan.registrations:
         return error
@@ -48,6 +44,16 @@ def report(engine: Any, error: BaseException, in_iteration: bool = False) -> Bas
     finally:
         del error  # the traceback of an error must not hold the error: nobody would free the engine in its frames
     return None
+
+
+def _announce(engine: Any) -> None:
+    """Let what must be closed be closed; its own errors must not hide the one that was met."""
+    event = engine.last_event_name
+    try:
+        engine._dispatcher.plans[FailureEvents.ERROR_MET].fire(engine)
+    except Exception:
+        engine.logger.exception("A handler of %s failed", FailureEvents.ERROR_MET)
+    engine.last_event_name = event
 
 
 def carry_out(error: BaseException | None) -> None:

@@ -56,7 +56,7 @@ class Feed:
         else:
             self.iterator, skipped = engine._open_data_at_position()
         self.begun, self.cut_after = True, None
-        self._opened(engine.state.dataloader)
+        self._opened()
         self._first_iteration = engine.state.iteration - skipped
         self._length = length_of(engine.state.dataloader)
 
@@ -67,12 +67,17 @@ class Feed:
 
     def replace(self, data: Any) -> None:
         """Go on with other data, now if a pass is live."""
-        self.engine.state.dataloader = data
+        state = self.engine.state
+        previous, state.dataloader = state.dataloader, data
         if self.iterator is not None:
             self.announce()
-            self.iterator = iter(data)
-            self._opened(data)
-            self._first_iteration, self._length = self.engine.state.iteration, length_of(data)
+            try:
+                self.iterator = self.engine._open_data(None)
+            except BaseException:
+                state.dataloader = previous
+                raise
+            self._opened()
+            self._first_iteration, self._length = state.iteration, length_of(data)
 
     def announce_if_over(self) -> None:
         """Tell the samplers the number of the next pass, if it is known that the next fetch begins one.
@@ -90,7 +95,7 @@ class Feed:
             announce_epoch(data, self._next_number())
             self._announced = data
 
-    def _opened(self, data: Any) -> None:
+    def _opened(self) -> None:
         plans = self.engine._dispatcher.plans
         self.fetching, self.fetched = plans[Events.GET_BATCH_STARTED], plans[Events.GET_BATCH_COMPLETED]
         self._number, self._announced = self._next_number(), None

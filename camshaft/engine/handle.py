@@ -66,9 +66,9 @@ class RemovableEventHandle:
 
 def _reference(handler: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:
     """Refer to a handler without keeping it alive, as far as its type allows that."""
-    if hasattr(handler, "__self__") and hasattr(handler, "__func__"):
-        return weakref.WeakMethod(handler)
     try:
+        if hasattr(handler, "__self__") and hasattr(handler, "__func__"):
+            return weakref.WeakMethod(handler)
         return weakref.ref(handler)
     except TypeError:  # an instance of a class with __slots__ and no room for weak references
         return _gone_or(handler)

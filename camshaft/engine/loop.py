@@ -1,4 +1,4 @@
-"""The run of an engine, top to bottom: the one place that fires the built-in events.
+"""The run of an engine, top to bottom: the one place that fires the built-in events (errors apart: failures.py).
 
 ::
 
@@ -114,7 +114,8 @@ class Run:
                 reached = engine.state.iteration
                 yield from self._epoch()
                 if self._starved and engine.state.iteration == reached and engine.state.max_epochs is None:
-                    break  # the iterations asked for cannot be reached any more
+                    self._warn_once()  # the iterations asked for cannot be reached any more
+                    break
         except StopRun:
             return True
         return False
@@ -132,7 +133,8 @@ class Run:
         self.in_epoch = self.began_epochs = True
         began = perf_counter()
         engine.state.epoch += 1
-        self.feed.announce_if_over()
+        with naming_the_data(engine):
+            self.feed.announce_if_over()
         if (yield from self._is_cut()):
             self._fire(Events.TERMINATE_SINGLE_EPOCH, iter_counter=self.done)
             self.feed.cut(self.done)
@@ -216,6 +218,7 @@ class Run:
                     raise StopRun
         except Exception as error:
             carry_out(report(engine, error, in_iteration=True))
+            self._starved = True  # counts only if the epoch made no iteration
 
     # --- events, stops, errors -----------------------------------------------------------------------------
 
@@ -224,7 +227,6 @@ class Run:
 
     def _fire(self, event: Events, **keywords: Any) -> None:
         plan = self._plan(event)
-        self.engine.last_event_name = event
         try:
             plan.fire_with(self.engine, **keywords)
         except StopIteration as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from itertools import count as counting
 from typing import Any
@@ -17,7 +18,7 @@ _serials = counting(1)
 class Registration:
     """One handler on one event, ready to be called."""
 
-    __slots__ = ("filter", "handler", "args", "kwargs", "invoke", "order", "serial")
+    __slots__ = ("filter", "handler", "invoke", "order", "serial")
 
     def __init__(
         self,
@@ -31,9 +32,9 @@ class Registration:
     ) -> None:
         self.serial = next(_serials)
         self.handler = handler
-        self.args, self.kwargs = args, kwargs
         self.order = order
         self.filter = event_filter if isinstance(event_filter, CountFilter) else None
+        plan = weakref.proxy(plan)  # else it would hold itself, and the handler, in a cycle
         self.invoke = _invocation(plan, handler, call, args, kwargs)
         if event_filter is not None and self.filter is None:
             self.invoke = _asking(plan, event_filter, self.invoke)
@@ -81,7 +82,7 @@ class Plan:
     """
 
     __slots__ = ("event", "counter", "registrations", "extra", "keywords", "hands_over", "since", "due",
-                 "_counted_since", "_counted_due", "_uncounted", "_newest", "_trace")  # fmt: skip
+                 "_counted_since", "_counted_due", "_uncounted", "_newest", "_trace", "__weakref__")  # fmt: skip
 
     def __init__(self, event: Any, counter: str | None, hands_over: bool = False) -> None:
         self.event = event

@@ -67,6 +67,9 @@ class Update:
         clip_grad_norm: the largest norm of all gradients together; ``None`` for no limit.
         clip_grad_value: the largest absolute value of a gradient's element; ``None`` for no limit.
         step: called instead of ``optimizer.step``.
+
+    Attributes:
+        is_plain: whether nothing of all this is wanted: ``loss.backward()`` and ``optimizer.step()`` do.
     """
 
     def __init__(
@@ -86,10 +89,11 @@ class Update:
         self._clip_grad_norm = clip_grad_norm
         self._clip_grad_value = clip_grad_value
         self._step = step
+        self.is_plain = type(self) is Update and (scaler, clip_grad_norm, clip_grad_value, step) == (None,) * 4
 
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients of a loss."""
-        (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]  # torch's
 
     def apply(self) -> None:
         """Step the optimizer."""

@@ -201,7 +201,6 @@ class EventSource(Generic[Batch, Output]):
         half of it
         """
         plan = self._dispatcher.plan(event_name)
-        self.last_event_name = plan.event
         if not plan.traced and self.logger.isEnabledFor(logging.DEBUG):
             plan.record(self.logger, self)
         plan.fire(self)

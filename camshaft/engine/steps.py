@@ -55,13 +55,14 @@ def call_model(model: Any, x: Any) -> Any:
 
 
 class Mode:
-    """Switches a model to train or eval mode, when one of the modules that it had at the last switch is not in it.
+    """Switches a model to train or eval mode, when one of its modules is not in it.
 
-    A switch visits every module in Python; to look at their flags costs a tenth of that.
+    A switch visits every module in Python; to look at their flags costs a tenth of that. Which modules there are
+    is listed at the start of each epoch.
 
     >>> model = nn.Sequential(nn.Linear(1, 1), nn.Dropout())
     >>> mode = Mode(model)
-    >>> mode.evaluate()
+    >>> mode.evaluate(None)
     >>> model.training, model[1].training
     (False, False)
     """
@@ -70,16 +71,22 @@ class Mode:
         self._model = model
         self._modules: list[nn.Module] = []
 
-    def train(self) -> None:
+    def train(self, engine: Any) -> None:
         """Switch to train mode."""
+        self._look_again(engine)
         if not self._modules or not all(map(_in_training, self._modules)):
             self._model.train()
             self._modules = _modules_of(self._model)
 
-    def evaluate(self) -> None:
+    def evaluate(self, engine: Any) -> None:
         """Switch to eval mode."""
+        self._look_again(engine)
         if not self._modules or any(map(_in_training, self._modules)):
             self._model.eval()
+            self._modules = _modules_of(self._model)
+
+    def _look_again(self, engine: Any) -> None:
+        if self._modules and (engine is None or engine.iteration_in_epoch <= 1):
             self._modules = _modules_of(self._model)
 
 
@@ -112,10 +119,20 @@ def training_step(
             return loss_of(x, y)
 
     forward = loss_of if autocast is None else autocast_loss_of
+    optimizer = update.optimizer
+
+    def plain_step(engine: Any, batch: Any) -> Any:
+        optimizer.zero_grad()
+        mode.train(engine)
+        x, y = batch_of(batch)
+        y_pred, loss = forward(x, y)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        optimizer.step()
+        return output_transform(x, y, y_pred, loss)
 
     def step(engine: Any, batch: Any) -> Any:
-        update.optimizer.zero_grad()
-        mode.train()
+        optimizer.zero_grad()
+        mode.train(engine)
         x, y = batch_of(batch)
         y_pred, loss = forward(x, y)
         update.backward(loss)
@@ -125,7 +142,7 @@ def training_step(
     def accumulating_step(engine: Any, batch: Any) -> Any:
         assert accumulation is not None, "chosen only where it is given"
         last = accumulation.begin(engine)
-        mode.train()
+        mode.train(engine)
         x, y = batch_of(batch)
         with accumulation.exchange(engine, last):
             y_pred, loss = forward(x, y)
@@ -133,7 +150,9 @@ def training_step(
         accumulation.end(engine, last)
         return output_transform(x, y, y_pred, loss)
 
-    return step if accumulation is None else accumulating_step
+    if accumulation is not None:
+        return accumulating_step
+    return plain_step if update.is_plain else step
 
 
 def evaluation_step(
@@ -159,7 +178,7 @@ def evaluation_step(
 
     @torch.no_grad()
     def step(engine: Any, batch: Any) -> Any:
-        mode.evaluate()
+        mode.evaluate(engine)
         x, y = batch_of(batch)
         return output_transform(x, y, forward(x))
 
@@ -168,8 +187,10 @@ def evaluation_step(
 
 def _check_parts(model: Any, **functions: Any) -> None:
     """Refuse arguments that cannot be what they are given for, as when two changed places."""
-    if not callable(model) or not callable(getattr(model, "train", None)) or not callable(getattr(model, "eval", None)):
-        raise TypeError(f"model must be a module, or have train() and eval() and be callable, got {model!r}")
+    if not callable(getattr(model, "train", None)) or not callable(getattr(model, "eval", None)):
+        raise TypeError(f"model must be a module, or have train() and eval(), got {model!r}")
+    if functions["model_fn"] is call_model:
+        _check_callable("model", model)
     for name, function in functions.items():
         _check_callable(name, function)
 

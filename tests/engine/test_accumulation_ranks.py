@@ -166,3 +166,27 @@ def test_a_wrapper_that_cannot_average_afterwards_drops_the_window_and_says_so()
     assert len(told) == 1
     assert steps == [3]
     assert model.no_sync_calls == 4
+
+
+class Branching(nn.Module):
+    """Uses one of two weights, so that ranks may have gradients that others lack."""
+
+    def __init__(self):
+        super().__init__()
+        self.branches = nn.ModuleList([nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)])
+        for branch in self.branches:
+            nn.init.ones_(branch.weight)
+
+    def forward(self, x):
+        return self.branches[torch.distributed.get_rank()](x)
+
+
+@on_ranks(2)
+def test_ranks_with_different_gradients_average_a_window_that_is_cut_short():
+    model = DistributedDataParallel(Branching(), find_unused_parameters=True)
+    trainer, steps = trainer_of(model, 3, lambda y_pred, y: y_pred.sum())
+    at(trainer, Events.ITERATION_COMPLETED, ACTIONS["end epoch"], 1)
+    trainer.run([(torch.ones(1, 1), torch.zeros(1, 1))] * 3)
+    assert steps == [1]
+    first, second = (float(branch.weight.detach()) for branch in model.module.branches)
+    assert first == second != 1.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from camshaft.engine import Events
+from camshaft.engine.event import FailureEvents
 from tests.engine.failures import DATA, EPOCHS, EVENTS, INSIDE, catch, failing, raising
 from tests.engine.traces import IT, at, at_position, flat, traced, unsized
 
@@ -100,3 +101,27 @@ def test_an_error_of_an_event_fired_by_hand_goes_to_its_caller():
     with pytest.raises(KeyError):
         engine.fire_event(Events.COMPLETED)
     assert errors == []
+
+
+def test_a_handler_that_fails_to_close_something_hides_no_error_and_stops_no_later_run():
+    engine, _ = traced(failing(KeyError("no"), at_iteration=1))
+    errors = catch(engine)
+    engine.add_event_handler(FailureEvents.ERROR_MET, raising(ValueError("cannot close")))
+    engine.run(DATA, max_epochs=1)
+    assert [type(error) for error in errors] == [KeyError]
+    assert engine.run(DATA, max_epochs=2).epoch == 2
+
+
+def test_data_that_always_fails_cannot_keep_a_run_by_iterations_going():
+    class Broken:
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            raise OSError("no data")
+
+    engine, _ = traced()
+    errors = catch(engine)
+    with pytest.warns(UserWarning, match="ran out"):
+        engine.run(Broken(), max_iters=5, epoch_length=2)
+    assert len(errors) == 1

@@ -173,3 +173,27 @@ def test_an_output_is_freed_before_the_next_one_is_computed():
 
     Engine(step).run([1, 2, 3])
     assert alive == [[], [False], [False, False]]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        Events.EXCEPTION_RAISED,
+        Events.TERMINATE_SINGLE_EPOCH,
+        Events.ITERATION_COMPLETED(event_filter=lambda engine, count: True),
+        Events.ITERATION_COMPLETED(every=2),
+    ],
+    ids=repr,
+)
+def test_handlers_are_freed_with_their_engine(event):
+    class Handler:
+        def __call__(self, *arguments, **keywords):
+            pass
+
+    handler = Handler()
+    watched = weakref.ref(handler)
+    engine = Engine(lambda engine, batch: batch)
+    engine.add_event_handler(event, handler)
+    engine.run([1, 2])
+    del engine, handler
+    assert watched() is None

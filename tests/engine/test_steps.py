@@ -128,9 +128,9 @@ def test_modes_work_for_models_that_are_no_modules():
 
     model = Plain()
     mode = Mode(model)
-    mode.train()
-    mode.evaluate()
-    mode.train()
+    mode.train(None)
+    mode.evaluate(None)
+    mode.train(None)
     assert model.calls == ("train", "eval", "train")
 
 
