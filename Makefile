@@ -9,13 +9,17 @@ PYTHON ?= python3
 ARGS ?=
 ENVIRONMENT = $(PYTHON) scripts/environment.py
 
-.PHONY: demo test test-xla bench format clean
+.PHONY: demo test test-openmpi test-xla bench format clean
 
 demo:
 	@$(ENVIRONMENT) dev python examples/mnist.py $(ARGS)
 
 test:
 	@$(ENVIRONMENT) dev scripts/check $(ARGS)
+
+# what `make test` runs with MPICH; an environment holds one MPI library
+test-openmpi:
+	@$(ENVIRONMENT) openmpi python -m pytest tests/mpi $(ARGS)
 
 # torch_xla with the torch that it needs, on the CPU unless PJRT_DEVICE says otherwise: 7 GB on the disk
 test-xla: export PJRT_DEVICE ?= CPU

@@ -12,6 +12,10 @@ class NotComputableError(RuntimeError):
     """
 
 
+class RankDivergenceError(RuntimeError):
+    """Say that ranks do different things where all must do the same: a collective that some cannot reach, say."""
+
+
 def annotate(error: BaseException, text: str) -> None:
     """Add a note to ``error``; Python prints it below the message (3.10 only keeps it in ``__notes__``).
 

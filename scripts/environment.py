@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENTS = {
     "dev": (("dev",), "constraints.txt"),
     "bench": (("benchmarks",), "constraints.txt"),
+    "openmpi": (("test", "openmpi"), "constraints.txt"),
     "xla": (("test", "xla"), "constraints-xla.txt"),
 }
 MARKER = "camshaft-environment"  # the file in a folder of ours that says what the folder was built from

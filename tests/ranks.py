@@ -29,6 +29,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from camshaft.distributed import set_local_rank
+
 LIMIT = 30.0  # seconds that a test may take on its ranks
 PATIENCE = 3.0  # seconds that the others get when one rank has failed
 
@@ -153,6 +155,7 @@ def call(
 ) -> Any:
     store = dist.TCPStore("127.0.0.1", port, size, is_master=False, timeout=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    set_local_rank(rank)  # no launcher tells it here
     try:
         return getattr(function, "__wrapped__", function)(*args, **kwargs)  # a decorated test, or any function
     finally:

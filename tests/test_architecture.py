@@ -49,6 +49,7 @@ OPTIONAL = (
     "apex",
     "clearml",
     "mlflow",
+    "mpi4py",
     "numpy",
     "tensorboardX",
     "torch.utils.tensorboard",

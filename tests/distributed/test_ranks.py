@@ -1,177 +1,150 @@
+"""Queries never communicate; what one rank does alone always releases the others, and never hangs in a collective."""
+
 from __future__ import annotations
 
 import inspect
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import logging
+from contextlib import contextmanager
 
 import pytest
-import torch.distributed
 
-from camshaft.distributed import get_local_rank, get_rank, get_world_size, one_rank_only
+import camshaft.distributed as idist
+from camshaft.distributed.backends.serial import SerialBackend
+from camshaft.distributed.topology import Topology
+from camshaft.errors import RankDivergenceError
+from tests.ranks import on_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def world(monkeypatch, rank, size, **environment):
-    """Pretend to be a rank of a group."""
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: size)
-    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+PLACE = Topology(rank=3, world_size=4, local_rank=1, local_world_size=2, node_rank=1, num_nodes=2)
 
 
-@pytest.fixture
-def barriers(monkeypatch):
-    calls = []
-    monkeypatch.setattr(torch.distributed, "barrier", lambda: calls.append("barrier"))
-    return calls
+class Somewhere(SerialBackend):
+    """A backend that is somewhere in a run, and counts the barriers instead of waiting."""
+
+    name = "somewhere"
+
+    def __init__(self, topology=PLACE):
+        self.topology = topology
+        self.barriers = []
+
+    def barrier(self, group):
+        self.barriers.append(group)
 
 
-def answers():
-    return get_rank(), get_world_size(), get_local_rank()
+@contextmanager
+def at_rank(rank, world_size=4):
+    topology = Topology(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
+    with idist.use_backend(Somewhere(topology)) as backend:
+        yield backend
 
 
-@pytest.mark.parametrize("is_available", [True, False])
-def test_without_a_group_there_is_one_process_whatever_the_environment_says(monkeypatch, is_available):
-    if not is_available:  # then torch.distributed lacks all else
-        monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
-        monkeypatch.delattr(torch.distributed, "is_initialized")
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    assert answers() == (0, 1, 0)
+def test_queries_answer_from_the_topology():
+    with idist.use_backend(Somewhere()):
+        assert (idist.get_rank(), idist.get_world_size()) == (3, 4)
+        assert (idist.get_local_rank(), idist.get_nproc_per_node()) == (1, 2)
+        assert (idist.get_node_rank(), idist.get_nnodes()) == (1, 2)
+        assert idist.backend() == "somewhere"
 
 
-@pytest.mark.parametrize(
-    ("environment", "local_rank"),
-    [({"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}, 2), ({"LOCAL_WORLD_SIZE": "4"}, 1), ({}, 5)],
-)
-def test_in_a_group_torch_and_the_launcher_answer(monkeypatch, environment, local_rank):
-    world(monkeypatch, 5, 8, **environment)
-    assert answers() == (5, 8, local_rank)
+def test_without_anything_there_is_one_process():
+    assert (idist.get_rank(), idist.get_world_size(), idist.get_local_rank()) == (0, 1, 0)
+    assert (idist.get_nnodes(), idist.get_node_rank(), idist.get_nproc_per_node()) == (1, 0, 1)
+    assert (idist.backend(), idist.model_name()) == (None, "serial")
+
+
+def test_the_configuration_is_logged_in_ten_records(caplog):
+    with caplog.at_level(logging.INFO, logger="camshaft.distributed.utils"):
+        idist.show_config()
+    assert len(caplog.records) == 10
 
 
 @pytest.mark.parametrize(("rank", "runs"), [(0, False), (1, True), (2, False)])
-def test_the_function_runs_on_its_rank_only(monkeypatch, barriers, rank, runs):
-    world(monkeypatch, rank, 3)
-    calls = []
+def test_the_function_runs_on_its_rank_only(rank, runs):
+    @idist.one_rank_only(rank=1)
+    def name():
+        return "done"
 
-    @one_rank_only(rank=1)
-    def function(value, *, more):
-        calls.append((value, more))
-        return "result"
-
-    assert function(1, more=2) == ("result" if runs else None)
-    assert calls == ([(1, 2)] if runs else [])
-    assert barriers == []
-
-
-def test_the_rank_is_asked_at_each_call_not_at_definition(monkeypatch):
-    function = one_rank_only(rank=1)(lambda: "result")
-    assert function() is None
-    world(monkeypatch, 1, 2)
-    assert function() == "result"
+    with at_rank(rank):
+        assert name() == ("done" if runs else None)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_all_ranks_meet_once_after_the_call(monkeypatch, barriers, rank):
-    world(monkeypatch, rank, 2)
-    one_rank_only(with_barrier=True)(lambda: barriers.append("body"))()
-    assert barriers == (["barrier"] if rank else ["body", "barrier"])
+def test_all_ranks_meet_once_after_the_call_also_when_it_fails(rank):
+    @idist.one_rank_only(with_barrier=True)
+    def fail():
+        raise OSError("disk full")
 
-
-def test_an_error_in_the_body_leaves_after_the_others_were_released(monkeypatch, barriers):
-    world(monkeypatch, 0, 2)
-    with pytest.raises(ZeroDivisionError):
-        one_rank_only(with_barrier=True)(lambda: 1 / 0)()
-    assert barriers == ["barrier"]
-
-
-def test_one_process_waits_for_nobody():
-    assert one_rank_only(with_barrier=True)(lambda: "result")() == "result"
+    with at_rank(rank) as backend:
+        if rank == 0:
+            with pytest.raises(OSError, match="disk full"):
+                fail()
+        else:
+            fail()
+        assert backend.barriers == [None]
 
 
 def test_name_and_signature_stay():
-    @one_rank_only()
-    def save(engine, path="x"):
+    @idist.one_rank_only()
+    def save(path, overwrite=False):
         """Save."""
 
     assert (save.__name__, save.__doc__) == ("save", "Save.")
-    assert list(inspect.signature(save).parameters) == ["engine", "path"]
+    assert str(inspect.signature(save)) == "(path, overwrite=False)"
 
 
 def test_forgotten_parentheses_and_impossible_ranks_are_told_at_once():
-    with pytest.raises(TypeError, match=r"rank must be an integer, got <function.*write @one_rank_only\(\)"):
-        one_rank_only(lambda: None)
-    with pytest.raises(ValueError, match="rank must be 0 or more, got -1"):
-        one_rank_only(rank=-1)
+    with pytest.raises(TypeError, match=r"write @one_rank_only\(\)"):
+        idist.one_rank_only(print)
+    with pytest.raises(ValueError, match="-1"):
+        idist.one_rank_only(-1)
 
 
-ONE_OF_TWO = """
-import json, sys, time
-from datetime import timedelta
-from pathlib import Path
+@pytest.mark.parametrize("call", [idist.barrier, lambda: idist.all_reduce(1), lambda: idist.all_gather("x")])
+def test_a_collective_that_the_others_cannot_reach_raises_and_says_where(call):
+    @idist.one_rank_only()
+    def alone():
+        call()
 
-import torch.distributed as dist
-
-from camshaft.distributed import get_local_rank, get_rank, get_world_size, one_rank_only
-from camshaft.utils import setup_logger
-
-rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-dist.init_process_group(
-    "gloo", f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=20)
-)
-report = {}
-if rank == 1:  # alone: these must not communicate
-    report["answers"] = get_rank(), get_world_size(), get_local_rank()
-    report["handlers"] = [type(handler).__name__ for handler in setup_logger("run").handlers]
-
-@one_rank_only(rank=1, with_barrier=True)
-def save(fails):
-    time.sleep(0.2)
-    (folder / f"saved-{fails}").touch()
-    if fails:
-        raise RuntimeError("disk full")
-    return "saved"
-
-report["returned"] = save(fails=False)
-try:
-    report["then"] = save(fails=True)
-except RuntimeError as error:
-    report["then"] = str(error)
-report["seen"] = sorted(path.name for path in folder.glob("saved-*"))
-dist.barrier()  # still in step
-dist.destroy_process_group()
-print(json.dumps(report))
-"""
+    with at_rank(0), pytest.raises(RankDivergenceError, match=r"rank 0 waits for ranks \[1, 2, 3\].*alone"):
+        alone()
 
 
-def test_two_processes_ask_alone_meet_after_one_saved_and_go_on_when_it_failed(tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-    environment.update(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", ONE_OF_TWO, str(rank), str(tmp_path)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+def test_a_collective_among_those_who_are_there_is_fine():
+    @idist.one_rank_only()
+    def alone():
+        idist.barrier(group=[0])
+
+    with at_rank(0) as backend:
+        alone()
+        assert len(backend.barriers) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_body_of_one_rank_first_is_no_place_for_a_collective(rank):
+    with at_rank(rank) as backend:
+        with pytest.raises(RankDivergenceError, match="one_rank_first"), idist.one_rank_first():
+            idist.barrier()
+        assert backend.barriers == [None]  # the others were released, or this one was
+
+
+@pytest.mark.parametrize(("rank", "local"), [(4, False), (-1, False), (2, True)])
+def test_one_rank_first_refuses_a_rank_that_is_not_there(rank, local):
+    with idist.use_backend(Somewhere()), pytest.raises(ValueError, match="rank must be in"):
+        idist.one_rank_first(rank, local).__enter__()
+
+
+@on_ranks(2)
+def test_one_rank_goes_first_and_the_others_go_on_when_it_fails(tmp_path):
+    done = tmp_path / "done"
+    with idist.one_rank_first():
+        if idist.get_rank() == 0:
+            done.touch()
+        assert done.exists()
+    failed = False
     try:
-        outputs = [process.communicate(timeout=40)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0, 0]
-    seen = ["saved-False", "saved-True"]
-    assert [json.loads(output) for output in outputs] == [
-        {"returned": None, "then": None, "seen": seen},
-        {"answers": [1, 2, 1], "handlers": ["NullHandler"], "returned": "saved", "then": "disk full", "seen": seen},
-    ]
+        with idist.one_rank_first():
+            if idist.get_rank() == 0:
+                raise OSError("no network")
+    except OSError:
+        failed = True
+    assert failed is (idist.get_rank() == 0)
+    idist.barrier()

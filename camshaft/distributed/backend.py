@@ -1,0 +1,142 @@
+"""The contract between collectives and whatever moves the data."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import Store
+
+from camshaft.distributed.topology import Topology
+
+
+class Work(Protocol):
+    """A transfer that was begun."""
+
+    def wait(self) -> Any:
+        """Wait for its end."""
+
+
+class Group:
+    """Some of the ranks, in the order of their rank in the group.
+
+    Args:
+        ranks: their global ranks.
+        handle: what the backend made for them.
+    """
+
+    def __init__(self, ranks: Sequence[int], handle: Any) -> None:
+        self.ranks = tuple(ranks)
+        self.handle = handle
+
+    def __repr__(self) -> str:
+        return f"Group(ranks={list(self.ranks)})"
+
+
+class Backend(ABC):
+    """Moves tensors between ranks. Implementations translate; they do not decide.
+
+    A ``group`` of ``None`` means all ranks; this rank is a member of every group that is handed in. Ranks in
+    arguments are global ones. Tensors are dense, contiguous and on :attr:`device`.
+
+    Attributes:
+        name: what ``initialize`` calls it; ``None`` for the single process.
+        model_name: the kind of run that users are told.
+        topology: where this process stands.
+        device: where tensors are moved from and to.
+        reductions: names of the reductions that it knows.
+    """
+
+    name: str | None
+    model_name: str
+    topology: Topology
+    device: torch.device
+    reductions: tuple[str, ...] = ("SUM", "PRODUCT", "MIN", "MAX", "AND", "OR")
+
+    # --- tensors -------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, op: str, group: Group | None) -> Tensor:
+        """Reduce over the ranks, in place, and give the tensor."""
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor, group: Group | None) -> Tensor:
+        """Stack the tensors of the ranks, of shape ``(ranks, *shape)``."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, src: int, group: Group | None) -> Tensor:
+        """Give every rank the tensor of one, in place."""
+
+    @abstractmethod
+    def barrier(self, group: Group | None) -> None:
+        """Wait for all ranks."""
+
+    def reduce(self, tensor: Tensor, dst: int, op: str, group: Group | None) -> Tensor:
+        """Reduce over the ranks; only the result on rank ``dst`` means something."""
+        return self.all_reduce(tensor, op, group)
+
+    def gather(self, tensor: Tensor, dst: int, group: Group | None) -> Tensor:
+        """Stack the tensors of the ranks; only the result on rank ``dst`` means something."""
+        return self.all_gather(tensor, group)
+
+    def scatter(self, tensors: Tensor | None, out: Tensor, src: int, group: Group | None) -> Tensor:
+        """Fill ``out`` with this rank's row of the tensors, of shape ``(ranks, *shape)``, that ``src`` holds."""
+        self.lack("scatter")
+
+    def reduce_scatter(self, tensors: Tensor, op: str, group: Group | None) -> Tensor:
+        """Reduce tensors of shape ``(ranks, *shape)`` over the ranks, and give this rank its row."""
+        self.lack("reduce_scatter")
+
+    def all_to_all(self, tensor: Tensor, sends: list[int], receives: list[int], group: Group | None) -> Tensor:
+        """Send ``sends[k]`` leading entries to the k-th rank, and give the ``receives[k]`` from each, joined."""
+        self.lack("all_to_all")
+
+    def send(self, tensor: Tensor, dst: int, tag: int, group: Group | None) -> Work:
+        """Begin to send a tensor to one rank."""
+        self.lack("send")
+
+    def receive(self, tensor: Tensor, src: int, tag: int, group: Group | None) -> Work:
+        """Begin to fill a tensor with what one rank sends."""
+        self.lack("recv")
+
+    # --- groups and life -----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def new_group(self, ranks: list[int], **options: Any) -> Group:
+        """Make a group; every rank calls this."""
+
+    def adopt_group(self, handle: Any) -> Group | None:
+        """Take a group of the underlying library for one of ours, or give ``None`` if it is none."""
+        return None
+
+    def is_alive(self) -> bool:
+        """Whether what was adopted is still there."""
+        return True
+
+    def store(self) -> Store | None:
+        """Give a store that all ranks reach, for agreements off the device, or ``None``."""
+        return None
+
+    def close(self) -> None:  # noqa: B027  # most have something to end, one process has not
+        """End what ``initialize`` began."""
+
+    # --- what users wrap -----------------------------------------------------------------------------------
+
+    def wrap_model(self, model: nn.Module, sync_bn: bool, **options: Any) -> nn.Module:
+        """Make a model, already on :attr:`device`, train together with the other ranks'."""
+        return model
+
+    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, **options: Any) -> torch.optim.Optimizer:
+        """Make an optimizer step together with the other ranks'."""
+        return optimizer
+
+    def wrap_loader(self, loader: Iterable[Any]) -> Any:
+        """Make a loader deliver to this rank's device, where the backend has a way of its own."""
+        return loader
+
+    def lack(self, capability: str) -> NoReturn:
+        """Refuse what the backend cannot do."""
+        raise NotImplementedError(f"backend {self.name!r} has no {capability}; gloo, nccl (on GPUs) and mpi have it")

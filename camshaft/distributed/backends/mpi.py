@@ -1,0 +1,40 @@
+"""MPI, through torch.distributed: torch's own backend where it was built with one, else ours over mpi4py."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from camshaft.distributed.backends.mpi_register import initialize_mpi
+from camshaft.distributed.backends.native import NativeBackend
+from camshaft.distributed.topology import Topology
+
+
+def create(
+    name: str, local_rank: int | None = None, timeout: timedelta | None = None, device: Any = None
+) -> NativeBackend:
+    """Begin a run over MPI; all processes that mpirun started call this.
+
+    Args:
+        name: ``"mpi"``.
+        local_rank: of no use, MPI's processes tell each other their hosts.
+        timeout: how long an operation may take; torch's default if ``None``.
+        device: where tensors are moved from and to; the CPU if ``None``.
+
+    Raises:
+        ModuleNotFoundError: mpi4py or an MPI library is missing.
+        RuntimeError: a default process group exists, or the processes were started by another MPI's launcher.
+    """
+    initialize_mpi(timeout)
+    try:
+        hosts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(hosts, socket.gethostname())
+        topology = Topology.from_hosts(dist.get_rank(), hosts)
+        return NativeBackend(topology, torch.device("cpu" if device is None else device), adopted=False)
+    except BaseException:
+        dist.destroy_process_group()
+        raise

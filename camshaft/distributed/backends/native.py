@@ -1,0 +1,152 @@
+"""torch.distributed: gloo, nccl, and whatever torch registers for other devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import Store
+
+from camshaft.distributed.backend import Backend, Group, Work
+from camshaft.distributed.topology import Topology
+
+_REDUCTIONS = {
+    "SUM": dist.ReduceOp.SUM,
+    "PRODUCT": dist.ReduceOp.PRODUCT,
+    "MIN": dist.ReduceOp.MIN,
+    "MAX": dist.ReduceOp.MAX,
+    "AND": dist.ReduceOp.BAND,
+    "OR": dist.ReduceOp.BOR,
+}
+# The first name is the one that newer torch asks for, the second the only one that older torch has.
+_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class NativeBackend(Backend):
+    """The default process group of torch.distributed.
+
+    Args:
+        topology: where this process stands.
+        device: where tensors are moved from and to.
+        adopted: whether somebody else made the process group, and will destroy it.
+    """
+
+    model_name = "native-dist"
+
+    def __init__(self, topology: Topology, device: torch.device, adopted: bool) -> None:
+        self.name = dist.get_backend()
+        self.topology = topology
+        self.device = device
+        self._adopted = adopted
+        self._world = dist.group.WORLD
+
+    def all_reduce(self, tensor: Tensor, op: str, group: Group | None) -> Tensor:
+        """Reduce in place."""
+        dist.all_reduce(tensor, _REDUCTIONS[op], _handle(group))
+        return tensor
+
+    def all_gather(self, tensor: Tensor, group: Group | None) -> Tensor:
+        """Gather into one tensor."""
+        handle = _handle(group)
+        out = tensor.new_empty((dist.get_world_size(handle), *tensor.shape))
+        _all_gather_single(out.view(-1), tensor.view(-1), handle)
+        return out
+
+    def broadcast(self, tensor: Tensor, src: int, group: Group | None) -> Tensor:
+        """Broadcast in place."""
+        dist.broadcast(tensor, src, _handle(group))
+        return tensor
+
+    def barrier(self, group: Group | None) -> None:
+        """Wait for the others; nccl is told the device, so that it need not guess."""
+        device_ids = [self.device.index] if self.name == "nccl" and self.device.index is not None else None
+        dist.barrier(_handle(group), device_ids=device_ids)
+
+    def reduce(self, tensor: Tensor, dst: int, op: str, group: Group | None) -> Tensor:
+        """Reduce in place."""
+        dist.reduce(tensor, dst, _REDUCTIONS[op], _handle(group))
+        return tensor
+
+    def gather(self, tensor: Tensor, dst: int, group: Group | None) -> Tensor:
+        """Gather into the rows of one tensor."""
+        handle = _handle(group)
+        if self.topology.rank != dst:
+            dist.gather(tensor, None, dst, handle)
+            return tensor
+        out = tensor.new_empty((dist.get_world_size(handle), *tensor.shape))
+        dist.gather(tensor, list(out.unbind()), dst, handle)
+        return out
+
+    def scatter(self, tensors: Tensor | None, out: Tensor, src: int, group: Group | None) -> Tensor:
+        """Scatter the rows of one tensor."""
+        dist.scatter(out, None if tensors is None else list(tensors.unbind()), src, _handle(group))
+        return out
+
+    def reduce_scatter(self, tensors: Tensor, op: str, group: Group | None) -> Tensor:
+        """Reduce and scatter the rows of one tensor."""
+        out = torch.empty_like(tensors[0])
+        _reduce_scatter_single(out.view(-1), tensors.view(-1), _REDUCTIONS[op], _handle(group))
+        return out
+
+    def all_to_all(self, tensor: Tensor, sends: list[int], receives: list[int], group: Group | None) -> Tensor:
+        """Exchange the parts of one tensor."""
+        out = tensor.new_empty((sum(receives), *tensor.shape[1:]))
+        dist.all_to_all_single(out, tensor, receives, sends, _handle(group))
+        return out
+
+    def send(self, tensor: Tensor, dst: int, tag: int, group: Group | None) -> Work:
+        """Begin to send."""
+        return _begun(dist.isend(tensor, dst, _handle(group), tag))
+
+    def receive(self, tensor: Tensor, src: int, tag: int, group: Group | None) -> Work:
+        """Begin to receive."""
+        return _begun(dist.irecv(tensor, src, _handle(group), tag))
+
+    def new_group(self, ranks: list[int], **options: Any) -> Group:
+        """Make a process group."""
+        return Group(ranks, dist.new_group(ranks, **options))
+
+    def adopt_group(self, handle: Any) -> Group | None:
+        """Take a process group of torch."""
+        if not isinstance(handle, dist.ProcessGroup):
+            return None
+        return Group(dist.get_process_group_ranks(handle), handle)
+
+    def is_alive(self) -> bool:
+        """Whether the process group is still the default one."""
+        return dist.is_initialized() and dist.group.WORLD is self._world
+
+    def store(self) -> Store | None:
+        """Give the store that the process group was made with."""
+        store: Store = dist.distributed_c10d._get_default_store()
+        return store
+
+    def close(self) -> None:
+        """Destroy the process group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def wrap_model(self, model: nn.Module, sync_bn: bool, **options: Any) -> nn.Module:
+        """Wrap in ``DistributedDataParallel``."""
+        if sync_bn:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch's
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            return model  # nothing to reduce, and torch refuses it
+        if self.device.type == "cuda":
+            if "device_ids" in options:
+                raise ValueError(f"device_ids is chosen by auto_model, got {options['device_ids']!r}")
+            options["device_ids"] = [self.device.index]
+        return nn.parallel.DistributedDataParallel(model, **options)
+
+
+def _handle(group: Group | None) -> Any:
+    return None if group is None else group.handle
+
+
+def _begun(work: Any) -> Work:
+    assert work is not None, "this rank is a member of the group"
+    begun: Work = work
+    return begun

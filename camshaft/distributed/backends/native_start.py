@@ -1,0 +1,156 @@
+"""Beginning a process group of torch, or taking over one that exists."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import socket
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+
+from camshaft.distributed.backends.native import NativeBackend
+from camshaft.distributed.launchers import Launch, detect
+from camshaft.distributed.topology import Topology
+
+logger = logging.getLogger("camshaft.distributed.utils")
+_DEFAULT_PORT = 15000
+_PASSED_ON = frozenset(inspect.signature(dist.init_process_group).parameters) - {"backend", "store", "group_name"}
+
+
+def create(name: str, local_rank: int | None = None, **options: Any) -> NativeBackend:
+    """Begin the default process group; all ranks call this.
+
+    Args:
+        name: ``"gloo"``, ``"nccl"``, or what torch knows besides.
+        local_rank: this process's number on its node, where no launcher tells.
+        options: ``init_method``, ``rank``, ``world_size``, ``timeout``, ``device`` (an override), and what else
+            ``torch.distributed.init_process_group`` takes.
+
+    Raises:
+        TypeError: an option is not known.
+        ValueError: rank and world size are missing, or given besides Slurm's.
+        RuntimeError: the device of the backend is missing, a group exists, or the environment contradicts itself.
+    """
+    unknown = sorted(set(options) - _PASSED_ON - {"device"})
+    if unknown:
+        raise TypeError(f"initialize does not know {unknown} for {name!r}; it knows {sorted(_PASSED_ON | {'device'})}")
+    if dist.is_initialized():
+        raise RuntimeError("a default process group exists already: it is used as it is, without initialize")
+    if name == "nccl" and not torch.cuda.is_available():
+        raise RuntimeError("backend 'nccl' needs a CUDA device, and there is none; 'gloo' works on the CPU")
+    launch = detect(os.environ)
+    device = options.pop("device", None)
+    place = _place(launch, options.pop("rank", None), options.pop("world_size", None), options.get("init_method"))
+    _begin(name, launch, place, options)
+    try:
+        backend = NativeBackend(*_standing(launch, local_rank, device), adopted=False)
+        if backend.device.type == "cuda":
+            torch.cuda.set_device(backend.device)
+        backend.barrier(None)
+    except BaseException:
+        dist.destroy_process_group()
+        raise
+    return backend
+
+
+def adopt(local_rank: int | None = None) -> NativeBackend:
+    """Take over the default process group, without any communication."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    launch = detect(os.environ)
+    if launch is not None and (launch.topology.rank, launch.topology.world_size) == (rank, size):
+        topology = launch.topology
+    else:
+        topology = _guessed(rank, size, local_rank)
+    return NativeBackend(topology, device_of(dist.get_backend(), topology.local_rank), adopted=True)
+
+
+def device_of(backend: str, local_rank: int) -> torch.device:
+    """Choose the device of a process: its own GPU, where there is one for it, else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank < count:
+        return torch.device("cuda", local_rank)
+    if backend == "nccl":
+        raise RuntimeError(
+            f"backend 'nccl' needs a GPU for each process of a node, got local rank {local_rank} and {count} GPUs"
+        )
+    return torch.device("cpu")
+
+
+def _place(launch: Launch | None, rank: Any, size: Any, init_method: str | None) -> tuple[int, int]:
+    if launch is not None and launch.launcher == "slurm" and (rank is not None or size is not None):
+        raise ValueError(f"rank and world_size come from Slurm, got rank={rank!r} and world_size={size!r}")
+    if launch is not None:
+        return launch.topology.rank, launch.topology.world_size
+    if (rank is None) != (size is None):
+        raise ValueError(f"rank and world_size must be given together, got rank={rank!r} and world_size={size!r}")
+    if rank is None and init_method is not None and not init_method.startswith("env://"):
+        raise ValueError(f"rank and world_size must be given with init_method={init_method!r}, or by a launcher")
+    rank, size = (0, 1) if rank is None else (rank, size)
+    Topology(rank=rank, world_size=size, local_world_size=size, local_rank=rank)  # checks them
+    return rank, size
+
+
+def _begin(name: str, launch: Launch | None, place: tuple[int, int], options: dict[str, Any]) -> None:
+    method = options.pop("init_method", None)
+    rank, size = place
+    if method is not None and not method.startswith("env://"):
+        dist.init_process_group(name, init_method=method, rank=rank, world_size=size, **_set(options))
+        return
+    store = _store(launch, rank, size, options.get("timeout") or dist.default_pg_timeout)
+    dist.init_process_group(name, store=store, rank=rank, world_size=size, **_set(options))
+
+
+def _set(options: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if value is not None}
+
+
+def _store(launch: Launch | None, rank: int, size: int, timeout: timedelta) -> Store:
+    if size == 1 and launch is None:
+        return HashStore()  # nobody to meet, so no port to take
+    address = (launch and launch.master_addr) or os.environ.get("MASTER_ADDR", "127.0.0.1")
+    port = (launch and launch.master_port) or int(os.environ.get("MASTER_PORT", _DEFAULT_PORT))
+    if launch is not None and launch.agent_store:
+        # The store outlives the processes: each attempt gets keys of its own, or it reads the addresses of the dead.
+        store = TCPStore(address, port, size, False, timeout)
+        return PrefixStore(f"camshaft/{launch.restart_count or 0}", store)
+    return TCPStore(address, port, size, rank == 0, timeout)
+
+
+def _standing(launch: Launch | None, local_rank: int | None, device: Any) -> tuple[Topology, torch.device]:
+    """Find the topology of a group that has just begun, asking the others for what no variable tells."""
+    if launch is not None and not launch.assumed:
+        topology = launch.topology
+    else:
+        hosts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(hosts, (launch and launch.host) or socket.gethostname())
+        topology = Topology.from_hosts(dist.get_rank(), hosts)
+    chosen = device_of(dist.get_backend(), topology.local_rank) if device is None else torch.device(device)
+    return topology, chosen
+
+
+def _guessed(rank: int, size: int, local_rank: int | None) -> Topology:
+    if local_rank is None and "LOCAL_RANK" in os.environ:
+        local_rank = int(os.environ["LOCAL_RANK"])
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or (size if local_rank in (None, rank) else 0)
+    if local_rank is None and size > 1:
+        warnings.warn(
+            "nothing tells which process of its node this is: all are taken to be on one node; start with torchrun, or "
+            "call set_local_rank first",
+            stacklevel=4,
+        )
+    local_rank = rank if local_rank is None else local_rank
+    if not local_size:  # ranks of a node are neighbours, the same number on each
+        begin = rank - local_rank
+        local_size = begin if begin else max(local_rank + 1, size)
+    return Topology(
+        rank=rank, world_size=size, local_rank=local_rank, local_world_size=min(local_size, size),
+        node_rank=rank // local_size, num_nodes=-(-size // local_size),
+    )  # fmt: skip

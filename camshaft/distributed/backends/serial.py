@@ -1,0 +1,62 @@
+"""One process: every collective is among one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from camshaft.distributed.backend import Backend, Group
+from camshaft.distributed.topology import Topology
+
+
+class SerialBackend(Backend):
+    """A run of one process.
+
+    >>> SerialBackend().all_reduce(torch.ones(2), "SUM", None)
+    tensor([1., 1.])
+    """
+
+    name = None
+    model_name = "serial"
+    topology = Topology()
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]  # asked for, so that importing asks no driver
+        """The accelerator, if there is one."""
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+    def all_reduce(self, tensor: Tensor, op: str, group: Group | None) -> Tensor:
+        """Give the tensor."""
+        return tensor
+
+    def all_gather(self, tensor: Tensor, group: Group | None) -> Tensor:
+        """Stack one tensor."""
+        return tensor.unsqueeze(0)
+
+    def broadcast(self, tensor: Tensor, src: int, group: Group | None) -> Tensor:
+        """Give the tensor."""
+        return tensor
+
+    def barrier(self, group: Group | None) -> None:
+        """Wait for nobody."""
+
+    def scatter(self, tensors: Tensor | None, out: Tensor, src: int, group: Group | None) -> Tensor:
+        """Take the only row."""
+        assert tensors is not None, "the only rank is the source"
+        return out.copy_(tensors[0])
+
+    def reduce_scatter(self, tensors: Tensor, op: str, group: Group | None) -> Tensor:
+        """Take the only row."""
+        return tensors[0]
+
+    def all_to_all(self, tensor: Tensor, sends: list[int], receives: list[int], group: Group | None) -> Tensor:
+        """Give the tensor."""
+        return tensor
+
+    def new_group(self, ranks: list[int], **options: Any) -> Group:
+        """Name the only rank."""
+        return Group(ranks, list(ranks))

@@ -1,0 +1,113 @@
+"""The backend that everything talks to: set by the user, found when the user set one up elsewhere, or serial."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch.distributed as dist
+
+from camshaft.distributed import agreement
+from camshaft.distributed.backend import Backend
+from camshaft.distributed.backends.native_start import adopt
+from camshaft.distributed.backends.serial import SerialBackend
+from camshaft.distributed.registry import module_of
+
+_serial = SerialBackend()
+_process: Backend = _serial
+_initialized = False
+_scoped: ContextVar[Backend | None] = ContextVar("camshaft_backend", default=None)
+_local_rank: int | None = None
+
+
+def current() -> Backend:
+    """Give the backend of this process, without any communication.
+
+    A process group, Horovod or XLA run that somebody else began is found and taken over, and left again when
+    it is gone.
+    """
+    scoped = _scoped.get()
+    if scoped is not None:
+        return scoped
+    if not _initialized:
+        _look_around()
+    return _process
+
+
+def initialize(backend: str, *, debug: bool | None = None, **kwargs: Any) -> None:
+    """Begin to talk to the other processes of this run.
+
+    Args:
+        backend: one of :func:`available_backends`.
+        debug: compare before each collective what the ranks are about to do; ``None`` asks the environment
+            variable ``CAMSHAFT_DEBUG``.
+        kwargs: for the backend: ``timeout``, ``init_method``, ``rank``, ``world_size``, ``device`` and what
+            ``torch.distributed.init_process_group`` takes, for those of torch.
+
+    Raises:
+        ValueError: the backend is not available, or an argument is out of range.
+        RuntimeError: a run was begun already, or what the launcher left in the environment contradicts itself.
+        TypeError: an argument is not known.
+    """
+    global _process, _initialized
+    if _initialized:
+        raise RuntimeError(f"initialize was called already, with {_process.name!r}: call finalize first")
+    _process = module_of(backend).create(backend, local_rank=_local_rank, **kwargs)
+    _initialized = True
+    agreement.enable_if(debug)
+
+
+def finalize() -> None:
+    """End what :func:`initialize` began; does nothing in a run of one process."""
+    global _process, _initialized
+    backend, _process, _initialized = current(), _serial, False
+    agreement.enable(None)
+    backend.close()
+
+
+def sync(temporary: bool = False) -> None:
+    """Look again for a run that somebody else began, and forget one that is gone.
+
+    Args:
+        temporary: of no effect; queries look by themselves.
+    """
+    if not _initialized:
+        _look_around()
+
+
+def set_local_rank(index: int) -> None:
+    """Tell this process's number on its node, for a run that is begun without the help of a launcher.
+
+    Raises:
+        TypeError: ``index`` is not an integer.
+        ValueError: it is negative.
+    """
+    global _local_rank
+    if not isinstance(index, int):
+        raise TypeError(f"index must be an int, got {index!r}")
+    if index < 0:
+        raise ValueError(f"index must not be negative, got {index}")
+    _local_rank = index
+
+
+@contextmanager
+def use_backend(backend: Backend) -> Iterator[Backend]:
+    """Let this thread talk through another backend for a while."""
+    token = _scoped.set(backend)
+    try:
+        yield backend
+    finally:
+        _scoped.reset(token)
+
+
+def _look_around() -> None:
+    """Adopt a run that exists, and drop one that has ended."""
+    global _process
+    if _process is not _serial:
+        if _process.is_alive():
+            return
+        _process = _serial
+    if dist.is_available() and dist.is_initialized():
+        _process = adopt(local_rank=_local_rank)

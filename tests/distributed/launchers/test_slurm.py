@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from camshaft.distributed.launchers import slurm
+from camshaft.distributed.launchers.hostlist import expand
+from tests.distributed.launchers.environments import by_hand, rendezvous, step
+
+DOCUMENTED = {
+    "SLURM_JOB_ID": "12345",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "4",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_JOB_NODELIST": "c1,c2",
+}
+
+
+def read(environ, expand=expand, resolves=lambda host: True):
+    return slurm.read(environ, expand=expand, resolves=resolves)
+
+
+def three(launch):
+    return launch.topology.rank, launch.topology.local_rank, launch.topology.world_size
+
+
+def address(launch):
+    return launch.master_addr, launch.master_port
+
+
+def test_the_documented_variables_are_enough_and_the_rest_is_assumed():
+    launch = read(DOCUMENTED)
+    assert str(launch.topology) == "rank=3, world_size=4, local_rank=1, local_world_size=2, node_rank=1, num_nodes=2"
+    assert launch.assumed == ("local_world_size", "node_rank")
+    assert address(launch) == ("c1", 17345)
+
+
+@pytest.mark.parametrize("name", sorted(DOCUMENTED.keys() - {"SLURM_STEP_ID", "SLURM_PROCID"}))
+def test_a_step_with_a_missing_variable_is_refused_by_its_name(name):
+    with pytest.raises(RuntimeError, match=f"a part of srun's variables, but not {name}"):
+        read({other: value for other, value in DOCUMENTED.items() if other != name})
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_ID", "SLURM_PROCID"])
+def test_without_step_and_rank_there_is_no_launch(name):
+    assert read({other: value for other, value in DOCUMENTED.items() if other != name}) is None
+
+
+def test_a_step_on_a_part_of_the_job_counts_only_its_own_nodes_and_tasks():
+    of_the_job = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"}
+    launch = read(step(0, 0, [1], SLURM_STEP_NODELIST="n2", **of_the_job, SLURM_NTASKS="4"))
+    assert (launch.topology.world_size, launch.topology.num_nodes, launch.master_addr) == (1, 1, "n2")
+
+
+@pytest.mark.parametrize(
+    ("tasks_per_node", "here"),
+    [("3(x2),1", 3), ("3,3,1", 3), ("1,3(x1),3", 3), ("3,1,3", 1)],
+)
+def test_the_tasks_of_this_node_are_those_of_its_place_in_the_list(tasks_per_node, here):
+    launch = read(
+        step(3, 0, [3, 3, 1], node=1, SLURM_STEP_TASKS_PER_NODE=tasks_per_node, SLURM_GTIDS=",".join("3" * here))
+    )
+    assert (launch.topology.local_world_size, launch.assumed) == (here, ())
+
+
+def test_tasks_per_node_that_do_not_fit_the_step_are_not_believed():
+    environ = step(3, 1, [2, 2], node=1, SLURM_TASKS_PER_NODE="9")
+    assert read(environ).assumed == ()
+    del environ["SLURM_STEP_TASKS_PER_NODE"]
+    assert read(environ).assumed == ("local_world_size",)
+
+
+def test_ranks_may_go_round_the_nodes():
+    launch = read(step(2, 1, [2, 2], node=0, SLURM_GTIDS="0,2"))
+    assert str(launch.topology) == "rank=2, world_size=4, local_rank=1, local_world_size=2, node_rank=0, num_nodes=2"
+
+
+@pytest.mark.parametrize(
+    ("environ", "by_hand", "launcher", "place"),
+    [
+        (step(1, 1, [2]), rendezvous(1, 1, 2), "slurm", (1, 1, 2)),
+        (step(3, 1, [2, 2], node=1), rendezvous(3, 1, 4), "slurm", (3, 1, 4)),
+        (step(0, 0, [1]), rendezvous(2, 2, 4), "environment", (2, 2, 4)),  # a launcher in the only task
+        (step(1, 1, [2]), rendezvous(3, 1, 4), "environment", (3, 1, 4)),
+        (step(1, 0, [1, 1], node=1), rendezvous(3, 1, 4), "environment", (3, 1, 4)),  # in the one of each node
+    ],
+)
+def test_all_five_variables_of_a_rendezvous_count_if_they_fit_the_step(environ, by_hand, launcher, place):
+    launch = read(environ | by_hand, expand=lambda nodelist: pytest.fail("the address is known"))
+    assert (launch.launcher, three(launch), address(launch)) == (launcher, place, ("10.0.0.9", 4000))
+
+
+@pytest.mark.parametrize(
+    ("environ", "by_hand"),
+    [
+        (step(3, 1, [3, 3], node=1), rendezvous(1, 1, 2)),
+        (step(3, 1, [2, 2], node=1), rendezvous(3, 1, 8)),  # several nodes with several tasks must say the same
+        (step(3, 1, [2, 2], node=1), rendezvous(2, 1, 4)),
+        (step(1, 1, [2]), rendezvous(0, 1, 2)),
+        (step(1, 1, [2]), rendezvous(1, 0, 2)),
+        (step(1, 1, [4]), rendezvous(1, 1, 2)),
+        (step(1, 0, [1, 1], node=1), rendezvous(0, 0, 2)),
+    ],
+)
+def test_all_five_variables_of_a_rendezvous_that_do_not_fit_are_refused_with_both(environ, by_hand):
+    with pytest.raises(RuntimeError, match="the environment contradicts itself") as refusal:
+        read(environ | by_hand)
+    for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        assert f" {name}={(environ | by_hand)[name]}" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("some", "missing"),
+    [
+        ({"WORLD_SIZE": "8"}, "RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "7"}, "RANK, LOCAL_RANK, WORLD_SIZE"),
+        (by_hand(0, 0, 1), "MASTER_ADDR, MASTER_PORT"),
+    ],
+)
+def test_some_of_the_five_are_ignored_with_a_warning_that_names_them(some, missing):
+    ignored = ", ".join(
+        name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name in some
+    )
+    with pytest.warns(UserWarning, match=f"so {ignored} in the environment is ignored for lack of {missing};"):
+        launch = read(step(1, 1, [2]) | some)
+    assert (three(launch), address(launch)) == ((1, 1, 2), ("n1", 17345))
+
+
+@pytest.mark.parametrize(("job", "port"), [("12345", 17345), ("7", 15007), ("123450000", 15000), ("9999", 24999)])
+def test_the_port_follows_from_the_last_four_digits_of_the_job(job, port):
+    assert read(step(0, 0, [1], SLURM_JOB_ID=job)).master_port == port
+
+
+def test_a_host_name_without_an_address_gives_way_to_the_host_of_srun():
+    environ = step(0, 0, [1, 1])
+    assert read(environ).master_addr == "n1"
+    assert read(environ, resolves=lambda host: host != "n1").master_addr == "10.0.0.1"
+    del environ["SLURM_LAUNCH_NODE_IPADDR"]
+    assert read(environ, resolves=lambda host: False).master_addr == "n1"
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "message"), [("[]", r"must name a host, got '\[\]'"), ("n[1", "is no list of hosts")]
+)
+def test_a_list_without_hosts_is_refused(nodelist, message):
+    with pytest.raises(RuntimeError, match=f"SLURM_STEP_NODELIST {message}"):
+        read(step(0, 0, [1], SLURM_STEP_NODELIST=nodelist))
+
+
+SCONTROL = {
+    "missing": None,
+    "works": 'echo "$*" | tr " " "\\n"',
+    "fails": "echo n7; exit 1",
+    "cannot read the list": "exit 0",
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "hosts"),
+    [
+        ("missing", ["n1", "n2"]),
+        ("works", ["show", "hostnames", "n[1-2]"]),
+        ("fails", ["n1", "n2"]),
+        ("cannot read the list", ["n1", "n2"]),
+    ],
+)
+def test_scontrol_lists_the_hosts_where_it_can(tmp_path, monkeypatch, how, hosts):
+    if (body := SCONTROL[how]) is not None:
+        script = tmp_path / "scontrol"
+        script.write_text(f"#!/bin/sh\n{body}\n")
+        script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path) + (os.pathsep + os.environ["PATH"] if how == "works" else ""))
+    assert slurm.expand("n[1-2]") == hosts
+
+
+def test_a_scontrol_that_hangs_is_not_waited_for(tmp_path, monkeypatch):
+    script = tmp_path / "scontrol"
+    script.write_text("#!/bin/sh\nexec sleep 60\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path) + os.pathsep + os.environ["PATH"])
+    monkeypatch.setattr(slurm, "_SCONTROL_SECONDS", 0.1)
+    assert slurm.expand("n[1-2]") == ["n1", "n2"]
+
+
+def test_whether_a_host_name_has_an_address_is_asked_of_the_system(monkeypatch):
+    assert slurm.resolves("localhost")
+    assert not slurm.resolves("x" * 64)  # no such name can be
+
+    def unknown(*_):
+        raise socket.gaierror("Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    assert not slurm.resolves("n1")

@@ -1,0 +1,280 @@
+"""Collectives over tensors of every kind."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from functools import reduce
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.mpi.checking import check, place, same
+
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+COMPLEX = (torch.complex64, torch.complex128)
+INTEGER = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+EVERY = (*FLOATING, *COMPLEX, *INTEGER, torch.bool)
+REDUCIBLE = (*FLOATING, *COMPLEX, *INTEGER[:5], torch.bool)  # torch itself cannot add the others
+Op = dist.ReduceOp
+
+
+def of_rank(rank: int, dtype: torch.dtype, length: int = 3) -> Tensor:
+    """Make a tensor that differs over the ranks, small enough for a product of four to fit an int8."""
+    numbers = torch.tensor([(rank + index) % 3 for index in range(length)])
+    return (numbers * (1.5 + 0.5j if dtype.is_complex else 1)).to(dtype)
+
+
+def of_all(dtype: torch.dtype, length: int = 3) -> list[Tensor]:
+    return [of_rank(rank, dtype, length) for rank in range(dist.get_world_size())]
+
+
+def total(tensors: list[Tensor]) -> Tensor:
+    """Add in a wider dtype, as the sum of halves over MPI is."""
+    dtype = tensors[0].dtype
+    wide = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.int32}.get(dtype, dtype)
+    return sum(tensor.to(wide) for tensor in tensors).to(dtype)
+
+
+@check
+def all_reduce_adds_tensors_of_every_dtype() -> None:
+    for dtype in REDUCIBLE:
+        tensor = of_rank(dist.get_rank(), dtype)
+        dist.all_reduce(tensor)
+        same(tensor, total(of_all(dtype)))
+
+
+@check
+def all_reduce_adds_bfloat16_as_numbers_not_as_bits() -> None:
+    tensor = torch.tensor([1.5], dtype=torch.bfloat16)
+    dist.all_reduce(tensor)
+    same(tensor, torch.tensor([1.5 * dist.get_world_size()], dtype=torch.bfloat16))
+
+
+@check
+def halves_are_added_in_a_wider_dtype() -> None:
+    rank, size = place()
+    tensor = torch.tensor([256.0 if rank == 0 else 0.75], dtype=torch.bfloat16)
+    dist.all_reduce(tensor)
+    same(tensor, torch.tensor([256 + 0.75 * (size - 1)]).to(torch.bfloat16))
+
+
+@check
+def every_operation_reduces() -> None:
+    rank, size = place()
+    ranks = range(size)
+    for op, wanted in (
+        (Op.SUM, sum(ranks) + size),
+        (Op.PRODUCT, reduce(operator.mul, (rank + 1 for rank in ranks))),
+        (Op.MIN, 1),
+        (Op.MAX, size),
+        (Op.BAND, reduce(operator.and_, (rank + 1 for rank in ranks))),
+        (Op.BOR, reduce(operator.or_, (rank + 1 for rank in ranks))),
+        (Op.BXOR, reduce(operator.xor, (rank + 1 for rank in ranks))),
+    ):
+        tensor = torch.tensor([rank + 1])
+        dist.all_reduce(tensor, op)
+        same(tensor, torch.tensor([wanted]))
+
+
+@check
+def averages_are_of_floating_point_and_complex_tensors() -> None:
+    for dtype in (*FLOATING, *COMPLEX):
+        tensor = of_rank(dist.get_rank(), dtype)
+        dist.all_reduce(tensor, Op.AVG)
+        wide = torch.complex64 if dtype.is_complex else torch.float32
+        same(tensor, (total(of_all(wide)) / dist.get_world_size()).to(dtype))
+
+
+@check
+def bools_are_reduced_as_truth_values() -> None:
+    rank, size = place()
+    for op, wanted in ((Op.SUM, [True, True]), (Op.PRODUCT, [True, False]), (Op.MIN, [True, False])):
+        tensor = torch.tensor([True, rank == 0])
+        dist.all_reduce(tensor, op)
+        same(tensor, torch.tensor(wanted))
+    tensor = torch.tensor([True])
+    dist.all_reduce(tensor, Op.BXOR)
+    same(tensor, torch.tensor([size % 2 == 1]))
+
+
+@check
+def an_operation_that_does_not_fit_is_refused() -> None:
+    for op, dtype, message in (
+        (Op.AVG, torch.int64, "op must be one of SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR for tensors of torch.int64"),
+        (Op.BAND, torch.float32, "got BAND"),
+        (Op.MAX, torch.complex64, "got MAX"),
+        (dist._make_nccl_premul_sum(2.0), torch.float32, "got PREMUL_SUM"),
+        (Op.SUM, torch.float8_e5m2, "MPI reduces tensors of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dist.group.WORLD.allreduce([torch.ones(2).to(dtype)], options(op))
+
+
+def options(op: dist.ReduceOp) -> dist.AllreduceOptions:
+    made = dist.AllreduceOptions()
+    made.reduceOp = op
+    return made
+
+
+def awkward(value: float) -> Iterator[Tensor]:
+    """Give tensors of shape (2, 3) whose memory MPI cannot take as it is, or that autograd watches."""
+    yield torch.full((3, 2), value).t()
+    yield torch.full((2, 6), value)[:, ::2]
+    yield torch.full((2, 3), value, requires_grad=True)
+    yield torch._neg_view(torch.full((2, 3), -value))  # torch negates it when it is looked at
+    yield torch.full((2, 3, 2, 2), value).to(memory_format=torch.channels_last)[..., 0, 0]
+
+
+@check
+def tensors_are_reduced_however_they_lie_in_memory() -> None:
+    rank, size = place()
+    for tensor in awkward(float(rank)):
+        dist.all_reduce(tensor)
+        same(tensor, torch.full((2, 3), float(sum(range(size)))))
+
+
+@check
+def tensors_are_moved_however_they_lie_in_memory() -> None:
+    rank, size = place()
+    for tensor, *parts in zip(awkward(float(rank)), *(awkward(-1.0) for _ in range(size)), strict=True):
+        dist.all_gather(parts, tensor)
+        for index, part in enumerate(parts):
+            same(part, torch.full((2, 3), float(index)))
+        dist.broadcast(tensor, src=1)
+        same(tensor, torch.ones(2, 3))
+
+
+@check
+def a_sparse_tensor_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"tensor must be dense .* torch.sparse_coo"):
+        dist.broadcast(torch.eye(2).to_sparse(), src=0)
+
+
+@check
+def empty_tensors_travel() -> None:
+    tensor = torch.empty(0, 3)
+    dist.all_reduce(tensor)
+    dist.broadcast(tensor, src=0)
+    output = torch.empty(0, 3)
+    dist.all_gather_into_tensor(output, tensor)
+    assert output.shape == (0, 3)
+
+
+@check
+def broadcast_gives_every_rank_the_tensor_of_one() -> None:
+    for src in range(dist.get_world_size()):
+        for dtype in EVERY:
+            tensor = of_rank(dist.get_rank(), dtype)
+            dist.broadcast(tensor, src)
+            same(tensor, of_rank(src, dtype))
+
+
+@check
+def reduce_changes_the_tensor_of_one_rank_only() -> None:
+    rank, size = place()
+    for dtype in REDUCIBLE:
+        tensor = of_rank(rank, dtype)
+        dist.reduce(tensor, dst=size - 1)
+        same(tensor, total(of_all(dtype)) if rank == size - 1 else of_rank(rank, dtype))
+
+
+@check
+def all_gather_collects_the_tensors_in_rank_order() -> None:
+    rank, size = place()
+    for dtype in EVERY:
+        parts = [torch.empty(3, dtype=dtype) for _ in range(size)]
+        dist.all_gather(parts, of_rank(rank, dtype))
+        same(torch.stack(parts), torch.stack(of_all(dtype)))
+        joined = torch.empty(3 * size, dtype=dtype)
+        dist.all_gather_into_tensor(joined, of_rank(rank, dtype))
+        same(joined, torch.cat(of_all(dtype)))
+
+
+@check
+def all_gather_takes_tensors_of_different_sizes() -> None:
+    rank, size = place()
+    parts = [torch.empty(index + 1) for index in range(size)]
+    dist.all_gather(parts, torch.full((rank + 1,), float(rank)))
+    for index, part in enumerate(parts):
+        same(part, torch.full((index + 1,), float(index)))
+
+
+@check
+def all_gather_takes_an_input_that_lies_in_the_output() -> None:
+    rank, size = place()
+    output = torch.zeros(size, 5)
+    output[rank] = rank + 1
+    dist.all_gather_into_tensor(output, output[rank])
+    same(output, torch.arange(1.0, size + 1).repeat_interleave(5).view(size, 5))
+
+
+@check
+def gather_and_scatter_are_inverse() -> None:
+    rank, size = place()
+    for dtype in EVERY:
+        parts = [torch.empty(3, dtype=dtype) for _ in range(size)] if rank == 1 else None
+        dist.gather(of_rank(rank, dtype), parts, dst=1)
+        output = torch.empty(3, dtype=dtype)
+        dist.scatter(output, parts, src=1)
+        same(output, of_rank(rank, dtype))
+
+
+@check
+def reduce_scatter_gives_each_rank_its_part_of_the_sum() -> None:
+    rank, size = place()
+    for dtype in REDUCIBLE:
+        wanted = total(of_all(dtype, 3 * size))[3 * rank : 3 * rank + 3]
+        mine, output = of_rank(rank, dtype, 3 * size), torch.empty(3, dtype=dtype)
+        dist.reduce_scatter(output, list(mine.chunk(size)))
+        same(output, wanted)
+        dist.reduce_scatter_tensor(output, mine)
+        same(output, wanted)
+    averaged = torch.empty(2)
+    dist.reduce_scatter_tensor(averaged, torch.full((2 * size,), float(rank)), Op.AVG)
+    same(averaged, torch.full((2,), (size - 1) / 2))
+
+
+@check
+def reduce_scatter_takes_an_output_that_lies_in_the_input() -> None:
+    rank, size = place()
+    tensor = torch.arange(float(size)).repeat(1)
+    dist.reduce_scatter_tensor(tensor[rank : rank + 1], tensor)
+    assert tensor[rank] == rank * size
+
+
+@check
+def all_to_all_exchanges_parts() -> None:
+    rank, size = place()
+    for dtype in EVERY:
+        output = torch.empty(size, dtype=dtype)
+        dist.all_to_all_single(output, of_rank(rank, dtype, size))
+        same(output, torch.stack([part[rank] for part in of_all(dtype, size)]))
+    parts = [torch.empty(rank + 1, 2) for _ in range(size)]
+    dist.all_to_all(parts, [torch.full((index + 1, 2), float(rank)) for index in range(size)])
+    for index, part in enumerate(parts):
+        same(part, torch.full((rank + 1, 2), float(index)))
+
+
+@check
+def all_to_all_takes_parts_of_different_sizes() -> None:
+    rank, size = place()
+    output = torch.empty((rank + 1) * size, 2)
+    rows = torch.cat([torch.full((index + 1, 2), float(rank)) for index in range(size)])
+    dist.all_to_all_single(output, rows, [rank + 1] * size, [index + 1 for index in range(size)])
+    same(output, torch.arange(float(size)).repeat_interleave(rank + 1)[:, None].expand(-1, 2))
+
+
+@check
+def parts_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
+    world, size = dist.group.WORLD, dist.get_world_size()
+    with pytest.raises(ValueError, match="output must have as many elements as input times ranks"):
+        world.all_gather_single(torch.empty(1), torch.empty(2))
+    with pytest.raises(ValueError, match=f"output_tensors must have a tensor for each of the {size} ranks, got 1"):
+        world.allgather([[torch.empty(2)]], [torch.empty(2)])
+    with pytest.raises(ValueError, match=r"must have the dtype of the other side, torch.float32, got torch.int64"):
+        world.all_gather_single(torch.empty(2 * size, dtype=torch.int64), torch.empty(2))
+    with pytest.raises(ValueError, match=f"split sizes must be {size} that add up to the 3 rows"):
+        dist.all_to_all_single(torch.empty(3), torch.empty(3), [5] * size, [3] * size)

@@ -1,0 +1,170 @@
+"""Groups: sub-groups, timeouts, and ranks that do not come or leave."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from camshaft.distributed.backends import mpi_work
+from camshaft.distributed.backends.mpi_group import MPIGroup
+from camshaft.distributed.backends.mpi_register import create_group
+from tests.mpi.checking import check, place, same
+
+SHORT = timedelta(seconds=0.3)
+
+
+@check
+def the_default_group_is_of_mpi_and_has_a_store_that_all_ranks_reach() -> None:
+    rank, size = place()
+    assert dist.get_backend() == "mpi"
+    assert isinstance(dist.group.WORLD, MPIGroup)
+    store = c10d._get_default_store()
+    assert store.add("visitors", 1) <= size
+    store.set(f"rank {rank}", str(rank))
+    assert store.get(f"rank {(rank + 1) % size}") == str((rank + 1) % size).encode()
+
+
+@check
+def a_subgroup_reduces_over_its_members_only() -> None:
+    rank, size = place()
+    for members in ([0], [1, 0], list(range(size)), [size - 1, 0]):
+        group = dist.new_group(members)
+        if rank in members:
+            tensor = torch.tensor([float(rank)])
+            dist.all_reduce(tensor, group=group)
+            same(tensor, torch.tensor([float(sum(members))]))
+            assert dist.get_group_rank(group, rank) == sorted(members).index(rank)
+            dist.broadcast(tensor, src=members[-1], group=group)
+            dist.destroy_process_group(group)
+
+
+@check
+def groups_of_the_same_ranks_do_not_mix() -> None:
+    first, second = dist.new_group(), dist.new_group()
+    one, two = torch.ones(1), torch.full((1,), 10.0)
+    pairs = [(one, first), (two, second)]
+    if dist.get_rank() % 2:
+        pairs.reverse()
+    works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor, group in pairs]
+    for work in works:
+        work.wait()
+    assert two.item() == 10 * one.item() == 10 * dist.get_world_size()
+
+
+@check
+def a_collective_that_a_rank_misses_times_out_and_the_group_is_lost() -> None:
+    group = dist.new_group([0, 1], timeout=SHORT)
+    if dist.get_rank() == 0:
+        with pytest.raises(
+            dist.DistBackendError, match=r"all_reduce, collective 1 of this group, timed out after 0.3 s"
+        ):
+            dist.all_reduce(torch.ones(1), group=group)
+        with pytest.raises(dist.DistBackendError, match="barrier is refused, the group is of no use any more: all_red"):
+            dist.barrier(group=group)
+
+
+@check
+def a_message_that_nobody_sends_times_out() -> None:
+    group = dist.new_group([0, 1], timeout=SHORT)
+    if dist.get_rank() == 0:
+        work = dist.irecv(torch.ones(1), 1, group=group)
+        assert work is not None
+        assert not work.is_completed()
+        with pytest.raises(dist.DistBackendError, match=r"recv timed out after 0.1 s"):
+            work.wait(timedelta(seconds=0.1))
+        assert isinstance(work.exception(), dist.DistBackendError)
+
+
+@check
+def the_timeout_of_a_group_can_be_changed() -> None:
+    group = dist.new_group([0, 1])
+    if dist.get_rank() == 0:
+        assert isinstance(group, MPIGroup)
+        assert group.timeout == c10d.default_pg_timeout
+        group.set_timeout(SHORT)
+        with pytest.raises(dist.DistBackendError, match=r"timed out after 0.3 s"):
+            dist.barrier(group=group)
+
+
+@check
+def a_rank_that_left_the_group_is_named_by_those_who_wait_for_it() -> None:
+    rank, _ = place()
+    group = dist.new_group([0, 1])
+    if rank == 1:
+        dist.barrier(group=group)
+        dist.destroy_process_group(group)
+    elif rank == 0:
+        dist.barrier(group=group)
+        with pytest.raises(dist.DistBackendError, match="collective 2 .* rank 1 left after 1 collectives"):
+            dist.barrier(group=group)
+
+
+@check
+def a_message_from_a_rank_that_left_is_not_waited_for() -> None:
+    rank, _ = place()
+    group = dist.new_group([0, 1])
+    if rank == 1:
+        dist.destroy_process_group(group)
+    elif rank == 0:
+        patience, mpi_work._PATIENCE = mpi_work._PATIENCE, 0.1
+        with pytest.raises(dist.DistBackendError, match="recv cannot complete: rank 1 has left"):
+            dist.recv(torch.ones(1), 1, group=group)
+        mpi_work._PATIENCE = patience
+
+
+@check
+def a_rank_that_did_its_part_may_leave_before_the_others() -> None:
+    rank, size = place()
+    group = dist.new_group()
+    if rank == size - 1:
+        dist.recv(torch.empty(1), 0)  # so that rank 0 waits for this one when the others have left
+    parts = [torch.empty(1) for _ in range(size)] if rank == 0 else None
+    gathering = dist.gather(torch.tensor([float(rank)]), parts, 0, group=group, async_op=True)
+    if rank == 0:
+        while len(group.attendance.departures()) < size - 2:
+            gathering.is_completed()
+        dist.send(torch.ones(1), size - 1)
+    gathering.wait()
+    if rank != 0:
+        dist.destroy_process_group(group)
+    else:
+        assert torch.cat(parts or []).tolist() == list(range(size))
+
+
+@check
+def a_group_that_nobody_holds_any_more_is_left() -> None:
+    """As with old versions of torch, which forget a group that is destroyed and do not shut it down."""
+    rank, size = place()
+    group = create_group(list(range(size)), SHORT)
+    if rank == 1:
+        del group
+    else:
+        while 1 not in group.attendance.departures():
+            pass
+
+
+@check
+def a_child_that_was_forked_does_not_leave_for_its_parent() -> None:
+    group = dist.new_group()
+    child = os.fork()
+    if child == 0:
+        group.shutdown()
+        os._exit(0)
+    os.waitpid(child, 0)
+    dist.barrier()
+    dist.barrier(group=group)
+    assert group.attendance.departures() == {}
+    dist.barrier()
+
+
+@check
+def many_groups_come_and_go() -> None:
+    """More than an MPI library has communicators, so that those that were left must have been freed."""
+    for _ in range(3000):
+        group = dist.new_group()
+        dist.destroy_process_group(group)

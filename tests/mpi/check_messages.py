@@ -1,0 +1,180 @@
+"""Messages between two ranks, and what is begun now and waited for later."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+
+from tests.mpi.checking import check, place, same
+
+LARGE = 3_000_000  # 12 MB, which MPI does not send before the other side asks for it
+
+
+@check
+def a_ring_of_large_messages_does_not_stop() -> None:
+    rank, size = place()
+    incoming = torch.empty(LARGE)
+    sending = dist.isend(torch.full((LARGE,), float(rank)), (rank + 1) % size)
+    dist.recv(incoming, (rank - 1) % size)
+    sending.wait()
+    assert bool((incoming == (rank - 1) % size).all())
+
+
+@check
+def a_batch_of_messages_is_exchanged() -> None:
+    rank, size = place()
+    incoming = torch.empty(2, 2)
+    operations = [
+        dist.P2POp(dist.irecv, incoming, (rank - 1) % size),
+        dist.P2POp(dist.isend, torch.full((2, 2), float(rank)), (rank + 1) % size),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    same(incoming, torch.full((2, 2), float((rank - 1) % size)))
+
+
+@check
+def a_message_from_anybody_tells_who_sent_it() -> None:
+    rank, size = place()
+    if rank == 0:
+        for _ in range(size - 1):
+            tensor = torch.empty(1)
+            sender = dist.recv(tensor)
+            assert tensor.item() == sender
+    else:
+        dist.send(torch.tensor([float(rank)]), 0)
+
+
+@check
+def messages_are_told_apart_by_their_tags() -> None:
+    rank, _ = place()
+    first, second = torch.tensor([1.0]), torch.tensor([2.0])
+    if rank == 0:
+        works = [dist.isend(first, 1, tag=1), dist.isend(second, 1, tag=2)]
+        for work in works:
+            work.wait()
+    elif rank == 1:
+        dist.recv(first, 0, tag=2)
+        dist.recv(second, 0, tag=1)
+        assert (first.item(), second.item()) == (2.0, 1.0)
+
+
+@check
+def messages_of_every_dtype_go_to_and_from_strided_tensors() -> None:
+    rank, size = place()
+    for dtype in (torch.bfloat16, torch.bool, torch.uint8, torch.int64, torch.complex128):
+        outgoing = torch.ones(3, 2).to(dtype).t()
+        incoming = torch.zeros(2, 6).to(dtype)[:, ::2]
+        sending = dist.isend(outgoing, (rank + 1) % size)
+        dist.recv(incoming, (rank - 1) % size)
+        sending.wait()
+        same(incoming, outgoing)
+
+
+@check
+def a_conjugate_is_sent_with_the_values_that_it_shows() -> None:
+    """Most functions of torch refuse one, the group itself does not."""
+    rank, size = place()
+    incoming = torch.zeros(1, dtype=torch.complex64)
+    sending = dist.group.WORLD.send([torch.tensor([1 + 2j]).conj()], (rank + 1) % size)
+    dist.recv(incoming, (rank - 1) % size)
+    sending.wait()
+    assert incoming == 1 - 2j
+
+
+@check
+def an_operation_that_was_begun_waits_for_nobody_until_it_is_asked_to() -> None:
+    """Rank 0 begins to reduce and then waits for a message that rank 1 sends before it begins."""
+    rank, size = place()
+    tensor, message = torch.ones(3), torch.ones(LARGE)
+    if rank == 1:
+        dist.send(message, 0)
+    reducing = dist.all_reduce(tensor, async_op=True)
+    if rank == 0:
+        dist.recv(message, 1)
+    reducing.wait()
+    reducing.wait()
+    same(tensor, torch.full((3,), float(size)))
+
+
+@check
+def a_completed_operation_says_so() -> None:
+    tensor = torch.ones(3)
+    work = dist.all_reduce(tensor, async_op=True)
+    while not work.is_completed():
+        pass
+    assert work.is_success()
+    assert work.exception() is None
+    assert work.get_future().value()[0] is tensor
+    assert tensor[0] == dist.get_world_size()
+
+
+@check
+def operations_that_nobody_waits_for_are_completed_all_the_same() -> None:
+    rank, size = place()
+    for index in range(200):
+        dist.isend(torch.full((1000,), float(index)), (rank + 1) % size)
+    for index in range(200):
+        tensor = torch.empty(1000)
+        dist.recv(tensor, (rank - 1) % size)
+        assert bool((tensor == index).all())
+
+
+@check
+def a_message_of_another_size_is_an_error() -> None:
+    group = dist.new_group([0, 1])
+    rank, _ = place()
+    if rank == 0:
+        dist.send(torch.ones(2), 1, group=group)
+    elif rank == 1:
+        with pytest.raises(dist.DistBackendError, match="recv got 8 bytes from rank 0, the tensor has 12"):
+            dist.recv(torch.ones(3), 0, group=group)
+
+
+@check
+def a_tag_out_of_range_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"tag must be in \[0, \d+\), got -1"):
+        dist.isend(torch.ones(1), 1, tag=-1)
+
+
+@check
+def functional_collectives_give_new_tensors() -> None:
+    rank, size = place()
+    world, tensor = dist.group.WORLD, torch.full((size,), float(rank))
+    gathered = functional.wait_tensor(functional.all_gather_single(tensor, 0, world))
+    same(gathered, torch.arange(float(size)).repeat_interleave(size))
+    reduced = functional.wait_tensor(functional.all_reduce(tensor, "sum", world))
+    same(reduced, torch.full((size,), float(sum(range(size)))))
+    scattered = functional.wait_tensor(functional.reduce_scatter_single(tensor, "avg", 0, world))
+    same(scattered, torch.tensor([(size - 1) / 2]))
+    exchanged = functional.wait_tensor(functional.all_to_all_single(tensor, None, None, world))
+    same(exchanged, torch.arange(float(size)))
+    sent = functional.wait_tensor(functional.broadcast(tensor, 1, world))
+    same(sent, torch.ones(size))
+    many = functional.all_reduce_coalesced([tensor, tensor[:1]], "max", world)
+    assert [functional.wait_tensor(one).max().item() for one in many] == [size - 1, size - 1]
+
+
+@check
+def objects_travel() -> None:
+    rank, size = place()
+    thing = {"rank": rank, "text": "ä" * (100 * rank), "list": [None, 1.5]}
+    gathered = [None] * size
+    dist.all_gather_object(gathered, thing)
+    assert [item["rank"] for item in gathered] == list(range(size))
+    assert gathered[rank] == thing
+    things = [thing, rank]
+    dist.broadcast_object_list(things, src=1)
+    assert things[1] == 1
+    received = [None] * size if rank == 0 else None
+    dist.gather_object(rank, received, dst=0)
+    assert received is None or received == list(range(size))
+    mine = [None]
+    dist.scatter_object_list(mine, list("abcd")[:size] if rank == 0 else None, src=0)
+    assert mine == ["abcd"[rank]]
+    if rank == 0:
+        dist.send_object_list([thing], 1)
+    elif rank == 1:
+        dist.recv_object_list(things[:1], 0)

@@ -1,0 +1,146 @@
+"""What torch builds upon a process group: replicated and sharded training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms import Join
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.mpi.checking import check, place, same
+
+
+class Network(nn.Module):
+    """Two layers and a normalisation, and a third layer that only even ranks use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.second = nn.Linear(8, 2)
+        self.extra = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, with_extra: bool = False) -> Tensor:
+        hidden = self.norm(self.first(x)).relu()
+        return self.second(hidden) + (self.extra(hidden) if with_extra else 0)
+
+
+def network(seed: int = 0) -> Network:
+    torch.manual_seed(seed)
+    return Network()
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, **options: Any) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(batch(step, dist.get_rank()), **options).square().mean().backward()
+        optimizer.step()
+
+
+def assert_equal_on_all_ranks(model: nn.Module) -> None:
+    for tensor in model.parameters():
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, tensor.detach())
+        for part in parts:
+            assert torch.equal(part, parts[0])
+
+
+@check
+def ddp_gives_all_ranks_the_weights_of_rank_0_and_keeps_them_equal() -> None:
+    model = DistributedDataParallel(network(seed=dist.get_rank()), find_unused_parameters=True)
+    assert_equal_on_all_ranks(model)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert_equal_on_all_ranks(model)
+
+
+@check
+def ddp_averages_the_gradients_of_the_ranks() -> None:
+    rank, size = place()
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    model(batch(0, rank)).sum().backward()
+    wanted = torch.stack([batch(0, other).sum(0) for other in range(size)]).mean(0)
+    same(model.module.weight.grad[0], wanted)
+
+
+@check
+def ddp_finds_parameters_that_a_rank_does_not_use() -> None:
+    model = DistributedDataParallel(network(), find_unused_parameters=True)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), with_extra=dist.get_rank() % 2 == 0)
+    assert_equal_on_all_ranks(model)
+
+
+@check
+def ddp_reduces_nothing_within_no_sync() -> None:
+    rank, size = place()
+    model = DistributedDataParallel(nn.Linear(4, 1, bias=False))
+    with model.no_sync():
+        model(batch(0, rank)).sum().backward()
+    same(model.module.weight.grad[0], batch(0, rank).sum(0))
+    model(batch(1, rank)).sum().backward()
+    both = [batch(0, other).sum(0) + batch(1, other).sum(0) for other in range(size)]
+    same(model.module.weight.grad[0], torch.stack(both).mean(0))
+
+
+@check
+def ddp_compresses_gradients() -> None:
+    for hook in (default_hooks.fp16_compress_hook, default_hooks.allreduce_hook):
+        model = DistributedDataParallel(network(), find_unused_parameters=True)
+        model.register_comm_hook(None, hook)
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert_equal_on_all_ranks(model)
+
+
+@check
+def ranks_with_different_numbers_of_batches_join() -> None:
+    rank, _ = place()
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Join([model]):
+        train(model, optimizer, steps=2 + rank)
+    assert_equal_on_all_ranks(model)
+
+
+@check
+def the_zero_redundancy_optimizer_steps_as_a_plain_one() -> None:
+    trained = []
+    for make in (plain, sharded):
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)))
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 0.1)
+        train(model, make(model.parameters()))
+        assert_equal_on_all_ranks(model)
+        trained.append(nn.utils.parameters_to_vector(model.parameters()))
+    same(*trained)
+
+
+def plain(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.1)
+
+
+def sharded(parameters: Any) -> torch.optim.Optimizer:
+    return ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.Adam, lr=0.1)
+
+
+@check
+def fsdp_trains_as_ddp_does() -> None:
+    def wrapped(wrap: Callable[[nn.Module], nn.Module]) -> Tensor:
+        torch.manual_seed(0)
+        model = wrap(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)))
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        whole = [getattr(parameter, "full_tensor", lambda kept=parameter: kept)() for parameter in model.parameters()]
+        return torch.cat([tensor.detach().reshape(-1) for tensor in whole])
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    same(wrapped(lambda model: fully_shard(model, mesh=mesh)), wrapped(DistributedDataParallel))

@@ -1,0 +1,51 @@
+"""Checks that every rank runs: they assert what the ranks must see, and say so in their name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKS: dict[str, Callable[[], None]] = {}
+
+# For Open MPI, which refuses to run as root, or more ranks than cores, unless it is told to; MPICH looks at none.
+LENIENT = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+}
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    """Add a function to the checks that `run_checks.py` runs."""
+    CHECKS[function.__name__] = function
+    return function
+
+
+def mpirun(ranks: int, *arguments: str, seconds: float = 50) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments on so many ranks, and give what it wrote."""
+    launcher = [str(Path(sys.executable).parent / "mpirun"), "-np", str(ranks)]
+    environment = {**os.environ, **LENIENT, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    command = [*launcher, sys.executable, "-W", "error::UserWarning", *arguments]
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, timeout=seconds, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    output = result.stdout.decode(errors="replace")
+    return subprocess.CompletedProcess(command, result.returncode, output)
+
+
+def place() -> tuple[int, int]:
+    """Give this rank and the number of ranks."""
+    return dist.get_rank(), dist.get_world_size()
+
+
+def same(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Assert that two tensors agree in values, shape and dtype."""
+    torch.testing.assert_close(got.detach(), wanted)

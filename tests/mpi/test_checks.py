@@ -1,0 +1,29 @@
+"""The checks of this folder, on real ranks: one start of mpirun serves them all."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from tests.mpi.checking import mpirun
+
+# read, not imported: what the checks import of torch has no place in the process of the tests
+FILES = sorted(Path(__file__).parent.glob("check_*.py"))
+NAMES = [name for file in FILES for name in re.findall(r"^@check\ndef (\w+)", file.read_text(), re.MULTILINE)]
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2_ranks", "4_ranks"])
+def run(request: pytest.FixtureRequest) -> CompletedProcess[str]:
+    return mpirun(request.param, "-m", "tests.mpi.run_checks")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_ranks_pass(run: CompletedProcess[str], name: str) -> None:
+    assert f"passed {name}\n" in run.stdout, run.stdout[-6000:]
+
+
+def test_the_job_ends_well(run: CompletedProcess[str]) -> None:
+    assert run.returncode == 0, run.stdout[-6000:]
