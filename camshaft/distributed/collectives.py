@@ -12,14 +12,13 @@ from itertools import zip_longest
 from numbers import Number
 from typing import Any, TypeVar, cast
 
-import torch
 from torch import Tensor
 
-from camshaft.distributed.backend import Backend, Group
-from camshaft.distributed.calls import Call, enter
+from camshaft.distributed.calls import enter
 from camshaft.distributed.context import current
 from camshaft.distributed.exchange import all_gather_values, all_to_all_values, broadcast_value, scatter_values
 from camshaft.distributed.groups import checked_ranks
+from camshaft.distributed.placement import brought, check_shapes, in_place, portable, prepared, reduced_number
 
 T = TypeVar("T")
 
@@ -40,6 +39,7 @@ def all_reduce(tensor: T, op: str = "SUM", group: Any = None) -> T:
         ValueError: the backend does not know ``op``, or ``group`` is none.
         RankDivergenceError: not all ranks of the group are here.
 
+    >>> import torch
     >>> all_reduce(3), all_reduce(torch.tensor([1.0, 2.0]), op="MAX")
     (3, tensor([1., 2.]))
     """
@@ -52,8 +52,8 @@ def all_reduce(tensor: T, op: str = "SUM", group: Any = None) -> T:
         if not call.is_member:
             return tensor
         if isinstance(tensor, Tensor):
-            return cast(T, _in_place(backend, tensor, lambda here: backend.all_reduce(here, op, call.group)))
-        return cast(T, _reduced_number(backend, tensor, op, call.group))
+            return cast(T, in_place(backend, tensor, lambda here: backend.all_reduce(here, op, call.group)))
+        return cast(T, reduced_number(backend, tensor, op, call.group))
 
 
 def all_gather(tensor: Any, group: Any = None) -> Any:
@@ -68,6 +68,7 @@ def all_gather(tensor: Any, group: Any = None) -> Any:
         For tensors of shape ``(d, ...)`` one of shape ``(ranks * d, ...)``; of shape ``()`` one of shape
         ``(ranks,)``, except in a single process without a context, where it stays as it is. For all else a list.
 
+    >>> import torch
     >>> all_gather(torch.tensor([1, 2])), all_gather("größer")
     (tensor([1, 2]), ['größer'])
     """
@@ -79,7 +80,7 @@ def all_gather(tensor: Any, group: Any = None) -> Any:
             return all_gather_values(backend, tensor, call.group)
         if backend.name is None:
             return tensor
-        stacked = backend.all_gather(_here(backend, tensor), call.group).to(tensor.device)
+        stacked = backend.all_gather(brought(backend, tensor), call.group).to(tensor.device)
         return stacked.flatten(0, 1) if tensor.dim() else stacked
 
 
@@ -94,6 +95,7 @@ def all_gather_tensors_with_shapes(tensor: Tensor, shapes: Sequence[Sequence[int
     Returns:
         The tensors of the ranks.
 
+    >>> import torch
     >>> all_gather_tensors_with_shapes(torch.ones(2, 1), [(2, 1)])
     [tensor([[1.],
             [1.]])]
@@ -104,11 +106,11 @@ def all_gather_tensors_with_shapes(tensor: Tensor, shapes: Sequence[Sequence[int
     with enter("all_gather_tensors_with_shapes", backend, group, None) as call:
         if not call.is_member:
             return [tensor]
-        _check_shapes(tensor, shapes, call)
+        check_shapes(tensor, shapes, call)
         largest = [max(sizes) for sizes in zip_longest(*shapes)]
         padded = tensor.new_zeros(largest)
         padded[tuple(map(slice, tensor.shape))] = tensor
-        stacked = backend.all_gather(_here(backend, padded), call.group).to(tensor.device)
+        stacked = backend.all_gather(brought(backend, padded), call.group).to(tensor.device)
         return [row[tuple(map(slice, shape))] for row, shape in zip(stacked, shapes, strict=True)]
 
 
@@ -139,9 +141,9 @@ def broadcast(tensor: Any, src: int = 0, safe_mode: bool = False, group: Any = N
                 "tensor must not be None on the rank that sends it, and elsewhere only with safe_mode=True"
             )
         if safe_mode:
-            tensor = _prepared(backend, tensor, src, call.group)
+            tensor = prepared(backend, tensor, src, call.group)
         if isinstance(tensor, Tensor):
-            return _in_place(backend, tensor, lambda place: backend.broadcast(place, src, call.group))
+            return in_place(backend, tensor, lambda place: backend.broadcast(place, src, call.group))
         return broadcast_value(backend, tensor, src, call.group)
 
 
@@ -190,9 +192,9 @@ def reduce(tensor: T, dst: int = 0, op: str = "SUM", group: Any = None) -> T | N
         call.check_member("dst", dst)
         mine = backend.topology.rank == dst
         if not isinstance(tensor, Tensor):
-            number = _reduced_number(backend, tensor, op, call.group)
+            number = reduced_number(backend, tensor, op, call.group)
             return cast(T, number) if mine else None
-        reduced = backend.reduce(_here(backend, tensor).clone(), dst, op, call.group)
+        reduced = backend.reduce(brought(backend, tensor).clone(), dst, op, call.group)
         return cast(T, reduced.to(tensor.device)) if mine else None
 
 
@@ -210,7 +212,7 @@ def gather(tensor: Any, dst: int = 0, group: Any = None) -> Any:
         if not isinstance(tensor, Tensor):
             values = all_gather_values(backend, tensor, call.group)
             return values if mine else None
-        stacked = backend.gather(_here(backend, tensor), dst, call.group)
+        stacked = backend.gather(brought(backend, tensor), dst, call.group)
         if not mine:
             return None
         stacked = stacked.to(tensor.device)
@@ -235,7 +237,7 @@ def scatter(values: Sequence[Any] | None, src: int = 0, group: Any = None) -> An
         held = None
         if backend.topology.rank == src:
             call.check_count("values", values)
-            held = [_portable(value) for value in values or ()]
+            held = [portable(value) for value in values or ()]
         return scatter_values(backend, held, src, call.group)
 
 
@@ -250,6 +252,7 @@ def reduce_scatter(tensor: Tensor, op: str = "SUM", group: Any = None) -> Tensor
     Returns:
         A tensor of shape ``(d, ...)``.
 
+    >>> import torch
     >>> reduce_scatter(torch.tensor([1, 2]))
     tensor([1, 2])
     """
@@ -261,7 +264,7 @@ def reduce_scatter(tensor: Tensor, op: str = "SUM", group: Any = None) -> Tensor
         size = len(call.ranks)
         if not isinstance(tensor, Tensor) or tensor.dim() == 0 or len(tensor) % size:
             raise ValueError(f"tensor must be one whose first dimension is a multiple of {size}, got {tensor!r}")
-        rows = _here(backend, tensor).view(size, -1, *tensor.shape[1:])
+        rows = brought(backend, tensor).view(size, -1, *tensor.shape[1:])
         return backend.reduce_scatter(rows, op, call.group).to(tensor.device)
 
 
@@ -279,50 +282,4 @@ def all_to_all(values: Sequence[Any], group: Any = None) -> list[Any]:
     with enter("all_to_all", backend, group, None) as call:
         call.require_member()
         call.check_count("values", values)
-        return all_to_all_values(backend, [_portable(value) for value in values], call.group)
-
-
-# --- how ---------------------------------------------------------------------------------------------------
-
-
-def _here(backend: Backend, tensor: Tensor) -> Tensor:
-    return tensor.detach().to(backend.device).contiguous()
-
-
-def _in_place(backend: Backend, tensor: Tensor, operate: Any) -> Tensor:
-    """Operate on the tensor itself where that is possible, else on a copy whose result goes back."""
-    here = _here(backend, tensor)
-    result: Tensor = operate(here)
-    if result.data_ptr() == tensor.data_ptr() and result.device == tensor.device:
-        return tensor
-    if result.device == tensor.device or backend.device.type == tensor.device.type:
-        with torch.no_grad():
-            return tensor.copy_(result.view(tensor.shape))
-    return result.to(tensor.device)
-
-
-def _reduced_number(backend: Backend, number: Any, op: str, group: Group | None) -> Any:
-    whole = not isinstance(number, (float, complex)) and number == int(number)
-    dtype = torch.complex128 if isinstance(number, complex) else torch.int64 if whole else torch.float64
-    return backend.all_reduce(torch.tensor([number], dtype=dtype, device=backend.device), op, group).item()
-
-
-def _prepared(backend: Backend, tensor: Any, src: int, group: Group | None) -> Any:
-    """Tell the ranks what kind of value comes, and give each a place for it."""
-    here = backend.topology.rank == src
-    layout = (tensor.shape, tensor.dtype) if isinstance(tensor, Tensor) else None
-    layout = broadcast_value(backend, layout, src, group)
-    if here or layout is None:
-        return tensor
-    return torch.empty(*layout[:1], dtype=layout[1], device=backend.device)
-
-
-def _portable(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value
-
-
-def _check_shapes(tensor: Tensor, shapes: Sequence[Sequence[int]], call: Call) -> None:
-    call.check_count("shapes", shapes)
-    mine = tuple(shapes[call.place])
-    if mine != tuple(tensor.shape):
-        raise ValueError(f"shapes must hold this rank's shape {tuple(tensor.shape)} at {call.place}, got {mine}")
+        return all_to_all_values(backend, [portable(value) for value in values], call.group)

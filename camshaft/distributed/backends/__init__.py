@@ -1,0 +1,1 @@
+"""What moves tensors between ranks, one file a backend."""
