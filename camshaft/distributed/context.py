@@ -25,8 +25,7 @@ _local_rank: int | None = None
 def current() -> Backend:
     """Give the backend of this process, without any communication.
 
-    A process group, Horovod or XLA run that somebody else began is found and taken over, and left again when
-    it is gone.
+    A process group that somebody else made is found and taken over, and left again when it is gone.
     """
     scoped = _scoped.get()
     if scoped is not None:
@@ -60,7 +59,7 @@ def initialize(backend: str, *, debug: bool | None = None, **kwargs: Any) -> Non
 
 
 def finalize() -> None:
-    """End what :func:`initialize` began; does nothing in a run of one process."""
+    """End the run, also one that was taken over; does nothing in a single process."""
     global _process, _initialized
     backend, _process, _initialized = current(), _serial, False
     agreement.enable(None)

@@ -41,7 +41,7 @@ def check_all_present(collective: str, ranks: Sequence[int], rank: int) -> None:
 
 
 @contextmanager
-def only(present: Iterator[int] | Sequence[int], what: str, where: str) -> Iterator[None]:
+def only(present: Sequence[int], what: str, where: str) -> Iterator[None]:
     """Mark a part of the program as run by some ranks only."""
     outer = _alone.get()
     here = frozenset(present)

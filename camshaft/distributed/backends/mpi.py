@@ -34,7 +34,7 @@ def create(
         hosts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(hosts, socket.gethostname())
         topology = Topology.from_hosts(dist.get_rank(), hosts)
-        return NativeBackend(topology, torch.device("cpu" if device is None else device), adopted=False)
+        return NativeBackend(topology, torch.device("cpu" if device is None else device))
     except BaseException:
         dist.destroy_process_group()
         raise

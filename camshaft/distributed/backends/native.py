@@ -31,16 +31,14 @@ class NativeBackend(Backend):
     Args:
         topology: where this process stands.
         device: where tensors are moved from and to.
-        adopted: whether somebody else made the process group, and will destroy it.
     """
 
     model_name = "native-dist"
 
-    def __init__(self, topology: Topology, device: torch.device, adopted: bool) -> None:
+    def __init__(self, topology: Topology, device: torch.device) -> None:
         self.name = dist.get_backend()
         self.topology = topology
         self.device = device
-        self._adopted = adopted
         self._world = dist.group.WORLD
 
     def all_reduce(self, tensor: Tensor, op: str, group: Group | None) -> Tensor:

@@ -49,7 +49,7 @@ def create(name: str, local_rank: int | None = None, **options: Any) -> NativeBa
     place = _place(launch, options.pop("rank", None), options.pop("world_size", None), options.get("init_method"))
     _begin(name, launch, place, options)
     try:
-        backend = NativeBackend(*_standing(launch, local_rank, device), adopted=False)
+        backend = NativeBackend(*_standing(launch, local_rank, device))
         if backend.device.type == "cuda":
             torch.cuda.set_device(backend.device)
         backend.barrier(None)
@@ -67,7 +67,7 @@ def adopt(local_rank: int | None = None) -> NativeBackend:
         topology = launch.topology
     else:
         topology = _guessed(rank, size, local_rank)
-    return NativeBackend(topology, device_of(dist.get_backend(), topology.local_rank), adopted=True)
+    return NativeBackend(topology, device_of(dist.get_backend(), topology.local_rank))
 
 
 def device_of(backend: str, local_rank: int) -> torch.device:
