@@ -8,8 +8,9 @@
 PYTHON ?= python3
 ARGS ?=
 ENVIRONMENT = $(PYTHON) scripts/environment.py
+PATIENT = -o timeout=180 -o faulthandler_timeout=240  # each of these tests starts several Pythons with torch
 
-.PHONY: demo test test-openmpi test-xla bench format clean
+.PHONY: demo test test-openmpi test-xla test-horovod test-hosts test-slurm test-restarts bench format clean
 
 demo:
 	@$(ENVIRONMENT) dev python examples/mnist.py $(ARGS)
@@ -25,6 +26,24 @@ test-openmpi:
 test-xla: export PJRT_DEVICE ?= CPU
 test-xla:
 	@$(ENVIRONMENT) xla python -m pytest tests/xla $(ARGS)
+
+# Horovod is built from source for this torch, which takes minutes and a C++ compiler; the wheel is kept
+test-horovod:
+	@$(ENVIRONMENT) horovod python -m pytest -o timeout=180 -o faulthandler_timeout=200 tests/horovod $(ARGS)
+
+# two hosts on a network of their own, which takes root: sudo, or unshare --map-root-user make test-hosts
+test-hosts:
+	@scripts/system_packages ip:iproute2
+	@$(ENVIRONMENT) dev python -m pytest $(PATIENT) tests/hosts $(ARGS)
+
+# a Slurm of two such hosts, from Debian's packages, which are installed if need be
+test-slurm:
+	@scripts/system_packages ip:iproute2 slurmctld:slurmctld slurmd:slurmd srun:slurm-client
+	@$(ENVIRONMENT) dev python -m pytest $(PATIENT) tests/slurm $(ARGS)
+
+# torchrun starts its workers again and again, and nodes come and go, which takes minutes
+test-restarts:
+	@$(ENVIRONMENT) dev python -m pytest -m restarts -o timeout=580 -o faulthandler_timeout=600 tests/torchrun $(ARGS)
 
 bench:
 	@$(ENVIRONMENT) bench python benchmarks/engine_overhead.py $(ARGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import random
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -13,7 +14,9 @@ import torch
 
 
 def manual_seed(seed: SupportsIndex) -> None:
-    """Seed Python's ``random``, torch on all devices, and NumPy and torch_xla where they are installed.
+    """Seed Python's ``random``, torch on all devices, NumPy where it is installed, and XLA where it is in use.
+
+    XLA is not started for this: until it runs, ``initialize("xla-tpu")`` seeds it with what torch was seeded with.
 
     Args:
         seed: any integer. torch and torch_xla take it modulo 2**64, NumPy modulo 2**32.
@@ -33,8 +36,8 @@ def manual_seed(seed: SupportsIndex) -> None:
         raise TypeError(f"seed must be an integer, got {seed!r} of type {type(seed).__name__}") from error
     random.seed(number)
     torch.manual_seed(number % 2**64)
-    if (xla_model := _import_if_installed("torch_xla.core.xla_model")) is not None:
-        xla_model.set_rng_state(number % 2**64)
+    if (torch_xla := sys.modules.get("torch_xla")) is not None and torch_xla._XLAC._xla_runtime_is_initialized():
+        import_module("torch_xla.core.xla_model").set_rng_state(number % 2**64)
     if (numpy := _import_if_installed("numpy")) is not None:
         numpy.random.seed(number % 2**32)
 

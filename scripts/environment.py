@@ -31,7 +31,9 @@ ENVIRONMENTS = {
     "bench": (("benchmarks",), "constraints.txt"),
     "openmpi": (("test", "openmpi"), "constraints.txt"),
     "xla": (("test", "xla"), "constraints-xla.txt"),
+    "horovod": (("test",), "constraints-horovod.txt"),
 }
+SCRIPTS = {"horovod": "scripts/build_horovod.py"}  # what builds and installs more, for environments that need it
 MARKER = "camshaft-environment"  # the file in a folder of ours that says what the folder was built from
 DAYS_KEPT = 7  # a shared environment that nobody used for so long goes away
 
@@ -59,6 +61,7 @@ def shared_folder(parent: Path, name: str) -> Path:
 def fingerprint(name: str, folder: Path | None = None) -> str:
     """Digest all that decides what the environment contains; its place too, where it points to this clone."""
     files = [ROOT / "setup.cfg", ROOT / ENVIRONMENTS[name][1], Path(__file__)]
+    files += [ROOT / SCRIPTS[name]] if name in SCRIPTS else []
     parts = [name, sys.version, sys.base_prefix, str(folder), *(file.read_text("utf-8") for file in files)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -91,6 +94,8 @@ def build(folder: Path, name: str, *, shared: bool) -> None:
     pip_install(folder, "--constraint", str(ROOT / constraints), "setuptools", *requirements(extras))
     if not shared:
         pip_install(folder, "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
+    if name in SCRIPTS:
+        run_script(folder, ROOT / SCRIPTS[name], "--constraint", str(ROOT / constraints))
     (folder / MARKER).write_text(fingerprint(name, folder), "utf-8")
     if shared:
         remove_unused(folder.parent)
@@ -121,6 +126,12 @@ def requirements(extras: tuple[str, ...]) -> list[str]:
 def pip_install(folder: Path, *arguments: str) -> None:
     pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     subprocess.run([*pip, *arguments], check=True)
+
+
+def run_script(folder: Path, script: Path, *arguments: str) -> None:
+    """Run a script of ours in the environment; what it keeps for the next one lies beside it."""
+    kept = folder.parent / f".venv-{script.stem}"
+    subprocess.run([str(folder / "bin" / "python"), str(script), str(kept), *arguments], check=True)
 
 
 def remove_unused(parent: Path) -> None:

@@ -10,12 +10,20 @@ import pytest
 
 from tests.guards import GUARDS
 
-# torch_xla has an environment of its own (make test-xla)
-collect_ignore = [] if importlib.util.find_spec("torch_xla") else ["xla"]
+# they have environments of their own (make test-xla, make test-horovod)
+collect_ignore = [
+    name for name, module in (("xla", "torch_xla"), ("horovod", "horovod")) if not importlib.util.find_spec(module)
+]
+# they make hosts of their own, which takes root, and Slurm is no package of Python: make test-hosts, make test-slurm
+APART = tuple(Path(__file__).parent / name for name in ("hosts", "slurm"))
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Look for tests in test files only; doctests would have every Python file here imported."""
+    if collection_path in APART and not any(
+        Path(name).resolve().is_relative_to(collection_path) for name in config.args
+    ):
+        return True
     return True if collection_path.suffix == ".py" and not collection_path.name.startswith("test_") else None
 
 

@@ -159,4 +159,5 @@ def call(
     try:
         return getattr(function, "__wrapped__", function)(*args, **kwargs)  # a decorated test, or any function
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # else the function has done so, to begin in its own way
+            dist.destroy_process_group()

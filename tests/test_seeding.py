@@ -83,14 +83,17 @@ def test_numpy_may_be_missing():
     assert drawn == (random.random(), torch.rand(1))
 
 
-def test_torch_xla_is_seeded_where_it_is_installed(monkeypatch):
+@pytest.mark.parametrize("runs", [True, False])
+def test_xla_is_seeded_where_it_runs_and_is_not_started(monkeypatch, runs):
     seeds = []
+    library = SimpleNamespace(_XLAC=SimpleNamespace(_xla_runtime_is_initialized=lambda: runs))
+    monkeypatch.setitem(sys.modules, "torch_xla", library)
     monkeypatch.setitem(
         sys.modules, "torch_xla.core.xla_model", SimpleNamespace(set_rng_state=lambda seed: seeds.append(seed))
     )
     manual_seed(7)
     manual_seed(-1)
-    assert seeds == [7, 2**64 - 1]
+    assert seeds == ([7, 2**64 - 1] if runs else [])
 
 
 # Capture and restore

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from camshaft.distributed.auto import DistributedProxySampler, auto_dataloader, auto_model, auto_optim
 from camshaft.distributed.collectives import (
     all_gather,
     all_gather_tensors_with_shapes,
@@ -15,7 +16,15 @@ from camshaft.distributed.collectives import (
     reduce_scatter,
     scatter,
 )
+from camshaft.distributed.comp_models import (
+    has_hvd_support,
+    has_native_dist_support,
+    has_xla_support,
+    registered_computation_models,
+)
 from camshaft.distributed.context import finalize, initialize, set_local_rank, sync, use_backend
+from camshaft.distributed.launcher import Parallel
+from camshaft.distributed.messages import irecv, isend, recv, send
 from camshaft.distributed.ranks import (
     backend,
     device,
@@ -31,13 +40,18 @@ from camshaft.distributed.ranks import (
     one_rank_only,
     show_config,
 )
-from camshaft.distributed.registry import available_backends
+from camshaft.distributed.utils import available_backends, spawn
 
 __all__ = [
+    "DistributedProxySampler",
+    "Parallel",
     "all_gather",
     "all_gather_tensors_with_shapes",
     "all_reduce",
     "all_to_all",
+    "auto_dataloader",
+    "auto_model",
+    "auto_optim",
     "available_backends",
     "backend",
     "barrier",
@@ -51,17 +65,26 @@ __all__ = [
     "get_nproc_per_node",
     "get_rank",
     "get_world_size",
+    "has_hvd_support",
+    "has_native_dist_support",
+    "has_xla_support",
     "hostname",
     "initialize",
+    "irecv",
+    "isend",
     "model_name",
     "new_group",
     "one_rank_first",
     "one_rank_only",
+    "recv",
     "reduce",
     "reduce_scatter",
+    "registered_computation_models",
     "scatter",
+    "send",
     "set_local_rank",
     "show_config",
+    "spawn",
     "sync",
     "use_backend",
 ]

@@ -19,6 +19,9 @@ class Work(Protocol):
     def wait(self) -> Any:
         """Wait for its end."""
 
+    def is_completed(self) -> bool:
+        """Whether it has ended."""
+
 
 class Group:
     """Some of the ranks, in the order of their rank in the group.

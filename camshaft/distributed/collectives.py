@@ -159,7 +159,7 @@ def new_group(ranks: list[int], **kwargs: Any) -> Any:
     """Make a group of some ranks; all ranks must call this, in the same order.
 
     Args:
-        ranks: global ranks, a list.
+        ranks: global ranks, a list in any order; the group has them in theirs.
         kwargs: for the backend, as ``timeout``.
 
     Raises:
@@ -169,7 +169,7 @@ def new_group(ranks: list[int], **kwargs: Any) -> Any:
     Group(ranks=[0])
     """
     backend = current()
-    checked_ranks(backend, ranks)
+    ranks = checked_ranks(backend, ranks)
     with enter("new_group", backend, None, ranks):
         return backend.new_group(ranks, **kwargs)
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import torch.distributed as dist
-
 from camshaft.distributed import agreement
 from camshaft.distributed.backend import Backend
-from camshaft.distributed.backends.native_start import adopt
 from camshaft.distributed.backends.serial import SerialBackend
-from camshaft.distributed.registry import module_of
+from camshaft.distributed.outbox import pending
+from camshaft.distributed.registry import adopted, module_of
 
 _serial = SerialBackend()
 _process: Backend = _serial
@@ -50,19 +48,38 @@ def initialize(backend: str, *, debug: bool | None = None, **kwargs: Any) -> Non
         RuntimeError: a run was begun already, or what the launcher left in the environment contradicts itself.
         TypeError: an argument is not known.
     """
+    install(lambda: module_of(backend).create(backend, local_rank=_local_rank, **kwargs), debug)
+
+
+def install(create: Callable[[], Backend], debug: bool | None = None) -> None:
+    """Talk through the backend that a function makes, until :func:`finalize`.
+
+    Raises:
+        RuntimeError: a run was begun already.
+    """
     global _process, _initialized
     if _initialized:
         raise RuntimeError(f"initialize was called already, with {_process.name!r}: call finalize first")
-    _process = module_of(backend).create(backend, local_rank=_local_rank, **kwargs)
+    _process = create()
     _initialized = True
     agreement.enable_if(debug)
 
 
 def finalize() -> None:
     """End the run, also one that was taken over; does nothing in a single process."""
+    try:
+        pending(current()).drain()
+    finally:
+        abandon()
+
+
+def abandon() -> None:
+    """End the run as :func:`finalize` does, but without waiting for anybody: something has failed."""
     global _process, _initialized
-    backend, _process, _initialized = current(), _serial, False
-    agreement.enable(None)
+    backend = current()
+    if backend is _process:
+        _process, _initialized = _serial, False
+        agreement.enable(None)
     backend.close()
 
 
@@ -104,9 +121,6 @@ def use_backend(backend: Backend) -> Iterator[Backend]:
 def _look_around() -> None:
     """Adopt a run that exists, and drop one that has ended."""
     global _process
-    if _process is not _serial:
-        if _process.is_alive():
-            return
-        _process = _serial
-    if dist.is_available() and dist.is_initialized():
-        _process = adopt(local_rank=_local_rank)
+    if _process is not _serial and _process.is_alive():
+        return
+    _process = adopted(_local_rank) or _serial

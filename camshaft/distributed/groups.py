@@ -33,7 +33,7 @@ def resolve(backend: Backend, group: Any) -> Group | None:
 
 
 def checked_ranks(backend: Backend, ranks: Any) -> list[int]:
-    """Check a list of ranks.
+    """Check a list of ranks, and give it in the order of the ranks, which is that of every group.
 
     Raises:
         ValueError: it is no list of different integers in ``[0, world_size)``.
@@ -43,7 +43,7 @@ def checked_ranks(backend: Backend, ranks: Any) -> list[int]:
         raise ValueError(f"ranks must be a non-empty list of int, got {ranks!r}")
     if len(set(ranks)) < len(ranks) or not all(0 <= rank < size for rank in ranks):
         raise ValueError(f"ranks must be different and in [0, {size}), got {ranks}")
-    return ranks
+    return sorted(ranks)
 
 
 def members(backend: Backend, group: Group | None) -> tuple[int, ...]:

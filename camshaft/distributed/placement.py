@@ -43,7 +43,7 @@ def prepared(backend: Backend, tensor: Any, src: int, group: Group | None) -> An
     layout = (tensor.shape, tensor.dtype) if isinstance(tensor, Tensor) else None
     layout = broadcast_value(backend, layout, src, group)
     if here or layout is None:
-        return tensor
+        return tensor if here else None
     return torch.empty(*layout[:1], dtype=layout[1], device=backend.device)
 
 

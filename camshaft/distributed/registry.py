@@ -1,15 +1,35 @@
-"""Backends by name, imported when they are asked for."""
+"""Backends by name; the module of each is imported when it is asked for.
+
+Such a module has ``create(name, local_rank, **options)``, which begins a run, ``adopt(local_rank)``, which takes over
+one that exists without any communication, or gives ``None``, and ``spawn(name, function, args, kwargs, **options)``,
+which starts the processes of a run.
+"""
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 import torch.distributed as dist
 
-_MODULES = {"mpi": "mpi"}  # all others are torch's, and begin in the same way
-_NOT_FOR_RUNS = ("undefined", "fake", "ucc")
+from camshaft.distributed.backend import Backend
+
+has_native_dist_support = dist.is_available()
+has_xla_support = find_spec("torch_xla") is not None
+has_hvd_support = find_spec("horovod") is not None
+
+_MODULES = {"mpi": "mpi", "xla-tpu": "xla", "horovod": "horovod"}  # all others are torch's, and begin in the same way
+NEEDS = {
+    "mpi": "pip install 'camshaft[mpi]'",
+    "xla-tpu": "pip install 'camshaft[xla]'",
+    "horovod": "Horovod built for the installed torch: see docs/backends.md",
+}
+_NOT_FOR_RUNS = ("undefined", "fake", "ucc", "xla")  # the last is begun by the name of "xla-tpu"
+_ADOPTERS = {"torch.distributed": "native_run", "torch_xla": "xla", "horovod.torch": "horovod"}
+_loaded: dict[str, Any] = {}
 
 
 def available_backends() -> tuple[str, ...]:
@@ -18,7 +38,7 @@ def available_backends() -> tuple[str, ...]:
     >>> "gloo" in available_backends()
     True
     """
-    return tuple(name for name in _names() if _is_available(name))
+    return tuple(name for name in known_backends() if _is_available(name))
 
 
 def module_of(name: str) -> ModuleType:
@@ -28,25 +48,62 @@ def module_of(name: str) -> ModuleType:
         ValueError: there is no such backend, or what it needs is not installed.
     """
     if name not in available_backends():
-        raise ValueError(f"backend must be one of {available_backends()}, got {name!r}, {_reason(name)}")
-    return import_module(f"camshaft.distributed.backends.{_MODULES.get(name, 'native_start')}")
+        raise ValueError(f"backend must be one of {available_backends()}, got {name!r}, which {_lack(name)}")
+    return _import(_MODULES.get(name, "native_run"))
 
 
-def _names() -> tuple[str, ...]:
-    """List the backends that torch knows, also those registered for other devices."""
-    if not dist.is_available():
-        return ()
-    registered = getattr(dist.Backend, "backend_list", [])
-    return tuple(dict.fromkeys(("nccl", "gloo", "mpi", *(name for name in registered if name not in _NOT_FOR_RUNS))))
+def adopted(local_rank: int | None) -> Backend | None:
+    """Take over a run that somebody else began, if there is one; whoever began it has imported its library.
+
+    This is asked with every query as long as there is none, so it looks nothing up twice.
+    """
+    for library in _ADOPTERS:
+        if library in sys.modules:
+            module = _loaded.get(library) or _loaded.setdefault(library, _import(_ADOPTERS[library]))
+            backend: Backend | None = module.adopt(local_rank)
+            if backend is not None:
+                return backend
+    return None
+
+
+def backend_classes() -> list[type[Backend]]:
+    """Give the class of each kind of backend that is installed, in the order in which runs are looked for."""
+    classes = {
+        ("serial", "SerialBackend"): True,
+        ("native", "NativeBackend"): has_native_dist_support,
+        ("xla", "XlaBackend"): has_xla_support,
+        ("horovod", "HorovodBackend"): has_hvd_support,
+    }
+    return [getattr(_import(module), name) for (module, name), installed in classes.items() if installed]
+
+
+def known_backends() -> tuple[str, ...]:
+    """List the backends that torch knows, also those registered for other devices, and the others."""
+    registered = getattr(dist.Backend, "backend_list", []) if has_native_dist_support else []
+    native = ("nccl", "gloo", "mpi", *(name for name in registered if name not in _NOT_FOR_RUNS))
+    return (*dict.fromkeys(native), "xla-tpu", "horovod")
+
+
+def lack_of(name: str) -> str | None:
+    """Tell what a backend needs that is not installed, or ``None``: ``"needs pip install 'camshaft[mpi]'"``."""
+    return None if _is_available(name) else _lack(name)
+
+
+def _import(module: str) -> ModuleType:
+    return import_module(f"camshaft.distributed.backends.{module}")
 
 
 def _is_available(name: str) -> bool:
+    if name == "xla-tpu":
+        return has_xla_support
+    if name == "horovod":
+        return has_hvd_support
     if name == "mpi":
-        return dist.is_mpi_available() or find_spec("mpi4py") is not None
-    return dist.is_backend_available(name)
+        return has_native_dist_support and (dist.is_mpi_available() or find_spec("mpi4py") is not None)
+    return has_native_dist_support and dist.is_backend_available(name)
 
 
-def _reason(name: str) -> str:
-    if name == "mpi":
-        return "which needs pip install 'camshaft[mpi]'"
-    return "which this torch was not built with" if name in _names() else "which nobody has registered"
+def _lack(name: str) -> str:
+    if name in NEEDS:
+        return f"needs {NEEDS[name]}"
+    return "is not in this torch" if name in known_backends() else "nobody has registered"

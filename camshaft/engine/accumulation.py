@@ -94,10 +94,9 @@ class Accumulation:
         if not self._synchronized and not self._average_over_ranks():
             return
         if self._weigh is not None:
-            self._scale(self._share_of_weight())
-        elif self._pending < self._size:
-            self._scale(self._size / self._pending)
-        self.update.apply()
+            self.update.apply(self._share_of_weight())
+        else:
+            self.update.apply(self._size / self._pending if self._pending < self._size else None)
         self._pending = 0
 
     # --- the end of an epoch -------------------------------------------------------------------------------
@@ -130,13 +129,18 @@ class Accumulation:
 
     def _share_of_weight(self) -> float | Tensor:
         group = getattr(self._model, "process_group", None)
-        if group is None:
+        reduce = getattr(self.update.optimizer, "reduce_as_gradients", None)
+        if group is None and reduce is None:
             return 1 / self._weight
         parameter = next(iter(self.update.parameters()))
         total = torch.as_tensor(self._weight, dtype=torch.float64).to(parameter.device, non_blocking=True).reshape(())
-        torch.distributed.all_reduce(total, group=group)
-        size: int = group.size()
-        return size / total  # the ranks' gradients were averaged, not summed
+        if group is None:
+            assert reduce is not None, "there is one of them"
+            mean: Tensor = reduce(total)
+        else:
+            torch.distributed.all_reduce(total, group=group)
+            mean = total / group.size()  # the ranks' gradients were averaged, not summed
+        return 1 / mean
 
     def _average_over_ranks(self) -> bool:
         group = getattr(self._model, "process_group", None)
@@ -156,13 +160,8 @@ class Accumulation:
             if ranks:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 torch.distributed.all_reduce(parameter.grad, group=group)
-        self._scale(1 / group.size())
+        self.update.multiply(1 / group.size())
         return True
-
-    def _scale(self, factor: float | Tensor) -> None:
-        for parameter in self.update.parameters():
-            assert parameter.grad is not None, "parameters() gives those with a gradient"
-            parameter.grad.mul_(factor)
 
 
 def _iteration(engine: Any) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from numbers import Real
 from typing import Any
@@ -61,6 +61,9 @@ def device_type_of(device: DeviceLike | None, model: Any) -> str:
 class Update:
     """Turns gradients into a step of the optimizer: scaling, clipping, stepping.
 
+    An optimizer of Horovod's exchanges gradients while ``backward`` runs, and says with ``synchronize`` when they are
+    there.
+
     Args:
         optimizer: what is stepped.
         scaler: scales the loss, against underflow in float16; ``None`` for none.
@@ -95,17 +98,28 @@ class Update:
         """Compute the gradients of a loss."""
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]  # torch's
 
-    def apply(self) -> None:
-        """Step the optimizer."""
+    def apply(self, factor: float | Tensor | None = None) -> None:
+        """Step the optimizer, with the gradients times a factor."""
+        if hasattr(self.optimizer, "synchronize"):
+            self.optimizer.synchronize()
+        if factor is not None:
+            self.multiply(factor)
         if self._clip_grad_norm is not None or self._clip_grad_value is not None:
             self._clip()
-        if self._step is not None:
-            self._step()
-        elif self._scaler is None:
-            self.optimizer.step()  # looked up now: schedulers put a method of their own in its place
-        else:
-            self._scaler.step(self.optimizer)
-            self._scaler.update()
+        with getattr(self.optimizer, "skip_synchronize", nullcontext)():
+            if self._step is not None:
+                self._step()
+            elif self._scaler is None:
+                self.optimizer.step()  # looked up now: schedulers put a method of their own in its place
+            else:
+                self._scaler.step(self.optimizer)
+                self._scaler.update()
+
+    def multiply(self, factor: float | Tensor) -> None:
+        """Multiply the gradients."""
+        for parameter in self.parameters():
+            assert parameter.grad is not None, "parameters() gives those with a gradient"
+            parameter.grad.mul_(factor)
 
     def parameters(self) -> Iterable[Tensor]:
         """Give the parameters of the optimizer that have a gradient."""

@@ -1,4 +1,4 @@
-"""Collectives over real gloo ranks, and in one process: the same answers, types and values kept."""
+"""What collectives cost, what debug mode shows, and how a context begins and ends; what they give is in check_*.py."""
 
 from __future__ import annotations
 
@@ -14,124 +14,18 @@ from camshaft.distributed.context import current
 from camshaft.errors import RankDivergenceError
 from tests.ranks import on_ranks
 
-VALUES = [
-    0,
-    1,
-    -3,
-    2**53 + 1,
-    2**70,
-    0.1,
-    float("inf"),
-    True,
-    "",
-    "größer 漢字",
-    "x" * 90_000,
-    None,
-    (1, "a"),
-    {"k": [None, 2.5]},
-]
-
 
 def place():
     return idist.get_rank(), idist.get_world_size()
 
 
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:20])
-def test_one_process_gives_every_value_back(value):
-    assert idist.all_gather(value) == [value]
-    assert type(idist.all_gather(value)[0]) is type(value)
-    if value is not None:
-        assert idist.broadcast(value) == value
-
-
 @on_ranks(2)
-def test_values_of_every_kind_keep_type_and_value():
-    rank, size = place()
-    for value in VALUES:
-        mine = (rank, value)
-        assert idist.all_gather(mine) == [(other, value) for other in range(size)]
-        assert idist.all_gather(value) == [value] * size
-        assert [type(one) for one in idist.all_gather(value)] == [type(value)] * size
-        if value is not None:
-            for source in range(size):
-                got = idist.broadcast(value if rank == source else None, src=source, safe_mode=True)
-                assert (got, type(got)) == (value, type(value))
-    assert idist.all_gather("a" * 700 * rank) == ["a" * 700 * other for other in range(size)]
-    assert idist.all_gather(1 if rank else 2.5) == [2.5, *[1] * (size - 1)]
-
-
-@on_ranks(2)
-def test_numbers_are_reduced_in_their_own_kind():
-    rank, size = place()
-    assert idist.all_reduce(2**40 + rank) == size * 2**40 + sum(range(size))
-    assert isinstance(idist.all_reduce(1), int)
-    assert idist.all_reduce(0.1 * (rank + 1), "MAX") == 0.1 * size
-    assert idist.all_reduce(rank + 1, "PRODUCT") == 2
-    assert idist.all_reduce(6 if rank else 3, "AND") == 2
-    assert idist.reduce(rank + 1, dst=1) == (3 if rank == 1 else None)
-
-
-@on_ranks(2)
-def test_tensors_are_reduced_and_overwritten_in_place():
-    rank, _ = place()
-    tensor = torch.full((2, 3), float(rank))
-    assert idist.all_reduce(tensor) is tensor
-    assert tensor.tolist() == [[1.0] * 3] * 2
-    strided = torch.full((3, 2), float(rank)).t()
-    assert idist.all_reduce(strided) is strided
-    assert strided.tolist() == [[1.0] * 3] * 2
-    sent = torch.arange(3) if rank == 1 else torch.zeros(3, dtype=torch.long)
-    assert idist.broadcast(sent, src=1) is sent
-    assert sent.tolist() == [0, 1, 2]
-    number = torch.tensor(rank)
-    assert idist.all_reduce(number).tolist() == 1
-    kept = torch.ones(2)
-    assert idist.reduce(kept) is not kept
-    assert kept.tolist() == [1.0, 1.0]
-
-
-@on_ranks(2)
-def test_tensors_are_gathered_scattered_and_exchanged():
-    rank, size = place()
-    assert idist.all_gather(torch.tensor([rank, -rank])).tolist() == [0, 0, 1, -1]
-    assert idist.all_gather(torch.tensor(rank)).tolist() == [0, 1]
-    shapes = [(other + 1, 3 - other) for other in range(size)]
-    gathered = idist.all_gather_tensors_with_shapes(torch.full(shapes[rank], float(rank)), shapes)
-    assert [(one.shape, float(one.mean())) for one in gathered] == [(shape, float(k)) for k, shape in enumerate(shapes)]
-    at_one = idist.gather(torch.tensor([rank]), dst=1)
-    assert at_one is None if rank == 0 else at_one.tolist() == [0, 1]
-    parts = [torch.ones(1), torch.zeros(2, 2)]
-    assert idist.scatter(parts if rank == 0 else None).shape == parts[rank].shape
-    assert idist.scatter(["a", "b" * 5000] if rank == 1 else None, src=1) == ["a", "b" * 5000][rank]
-    assert idist.reduce_scatter(torch.arange(4)).tolist() == ([0, 2] if rank == 0 else [4, 6])
-    assert idist.all_to_all([f"{rank} to {other}" * 300 * other for other in range(size)]) == [
-        f"{other} to {rank}" * 300 * rank for other in range(size)
-    ]
-
-
-@on_ranks(2)
-def test_safe_mode_tells_shape_and_dtype_first():
-    rank, _ = place()
-    tensor = torch.tensor(1.5, dtype=torch.float64) if rank == 1 else "anything"
-    got = idist.broadcast(tensor, src=1, safe_mode=True)
-    assert (got.dtype, got.shape, float(got)) == (torch.float64, torch.Size([]), 1.5)
-
-
-@on_ranks(2)
-def test_a_group_may_be_a_list_of_ranks_and_is_made_once():
-    rank, _ = place()
+def test_a_group_that_is_named_by_its_ranks_is_made_once():
     before = len(dist.distributed_c10d._world.pg_map)
-    for _ in range(3):
-        got = idist.all_reduce(torch.tensor([1 + rank]), group=[1])
-        assert got.tolist() == [1 + rank]
-        assert idist.all_gather("mine", group=[1]) == (["mine"] if rank == 1 else "mine")
-    assert len(dist.distributed_c10d._world.pg_map) <= before + 1
-    made = idist.new_group([0, 1])
-    assert idist.all_reduce(1, group=made) == 2
-    if rank == 0:
-        with pytest.raises(RankDivergenceError, match="not in its group"):
-            idist.reduce(1, dst=1, group=[1])
-    idist.barrier()
+    for ranks in ([1], [1], [0, 1], [1, 0]):
+        idist.all_reduce(1, group=ranks)
+        idist.all_gather("mine", group=ranks)
+    assert len(dist.distributed_c10d._world.pg_map) <= before + 2
 
 
 def count_calls(call):
@@ -172,26 +66,6 @@ def test_debug_mode_shows_who_does_what():
         with pytest.raises(RankDivergenceError, match="nothing in time"):
             idist.all_reduce(1)
     agreement.enable(None)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "named"),
-    [
-        (lambda: idist.all_reduce("text"), TypeError, "tensor"),
-        (lambda: idist.all_reduce(1, op="sum"), ValueError, "op"),
-        (lambda: idist.all_reduce(1, group=3), ValueError, "group"),
-        (lambda: idist.all_reduce(1, group=[4]), ValueError, "ranks"),
-        (lambda: idist.broadcast(None), ValueError, "None"),
-        (lambda: idist.broadcast(1, src=2), ValueError, "src"),
-        (lambda: idist.new_group((0,)), ValueError, "ranks"),
-        (lambda: idist.all_gather(lambda: 1), TypeError, "picklable"),
-        (lambda: idist.scatter([1, 2]), ValueError, "values"),
-        (lambda: idist.all_gather_tensors_with_shapes(torch.ones(2), [(3,)]), ValueError, "shapes"),
-    ],
-)
-def test_wrong_arguments_are_named(call, error, named):
-    with pytest.raises(error, match=named):
-        call()
 
 
 def test_a_context_begins_and_ends_and_leaves_nothing():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from contextlib import contextmanager
 
 import pytest
@@ -12,7 +11,6 @@ import camshaft.distributed as idist
 from camshaft.distributed.backends.serial import SerialBackend
 from camshaft.distributed.topology import Topology
 from camshaft.errors import RankDivergenceError
-from tests.ranks import on_ranks
 
 PLACE = Topology(rank=3, world_size=4, local_rank=1, local_world_size=2, node_rank=1, num_nodes=2)
 
@@ -51,22 +49,6 @@ def test_without_anything_there_is_one_process():
     assert (idist.backend(), idist.model_name()) == (None, "serial")
 
 
-def test_the_configuration_is_logged_in_ten_records(caplog):
-    with caplog.at_level(logging.INFO, logger="camshaft.distributed.utils"):
-        idist.show_config()
-    assert len(caplog.records) == 10
-
-
-@pytest.mark.parametrize(("rank", "runs"), [(0, False), (1, True), (2, False)])
-def test_the_function_runs_on_its_rank_only(rank, runs):
-    @idist.one_rank_only(rank=1)
-    def name():
-        return "done"
-
-    with at_rank(rank):
-        assert name() == ("done" if runs else None)
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_all_ranks_meet_once_after_the_call_also_when_it_fails(rank):
     @idist.one_rank_only(with_barrier=True)
@@ -89,13 +71,6 @@ def test_name_and_signature_stay():
 
     assert (save.__name__, save.__doc__) == ("save", "Save.")
     assert str(inspect.signature(save)) == "(path, overwrite=False)"
-
-
-def test_forgotten_parentheses_and_impossible_ranks_are_told_at_once():
-    with pytest.raises(TypeError, match=r"write @one_rank_only\(\)"):
-        idist.one_rank_only(print)
-    with pytest.raises(ValueError, match="-1"):
-        idist.one_rank_only(-1)
 
 
 @pytest.mark.parametrize("call", [idist.barrier, lambda: idist.all_reduce(1), lambda: idist.all_gather("x")])
@@ -124,27 +99,3 @@ def test_the_body_of_one_rank_first_is_no_place_for_a_collective(rank):
         with pytest.raises(RankDivergenceError, match="one_rank_first"), idist.one_rank_first():
             idist.barrier()
         assert backend.barriers == [None]  # the others were released, or this one was
-
-
-@pytest.mark.parametrize(("rank", "local"), [(4, False), (-1, False), (2, True)])
-def test_one_rank_first_refuses_a_rank_that_is_not_there(rank, local):
-    with idist.use_backend(Somewhere()), pytest.raises(ValueError, match="rank must be in"):
-        idist.one_rank_first(rank, local).__enter__()
-
-
-@on_ranks(2)
-def test_one_rank_goes_first_and_the_others_go_on_when_it_fails(tmp_path):
-    done = tmp_path / "done"
-    with idist.one_rank_first():
-        if idist.get_rank() == 0:
-            done.touch()
-        assert done.exists()
-    failed = False
-    try:
-        with idist.one_rank_first():
-            if idist.get_rank() == 0:
-                raise OSError("no network")
-    except OSError:
-        failed = True
-    assert failed is (idist.get_rank() == 0)
-    idist.barrier()

@@ -1,4 +1,4 @@
-"""A type checker finds wrong uses of the engine, and accepts the right ones."""
+"""A type checker finds wrong uses of the engine and of the distributed layer, and accepts the right ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from mypy import api
 
 ROOT = Path(__file__).parents[2]
-CHECKED = ROOT / "tests" / "typing" / "expected_errors.py"
+CHECKED = {"expected_errors.py": 40, "expected_distributed_errors.py": 10}  # and at least so many errors
 MARK = re.compile(r"# error: ([a-z, -]+)$")
 REPORT = re.compile(r":(\d+): error: .*\[([a-z-]+)\]$")
 
@@ -26,8 +26,13 @@ follow_imports = skip
 """Strict as for the package; torch itself, which is large, plays no part here."""
 
 
+@pytest.fixture(params=CHECKED)
+def checked(request):
+    return ROOT / "tests" / "typing" / request.param
+
+
 @pytest.fixture
-def report(tmp_path, monkeypatch):
+def report(checked, tmp_path, monkeypatch):
     """What mypy says about the file."""
     settings = tmp_path / "mypy.ini"
     settings.write_text(SETTINGS)
@@ -35,18 +40,18 @@ def report(tmp_path, monkeypatch):
     monkeypatch.setenv("MYPY_CONFIG_FILE_DIR", str(tmp_path))  # mypy sets it too, and leaves it
     threshold = gc.get_threshold()
     cache = ROOT / ".mypy_cache" / "expected_errors"
-    text, failure, _ = api.run(["--config-file", str(settings), "--cache-dir", str(cache), str(CHECKED)])
+    text, failure, _ = api.run(["--config-file", str(settings), "--cache-dir", str(cache), str(checked)])
     gc.set_threshold(*threshold)  # mypy changes it
     assert failure == ""
-    return [line for line in text.splitlines() if line.startswith(str(CHECKED.relative_to(ROOT)))]
+    return [line for line in text.splitlines() if line.startswith(str(checked.relative_to(ROOT)))]
 
 
-def test_a_type_checker_finds_the_marked_errors_and_no_others(report):
-    lines = CHECKED.read_text("utf-8").splitlines()
+def test_a_type_checker_finds_the_marked_errors_and_no_others(checked, report):
+    lines = checked.read_text("utf-8").splitlines()
     marks = ((number, MARK.search(line)) for number, line in enumerate(lines, start=1))
     marked = {(number, code) for number, mark in marks if mark for code in mark[1].split(", ")}
     found = {(int(match[1]), match[2]) for match in map(REPORT.search, report) if match}
     missing = [f"{number}: [{code}] {lines[number - 1]}" for number, code in sorted(marked - found)]
     surprising = [f"{number}: [{code}] {lines[number - 1]}" for number, code in sorted(found - marked)]
     assert (missing, surprising) == ([], [])
-    assert len(found) > 40
+    assert len(found) > CHECKED[checked.name]

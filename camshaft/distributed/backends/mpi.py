@@ -10,8 +10,11 @@ import torch
 import torch.distributed as dist
 
 from camshaft.distributed.backends.mpi_register import initialize_mpi
+from camshaft.distributed.backends.mpi_spawn import spawn
 from camshaft.distributed.backends.native import NativeBackend
 from camshaft.distributed.topology import Topology
+
+__all__ = ["create", "spawn"]
 
 
 def create(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -10,6 +12,8 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 
 from camshaft.distributed.backend import Backend, Group, Work
+from camshaft.distributed.backends.native_network import gloo_on
+from camshaft.distributed.backends.native_sending import Sending, Watcher
 from camshaft.distributed.topology import Topology
 
 _REDUCTIONS = {
@@ -31,15 +35,18 @@ class NativeBackend(Backend):
     Args:
         topology: where this process stands.
         device: where tensors are moved from and to.
+        interface: the network interface that gloo must be told, if it must.
     """
 
     model_name = "native-dist"
 
-    def __init__(self, topology: Topology, device: torch.device) -> None:
+    def __init__(self, topology: Topology, device: torch.device, interface: str | None = None) -> None:
         self.name = dist.get_backend()
         self.topology = topology
         self.device = device
         self._world = dist.group.WORLD
+        self._interface = interface
+        self._watchers: defaultdict[int, Watcher] = defaultdict(Watcher)
 
     def all_reduce(self, tensor: Tensor, op: str, group: Group | None) -> Tensor:
         """Reduce in place."""
@@ -97,7 +104,8 @@ class NativeBackend(Backend):
 
     def send(self, tensor: Tensor, dst: int, tag: int, group: Group | None) -> Work:
         """Begin to send."""
-        return _begun(dist.isend(tensor, dst, _handle(group), tag))
+        work = _begun(dist.isend(tensor, dst, _handle(group), tag))
+        return Sending(work, self._watchers[dst]) if self.name == "gloo" else work
 
     def receive(self, tensor: Tensor, src: int, tag: int, group: Group | None) -> Work:
         """Begin to receive."""
@@ -105,10 +113,13 @@ class NativeBackend(Backend):
 
     def new_group(self, ranks: list[int], **options: Any) -> Group:
         """Make a process group."""
-        return Group(ranks, dist.new_group(ranks, **options))
+        with gloo_on(self._interface):
+            return Group(ranks, dist.new_group(ranks, **options))
 
     def adopt_group(self, handle: Any) -> Group | None:
-        """Take a process group of torch."""
+        """Take a process group of torch, or what torch gives instead to ranks that are not in it."""
+        if handle == dist.GroupMember.NON_GROUP_MEMBER:
+            return Group((), handle)
         if not isinstance(handle, dist.ProcessGroup):
             return None
         return Group(dist.get_process_group_ranks(handle), handle)
@@ -129,15 +140,33 @@ class NativeBackend(Backend):
 
     def wrap_model(self, model: nn.Module, sync_bn: bool, **options: Any) -> nn.Module:
         """Wrap in ``DistributedDataParallel``."""
+        if self.topology.world_size == 1 or _is_wrapped(model):
+            return model
         if sync_bn:
+            _check_synchronizable(model, self.device)
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch's
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            return model  # nothing to reduce, and torch refuses it
+            for tensor in (*model.parameters(), *model.buffers()):  # nothing to reduce, so torch does not wrap it
+                dist.broadcast(tensor.detach(), 0)
+            return model
         if self.device.type == "cuda":
             if "device_ids" in options:
                 raise ValueError(f"device_ids is chosen by auto_model, got {options['device_ids']!r}")
             options["device_ids"] = [self.device.index]
         return nn.parallel.DistributedDataParallel(model, **options)
+
+
+def _check_synchronizable(model: nn.Module, device: torch.device) -> None:
+    if device.type == "cpu" and any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules()):
+        raise ValueError("sync_bn must be False on the CPU, got True: torch has synchronized batch norm on GPUs only")
+
+
+def _is_wrapped(model: nn.Module) -> bool:
+    """Tell whether a model, compiled or not, reduces its gradients already; FSDP is imported only by its users."""
+    inner = getattr(model, "_orig_mod", model)
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    sharded = () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
+    return isinstance(inner, (nn.parallel.DistributedDataParallel, *sharded))
 
 
 def _handle(group: Group | None) -> Any:

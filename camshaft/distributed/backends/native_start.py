@@ -7,19 +7,18 @@ import logging
 import os
 import socket
 import warnings
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from camshaft.distributed.backends.native import NativeBackend
+from camshaft.distributed.backends.native_network import find_interface, gloo_on
+from camshaft.distributed.backends.native_store import store_of
 from camshaft.distributed.launchers import Launch, detect
 from camshaft.distributed.topology import Topology
 
 logger = logging.getLogger("camshaft.distributed.utils")
-_DEFAULT_PORT = 15000
 _PASSED_ON = frozenset(inspect.signature(dist.init_process_group).parameters) - {"backend", "store", "group_name"}
 
 
@@ -37,19 +36,35 @@ def create(name: str, local_rank: int | None = None, **options: Any) -> NativeBa
         ValueError: rank and world size are missing, or given besides Slurm's.
         RuntimeError: the device of the backend is missing, a group exists, or the environment contradicts itself.
     """
+    check_options(name, options)
+    return begin(name, detect(os.environ), local_rank, **options)
+
+
+def check_options(name: str, options: dict[str, Any]) -> None:
+    """Refuse arguments that nothing would read, and a backend whose devices are missing.
+
+    Raises:
+        TypeError: an option is not known.
+        RuntimeError: there is no device for the backend.
+    """
     unknown = sorted(set(options) - _PASSED_ON - {"device"})
     if unknown:
-        raise TypeError(f"initialize does not know {unknown} for {name!r}; it knows {sorted(_PASSED_ON | {'device'})}")
-    if dist.is_initialized():
-        raise RuntimeError("a default process group exists already: it is used as it is, without initialize")
+        raise TypeError(f"{unknown} are not known for backend {name!r}, but {sorted(_PASSED_ON | {'device'})} are")
     if name == "nccl" and not torch.cuda.is_available():
         raise RuntimeError("backend 'nccl' needs a CUDA device, and there is none; 'gloo' works on the CPU")
-    launch = detect(os.environ)
+
+
+def begin(name: str, launch: Launch | None, local_rank: int | None, **options: Any) -> NativeBackend:
+    """Begin the default process group with what is known of the start of this process; see :func:`create`."""
+    if dist.is_initialized():
+        raise RuntimeError("a default process group exists already: it is used as it is, without initialize")
     device = options.pop("device", None)
     place = _place(launch, options.pop("rank", None), options.pop("world_size", None), options.get("init_method"))
-    _begin(name, launch, place, options)
+    if launch is not None and not launch.assumed and device is None:
+        device = device_of(name, launch.topology)  # before anybody waits for this rank
+    interface = _begin(name, launch, place, options)
     try:
-        backend = NativeBackend(*_standing(launch, local_rank, device))
+        backend = NativeBackend(*_standing(launch, local_rank, device), interface)
         if backend.device.type == "cuda":
             torch.cuda.set_device(backend.device)
         backend.barrier(None)
@@ -59,28 +74,33 @@ def create(name: str, local_rank: int | None = None, **options: Any) -> NativeBa
     return backend
 
 
-def adopt(local_rank: int | None = None) -> NativeBackend:
-    """Take over the default process group, without any communication."""
+def adopt(local_rank: int | None = None) -> NativeBackend | None:
+    """Take over the default process group if there is one, without any communication."""
+    if dist.distributed_c10d.GroupMember.WORLD is None or dist.get_backend() == "xla":
+        return None  # the runtime of XLA knows more than torch's group over it
     rank, size = dist.get_rank(), dist.get_world_size()
     launch = detect(os.environ)
     if launch is not None and (launch.topology.rank, launch.topology.world_size) == (rank, size):
         topology = launch.topology
     else:
         topology = _guessed(rank, size, local_rank)
-    return NativeBackend(topology, device_of(dist.get_backend(), topology.local_rank))
+    return NativeBackend(topology, device_of(dist.get_backend(), topology))
 
 
-def device_of(backend: str, local_rank: int) -> torch.device:
-    """Choose the device of a process: its own GPU, where there is one for it, else the CPU."""
+def device_of(backend: str, topology: Topology) -> torch.device:
+    """Choose the device of a process: its own GPU, where there is one for it, else the CPU.
+
+    Raises:
+        RuntimeError: nccl has not a GPU for each process of the node; all of them see it.
+    """
+    local_rank, local_size = topology.local_rank, topology.local_world_size
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if local_rank < count:
+    if local_rank < count and (backend != "nccl" or local_size <= count):
         return torch.device("cuda", local_rank)
     if backend == "nccl":
-        raise RuntimeError(
-            f"backend 'nccl' needs a GPU for each process of a node, got local rank {local_rank} and {count} GPUs"
-        )
+        raise RuntimeError(f"backend 'nccl' needs a GPU for each process of a node, got {count} for {local_size}")
     return torch.device("cpu")
 
 
@@ -98,30 +118,21 @@ def _place(launch: Launch | None, rank: Any, size: Any, init_method: str | None)
     return rank, size
 
 
-def _begin(name: str, launch: Launch | None, place: tuple[int, int], options: dict[str, Any]) -> None:
+def _begin(name: str, launch: Launch | None, place: tuple[int, int], options: dict[str, Any]) -> str | None:
+    """Make the process group, and tell the network interface that gloo needed to be told."""
     method = options.pop("init_method", None)
     rank, size = place
-    if method is not None and not method.startswith("env://"):
-        dist.init_process_group(name, init_method=method, rank=rank, world_size=size, **_set(options))
-        return
-    store = _store(launch, rank, size, options.get("timeout") or dist.default_pg_timeout)
-    dist.init_process_group(name, store=store, rank=rank, world_size=size, **_set(options))
+    timeout = options.get("timeout") or dist.default_pg_timeout
+    store = store_of(launch, method, rank, size, timeout)
+    on_one_node = launch is not None and launch.topology.num_nodes == 1 and not launch.assumed
+    interface = None if on_one_node else find_interface(store, rank, size)
+    with gloo_on(interface):
+        dist.init_process_group(name, store=store, rank=rank, world_size=size, **_set(options))
+    return interface
 
 
 def _set(options: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in options.items() if value is not None}
-
-
-def _store(launch: Launch | None, rank: int, size: int, timeout: timedelta) -> Store:
-    if size == 1 and launch is None:
-        return HashStore()  # nobody to meet, so no port to take
-    address = (launch and launch.master_addr) or os.environ.get("MASTER_ADDR", "127.0.0.1")
-    port = (launch and launch.master_port) or int(os.environ.get("MASTER_PORT", _DEFAULT_PORT))
-    if launch is not None and launch.agent_store:
-        # The store outlives the processes: each attempt gets keys of its own, or it reads the addresses of the dead.
-        store = TCPStore(address, port, size, False, timeout)
-        return PrefixStore(f"camshaft/{launch.restart_count or 0}", store)
-    return TCPStore(address, port, size, rank == 0, timeout)
 
 
 def _standing(launch: Launch | None, local_rank: int | None, device: Any) -> tuple[Topology, torch.device]:
@@ -132,7 +143,7 @@ def _standing(launch: Launch | None, local_rank: int | None, device: Any) -> tup
         hosts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(hosts, (launch and launch.host) or socket.gethostname())
         topology = Topology.from_hosts(dist.get_rank(), hosts)
-    chosen = device_of(dist.get_backend(), topology.local_rank) if device is None else torch.device(device)
+    chosen = device_of(dist.get_backend(), topology) if device is None else torch.device(device)
     return topology, chosen
 
 

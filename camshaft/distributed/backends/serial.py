@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from camshaft.distributed.backend import Backend, Group
 from camshaft.distributed.topology import Topology
+
+logger = logging.getLogger("camshaft.distributed.auto.auto_model")
 
 
 class SerialBackend(Backend):
@@ -56,6 +59,13 @@ class SerialBackend(Backend):
     def all_to_all(self, tensor: Tensor, sends: list[int], receives: list[int], group: Group | None) -> Tensor:
         """Give the tensor."""
         return tensor
+
+    def wrap_model(self, model: nn.Module, sync_bn: bool, **options: Any) -> nn.Module:
+        """Use all GPUs of the machine, if there are several."""
+        if self.device.type != "cuda" or torch.cuda.device_count() < 2 or isinstance(model, nn.DataParallel):
+            return model
+        logger.info("the model is wrapped in DataParallel over %d GPUs", torch.cuda.device_count())
+        return nn.DataParallel(model)
 
     def new_group(self, ranks: list[int], **options: Any) -> Group:
         """Name the only rank."""

@@ -37,7 +37,13 @@ def read(environ: Mapping[str, str]) -> Launch | None:
             f"or start with torchrun"
         )
     said = numbers(environ, _NAMES)
-    return build("environment", said, master_addr=master_addr(environ), master_port=master_port(environ))
+    return build(
+        "environment",
+        said,
+        master_addr=master_addr(environ),
+        master_port=master_port(environ),
+        agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
 
 
 def read_beside(launcher: str, environ: Mapping[str, str], needed: tuple[str, ...]) -> Launch | None:

@@ -31,7 +31,8 @@ _REQUIRED = (*_NAMES.values(), _NODELIST, ("SLURM_JOB_ID",))
 
 # From here on numbers mean steps of Slurm's own: that of an sbatch script, the shell of salloc.
 _OWN_STEPS = 0xFFFFFFF0
-_FIRST_PORT = 15000
+_FIRST_PORT = 15_000  # of the first steps of jobs
+_FIRST_PORT_OF_OTHERS = 25_000  # of the steps after it; both end below what systems give to outgoing connections
 _SCONTROL_SECONDS = 10
 _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", re.ASCII)
 
@@ -69,7 +70,8 @@ def read(
 
     If all of ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are set, they must say the
     same as the step, or come from what its tasks started. If only some are, they are ignored with a warning. Without
-    them rank 0 listens on the first host, on port 15000 plus the last four digits of the job's number.
+    them rank 0 listens on the first host, on port 15000 plus the last four digits of the job's number; in steps after
+    the first one of the job, on a port from 25000 that follows from both numbers.
 
     Args:
         environ: the variables.
@@ -131,8 +133,15 @@ def _with_address(
 ) -> Launch:
     if by_hand := plain.read_beside("srun", environ, RENDEZVOUS):
         return settle(launch, by_hand)
-    port = _FIRST_PORT + integer(environ, "SLURM_JOB_ID") % 10_000
-    return replace(launch, master_addr=_address(environ, expand, resolves), master_port=port)
+    return replace(launch, master_addr=_address(environ, expand, resolves), master_port=_port(environ))
+
+
+def _port(environ: Mapping[str, str]) -> int:
+    """Choose a port that other steps, of this job and of those before and after it, do not choose."""
+    job, step = integer(environ, "SLURM_JOB_ID"), integer(environ, "SLURM_STEP_ID")
+    if step == 0:
+        return _FIRST_PORT + job % 10_000
+    return _FIRST_PORT_OF_OTHERS + (100 * job + step) % 7_000
 
 
 def _address(environ: Mapping[str, str], expand: Callable[[str], list[str]], resolves: Callable[[str], bool]) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
+from importlib import import_module
 
 from camshaft.distributed.launchers import plain
 from camshaft.distributed.launchers.launch import Launch
@@ -28,9 +31,16 @@ def read(environ: Mapping[str, str]) -> Launch | None:
     if (launch := plain.read(environ)) is None:
         return None
     count = "TORCHELASTIC_RESTART_COUNT"
-    return replace(
-        launch,
-        launcher="torchrun",
-        restart_count=integer(environ, count) if count in environ else 0,
-        agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-    )
+    return replace(launch, launcher="torchrun", restart_count=integer(environ, count) if count in environ else 0)
+
+
+def record(error: Exception) -> None:
+    """Tell torchrun why this process is about to fail; does nothing where torchrun did not start it.
+
+    Its summary then shows this traceback, as if ``record`` of ``torch.distributed.elastic`` decorated the main
+    function. It takes the process that failed first for the cause, so it is told before the others can notice.
+    """
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        errors = import_module("torch.distributed.elastic.multiprocessing.errors")  # 50 ms that no other process needs
+        with suppress(OSError):
+            errors.get_error_handler().record_exception(error)

@@ -135,6 +135,16 @@ def test_the_port_follows_from_the_last_four_digits_of_the_job(job, port):
     assert read(step(0, 0, [1], SLURM_JOB_ID=job)).master_port == port
 
 
+def test_steps_of_a_job_and_of_its_neighbours_take_different_ports():
+    ports = [
+        read(step(0, 0, [1], SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(number))).master_port
+        for job in range(9_990, 10_010)
+        for number in range(100)
+    ]
+    assert len(set(ports)) == len(ports)
+    assert all(15_000 <= port < 32_768 for port in ports)
+
+
 def test_a_host_name_without_an_address_gives_way_to_the_host_of_srun():
     environ = step(0, 0, [1, 1])
     assert read(environ).master_addr == "n1"

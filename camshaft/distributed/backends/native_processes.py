@@ -1,0 +1,168 @@
+"""The processes of a run, seen from the one that started them."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+from torch.multiprocessing.spawn import ProcessException, ProcessExitedException, ProcessRaisedException
+
+from camshaft.distributed.lifeline import GRACE
+
+_SETTLE = 0.3  # seconds in which a failure and what follows from it in other processes may come in any order
+
+# Those that run, and the store that they meet at, live on when nobody holds them: join=False
+_running: set[Processes] = set()
+
+
+@dataclass(frozen=True, order=True)
+class Report:
+    """How a process says that it fails.
+
+    Args:
+        when: the time, of a clock that all processes share.
+        code: its exit code, if it asks to exit; ``None`` for an exception.
+        text: the traceback.
+    """
+
+    when: float
+    code: int | None
+    text: str
+
+
+class Processes:
+    """Processes that end together.
+
+    Args:
+        store: what they meet at, kept as long as they run.
+    """
+
+    def __init__(self, store: Store | None = None) -> None:
+        self.processes: list[BaseProcess] = []
+        self._store = store
+        self._connections: dict[Any, int] = {}
+        self._reports: dict[int, Report] = {}
+        self._failure: ProcessException | None = None
+        self._over = False
+        _running.add(self)
+
+    def start(self, context: Any, target: Callable[..., None], args: tuple[Any, ...], daemon: bool) -> None:
+        """Start one more, which calls ``target(local_rank, connection, *args)``; it sends a report if it fails."""
+        local_rank = len(self.processes)
+        ours, theirs = context.Pipe(duplex=False)
+        self._connections[ours] = local_rank
+        try:
+            process = context.Process(target=target, args=(local_rank, theirs, *args), daemon=daemon)
+            process.start()
+        finally:
+            theirs.close()
+        self.processes.append(process)
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until all have ended; when one fails, or this is interrupted, end the others.
+
+        Args:
+            timeout: seconds to wait at most; ``None`` waits for ever.
+
+        Returns:
+            Whether all have ended.
+
+        Raises:
+            ProcessRaisedException: one raised an exception, the first that did is told, with its traceback.
+            ProcessExitedException: one was killed, or exited with another code than 0.
+        """
+        limit = None if timeout is None else time.monotonic() + timeout
+        try:
+            while not self._over:
+                left = None if limit is None else max(0.0, limit - time.monotonic())
+                self._look(left)
+                if self._has_failed():
+                    self._settle()
+                elif not self._alive():
+                    self.end()
+                elif left == 0:
+                    return False
+        except BaseException:
+            self.end()
+            raise
+        if self._failure is not None:
+            raise self._failure
+        return True
+
+    def end(self, spared: BaseProcess | None = None) -> None:
+        """End those that still run: all but the spared one are asked to, and none has more than a few seconds."""
+        for process in self.processes:
+            if process is not spared:
+                process.terminate()
+        deadline = time.monotonic() + GRACE
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+        for connection in self._connections:
+            connection.close()
+        self._connections.clear()
+        self._store = None
+        self._over = True
+        _running.discard(self)
+
+    def _alive(self) -> list[BaseProcess]:
+        return [process for process in self.processes if process.exitcode is None]
+
+    def _look(self, seconds: float | None) -> None:
+        """Wait until one has ended or said something."""
+        watched = [*(process.sentinel for process in self._alive()), *self._connections]
+        for ready in wait(watched, seconds) if watched else ():
+            if ready in self._connections:
+                self._receive(ready)
+
+    def _receive(self, connection: Any) -> None:
+        local_rank = self._connections.pop(connection)
+        try:
+            self._reports[local_rank] = connection.recv()
+        except EOFError:  # it has ended
+            pass
+        finally:
+            connection.close()
+
+    def _has_failed(self) -> bool:
+        return bool(self._reports) or any(process.exitcode for process in self.processes)
+
+    def _settle(self) -> None:
+        """Find the cause, and end all."""
+        deadline = time.monotonic() + _SETTLE
+        while self._alive() and (left := deadline - time.monotonic()) > 0:
+            self._look(left)
+        self._look(0)
+        codes = {rank: process.exitcode for rank, process in enumerate(self.processes) if process.exitcode}
+        silent = sorted(codes.keys() - self._reports.keys())
+        if silent:  # the others could only notice
+            self._failure = self._exited(silent[0], codes[silent[0]])
+            self.end()
+        else:
+            rank = min(self._reports, key=lambda rank: self._reports[rank])
+            self._failure = self._reported(rank, self._reports[rank])
+            self.end(spared=self.processes[rank])  # it may have something to write before it ends
+
+    def _exited(self, rank: int, code: int) -> ProcessException:
+        name = next((number.name for number in signal.Signals if number == -code), None)
+        how = (
+            f"was ended by {name or f'signal {-code}'}" if code < 0 else f"exited with code {code} without an exception"
+        )
+        return ProcessExitedException(f"process {rank} {how}", rank, self._pid(rank), code, name)
+
+    def _reported(self, rank: int, report: Report) -> ProcessException:
+        if report.code is not None:
+            text = f"process {rank} exited with code {report.code}:\n{report.text}"
+            return ProcessExitedException(text, rank, self._pid(rank), report.code)
+        return ProcessRaisedException(f"\n\n-- process {rank} failed:\n{report.text}", rank, self._pid(rank))
+
+    def _pid(self, rank: int) -> int:
+        return self.processes[rank].pid or 0

@@ -1,0 +1,213 @@
+"""Messages from one rank to another: a tensor, a number, a string, or any object that can be pickled.
+
+A message is one row of bytes that tells what comes, and holds it if it is short. What does not fit, and the
+content of a tensor, follows under a number that the row tells, so that messages may be waited for in any order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from camshaft.distributed.backend import Backend, Group, Work
+from camshaft.distributed.context import current
+from camshaft.distributed.encoding import decode, encode, to_bytes
+from camshaft.distributed.groups import members, resolve
+from camshaft.distributed.guard import check_all_present
+from camshaft.distributed.outbox import Transfer, pending
+from camshaft.distributed.placement import brought
+from camshaft.errors import RankDivergenceError
+
+_HEAD = struct.Struct("<qq?")  # bytes of the value, number of the message, whether a tensor follows
+_ROW = 512
+_ROOM = _ROW - _HEAD.size
+_MOST = 64 << 20  # bytes that may be under way to a rank before send waits for it after all
+_MAX_TAG = 1 << 14  # MPI's smallest limit, halved: rows have even tags, what follows has odd ones
+
+_numbers = itertools.count()
+
+
+def send(value: Any, dst: int, tag: int = 0, group: Any = None) -> None:
+    """Send a value to one rank, and wait until it has received it.
+
+    While this rank has begun to receive something with :func:`irecv`, it waits for nobody, as the other may be waiting
+    for this one; then the value is on its way, and may be changed too.
+
+    Args:
+        value: a tensor, or a number, a string, or any object that can be pickled.
+        dst: the rank that receives it.
+        tag: a number, in ``[0, 16384)``, that the receiver names too.
+        group: as for :func:`all_reduce`; ``dst`` is a global rank, also with a group.
+
+    Raises:
+        TypeError: the value cannot be pickled.
+        ValueError: ``dst`` is this rank or not in the group, or ``tag`` is out of range.
+        RankDivergenceError: this rank is not in the group, or ``dst`` does not run this part of the program.
+        RuntimeError: this message, or one that :func:`isend` began, did not arrive.
+    """
+    backend, begun = _begin("send", value, dst, tag, group)
+    under_way = pending(backend)
+    if under_way.awaited:
+        under_way.to(dst).keep(begun)
+        under_way.to(dst).drain(_MOST)
+    else:
+        for work, _ in begun:
+            work.wait()
+
+
+def isend(value: Any, dst: int, tag: int = 0, group: Any = None) -> Sending:
+    """Begin to send a value; it is copied, so it may be changed at once.
+
+    Arguments and errors are those of :func:`send`. What nobody has received is waited for by :func:`finalize`.
+
+    Returns:
+        A handle; :meth:`Sending.wait` returns when the value may be changed, which is at once.
+    """
+    backend, begun = _begin("isend", value, dst, tag, group)
+    pending(backend).to(dst).keep(begun)
+    return Sending()
+
+
+def recv(src: int, tag: int = 0, group: Any = None, out: Tensor | None = None) -> Any:
+    """Receive what one rank sends.
+
+    Args:
+        src: the rank that sends.
+        tag: the number that it named.
+        group: as for :func:`send`.
+        out: a tensor to receive a tensor of that shape and dtype into; ``None`` makes a new one.
+
+    Returns:
+        The value; a tensor is on :func:`device`, or it is ``out``.
+
+    Raises:
+        TypeError: ``out`` is no tensor.
+        ValueError: ``out`` does not fit what was sent, or ``src``, ``tag`` are out of range.
+        RankDivergenceError: this rank is not in the group, or ``src`` does not run this part of the program.
+    """
+    return irecv(src, tag, group, out).wait()
+
+
+def irecv(src: int, tag: int = 0, group: Any = None, out: Tensor | None = None) -> Receiving:
+    """Begin to receive what one rank sends; arguments and errors are those of :func:`recv`.
+
+    Returns:
+        A handle; :meth:`Receiving.wait` gives the value.
+    """
+    if out is not None and not isinstance(out, Tensor):
+        raise TypeError(f"out must be a tensor or None, got {out!r}")
+    backend, found = _route("irecv", "src", src, tag, group)
+    return Receiving(backend, src, tag, found, out)
+
+
+class Sending:
+    """A message that is on its way."""
+
+    def wait(self) -> None:
+        """Return when the value may be changed, which is at once."""
+
+
+class Receiving:
+    """A message that is to come."""
+
+    def __init__(self, backend: Backend, src: int, tag: int, group: Group | None, out: Tensor | None) -> None:
+        self._backend, self._src, self._group, self._out = backend, src, group, out
+        self._row = torch.empty(_ROW, dtype=torch.uint8, device=backend.device)
+        self._work: Work | None = backend.receive(self._row, src, 2 * tag, group)
+        pending(backend).awaited[id(self._row)] = (self._work, self._row)
+        self._value: Any = None
+        self._unfit: str | None = None
+
+    def wait(self) -> Any:
+        """Wait for the value, and give it."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            self._value = self._read()
+            del pending(self._backend).awaited[id(self._row)]
+        if self._unfit is not None:
+            raise ValueError(f"out must be {self._unfit}")
+        return self._value
+
+    def _read(self) -> Any:
+        row = to_bytes(self._row.view(1, -1))[0]
+        length, number, is_tensor = _HEAD.unpack_from(row)
+        data = row[_HEAD.size : _HEAD.size + length]
+        if length > _ROOM:
+            rest = self._receive(torch.empty(length - _ROOM, dtype=torch.uint8, device=self._backend.device), number)
+            data += to_bytes(rest.view(1, -1))[0]
+        if not is_tensor:
+            return self._checked(decode(data))
+        shape, dtype = decode(data)
+        return self._checked(self._receive(torch.empty(shape, dtype=dtype, device=self._backend.device), number))
+
+    def _receive(self, tensor: Tensor, number: int) -> Tensor:
+        self._backend.receive(tensor, self._src, 2 * number + 1, self._group).wait()
+        return tensor
+
+    def _checked(self, value: Any) -> Any:
+        """Put the value where it is wanted, if it fits; it has come in any case, so that the sender need not wait."""
+        out = self._out
+        if out is None:
+            return value
+        if not isinstance(value, Tensor):
+            self._unfit = f"None, as rank {self._src} sent a value of type {type(value).__name__}"
+        elif (out.shape, out.dtype) != (value.shape, value.dtype):
+            self._unfit = (
+                f"of shape {tuple(value.shape)} and {value.dtype}, as rank {self._src} sent it, "
+                f"got shape {tuple(out.shape)} and {out.dtype}"
+            )
+        else:
+            with torch.no_grad():
+                return out.copy_(value)
+        return None
+
+
+def _begin(function: str, value: Any, dst: int, tag: int, group: Any) -> tuple[Backend, list[Transfer]]:
+    """Begin to send, and give the transfers with their buffers, which must live as long."""
+    backend, found = _route(function, "dst", dst, tag, group)
+    tensor = value if _is_plain(value) else None
+    data = encode(value if tensor is None else (value.shape, value.dtype))
+    number = next(_numbers) % _MAX_TAG
+    head = _HEAD.pack(len(data), number, tensor is not None)
+    buffers = [_bytes((head + data[:_ROOM]).ljust(_ROW, b"\0"), backend)]
+    if len(data) > _ROOM:
+        buffers.append(_bytes(data[_ROOM:], backend))
+    if tensor is not None:
+        buffers.append(brought(backend, tensor).clone())  # which also carries out a conjugation that is only noted
+    tags = [2 * tag, *[2 * number + 1] * (len(buffers) - 1)]
+    begun = [(backend.send(buffer, dst, one, found), buffer) for buffer, one in zip(buffers, tags, strict=True)]
+    return backend, begun
+
+
+def _is_plain(value: Any) -> bool:
+    """Tell a tensor that shape, dtype and content are all of, from one of another class or layout, which is pickled."""
+    if type(value) not in (Tensor, Parameter):
+        return False
+    return value.layout == torch.strided and not value.is_quantized and not value.is_nested
+
+
+def _bytes(data: bytes, backend: Backend) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(backend.device)
+
+
+def _route(function: str, name: str, other: int, tag: int, group: Any) -> tuple[Backend, Group | None]:
+    """Check who talks to whom."""
+    backend = current()
+    rank = backend.topology.rank
+    if not isinstance(tag, int) or not 0 <= tag < _MAX_TAG:
+        raise ValueError(f"tag must be an integer in [0, {_MAX_TAG}), got {tag!r}")
+    found = resolve(backend, group)
+    ranks = members(backend, found)
+    if rank not in ranks:
+        raise RankDivergenceError(f"{function} was called on rank {rank}, which is not in its group {list(ranks)}")
+    if other not in ranks or other == rank:
+        others = [member for member in ranks if member != rank]
+        raise ValueError(f"{name} must be another rank of the group, one of {others}, got {other!r}")
+    check_all_present(function, (rank, other), rank)
+    return backend, found

@@ -1,0 +1,204 @@
+"""Where the ranks stand, and what some do before or without the others."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import camshaft.distributed as idist
+from camshaft.errors import RankDivergenceError
+from tests.distributed.checking import check, equal, place
+
+COLLECTIVES = (idist.barrier, lambda: idist.all_reduce(1), lambda: idist.all_gather("x"), lambda: idist.broadcast(1))
+
+
+@check
+def every_rank_has_a_number_of_its_own() -> None:
+    rank, size = place()
+    equal(idist.all_gather(rank), list(range(size)))
+    equal(idist.all_gather(size), [size] * size)
+
+
+@check
+def the_numbers_on_the_nodes_agree_with_each_other() -> None:
+    _, size = place()
+    node = (idist.get_node_rank(), idist.get_nproc_per_node(), idist.hostname())
+    nodes: dict[tuple[int, int, str], list[int]] = {}
+    for other, local_rank in idist.all_gather((node, idist.get_local_rank())):
+        nodes.setdefault(other, []).append(local_rank)
+    equal(sorted(number for number, _, _ in nodes), list(range(idist.get_nnodes())))
+    for (_, count, _), local_ranks in nodes.items():
+        equal(sorted(local_ranks), list(range(count)))
+    equal(idist.all_gather(idist.get_nnodes()), [len(nodes)] * size)
+
+
+@check
+def all_ranks_name_the_same_backend_and_their_own_device() -> None:
+    _, size = place()
+    equal(idist.all_gather((idist.backend(), idist.model_name())), [(idist.backend(), idist.model_name())] * size)
+    assert isinstance(idist.device(), torch.device)
+    assert (idist.backend() is None) == (idist.model_name() == "serial")
+    assert isinstance(idist.available_backends(), tuple)
+
+
+@contextmanager
+def recorded(name: str) -> Iterator[list[str]]:
+    """Collect what this thread logs; where ranks are threads, they share the logger."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    mine = threading.get_ident()
+    handler.emit = lambda record: messages.append(record.getMessage()) if record.thread == mine else None  # type: ignore[method-assign]  # shorter than a class
+    logger = logging.getLogger(name)
+    level, propagates = logger.level, logger.propagate
+    idist.barrier()
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    logger.addHandler(handler)
+    idist.barrier()
+    yield messages
+    idist.barrier()
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+    logger.propagate = propagates
+
+
+@check
+def show_config_logs_where_the_rank_stands() -> None:
+    rank, size = place()
+    with recorded("camshaft.distributed.utils") as messages:
+        idist.show_config()
+    assert len(messages) == 10, messages
+    for line in (f"backend: {idist.backend()}", f"rank: {rank}", f"world size: {size}"):
+        assert line in messages
+
+
+@check
+def one_rank_only_runs_a_function_there_and_gives_its_value() -> None:
+    rank, size = place()
+    for chosen in range(size):
+        for with_barrier in (False, True):
+            ran: list[int] = []
+
+            @idist.one_rank_only(chosen, with_barrier)
+            def name(ran: list[int] = ran, chosen: int = chosen) -> str:
+                ran.append(chosen)
+                return f"of {chosen}"
+
+            equal(name(), f"of {chosen}" if rank == chosen else None)
+            equal(ran, [chosen] if rank == chosen else [])
+
+
+@check
+def one_rank_only_lets_the_others_go_on_when_it_fails() -> None:
+    rank, size = place()
+
+    @idist.one_rank_only(size - 1, with_barrier=True)
+    def fail() -> None:
+        raise OSError("disk full")
+
+    if rank == size - 1:
+        with pytest.raises(OSError, match="disk full"):
+            fail()
+    else:
+        fail()
+    equal(idist.all_reduce(1), size)
+
+
+@check
+def no_collective_over_all_ranks_is_for_one_rank_only() -> None:
+    _, size = place()
+    for collective in COLLECTIVES:
+        call = idist.one_rank_only(size - 1, with_barrier=True)(collective)
+        if idist.get_rank() == size - 1 and size > 1:
+            with pytest.raises(RankDivergenceError, match=f"rank {size - 1} waits for ranks"):
+                call()
+        else:
+            call()
+    equal(idist.all_reduce(1), size)
+
+
+@check
+def one_rank_only_with_barrier_lets_the_others_wait() -> None:
+    rank, size = place()
+    for chosen in range(size):
+        nodes = idist.all_gather(idist.get_node_rank())
+        folder = Path(idist.broadcast(tempfile.mkdtemp() if rank == chosen else "", src=chosen))
+
+        @idist.one_rank_only(chosen, with_barrier=True)
+        def mark(folder: Path = folder) -> None:
+            time.sleep(0.02)  # who does not wait is through by then
+            (folder / "mark").touch()
+
+        mark()
+        assert (folder / "mark").exists() or nodes[rank] != nodes[chosen]
+        idist.barrier()
+        if rank == chosen:
+            shutil.rmtree(folder)
+
+
+@check
+def one_rank_first_lets_that_rank_go_first() -> None:
+    rank, size = place()
+    for first in range(size):
+        nodes = idist.all_gather(idist.get_node_rank())
+        folder = Path(idist.broadcast(tempfile.mkdtemp() if rank == first else "", src=first))
+        with idist.one_rank_first(first):
+            if rank == first:
+                assert not (folder / "mark").exists()
+                (folder / "mark").touch()
+            assert (folder / "mark").exists() or nodes[rank] != nodes[first]
+        idist.barrier()
+        if rank == first:
+            shutil.rmtree(folder)
+
+
+@check
+def one_rank_first_lets_the_others_go_on_when_it_fails() -> None:
+    rank, size = place()
+    for first in (0, size - 1):
+        for local in (False, True):
+            mine = idist.get_local_rank() if local else rank
+            chosen = min(first, idist.get_nproc_per_node() - 1) if local else first
+            went_on = False
+            try:
+                with idist.one_rank_first(chosen, local):
+                    if mine == chosen:
+                        raise OSError("no network")
+                went_on = True
+            except OSError:
+                assert mine == chosen
+            assert went_on is (mine != chosen)
+    equal(idist.all_reduce(1), size)
+
+
+@check
+def no_collective_over_all_ranks_is_for_one_rank_first() -> None:
+    rank, size = place()
+    for collective in COLLECTIVES if size > 1 else ():
+        with pytest.raises(RankDivergenceError, match=f"rank {rank} waits for ranks"), idist.one_rank_first(size - 1):
+            collective()
+    with idist.one_rank_first():
+        equal(idist.all_reduce(1, group=[0]) if size == 1 else 1, 1)
+    equal(idist.all_reduce(1), size)
+
+
+@check
+def a_rank_that_is_not_there_cannot_go_first_or_alone() -> None:
+    for rank in (-1, idist.get_world_size()):
+        with pytest.raises(ValueError, match="rank must be in"), idist.one_rank_first(rank):
+            pass
+    with pytest.raises(ValueError, match="rank must be in"), idist.one_rank_first(idist.get_nproc_per_node(), True):
+        pass
+    with pytest.raises(ValueError, match="rank must be 0 or more"):
+        idist.one_rank_only(-1)
+    with pytest.raises(TypeError, match=r"write @one_rank_only\(\)"):
+        idist.one_rank_only(print)  # type: ignore[arg-type]  # the parentheses are forgotten

@@ -1,0 +1,400 @@
+"""`auto_model`, `auto_optim` and `auto_dataloader` make a script for one process train the same on many."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
+
+import camshaft.distributed as idist
+from camshaft.distributed.topology import Topology
+from tests.distributed.test_ranks import Somewhere, at_rank
+from tests.ranks import on_ranks
+
+INPUTS = torch.linspace(-2, 2, 32).sin().view(8, 4)
+TARGETS = INPUTS.sum(1, keepdim=True).tanh()
+
+
+class Net(nn.Module):
+    """A model with parameters that are shared, frozen, or not always used, and with batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.first = nn.Linear(4, 4)
+            self.second = nn.Linear(4, 4)
+            self.second.weight = self.first.weight
+            self.norm = nn.BatchNorm1d(4)
+            self.frozen = nn.Linear(4, 4).requires_grad_(False)
+            self.last = nn.Linear(4, 1)
+            self.spare = nn.Linear(4, 1)
+
+    def forward(self, x, spare=False):
+        x = self.frozen(self.second(self.first(x).tanh()).tanh())
+        return (self.spare if spare else self.last)(x)
+
+
+def trained(model, inputs, targets, steps=4, **options):
+    optimizer = idist.auto_optim(SGD([p for p in model.parameters() if p.requires_grad], lr=0.2, momentum=0.9))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs, **options), targets).backward()
+        optimizer.step()
+    return [tensor.detach().clone() for tensor in model.parameters()]
+
+
+def mine(tensor):
+    return tensor[idist.get_rank() :: idist.get_world_size()]
+
+
+def close(got, wanted):
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+# --- auto_model on real ranks ------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_shared_frozen_and_unused_parameters_train_as_in_one_process():
+    alone = trained(Net(), INPUTS, TARGETS)
+    model = idist.auto_model(Net(), find_unused_parameters=True)
+    assert isinstance(model, DistributedDataParallel)
+    assert model.find_unused_parameters
+    weights = trained(model, mine(INPUTS), mine(TARGETS))
+    close(weights, alone)
+    assert all(torch.equal(*pair) for pair in zip(*idist.all_gather(weights), strict=True))
+    assert set(model.state_dict()) == {f"module.{name}" for name in Net().state_dict()}
+
+
+@on_ranks(2)
+def test_a_compiled_model_trains_as_in_one_process_whichever_comes_first():
+    alone = trained(Net(), INPUTS, TARGETS)
+    compiled = torch.compile(Net(), backend="eager")
+    first = idist.auto_model(compiled, find_unused_parameters=True)
+    assert isinstance(first, DistributedDataParallel)
+    close(trained(first, mine(INPUTS), mine(TARGETS)), alone)
+    second = torch.compile(idist.auto_model(Net(), find_unused_parameters=True), backend="eager")
+    assert idist.auto_model(second) is second
+    close(trained(second, mine(INPUTS), mine(TARGETS)), alone)
+
+
+@on_ranks(2)
+def test_a_model_that_is_wrapped_already_stays_as_it_is():
+    from torch.distributed.fsdp import fully_shard
+
+    model = idist.auto_model(nn.Linear(4, 1))
+    assert idist.auto_model(model) is model
+    sharded = nn.Linear(4, 1)
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+    assert idist.auto_model(sharded) is sharded
+
+
+@on_ranks(2)
+def test_two_models_train_each_with_its_optimizer():
+    def played(generator, critic, inputs):
+        teach, judge = SGD(generator.parameters(), lr=0.1), SGD(critic.parameters(), lr=0.1)
+        teach, judge = idist.auto_optim(teach), idist.auto_optim(judge)
+        for _ in range(3):
+            judge.zero_grad()
+            (critic(generator(inputs).detach()) - critic(inputs)).mean().backward()
+            judge.step()
+            teach.zero_grad()
+            (-critic(generator(inputs))).mean().backward()
+            teach.step()
+        return [tensor.detach().clone() for model in (generator, critic) for tensor in model.parameters()]
+
+    def models():
+        return nn.Sequential(Net().first, nn.Tanh()), nn.Sequential(Net().second, nn.Tanh(), Net().last)
+
+    alone = played(*models(), INPUTS)
+    close(played(*map(idist.auto_model, models()), mine(INPUTS)), alone)
+
+
+@on_ranks(2)
+def test_a_frozen_model_gets_the_weights_of_the_first_rank_whatever_their_layout():
+    rank = idist.get_rank()
+    model = nn.Sequential(nn.Conv2d(3, 2, 2), nn.BatchNorm2d(2)).requires_grad_(False)
+    model.to(memory_format=torch.channels_last)
+    model.register_buffer("wide", torch.tensor([rank, 5]).expand(3, 2))
+    model[0].weight.copy_(torch.arange(24.0).view(2, 3, 2, 2) + 100 * rank)
+    model[1].running_mean.fill_(rank)
+    assert not model[0].weight.is_contiguous()
+    assert idist.auto_model(model) is model
+    assert torch.equal(model[0].weight, torch.arange(24.0).view(2, 3, 2, 2))
+    assert model[1].running_mean.tolist() == [0, 0]
+    assert model.wide.tolist() == [[0, 5]] * 3
+
+
+@on_ranks(2)
+def test_synchronized_batch_norm_is_refused_on_the_cpu_before_the_model_is_changed():
+    model = Net()
+    with pytest.raises(
+        ValueError, match="sync_bn must be False on the CPU, got True: torch has synchronized batch norm on"
+    ):
+        idist.auto_model(model, sync_bn=True)
+    assert type(model.norm) is nn.BatchNorm1d
+    assert isinstance(idist.auto_model(nn.Linear(1, 1), sync_bn=True), DistributedDataParallel)
+
+
+@on_ranks(2)
+def test_errors_of_torch_come_out_as_they_are():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'buckets'"):
+        idist.auto_model(nn.Linear(1, 1), buckets=3)
+    with pytest.raises(RuntimeError, match="uninitialized parameters"):
+        idist.auto_model(nn.LazyLinear(1))
+
+
+@on_ranks(1)
+def test_a_run_of_one_process_wraps_nothing():
+    model = Net()
+    assert idist.backend() == "gloo"
+    assert idist.auto_model(model, sync_bn=True, find_unused_parameters=True) is model
+    assert type(model.norm) is nn.BatchNorm1d
+
+
+# --- auto_model without ranks ------------------------------------------------------------------------------------
+
+
+class OnMeta(Somewhere):
+    """A backend whose device holds no numbers."""
+
+    device = torch.device("meta")
+
+    def __init__(self):
+        super().__init__(Topology())
+
+
+@pytest.mark.parametrize("buffers_only", [True, False])
+def test_a_model_is_moved_with_parameters_and_buffers(buffers_only):
+    model = nn.Module() if buffers_only else nn.Linear(2, 2, device="meta")
+    model.register_buffer("table", torch.ones(2))
+    with idist.use_backend(OnMeta()):
+        assert idist.auto_model(model) is model
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"meta"}
+
+
+def test_a_model_that_is_where_it_should_be_is_not_moved(monkeypatch):
+    model = Net()
+    monkeypatch.setattr(model, "to", pytest.fail)
+    assert idist.auto_model(model) is model
+
+
+def test_one_process_without_a_run_uses_all_gpus_and_says_so(monkeypatch, caplog):
+    class Wrapped(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(nn, "DataParallel", Wrapped)
+    caplog.set_level(logging.INFO, logger="camshaft.distributed.auto.auto_model")
+    model = nn.Identity()
+    wrapped = idist.auto_model(model)
+    assert isinstance(wrapped, Wrapped)
+    assert wrapped.module is model
+    assert idist.auto_model(wrapped) is wrapped
+    assert [record.getMessage() for record in caplog.records] == ["the model is wrapped in DataParallel over 2 GPUs"]
+
+
+@pytest.mark.parametrize("thing", ["model", None, nn.Linear, SGD])
+def test_what_is_no_model_or_optimizer_is_refused(thing):
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got"):
+        idist.auto_model(thing)
+    with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, got"):
+        idist.auto_optim(thing)
+
+
+def test_an_optimizer_is_given_back_as_it_is():
+    optimizer = SGD(nn.Linear(1, 1).parameters(), lr=0.5)
+    assert idist.auto_optim(optimizer) is optimizer
+    with at_rank(0):
+        assert idist.auto_optim(optimizer, unknown=3) is optimizer
+
+
+# --- auto_dataloader ---------------------------------------------------------------------------------------------
+
+PLACE = Topology(rank=5, world_size=8, local_rank=1, local_world_size=4, node_rank=1, num_nodes=2)
+LOGGER = "camshaft.distributed.auto.auto_dataloader"
+
+
+@pytest.fixture
+def on_rank_5_of_8():
+    with idist.use_backend(Somewhere(PLACE)) as backend:
+        yield backend
+
+
+@pytest.mark.parametrize(("given", "got"), [(8, 1), (9, 1), (15, 1), (16, 2), (64, 8), (7, 7), (1, 1), (None, None)])
+def test_the_batch_size_is_divided_by_the_number_of_ranks(on_rank_5_of_8, given, got):
+    assert idist.auto_dataloader(range(100), batch_size=given).batch_size == got
+
+
+def test_without_a_batch_size_it_is_that_of_torch(on_rank_5_of_8):
+    assert idist.auto_dataloader(range(100)).batch_size == 1
+
+
+@pytest.mark.parametrize(("given", "got"), [(0, 0), (1, 1), (3, 3), (4, 1), (5, 2), (8, 2), (9, 3)])
+def test_the_workers_are_divided_by_the_processes_of_the_node_and_rounded_up(on_rank_5_of_8, given, got):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of more workers than cores
+        assert idist.auto_dataloader(range(100), num_workers=given).num_workers == got
+
+
+@pytest.mark.parametrize(
+    ("given", "got"), [({}, True), ({"shuffle": None}, True), ({"shuffle": True}, True), ({"shuffle": False}, False)]
+)
+def test_many_ranks_shuffle_unless_told_otherwise_and_the_log_says_so(on_rank_5_of_8, caplog, given, got):
+    caplog.set_level(logging.INFO, logger=LOGGER)
+    sampler = idist.auto_dataloader(range(100), **given).sampler
+    assert type(sampler) is DistributedSampler
+    assert (sampler.rank, sampler.num_replicas, sampler.shuffle) == (5, 8, got)
+    assert f"with shuffle={got}" in caplog.text
+
+
+def test_one_process_does_not_shuffle_unless_told():
+    loader = idist.auto_dataloader(range(3), batch_size=2, num_workers=0)
+    assert isinstance(loader.sampler, SequentialSampler)
+    assert loader.batch_size == 2
+    assert isinstance(idist.auto_dataloader(range(3), shuffle=True).sampler, RandomSampler)
+
+
+@pytest.mark.parametrize(
+    "sampler", [SequentialSampler(range(100)), RandomSampler(range(100)), WeightedRandomSampler([1.0], 100)]
+)
+def test_another_sampler_is_dealt_out(on_rank_5_of_8, sampler):
+    dealt = idist.auto_dataloader(range(100), sampler=sampler).sampler
+    assert type(dealt) is idist.DistributedProxySampler
+    assert dealt.sampler is sampler
+    assert (dealt.rank, dealt.num_replicas) == (5, 8)
+
+
+def test_a_distributed_sampler_is_used_as_it_is_and_must_fit(on_rank_5_of_8):
+    fitting = DistributedSampler(range(100), 8, 5)
+    assert idist.auto_dataloader(range(100), sampler=fitting).sampler is fitting
+    for wrong in (DistributedSampler(range(100), 8, 4), DistributedSampler(range(100), 6, 5)):
+        with pytest.warns(
+            UserWarning, match=f"made for rank {wrong.rank} of {wrong.num_replicas}, but this is rank 5 of 8"
+        ) as caught:
+            assert idist.auto_dataloader(range(100), sampler=wrong).sampler is wrong
+        assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_a_batch_sampler_is_the_business_of_the_user(on_rank_5_of_8):
+    batches = BatchSampler(SequentialSampler(range(100)), 3, False)
+    with pytest.warns(UserWarning, match="batch_sampler is used as it is") as caught:
+        loader = idist.auto_dataloader(range(100), batch_sampler=batches)
+    assert [warning.filename for warning in caught] == [__file__]
+    assert loader.batch_sampler is batches
+    assert isinstance(loader.sampler, SequentialSampler)
+    assert type(idist.auto_dataloader(range(100), batch_sampler=None).sampler) is DistributedSampler
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(10))
+
+
+def test_an_iterable_dataset_is_the_business_of_the_user_and_the_log_says_so(on_rank_5_of_8, caplog):
+    caplog.set_level(logging.INFO, logger=LOGGER)
+    loader = idist.auto_dataloader(Stream(), batch_size=16)
+    assert loader.batch_size == 2
+    assert not isinstance(loader.sampler, DistributedSampler)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    assert "it must give each rank its own data" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"sampler": SequentialSampler(range(9)), "shuffle": True}, ValueError, "mutually exclusive with shuffle"),
+        ({"batch_size": None, "drop_last": True}, ValueError, "mutually exclusive with drop_last"),
+        ({"batch_size": -1}, ValueError, "batch_size should be a positive integer value"),
+        ({"batches": 3}, TypeError, "unexpected keyword argument 'batches'"),
+        ({"sampler": [1, 2]}, TypeError, "sampler must be a torch.utils.data.Sampler"),
+    ],
+)
+def test_conflicts_come_out_as_torch_tells_them(on_rank_5_of_8, arguments, error, message):
+    with pytest.raises(error, match=message):
+        idist.auto_dataloader(range(9), **arguments)
+
+
+def test_a_batch_size_beside_a_batch_sampler_is_a_conflict_also_when_it_is_the_number_of_ranks(on_rank_5_of_8):
+    batches = BatchSampler(SequentialSampler(range(9)), 3, False)
+    error = "batch_sampler option is mutually exclusive"
+    with pytest.warns(UserWarning, match="batch_sampler is used"), pytest.raises(ValueError, match=error):
+        idist.auto_dataloader(range(9), batch_sampler=batches, batch_size=8)
+
+
+def test_the_arguments_of_the_caller_stay_as_they_are(on_rank_5_of_8):
+    arguments = {"batch_size": 16, "num_workers": 0, "shuffle": False, "drop_last": True}
+    before = dict(arguments)
+    idist.auto_dataloader(range(100), **arguments)
+    assert arguments == before
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_log_has_the_final_arguments(caplog, world_size):
+    caplog.set_level(logging.INFO, logger=LOGGER)
+    with at_rank(0, world_size):
+        idist.auto_dataloader(range(10), batch_size=4)
+    last = caplog.records[-1]
+    assert last.name == LOGGER
+    assert last.getMessage().startswith("DataLoader of range with {")
+    assert f"'batch_size': {4 // world_size}" in last.getMessage()
+    assert "'pin_memory': " in last.getMessage()
+
+
+class OnGpu(Somewhere):
+    device = torch.device("cuda", 0)
+
+
+class OnXla(Somewhere):
+    device = torch.device("xla", 0)
+
+    def wrap_loader(self, loader):
+        return [loader]
+
+
+def test_memory_is_pinned_where_there_is_a_gpu_unless_told_otherwise():
+    assert idist.auto_dataloader(range(3)).pin_memory is (idist.device().type == "cuda")
+    with idist.use_backend(OnGpu()):
+        assert idist.auto_dataloader(range(3)).pin_memory is True
+        assert idist.auto_dataloader(range(3), pin_memory=False).pin_memory is False
+
+
+def test_on_xla_memory_is_not_pinned_and_the_backend_wraps_the_loader():
+    with idist.use_backend(OnXla()):
+        with pytest.warns(UserWarning, match="pin_memory=True is of no use on XLA") as caught:
+            (loader,) = idist.auto_dataloader(range(3), pin_memory=True)
+        assert [warning.filename for warning in caught] == [__file__]
+        assert isinstance(loader, DataLoader)
+        assert loader.pin_memory is False
+
+
+@on_ranks(3)
+def test_the_ranks_together_see_all_of_the_data_and_short_data_is_filled_up():
+    for count, sampler in ((12, None), (13, None), (13, "random"), (2, None)):
+        options = {"sampler": RandomSampler(range(count))} if sampler else {}
+        loader = idist.auto_dataloader(range(count), batch_size=6, **options)
+        for epoch in (0, 1):
+            loader.sampler.set_epoch(epoch)
+            parts = idist.all_gather([number for batch in loader for number in batch.tolist()])
+            assert [len(part) for part in parts] == [-(-count // 3)] * 3
+            assert {number for part in parts for number in part} == set(range(count))

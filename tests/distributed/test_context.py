@@ -1,0 +1,124 @@
+"""A run is begun once, ended once, and leaves nothing behind, whoever began it."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+import camshaft.distributed as idist
+from camshaft.distributed import agreement, context
+from camshaft.distributed.topology import Topology
+from tests.distributed.test_ranks import Somewhere
+from tests.ranks import on_ranks
+
+
+@pytest.fixture(autouse=True)
+def ends():
+    """Whatever a test leaves, the next one finds nothing."""
+    yield
+    idist.finalize()
+
+
+class Closing(Somewhere):
+    """A backend that counts how often it is closed."""
+
+    def __init__(self):
+        super().__init__(Topology())
+        self.closed = 0
+
+    def close(self):
+        self.closed += 1
+
+
+def test_a_run_is_begun_and_ended_without_touching_the_environment(monkeypatch):
+    before = dict(os.environ)
+    idist.initialize("gloo", timeout=timedelta(seconds=30))
+    assert (idist.backend(), idist.get_world_size(), idist.model_name()) == ("gloo", 1, "native-dist")
+    assert dict(os.environ) == before
+    monkeypatch.setenv("OF_THE_USER", "stays")
+    for _ in range(2):
+        idist.finalize()
+        assert (idist.backend(), dist.is_initialized()) == (None, False)
+    assert os.environ["OF_THE_USER"] == "stays"
+
+
+def test_a_second_beginning_is_refused_and_the_first_goes_on():
+    idist.initialize("gloo")
+    with pytest.raises(RuntimeError, match="initialize was called already, with 'gloo': call finalize first"):
+        idist.initialize("gloo")
+    assert idist.backend() == "gloo"
+    idist.finalize()
+    idist.initialize("gloo")
+
+
+def test_a_beginning_that_fails_leaves_nothing():
+    def fail():
+        raise OSError("no network")
+
+    with pytest.raises(OSError, match="no network"):
+        context.install(fail, debug=True)
+    assert idist.backend() is None
+    assert not agreement.enabled()
+    with pytest.raises(TypeError, match=r"\['time_out'\] are not known"):
+        idist.initialize("gloo", time_out=3)
+    assert not dist.is_initialized()
+    with pytest.raises(ValueError, match="backend must be one of"):
+        idist.initialize("unknown")
+
+
+def test_debug_mode_is_over_with_the_run():
+    context.install(Closing, debug=True)
+    assert agreement.enabled()
+    idist.finalize()
+    assert not agreement.enabled()
+
+
+@pytest.mark.parametrize("end", [idist.finalize, context.abandon])
+def test_a_run_that_somebody_else_began_is_ended_too(end):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert idist.backend() == "gloo"
+    end()
+    assert (idist.backend(), dist.is_initialized()) == (None, False)
+
+
+def test_a_run_whose_group_the_user_has_destroyed_is_ended_without_an_error():
+    idist.initialize("gloo")
+    dist.destroy_process_group()
+    idist.finalize()
+    idist.initialize("gloo")
+    assert idist.get_world_size() == 1
+
+
+@pytest.mark.parametrize("end", [idist.finalize, context.abandon])
+def test_what_a_thread_talks_through_for_a_while_is_ended_alone(end):
+    of_the_process, of_the_thread = Closing(), Closing()
+    context.install(lambda: of_the_process, debug=True)
+    with idist.use_backend(of_the_thread):
+        end()
+    assert (of_the_process.closed, of_the_thread.closed) == (0, 1)
+    assert context.current() is of_the_process
+    assert agreement.enabled()
+    end()
+    assert of_the_process.closed == 1
+    assert idist.backend() is None
+
+
+@on_ranks(2)
+def test_abandon_waits_for_nobody(tmp_path):
+    left = tmp_path / "left"
+    if idist.get_rank() == 0:
+        idist.isend("never received", 1)
+        context.abandon()
+        left.touch()
+    else:
+        deadline = time.monotonic() + 20
+        while not left.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        context.abandon()
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the test destroys one

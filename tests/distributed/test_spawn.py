@@ -1,0 +1,465 @@
+"""`spawn` starts processes that find each other, tells what fails there, and leaves none behind, however it ends.
+
+The processes come from the forkserver that tests/ranks.py has set up, or are forked from one that does, which is quick;
+the script at the end is started as users start theirs.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+
+import camshaft.distributed as idist
+from camshaft.distributed import lifeline
+from camshaft.distributed.backends import native_processes, native_spawn
+from tests.guards import children, is_running
+from tests.ranks import context
+
+ROOT = Path(__file__).resolve().parents[2]
+start = functools.partial(idist.spawn, start_method="forkserver", timeout=timedelta(seconds=30))
+
+
+# --- what the processes do ---------------------------------------------------------------------------------------
+
+
+def tell(local_rank, folder, **more):
+    """Write down where a process stands."""
+    told = {
+        "given": [local_rank, more],
+        "sum": idist.all_reduce(idist.get_rank()),
+        "place": [idist.get_rank(), idist.get_local_rank(), idist.get_world_size()],
+        "nodes": [idist.get_node_rank(), idist.get_nnodes(), idist.get_nproc_per_node()],
+        "variables": {name: os.environ.get(name) for name in VARIABLES},
+        "backend": [idist.backend(), idist.device().type],
+    }
+    Path(folder, str(idist.get_rank())).write_text(json.dumps(told))
+
+
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+
+
+def told_in(folder):
+    return [json.loads((folder / name).read_text()) for name in sorted(os.listdir(folder))]
+
+
+def begin_anew(local_rank):
+    """What else reads the environment finds the others too."""
+    size = idist.get_world_size()
+    idist.finalize()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    number = torch.ones(1)
+    dist.all_reduce(number)
+    assert number == size
+    assert idist.all_reduce(1) == size
+    assert idist.get_local_rank() == local_rank
+
+
+def in_debug_mode(local_rank):
+    (idist.barrier if local_rank else idist.all_gather)(*[1][local_rank:])
+
+
+class StubbornError(Exception):
+    """An error that cannot be pickled, and whose text is long."""
+
+    def __init__(self, length):
+        super().__init__(length)
+        self.function = lambda: length
+
+    def __str__(self):
+        return "beginning" + "x" * self.args[0] + "end"
+
+
+def fail(local_rank, how):
+    """Let the second process fail in some way while the first waits for it."""
+    if local_rank == 1:
+        HOW[how]()
+    idist.barrier()
+
+
+def raise_it(error):
+    raise error
+
+
+HOW = {
+    "raises": lambda: raise_it(StubbornError(3)),
+    "raises a long text": lambda: raise_it(StubbornError(1_000_000)),
+    "is interrupted": lambda: raise_it(KeyboardInterrupt()),
+    "exits": lambda: sys.exit(3),
+    "exits with a text": lambda: sys.exit("no data"),
+    "exits with a code that becomes 0": lambda: sys.exit(256),
+    "exits at once": lambda: os._exit(5),
+    "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+}
+
+
+def exit_well(local_rank):
+    idist.isend("before the end", 1 - local_rank)
+    idist.recv(1 - local_rank)
+    sys.exit(0 if local_rank else None)
+
+
+def hang(local_rank, folder, how):
+    """Write down who this is, and do not end."""
+    if how == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    Path(folder, f"{local_rank} of {os.getppid()}").write_text(str(os.getpid()))
+    while how != "in a collective":
+        time.sleep(1)
+    if local_rank == 0:
+        idist.barrier()
+    time.sleep(1000)
+
+
+def hang_until_the_other_fails(local_rank, folder):
+    if local_rank == 0:
+        hang(0, folder, "deaf")
+    while not list(Path(folder).iterdir()):
+        time.sleep(0.01)
+    raise ValueError("enough")
+
+
+# --- what they find ----------------------------------------------------------------------------------------------
+
+
+def test_processes_know_their_place_and_what_they_were_given(tmp_path):
+    assert start("gloo", tell, (str(tmp_path),), {"epochs": 3}, nproc_per_node=2) is None
+    for rank, told in enumerate(told_in(tmp_path)):
+        assert told["given"] == [rank, {"epochs": 3}]
+        assert told["sum"] == 1
+        assert told["place"] == [rank, rank, 2]
+        assert told["nodes"] == [0, 1, 2]
+        assert list(told["variables"].values()) == [str(rank), str(rank), "2", "2", "0", "1"]
+        assert told["backend"][0] == "gloo"
+    assert idist.backend() is None
+    assert not dist.is_initialized()
+
+
+def free_port():
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    return store.port
+
+
+@pytest.mark.parametrize("meeting", ["address", "file", "tcp"])
+def test_two_nodes_on_one_host_find_each_other(tmp_path, meeting):
+    where = {
+        "address": {"master_addr": "127.0.0.1", "master_port": str(free_port())},
+        "file": {"init_method": f"file://{tmp_path}/meeting"},
+        "tcp": {"init_method": f"tcp://localhost:{free_port()}"},
+    }[meeting]
+    told_at = tmp_path / "told"
+    told_at.mkdir()
+    nodes = [
+        start("gloo", tell, (str(told_at),), nproc_per_node=2, nnodes=2, node_rank=node, join=False, **where)
+        for node in (0, 1)
+    ]
+    assert [node.join() for node in nodes] == [True, True]
+    for rank, told in enumerate(told_in(told_at)):
+        assert told["place"] == [rank, rank % 2, 4]
+        assert told["nodes"] == [rank // 2, 2, 2]
+        assert told["sum"] == 6
+
+
+def test_two_runs_at_once_need_no_port_and_live_when_nobody_holds_them(tmp_path):
+    for run in ("a", "b"):
+        (tmp_path / run).mkdir()
+        start("gloo", tell, (str(tmp_path / run),), nproc_per_node=2, join=False)
+    deadline = time.monotonic() + 30
+    while native_processes._running and time.monotonic() < deadline:
+        for processes in list(native_processes._running):
+            processes.join(timeout=0.05)
+    for run in ("a", "b"):
+        assert [told["sum"] for told in told_in(tmp_path / run)] == [1, 1]
+
+
+def test_processes_may_begin_anew_with_what_the_environment_says():
+    start("gloo", begin_anew, (), nproc_per_node=2)
+
+
+def test_debug_mode_reaches_the_processes():
+    with pytest.raises(ProcessRaisedException, match="RankDivergenceError: the ranks do different things"):
+        start("gloo", in_debug_mode, (), nproc_per_node=2, debug=True)
+
+
+def test_join_waits_as_long_as_it_is_told(tmp_path):
+    processes = start("gloo", hang, (str(tmp_path), "asleep"), nproc_per_node=2, join=False)
+    assert processes.join(timeout=0) is False
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+    assert processes.join(timeout=0.1) is False
+    processes.end()
+    assert processes.join() is True
+    assert not any(process.is_alive() for process in processes.processes)
+
+
+# --- what goes wrong ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "text"),
+    [
+        ("raises", ProcessRaisedException, r"process 1 failed:\nTraceback(.|\n)*StubbornError: beginningxxxend"),
+        ("is interrupted", ProcessRaisedException, r"process 1 failed:\nTraceback(.|\n)*KeyboardInterrupt"),
+        ("exits", ProcessExitedException, r"process 1 exited with code 3:\nTraceback(.|\n)*SystemExit: 3"),
+        ("exits with a text", ProcessExitedException, r"process 1 exited with code 1:(.|\n)*SystemExit: no data"),
+        ("exits with a code that becomes 0", ProcessExitedException, "process 1 exited with code 256"),
+        ("exits at once", ProcessExitedException, "process 1 exited with code 5 without an exception"),
+        ("is killed", ProcessExitedException, "process 1 was ended by SIGKILL"),
+    ],
+)
+def test_the_first_failure_is_told_and_all_processes_end(how, kind, text):
+    with pytest.raises(kind, match=text) as caught:
+        start("gloo", fail, (how,), nproc_per_node=2)
+    assert caught.value.error_index == 1
+    assert caught.value.error_pid > 0
+    assert (
+        getattr(caught.value, "exit_code", 0) == {"exits": 3, "is killed": -9}.get(how, caught.value.exit_code)
+        if (kind is ProcessExitedException)
+        else True
+    )
+
+
+def test_a_long_traceback_is_told_with_its_beginning_and_its_end():
+    with pytest.raises(ProcessRaisedException) as caught:
+        start("gloo", fail, ("raises a long text",), nproc_per_node=2)
+    text = str(caught.value)
+    assert len(text) < 20_000
+    assert "in fail" in text
+    assert "StubbornError: beginning" in text
+    assert "characters" in text
+    assert text.endswith("xend\n")
+
+
+def test_the_failure_is_told_again():
+    processes = start("gloo", fail, ("raises",), nproc_per_node=2, join=False)
+    for _ in range(2):
+        with pytest.raises(ProcessRaisedException, match="process 1 failed"):
+            processes.join()
+
+
+def test_to_exit_well_is_no_failure():
+    start("gloo", exit_well, (), nproc_per_node=2)
+
+
+def test_a_process_that_is_deaf_to_a_request_to_end_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(native_processes, "GRACE", 0.5)
+    with pytest.raises(ProcessRaisedException, match="process 1 failed(.|\n)*ValueError: enough"):
+        start("gloo", hang_until_the_other_fails, (str(tmp_path),), nproc_per_node=2)
+    (file,) = tmp_path.iterdir()
+    assert not is_running(int(file.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"backend": "unknown"}, ValueError, "backend must be one of"),
+        ({"fn": "print"}, TypeError, "fn must be callable, got 'print'"),
+        ({"args": 3}, TypeError, "args must be a tuple, got 3"),
+        ({"args": "ab"}, TypeError, "args must be a tuple, got 'ab'"),
+        ({"nproc_per_node": 0}, ValueError, "nproc_per_node must be an integer above 0, got 0"),
+        ({"nproc_per_node": 2.0}, ValueError, "nproc_per_node must be an integer above 0, got 2.0"),
+        ({"nnodes": 0}, ValueError, "nnodes must be an integer above 0, got 0"),
+        ({"nnodes": 2}, ValueError, "node_rank must be given with nnodes=2"),
+        ({"nnodes": 2, "node_rank": 2}, ValueError, r"node_rank must be an integer in \[0, 2\), got 2"),
+        ({"node_rank": 1}, ValueError, r"node_rank must be an integer in \[0, 1\), got 1"),
+        ({"nnodes": 2, "node_rank": 0}, ValueError, "master_addr and master_port, or init_method, must be given"),
+        ({"nnodes": 2, "node_rank": 0, "master_addr": "a"}, ValueError, "got 'a' and None"),
+        ({"init_method": "file:///x", "master_port": 1}, ValueError, "must not be given with init_method='file:///x'"),
+        ({"init_method": 3}, ValueError, "init_method must be 'env://', 'file://...' or 'tcp://...', got 3"),
+        ({"master_port": "x"}, ValueError, r"master_port must be a number in \[1, 65535\], got 'x'"),
+        ({"master_port": 0}, ValueError, r"master_port must be a number in \[1, 65535\], got 0"),
+        ({"rank": 0, "world_size": 2}, TypeError, r"\['rank', 'world_size'\] follow from nproc_per_node"),
+        ({"time_out": 3}, TypeError, r"\['time_out'\] are not known for backend 'gloo'"),
+        ({"start_method": "thread"}, ValueError, "cannot find context for 'thread'"),
+    ],
+)
+def test_what_cannot_be_started_is_refused_before_anything_is(arguments, error, message):
+    before = children()
+    with pytest.raises(error, match=message):
+        idist.spawn(**{"backend": "gloo", "fn": print, "args": (), **arguments})
+    assert children() == before
+    assert native_processes._running == set()
+
+
+def test_a_backend_without_its_devices_is_refused_before_anything_is_started(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="backend 'nccl' needs a CUDA device"):
+        native_spawn.spawn("nccl", print, (), {}, nproc_per_node=2)
+
+
+@pytest.mark.parametrize("given", [(lambda rank: rank, ()), (print, (lambda: 1,))])
+def test_what_cannot_be_pickled_is_told_and_nothing_is_left(given):
+    fn, args = given
+    with pytest.raises(TypeError, match="fn and its arguments must be importable and picklable .* got <"):
+        start("gloo", fn, args, nproc_per_node=2)
+    assert native_processes._running == set()
+
+
+def test_a_function_that_was_typed_in_is_refused(monkeypatch):
+    monkeypatch.delattr(sys.modules["__main__"], "__file__")
+    monkeypatch.setattr(tell, "__module__", "__main__")
+    with pytest.raises(TypeError, match="was typed in: put it into a file, or give start_method='fork'"):
+        start("gloo", tell, ("",))
+
+
+def test_a_process_that_cannot_be_started_ends_those_that_were(monkeypatch, tmp_path):
+    started, really_start = [], context.Process.start
+
+    def start_one(process):
+        if started:
+            raise OSError("Cannot allocate memory")
+        started.append(process)
+        really_start(process)
+
+    monkeypatch.setattr(context.Process, "start", start_one)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        start("gloo", hang, (str(tmp_path), "asleep"), nproc_per_node=2)
+    assert [process.is_alive() for process in started] == [False]
+    assert native_processes._running == set()
+
+
+def test_a_port_that_is_in_use_is_an_error():
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    with pytest.raises(ProcessRaisedException, match=f"(?i)process 0 failed(.|\n)*{store.port}(.|\n)*in use"):
+        start("gloo", tell, ("",), nproc_per_node=2, master_port=store.port)
+
+
+# --- the end of the one who started them -------------------------------------------------------------------------
+
+
+def be_a_parent(folder, how):
+    """Start processes that hang, and write down how that ends."""
+    lifeline.GRACE = native_processes.GRACE = 1.0  # those that are forked take it over
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    processes = idist.spawn("gloo", hang, (folder, how), nproc_per_node=2, start_method="fork", join=False)
+    bystander = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+    bystander.start()  # it inherits what this process holds, as the workers of a loader do
+    Path(folder, "bystander").write_text(str(bystander.pid))
+    try:
+        processes.join()
+    except BaseException:
+        bystander.kill()
+        Path(folder, "error").write_text(traceback.format_exc())
+
+
+@pytest.mark.parametrize(
+    ("number", "how"),
+    [
+        (signal.SIGTERM, "in a collective"),
+        (signal.SIGKILL, "in a collective"),
+        (signal.SIGKILL, "deaf"),
+        (signal.SIGINT, "deaf"),
+    ],
+)
+def test_no_process_outlives_the_one_that_started_it(tmp_path, number, how):
+    parent = context.Process(target=be_a_parent, args=(str(tmp_path), how))
+    parent.start()
+    try:
+        wait_until(lambda: len(processes_in(tmp_path)) == 2 and (tmp_path / "bystander").exists())
+        os.kill(parent.pid, number)
+        parent.join(20)
+        assert parent.exitcode == (0 if number == signal.SIGINT else -number)
+        wait_until(lambda: not processes_in(tmp_path))
+        if number == signal.SIGINT:
+            assert (tmp_path / "error").read_text().endswith("KeyboardInterrupt\n")
+    finally:
+        parent.kill()
+        parent.join()
+        end_all_in(tmp_path, "bystander")
+
+
+def processes_in(folder, *others):
+    """List the processes that wrote down who they are, and still run."""
+    texts = [file.read_text() for pattern in ("* of *", *others) for file in folder.glob(pattern)]
+    return [pid for pid in map(int, filter(None, texts)) if is_running(pid)]
+
+
+def end_all_in(folder, *others):
+    for pid in processes_in(folder, *others):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def wait_until(condition, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it takes too long"
+        time.sleep(0.02)
+
+
+# --- scripts -----------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+import camshaft.distributed as idist
+
+def training(local_rank, text):
+    place = idist.get_rank(), idist.get_world_size(), idist.get_nnodes()
+    os.write(1, f"{idist.all_gather(text)} {place}\\n".encode())
+    idist.barrier()
+    if local_rank == 1:
+        raise ValueError("no data")
+    idist.barrier()
+
+def hanging(local_rank, folder):
+    Path(folder, f"{local_rank} of {os.getppid()}").write_text(str(os.getpid()))
+    time.sleep(1000)
+
+if __name__ == "__main__":
+    with idist.Parallel("gloo", nproc_per_node=1 if sys.argv[1:] else 2) as parallel:
+        parallel.run(*((hanging, sys.argv[1]) if sys.argv[1:] else (training, "hello")))
+"""
+# As in the middle of a job of Slurm, on one of its nodes, under torchrun: none of it is about the new processes.
+SURROUNDINGS = {
+    "SLURM_JOB_ID": "12345",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "4",
+    "SLURM_JOB_NODELIST": "node[1-2]",
+    "SLURM_JOB_NUM_NODES": "2",
+    "TORCHELASTIC_RUN_ID": "job",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "1",
+}
+
+
+def test_a_script_runs_its_processes_whatever_surrounds_it_and_fails_or_is_killed_with_them(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, **SURROUNDINGS, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    run = functools.partial(
+        subprocess.Popen, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    with run([sys.executable, script]) as failing, run([sys.executable, script, tmp_path]) as hanging:
+        try:
+            wait_until(lambda: processes_in(tmp_path), seconds=50)
+            hanging.kill()
+            wait_until(lambda: not processes_in(tmp_path))
+            output, errors = failing.communicate(timeout=50)
+        finally:
+            failing.kill()
+            hanging.kill()
+            end_all_in(tmp_path)
+    assert sorted(output.splitlines()) == [f"['hello', 'hello'] ({rank}, 2, 1)" for rank in (0, 1)]
+    assert failing.returncode == 1
+    assert "process 1 failed" in errors
+    assert "ValueError: no data" in errors

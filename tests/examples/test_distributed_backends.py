@@ -1,0 +1,69 @@
+"""The commands of the example for all backends that need no more than pip; the others are in their own folders."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from examples import distributed_backends
+from tests.examples.ten_steps import EXAMPLE, assert_ten_steps, command, of_one_process, run
+from tests.mpi.checking import LENIENT
+
+GLOO = ("--backend", "gloo")
+
+pytestmark = pytest.mark.timeout(200)  # four processes that import torch on a busy machine
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_new_processes_train_as_one_does(ranks):
+    assert_ten_steps(
+        [sys.executable], *GLOO, "--nproc_per_node", str(ranks), shows=f"{ranks} processes on cpu with gloo"
+    )
+
+
+def test_training_changes_the_weights():
+    _, untrained = run([sys.executable], "--num_iterations", "1")
+    assert not torch.allclose(untrained[0], of_one_process()[0], rtol=1e-4, atol=1e-6)
+
+
+def test_torchrun():
+    launch = [command("torchrun"), "--standalone", "--nproc_per_node", "2"]
+    assert_ten_steps(launch, *GLOO, shows="2 processes on cpu with gloo")
+
+
+def test_the_launch_module_of_torch():
+    launch = [sys.executable, "-m", "torch.distributed.launch", "--standalone", "--nproc_per_node", "2", "--use_env"]
+    assert_ten_steps(launch, *GLOO, shows="2 processes on cpu with gloo")
+
+
+def test_mpirun():
+    launch = [command("mpirun"), "-np", "2", sys.executable]
+    assert_ten_steps(launch, "--backend", "mpi", shows="2 processes on cpu with mpi", environment=LENIENT)
+
+
+def test_the_backend_that_fits():
+    assert_ten_steps([sys.executable], "--backend", "auto", "--nproc_per_node", "2", shows="with gloo")
+
+
+def test_a_wide_residual_network_of_torchvision(tmp_path):
+    program = tmp_path / "with_torchvision.py"
+    program.write_text(
+        "import runpy\nfrom tests.torchvision_import import import_torchvision\nimport_torchvision()\n"
+        f"runpy.run_path({str(EXAMPLE)!r}, run_name='__main__')\n"
+    )
+    launch = [command("torchrun"), "--standalone", "--nproc_per_node", "2", str(program)]
+    done = subprocess.run(
+        [*launch, *GLOO, "--num_iterations", "2", "--batch_size", "4"],
+        env={**os.environ, "PYTHONPATH": str(EXAMPLE.parent.parent)}, capture_output=True, timeout=200,
+    )  # fmt: skip
+    assert b"iteration 2: loss" in done.stdout, done.stderr.decode()[-3000:]
+
+
+def test_an_image_is_the_same_wherever_it_is_asked_for():
+    first, again = (distributed_backends.RandomImages(8, 4)[3] for _ in range(2))
+    torch.testing.assert_close(first, again)
+    assert not torch.equal(first[0], distributed_backends.RandomImages(8, 4)[4][0])

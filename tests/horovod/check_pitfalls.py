@@ -1,0 +1,180 @@
+"""What Horovod refuses, or does in another way than the other backends, and must not reach users."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import horovod.torch as hvd
+import pytest
+import torch
+from torch import nn
+
+import camshaft.distributed as idist
+from camshaft.distributed.backends.horovod import create
+from camshaft.distributed.context import current
+from tests.distributed.checking import equal, place, same
+from tests.horovod.checking import check
+
+
+@check
+def after_an_uneven_join_the_ranks_still_find_each_other() -> None:
+    """The ranks begin different numbers of operations; numbered ones would never meet again."""
+    rank, size = place()
+    for _ in range(1 + 2 * rank):
+        idist.all_reduce(torch.ones(2))
+    hvd.join()
+    equal(idist.all_gather(rank), list(range(size)))
+    equal(idist.all_reduce(1), size)
+    equal(idist.broadcast(rank, src=size - 1), size - 1)
+
+
+@check
+def every_operation_has_a_name() -> None:
+    """Those without one are called after numbers that each process counts by itself."""
+    seen = []
+    library = hvd.mpi_ops.mpi_lib
+
+    class Recording:
+        def __getattr__(self, name: str) -> Any:
+            function = getattr(library, name)
+            if "_async_" not in name:
+                return function
+
+            def call(*arguments: Any) -> Any:
+                seen.append((name, *[value for value in arguments if isinstance(value, (bytes, str))]))
+                return function(*arguments)
+
+            return call
+
+    hvd.mpi_ops.mpi_lib = Recording()
+    try:
+        _, size = place()
+        tensor = torch.ones(size, 2)
+        for collective in (idist.all_reduce, idist.all_gather, idist.broadcast, idist.scatter, idist.all_to_all):
+            collective([1] * size if collective in (idist.scatter, idist.all_to_all) else tensor)  # type: ignore[operator]
+        idist.reduce_scatter(tensor)
+        model = idist.auto_model(nn.Linear(2, 1))
+        optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    finally:
+        hvd.mpi_ops.mpi_lib = library
+    assert len(seen) >= 12
+    for call in seen:
+        assert call[1].startswith(b"camshaft."), call
+
+
+@check
+def reductions_of_small_integers_wrap_around() -> None:
+    _, size = place()
+    for dtype, value in ((torch.int8, 100), (torch.uint8, 200), (torch.int16, 30_000)):
+        tensor = torch.tensor([value, 1], dtype=dtype)
+        same(idist.all_reduce(tensor.clone()), torch.stack([tensor] * size).sum(0, dtype=torch.int64).to(dtype))
+        same(idist.all_reduce(tensor.clone(), "MAX"), tensor)
+        same(idist.all_reduce(tensor.clone(), "AVERAGE"), tensor)
+
+
+@check
+def reductions_of_bools_are_those_of_logic() -> None:
+    rank, size = place()
+    for op, wanted in (("SUM", True), ("MAX", True), ("PRODUCT", size == 1), ("MIN", size == 1)):
+        same(idist.all_reduce(torch.tensor([rank == 0, True, False]), op), torch.tensor([wanted, True, False]))
+
+
+@check
+def averages_of_integers_are_exact_and_cut_off() -> None:
+    rank, size = place()
+    same(idist.all_reduce(torch.tensor([2**53 + 1]), "AVERAGE"), torch.tensor([2**53 + 1]))
+    equal(idist.all_reduce(rank, "AVERAGE"), sum(range(size)) // size)
+    equal(idist.all_reduce(-rank, "AVERAGE"), -(sum(range(size)) // size))
+    equal(idist.all_reduce(float(rank), "AVERAGE"), sum(range(size)) / size)
+
+
+@check
+def complex_numbers_are_added_and_moved() -> None:
+    rank, size = place()
+    value = torch.tensor([rank + 1j, 2.0])
+    same(idist.all_gather(value), torch.tensor([part for other in range(size) for part in (other + 1j, 2.0)]))
+    same(idist.all_reduce(value.clone()), torch.tensor([sum(range(size)) + size * 1j, 2.0 * size]))
+    equal(idist.all_reduce(1 + 1j * rank), size + 1j * sum(range(size)))
+    with pytest.raises(ValueError, match="op must be one of .* for complex numbers, got 'MAX'"):
+        idist.all_reduce(value, "MAX")
+
+
+@check
+def adasum_over_gloo_is_refused_before_anything_is_sent() -> None:
+    _, size = place()
+    assert "ADASUM" in current().reductions
+    with pytest.raises(NotImplementedError, match="no ADASUM over gloo: build Horovod with MPI"):
+        idist.all_reduce(torch.ones(2), "ADASUM")
+    parameter = nn.Parameter(torch.ones(2))
+    with pytest.raises(NotImplementedError, match="no Adasum over gloo"):
+        idist.auto_optim(torch.optim.SGD([parameter], lr=0.1), op=hvd.Adasum)
+    equal(idist.all_reduce(1), size)
+
+
+@check
+def batch_norm_over_ranks_is_refused_on_the_cpu() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with pytest.raises(ValueError, match="sync_bn must be False on cpu: .*'nccl'"):
+        idist.auto_model(model, sync_bn=True)
+    assert type(model[1]) is nn.BatchNorm1d
+
+
+@check
+def groups_are_process_sets_of_which_horovod_takes_each_once() -> None:
+    rank, size = place()
+    for _ in range(2):  # Horovod refuses a second of the same ranks
+        for ranks in (list(range(size)), [size - 1]):
+            group = idist.new_group(ranks)
+            equal(idist.all_reduce(1, group=group), len(ranks) if rank in ranks else 1)
+    equal(idist.all_reduce(1, group=hvd.global_process_set), size)
+    known = hvd.mpi_ops._basics._get_process_set_ids_and_ranks()
+    assert len(known) == len({tuple(ranks) for ranks in known.values()})
+    with pytest.raises(TypeError, match=r"no further arguments .* got \['timeout'\]"):
+        idist.new_group([0], timeout=3)
+
+
+@check
+def process_sets_that_the_user_made_are_groups() -> None:
+    rank, _ = place()
+    known = hvd.mpi_ops._basics._get_process_set_ids_and_ranks()
+    mine = hvd.ProcessSet([0])
+    if [0] not in known.values():
+        mine = hvd.add_process_set(mine)
+        equal(idist.all_reduce(5, group=mine), 5)
+        if rank == 0:
+            equal(idist.all_gather("a", group=mine), ["a"])
+        equal(idist.new_group([0]).ranks, (0,))
+    with pytest.raises(ValueError, match="group must be None, a list of ranks or a group from new_group"):
+        idist.all_reduce(1, group=hvd.ProcessSet([0]))  # of which Horovod was not told
+
+
+@check
+def the_environment_is_as_it_was() -> None:
+    assert "HOROVOD_DYNAMIC_PROCESS_SETS" not in os.environ
+
+
+@check
+def what_cannot_begin_a_run_is_refused() -> None:
+    for options, message in (
+        ({"colour": 1}, r"\['colour'\] are not known for backend 'horovod', but \['comm', .*'timeout'\] are"),
+        ({"timeout": 30}, "timeout must be a datetime.timedelta, got 30"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            create("horovod", **options)
+    with pytest.raises(RuntimeError, match="initialized already: it is used as it is"):
+        create("horovod")
+
+
+@check
+def options_that_nobody_knows_are_refused() -> None:
+    model = nn.Linear(1, 1)
+    assert idist.auto_model(model, find_unused_parameters=True) is model  # of torch's, so a script runs everywhere
+    with pytest.raises(TypeError, match=r"\['colour'\] are not known to auto_model"):
+        idist.auto_model(model, colour=1)
+    with pytest.raises(
+        TypeError, match=r"\['colour'\] are not known to Horovod's DistributedOptimizer, but .*'groups'"
+    ):
+        idist.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1), colour=1)

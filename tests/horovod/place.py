@@ -1,0 +1,72 @@
+"""Write a line about where this rank stands: when the user has initialized Horovod, or when camshaft has.
+
+horovodrun -np 2 python -m tests.horovod.place {adopted,initialized}
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from contextlib import nullcontext
+
+import pytest
+
+import camshaft.distributed as idist
+from camshaft.distributed.context import current
+
+
+def tell(how: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        place = current().topology
+    told = " with a warning" if any("different numbers of processes" in str(one.message) for one in caught) else ""
+    assert idist.all_gather(idist.get_rank()) == list(range(idist.get_world_size()))
+    os.write(1, f"{how}: {place}: {idist.backend()} {idist.model_name()} {idist.device()}{told}\n".encode())
+
+
+def tell_group() -> str:
+    try:
+        idist.new_group([0])
+    except RuntimeError as error:
+        return str(error)
+    return "a group"
+
+
+def alone() -> None:
+    assert (idist.model_name(), idist.get_world_size()) == ("serial", 1)
+
+
+def adopt() -> None:
+    assert "horovod.torch" not in sys.modules
+    import horovod.torch as hvd
+
+    alone()
+    hvd.init()
+    tell("adopted")
+    assert idist.get_world_size() == 1 or "call hvd.init(process_sets='dynamic')" in tell_group()
+    idist.barrier()
+    hvd.shutdown()
+    alone()
+
+
+def initialize() -> None:
+    alone()
+    idist.initialize("horovod")
+    tell("initialized")
+    assert tell_group() == "a group"
+    backend, size = current(), idist.get_world_size()
+    idist.barrier()
+    idist.finalize()
+    alone()
+    assert not backend.is_alive()
+    expected = nullcontext() if size == 1 else pytest.raises(RuntimeError, match="meet once")
+    with expected:
+        idist.initialize("horovod", comm=None, process_sets=[])
+    idist.finalize()
+    alone()
+
+
+if __name__ == "__main__":
+    for way in sys.argv[1:]:
+        {"adopted": adopt, "initialized": initialize}[way]()

@@ -1,0 +1,27 @@
+"""Ranks over Horovod pass the checks that every backend passes: one, two, and two on each of two nodes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.conformance import CHECKS
+from tests.horovod.checking import horovodrun
+
+HOSTS = {1: None, 2: None, 4: "localhost:2,127.0.0.1:2"}
+
+
+@pytest.fixture(scope="module", params=HOSTS, ids=["1_rank", "2_ranks", "2_ranks_on_2_nodes"])
+def ran(request: pytest.FixtureRequest) -> tuple[int, str]:
+    program = ("-m", "tests.distributed.run_conformance", "--backend", "horovod", "--limit", "160")
+    return horovodrun(request.param, *program, hosts=HOSTS[request.param])
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_horovod_passes(ran: tuple[int, str], name: str) -> None:
+    assert f"passed {name}\n" in ran[1], ran[1][-6000:]
+
+
+def test_horovod_lacks_messages_alone_and_ends_well(ran: tuple[int, str]) -> None:
+    lacks = {line.rpartition("has no ")[2].split(";")[0] for line in ran[1].splitlines() if "lacks " in line}
+    assert lacks <= {"send", "recv"}
+    assert ran[0] == 0, ran[1][-6000:]

@@ -1,0 +1,121 @@
+"""Ranks that horovodrun starts: where they stand, and how they end."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.horovod.checking import horovodrun, run
+
+TWO_HOSTS = "localhost:2,127.0.0.1:2"
+UNEVEN = "localhost:1,127.0.0.1:2"  # so rank 2 is the only one with its local rank
+
+
+def lines(way: str, *places: tuple[int, int, int, int, int, int]) -> list[str]:
+    """Give what the ranks write: of each its rank, the number of ranks, and the same of its node and of nodes."""
+    fields = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes")
+    numbers = [", ".join(f"{name}={number}" for name, number in zip(fields, place, strict=True)) for place in places]
+    return [f"{way}: {one}: horovod horovod-dist cpu" for one in numbers]
+
+
+def found(output: str) -> list[str]:
+    """Give what the ranks wrote, in their order."""
+    return sorted(line[line.index(start) :] for line in output.splitlines() for start in STARTS if start in line)
+
+
+STARTS = ("adopted: ", "initialized: ")
+
+
+def test_ranks_on_two_nodes_know_where_they_stand() -> None:
+    code, output = horovodrun(4, "-m", "tests.horovod.place", "adopted", hosts=TWO_HOSTS)
+    assert found(output) == lines("adopted", *((rank, 4, rank % 2, 2, rank // 2, 2) for rank in range(4))), output
+    assert code == 0, output
+
+
+@pytest.mark.parametrize("way", ["initialized", "adopted"])
+def test_nodes_may_hold_different_numbers_of_ranks(way: str) -> None:
+    """Horovod tells a rank about those nodes that have its local rank; when it is adopted, nobody is asked for more."""
+    code, output = horovodrun(3, "-m", "tests.horovod.place", way, hosts=UNEVEN)
+    if way == "initialized":
+        assert found(output) == lines(way, (0, 3, 0, 1, 0, 2), (1, 3, 0, 2, 1, 2), (2, 3, 1, 2, 1, 2)), output
+    else:
+        wanted = lines(way, (0, 3, 0, 1, 0, 2), (1, 3, 0, 2, 1, 2), (2, 3, 1, 2, 0, 1))
+        assert found(output) == [f"{line} with a warning" for line in wanted], output
+    assert code == 0, output
+
+
+def test_without_a_launcher_there_is_one_rank() -> None:
+    code, output = run([sys.executable, "-W", "error", "-m", "tests.horovod.place", "adopted", "initialized"])
+    alone = (0, 1, 0, 1, 0, 1)
+    assert found(output) == lines("adopted", alone) + lines("initialized", alone), output
+    assert code == 0, output
+
+
+def test_processes_of_another_launcher_do_not_train_each_on_its_own() -> None:
+    program = "import camshaft.distributed as idist; idist.initialize('horovod')"
+    code, output = run([sys.executable, "-c", program], RANK="0", WORLD_SIZE="2", LOCAL_RANK="0")
+    assert code == 1
+    assert (
+        "RuntimeError: environment started 2 processes, of which Horovod knows nothing: start them with horo" in output
+    )
+
+
+FAILING = """
+import os, sys, time
+import camshaft.distributed as idist
+idist.initialize("horovod")
+idist.barrier()
+if idist.get_rank() == 1:
+    HOW
+idist.all_reduce(1)
+"""
+
+
+@pytest.mark.parametrize("how", ["raise LookupError('the cause')", "os.kill(os.getpid(), 9)"])
+def test_a_rank_that_fails_ends_the_job(how: str) -> None:
+    code, output = horovodrun(2, "-c", FAILING.replace("HOW", how))
+    assert code == 1, output
+    assert ("LookupError: the cause" in output) == ("raise" in how)
+
+
+LATE = """
+import time
+from datetime import timedelta
+import torch
+import camshaft.distributed as idist
+idist.initialize("horovod", timeout=timedelta(seconds=1))
+weight = torch.nn.Parameter(torch.ones(1))
+optimizer = idist.auto_optim(torch.optim.SGD([weight], lr=0.1))
+idist.barrier()
+if idist.get_rank() == 1:
+    time.sleep(1000)
+HOW
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("idist.all_gather(1)", "camshaft.all_gather on rank 0 timed out after 1 s"),
+        ("idist.barrier()", "camshaft.barrier on rank 0 timed out after 1 s"),
+        ("weight.sum().backward(); optimizer.step()", "the exchange of gradients on rank 0 timed out after 1 s"),
+    ],
+)
+def test_nobody_waits_for_ever_for_a_rank_that_stays_away(how: str, told: str) -> None:
+    code, output = horovodrun(2, "-c", LATE.replace("HOW", how), seconds=100)
+    assert code == 1, output
+    assert f"RuntimeError: {told}: another rank has not come to it" in output
+
+
+def test_importing_changes_no_environment_variable() -> None:
+    program = """
+import os
+before = dict(os.environ)
+import camshaft.distributed as idist
+assert "horovod" in idist.available_backends() and idist.has_hvd_support
+assert idist.get_rank() == 0 and "horovod" not in __import__("sys").modules
+assert before == dict(os.environ)
+print("unchanged")
+"""
+    assert run([sys.executable, "-c", program]) == (0, "unchanged\n")

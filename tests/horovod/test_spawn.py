@@ -1,0 +1,187 @@
+"""Processes that `spawn("horovod", ...)` starts: what they run, how they fail, and that they end with their parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+
+import camshaft.distributed as idist
+from tests.guards import content, is_running
+from tests.horovod.checking import ROOT, environment
+
+
+@pytest.fixture(autouse=True)
+def variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Let the processes find this clone, and use one core; and let temporary files have a folder of their own."""
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+
+
+def write_what_is_seen(local_rank: int, folder: Path, word: str = "") -> None:
+    total = idist.all_reduce(idist.get_rank() + 1)
+    seen = [local_rank, idist.get_rank(), idist.get_local_rank(), idist.get_nnodes(), total, idist.backend(), word]
+    (folder / str(idist.get_rank())).write_text(" ".join(map(str, seen)))
+    if idist.get_rank() == 1:
+        sys.exit(0)
+
+
+def handlers() -> list[Any]:
+    return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+def test_each_process_runs_the_function_within_the_backend(tmp_path: Path) -> None:
+    before, path = handlers(), os.environ["PYTHONPATH"]
+    function, options = write_what_is_seen, {"hosts": "localhost:1,127.0.0.1:1", "disable_cache": True}
+    assert idist.spawn("horovod", function, (tmp_path,), {"word": "größer"}, nproc_per_node=2, **options) is None
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["0 0 0 2 3 horovod größer", "0 1 0 2 3 horovod größer"]
+    assert not list((tmp_path / "temporary").iterdir())
+    assert handlers() == before, "Horovod replaces them"
+    assert os.environ["PYTHONPATH"] == path
+
+
+def fail(local_rank: int, how: str) -> None:
+    """Let rank 1 fail while rank 0 waits for it."""
+    if local_rank == 1:
+        if how == "raise":
+            raise LookupError("the cause")
+        if how == "exit":
+            sys.exit(3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    idist.barrier()
+
+
+def test_a_process_that_fails_ends_the_others_and_its_traceback_is_the_error(tmp_path: Path) -> None:
+    with pytest.raises(ProcessRaisedException, match=r"process 1 failed:\n(.*\n)*.*LookupError: the cause") as caught:
+        idist.spawn("horovod", fail, ("raise",), nproc_per_node=2)
+    assert caught.value.error_index == 1
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+@pytest.mark.parametrize(("how", "told"), [("exit", "exited with code 3"), ("kill", "was ended by signal 9")])
+def test_a_process_that_ends_by_itself_is_told_of(how: str, told: str) -> None:
+    with pytest.raises(ProcessExitedException, match=f"process 1 {told}"):
+        idist.spawn("horovod", fail, (how,), nproc_per_node=2)
+
+
+class Torn:
+    """Something that cannot be put together again in another process."""
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        return int, ("no number",)
+
+
+def test_what_fails_before_the_processes_have_met_is_told_too() -> None:
+    with pytest.raises(ProcessRaisedException, match="ValueError: invalid literal for int.*'no number'"):
+        idist.spawn("horovod", fail, (Torn(),), nproc_per_node=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        (("raise",), {"nnodes": 2, "node_rank": 0}, RuntimeError, "give hosts='name:processes,...' .* nnodes=2"),
+        (("raise",), {"node_rank": 1}, RuntimeError, "node_rank=1"),
+        (("raise",), {"colour": 1}, TypeError, r"\['colour'\] are not known to horovod.run, but .*'ssh_port'"),
+        (("raise",), {"num_proc": 1}, TypeError, r"\['num_proc'\] are not known"),
+        ((threading.Lock(),), {}, TypeError, "fn and its arguments must be picklable"),
+    ],
+)
+def test_bad_arguments_are_refused(
+    arguments: tuple[Any, ...], options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        idist.spawn("horovod", fail, arguments, nproc_per_node=2, **options)
+
+
+def test_it_is_for_the_main_thread() -> None:
+    errors: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            idist.spawn("horovod", fail, ("raise",))
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join()
+    assert "call spawn in the main thread" in str(errors[0])
+
+
+# --- scripts ---------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+import camshaft.distributed as idist
+from beside import name_of  # found because the script lies there
+
+def work(local_rank, folder, seconds):
+    Path(folder, name_of(local_rank)).write_text(str(os.getpid()))
+    time.sleep(seconds)
+
+if __name__ == "__main__":
+    with idist.Parallel("horovod", nproc_per_node=2) as parallel:
+        parallel.run(work, sys.argv[1], float(sys.argv[2]))
+    print("all is well")
+"""
+
+
+@contextmanager
+def running(folder: Path, seconds: float) -> Iterator[subprocess.Popen[bytes]]:
+    """Run the script, in a group of processes of its own."""
+    (folder / "script.py").write_text(SCRIPT)
+    (folder / "beside.py").write_text("def name_of(rank): return f'rank{rank}'")
+    with (folder / "output").open("wb") as output:
+        script = subprocess.Popen(
+            [sys.executable, str(folder / "script.py"), str(folder), str(seconds)],
+            env=environment(PYTHONPATH=str(ROOT), TMPDIR=str(folder / "temporary")),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield script
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(script.pid, signal.SIGKILL)
+        script.wait()
+
+
+def test_what_a_script_defines_can_be_handed_over(tmp_path: Path) -> None:
+    with running(tmp_path, seconds=0) as script:
+        assert script.wait(100) == 0, content(tmp_path / "output")
+    assert "all is well" in content(tmp_path / "output")
+    assert all((tmp_path / f"rank{rank}").exists() for rank in range(2))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_the_processes_end_with_the_one_that_started_them(number: signal.Signals, tmp_path: Path) -> None:
+    with running(tmp_path, seconds=300) as script:
+        files = [tmp_path / f"rank{rank}" for rank in range(2)]
+        assert eventually(lambda: all(map(content, files))), content(tmp_path / "output")
+        script.send_signal(number)
+        assert script.wait(60) == -number, content(tmp_path / "output")
+        workers = [int(content(file)) for file in files]
+        assert eventually(lambda: not any(map(is_running, workers))), content(tmp_path / "output")
+    assert ("KeyboardInterrupt" in content(tmp_path / "output")) == (number == signal.SIGINT)
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 60
+    while not (met := condition()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return met

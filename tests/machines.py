@@ -1,0 +1,173 @@
+"""Machines for tests: each has its own network, processes, host name and ``/etc/hosts``.
+
+They are processes in namespaces of Linux. A machine ends with all that runs on it, and its network with it, when it
+is closed, or when the process of the tests dies, in whatever way: nothing of it has a name that could stay behind.
+It takes root, or ``unshare --map-root-user make test-hosts``.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT = 120.0  # seconds for a program that takes five where the cores are free
+BOOT = r"""
+set -e
+hostname "$1"
+printf '%s\n' "127.0.0.1 localhost" "$2" >"$3"
+mount --bind "$3" /etc/hosts
+ip link set lo up
+echo ready
+sleep infinity &
+wait  # here it also takes leave of the processes that lose their parent
+"""
+
+
+class Machine:
+    """One machine, which runs within the ``with`` block.
+
+    Args:
+        name: of the host.
+        hosts: the lines of its ``/etc/hosts``, besides that of localhost.
+    """
+
+    def __init__(self, name: str, hosts: str = "") -> None:
+        self.name = name
+        self._hosts = hosts
+
+    def __enter__(self) -> Machine:
+        with tempfile.NamedTemporaryFile(prefix="camshaft-hosts-") as hosts:  # mounted, it stays without a name
+            namespaces = ["unshare", "--net", "--uts", "--pid", "--mount-proc", "--fork", "--kill-child"]
+            boot = ["bash", "-c", BOOT, "boot", self.name, self._hosts, hosts.name]
+            self._holder = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", *namespaces, *boot],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+            assert self._holder.stdout is not None
+            said = self._holder.stdout.readline().decode()
+        if said != "ready\n":
+            said += self._holder.stdout.read().decode()
+            self._leave()
+            pytest.fail(f"this system grants no namespaces, which these tests need, and root: {said}", pytrace=False)
+        self.pid = int(Path(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children").read_text())
+        self._ends = os.pidfd_open(self.pid)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._holder.kill()
+        select.select([self._ends], [], [])  # its first process is the last to end
+        os.close(self._ends)
+        self._leave()
+
+    def _leave(self) -> None:
+        self._holder.kill()
+        self._holder.wait()
+        assert self._holder.stdout is not None
+        self._holder.stdout.close()
+
+    @property
+    def entrance(self) -> list[str]:
+        """The command that runs another one, behind it, on this machine."""
+        return ["nsenter", f"--target={self.pid}", *_ENTERED, f"--wd={ROOT}", "--"]
+
+    def start(self, *command: str, **variables: str) -> Program:
+        """Begin to run a command in the folder of the project, with variables beside those of this process."""
+        return Program([*self.entrance, *command], variables)
+
+    def run(self, *command: str, seconds: float = LIMIT, **variables: str) -> Program:
+        """Run a command to its end."""
+        with self.start(*command, **variables) as program:
+            return program.wait(seconds)
+
+    def check(self, *command: str) -> str:
+        """Run a command that must succeed, and give what it wrote."""
+        done = self.run(*command)
+        assert done.returncode == 0, f"{command}: {done.output}"
+        return done.output
+
+
+_ENTERED = ("--net", "--uts", "--pid", "--mount")
+
+
+def connect(one: Machine, other: Machine, network: str = "10.77.0") -> None:
+    """Join two machines by a cable: ``eth0`` on both, with the addresses .1 and .2 of the network."""
+    cable = f"ip link add name eth0 netns {one.pid} type veth peer name eth0 netns {other.pid}"
+    subprocess.run(cable.split(), check=True)
+    for number, machine in enumerate((one, other), start=1):
+        machine.check(*f"ip address add {network}.{number}/24 dev eth0".split())
+        machine.check("ip", "link", "set", "eth0", "up")
+
+
+class Program:
+    """A command that runs, with all it starts in its group of processes, at most as long as the ``with`` block.
+
+    Attributes:
+        returncode: of the command, once it has ended.
+    """
+
+    def __init__(self, command: list[str], variables: dict[str, str]) -> None:
+        self._command = command
+        self._variables = variables
+        self.returncode: int | None = None
+
+    def __enter__(self) -> Program:
+        self._file = tempfile.TemporaryFile()
+        self._process = subprocess.Popen(
+            self._command,
+            env={**os.environ, **DEFAULTS, **self._variables},
+            stdin=subprocess.DEVNULL,
+            stdout=self._file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.output  # noqa: B018 - read for the last time
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._file.close()
+
+    @property
+    def output(self) -> str:
+        """All that it wrote so far."""
+        if not self._file.closed:
+            size = os.fstat(self._file.fileno()).st_size
+            self._output = os.pread(self._file.fileno(), size, 0).decode(errors="replace")
+        return self._output
+
+    def wait(self, seconds: float = LIMIT) -> Program:
+        """Wait for its end; it must come within the time."""
+        self._wait(lambda: self._process.poll() is not None, seconds, "did not end")
+        self.returncode = self._process.returncode
+        return self
+
+    def wait_for(self, text: str, seconds: float = LIMIT) -> None:
+        """Wait until it has written this."""
+        self._wait(lambda: text in self.output, seconds, f"did not write {text!r}")
+
+    def _wait(self, condition: Callable[[], bool], seconds: float, failure: str) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline:
+                pytest.fail(f"{self._command} {failure} within {seconds} s:\n{self.output}", pytrace=False)
+            time.sleep(0.02)
+
+
+# More ranks than cores, and a test that fails must show what they wrote.
+DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+PYTHON = (sys.executable, "-W", "error::UserWarning")

@@ -1,0 +1,25 @@
+"""Ranks over MPI pass the checks that every backend passes: one start of mpirun serves them all."""
+
+from __future__ import annotations
+
+from subprocess import CompletedProcess
+
+import pytest
+
+from tests.distributed.conformance import CHECKS
+from tests.mpi.checking import mpirun
+
+
+@pytest.fixture(scope="module")
+def ran() -> CompletedProcess[str]:
+    return mpirun(2, "-m", "tests.distributed.run_conformance", "--backend", "mpi")
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_mpi_passes(ran: CompletedProcess[str], name: str) -> None:
+    assert f"passed {name}\n" in ran.stdout, ran.stdout[-6000:]
+
+
+def test_mpi_lacks_nothing_and_ends_well(ran: CompletedProcess[str]) -> None:
+    assert "lacks " not in ran.stdout
+    assert ran.returncode == 0, ran.stdout[-6000:]

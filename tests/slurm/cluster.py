@@ -1,0 +1,89 @@
+"""A Slurm of two nodes, each a machine of its own on this one."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.machines import Machine, Program, connect
+
+HOSTS = "10.77.0.1 n1\n10.77.0.2 n2"
+CPUS = 4  # of each node, whatever this machine has
+CONFIGURATION = """
+ClusterName=camshaft
+SlurmctldHost=n1
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/none
+CredType=cred/none
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MailProg=/bin/true
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+NodeName=n[1-2] CPUs={cpus}
+PartitionName=all Nodes=ALL Default=YES MaxTime=2
+"""
+
+
+class Cluster:
+    """Slurm within the ``with`` block; its commands run on the first node.
+
+    Attributes:
+        variables: what its commands need in the environment.
+        entrance: the command that runs them on the first node.
+    """
+
+    def __enter__(self) -> Cluster:
+        with ExitStack() as stack:
+            self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="camshaft-slurm-")))
+            for name in ("state", "n1", "n2"):
+                (self.folder / name).mkdir()
+            configuration = self.folder / "slurm.conf"
+            configuration.write_text(CONFIGURATION.format(folder=self.folder, cpus=CPUS))
+            self.variables = {"SLURM_CONF": str(configuration)}
+            self._node, other = (stack.enter_context(Machine(name, HOSTS)) for name in ("n1", "n2"))
+            connect(self._node, other)
+            self.entrance = self._node.entrance
+            daemons = [
+                stack.enter_context(machine.start(*command, **self.variables))
+                for machine, command in (
+                    (self._node, ("slurmctld", "-D", "-c")),
+                    (self._node, ("slurmd", "-D")),
+                    (other, ("slurmd", "-D")),
+                )
+            ]
+            self._wait_until_idle(daemons)
+            self._closing = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._closing.close()
+
+    def _wait_until_idle(self, daemons: list[Program], seconds: float = 30) -> None:
+        deadline = time.monotonic() + seconds
+        while len(self.run("sinfo", "--noheader", "--Node", "--states=idle").output.splitlines()) != 2:
+            if time.monotonic() > deadline:
+                pytest.fail("Slurm did not start\n" + "\n".join(daemon.output for daemon in daemons), pytrace=False)
+            time.sleep(0.05)
+
+    def run(self, *command: str, **variables: str) -> Program:
+        """Run a command to its end, such as ``srun``."""
+        return self._node.run(*command, **self.variables, **variables)
+
+    def jobs(self) -> str:
+        """List what runs or waits to run, but not what only has to be tidied away."""
+        return self.run("squeue", "--noheader", "--states=running,pending,suspended").output
+
+    def cancel_all(self) -> None:
+        """End all jobs."""
+        self.run("scancel", "--user=root")

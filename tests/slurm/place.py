@@ -1,0 +1,68 @@
+"""Say on every rank where it stands, in a line of JSON for each.
+
+srun ... python -m tests.slurm.place [--spawn N] [--meet FOLDER] [ARGUMENTS OF INITIALIZE AS JSON]
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import camshaft.distributed as idist
+
+TIMEOUT = timedelta(seconds=30)
+HANGING = 90.0  # seconds after which a process that still runs tells where it is
+
+
+def say(local_rank: int | None = None, meet: str | None = None) -> None:
+    """Say it, and prove that the ranks talk to each other."""
+    if meet is not None:
+        wait_for_the_other_step(Path(meet))
+    place = {
+        "rank": idist.get_rank(),
+        "world_size": idist.get_world_size(),
+        "local_rank": idist.get_local_rank(),
+        "nproc_per_node": idist.get_nproc_per_node(),
+        "node_rank": idist.get_node_rank(),
+        "nnodes": idist.get_nnodes(),
+        "backend": idist.backend(),
+        "model_name": idist.model_name(),
+        "ranks": idist.all_gather(idist.get_rank()),
+        "hosts": idist.all_gather(idist.hostname()),
+        "step": os.environ.get("SLURM_STEP_ID"),
+    }
+    print(f"{json.dumps(place)}\n", end="", flush=True)
+
+
+def wait_for_the_other_step(folder: Path) -> None:
+    """Go on when a second step has begun as well."""
+    (folder / os.environ["SLURM_STEP_ID"]).touch()
+    deadline = time.monotonic() + TIMEOUT.total_seconds()
+    while len(list(folder.iterdir())) < 2:
+        assert time.monotonic() < deadline, "the other step did not begin"
+        time.sleep(0.05)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--spawn", type=int)
+    parser.add_argument("--meet")
+    parser.add_argument("options", nargs="?", default="{}", type=json.loads)
+    arguments = parser.parse_args()
+    faulthandler.dump_traceback_later(HANGING, exit=True)
+    if arguments.spawn is not None:
+        idist.spawn("gloo", say, (), nproc_per_node=arguments.spawn, timeout=TIMEOUT)
+        return
+    idist.initialize("gloo", timeout=TIMEOUT, **arguments.options)
+    say(meet=arguments.meet)
+    idist.finalize()
+    faulthandler.cancel_dump_traceback_later()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""Tasks that a real Slurm starts find each other, on one node and on two."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.conformance import CHECKS
+from tests.examples.ten_steps import assert_ten_steps
+from tests.guards import outlasting
+from tests.machines import DEFAULTS, PYTHON, Program
+from tests.slurm.cluster import Cluster
+
+PLACE = (*PYTHON, "-m", "tests.slurm.place")
+SCONTROL_FAILS = "#!/bin/sh\ntouch {asked}\nexit 1\n"
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[Cluster]:
+    """Start Slurm for all tests; what ends these tests early ends it too, and its folder."""
+    before = signal.signal(signal.SIGTERM, lambda *_: pytest.exit("ended by a signal", returncode=143))
+    with Cluster() as cluster:
+        yield cluster
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def cluster(slurm: Cluster) -> Iterator[Cluster]:
+    """Give the cluster, without jobs of other tests."""
+    yield slurm
+    if jobs := outlasting(slurm.jobs):
+        slurm.cancel_all()
+        pytest.fail(f"jobs are left:\n{jobs}")
+
+
+def places(program: Program) -> list[dict[str, object]]:
+    """Give what the ranks of a program that ended well said, in the order of the ranks."""
+    assert program.returncode == 0, program.output
+    said = [json.loads(line) for line in program.output.splitlines() if line.startswith("{")]
+    return sorted(said, key=lambda place: (str(place["step"]), place["rank"]))
+
+
+def expected(nodes: list[str], step: str | None = "0") -> list[dict[str, object]]:
+    """Give what the ranks ought to say, when these are their nodes."""
+    names = list(dict.fromkeys(nodes))
+    return [
+        {
+            "rank": rank,
+            "world_size": len(nodes),
+            "local_rank": nodes[:rank].count(node),
+            "nproc_per_node": nodes.count(node),
+            "node_rank": names.index(node),
+            "nnodes": len(names),
+            "backend": "gloo",
+            "model_name": "native-dist",
+            "ranks": list(range(len(nodes))),
+            "hosts": nodes,
+            "step": step,
+        }
+        for rank, node in enumerate(nodes)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "nodes"),
+    [
+        ("--ntasks=1", ["n1"]),
+        ("--ntasks=2", ["n1", "n1"]),
+        ("--ntasks=2 --mpi=pmi2", ["n1", "n1"]),
+        ("--nodes=2 --ntasks=2", ["n1", "n2"]),
+        ("--nodes=2 --ntasks=4 --ntasks-per-node=2", ["n1", "n1", "n2", "n2"]),
+        ("--nodes=2 --ntasks=4 --ntasks-per-node=2 --distribution=cyclic", ["n1", "n2", "n1", "n2"]),
+        ("--nodes=2 --ntasks=3", ["n1", "n1", "n2"]),
+    ],
+)
+def test_tasks_of_srun_know_their_places(cluster, options, nodes):
+    assert places(cluster.run("srun", *options.split(), *PLACE)) == expected(nodes)
+
+
+def test_a_step_on_a_part_of_the_job_has_its_own_ranks(cluster):
+    step = shlex.join(["srun", "--nodes=1", "--relative=1", "--ntasks=2", *PLACE])
+    run = cluster.run("salloc", "--nodes=2", "--ntasks-per-node=2", "bash", "-c", step)
+    assert places(run) == expected(["n2", "n2"])
+
+
+def test_two_steps_at_the_same_time_do_not_disturb_each_other(cluster, tmp_path):
+    """Both begin on the same node before either goes on."""
+    step = shlex.join(["srun", "--exact", "--nodes=1", "--relative=0", "--ntasks=2", *PLACE, "--meet", str(tmp_path)])
+    run = cluster.run(
+        "salloc", "--nodes=1", "--ntasks=4", "bash", "-c", f"{step} & {step}; result=$?; wait $! && exit $result"
+    )
+    assert places(run) == expected(["n1", "n1"], step="0") + expected(["n1", "n1"], step="1")
+
+
+def test_torchrun_within_srun_counts(cluster):
+    """Two tasks with two workers each: srun says 2, torchrun 4."""
+    torchrun = (
+        "-m torch.distributed.run --nnodes=$SLURM_NNODES --nproc-per-node=2 --node-rank=$SLURM_NODEID "
+        "--master-addr=$SLURM_LAUNCH_NODE_IPADDR --master-port=29500 -m tests.slurm.place"
+    )
+    task = f"exec {shlex.join(PYTHON)} {torchrun}"
+    run = cluster.run("srun", "--nodes=2", "--ntasks-per-node=1", "bash", "-c", task)
+    assert places(run) == expected(["n1", "n1", "n2", "n2"])
+
+
+def sbatch(cluster: Cluster, folder: Path, *command: str) -> Program:
+    """Run a command in the script of a job for two tasks; it is one process, and not in a step."""
+    output, ended = folder / "output", folder / "ended"
+    script = f"{shlex.join(command)} >{output} 2>&1; echo $? >{ended}"
+    submit = shlex.join(["sbatch", "--ntasks=2", f"--output={output}", "--wrap", script])
+    # not sbatch --wait, which looks after 2 seconds, and then again after 40
+    return cluster.run(
+        "bash", "-c", f"{submit} && until [ -s {ended} ]; do sleep 0.1; done; cat {output}; exit $(<{ended})"
+    )
+
+
+def salloc(cluster: Cluster, folder: Path, *command: str) -> Program:
+    return cluster.run("salloc", "--ntasks=2", *command)
+
+
+@pytest.mark.parametrize("allocate", [sbatch, salloc])
+def test_a_process_that_srun_did_not_start_is_alone(cluster, tmp_path, allocate):
+    run = allocate(cluster, tmp_path, *PLACE)
+    assert places(run) == expected(["n1"], step=None)
+
+
+@pytest.mark.parametrize("allocate", [sbatch, salloc])
+def test_spawn_works_within_a_job(cluster, tmp_path, allocate):
+    run = allocate(cluster, tmp_path, *PLACE, "--spawn", "2")
+    assert places(run) == expected(["n1", "n1"], step=None)
+
+
+def test_rank_and_world_size_come_from_slurm(cluster):
+    run = cluster.run("srun", "--ntasks=2", *PLACE, '{"rank": 0, "world_size": 2}')
+    assert run.returncode == 1
+    refused = "ValueError: rank and world_size come from Slurm, got rank=0 and world_size=2"
+    assert run.output.count(refused) == 2, run.output
+
+
+FAILING = """
+import camshaft.distributed as idist
+idist.initialize("gloo")
+if idist.get_rank() == 1:
+    raise LookupError("the cause")
+idist.barrier()
+"""
+
+
+def test_a_task_that_fails_ends_the_step(cluster):
+    """Also on the other node, and without a request to Slurm for it."""
+    run = cluster.run("srun", "--nodes=2", "--ntasks=2", *PYTHON, "-c", FAILING)
+    assert run.returncode == 1
+    assert "LookupError: the cause" in run.output
+    assert re.search("RuntimeError: .*Connection (closed|reset) by peer", run.output), run.output
+
+
+def test_a_scontrol_that_fails_is_not_needed(cluster, tmp_path):
+    scontrol, asked = tmp_path / "scontrol", tmp_path / "asked"
+    scontrol.write_text(SCONTROL_FAILS.format(asked=asked))
+    scontrol.chmod(0o755)
+    first = f"export PATH={tmp_path}:$PATH; exec {shlex.join(PLACE)}"
+    run = cluster.run("srun", "--nodes=2", "--ntasks=2", "bash", "-c", first)
+    assert places(run) == expected(["n1", "n2"])
+    assert asked.exists()
+
+
+def test_node_names_that_are_no_host_names_do_no_harm(cluster):
+    """The host of srun is the first one here; gloo would listen on its loopback address."""
+    nameless = f"umount /etc/hosts && exec {shlex.join(PLACE)}"
+    run = cluster.run("srun", "--nodes=2", "--ntasks=2", "unshare", "--mount", "bash", "-c", nameless)
+    assert places(run) == expected(["n1", "n2"])
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_same_checks_pass_as_with_every_launcher(cluster, nodes):
+    conformance = [*PYTHON, "-m", "tests.distributed.run_conformance", "--backend", "gloo"]
+    run = cluster.run("srun", f"--nodes={nodes}", "--ntasks=2", *conformance)
+    assert run.returncode == 0, run.output
+    assert set(re.findall(r"^passed (\w+)$", run.output, re.MULTILINE)) == set(CHECKS)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_example_for_all_backends_learns_the_same(cluster, nodes):
+    launch = [*cluster.entrance, "srun", f"--nodes={nodes}", "--ntasks=2", PYTHON[0]]
+    shows = "2 processes on cpu with gloo"
+    assert_ten_steps(launch, "--backend", "gloo", shows=shows, environment=DEFAULTS | cluster.variables)

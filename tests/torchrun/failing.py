@@ -1,0 +1,50 @@
+"""Fail, or wait, in the manner that the command line says, after the ranks have met.
+
+torchrun --nproc-per-node 2 -m tests.torchrun.failing MANNER
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import timedelta
+
+import camshaft.distributed as idist
+
+TIMEOUT = timedelta(seconds=300)  # longer than any test waits
+
+
+def raise_or_reduce(local_rank: int) -> None:
+    if idist.get_rank() == 1:
+        raise LookupError("the cause")
+    idist.all_reduce(1.0)
+
+
+def raise_or_compute(local_rank: int) -> None:
+    if idist.get_rank() == 1:
+        raise LookupError("the cause")
+    time.sleep(TIMEOUT.total_seconds())
+
+
+def reduce_or_compute(local_rank: int) -> None:
+    print("they have met\n", end="", flush=True)
+    if idist.get_rank() == 1:
+        time.sleep(TIMEOUT.total_seconds())
+    idist.all_reduce(1.0)
+
+
+MANNERS = {function.__name__: function for function in (raise_or_reduce, raise_or_compute, reduce_or_compute)}
+
+
+def main(manner: str, way: str = "parallel") -> None:
+    if way == "parallel":
+        with idist.Parallel("gloo", timeout=TIMEOUT) as parallel:
+            parallel.run(MANNERS[manner])
+    else:
+        idist.initialize("gloo", timeout=TIMEOUT)
+        MANNERS[manner](idist.get_local_rank())
+        idist.finalize()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

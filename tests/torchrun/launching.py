@@ -1,0 +1,94 @@
+"""Start torchrun as users do, and end it with all that it started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tests.guards import content, is_running
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 50.0  # for a run that takes four where the cores are free
+
+
+class Launched:
+    """A launcher that runs within the ``with`` block, and whose processes end with the block.
+
+    Args:
+        arguments: of Python.
+        variables: of the environment, besides those of this process.
+    """
+
+    def __init__(self, *arguments: str, **variables: str) -> None:
+        self._arguments = [sys.executable, "-W", "ignore::FutureWarning", *arguments]
+        self._mark = f"CAMSHAFT_TEST={uuid.uuid4().hex}"
+        mark = dict([self._mark.split("=")])
+        self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **mark, **variables}
+
+    def __enter__(self) -> Launched:
+        self._file = tempfile.TemporaryFile()
+        self.process = subprocess.Popen(
+            self._arguments, cwd=ROOT, env=self._environment, stdout=self._file, stderr=subprocess.STDOUT
+        )
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        while workers := self.workers():
+            for pid in workers:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+        self._file.close()
+
+    def workers(self) -> list[int]:
+        """Find the processes that were started, which have sessions of their own, and may have lost their parent."""
+        marked = [
+            int(path.parent.name)
+            for path in Path("/proc").glob("[0-9]*/environ")
+            if self._mark in content(path).split("\0")
+        ]
+        return [pid for pid in marked if is_running(pid) and pid != self.process.pid]
+
+    @property
+    def output(self) -> str:
+        """What was written so far."""
+        size = os.fstat(self._file.fileno()).st_size
+        return os.pread(self._file.fileno(), size, 0).decode(errors="replace")
+
+    def wait(self, seconds: float = SECONDS) -> int:
+        """Wait for the end and give the exit code; fail with what was written if it does not come."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it did not end within {seconds} s, but wrote\n{self.output}") from None
+
+
+def torchrun(*arguments: str, **variables: str) -> Launched:
+    """Prepare ``torchrun`` with these arguments."""
+    return Launched("-m", "torch.distributed.run", *arguments, **variables)
+
+
+def lines(*outputs: str) -> list[dict[str, Any]]:
+    """Read the lines of JSON among what was written, in the order of the ranks."""
+    said = [json.loads(line) for output in outputs for line in output.splitlines() if line.startswith("{")]
+    return sorted(said, key=lambda line: line["rank"])
+
+
+def free_port() -> int:
+    """Find a port that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port

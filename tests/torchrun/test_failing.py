@@ -1,0 +1,43 @@
+"""A worker that fails ends the others, and the cause is seen; workers end with torchrun."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from tests.torchrun.launching import SECONDS, Launched, torchrun
+
+FAILING = ("--standalone", "--nproc-per-node=2", "-m", "tests.torchrun.failing")
+
+
+@pytest.mark.parametrize("manner", ["raise_or_reduce", "raise_or_compute"])
+def test_a_worker_that_raises_within_parallel_is_in_the_summary_of_torchrun(manner: str) -> None:
+    with torchrun(*FAILING, manner) as run:
+        assert run.wait() == 1, run.output
+        printed, _, summary = run.output.partition("tests.torchrun.failing FAILED")
+    assert "LookupError: the cause" in printed
+    assert "LookupError: the cause" in summary
+
+
+def test_a_worker_that_raises_without_parallel_prints_its_traceback() -> None:
+    with torchrun(*FAILING, "raise_or_reduce", "plain") as run:
+        assert run.wait() == 1, run.output
+        assert "[rank1]: LookupError: the cause" in run.output
+
+
+def test_the_workers_end_with_torchrun() -> None:
+    with torchrun(*FAILING, "reduce_or_compute") as run:
+        wait_for(run, "they have met", times=2)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait() != 0
+        assert run.workers() == []
+
+
+def wait_for(run: Launched, text: str, times: int) -> None:
+    deadline = time.monotonic() + SECONDS
+    while run.output.count(text) < times:
+        assert run.process.poll() is None, run.output
+        assert time.monotonic() < deadline, run.output
+        time.sleep(0.05)

@@ -1,0 +1,91 @@
+"""How ranks meet at a store that may hold what earlier processes have left: here they are threads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from torch.distributed import DistStoreError, HashStore
+
+from camshaft.distributed.backends.native_meeting import meet
+
+PATIENCE, IMPATIENCE = 20.0, 0.3
+
+
+def come(store: Any, ranks: Sequence[int], size: int, seconds: float = PATIENCE) -> list[Future[str]]:
+    """Let these ranks come in this order, and wait until each is through."""
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        coming = []
+        for rank in ranks:
+            coming.append(threads.submit(meet, store, rank, size, time.monotonic() + seconds, "to the test"))
+            time.sleep(0.02)
+    return coming
+
+
+def names(coming: Sequence[Future[str]]) -> set[str]:
+    return {future.result() for future in coming}
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_each_meeting_has_a_name_of_its_own(order: tuple[int, ...]) -> None:
+    store = HashStore()
+    every = [names(come(store, order, 3)) for _ in range(3)]
+    assert [len(each) for each in every] == [1, 1, 1]
+    assert len(set.union(*every)) == 3
+
+
+def opened_and_left(store: HashStore) -> None:
+    store.set("camshaft/meeting", "dead")
+
+
+def died_before_it_called(store: HashStore) -> None:
+    opened_and_left(store)
+    store.set("camshaft/dead/1", "mark of the dead")
+    store.set("camshaft/dead/2", "mark of the dead")
+
+
+def had_called(store: HashStore) -> None:
+    died_before_it_called(store)
+    store.set("camshaft/dead/called", '{"marks": ["mark of the dead"], "absent": []}')
+
+
+def had_called_in_vain(store: HashStore) -> None:
+    opened_and_left(store)
+    store.set("camshaft/dead/called", '{"marks": [], "absent": [1, 2]}')
+
+
+@pytest.mark.parametrize("leave", [opened_and_left, died_before_it_called, had_called, had_called_in_vain])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_what_the_dead_have_left_does_not_mislead(leave: Callable[[HashStore], None], order: tuple[int, ...]) -> None:
+    store = HashStore()
+    leave(store)
+    found = names(come(store, order, 3))
+    assert len(found) == 1
+    assert found != {"dead"}
+
+
+def test_the_others_may_be_of_another_number_than_the_dead() -> None:
+    store = HashStore()
+    assert len({*names(come(store, (0, 1, 2), 3)), *names(come(store, (1, 0), 2)), *names(come(store, (0,), 1))}) == 3
+
+
+def test_all_are_told_who_is_missing() -> None:
+    errors = [future.exception() for future in come(HashStore(), (0, 2), 4, IMPATIENCE)]
+    assert [type(error) for error in errors] == [DistStoreError, DistStoreError]
+    assert {str(error) for error in errors} == {"2 of 4 ranks came to the test; missing: 1, 3"}
+
+
+def test_rank_0_is_missed() -> None:
+    (error,) = (future.exception() for future in come(HashStore(), (1,), 2, IMPATIENCE))
+    assert isinstance(error, DistStoreError)
+    assert "rank 0 did not come to the test" in str(error)
+
+
+def test_two_processes_with_the_same_rank_do_not_both_get_in() -> None:
+    coming = come(HashStore(), (1, 1, 0), 2, IMPATIENCE)
+    (error,) = (future.exception() for future in coming if future.exception())
+    assert "it met another process as rank 1" in str(error)
+    assert len(names([future for future in coming if not future.exception()])) == 1

@@ -1,0 +1,108 @@
+"""Restarts and changes of membership: they take minutes, so make test-restarts runs them, and make test does not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.torchrun.launching import Launched, free_port, lines, torchrun
+
+pytestmark = pytest.mark.restarts
+LIMIT = 500.0
+TRAINING = ("-m", "tests.torchrun.training")
+# Without it, a torchrun that joins a running one waits for ever for the address of the store that the workers share.
+FOR_GROWTH = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def elastic(nodes: str, last_call: int, folder: Path, port: int) -> tuple[str, ...]:
+    """Give the arguments of each of several torchruns that find each other, and may come and go."""
+    patience = f"timeout=120,last_call_timeout={last_call},keep_alive_interval=1,keep_alive_max_attempt=6"
+    rendezvous = (f"--rdzv-endpoint=localhost:{port}", "--rdzv-backend=c10d", f"--rdzv-conf={patience}")
+    return (f"--nnodes={nodes}", "--max-restarts=5", f"--rdzv-id={folder.name}", *rendezvous)
+
+
+def begins(run: Launched) -> list[dict[str, Any]]:
+    return [line for line in lines(run.output) if line["what"] == "begin"]
+
+
+def wait_until(happened: Callable[[], bool], *runs: Launched) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not happened():
+        outputs = "\n".join(run.output for run in runs)
+        assert all(run.process.poll() is None for run in runs), outputs
+        assert time.monotonic() < deadline, outputs
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("run", range(3))
+def test_twenty_restarts_in_a_row_come_up_and_training_goes_on(run: int, tmp_path: Path) -> None:
+    start = ("--standalone", "--nproc-per-node=2", "--max-restarts=20")
+    with torchrun(*start, *TRAINING, str(tmp_path), "killed_in_turn") as launched:
+        assert launched.wait(LIMIT) == 0, launched.output
+        said = lines(launched.output)
+    for rank in (0, 1):
+        mine = [line for line in said if line["rank"] == rank and line["what"] == "begin"]
+        assert [(line["attempt"], line["step"]) for line in mine] == [(count, 3 * count) for count in range(21)]
+    assert [(line["step"], line["weight"]) for line in said if line["what"] == "end"] == [(63, pytest.approx(63.0))] * 2
+
+
+def test_a_restart_that_one_node_does_not_count(tmp_path: Path) -> None:
+    node = ("--nproc-per-node=1", *TRAINING, str(tmp_path), "killed_while_the_other_computes")
+    common = elastic("2", 60, tmp_path, free_port())
+    with torchrun(*common, *node) as one, torchrun(*common, *node) as other:
+        assert (one.wait(LIMIT), other.wait(LIMIT)) == (0, 0), one.output + other.output
+        said = lines(one.output, other.output)
+    again = [(line["rank"], line["attempt"], line["step"]) for line in said if line["what"] == "begin" and line["step"]]
+    assert again == [(0, 0, 1), (1, 1, 1)]
+    assert [(line["step"], line["weight"]) for line in said if line["what"] == "end"] == [(2, pytest.approx(2.0))] * 2
+
+
+def test_two_nodes_restart_together_without_a_rendezvous_of_their_own(tmp_path: Path) -> None:
+    common = ("--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
+    task = ("--max-restarts=5", *TRAINING, str(tmp_path), "killed_in_turn")
+    with torchrun(*common, "--node-rank=0", *task) as first, torchrun(*common, "--node-rank=1", *task) as second:
+        assert (first.wait(LIMIT), second.wait(LIMIT)) == (0, 0), first.output + second.output
+        said = lines(first.output, second.output)
+    assert [line["attempt"] for line in said if line["what"] == "begin"] == [*range(6), *range(6)]
+    assert [(line["step"], line["weight"]) for line in said if line["what"] == "end"] == [(18, pytest.approx(18.0))] * 2
+
+
+def test_a_node_comes_and_goes_and_comes_again(tmp_path: Path) -> None:
+    node = ("--nproc-per-node=1", *TRAINING, str(tmp_path), "until_stopped")
+    common = elastic("1:2", 3, tmp_path, free_port())
+
+    def worlds() -> list[int]:
+        return [line["world_size"] for line in sorted(begins(stays), key=lambda line: line["step"])]
+
+    with torchrun(*common, *node, **FOR_GROWTH) as stays:
+        wait_until(lambda: worlds() == [1], stays)
+        with torchrun(*common, *node, **FOR_GROWTH) as comes:
+            wait_until(lambda: worlds() == [1, 2], stays, comes)
+        wait_until(lambda: worlds() == [1, 2, 1], stays)
+        with torchrun(*common, *node, **FOR_GROWTH) as comes:
+            wait_until(lambda: worlds() == [1, 2, 1, 2], stays, comes)
+            (tmp_path / "stop").touch()
+            assert (stays.wait(LIMIT), comes.wait(LIMIT)) == (0, 0), stays.output + comes.output
+            ends = [line for line in lines(stays.output, comes.output) if line["what"] == "end"]
+        steps = [line["step"] for line in begins(stays)]
+    assert len(set(steps)) == len(steps)
+    assert len({line["step"] for line in ends}) == 1
+    assert [line["weight"] for line in ends] == [pytest.approx(line["step"]) for line in ends]
+
+
+def test_a_node_goes_and_the_others_meet_at_the_same_store(tmp_path: Path) -> None:
+    node = ("--nproc-per-node=2", *TRAINING, str(tmp_path), "until_stopped")
+    common = elastic("1:2", 20, tmp_path, free_port())
+    with torchrun(*common, *node) as stays:
+        with torchrun(*common, *node) as goes:
+            wait_until(lambda: len(begins(stays)) == 2, stays, goes)
+        wait_until(lambda: len(begins(stays)) == 4, stays)
+        (tmp_path / "stop").touch()
+        assert stays.wait(LIMIT) == 0, stays.output
+        ends = [line for line in lines(stays.output) if line["what"] == "end"]
+        assert [line["world_size"] for line in sorted(begins(stays), key=lambda line: line["step"])] == [4, 4, 2, 2]
+    assert [line["weight"] for line in ends] == [pytest.approx(line["step"]) for line in ends]

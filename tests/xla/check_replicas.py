@@ -1,0 +1,153 @@
+"""What holds for the processes of a run on XLA, at any number of them; beside the checks that every backend passes."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch_xla.core.xla_model as xla_model
+from torch import nn
+from torch_xla.distributed.parallel_loader import MpDeviceLoader
+
+import camshaft.distributed as idist
+from camshaft.distributed.backends.xla import adopt
+from camshaft.distributed.context import current
+from camshaft.engine import create_supervised_trainer
+from tests.distributed.check_training import DATA, numbers_of, small_model
+from tests.distributed.checking import check, equal, here, place, same
+
+
+@check
+def what_the_other_ranks_hold_does_not_show_in_what_one_sends() -> None:
+    rank, size = place()
+    sent = torch.tensor([1.5, 0.0, math.inf, 1e-30])
+    for src in range(size):
+        tensor = here(sent if rank == src else torch.tensor([math.nan, math.inf, -math.inf, 7.0]))
+        same(idist.broadcast(tensor, src), sent)
+
+
+@check
+def a_collective_that_is_refused_does_not_spoil_the_next_ones() -> None:
+    for op in ("AND", "OR"):
+        for dtype in (torch.float32, torch.complex64):
+            if idist.get_world_size() > 1:
+                with pytest.raises(TypeError, match=f"op '{op}' is for whole numbers and bools"):
+                    idist.all_reduce(here(torch.ones(2, dtype=dtype)), op)
+    same(idist.all_reduce(here(torch.ones(2))), torch.full((2,), float(idist.get_world_size())))
+
+
+@check
+def what_one_rank_computes_besides_does_not_keep_the_others_waiting() -> None:
+    rank, size = place()
+    value = here(torch.tensor([rank + 1.0]))
+    total = idist.all_reduce(value * 2)
+    if rank == 0:
+        assert (here(torch.ones(3)) * 7 + total).sum().item() > 0  # computes what the others do not ask for
+    equal(idist.all_gather(rank), list(range(size)))
+    same(total, torch.tensor([size * (size + 1.0)]))
+
+
+@check
+def all_to_all_on_the_device_exchanges_equal_parts_only() -> None:
+    rank, size = place()
+    backend = current()
+    sent = here(torch.arange(2 * size) + 100 * rank)
+    got = backend.all_to_all(sent, [2] * size, [2] * size, None)
+    same(got, torch.cat([torch.arange(2) + 2 * rank + 100 * other for other in range(size)]))
+    if size > 1:
+        lengths = [2 * size, *[0] * (size - 1)]
+        with pytest.raises(NotImplementedError, match="has no all_to_all of parts that differ in length; gloo"):
+            backend.all_to_all(sent, lengths, lengths, None)
+
+
+@check
+def new_group_knows_no_options() -> None:
+    with pytest.raises(TypeError, match=r"knows no options on 'xla-tpu', got \['timeout'\]"):
+        idist.new_group([0], timeout=3)
+
+
+@check
+def auto_model_refuses_what_it_cannot_do() -> None:
+    if idist.get_world_size() > 1:
+        with pytest.raises(ValueError, match=r"sync_bn must be False on 'xla-tpu' .* backend 'nccl' has it"):
+            idist.auto_model(nn.BatchNorm1d(2), sync_bn=True)
+    with pytest.raises(TypeError, match=r"\['find_unused'\] are not known"):
+        idist.auto_model(nn.Linear(1, 1), find_unused=True)
+    idist.auto_model(nn.Linear(1, 1), find_unused_parameters=True)
+
+
+@check
+def auto_dataloader_gives_the_loader_of_torch_xla_where_there_are_several_processes() -> None:
+    rank, size = place()
+    loader = idist.auto_dataloader(range(12), batch_size=4 * size, shuffle=False)
+    equal(isinstance(loader, MpDeviceLoader), size > 1)
+    equal(len(loader), math.ceil(12 / size / 4))
+    if size > 1:
+        assert (loader.sampler.rank, loader.sampler.num_replicas) == (rank, size)
+        assert list(loader.dataset) == list(range(12))
+        equal([batch.device for batch in loader], [idist.device()] * len(loader))
+
+
+@check
+def an_optimizer_averages_the_gradients_that_a_closure_computes() -> None:
+    rank, size = place()
+    weight, mine = nn.Parameter(here(torch.zeros(1))), here(torch.tensor([rank + 1.0]))
+    optimizer = idist.auto_optim(torch.optim.SGD([weight], lr=1.0))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (weight * mine).sum()
+        loss.backward()
+        return loss
+
+    for steps in (1, 2):
+        assert optimizer.step(closure).device == idist.device()
+        same(weight, torch.tensor([-steps * (size + 1) / 2]))
+
+
+@check
+def an_engine_trains_on_several_devices_as_on_one() -> None:
+    rank, size = place()
+    whole = [DATA[start : start + 8] for start in range(0, 16, 8)]
+    parts = [(inputs[rank::size], targets[rank::size]) for inputs, targets in whole]
+    results = []
+    for device, batches in (("cpu", whole), (idist.device(), parts)):
+        model, optimizer = small_model(), None
+        if device != "cpu":
+            model = idist.auto_model(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if device != "cpu":
+            optimizer = idist.auto_optim(optimizer)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        trainer = create_supervised_trainer(model, optimizer, nn.MSELoss(), device)
+        trainer.add_event_handler("ITERATION_COMPLETED", lambda engine, scheduler=scheduler: scheduler.step())
+        trainer.run(batches, max_epochs=3)
+        results.append(numbers_of(model))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@check
+def several_devices_in_one_process_are_for_spmd() -> None:
+    if idist.get_world_size() > 1:
+        with pytest.raises(RuntimeError, match=r"this one has \d: use initialize\('xla-tpu', spmd=True\)"):
+            adopt()
+
+
+@check
+def a_model_is_copied_from_the_first_rank_whatever_it_holds() -> None:
+    rank, _ = place()
+    model = nn.Linear(2, 2)
+    model.register_buffer("flags", torch.tensor([True, False]))
+    model.register_buffer("nothing", torch.empty(0))
+    wanted = copy.deepcopy(model)
+    with torch.no_grad():
+        for tensor in (*wanted.parameters(), wanted.flags):
+            tensor.copy_(torch.arange(tensor.numel()).view_as(tensor) > 0)
+        for tensor in (*model.parameters(), model.flags):
+            tensor.copy_((torch.arange(tensor.numel()).view_as(tensor) > 0) if rank == 0 else tensor * math.nan)
+    for one, other in zip(numbers_of(idist.auto_model(model)), numbers_of(wanted), strict=True):
+        same(one, other)
+    assert xla_model.is_xla_tensor(model.weight)

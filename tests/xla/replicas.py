@@ -1,0 +1,73 @@
+"""Real replicas on the CPU: the devices of one process, a thread at each, joined by XLA's own collectives.
+
+CPU_NUM_DEVICES=2 XLA_THREAD_POOL_SIZE=8 PJRT_DEVICE=CPU python -m tests.xla.replicas [NAME ...]
+
+torch_xla makes a thread for each device where a process has several. On the CPU, two threads that compile the same
+program at the same time get two programs, which never meet: here they take turns. And a replica that waits for the
+others holds a thread of a pool that has one for each core: XLA_THREAD_POOL_SIZE must not be less than the replicas.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch_xla
+import torch_xla.core.xla_model as xla_model
+import torch_xla.runtime as runtime
+from torch_xla._internal import pjrt
+
+import camshaft.distributed as idist
+from camshaft.distributed.backends.xla import XlaBackend
+from camshaft.distributed.backends.xla_start import _topology
+from camshaft.distributed.context import use_backend
+from tests.distributed.conformance import CHECKS, lack_of
+from tests.distributed.run_conformance import say
+from tests.xla import check_replicas
+
+assert check_replicas.__name__, "it adds its checks to the others"
+
+_turn = threading.Lock()
+_sync = torch_xla.sync
+
+
+def sync(*args: Any, **kwargs: Any) -> None:
+    """Compile and begin in turn, then wait."""
+    with _turn:
+        _sync(*args, **kwargs)
+    xla_model.wait_device_ops(xla_model.xla_real_devices([str(torch_xla.device())]))
+
+
+def on_replicas(function: Callable[[], object]) -> None:
+    """Call a function on each replica; one that fails ends the process, as the others would wait for it."""
+
+    def on_one() -> None:
+        try:
+            with use_backend(XlaBackend(_topology(runtime), torch_xla.device())):
+                function()
+        except BaseException:
+            say(f"rank {runtime.global_ordinal()} failed\n{traceback.format_exc()}")
+            os._exit(1)
+
+    torch_xla.sync = sync
+    pjrt._run_thread_per_device(0, 1, on_one, pjrt.initialize_multiprocess)
+
+
+def run(names: list[str]) -> None:
+    """Run checks, and say on one replica which have passed."""
+    for name in names:
+        lack = lack_of(name)
+        idist.barrier()
+        if idist.get_rank() == 0:
+            say((f"lacks {name}: {lack}\n" if lack else "") + f"passed {name}")
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(float(os.environ.get("LIMIT", "150")), exit=True)
+    on_replicas(functools.partial(run, sys.argv[1:] or list(CHECKS)))

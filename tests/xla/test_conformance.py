@@ -1,0 +1,45 @@
+"""The checks that every backend passes, on one XLA device and on several that XLA's own collectives join."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.distributed import check_groups, check_messages, check_training
+from tests.distributed.checking import CHECKS
+from tests.distributed.conformance import MODULES
+from tests.xla import check_replicas
+from tests.xla.processes import run
+
+EVERY = [name for name, check in CHECKS.items() if check.__module__ in {module.__name__ for module in MODULES}]
+OURS = [name for name, check in CHECKS.items() if check.__module__ == check_replicas.__name__]
+
+
+def of(module):
+    return [name for name, check in CHECKS.items() if check.__module__ == module.__name__]
+
+
+def test_every_check_passes_on_one_device():
+    completed = run(sys.executable, "-m", "tests.distributed.run_conformance", "--backend", "xla-tpu")
+    assert completed.stdout.splitlines() == [f"passed {name}" for name in EVERY]
+    assert completed.returncode == 0
+
+
+# Three make groups that cannot be alike; and they cannot share the batches of the training evenly.
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("size", "names"),
+    [(2, EVERY + OURS), (3, of(check_groups)), (4, of(check_groups) + of(check_training) + OURS)],
+)
+def test_checks_pass_on_several_devices(size, names):
+    completed = run(
+        *(sys.executable, "-m", "tests.xla.replicas", *names),
+        CPU_NUM_DEVICES=str(size),
+        XLA_THREAD_POOL_SIZE="8",
+    )
+    passed = [line for line in completed.stdout.splitlines() if line.startswith("passed")]
+    assert passed == [f"passed {name}" for name in names], completed.stdout
+    assert completed.returncode == 0, completed.stdout
+    lacking = {line.split(":")[0].removeprefix("lacks ") for line in completed.stdout.splitlines() if "lacks" in line}
+    assert lacking < set(of(check_messages)), "messages are all that is lacking"

@@ -1,0 +1,94 @@
+"""The loader that moves batches to an XLA device, as auto_dataloader gives it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch_xla.distributed.parallel_loader import MpDeviceLoader
+
+from camshaft.distributed.backends.xla_loader import moving_loader
+from camshaft.engine import Engine
+
+DEVICE = torch.device("xla:0")
+
+
+@pytest.fixture(autouse=True)
+def without_megascale(monkeypatch):
+    """The threads of torch_xla's loader set this variable and put it back, and may leave it behind when they meet."""
+    monkeypatch.setenv("SKIP_MEGASCALE_PJRT_CLIENT", "true")
+
+
+class Numbers(Dataset):
+    def __init__(self, size, bad=None):
+        self.size, self.bad = size, bad
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        if index == self.bad:
+            raise OSError(f"sample {index} cannot be read")
+        return torch.tensor(float(index))
+
+
+class Sample(NamedTuple):
+    image: torch.Tensor
+    name: str
+    extra: tuple
+
+
+def test_it_gives_the_batches_of_the_loader_on_the_device_in_each_pass():
+    plain = DataLoader(Numbers(5), batch_size=2)
+    loader = moving_loader(plain, DEVICE)
+    assert isinstance(loader, MpDeviceLoader)
+    assert (len(loader), loader.dataset, loader.sampler) == (3, plain.dataset, plain.sampler)
+    for _ in range(2):
+        batches = list(loader)
+        assert [batch.device for batch in batches] == [DEVICE] * 3
+        assert [batch.tolist() for batch in batches] == [[0, 1], [2, 3], [4]]
+    assert [len(pair) for pair in zip(loader, loader, strict=True)] == [2, 2, 2], "two passes at once"
+
+
+def test_what_the_loader_raises_is_raised_after_the_batches_before_it():
+    loader = moving_loader(DataLoader(Numbers(6, bad=4), batch_size=2), DEVICE)
+    batches = []
+    with pytest.raises(OSError, match="sample 4 cannot be read"):
+        batches.extend(loader)
+    batches.clear()
+    with pytest.raises(OSError, match="sample 4"):
+        for batch in loader:
+            batches.append(batch.tolist())
+    assert batches == [[0, 1], [2, 3]]
+
+
+def test_batches_keep_their_structure():
+    sample = Sample(torch.ones(2), "one", (torch.zeros(1), 3, None))
+    (moved,) = moving_loader([sample], DEVICE)
+    assert isinstance(moved, Sample)
+    assert (moved.name, type(moved.extra), moved.extra[1:]) == ("one", tuple, (3, None))
+    assert moved.image.device == moved.extra[0].device == DEVICE
+    (moved,) = moving_loader([{"x": [torch.ones(1, dtype=torch.int64)], "y": "no tensor"}], DEVICE)
+    assert (moved["x"][0].tolist(), moved["x"][0].dtype, moved["y"]) == ([1], torch.int64, "no tensor")
+
+
+def test_a_pass_that_is_given_up_leaves_no_thread():
+    loader = moving_loader(DataLoader(Numbers(500), batch_size=1), DEVICE)
+    for batch in loader:
+        assert batch.tolist() == [0]
+        break
+    Engine(lambda engine, batch: None).run(loader, max_iters=3)
+
+
+def test_an_engine_tells_the_sampler_its_epoch():
+    sampler = DistributedSampler(range(8), num_replicas=2, rank=0)
+    loader = moving_loader(DataLoader(Numbers(8), sampler=sampler, batch_size=2), DEVICE)
+    epochs, seen = [], []
+    trainer = Engine(lambda engine, batch: seen.extend(batch.tolist()))
+    trainer.add_event_handler("EPOCH_COMPLETED", lambda engine: epochs.append((sampler.epoch, tuple(seen))))
+    trainer.run(loader, max_epochs=2)
+    assert trainer.state.epoch_length == 2
+    assert epochs[0][0] != epochs[1][0]
+    assert epochs[1][1][:4] != epochs[1][1][4:]

@@ -1,0 +1,149 @@
+"""The optimizer that auto_optim gives on XLA is the wrapped one in all but its step."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch_xla.core.xla_model as xla_model
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+
+import camshaft.distributed as idist
+from camshaft.distributed.backends.xla import XlaBackend
+from camshaft.distributed.context import use_backend
+from camshaft.distributed.topology import Topology
+from camshaft.engine import create_supervised_trainer
+
+
+@pytest.fixture(autouse=True)
+def on_one_device():
+    with use_backend(XlaBackend(Topology(), torch.device("xla:0"))):
+        yield
+
+
+@pytest.fixture
+def weight():
+    return nn.Parameter(torch.ones(2, device="xla"))
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """The calls of xla_model.optimizer_step."""
+    calls, step = [], xla_model.optimizer_step
+    monkeypatch.setattr(
+        xla_model, "optimizer_step", lambda optimizer, **options: (calls.append(options), step(optimizer, **options))[1]
+    )
+    return calls
+
+
+def momentum(weight):
+    return torch.optim.SGD([weight], lr=0.5, momentum=0.9)
+
+
+def test_it_is_of_the_kind_of_the_optimizer_and_steps_in_the_way_of_xla(weight, steps):
+    optimizer = momentum(weight)
+    wrapped = idist.auto_optim(optimizer)
+    assert isinstance(wrapped, torch.optim.SGD)
+    assert type(wrapped).__name__ == "SGD"
+    assert wrapped.wrapped_optimizer is optimizer
+    assert idist.auto_optim(wrapped) is wrapped
+    assert repr(wrapped) == repr(optimizer)
+    weight.grad = torch.ones_like(weight)
+    assert wrapped.step() is None
+    assert weight.tolist() == [0.5, 0.5]
+    assert steps == [{"barrier": True}]
+
+
+def test_a_closure_gives_its_loss_and_may_be_called_many_times(weight):
+    wrapped = idist.auto_optim(torch.optim.LBFGS([weight], max_iter=5))
+    calls = []
+
+    def closure():
+        calls.append(1)
+        wrapped.zero_grad()
+        loss = ((weight - 3) ** 2).sum()
+        loss.backward()
+        return loss
+
+    assert wrapped.step(closure).item() == 8.0
+    assert len(calls) > 1
+    torch.testing.assert_close(weight.detach().cpu(), torch.full((2,), 3.0))
+
+
+def test_both_have_one_state(weight):
+    optimizer = momentum(weight)
+    wrapped = idist.auto_optim(optimizer)
+    weight.grad = torch.ones_like(weight)
+    wrapped.step()
+    assert wrapped.state is optimizer.state
+    assert wrapped.param_groups is optimizer.param_groups
+    saved = copy.deepcopy(wrapped.state_dict())
+    wrapped.zero_grad()
+    assert weight.grad is None
+    wrapped.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 2.0})
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 2.0]
+    other = momentum(weight)
+    loaded = idist.auto_optim(other)
+    loaded.load_state_dict(saved)
+    assert other.state[weight]["momentum_buffer"].tolist() == [1.0, 1.0]
+    assert loaded.state is other.state
+    wrapped.defaults = {"lr": 7.0}
+    assert optimizer.defaults == {"lr": 7.0}
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["made before", "made after"])
+def test_a_scheduler_sees_the_steps(weight, early):
+    optimizer = momentum(weight)
+    scheduler = StepLR(optimizer, 1, gamma=0.1) if early else None
+    wrapped = idist.auto_optim(optimizer)
+    scheduler = scheduler or StepLR(wrapped, 1, gamma=0.1)
+    plateau = ReduceLROnPlateau(wrapped)
+    for rate in (0.5, 0.05):
+        assert wrapped.param_groups[0]["lr"] == pytest.approx(rate)
+        weight.grad = torch.ones_like(weight)
+        wrapped.step()
+        scheduler.step()  # warns, and a warning is an error, where no step was seen
+        plateau.step(1.0)
+    torch.testing.assert_close(weight.detach().cpu(), torch.full((2,), 1 - 0.5 - 0.05 * 1.9))
+
+
+def test_hooks_are_called_once_for_a_step(weight):
+    optimizer = momentum(weight)
+    wrapped = idist.auto_optim(optimizer)
+    calls = []
+    wrapped.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    wrapped.register_state_dict_post_hook(lambda *_: calls.append("saved"))
+    weight.grad = torch.ones_like(weight)
+    wrapped.step()
+    wrapped.state_dict()
+    assert calls == ["before", "after", "saved"]
+
+
+def test_it_is_copied_and_pickled_with_the_one_it_wraps(weight):
+    wrapped = idist.auto_optim(momentum(weight))
+    for other in (
+        copy.deepcopy(wrapped),
+        pickle.loads(pickle.dumps(idist.auto_optim(momentum(nn.Parameter(torch.ones(2)))))),
+    ):
+        assert isinstance(other, torch.optim.SGD)
+        assert other.wrapped_optimizer is not wrapped.wrapped_optimizer
+        assert other.state_dict()["param_groups"] == wrapped.state_dict()["param_groups"]
+        assert other.step() is None
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = wrapped.nothing
+
+
+def test_the_step_of_a_trainer_steps_it_once(weight):
+    model = nn.Linear(1, 1).to("xla")
+    wrapped = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+    counted = []
+    wrapped.register_step_post_hook(lambda *_: counted.append(1))
+    scheduler = StepLR(wrapped, 1)
+    trainer = create_supervised_trainer(model, wrapped, nn.MSELoss(), "xla")
+    trainer.add_event_handler("ITERATION_COMPLETED", lambda engine: scheduler.step())
+    trainer.run([(torch.ones(2, 1), torch.zeros(2, 1))] * 3)
+    assert counted == [1, 1, 1]

@@ -1,0 +1,175 @@
+"""Beginning a run on XLA, taking one over, and starting processes; each in a process of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_xla
+import torch_xla.distributed.xla_multiprocessing as multiprocessing
+
+import camshaft.distributed as idist
+from camshaft.distributed.backends import xla_spawn
+from camshaft.utils import manual_seed
+from tests.xla.processes import call_alone, run
+
+
+def context():
+    return idist.model_name(), idist.backend(), idist.device().type, idist.get_rank(), idist.get_world_size()
+
+
+SERIAL = ("serial", None, "cpu", 0, 1)
+ON_XLA = ("xla-dist", "xla-tpu", "xla", 0, 1)
+
+
+def runs():
+    return torch_xla._XLAC._xla_runtime_is_initialized()
+
+
+def find_what_runs():
+    assert context() == SERIAL, "that torch_xla is imported means nothing"
+    manual_seed(3)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert context() == ("native-dist", "gloo", "cpu", 0, 1)
+    dist.destroy_process_group()
+    assert context() == SERIAL
+    assert not runs()
+
+    torch.ones(1).to("xla")
+    assert context() == ON_XLA
+    assert idist.device() == torch.device("xla:0")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert context()[0] == "native-dist"
+    dist.destroy_process_group()
+    assert context() == ON_XLA
+
+    idist.finalize()
+    idist.sync()
+    assert context() == SERIAL, "the runtime goes on, but nobody wants it any more"
+    idist.initialize("xla-tpu")
+    assert context() == ON_XLA
+    idist.finalize()
+
+
+def test_a_runtime_is_taken_over_that_runs_and_only_that():
+    call_alone(find_what_runs)
+
+
+def begin():
+    with pytest.raises(TypeError, match=r"initialize knows only spmd for 'xla-tpu', got \['timeout'\]"):
+        idist.initialize("xla-tpu", timeout=3)
+    with pytest.raises(TypeError, match=r"spawn knows .* for 'xla-tpu', got \['join'\]"):
+        idist.spawn("xla-tpu", print, (), join=False)
+    with pytest.raises(ValueError, match=r"nproc_per_node must be 1 on XLA devices of type 'CPU', got 2; spmd=True"):
+        idist.spawn("xla-tpu", print, (), nproc_per_node=2)
+    with pytest.raises(ValueError, match=r"nproc_per_node must be 1 with spmd=True, got 2"):
+        idist.spawn("xla-tpu", print, (), nproc_per_node=2, spmd=True)
+    assert context() == SERIAL
+    assert not runs()
+
+    manual_seed(5)
+    idist.initialize("xla-tpu")
+    drawn = torch.rand(3, device=idist.device()).tolist()
+    with pytest.raises(RuntimeError, match="initialize was called already"):
+        idist.initialize("xla-tpu")
+    manual_seed(6)
+    assert torch.rand(3, device=idist.device()).tolist() != drawn
+    manual_seed(5)
+    assert torch.rand(3, device=idist.device()).tolist() == drawn, "the seed from before the start counts"
+    idist.finalize()
+    idist.initialize("xla-tpu")
+    assert torch.rand(3, device=idist.device()).tolist() != drawn, "a generator that is in use is left alone"
+    idist.finalize()
+    with pytest.raises(RuntimeError, match="spmd=True comes too late"):
+        idist.initialize("xla-tpu", spmd=True)
+    assert context() == SERIAL
+
+
+def test_initialize_refuses_what_it_does_not_know_and_keeps_the_seed():
+    call_alone(begin)
+
+
+def take_over_a_group_of_torch_over_xla():
+    dist.init_process_group("xla", init_method="xla://")
+    assert context() == ON_XLA
+    assert "xla" not in idist.available_backends()
+    assert idist.all_gather({"a": 1}) == [{"a": 1}]
+    dist.destroy_process_group()
+
+
+def test_a_process_group_of_torch_over_xla_counts_as_xla():
+    call_alone(take_over_a_group_of_torch_over_xla)
+
+
+def tell(local_rank, *names, fail=False):
+    assert local_rank == idist.get_local_rank()
+    if fail:
+        raise OSError(f"the disk of {names} is full")
+    print("told", os.getpid(), *names, *context(), flush=True)
+
+
+def spawn_here_and_elsewhere():
+    idist.spawn("xla-tpu", tell, ("a",), {"fail": False}, nproc_per_node=1, nnodes=1, node_rank=0)
+    with idist.Parallel("xla-tpu", nproc_per_node=1) as parallel:
+        parallel.run(tell, "b")
+    with pytest.raises(OSError, match=r"the disk of \('c',\) is full") as failure:
+        idist.spawn("xla-tpu", tell, ("c",), {"fail": True})
+    assert "in tell" in "".join(traceback.format_exception(failure.value))
+    assert context() == SERIAL
+    with idist.Parallel("xla-tpu") as parallel:
+        parallel.run(tell, "d")
+    assert context() == SERIAL
+
+
+def test_spawn_runs_a_function_in_this_process_if_there_is_one_device():
+    output = call_alone(spawn_here_and_elsewhere)
+    lines = [line.split() for line in output.splitlines() if line.startswith("told")]
+    assert [line[2:] for line in lines] == [[name, *map(str, ON_XLA)] for name in "abd"]
+    assert len({line[1] for line in lines}) == 1
+
+
+def spawn_new():
+    for wanted in ((1, 1), (2, 1), (1, 2)):
+        task = ("xla-tpu", tell, ("new",), {}, wanted, False)
+        print("parent", os.getpid())
+        if wanted == (1, 1):
+            multiprocessing.spawn(xla_spawn._run, task, start_method="fork")
+        else:
+            with pytest.raises(ValueError, match=r"must be 1 or 1 and nnodes 1, as XLA found the devices, got \d and"):
+                multiprocessing.spawn(xla_spawn._run, task, start_method="fork")
+    assert not runs()
+
+
+def test_what_spawn_runs_in_new_processes_checks_their_number():
+    lines = [line.split() for line in call_alone(spawn_new).splitlines()]
+    parents, children = ({line[1] for line in lines if line[:1] == [word]} for word in ("parent", "told"))
+    assert (len(parents), len(children)) == (1, 1)
+    assert parents != children
+
+
+def begin_under_a_launcher():
+    logging.basicConfig(level=logging.INFO)
+    with idist.Parallel("xla-tpu"):
+        print("never")
+
+
+def test_processes_that_xla_cannot_join_are_refused():
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python")
+    code = f"from {__name__} import begin_under_a_launcher as function; function()"
+    completed = run(*launcher, sys.executable, "-c", code)
+    assert completed.returncode != 0
+    assert "torchrun started 2 processes, which XLA does not join on devices of type 'CPU'" in completed.stdout
+    assert "never" not in completed.stdout
+
+
+def test_a_seed_reaches_the_generator_of_xla_where_it_runs():
+    drawn = [torch.ones(1, device="xla").tolist()]
+    for seed in (1, 2, 1):
+        manual_seed(seed)
+        drawn.append(torch.rand(2, device="xla").tolist())
+    assert drawn[1] == drawn[3] != drawn[2]
