@@ -47,7 +47,9 @@ test-restarts:
 
 bench:
 	@$(ENVIRONMENT) bench python benchmarks/engine_overhead.py $(ARGS)
+	@$(ENVIRONMENT) bench python benchmarks/collectives.py
 	@$(ENVIRONMENT) bench python benchmarks/import_time.py
+	@$(ENVIRONMENT) bench python benchmarks/collectives.py
 
 format:
 	@$(ENVIRONMENT) dev ruff format .

@@ -25,7 +25,7 @@ def come_alone() -> None:
 
 
 def do_different_things() -> None:
-    idist.barrier() if idist.get_rank() == 0 else idist.all_reduce(1)
+    idist.barrier() if idist.get_rank() == 0 else idist.all_reduce(torch.ones(1))
 
 
 def disagree_on_shapes() -> None:
@@ -55,7 +55,7 @@ def test_ranks_may_stand_on_several_nodes() -> None:
     [
         (fail_alone, 30, ["rank 0: Traceback", "idist.barrier()", "rank 1: Traceback", "on one rank"]),
         (come_alone, 0.2, ["rank 0: Traceback", "in come_alone", "did not come in time", "rank 1: passed"]),
-        (do_different_things, 30, ["the ranks do different things: {0: 'barrier', 1: 'all_reduce SUM of int64[1]'}"]),
+        (do_different_things, 30, ["the ranks do different things: {0: 'barrier', 1: 'all_reduce SUM of float32[1]'}"]),
         (disagree_on_shapes, 30, ["{0: 'all_reduce SUM of float32[2]', 1: 'all_reduce SUM of float32[3]'}"]),
     ],
 )

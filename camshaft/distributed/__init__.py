@@ -7,14 +7,9 @@ from camshaft.distributed.collectives import (
     all_gather,
     all_gather_tensors_with_shapes,
     all_reduce,
-    all_to_all,
     barrier,
     broadcast,
-    gather,
     new_group,
-    reduce,
-    reduce_scatter,
-    scatter,
 )
 from camshaft.distributed.comp_models import (
     has_hvd_support,
@@ -25,6 +20,7 @@ from camshaft.distributed.comp_models import (
 from camshaft.distributed.context import finalize, initialize, set_local_rank, sync, use_backend
 from camshaft.distributed.launcher import Parallel
 from camshaft.distributed.messages import irecv, isend, recv, send
+from camshaft.distributed.parts import all_to_all, gather, reduce, reduce_scatter, scatter
 from camshaft.distributed.ranks import (
     backend,
     device,

@@ -1,91 +1,177 @@
-"""Debug mode: before each collective the ranks compare, through the store, what they are about to do."""
+"""Debug mode: before each collective the ranks compare what they are about to do, and raise where they differ."""
 
 from __future__ import annotations
 
-import json
+import atexit
+import logging
 import os
-import sys
-from collections import Counter
-from datetime import timedelta
-from pathlib import Path
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
-from camshaft.distributed.backend import Backend
+from camshaft.distributed.backend import Backend, Group
+from camshaft.distributed.board import Board, Said
+from camshaft.distributed.exchange import all_gather_values
+from camshaft.distributed.guard import line_of_caller
 from camshaft.errors import RankDivergenceError
 
-_PACKAGE = str(Path(__file__).parent)
-_FIELDS = ("collective", "op", "value", "line")
+_COMPARED = ("collective", "ranks", "how", "root", "value")
+_COLUMNS = (*_COMPARED, "line")
+_PATIENCE = 10.0  # seconds for a rank that does nothing
+_SOON = 5.0  # seconds until the log tells that somebody is missing
 
-_SECONDS = 5.0
-
-_seconds: float | None = None
-_numbers: Counter[tuple[int, ...]] = Counter()
+logger = logging.getLogger(__name__)
+patience: float | None = None
+"""Seconds to wait for a rank that does nothing; ``None`` while the comparison is off."""
+_runs = 0  # of this process with the comparison on: a store may be older than the run
+_boards: weakref.WeakKeyDictionary[Backend, Board] = weakref.WeakKeyDictionary()
 
 
 def enable(seconds: float | None) -> None:
-    """Turn the comparison on, with the seconds to wait for a missing rank, or (``None``) off."""
-    global _seconds
-    _seconds = seconds
-    _numbers.clear()
+    """Turn the comparison on, with the seconds to wait for a rank that does nothing, or (``None``) off."""
+    global patience, _runs
+    leave()
+    patience = seconds
+    _runs += seconds is not None
 
 
 def enable_if(wanted: bool | None) -> None:
-    """Turn the comparison on if the user or ``CAMSHAFT_DEBUG`` wants it."""
+    """Turn the comparison on if the user or ``CAMSHAFT_DEBUG`` wants it, whose value may be the seconds to wait."""
+    text = os.environ.get("CAMSHAFT_DEBUG", "")
+    seconds = float(text) if text.replace(".", "", 1).isdigit() else 0.0
     if wanted is None:
-        wanted = os.environ.get("CAMSHAFT_DEBUG", "0") not in ("", "0", "false", "False")
-    enable(_SECONDS if wanted else None)
+        wanted = text.lower() not in ("", "0", "false", "off", "no")
+    enable((seconds if seconds > 1 else _PATIENCE) if wanted else None)
 
 
 def enabled() -> bool:
     """Say whether the comparison is on."""
-    return _seconds is not None
+    return patience is not None
 
 
-def describe(collective: str, value: Any, op: str | None) -> dict[str, str]:
-    """Write down what this rank is about to do, and on which line of the user's."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.f_back
-    line = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-    kind = f"tensor {value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-    return {"collective": collective, "op": op or "", "value": kind, "line": line}
+@atexit.register
+def leave() -> None:
+    """Tell the other ranks that this one does nothing any more."""
+    for board in list(_boards.values()):
+        board.leave()
+    _boards.clear()
 
 
-def check(backend: Backend, ranks: tuple[int, ...], mine: dict[str, str]) -> None:
+def check(
+    backend: Backend,
+    group: Group | None,
+    ranks: Sequence[int],
+    collective: str,
+    value: Any = None,
+    how: str = "",
+    root: Any = None,
+    is_long: bool = False,
+) -> None:
     """Compare with the other ranks of a group.
+
+    Args:
+        backend: of this rank.
+        group: the group.
+        ranks: the ranks of the group.
+        collective: what this rank is about to do; the rest of the arguments say more about it.
+        is_long: some ranks may do something else for long before they come.
 
     Raises:
         RankDivergenceError: one does something else, or nothing in time; with a table of who does what.
     """
-    store = backend.store()
-    if store is None or _seconds is None or len(ranks) == 1:
+    if len(ranks) == 1:
         return
-    number = _numbers[ranks]
-    _numbers[ranks] += 1
-    prefix = f"camshaft/agreement/{','.join(map(str, ranks))}/{number}"
-    store.set(f"{prefix}/{backend.topology.rank}", json.dumps(mine))
-    rows = {rank: _read(store, f"{prefix}/{rank}", timedelta(seconds=_seconds)) for rank in ranks}
-    said = [row for row in rows.values() if row is not None]
-    if len(said) < len(ranks) or any(row[field] != mine[field] for row in said for field in _FIELDS[:3]):
+    mine = _describe(collective, ranks, backend, value, how, root)
+    board = _board_of(backend)
+    if board is None:
+        rows = dict(zip(ranks, all_gather_values(backend, mine, group), strict=True))
+    else:
+        rows = _heard(board, ranks, mine, is_long)
+    if any(row[field] != mine[field] for row in rows.values() for field in _COMPARED):
         raise RankDivergenceError("the ranks do different things:\n" + _table(rows))
 
 
-def _read(store: Any, key: str, limit: timedelta) -> dict[str, str] | None:
+def _heard(board: Board, ranks: Sequence[int], mine: Said, is_long: bool) -> dict[int, Said]:
+    """Wait until all have said what they do, or it is sure or likely that some never will."""
+    place = board.say(ranks, mine)
+    has_warned = False
+
+    def look(waited: float) -> None:
+        nonlocal has_warned
+        is_stuck = board.is_stuck()
+        is_late = patience is not None and waited >= patience and not is_long
+        if not (is_stuck or is_late or (waited >= _SOON and not has_warned)):
+            return
+        table = _table({rank: board.said(rank, place) or _elsewhere(board, rank) for rank in ranks})
+        if not is_stuck and not is_late:
+            has_warned = True
+            logger.warning("rank %d has waited %.0f s for others:\n%s", board.rank, waited, table)
+            return
+        reason = "never come" if is_stuck else f"have not come within {waited:.0f} s (CAMSHAFT_DEBUG sets how many)"
+        board.give_up(place, table)
+        raise RankDivergenceError(f"some ranks {reason}:\n{table}")
+
     try:
-        store.wait([key], limit)
-    except RuntimeError:  # torch's own kinds of it, all for a time that ran out
-        return None
-    found: dict[str, str] = json.loads(store.get(key))
-    return found
-
-
-def _table(rows: dict[int, dict[str, str] | None]) -> str:
-    lines = [("rank", *_FIELDS)]
+        rows = board.hear(ranks, place, look)
+    except dist.DistNetworkError as error:
+        raise RankDivergenceError("the process that holds the store of this run has ended") from error
     for rank, row in rows.items():
-        lines.append((str(rank), *((row[field] for field in _FIELDS) if row else ("nothing in time", "", "", ""))))
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+        if "gave up" in row:
+            raise RankDivergenceError(f"rank {rank} has given up to wait here:\n{row['gave up']}")
+    return rows
+
+
+def _elsewhere(board: Board, rank: int) -> Said:
+    """Say where a rank is that has not come."""
+    now = board.now(rank)
+    if now is None:
+        return {"collective": "nothing yet"}
+    if now["said"] is None:
+        return {"collective": "has ended"}
+    said: Said = now["said"]
+    return {**said, "collective": f"last in {said['collective']}"}
+
+
+def _describe(collective: str, ranks: Sequence[int], backend: Backend, value: Any, how: str, root: Any) -> Said:
+    """Write down what this rank is about to do, and on which line of the user's."""
+    return {
+        "collective": collective,
+        "ranks": "all" if len(ranks) == backend.topology.world_size else str(list(ranks)),
+        "how": how,
+        "root": "" if root is None else str(root),
+        "value": _kind(value),
+        "line": line_of_caller(),
+    }
+
+
+def _kind(value: Any) -> str:
+    """Say what of a value is the same on all ranks."""
+    if not isinstance(value, Tensor):
+        return ""
+    return " ".join(
+        [*str(value.layout).removeprefix("torch.strided").split(), str(value.dtype), str(list(value.shape))]
+    )
+
+
+def _table(rows: Mapping[int, Said]) -> str:
+    columns = [name for name in _COLUMNS if any(row.get(name) for row in rows.values())]
+    lines = [("rank", *columns)]
+    lines += [(str(rank), *(row.get(name, "") for name in columns)) for rank, row in rows.items()]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
     )
+
+
+def _board_of(backend: Backend) -> Board | None:
+    board = _boards.get(backend)
+    if board is None:
+        store = backend.store()
+        if store is None:
+            return None
+        place = backend.topology
+        board = _boards[backend] = Board(store, str(_runs), place.rank, place.world_size)
+    return board

@@ -59,6 +59,15 @@ class Backend(ABC):
     device: torch.device
     reductions: tuple[str, ...] = ("SUM", "PRODUCT", "MIN", "MAX", "AND", "OR")
 
+    @property
+    def carrier(self) -> torch.device:
+        """Where numbers and bytes are put to travel: not on the device, if the backend also takes them from the CPU."""
+        return self.device
+
+    def bring(self, tensor: Tensor) -> Tensor:
+        """Give a tensor in a place that the backend works on."""
+        return tensor.to(self.device)
+
     # --- tensors -------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -68,6 +77,10 @@ class Backend(ABC):
     @abstractmethod
     def all_gather(self, tensor: Tensor, group: Group | None) -> Tensor:
         """Stack the tensors of the ranks, of shape ``(ranks, *shape)``."""
+
+    def all_gather_into(self, out: Tensor, tensor: Tensor, group: Group | None) -> None:
+        """Fill a tensor with those of the ranks, of at least one dimension, joined along the first."""
+        out.copy_(self.all_gather(tensor, group).view(out.shape))
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, src: int, group: Group | None) -> Tensor:

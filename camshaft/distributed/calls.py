@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+import operator
+from collections.abc import Sequence, Sized
 from types import TracebackType
 from typing import Any
 
-from camshaft.distributed import agreement
+from torch import Tensor
+
+from camshaft.distributed import agreement, guard
 from camshaft.distributed.backend import Backend, Group
 from camshaft.distributed.groups import members, resolve
-from camshaft.distributed.guard import check_all_present
 from camshaft.errors import RankDivergenceError, annotate
 
 
@@ -18,41 +20,58 @@ class Call:
 
     Attributes:
         group: the group, ``None`` for all ranks.
-        ranks: global ranks of the group, in their order.
         is_member: whether this rank is one of them.
     """
 
-    __slots__ = ("_rank", "collective", "group", "is_member", "ranks")
+    __slots__ = ("_backend", "_collective", "group", "is_member")
 
-    def __init__(self, collective: str, group: Group | None, ranks: tuple[int, ...], rank: int) -> None:
-        self.collective = collective
+    def __init__(self, collective: str, backend: Backend, group: Group | None, is_member: bool) -> None:
+        self._collective = collective
+        self._backend = backend
         self.group = group
-        self.ranks = ranks
-        self._rank = rank
-        self.is_member = rank in ranks
+        self.is_member = is_member
 
     @property
-    def place(self) -> int:
-        """This rank's number in the group."""
-        return self.ranks.index(self._rank)
+    def ranks(self) -> Sequence[int]:
+        """The global ranks of the group, in their order."""
+        return members(self._backend, self.group)
+
+    @property
+    def _rank(self) -> int:
+        return self._backend.topology.rank
 
     def require_member(self) -> None:
         """Refuse a rank that is not in the group."""
         if not self.is_member:
             raise RankDivergenceError(
-                f"{self.collective} was called on rank {self._rank}, which is not in its group {list(self.ranks)}"
+                f"{self._collective} was called on rank {self._rank}, which is not in its group {list(self.ranks)}"
             )
 
-    def check_member(self, name: str, rank: int) -> None:
-        """Refuse a rank argument that is not in the group."""
+    def check_member(self, name: str, rank: int) -> int:
+        """Give a rank argument as a plain integer, if it is in the group."""
+        try:
+            rank = operator.index(rank)
+        except TypeError as error:
+            raise TypeError(f"{name} must be a rank, an integer, got {rank!r}") from error
         if rank not in self.ranks:
             raise ValueError(f"{name} must be a rank of the group {list(self.ranks)}, got {rank!r}")
+        return rank
 
-    def check_count(self, name: str, values: Sized | None) -> None:
-        """Refuse a list that does not hold one value for each rank."""
-        if values is None or len(values) != len(self.ranks):
-            got = "None" if values is None else f"{len(values)} values"
-            raise ValueError(f"{name} must hold one value for each of {len(self.ranks)} ranks, got {got}")
+    def wrong_count(self, name: str, values: Sized | None) -> ValueError | None:
+        """Say what is wrong with a list that does not hold one value for each rank."""
+        if values is not None and len(values) == len(self.ranks):
+            return None
+        got = "None" if values is None else f"{len(values)} values"
+        return ValueError(f"{name} must hold one value for each of {len(self.ranks)} ranks, got {got}")
+
+    def check_shapes(self, tensor: Tensor, shapes: Sequence[Sequence[int]]) -> None:
+        """Refuse shapes that do not hold this rank's own at its place."""
+        if wrong := self.wrong_count("shapes", shapes):
+            raise wrong
+        place = self.ranks.index(self._rank)
+        mine = tuple(shapes[place])
+        if mine != tuple(tensor.shape):
+            raise ValueError(f"shapes must hold this rank's shape {tuple(tensor.shape)} at {place}, got {mine}")
 
     def __enter__(self) -> Call:
         return self
@@ -61,21 +80,40 @@ class Call:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            annotate(error, f"in {self.collective} on rank {self._rank}, among the ranks {list(self.ranks)}")
+            annotate(error, f"in {self._collective} on rank {self._rank}, among the ranks {list(self.ranks)}")
 
 
-def enter(collective: str, backend: Backend, group: Any, value: Any, op: str | None = None) -> Call:
+def enter(
+    collective: str,
+    backend: Backend,
+    group: Any,
+    value: Any = None,
+    how: str = "",
+    root: Any = None,
+    is_long: bool = False,
+) -> Call:
     """Begin a collective.
+
+    Args:
+        collective: its name.
+        backend: who carries it out.
+        group: what the user names its ranks by.
+        value: a tensor of the same shape and dtype on all ranks; other kinds may differ.
+        how: what else is the same on all ranks, the reduction say.
+        root: the rank that sends, or that gets the result.
+        is_long: some ranks may do something else for long before they come.
 
     Raises:
         ValueError: ``group`` is none.
         RankDivergenceError: ranks of the group cannot be here; or, in debug mode, they are somewhere else.
     """
-    found = resolve(backend, group)
-    ranks = members(backend, found)
-    rank = backend.topology.rank
-    if rank in ranks:
-        check_all_present(collective, ranks, rank)
-        if agreement.enabled():
-            agreement.check(backend, ranks, agreement.describe(collective, value, op))
-    return Call(collective, found, ranks, rank)
+    if group is None:
+        call = Call(collective, backend, None, True)
+    else:
+        found = resolve(backend, group)
+        call = Call(collective, backend, found, backend.topology.rank in found.ranks)
+    if call.is_member and (guard.alone.get() is not None or agreement.patience is not None):
+        guard.check_all_present(collective, call.ranks, backend.topology.rank)
+        if agreement.patience is not None:
+            agreement.check(backend, call.group, call.ranks, collective, value, how, root, is_long)
+    return call

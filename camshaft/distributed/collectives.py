@@ -1,24 +1,24 @@
 """Collectives for tensors, numbers, strings and objects, the same on every backend.
 
-A tensor that already is where the backend works is reduced or overwritten **in place** by :func:`all_reduce`
-and :func:`broadcast`, and given back; from another device it is copied, and the result goes back there.
-Everything else gives new values and leaves its arguments alone.
+A tensor is reduced or overwritten **in place** by :func:`all_reduce` and :func:`broadcast`, and given back. Everything
+else gives new values and leaves its arguments alone. What a rank cannot send it refuses in the same exchange, so that
+all ranks raise the error and none waits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
-from numbers import Number
 from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
 from camshaft.distributed.calls import enter
 from camshaft.distributed.context import current
-from camshaft.distributed.exchange import all_gather_values, all_to_all_values, broadcast_value, scatter_values
-from camshaft.distributed.groups import checked_ranks
-from camshaft.distributed.placement import brought, check_shapes, in_place, portable, prepared, reduced_number
+from camshaft.distributed.exchange import all_gather_values, broadcast_value
+from camshaft.distributed.groups import checked_ranks, make
+from camshaft.distributed.numbers import check_reduction, reduced_number
+from camshaft.distributed.placement import brought, in_place
 
 T = TypeVar("T")
 
@@ -27,33 +27,30 @@ def all_reduce(tensor: T, op: str = "SUM", group: Any = None) -> T:
     """Reduce a tensor, or a number, over the ranks; every rank gets the result.
 
     Args:
-        tensor: of the same shape and dtype on all ranks, reduced in place; or a number, of which an ``int`` is
-            reduced as a 64-bit integer and a ``float`` in double precision.
+        tensor: of the same shape and dtype on all ranks, reduced in place; or a number, of the same kind on all
+            ranks: an ``int`` is reduced as a 64-bit integer, a ``float`` in double precision, and ``True`` counts.
         op: ``"SUM"``, ``"PRODUCT"``, ``"MIN"``, ``"MAX"``, ``"AND"`` or ``"OR"`` (bitwise), as far as the backend
             has them.
         group: ``None`` for all ranks, a list of ranks, or what :func:`new_group` gave. Who is not in it gets the
             argument back.
 
     Raises:
-        TypeError: neither a tensor nor a number.
-        ValueError: the backend does not know ``op``, or ``group`` is none.
+        TypeError: neither a tensor nor a number, or not one that can be reduced.
+        ValueError: the backend does not know ``op``, or ``group`` is none; or a number does not fit into 64 bits.
         RankDivergenceError: not all ranks of the group are here.
 
     >>> import torch
     >>> all_reduce(3), all_reduce(torch.tensor([1.0, 2.0]), op="MAX")
     (3, tensor([1., 2.]))
     """
-    if not isinstance(tensor, (Tensor, Number)):
-        raise TypeError(f"tensor must be a tensor or a number, got {tensor!r} of type {type(tensor).__name__}")
     backend = current()
-    if op not in backend.reductions:
-        raise ValueError(f"op must be one of {backend.reductions} on {backend.model_name}, got {op!r}")
+    check_reduction(backend, tensor, op)
     with enter("all_reduce", backend, group, tensor, op) as call:
         if not call.is_member:
             return tensor
         if isinstance(tensor, Tensor):
-            return cast(T, in_place(backend, tensor, lambda here: backend.all_reduce(here, op, call.group)))
-        return cast(T, reduced_number(backend, tensor, op, call.group))
+            return cast(T, in_place(backend, tensor, backend.all_reduce, op, call.group))
+        return cast(T, reduced_number(backend, tensor, op, call.group, len(call.ranks)))
 
 
 def all_gather(tensor: Any, group: Any = None) -> Any:
@@ -68,6 +65,9 @@ def all_gather(tensor: Any, group: Any = None) -> Any:
         For tensors of shape ``(d, ...)`` one of shape ``(ranks * d, ...)``; of shape ``()`` one of shape
         ``(ranks,)``, except in a single process without a context, where it stays as it is. For all else a list.
 
+    Raises:
+        TypeError: on every rank, if what one of them has cannot be pickled.
+
     >>> import torch
     >>> all_gather(torch.tensor([1, 2])), all_gather("größer")
     (tensor([1, 2]), ['größer'])
@@ -80,15 +80,18 @@ def all_gather(tensor: Any, group: Any = None) -> Any:
             return all_gather_values(backend, tensor, call.group)
         if backend.name is None:
             return tensor
-        stacked = backend.all_gather(brought(backend, tensor), call.group).to(tensor.device)
-        return stacked.flatten(0, 1) if tensor.dim() else stacked
+        here = brought(backend, tensor)
+        sizes = here.shape or (1,)
+        out = here.new_empty((len(call.ranks) * sizes[0], *sizes[1:]))
+        backend.all_gather_into(out, here if tensor.dim() else here.view(1), call.group)
+        return out if here is tensor else out.to(tensor.device)
 
 
 def all_gather_tensors_with_shapes(tensor: Tensor, shapes: Sequence[Sequence[int]], group: Any = None) -> list[Tensor]:
     """Gather tensors of different shapes that every rank knows.
 
     Args:
-        tensor: with the same number of dimensions on all ranks.
+        tensor: with the same number of dimensions and the same dtype on all ranks.
         shapes: the shape of each rank's tensor, in the order of the ranks of the group.
         group: as for :func:`all_reduce`.
 
@@ -103,14 +106,14 @@ def all_gather_tensors_with_shapes(tensor: Tensor, shapes: Sequence[Sequence[int
     if not isinstance(tensor, Tensor):
         raise TypeError(f"tensor must be a tensor, got {tensor!r} of type {type(tensor).__name__}")
     backend = current()
-    with enter("all_gather_tensors_with_shapes", backend, group, None) as call:
+    with enter("all_gather_tensors_with_shapes", backend, group, how=str(tensor.dtype)) as call:
         if not call.is_member:
             return [tensor]
-        check_shapes(tensor, shapes, call)
+        call.check_shapes(tensor, shapes)
         largest = [max(sizes) for sizes in zip_longest(*shapes)]
-        padded = tensor.new_zeros(largest)
-        padded[tuple(map(slice, tensor.shape))] = tensor
-        stacked = backend.all_gather(brought(backend, padded), call.group).to(tensor.device)
+        padded = brought(backend, tensor).new_zeros(largest)
+        padded[tuple(map(slice, tensor.shape))] = tensor.detach()
+        stacked = backend.all_gather(padded, call.group).to(tensor.device)
         return [row[tuple(map(slice, shape))] for row, shape in zip(stacked, shapes, strict=True)]
 
 
@@ -125,32 +128,33 @@ def broadcast(tensor: Any, src: int = 0, safe_mode: bool = False, group: Any = N
         group: as for :func:`all_reduce`.
 
     Raises:
+        TypeError: on every rank, if the value cannot be pickled.
         ValueError: the value is ``None`` where it is needed, or ``src`` is not in the group.
 
     >>> broadcast(16777217), broadcast("model.pt")
     (16777217, 'model.pt')
     """
     backend = current()
-    with enter("broadcast", backend, group, None if safe_mode else tensor) as call:
+    with enter("broadcast", backend, group, None if safe_mode else tensor, root=src) as call:
         if not call.is_member:
             return tensor
-        call.check_member("src", src)
-        here = backend.topology.rank == src
-        if tensor is None and (here or not safe_mode):
-            raise ValueError(
+        src = call.check_member("src", src)
+        wrong = None
+        if tensor is None and not (safe_mode and backend.topology.rank != src):
+            wrong = ValueError(
                 "tensor must not be None on the rank that sends it, and elsewhere only with safe_mode=True"
             )
-        if safe_mode:
-            tensor = prepared(backend, tensor, src, call.group)
-        if isinstance(tensor, Tensor):
-            return in_place(backend, tensor, lambda place: backend.broadcast(place, src, call.group))
-        return broadcast_value(backend, tensor, src, call.group)
+            if not safe_mode:  # without it nobody knows what the others wait for
+                raise wrong
+        if isinstance(tensor, Tensor) and not safe_mode:
+            return in_place(backend, tensor, backend.broadcast, src, call.group)
+        return broadcast_value(backend, tensor, src, call.group, wrong)
 
 
 def barrier(group: Any = None) -> None:
     """Wait until all ranks of a group are here."""
     backend = current()
-    with enter("barrier", backend, group, None) as call:
+    with enter("barrier", backend, group) as call:
         if call.is_member:
             backend.barrier(call.group)
 
@@ -164,122 +168,10 @@ def new_group(ranks: list[int], **kwargs: Any) -> Any:
 
     Raises:
         ValueError: ``ranks`` is not a list of different integers in range.
+        RankDivergenceError: not all ranks are here.
 
     >>> new_group([0])
     Group(ranks=[0])
     """
     backend = current()
-    ranks = checked_ranks(backend, ranks)
-    with enter("new_group", backend, None, ranks):
-        return backend.new_group(ranks, **kwargs)
-
-
-def reduce(tensor: T, dst: int = 0, op: str = "SUM", group: Any = None) -> T | None:
-    """Reduce a tensor or a number over the ranks; rank ``dst`` gets the result, the others ``None``.
-
-    The argument is left as it is. See :func:`all_reduce` for the arguments.
-
-    >>> reduce(3)
-    3
-    """
-    if not isinstance(tensor, (Tensor, Number)):
-        raise TypeError(f"tensor must be a tensor or a number, got {tensor!r} of type {type(tensor).__name__}")
-    backend = current()
-    if op not in backend.reductions:
-        raise ValueError(f"op must be one of {backend.reductions} on {backend.model_name}, got {op!r}")
-    with enter("reduce", backend, group, tensor, op) as call:
-        call.require_member()
-        call.check_member("dst", dst)
-        mine = backend.topology.rank == dst
-        if not isinstance(tensor, Tensor):
-            number = reduced_number(backend, tensor, op, call.group)
-            return cast(T, number) if mine else None
-        reduced = backend.reduce(brought(backend, tensor).clone(), dst, op, call.group)
-        return cast(T, reduced.to(tensor.device)) if mine else None
-
-
-def gather(tensor: Any, dst: int = 0, group: Any = None) -> Any:
-    """Gather what the ranks have on rank ``dst``, as :func:`all_gather` gives it; the others get ``None``.
-
-    >>> gather("a")
-    ['a']
-    """
-    backend = current()
-    with enter("gather", backend, group, tensor) as call:
-        call.require_member()
-        call.check_member("dst", dst)
-        mine = backend.topology.rank == dst
-        if not isinstance(tensor, Tensor):
-            values = all_gather_values(backend, tensor, call.group)
-            return values if mine else None
-        stacked = backend.gather(brought(backend, tensor), dst, call.group)
-        if not mine:
-            return None
-        stacked = stacked.to(tensor.device)
-        return stacked.flatten(0, 1) if tensor.dim() else stacked
-
-
-def scatter(values: Sequence[Any] | None, src: int = 0, group: Any = None) -> Any:
-    """Give every rank its own of the values that rank ``src`` has, in the order of the ranks.
-
-    Args:
-        values: one for each rank: tensors of any shapes, or numbers, strings, objects. Only ``src`` needs them.
-        src: the rank that has them.
-        group: as for :func:`all_reduce`, but who is not in it must not call this.
-
-    >>> scatter([7])
-    7
-    """
-    backend = current()
-    with enter("scatter", backend, group, None) as call:
-        call.require_member()
-        call.check_member("src", src)
-        held = None
-        if backend.topology.rank == src:
-            call.check_count("values", values)
-            held = [portable(value) for value in values or ()]
-        return scatter_values(backend, held, src, call.group)
-
-
-def reduce_scatter(tensor: Tensor, op: str = "SUM", group: Any = None) -> Tensor:
-    """Reduce a tensor over the ranks and give each its part: the k-th rank the k-th of equal parts.
-
-    Args:
-        tensor: of shape ``(ranks * d, ...)`` on all ranks.
-        op: as for :func:`all_reduce`.
-        group: as for :func:`scatter`.
-
-    Returns:
-        A tensor of shape ``(d, ...)``.
-
-    >>> import torch
-    >>> reduce_scatter(torch.tensor([1, 2]))
-    tensor([1, 2])
-    """
-    backend = current()
-    if op not in backend.reductions:
-        raise ValueError(f"op must be one of {backend.reductions} on {backend.model_name}, got {op!r}")
-    with enter("reduce_scatter", backend, group, tensor, op) as call:
-        call.require_member()
-        size = len(call.ranks)
-        if not isinstance(tensor, Tensor) or tensor.dim() == 0 or len(tensor) % size:
-            raise ValueError(f"tensor must be one whose first dimension is a multiple of {size}, got {tensor!r}")
-        rows = brought(backend, tensor).view(size, -1, *tensor.shape[1:])
-        return backend.reduce_scatter(rows, op, call.group).to(tensor.device)
-
-
-def all_to_all(values: Sequence[Any], group: Any = None) -> list[Any]:
-    """Send the k-th of the values to the k-th rank, and give what the ranks sent here, in their order.
-
-    Args:
-        values: one for each rank: tensors of any shapes, or numbers, strings, objects.
-        group: as for :func:`scatter`.
-
-    >>> all_to_all(["to myself"])
-    ['to myself']
-    """
-    backend = current()
-    with enter("all_to_all", backend, group, None) as call:
-        call.require_member()
-        call.check_count("values", values)
-        return all_to_all_values(backend, [portable(value) for value in values], call.group)
+    return make(backend, checked_ranks(backend, ranks), **kwargs)

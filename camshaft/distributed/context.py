@@ -11,7 +11,7 @@ from camshaft.distributed import agreement
 from camshaft.distributed.backend import Backend
 from camshaft.distributed.backends.serial import SerialBackend
 from camshaft.distributed.outbox import pending
-from camshaft.distributed.registry import adopted, module_of
+from camshaft.distributed.registry import adopted, module_of, nothing_has_begun
 
 _serial = SerialBackend()
 _process: Backend = _serial
@@ -28,9 +28,9 @@ def current() -> Backend:
     scoped = _scoped.get()
     if scoped is not None:
         return scoped
-    if not _initialized:
-        _look_around()
-    return _process
+    if _initialized or (_process is _serial and nothing_has_begun()):
+        return _process
+    return _looked_up()
 
 
 def initialize(backend: str, *, debug: bool | None = None, **kwargs: Any) -> None:
@@ -90,7 +90,7 @@ def sync(temporary: bool = False) -> None:
         temporary: of no effect; queries look by themselves.
     """
     if not _initialized:
-        _look_around()
+        _looked_up()
 
 
 def set_local_rank(index: int) -> None:
@@ -118,9 +118,15 @@ def use_backend(backend: Backend) -> Iterator[Backend]:
         _scoped.reset(token)
 
 
-def _look_around() -> None:
-    """Adopt a run that exists, and drop one that has ended."""
+def _looked_up() -> Backend:
+    """Give the run that exists, adopting it if it is new, and dropping one that has ended."""
     global _process
-    if _process is not _serial and _process.is_alive():
-        return
-    _process = adopted(_local_rank) or _serial
+    if _process is _serial or not _process.is_alive():
+        found = adopted(_local_rank) or _serial
+        if found is not _process:
+            _process = found
+            if found is _serial:
+                agreement.enable(None)
+            elif agreement.patience is None:
+                agreement.enable_if(None)
+    return _process

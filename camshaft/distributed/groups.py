@@ -3,33 +3,54 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, overload
 
+from camshaft.distributed import agreement
 from camshaft.distributed.backend import Backend, Group
+from camshaft.distributed.guard import check_all_present
 
 _made: weakref.WeakKeyDictionary[Backend, dict[tuple[int, ...], Group]] = weakref.WeakKeyDictionary()
 
 
+@overload
+def resolve(backend: Backend, group: None) -> None: ...
+@overload
+def resolve(backend: Backend, group: Any) -> Group: ...
 def resolve(backend: Backend, group: Any) -> Group | None:
     """Find the group that a user means: ``None`` for all ranks, a list of ranks, or a group made before.
 
-    A list is made into a group once; all ranks must use it in the same order of calls then.
+    A list is made into a group once, for which all ranks must use it, in the same order of calls.
 
     Raises:
         ValueError: it is none of these, or a rank is out of range.
+        RankDivergenceError: the group is still to be made, and not all ranks run this part of the program.
     """
     if group is None or isinstance(group, Group):
         return group
     if isinstance(group, list):
         ranks = checked_ranks(backend, group)
-        cache = _made.setdefault(backend, {})
-        if tuple(ranks) not in cache:
-            cache[tuple(ranks)] = backend.new_group(ranks)
-        return cache[tuple(ranks)]
+        return _made.setdefault(backend, {}).get(tuple(ranks)) or make(backend, ranks)
     adopted = backend.adopt_group(group)
     if adopted is None:
         raise ValueError(f"group must be None, a list of ranks or a group from new_group, got {group!r}")
     return adopted
+
+
+def make(backend: Backend, ranks: list[int], **options: Any) -> Group:
+    """Make a group with the help of all ranks; without options, it is the one that a list of its ranks means.
+
+    Raises:
+        RankDivergenceError: they cannot all be here; or, in debug mode, they do something else.
+    """
+    everybody = members(backend, None)
+    check_all_present("new_group", everybody, backend.topology.rank)
+    if agreement.patience is not None:
+        agreement.check(backend, None, everybody, "new_group", how=str(ranks))
+    group = backend.new_group(ranks, **options)
+    if not options:
+        _made.setdefault(backend, {}).setdefault(tuple(ranks), group)
+    return group
 
 
 def checked_ranks(backend: Backend, ranks: Any) -> list[int]:
@@ -46,6 +67,6 @@ def checked_ranks(backend: Backend, ranks: Any) -> list[int]:
     return sorted(ranks)
 
 
-def members(backend: Backend, group: Group | None) -> tuple[int, ...]:
+def members(backend: Backend, group: Group | None) -> Sequence[int]:
     """List the global ranks of a group."""
-    return tuple(range(backend.topology.world_size)) if group is None else group.ranks
+    return range(backend.topology.world_size) if group is None else group.ranks

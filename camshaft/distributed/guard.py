@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +16,25 @@ from camshaft.errors import RankDivergenceError
 
 @dataclass(frozen=True)
 class Alone:
-    """A part of the program that some ranks run while the others do not."""
+    """A part of the program that some ranks run while the others do not.
+
+    Args:
+        present: those ranks.
+        what: the part.
+        where: its line.
+        turn: which rank runs it first and whether that is a local one, if the others follow.
+    """
 
     present: frozenset[int]
     what: str
     where: str
+    turn: tuple[int, bool] | None
 
 
-_alone: ContextVar[Alone | None] = ContextVar("camshaft_alone", default=None)
+_INNER = (os.path.join(os.path.dirname(__file__), ""), contextlib.__file__)  # what lies between us and the user
+
+alone: ContextVar[Alone | None] = ContextVar("camshaft_alone", default=None)
+"""What this thread runs just now without other ranks; each collective asks."""
 
 
 def check_all_present(collective: str, ranks: Sequence[int], rank: int) -> None:
@@ -30,29 +43,45 @@ def check_all_present(collective: str, ranks: Sequence[int], rank: int) -> None:
     Raises:
         RankDivergenceError: some are not.
     """
-    alone = _alone.get()
-    if alone is None or alone.present.issuperset(ranks):
+    here = alone.get()
+    if here is None or here.present.issuperset(ranks):
         return
-    absent = sorted(set(ranks) - alone.present)
+    absent = sorted(set(ranks) - here.present)
     raise RankDivergenceError(
-        f"{collective} on rank {rank} waits for ranks {absent}, which do not run {alone.what} ({alone.where}); "
-        f"only {sorted(alone.present)} do: move the call out of it, or make it over a group of those"
+        f"{collective} on rank {rank} waits for ranks {absent}, which do not run {here.what} ({here.where}); "
+        f"only {sorted(here.present)} do: move the call out of it, or make it over a group of those"
     )
 
 
-@contextmanager
-def only(present: Sequence[int], what: str, where: str) -> Iterator[None]:
-    """Mark a part of the program as run by some ranks only."""
-    outer = _alone.get()
+@contextlib.contextmanager
+def only(present: Sequence[int], what: str, where: str, turn: tuple[int, bool] | None = None) -> Iterator[None]:
+    """Mark a part of the program as run by some ranks only, for this thread."""
+    outer = alone.get()
     here = frozenset(present)
-    token = _alone.set(Alone(here if outer is None else here & outer.present, what, where))
+    if outer is not None:
+        here, turn = here & outer.present, turn or outer.turn
+    token = alone.set(Alone(here, what, where, turn))
     try:
         yield
     finally:
-        _alone.reset(token)
+        alone.reset(token)
+
+
+def is_turn(turn: tuple[int, bool]) -> bool:
+    """Say whether the ranks take turns in this very order already."""
+    here = alone.get()
+    return here is not None and here.turn == turn
 
 
 def line_of(function: Callable[..., Any]) -> str:
     """Say where a function is defined."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return "a builtin" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+
+
+def line_of_caller() -> str:
+    """Say on which line of the user's this package was called."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INNER):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

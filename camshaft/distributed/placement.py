@@ -1,60 +1,66 @@
-"""Getting values to where a backend works on them, and back."""
+"""Getting tensors to where a backend works on them, and back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from camshaft.distributed.backend import Backend, Group
-from camshaft.distributed.calls import Call
-from camshaft.distributed.exchange import broadcast_value
+from camshaft.distributed.backend import Backend
+from camshaft.distributed.encoding import is_dense
 
 
 def brought(backend: Backend, tensor: Tensor) -> Tensor:
-    """Give a tensor in the place and layout that the backend works on, without its graph."""
-    return tensor.detach().to(backend.device).contiguous()
+    """Give a tensor in the place and layout that the backend works on, without its graph.
+
+    Raises:
+        TypeError: it is sparse, quantized, nested or without content.
+    """
+    if not is_dense(tensor):
+        kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+        raise TypeError(f"tensor must be dense and hold values, got a {kind} one on {tensor.device}")
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.device != backend.device:
+        tensor = backend.bring(tensor)
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
-def in_place(backend: Backend, tensor: Tensor, operate: Any) -> Tensor:
-    """Operate on the tensor itself where that is possible, else on a copy whose result goes back."""
+def in_place(backend: Backend, tensor: Tensor, operate: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """Operate on the tensor itself where that is possible, else on a copy whose result goes back into it.
+
+    Raises:
+        TypeError: as for :func:`brought`.
+        ValueError: several elements share a place in memory.
+    """
     here = brought(backend, tensor)
-    result: Tensor = operate(here)
-    if result.data_ptr() == tensor.data_ptr() and result.device == tensor.device:
-        return tensor
-    if result.device == tensor.device or backend.device.type == tensor.device.type:
-        with torch.no_grad():
-            return tensor.copy_(result.view(tensor.shape))
-    return result.to(tensor.device)
+    if here is tensor:
+        result = operate(tensor, *arguments)
+        if result is tensor:
+            return tensor
+    else:
+        _check_place(tensor)
+        result = operate(here, *arguments)
+    if result.data_ptr() != tensor.data_ptr() or result.device != tensor.device:
+        with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
+            tensor.copy_(result)
+    return tensor
 
 
-def reduced_number(backend: Backend, number: Any, op: str, group: Group | None) -> Any:
-    """Reduce a number as a tensor of its own kind."""
-    whole = not isinstance(number, (float, complex)) and number == int(number)
-    dtype = torch.complex128 if isinstance(number, complex) else torch.int64 if whole else torch.float64
-    return backend.all_reduce(torch.tensor([number], dtype=dtype, device=backend.device), op, group).item()
+def joined(stacked: Tensor, tensor: Tensor) -> Tensor:
+    """Join stacked tensors along their first dimension, if they have one, on the device that one of them came from."""
+    if stacked.device != tensor.device:
+        stacked = stacked.to(tensor.device)
+    return stacked.flatten(0, 1) if tensor.dim() else stacked
 
 
-def prepared(backend: Backend, tensor: Any, src: int, group: Group | None) -> Any:
-    """Tell the ranks what kind of value comes, and give each a place for it."""
-    here = backend.topology.rank == src
-    layout = (tensor.shape, tensor.dtype) if isinstance(tensor, Tensor) else None
-    layout = broadcast_value(backend, layout, src, group)
-    if here or layout is None:
-        return tensor if here else None
-    return torch.empty(*layout[:1], dtype=layout[1], device=backend.device)
-
-
-def portable(value: Any) -> Any:
-    """Give a value that can be pickled on its own: a tensor without its graph and device."""
-    return value.detach().cpu() if isinstance(value, Tensor) else value
-
-
-def check_shapes(tensor: Tensor, shapes: Sequence[Sequence[int]], call: Call) -> None:
-    """Refuse shapes that do not hold this rank's own at its place."""
-    call.check_count("shapes", shapes)
-    mine = tuple(shapes[call.place])
-    if mine != tuple(tensor.shape):
-        raise ValueError(f"shapes must hold this rank's shape {tuple(tensor.shape)} at {call.place}, got {mine}")
+def _check_place(tensor: Tensor) -> None:
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise ValueError(
+            f"tensor must have a place in memory for each element, got one that was expanded to {tuple(tensor.shape)}: "
+            "make it contiguous first"
+        )

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import operator
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from camshaft.distributed.collectives import barrier
+from camshaft.distributed.backend import Backend
+from camshaft.distributed.calls import enter
 from camshaft.distributed.context import current
-from camshaft.distributed.guard import line_of, only
+from camshaft.distributed.guard import check_all_present, is_turn, line_of, line_of_caller, only
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -119,6 +121,7 @@ def one_rank_only(rank: int = 0, with_barrier: bool = False) -> Callable[[Callab
     rank = _checked_rank(rank)
 
     def decorate(function: Callable[P, R]) -> Callable[P, R | None]:
+        _check_runs_in_call(function)
         name, line = getattr(function, "__qualname__", repr(function)), line_of(function)
 
         @functools.wraps(function)
@@ -130,7 +133,7 @@ def one_rank_only(rank: int = 0, with_barrier: bool = False) -> Callable[[Callab
                     return function(*args, **kwargs)
             finally:
                 if with_barrier:
-                    barrier()
+                    _meet(current(), "one_rank_only", rank, is_long=get_rank() != rank)
 
         return wrapper
 
@@ -142,33 +145,56 @@ def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
     """Run a block on one rank before the others do, to download something once, say.
 
     The others go on when that rank is through, also when the block raises there. A collective over all ranks
-    in the block raises ``RankDivergenceError``.
+    in the block raises ``RankDivergenceError``. In a block where the ranks take turns in this order already, nobody
+    waits again.
 
     Args:
         rank: the rank that goes first.
         local: ``rank`` is one on each node.
 
     Raises:
-        ValueError: there is no such rank.
+        TypeError: ``rank`` is not an integer.
+        ValueError: there is no such rank; ``local``, on this node.
 
     >>> with one_rank_first():
     ...     print("ready")
     ready
     """
+    if is_turn((rank, local)):
+        yield
+        return
     backend = current()
     topology = backend.topology
+    check_all_present("one_rank_first", range(topology.world_size), topology.rank)
     mine, size = (topology.local_rank, topology.local_world_size) if local else (topology.rank, topology.world_size)
-    if not 0 <= rank < size:
+    is_first = mine == operator.index(rank)
+    if not is_first:
+        _meet(backend, "one_rank_first", rank, is_long=True)
+    if not 0 <= rank < size:  # told now, since nodes that have such a rank wait for this one
         raise ValueError(f"rank must be in [0, {size}), got {rank}")
-    first = mine == rank
-    if not first:
-        backend.barrier(None)
     try:
-        with only([topology.rank], f"the body of one_rank_first(rank={rank}, local={local})", "a with block"):
+        with only(
+            [topology.rank], f"the body of one_rank_first(rank={rank}, local={local})", line_of_caller(), (rank, local)
+        ):
             yield
     finally:
-        if first:
-            backend.barrier(None)
+        if is_first:
+            _meet(backend, "one_rank_first", rank)
+
+
+def _meet(backend: Backend, where: str, rank: int, is_long: bool = False) -> None:
+    """Let all ranks wait for each other, for long if one of them has something to do first."""
+    with enter(where, backend, None, root=rank, is_long=is_long):
+        backend.barrier(None)
+
+
+def _check_runs_in_call(function: Callable[..., Any]) -> None:
+    """Refuse functions whose body runs when nobody watches over it any more."""
+    kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    if any(is_kind(inspect.unwrap(function)) for is_kind in kinds):
+        raise TypeError(
+            f"one_rank_only is for functions that run when called, no generators or coroutines: {function!r}"
+        )
 
 
 def _checked_rank(rank: int) -> int:

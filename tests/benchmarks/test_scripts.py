@@ -44,6 +44,21 @@ def test_engine_overhead_measures_all_rows(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_collectives_measures_all_rows(tmp_path: Path) -> None:
+    result = result_of(run("collectives.py", "--repetitions", "2", "--iterations", "3", folder=tmp_path))
+    assert result["benchmark"] == "collectives"
+    peers = {"pytorch-ignite"} - set(result["left_out"])
+    for row in result["rows"]:
+        alone = row["what"] == "get_rank, in one process"
+        assert ({"camshaft"} if alone else {"camshaft", "bare call"}) <= set(row["us"])
+        assert set(row["us"]) <= {"bare call", "camshaft", "torch's own", *peers}
+        assert row["verdict"] in ("reached", "missed")
+        assert row["target"] == (1.15 if "times" in row else 0.3)
+        assert all(set(spread) == SPREAD for spread in row["us"].values())
+    assert len(result["rows"]) == 15
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_import_time_measures_and_profiles_and_sees_nothing_but_torch(tmp_path: Path) -> None:
     finished = run("import_time.py", "--repetitions", "1", "--profile", "3", folder=tmp_path)
     result = result_of(finished)

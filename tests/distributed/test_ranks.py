@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -85,12 +86,15 @@ def test_a_collective_that_the_others_cannot_reach_raises_and_says_where(call):
 
 def test_a_collective_among_those_who_are_there_is_fine():
     @idist.one_rank_only()
-    def alone():
-        idist.barrier(group=[0])
+    def alone(group):
+        idist.barrier(group=group)
 
     with at_rank(0) as backend:
-        alone()
-        assert len(backend.barriers) == 1
+        with pytest.raises(RankDivergenceError, match="new_group on rank 0 waits for ranks"):
+            alone([0])  # all ranks make a group
+        alone(idist.new_group([0]))
+        alone([0])
+        assert len(backend.barriers) == 2
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -99,3 +103,83 @@ def test_the_body_of_one_rank_first_is_no_place_for_a_collective(rank):
         with pytest.raises(RankDivergenceError, match="one_rank_first"), idist.one_rank_first():
             idist.barrier()
         assert backend.barriers == [None]  # the others were released, or this one was
+
+
+def test_a_turn_within_the_same_turn_waits_for_nobody_and_another_turn_is_refused():
+    @idist.one_rank_only(rank=1)
+    def first_once_more():
+        with idist.one_rank_first(1):
+            ran.append("inside")
+
+    ran = []
+    with at_rank(1) as backend, idist.one_rank_first(1):
+        with idist.one_rank_first(1):
+            first_once_more()
+        for rank, local in ((0, False), (1, True)):
+            with pytest.raises(RankDivergenceError, match="one_rank_first on rank 1 waits"):
+                idist.one_rank_first(rank, local).__enter__()
+        assert (ran, backend.barriers) == (["inside"], [])
+    assert backend.barriers == [None]
+
+
+@pytest.mark.parametrize(("local_rank", "barriers"), [(0, 1), (1, 1)])
+def test_a_node_without_the_local_rank_raises_and_the_others_do_not_wait_for_it(local_rank, barriers):
+    small = Topology(rank=2, world_size=3, local_rank=0, local_world_size=1, node_rank=1, num_nodes=2)
+    large = Topology(rank=local_rank, world_size=3, local_rank=local_rank, local_world_size=2, num_nodes=2)
+    with idist.use_backend(Somewhere(small)) as backend:
+        with pytest.raises(ValueError, match="rank must be in"), idist.one_rank_first(1, local=True):
+            pass
+        assert len(backend.barriers) == barriers
+    with idist.use_backend(Somewhere(large)) as backend:
+        with idist.one_rank_first(1, local=True):
+            assert len(backend.barriers) == (local_rank != 1)
+        assert len(backend.barriers) == barriers
+
+
+def test_the_line_of_the_block_is_told():
+    where = r"test_ranks\.py:\d+ in test_the_line"
+    with at_rank(0), pytest.raises(RankDivergenceError, match=where), idist.one_rank_first():
+        idist.barrier()
+
+
+def test_one_rank_first_decorates_functions_too():
+    @idist.one_rank_first(1)
+    def download():
+        return len(backend.barriers)
+
+    with at_rank(0) as backend:
+        assert (download(), download()) == (1, 2)
+    with at_rank(1) as backend:
+        assert (download(), download(), len(backend.barriers)) == (0, 1, 2)
+
+
+def test_methods_and_other_threads():
+    class Saver:
+        @idist.one_rank_only()
+        def save(self, name):
+            with ThreadPoolExecutor(1) as pool:
+                return pool.submit(waits_for_others).result(), name
+
+    def waits_for_others():
+        with idist.use_backend(backend):
+            idist.barrier()
+        return "through"
+
+    with at_rank(0) as backend:
+        assert Saver().save("a") == ("through", "a")
+        assert Saver().save(name="b")[1] == "b"
+
+
+def test_what_runs_after_the_call_cannot_be_for_one_rank_only():
+    async def later():
+        pass
+
+    def generate():
+        yield
+
+    async def generate_later():
+        yield
+
+    for function in (later, generate, generate_later):
+        with pytest.raises(TypeError, match="no generators or coroutines"):
+            idist.one_rank_only()(function)

@@ -423,8 +423,8 @@ if __name__ == "__main__":
     with idist.Parallel("gloo", nproc_per_node=1 if sys.argv[1:] else 2) as parallel:
         parallel.run(*((hanging, sys.argv[1]) if sys.argv[1:] else (training, "hello")))
 """
-# As in the middle of a job of Slurm, on one of its nodes, under torchrun: none of it is about the new processes.
-SURROUNDINGS = {
+# As in the middle of a job of Slurm, on one of its nodes: none of it is about the new processes.
+IN_SLURM = {
     "SLURM_JOB_ID": "12345",
     "SLURM_STEP_ID": "0",
     "SLURM_PROCID": "3",
@@ -432,6 +432,8 @@ SURROUNDINGS = {
     "SLURM_NTASKS": "4",
     "SLURM_JOB_NODELIST": "node[1-2]",
     "SLURM_JOB_NUM_NODES": "2",
+}
+UNDER_TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "job",
     "TORCHELASTIC_USE_AGENT_STORE": "True",
     "RANK": "3",
@@ -442,24 +444,36 @@ SURROUNDINGS = {
 }
 
 
-def test_a_script_runs_its_processes_whatever_surrounds_it_and_fails_or_is_killed_with_them(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    environment = {**os.environ, **SURROUNDINGS, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    run = functools.partial(
-        subprocess.Popen, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    with run([sys.executable, script]) as failing, run([sys.executable, script, tmp_path]) as hanging:
+@pytest.fixture
+def run_script(tmp_path):
+    def run(variables, *arguments):
+        script = tmp_path / "script.py"
+        script.write_text(SCRIPT)
+        environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen([sys.executable, script, *arguments], env=environment, **pipes)
+
+    return run
+
+
+def test_a_script_runs_its_processes_whatever_surrounds_it_and_fails_when_they_do(run_script):
+    with run_script(IN_SLURM) as script:
         try:
-            wait_until(lambda: processes_in(tmp_path), seconds=50)
-            hanging.kill()
-            wait_until(lambda: not processes_in(tmp_path))
-            output, errors = failing.communicate(timeout=50)
+            output, errors = script.communicate(timeout=55)
         finally:
-            failing.kill()
-            hanging.kill()
-            end_all_in(tmp_path)
+            script.kill()
     assert sorted(output.splitlines()) == [f"['hello', 'hello'] ({rank}, 2, 1)" for rank in (0, 1)]
-    assert failing.returncode == 1
+    assert script.returncode == 1
     assert "process 1 failed" in errors
     assert "ValueError: no data" in errors
+
+
+def test_a_script_that_is_killed_takes_its_processes_with_it(run_script, tmp_path):
+    with run_script({**IN_SLURM, **UNDER_TORCHRUN}, tmp_path) as script:
+        try:
+            wait_until(lambda: processes_in(tmp_path), seconds=50)
+            script.kill()
+            wait_until(lambda: not processes_in(tmp_path))
+        finally:
+            script.kill()
+            end_all_in(tmp_path)

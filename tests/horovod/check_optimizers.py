@@ -158,17 +158,30 @@ def synchronize_shows_the_gradients_and_the_step_does_not_reduce_them_again() ->
 
 
 @check
+def gradients_that_come_after_synchronize_are_reduced_too() -> None:
+    rank, _ = place()
+    model = linear(1.0)
+    optimizer: Any = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=1.0))
+    for _ in range(2):
+        model(torch.tensor([[rank, 2.0]])).sum().backward()
+        optimizer.synchronize()
+    optimizer.step()
+    same(model.weight, torch.tensor([[1 - 2 * mean_of_ranks(), -3.0]]))
+
+
+@check
 def a_step_that_was_left_out_does_not_spoil_the_next() -> None:
     """A gradient scaler leaves steps out."""
-    rank, _ = place()
+    rank, size = place()
     model = linear(1.0)
     optimizer: Any = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=1.0))
     model(torch.tensor([[7.0, rank]])).sum().backward()
     optimizer.synchronize()
     optimizer.zero_grad()
-    model(torch.tensor([[rank, 2.0]])).sum().backward()
+    if rank == 0:  # the others have no gradients to reduce, and must come all the same
+        model(torch.tensor([[1.0, 2.0]])).sum().backward()
     optimizer.step()
-    same(model.weight, torch.tensor([[1 - mean_of_ranks(), -1.0]]))
+    same(model.weight, torch.tensor([[1 - 1 / size, 1 - 2 / size]]))
 
 
 @check

@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 import camshaft.distributed as idist
+from camshaft.distributed.launchers import detect
 from tests.ranks import context, run_on_ranks
 from tests.torchrun.launching import free_port
 
@@ -43,6 +44,7 @@ def leave() -> int:
 
 def run(size: int, method: str) -> None:
     rank = leave()
+    time.sleep(0.3 if rank == 0 else 0)  # so that the other one reads what is there already
     for number in range(5):  # each time as if nothing had been before
         begin(rank, size, method)
         assert idist.all_gather((number, rank)) == [(number, other) for other in range(size)]
@@ -162,6 +164,9 @@ def test_a_timeout_is_a_timedelta() -> None:
 
 
 def again(local_rank: int) -> None:
+    launch = detect(os.environ)
+    assert launch is not None
+    assert launch.agent_store, "rank 0 would take the port of the store for free, and torch would log an error"
     for _ in range(3):
         idist.finalize()
         idist.initialize("gloo", timeout=TIMEOUT)

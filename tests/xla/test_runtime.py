@@ -48,6 +48,12 @@ def find_what_runs():
     dist.destroy_process_group()
     assert context() == ON_XLA
 
+    dist.init_process_group("xla", init_method="xla://")
+    assert context() == ON_XLA, "a group of torch over XLA is XLA"
+    assert "xla" not in idist.available_backends()
+    assert idist.all_gather({"a": 1}) == [{"a": 1}]
+    dist.destroy_process_group()
+
     idist.finalize()
     idist.sync()
     assert context() == SERIAL, "the runtime goes on, but nobody wants it any more"
@@ -92,18 +98,6 @@ def begin():
 
 def test_initialize_refuses_what_it_does_not_know_and_keeps_the_seed():
     call_alone(begin)
-
-
-def take_over_a_group_of_torch_over_xla():
-    dist.init_process_group("xla", init_method="xla://")
-    assert context() == ON_XLA
-    assert "xla" not in idist.available_backends()
-    assert idist.all_gather({"a": 1}) == [{"a": 1}]
-    dist.destroy_process_group()
-
-
-def test_a_process_group_of_torch_over_xla_counts_as_xla():
-    call_alone(take_over_a_group_of_torch_over_xla)
 
 
 def tell(local_rank, *names, fail=False):

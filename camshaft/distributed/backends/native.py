@@ -16,6 +16,8 @@ from camshaft.distributed.backends.native_network import gloo_on
 from camshaft.distributed.backends.native_sending import Sending, Watcher
 from camshaft.distributed.topology import Topology
 
+_CPU = torch.device("cpu")
+_torch_world = dist.distributed_c10d._world  # whose default_pg is dist.group.WORLD, found in half the time
 _REDUCTIONS = {
     "SUM": dist.ReduceOp.SUM,
     "PRODUCT": dist.ReduceOp.PRODUCT,
@@ -48,6 +50,11 @@ class NativeBackend(Backend):
         self._interface = interface
         self._watchers: defaultdict[int, Watcher] = defaultdict(Watcher)
 
+    @property
+    def carrier(self) -> torch.device:
+        """The CPU, also on a machine with GPUs, if the process group works there."""
+        return _CPU if self.name in ("gloo", "mpi") else self.device
+
     def all_reduce(self, tensor: Tensor, op: str, group: Group | None) -> Tensor:
         """Reduce in place."""
         dist.all_reduce(tensor, _REDUCTIONS[op], _handle(group))
@@ -59,6 +66,10 @@ class NativeBackend(Backend):
         out = tensor.new_empty((dist.get_world_size(handle), *tensor.shape))
         _all_gather_single(out.view(-1), tensor.view(-1), handle)
         return out
+
+    def all_gather_into(self, out: Tensor, tensor: Tensor, group: Group | None) -> None:
+        """Gather into one tensor that is there."""
+        _all_gather_single(out, tensor, _handle(group))
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None) -> Tensor:
         """Broadcast in place."""
@@ -120,13 +131,15 @@ class NativeBackend(Backend):
         """Take a process group of torch, or what torch gives instead to ranks that are not in it."""
         if handle == dist.GroupMember.NON_GROUP_MEMBER:
             return Group((), handle)
+        if handle == dist.GroupMember.NON_GROUP_MEMBER:  # what torch gives to ranks that are not in the group
+            return Group((), handle)
         if not isinstance(handle, dist.ProcessGroup):
             return None
         return Group(dist.get_process_group_ranks(handle), handle)
 
     def is_alive(self) -> bool:
         """Whether the process group is still the default one."""
-        return dist.is_initialized() and dist.group.WORLD is self._world
+        return _torch_world.default_pg is self._world
 
     def store(self) -> Store | None:
         """Give the store that the process group was made with."""

@@ -32,6 +32,15 @@ class SerialBackend(Backend):
             return torch.device("cuda")
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
+    @property
+    def carrier(self) -> torch.device:
+        """The CPU: nothing travels."""
+        return torch.device("cpu")
+
+    def bring(self, tensor: Tensor) -> Tensor:
+        """Leave a tensor where it is."""
+        return tensor
+
     def all_reduce(self, tensor: Tensor, op: str, group: Group | None) -> Tensor:
         """Give the tensor."""
         return tensor

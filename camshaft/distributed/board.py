@@ -1,0 +1,136 @@
+"""Where the ranks write down, in a store, which collective they are about to begin, and read it of each other.
+
+Two keys of a rank are in use for each group, and one that says where the rank is now; older ones are deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+Said = dict[str, str]
+"""What a rank says about a collective: its name, its ranks, its value, the line of the user's."""
+
+_LOOK = 1.0  # seconds between looks at what keeps the others
+_PAUSE = 0.05  # seconds, at most, between questions to the store
+
+
+class Board:
+    """What one rank writes and reads.
+
+    Args:
+        store: reached by all ranks.
+        name: of this run; a store may be older than it.
+        rank: of this process.
+        size: how many ranks there are.
+    """
+
+    def __init__(self, store: Store, name: str, rank: int, size: int) -> None:
+        self._store = PrefixStore(f"camshaft/board/{name}", store)
+        self.rank = rank
+        self._all = range(size)
+        self._numbers: Counter[str] = Counter()
+
+    def say(self, ranks: Sequence[int], said: Said) -> str:
+        """Write down what this rank is about to do with others; gives what :meth:`hear` takes."""
+        over = self._name(ranks)
+        number = self._numbers[over] = self._numbers[over] + 1
+        place = f"{over}/{number}"
+        self._store.set(f"{place}/{self.rank}", json.dumps(said))
+        members = None if ranks == self._all else list(ranks)
+        self._store.set(f"now/{self.rank}", json.dumps({"place": place, "ranks": members, "said": said}))
+        return place
+
+    def hear(self, ranks: Sequence[int], place: str, look: Callable[[float], None]) -> dict[int, Said]:
+        """Wait for what the others say, and give it.
+
+        Args:
+            ranks: the ranks.
+            place: from :meth:`say`.
+            look: called once a second, with the seconds that this rank has waited; it may raise.
+        """
+        keys = [f"{place}/{rank}" for rank in ranks]
+        began = last = time.monotonic()
+        pause = 1e-4
+        while not self._store.check(keys):
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSE)
+            if time.monotonic() - last > _LOOK:
+                last = time.monotonic()
+                look(last - began)
+        said = {rank: json.loads(text) for rank, text in zip(ranks, self._store.multi_get(keys), strict=True)}
+        self._forget(place)
+        return said
+
+    def said(self, rank: int, place: str) -> Said | None:
+        """Give what a rank has said there, ``None`` if it has not come."""
+        key = f"{place}/{rank}"
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def give_up(self, place: str, reason: str) -> None:
+        """Tell who comes after all that this rank does not wait any more."""
+        self._store.set(f"{place}/{self.rank}", json.dumps({"gave up": reason}))
+
+    def leave(self) -> None:
+        """Tell the others that this rank does nothing any more."""
+        try:
+            self._store.set(f"now/{self.rank}", json.dumps({"place": "", "ranks": None, "said": None}))
+        except RuntimeError:  # the rank that holds the store has ended already
+            return
+
+    def now(self, rank: int) -> dict[str, Any] | None:
+        """Give what a rank said last, ``None`` if it has not said anything."""
+        key = f"now/{rank}"
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def is_stuck(self) -> bool:
+        """Say whether this rank waits for ranks that wait for it, for each other, or that have ended."""
+        first = self._waiting()
+        if not self._cannot_go_on(first):
+            return False
+        time.sleep(_PAUSE)
+        return self._waiting() == first  # it was not a moment in between: all of them waited at the same time
+
+    def _name(self, ranks: Sequence[int]) -> str:
+        return "all" if ranks == self._all else ",".join(map(str, ranks))
+
+    def _forget(self, place: str) -> None:
+        """Delete what this rank said the time before, which all have read: they have said more since."""
+        over, _, number = place.rpartition("/")
+        if number != "1":
+            self._store.delete_key(f"{over}/{int(number) - 1}/{self.rank}")
+
+    def _waiting(self) -> dict[int, tuple[str, frozenset[int]]]:
+        """Find where this rank waits and for whom, and the same of those, and so on."""
+        found: dict[int, tuple[str, frozenset[int]]] = {}
+        todo = [self.rank]
+        while todo:
+            rank = todo.pop()
+            if rank not in found:
+                found[rank] = self._missing(rank)
+                todo.extend(found[rank][1])
+        return found
+
+    def _missing(self, rank: int) -> tuple[str, frozenset[int]]:
+        now = self.now(rank)
+        if now is None:
+            return "", frozenset()
+        if now["said"] is None:
+            return "ended", frozenset([rank])
+        place, members = now["place"], now["ranks"] or self._all
+        if self._store.check([f"{place}/{member}" for member in members]):
+            return place, frozenset()
+        return place, frozenset(member for member in members if not self._store.check([f"{place}/{member}"]))
+
+    def _cannot_go_on(self, waiting: dict[int, tuple[str, frozenset[int]]]) -> bool:
+        """Say whether this rank remains when all go on that can, then those who waited for them, and so on."""
+        left = {rank: set(missing) for rank, (_, missing) in waiting.items()}
+        while free := [rank for rank, missing in left.items() if not missing & left.keys()]:
+            for rank in free:
+                del left[rank]
+        return self.rank in left
