@@ -29,6 +29,7 @@ test-xla:
 
 # Horovod is built from source for this torch, which takes minutes and a C++ compiler; the wheel is kept
 test-horovod:
+	@scripts/system_packages g++:g++ make:make
 	@$(ENVIRONMENT) horovod python -m pytest -o timeout=180 -o faulthandler_timeout=200 tests/horovod $(ARGS)
 
 # two hosts on a network of their own, which takes root: sudo, or unshare --map-root-user make test-hosts
