@@ -238,9 +238,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=60, help="rounds that are measured (%(default)s)")
+    parser.add_argument("--repetitions", type=int, default=500, help="rounds that are measured (%(default)s)")
     parser.add_argument(
-        "--iterations", type=int, default=100, help="calls of a round; of queries, 100 times as many (%(default)s)"
+        "--iterations", type=int, default=4, help="calls of a round; of queries, 100 times as many (%(default)s)"
     )
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="which collectives (all)")
     options = parser.parse_args(arguments)
