@@ -172,6 +172,6 @@ def _board_of(backend: Backend) -> Board | None:
         store = backend.store()
         if store is None:
             return None
-        place = backend.topology
-        board = _boards[backend] = Board(store, str(_runs), place.rank, place.world_size)
+        name = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_runs}"  # torchrun's store outlives its processes
+        board = _boards[backend] = Board(store, name, backend.topology.rank, backend.topology.world_size)
     return board

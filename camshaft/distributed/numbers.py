@@ -57,8 +57,8 @@ def reduced_number(backend: Backend, number: Any, op: str, group: Group | None, 
         wrong = error
     if op in _IN_PYTHON:
         return functools.reduce(_IN_PYTHON[op], all_gather_values(backend, plain, group, wrong))
-    if op != "SUM":  # an average, of which the backend alone knows more
-        return _moved(backend, torch.float64, struct.pack("=d", plain or 0), "=d", op, group, wrong)[0]
+    if op != "SUM":  # what one backend alone has, an average say
+        return _unmarked(backend, 0 if plain is None else plain, op, group, wrong)
     if type(plain) is not complex:
         return _sum(backend, plain, type(plain), group, size, wrong)
     real, imaginary = (_sum(backend, part, complex, group, size, wrong) for part in (plain.real, plain.imag))
@@ -86,14 +86,14 @@ def plain_number(number: Any, op: str, size: int) -> int | float | complex:
         raise TypeError(f"tensor must be a whole number for op={op!r}, got {number!r}")
     if isinstance(number, Real) and not isinstance(number, Rational):
         return float(number)
-    if isinstance(number, Complex) and not isinstance(number, Real) and op in ("SUM", "PRODUCT"):
+    if isinstance(number, Complex) and not isinstance(number, Real) and op not in ("MIN", "MAX"):
         return complex(number)
     raise TypeError(f"tensor must be a number that can be reduced exactly, got {number!r}: convert it to float")
 
 
 def _checked_size(number: int, op: str, size: int) -> int:
     limit = (2**63 - 1) // size
-    if op == "SUM" and not -limit <= number <= limit:
+    if op not in _IN_PYTHON and not -limit <= number <= limit:
         raise ValueError(f"tensor must be such that the sum over {size} ranks fits into 64 bits, got {number}")
     return number
 
@@ -102,13 +102,23 @@ def _sum(backend: Backend, value: Any, kind: type, group: Group | None, size: in
     """Add a value and a mark of its kind over the ranks, and see what became of the mark."""
     mark = _MARKS[kind]
     dtype, form = (torch.int64, "=qq") if type(mark) is int else (torch.float64, "=dd")
-    total, marks = _moved(backend, dtype, struct.pack(form, value or 0, mark), form, "SUM", group, wrong)
+    total, marks = _moved(
+        backend, dtype, struct.pack(form, 0 if value is None else value, mark), form, "SUM", group, wrong
+    )
     if marks != mark * size:
         raise TypeError(
             f"all ranks must add numbers of the same kind, this one gave {value!r}, a {kind.__name__}, and another "
             "one a number of another kind, or one that cannot be added"
         )
     return total
+
+
+def _unmarked(backend: Backend, value: Any, op: str, group: Group | None, wrong: Wrong) -> Any:
+    if type(value) is complex:
+        parts = struct.pack("=dd", value.real, value.imag)
+        return complex(*_moved(backend, torch.complex128, parts, "=dd", op, group, wrong))
+    dtype, form = (torch.float64, "=d") if type(value) is float else (torch.int64, "=q")
+    return _moved(backend, dtype, struct.pack(form, value), form, op, group, wrong)[0]
 
 
 def _moved(

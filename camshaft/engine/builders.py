@@ -202,9 +202,14 @@ def supervised_training_step_tpu(
         ModuleNotFoundError: torch_xla is not installed.
     """
     xla_model = import_for("supervised_training_step_tpu", "torch_xla.core.xla_model", "pip install torch_xla")
-    update = Update(
-        optimizer, None, clip_grad_norm, clip_grad_value, lambda: xla_model.optimizer_step(optimizer, barrier=True)
-    )
+
+    def step() -> None:
+        if hasattr(optimizer, "wrapped_optimizer"):  # auto_optim made it, so that its own step does all this
+            optimizer.step()
+        else:
+            xla_model.optimizer_step(optimizer, barrier=True)
+
+    update = Update(optimizer, None, clip_grad_norm, clip_grad_value, step)
     return training_step(
         model=model,
         loss_fn=loss_fn,

@@ -110,6 +110,7 @@ def test_results_are_those_of_python():
             got = idist.all_reduce(numbers[rank], op)
             assert got == wanted, (op, numbers)
             assert type(got) is type(one + other if op in ("SUM", "PRODUCT") else one), (op, numbers)
+    assert math.copysign(1, idist.all_reduce(-0.0)) == -1
     assert idist.all_reduce(1 + 2j * rank) == 2 + 2j
     assert math.isnan(idist.all_reduce(math.nan if rank else 1.0, "MIN"))
     assert math.isnan(idist.all_reduce(1.0 if rank else math.nan, "MAX"))

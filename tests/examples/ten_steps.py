@@ -25,7 +25,7 @@ def command(name: str) -> str:
 
 
 def run(
-    launch: Sequence[str], *arguments: str, environment: Mapping[str, str] | None = None, seconds: float = 100
+    launch: Sequence[str], *arguments: str, environment: Mapping[str, str] | None = None, seconds: float = 80
 ) -> tuple[str, list[Tensor]]:
     """Run the example, and give what it wrote and the weights that it ended with."""
     with tempfile.TemporaryDirectory() as folder:

@@ -15,7 +15,7 @@ from tests.mpi.checking import LENIENT
 
 GLOO = ("--backend", "gloo")
 
-pytestmark = pytest.mark.timeout(200)  # four processes that import torch on a busy machine
+pytestmark = pytest.mark.timeout(85)  # four processes that import torch on a busy machine
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -58,7 +58,7 @@ def test_a_wide_residual_network_of_torchvision(tmp_path):
     launch = [command("torchrun"), "--standalone", "--nproc_per_node", "2", str(program)]
     done = subprocess.run(
         [*launch, *GLOO, "--num_iterations", "2", "--batch_size", "4"],
-        env={**os.environ, "PYTHONPATH": str(EXAMPLE.parent.parent)}, capture_output=True, timeout=200,
+        env={**os.environ, "PYTHONPATH": str(EXAMPLE.parent.parent)}, capture_output=True, timeout=80,
     )  # fmt: skip
     assert b"iteration 2: loss" in done.stdout, done.stderr.decode()[-3000:]
 

@@ -50,16 +50,22 @@ def what_one_rank_computes_besides_does_not_keep_the_others_waiting() -> None:
 
 
 @check
-def all_to_all_on_the_device_exchanges_equal_parts_only() -> None:
+def all_to_all_exchanges_parts_of_any_length() -> None:
     rank, size = place()
     backend = current()
-    sent = here(torch.arange(2 * size) + 100 * rank)
-    got = backend.all_to_all(sent, [2] * size, [2] * size, None)
-    same(got, torch.cat([torch.arange(2) + 2 * rank + 100 * other for other in range(size)]))
-    if size > 1:
-        lengths = [2 * size, *[0] * (size - 1)]
-        with pytest.raises(NotImplementedError, match="has no all_to_all of parts that differ in length; gloo"):
-            backend.all_to_all(sent, lengths, lengths, None)
+    for group in (None, idist.new_group(list(range(size)))):
+        for dtype in (torch.int64, torch.bool, torch.bfloat16):
+            parts = {
+                (src, dst): torch.full((2 * src * dst, 3), src + dst).to(dtype)
+                for src in range(size)
+                for dst in range(size)
+            }
+            sent = torch.cat([parts[rank, other] for other in range(size)])
+            received = torch.cat([parts[other, rank] for other in range(size)])
+            lengths = [2 * rank * other for other in range(size)]
+            same(backend.all_to_all(here(sent), lengths, lengths, group), received)
+        nothing = here(torch.empty(0, 3))
+        same(backend.all_to_all(nothing, [0] * size, [0] * size, group), torch.empty(0, 3))
 
 
 @check
@@ -112,21 +118,20 @@ def an_engine_trains_on_several_devices_as_on_one() -> None:
     rank, size = place()
     whole = [DATA[start : start + 8] for start in range(0, 16, 8)]
     parts = [(inputs[rank::size], targets[rank::size]) for inputs, targets in whole]
-    results = []
-    for device, batches in (("cpu", whole), (idist.device(), parts)):
-        model, optimizer = small_model(), None
-        if device != "cpu":
-            model = idist.auto_model(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        if device != "cpu":
-            optimizer = idist.auto_optim(optimizer)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-        trainer = create_supervised_trainer(model, optimizer, nn.MSELoss(), device)
-        trainer.add_event_handler("ITERATION_COMPLETED", lambda engine, scheduler=scheduler: scheduler.step())
-        trainer.run(batches, max_epochs=3)
-        results.append(numbers_of(model))
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    weighed = {"gradient_accumulation_steps": 2, "batch_weight": lambda x, y: len(y)}
+    for options in ({}, {"clip_grad_norm": 0.05}, {"clip_grad_value": 0.01}, weighed):
+        results = []
+        for device, batches in (("cpu", whole), (idist.device(), parts)):
+            model = small_model() if device == "cpu" else idist.auto_model(small_model())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            optimizer = optimizer if device == "cpu" else idist.auto_optim(optimizer)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+            trainer = create_supervised_trainer(model, optimizer, nn.MSELoss(), device, **options)
+            trainer.add_event_handler("EPOCH_COMPLETED", lambda engine, scheduler=scheduler: scheduler.step())
+            trainer.run(batches, max_epochs=3)
+            results.append(numbers_of(model))
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 @check

@@ -3,8 +3,9 @@
 CPU_NUM_DEVICES=2 XLA_THREAD_POOL_SIZE=8 PJRT_DEVICE=CPU python -m tests.xla.replicas [NAME ...]
 
 torch_xla makes a thread for each device where a process has several. On the CPU, two threads that compile the same
-program at the same time get two programs, which never meet: here they take turns. And a replica that waits for the
-others holds a thread of a pool that has one for each core: XLA_THREAD_POOL_SIZE must not be less than the replicas.
+program at the same time get two programs, which never meet: here they take turns. A thread that has no tensor waits for
+the first device instead of its own: here each has one. And a replica that waits for the others holds a thread of a pool
+that has one for each core: XLA_THREAD_POOL_SIZE must not be less than the replicas.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch_xla
 import torch_xla.core.xla_model as xla_model
 import torch_xla.runtime as runtime
@@ -48,9 +50,11 @@ def on_replicas(function: Callable[[], object]) -> None:
     """Call a function on each replica; one that fails ends the process, as the others would wait for it."""
 
     def on_one() -> None:
+        kept = torch.ones(1, device=torch_xla.device())
         try:
             with use_backend(XlaBackend(_topology(runtime), torch_xla.device())):
                 function()
+            assert kept.item() == 1
         except BaseException:
             say(f"rank {runtime.global_ordinal()} failed\n{traceback.format_exc()}")
             os._exit(1)

@@ -160,13 +160,22 @@ class NativeBackend(Backend):
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch's
         if not any(parameter.requires_grad for parameter in model.parameters()):
             for tensor in (*model.parameters(), *model.buffers()):  # nothing to reduce, so torch does not wrap it
-                dist.broadcast(tensor.detach(), 0)
+                _take_from_first(tensor.detach())
             return model
         if self.device.type == "cuda":
             if "device_ids" in options:
                 raise ValueError(f"device_ids is chosen by auto_model, got {options['device_ids']!r}")
             options["device_ids"] = [self.device.index]
         return nn.parallel.DistributedDataParallel(model, **options)
+
+
+def _take_from_first(tensor: Tensor) -> None:
+    """Overwrite a tensor by that of rank 0, whatever its layout; gloo looks at none and writes past an expanded one."""
+    whole = tensor.contiguous()
+    dist.broadcast(whole, 0)
+    if whole.data_ptr() != tensor.data_ptr():
+        once = tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())
+        tensor[once].copy_(whole[once])
 
 
 def _check_synchronizable(model: nn.Module, device: torch.device) -> None:

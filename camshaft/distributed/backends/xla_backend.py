@@ -85,18 +85,16 @@ class XlaBackend(Backend):
         return self._own(self.all_reduce(tensors.clone(), op, group), group)
 
     def all_to_all(self, tensor: Tensor, sends: list[int], receives: list[int], group: Group | None) -> Tensor:
-        """Exchange equal parts."""
+        """Exchange parts, filled up to the longest on any rank, as XLA knows parts of one length only."""
         size = self._size(group)
-        if len({*sends, *receives}) > 1:
-            self.lack("all_to_all of parts that differ in length")
-        if size == 1 or not tensor.numel():
+        if size == 1:
             return tensor.clone()
-        if group is None:
-            with self._program():
-                exchanged: Tensor = self._model.all_to_all(tensor.reshape(size, -1), 0, 0, size)
-            return exchanged.view(tensor.shape)
-        parts = self.all_gather(tensor.view(size, -1), group).transpose(0, 1)
-        return self._own(parts, group).reshape(tensor.shape)
+        longest = self.all_reduce(self._data([max(*sends, *receives)]), "MAX", group).item()
+        rows = tensor.new_zeros((size, int(longest), *tensor.shape[1:]))
+        for row, part in zip(rows, torch.split(tensor, sends), strict=True):
+            row[: len(part)] = part
+        exchanged = self._exchanged(rows, group)
+        return torch.cat([row[:length] for row, length in zip(exchanged, receives, strict=True)])
 
     def new_group(self, ranks: list[int], **options: Any) -> Group:
         """Name the ranks in a way that XLA takes: parts that hold all ranks, of the same size if possible."""
@@ -162,6 +160,13 @@ class XlaBackend(Backend):
             rows = self._reduced(_only(mine.view(-1, 1), flat), "SUM", group).to(tensor.dtype)
         gathered: Tensor = rows.view(size, *tensor.shape)
         return gathered
+
+    def _exchanged(self, rows: Tensor, group: Group | None) -> Tensor:
+        if group is not None or not rows.numel():
+            return self._own(self.all_gather(rows, group).transpose(0, 1), group)
+        with self._program():
+            exchanged: Tensor = self._model.all_to_all(rows.flatten(1), 0, 0, len(rows))
+        return exchanged.view(rows.shape)
 
     def _spread(self, tensors: list[Tensor], src: int, group: Group | None = None) -> None:
         """Overwrite tensors by those of one rank."""

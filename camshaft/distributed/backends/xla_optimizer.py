@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 
@@ -42,17 +44,40 @@ class _SteppingTogether:
         import torch_xla
         import torch_xla.core.xla_model as xla_model
 
-        if closure is None:
-            return xla_model.optimizer_step(self.wrapped_optimizer, barrier=True)
-
         def averaged() -> Any:
+            assert closure is not None, "used only then"
             loss = closure()
-            xla_model.reduce_gradients(self.wrapped_optimizer)
+            self.synchronize()
             return loss
 
-        loss = self.wrapped_optimizer.step(averaged)
+        if closure is None and not vars(self).get("skips"):
+            return xla_model.optimizer_step(self.wrapped_optimizer, barrier=True)
+        loss = self.wrapped_optimizer.step(None if closure is None else averaged)
         torch_xla.sync()
         return loss
+
+    def synchronize(self) -> None:
+        """Average the gradients over all devices, to clip them for example; once more does no harm."""
+        import torch_xla.core.xla_model as xla_model
+
+        xla_model.reduce_gradients(self.wrapped_optimizer)
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let steps take the gradients as they are."""
+        vars(self)["skips"] = True
+        try:
+            yield
+        finally:
+            del vars(self)["skips"]
+
+    def reduce_as_gradients(self, tensor: Tensor) -> Tensor:
+        """Give the mean of a tensor over all devices."""
+        import torch_xla.core.xla_model as xla_model
+        import torch_xla.runtime as runtime
+
+        mean: Tensor = xla_model.all_reduce("sum", tensor, scale=1 / runtime.world_size())
+        return mean
 
     def __getattr__(self, name: str) -> Any:
         if name == "wrapped_optimizer":  # before it is there
