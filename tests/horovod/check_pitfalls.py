@@ -13,7 +13,6 @@ from torch import nn
 import camshaft.distributed as idist
 from camshaft.distributed.backends.horovod import create
 from camshaft.distributed.context import current
-from camshaft.errors import RankDivergenceError
 from tests.distributed.checking import equal, place, same
 from tests.horovod.checking import check
 
@@ -64,22 +63,6 @@ def every_operation_has_a_name() -> None:
     assert len(seen) >= 12
     for call in seen:
         assert call[1].startswith(b"camshaft."), call
-
-
-@check
-def ranks_that_do_different_things_are_told_at_once() -> None:
-    rank, size = place()
-    for one, other in (
-        (lambda: idist.all_reduce(torch.ones(2)), lambda: idist.all_gather(torch.ones(2))),
-        (lambda: idist.all_reduce(torch.ones(2)), lambda: idist.all_reduce(torch.ones(3))),
-        (lambda: idist.all_reduce(torch.ones(2)), lambda: idist.all_reduce(torch.ones(2, dtype=torch.int64))),
-        (lambda: idist.all_reduce(torch.ones(2)), lambda: idist.all_reduce(torch.ones(2), "MAX")),
-        (lambda: idist.broadcast(torch.ones(2), 0), lambda: idist.broadcast(torch.ones(2), 1)),
-        (idist.barrier, lambda: idist.broadcast("text")),
-    ):
-        with pytest.raises(RankDivergenceError, match="Mismatched"):
-            one() if rank else other()
-        equal(idist.all_reduce(1), size)
 
 
 @check

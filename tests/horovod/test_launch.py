@@ -97,8 +97,8 @@ HOW
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ("idist.all_gather(1)", "allgather on rank 0 timed out after 1 s"),
-        ("idist.barrier()", "allreduce on rank 0 timed out after 1 s"),
+        ("idist.all_gather(1)", "camshaft.all_gather on rank 0 timed out after 1 s"),
+        ("idist.barrier()", "camshaft.barrier on rank 0 timed out after 1 s"),
         ("weight.sum().backward(); optimizer.step()", "the exchange of gradients on rank 0 timed out after 1 s"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,11 @@ def wait_until(happened: Callable[[], bool], *runs: Launched) -> None:
         assert all(run.process.poll() is None for run in runs), outputs
         assert time.monotonic() < deadline, outputs
         time.sleep(0.1)
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.mark.parametrize("run", range(2))
@@ -96,8 +102,10 @@ def test_a_node_comes_and_goes_and_comes_again(tmp_path: Path) -> None:
 
 def test_a_node_goes_and_the_others_meet_at_the_same_store(tmp_path: Path) -> None:
     node = ("--nproc-per-node=2", *TRAINING, str(tmp_path), "until_stopped")
-    common = elastic("1:2", 20, tmp_path, free_port())
+    port = free_port()
+    common = elastic("1:2", 20, tmp_path, port)
     with torchrun(*common, *node) as stays:
+        wait_until(lambda: is_open(port), stays)  # the other one would take the rendezvous away with it
         with torchrun(*common, *node) as goes:
             wait_until(lambda: len(begins(stays)) == 2, stays, goes)
         wait_until(lambda: len(begins(stays)) == 4, stays)

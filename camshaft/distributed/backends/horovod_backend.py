@@ -1,9 +1,8 @@
 """Collectives over Horovod.
 
-Every operation has a name, the same one, as each begins when the one before has ended. Horovod numbers those without
-a name in each process by itself; after ranks came to :func:`horovod.torch.join` with different numbers of them, the
-next one would wait for ever. And it compares what the ranks do under one name, so that ranks that do different things
-are told at once.
+Every operation is named. Horovod numbers those without a name in each process by itself; after ranks came to
+:func:`horovod.torch.join` with different numbers of them, the next one would wait for ever. A name is used anew by the
+next operation of its kind, which is begun when this one has ended.
 """
 
 from __future__ import annotations
@@ -57,7 +56,8 @@ class HorovodBackend(Backend):
             self._hvd.allreduce_async_,
             widened(tensor),
             op=getattr(self._hvd, kind),
-            group=group,
+            name=f"camshaft.all_reduce.{op}",
+            process_set=self._set(group),
         )
         if mean_of_integers:
             vector = vector.div_(self._size(group), rounding_mode="trunc")
@@ -69,19 +69,26 @@ class HorovodBackend(Backend):
         if tensor.numel() == 0:
             return tensor.new_empty(shape)
         row = rows_of_bytes(tensor, tensor.nbytes)
-        rows = self._wait(self._hvd.allgather_async, row, group=group)
+        rows = self._wait(self._hvd.allgather_async, row, name="camshaft.all_gather", process_set=self._set(group))
         return _read(rows, tensor, shape)
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None) -> Tensor:
         """Broadcast the bytes in place."""
         if tensor.numel() > 0:
             row = rows_of_bytes(tensor, tensor.nbytes)
-            self._wait(self._hvd.broadcast_async_, row, src, group=group)
+            name = f"camshaft.broadcast.{src}"
+            self._wait(self._hvd.broadcast_async_, row, src, name=name, process_set=self._set(group))
         return tensor
 
     def barrier(self, group: Group | None) -> None:
         """Reduce a number; Horovod's own barrier cannot be waited for with a limit."""
-        self._wait(self._hvd.allreduce_async_, torch.zeros(1), op=self._hvd.Sum, group=group)
+        self._wait(
+            self._hvd.allreduce_async_,
+            torch.zeros(1),
+            op=self._hvd.Sum,
+            name="camshaft.barrier",
+            process_set=self._set(group),
+        )
 
     def scatter(self, tensors: Tensor | None, out: Tensor, src: int, group: Group | None) -> Tensor:
         """Send from one rank to all, as an exchange in which the others send nothing."""
@@ -104,7 +111,8 @@ class HorovodBackend(Backend):
             self._hvd.alltoall_async,
             rows_of_bytes(tensor, width),
             torch.tensor(sends, dtype=torch.int32),
-            group=group,
+            name="camshaft.all_to_all",
+            process_set=self._set(group),
         )
         return _read(rows, tensor, shape)
 
@@ -157,10 +165,11 @@ class HorovodBackend(Backend):
         prefix = f"camshaft.optimizer.{next(self._wrapped)}"
         return distributed_optimizer(self._hvd, optimizer, prefix, self._seconds, **options)
 
-    def _wait(self, begin: Any, *args: Any, group: Group | None, **kwargs: Any) -> Any:
-        among = self._hvd.global_process_set if group is None else group.handle
-        handle = begin(*args, name="camshaft.collective", process_set=among, **kwargs)
-        return wait(self._hvd, handle, begin.__name__.partition("_")[0], self._seconds)
+    def _wait(self, begin: Any, *args: Any, name: str, **kwargs: Any) -> Any:
+        return wait(self._hvd, begin(*args, name=name, **kwargs), name, self._seconds)
+
+    def _set(self, group: Group | None) -> Any:
+        return self._hvd.global_process_set if group is None else group.handle
 
     def _ranks(self, group: Group | None) -> tuple[int, ...]:
         return tuple(range(self.topology.world_size)) if group is None else group.ranks

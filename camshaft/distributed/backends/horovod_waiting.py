@@ -8,25 +8,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from camshaft.errors import RankDivergenceError
-
 _PAUSE = 1e-4  # seconds, of an exchange that takes Horovod ten times as long
 
 
 def wait(hvd: Any, handle: Any, what: str, seconds: float) -> Any:
-    """Wait for an operation, and give its result; see :func:`await_end`.
-
-    Raises:
-        RankDivergenceError: other ranks do something else.
-        RuntimeError: it takes longer, or another process has ended.
-    """
+    """Wait for an operation, and give its result; see :func:`await_end`."""
     await_end(hvd, handle, what, seconds)
-    try:
-        return hvd.synchronize(handle)
-    except RuntimeError as error:
-        if "Mismatched" in str(error):
-            raise RankDivergenceError(f"in {what} on rank {hvd.rank()}: {error}") from error
-        raise
+    return hvd.synchronize(handle)
 
 
 def await_end(hvd: Any, handle: Any, what: str, seconds: float) -> None:
