@@ -1,8 +1,8 @@
 """Backends by name; the module of each is imported when it is asked for.
 
-Such a module has ``create(name, local_rank, **options)``, which begins a run, ``adopt(local_rank)``, which takes over
-one that exists without any communication, or gives ``None``, and ``spawn(name, function, args, kwargs, **options)``,
-which starts the processes of a run.
+Such a module or package has ``create(name, local_rank, **options)``, which begins a run, ``adopt(local_rank)``, which
+takes over one that exists without any communication, or gives ``None``, and ``spawn(name, function, args, kwargs,
+**options)``, which starts the processes of a run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NEEDS = {
     "horovod": "Horovod built for the installed torch: see docs/backends.md",
 }
 _NOT_FOR_RUNS = ("undefined", "fake", "ucc", "xla")  # the last is begun by the name of "xla-tpu"
-_ADOPTERS = {"torch.distributed": "native_run", "torch_xla": "xla", "horovod.torch": "horovod"}
+_ADOPTERS = {"torch.distributed": "native", "torch_xla": "xla", "horovod.torch": "horovod"}
 _loaded: dict[str, Any] = {}
 _imported = sys.modules
 _torch_world = dist.distributed_c10d._world  # whose default_pg is dist.group.WORLD, found in half the time
@@ -51,7 +51,7 @@ def module_of(name: str) -> ModuleType:
     """
     if name not in available_backends():
         raise ValueError(f"backend must be one of {available_backends()}, got {name!r}, which {_lack(name)}")
-    return _import(_MODULES.get(name, "native_run"))
+    return _import(_MODULES.get(name, "native"))
 
 
 def nothing_has_begun() -> bool:
@@ -77,9 +77,9 @@ def backend_classes() -> list[type[Backend]]:
     """Give the class of each kind of backend that is installed, in the order in which runs are looked for."""
     classes = {
         ("serial", "SerialBackend"): True,
-        ("native", "NativeBackend"): has_native_dist_support,
-        ("xla", "XlaBackend"): has_xla_support,
-        ("horovod", "HorovodBackend"): has_hvd_support,
+        ("native.backend", "NativeBackend"): has_native_dist_support,
+        ("xla.backend", "XlaBackend"): has_xla_support,
+        ("horovod.backend", "HorovodBackend"): has_hvd_support,
     }
     return [getattr(_import(module), name) for (module, name), installed in classes.items() if installed]
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import camshaft.distributed as idist
 from camshaft.distributed import outbox
-from camshaft.distributed.backends.native_sending import Sending, Watcher
+from camshaft.distributed.backends.native.sending import Sending, Watcher
 from camshaft.distributed.context import current
 from camshaft.distributed.guard import only
 from camshaft.errors import RankDivergenceError

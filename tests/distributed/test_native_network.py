@@ -8,8 +8,8 @@ import socket
 import pytest
 import torch.distributed as dist
 
-from camshaft.distributed.backends import native_network
-from camshaft.distributed.backends.native_network import find_interface, gloo_on
+from camshaft.distributed.backends.native import network as native_network
+from camshaft.distributed.backends.native.network import find_interface, gloo_on
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
 

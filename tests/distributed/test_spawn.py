@@ -26,7 +26,8 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 import camshaft.distributed as idist
 from camshaft.distributed import lifeline
-from camshaft.distributed.backends import native_processes, native_spawn
+from camshaft.distributed.backends.native import processes as native_processes
+from camshaft.distributed.backends.native import spawning as native_spawn
 from tests.guards import children, is_running
 from tests.ranks import context
 

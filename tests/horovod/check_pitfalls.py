@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import camshaft.distributed as idist
-from camshaft.distributed.backends.horovod import create
+from camshaft.distributed.backends.horovod.start import create
 from camshaft.distributed.context import current
 from tests.distributed.checking import equal, place, same
 from tests.horovod.checking import check

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from camshaft.distributed.backends import mpi_work
-from camshaft.distributed.backends.mpi_group import MPIGroup
-from camshaft.distributed.backends.mpi_register import create_group
+from camshaft.distributed.backends.mpi import work as mpi_work
+from camshaft.distributed.backends.mpi.group import MPIGroup
+from camshaft.distributed.backends.mpi.register import create_group
 from tests.mpi.checking import check, place, same
 
 SHORT = timedelta(seconds=0.3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from camshaft.distributed.backends.mpi_rendezvous import check_launcher
+from camshaft.distributed.backends.mpi.rendezvous import check_launcher
 from tests.mpi.checking import mpirun
 
 BEGIN = """
@@ -12,7 +12,7 @@ import os, sys, threading, time
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from camshaft.distributed.backends.mpi_register import initialize_mpi, register_mpi
+from camshaft.distributed.backends.mpi.register import initialize_mpi, register_mpi
 
 initialize_mpi(timedelta(seconds=40))
 rank = dist.get_rank()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed import DistStoreError, HashStore
 
-from camshaft.distributed.backends.native_meeting import meet
+from camshaft.distributed.backends.native.meeting import meet
 
 PATIENCE, IMPATIENCE = 20.0, 0.3
 

@@ -26,8 +26,8 @@ import torch_xla.runtime as runtime
 from torch_xla._internal import pjrt
 
 import camshaft.distributed as idist
-from camshaft.distributed.backends.xla import XlaBackend
-from camshaft.distributed.backends.xla_start import _topology
+from camshaft.distributed.backends.xla.backend import XlaBackend
+from camshaft.distributed.backends.xla.start import _topology
 from camshaft.distributed.context import use_backend
 from tests.distributed.conformance import CHECKS, lack_of
 from tests.distributed.run_conformance import say

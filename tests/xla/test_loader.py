@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torch_xla.distributed.parallel_loader import MpDeviceLoader
 
-from camshaft.distributed.backends.xla_loader import moving_loader
+from camshaft.distributed.backends.xla.loader import moving_loader
 from camshaft.engine import Engine
 
 DEVICE = torch.device("xla:0")

@@ -1,1 +1,1 @@
-"""What moves tensors between ranks, one file a backend."""
+"""What moves tensors between ranks, one file or package a backend."""

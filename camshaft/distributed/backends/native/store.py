@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store,
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.rendezvous import rendezvous
 
-from camshaft.distributed.backends.native_meeting import Left, attempts, meet
+from camshaft.distributed.backends.native.meeting import Left, attempts, meet
 from camshaft.distributed.launchers import Launch
 from camshaft.distributed.launchers.variables import master_addr, master_port
 

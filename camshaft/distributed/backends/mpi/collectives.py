@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from camshaft.distributed.backends.mpi_attendance import farewell_tag
-from camshaft.distributed.backends.mpi_buffers import (
+from camshaft.distributed.backends.mpi.attendance import farewell_tag
+from camshaft.distributed.backends.mpi.buffers import (
     apart,
     deliver,
     deliver_parts,
@@ -26,8 +26,8 @@ from camshaft.distributed.backends.mpi_buffers import (
     typed,
     widened,
 )
-from camshaft.distributed.backends.mpi_types import operation
-from camshaft.distributed.backends.mpi_work import Transfer
+from camshaft.distributed.backends.mpi.types import operation
+from camshaft.distributed.backends.mpi.work import Transfer
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -16,8 +16,8 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore
 
 from camshaft.distributed import context
-from camshaft.distributed.backends.native_processes import Processes, Report
-from camshaft.distributed.backends.native_start import begin, check_options
+from camshaft.distributed.backends.native.processes import Processes, Report
+from camshaft.distributed.backends.native.start import begin, check_options
 from camshaft.distributed.launchers import Launch
 from camshaft.distributed.lifeline import end_with_parent
 from camshaft.distributed.nodes import check_nodes

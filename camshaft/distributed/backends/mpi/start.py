@@ -1,4 +1,4 @@
-"""MPI, through torch.distributed: torch's own backend where it was built with one, else ours over mpi4py."""
+"""Backend mpi: beginning a run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from camshaft.distributed.backends.mpi_register import initialize_mpi
-from camshaft.distributed.backends.mpi_spawn import spawn
-from camshaft.distributed.backends.native import NativeBackend
+from camshaft.distributed.backends.mpi.register import initialize_mpi
+from camshaft.distributed.backends.native.backend import NativeBackend
 from camshaft.distributed.topology import Topology
-
-__all__ = ["create", "spawn"]
 
 
 def create(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from camshaft.distributed import context
-from camshaft.distributed.backends.xla_start import create
+from camshaft.distributed.backends.xla.start import create
 
 
 def spawn(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from camshaft.distributed.backends.horovod_types import rows_of_bytes
-from camshaft.distributed.backends.horovod_waiting import wait
+from camshaft.distributed.backends.horovod.types import rows_of_bytes
+from camshaft.distributed.backends.horovod.waiting import wait
 
 _OF_TORCH = frozenset(inspect.signature(nn.parallel.DistributedDataParallel).parameters) - {"module"}
 

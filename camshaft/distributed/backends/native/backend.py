@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 
 from camshaft.distributed.backend import Backend, Group, Work
-from camshaft.distributed.backends.native_network import gloo_on
-from camshaft.distributed.backends.native_sending import Sending, Watcher
+from camshaft.distributed.backends.native.network import gloo_on
+from camshaft.distributed.backends.native.sending import Sending, Watcher
 from camshaft.distributed.topology import Topology
 
 _CPU = torch.device("cpu")

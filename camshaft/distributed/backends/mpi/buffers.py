@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from camshaft.distributed.backends.mpi_types import WIDER, datatypes, is_average, plain_types
+from camshaft.distributed.backends.mpi.types import WIDER, datatypes, is_average, plain_types
 
 if TYPE_CHECKING:
     from mpi4py import MPI

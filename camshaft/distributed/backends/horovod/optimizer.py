@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from camshaft.distributed.backends.horovod_waiting import await_end
+from camshaft.distributed.backends.horovod.waiting import await_end
 
 
 def distributed_optimizer(hvd: Any, optimizer: Optimizer, prefix: str, seconds: float, **options: Any) -> Optimizer:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
-from camshaft.distributed.backends.mpi_work import wait_for
+from camshaft.distributed.backends.mpi.work import wait_for
 
 if TYPE_CHECKING:
     from mpi4py import MPI

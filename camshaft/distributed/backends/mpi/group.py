@@ -24,9 +24,9 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # torch 
     _create_work_from_future,
 )
 
-from camshaft.distributed.backends import mpi_collectives as mpi
-from camshaft.distributed.backends.mpi_attendance import Attendance
-from camshaft.distributed.backends.mpi_work import Operation, Transfer
+from camshaft.distributed.backends.mpi import collectives as mpi
+from camshaft.distributed.backends.mpi.attendance import Attendance
+from camshaft.distributed.backends.mpi.work import Operation, Transfer
 
 if TYPE_CHECKING:
     from mpi4py import MPI

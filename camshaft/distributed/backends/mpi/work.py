@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from camshaft.distributed.backends.mpi_attendance import Attendance
+from camshaft.distributed.backends.mpi.attendance import Attendance
 
 if TYPE_CHECKING:
     from mpi4py import MPI

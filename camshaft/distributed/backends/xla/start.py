@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from camshaft.distributed.backends.xla_backend import XlaBackend
-from camshaft.distributed.backends.xla_spmd import XlaSpmdBackend
+from camshaft.distributed.backends.xla.backend import XlaBackend
+from camshaft.distributed.backends.xla.spmd import XlaSpmdBackend
 from camshaft.distributed.launchers import Launch, detect
 from camshaft.distributed.topology import Topology
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from camshaft.distributed.backend import Backend, Group
-from camshaft.distributed.backends.horovod_model import broadcast_model, check_options, with_sync_batch_norm
-from camshaft.distributed.backends.horovod_optimizer import distributed_optimizer
-from camshaft.distributed.backends.horovod_types import narrowed, rows_of_bytes, widened
-from camshaft.distributed.backends.horovod_waiting import wait
+from camshaft.distributed.backends.horovod.model import broadcast_model, check_options, with_sync_batch_norm
+from camshaft.distributed.backends.horovod.optimizer import distributed_optimizer
+from camshaft.distributed.backends.horovod.types import narrowed, rows_of_bytes, widened
+from camshaft.distributed.backends.horovod.waiting import wait
 from camshaft.distributed.topology import Topology
 
 _NAMES = {"SUM": "Sum", "AVERAGE": "Average", "ADASUM": "Adasum", "MIN": "Min", "MAX": "Max", "PRODUCT": "Product"}

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from camshaft.distributed import context
-from camshaft.distributed.backends.horovod_library import launcher, pickler, rendezvous
+from camshaft.distributed.backends.horovod.library import launcher, pickler, rendezvous
 from camshaft.distributed.ranks import get_local_rank
 
 _OURS = ("func", "args", "kwargs", "num_proc", "np")

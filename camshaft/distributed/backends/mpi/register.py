@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
-from camshaft.distributed.backends.mpi_abort import JobGuard
-from camshaft.distributed.backends.mpi_attendance import free_unused
-from camshaft.distributed.backends.mpi_group import MPIGroup
-from camshaft.distributed.backends.mpi_rendezvous import (
+from camshaft.distributed.backends.mpi.abort import JobGuard
+from camshaft.distributed.backends.mpi.attendance import free_unused
+from camshaft.distributed.backends.mpi.group import MPIGroup
+from camshaft.distributed.backends.mpi.rendezvous import (
     check_launcher,
     connect,
     subgroup_communicator,

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from camshaft.distributed.backend import Backend, Group
-from camshaft.distributed.backends.xla_loader import moving_loader
-from camshaft.distributed.backends.xla_optimizer import stepping_together
+from camshaft.distributed.backends.xla.loader import moving_loader
+from camshaft.distributed.backends.xla.optimizer import stepping_together
 from camshaft.distributed.topology import Topology
 
 _REDUCTIONS = {"SUM": "sum", "PRODUCT": "mul", "MIN": "min", "MAX": "max"}

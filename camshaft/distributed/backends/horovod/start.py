@@ -1,4 +1,4 @@
-"""Horovod: beginning a run, or taking over one that exists."""
+"""Backend horovod: beginning a run, or taking over one that exists."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ from typing import Any
 
 import torch
 
-from camshaft.distributed.backends.horovod_backend import HorovodBackend
-from camshaft.distributed.backends.horovod_library import library
-from camshaft.distributed.backends.horovod_spawn import spawn
+from camshaft.distributed.backends.horovod.backend import HorovodBackend
+from camshaft.distributed.backends.horovod.library import library
 from camshaft.distributed.launchers import Launch, detect
 from camshaft.distributed.topology import Topology
-
-__all__ = ["HorovodBackend", "adopt", "create", "spawn"]
 
 _DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 _OPTIONS = ("comm", "process_sets", "timeout")

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from camshaft.distributed.backends.xla_backend import XlaBackend
-from camshaft.distributed.backends.xla_loader import moving_loader
+from camshaft.distributed.backends.xla.backend import XlaBackend
+from camshaft.distributed.backends.xla.loader import moving_loader
 from camshaft.distributed.topology import Topology
 
 

@@ -16,7 +16,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from camshaft.distributed.backends.mpi_attendance import leave_all
+from camshaft.distributed.backends.mpi.attendance import leave_all
 
 _PATIENCE = 5.0  # seconds that a failed process gets to end by itself
 _COURTESY = 1.0  # seconds in which one that failed because another one left lets that one say why

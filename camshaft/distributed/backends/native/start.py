@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from camshaft.distributed.backends.native import NativeBackend
-from camshaft.distributed.backends.native_network import find_interface, gloo_on
-from camshaft.distributed.backends.native_store import store_of
+from camshaft.distributed.backends.native.backend import NativeBackend
+from camshaft.distributed.backends.native.network import find_interface, gloo_on
+from camshaft.distributed.backends.native.store import store_of
 from camshaft.distributed.launchers import Launch, detect
 from camshaft.distributed.topology import Topology
 
