@@ -186,7 +186,7 @@ def test_an_error_of_the_function_is_not_taken_for_one_of_the_container():
         apply_to_type(defaultdict(int, a=0), int, lambda value: 1 / value)
 
 
-@pytest.mark.parametrize("leaf", [None, 1, 2.5, {1}, object(), torch.device("cpu")], ids=repr)
+@pytest.mark.parametrize("leaf", [None, 1, 2.5, {1}, object(), torch.device("cpu")], ids=lambda x: type(x).__name__)
 @pytest.mark.parametrize("wrap", [lambda leaf: leaf, lambda leaf: [ONE, {"a": (leaf,)}]], ids=["bare", "nested"])
 @pytest.mark.parametrize("function", [convert_tensor, lambda x: apply_to_tensor(x, plus_one)])
 def test_unknown_leaves_raise_type_error_that_names_them(leaf, wrap, function):

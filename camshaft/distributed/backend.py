@@ -64,6 +64,10 @@ class Backend(ABC):
         """Where numbers and bytes are put to travel: not on the device, if the backend also takes them from the CPU."""
         return self.device
 
+    def messages_at(self, group: Group | None) -> torch.device:
+        """Where what one rank sends to another is put to travel."""
+        return self.carrier
+
     def bring(self, tensor: Tensor) -> Tensor:
         """Give a tensor in a place that the backend works on."""
         return tensor.to(self.device)
@@ -112,11 +116,11 @@ class Backend(ABC):
 
     def send(self, tensor: Tensor, dst: int, tag: int, group: Group | None) -> Work:
         """Begin to send a tensor to one rank."""
-        self.lack("send")
+        self.lack("send", "gloo and mpi")
 
     def receive(self, tensor: Tensor, src: int, tag: int, group: Group | None) -> Work:
         """Begin to fill a tensor with what one rank sends."""
-        self.lack("recv")
+        self.lack("recv", "gloo and mpi")
 
     # --- groups and life -----------------------------------------------------------------------------------
 
@@ -153,6 +157,6 @@ class Backend(ABC):
         """Make a loader deliver to this rank's device, where the backend has a way of its own."""
         return loader
 
-    def lack(self, capability: str) -> NoReturn:
+    def lack(self, capability: str, others: str = "gloo, nccl (on GPUs) and mpi") -> NoReturn:
         """Refuse what the backend cannot do."""
-        raise NotImplementedError(f"backend {self.name!r} has no {capability}; gloo, nccl (on GPUs) and mpi have it")
+        raise NotImplementedError(f"backend {self.name!r} has no {capability}; {others} have it")

@@ -37,7 +37,7 @@ def resolve(backend: Backend, group: Any) -> Group | None:
     return adopted
 
 
-def make(backend: Backend, ranks: list[int], **options: Any) -> Group:
+def make(backend: Backend, ranks: list[int], /, **options: Any) -> Group:
     """Make a group with the help of all ranks; without options, it is the one that a list of its ranks means.
 
     Raises:

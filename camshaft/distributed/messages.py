@@ -117,7 +117,8 @@ class Receiving:
 
     def __init__(self, backend: Backend, src: int, tag: int, group: Group | None, out: Tensor | None) -> None:
         self._backend, self._src, self._group, self._out = backend, src, group, out
-        self._row = torch.empty(_ROW, dtype=torch.uint8, device=backend.device)
+        self._place = backend.messages_at(group)
+        self._row = torch.empty(_ROW, dtype=torch.uint8, device=self._place)
         self._work: Work | None = backend.receive(self._row, src, 2 * tag, group)
         pending(backend).awaited[id(self._row)] = (self._work, self._row)
         self._value: Any = None
@@ -139,12 +140,13 @@ class Receiving:
         length, number, is_tensor = _HEAD.unpack_from(row)
         data = row[_HEAD.size : _HEAD.size + length]
         if length > _ROOM:
-            rest = self._receive(torch.empty(length - _ROOM, dtype=torch.uint8, device=self._backend.device), number)
+            rest = self._receive(torch.empty(length - _ROOM, dtype=torch.uint8, device=self._place), number)
             data += to_bytes(rest.view(1, -1))[0]
         if not is_tensor:
             return self._checked(decode(data))
         shape, dtype = decode(data)
-        return self._checked(self._receive(torch.empty(shape, dtype=dtype, device=self._backend.device), number))
+        tensor = self._receive(torch.empty(shape, dtype=dtype, device=self._place), number)
+        return self._checked(tensor.to(self._backend.device))
 
     def _receive(self, tensor: Tensor, number: int) -> Tensor:
         self._backend.receive(tensor, self._src, 2 * number + 1, self._group).wait()
@@ -174,12 +176,13 @@ def _begin(function: str, value: Any, dst: int, tag: int, group: Any) -> tuple[B
     tensor = value if _is_plain(value) else None
     data = encode(value if tensor is None else (value.shape, value.dtype))
     number = next(_numbers) % _MAX_TAG
+    place = backend.messages_at(found)
     head = _HEAD.pack(len(data), number, tensor is not None)
-    buffers = [_bytes((head + data[:_ROOM]).ljust(_ROW, b"\0"), backend)]
+    buffers = [_bytes((head + data[:_ROOM]).ljust(_ROW, b"\0"), place)]
     if len(data) > _ROOM:
-        buffers.append(_bytes(data[_ROOM:], backend))
+        buffers.append(_bytes(data[_ROOM:], place))
     if tensor is not None:
-        buffers.append(brought(backend, tensor).clone())  # which also carries out a conjugation that is only noted
+        buffers.append(brought(backend, tensor).to(place, copy=True))
     tags = [2 * tag, *[2 * number + 1] * (len(buffers) - 1)]
     begun = [(backend.send(buffer, dst, one, found), buffer) for buffer, one in zip(buffers, tags, strict=True)]
     return backend, begun
@@ -192,8 +195,8 @@ def _is_plain(value: Any) -> bool:
     return value.layout == torch.strided and not value.is_quantized and not value.is_nested
 
 
-def _bytes(data: bytes, backend: Backend) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(backend.device)
+def _bytes(data: bytes, place: torch.device) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(place)
 
 
 def _route(function: str, name: str, other: int, tag: int, group: Any) -> tuple[Backend, Group | None]:

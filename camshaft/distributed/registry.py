@@ -111,6 +111,6 @@ def _is_available(name: str) -> bool:
 
 
 def _lack(name: str) -> str:
-    if name in NEEDS:
-        return f"needs {NEEDS[name]}"
+    if needs := NEEDS.get(str(name)):
+        return f"needs {needs}"
     return "is not in this torch" if name in known_backends() else "nobody has registered"

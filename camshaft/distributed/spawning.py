@@ -30,7 +30,7 @@ def spawn(
         nproc_per_node: number of processes.
         kwargs: by backend. For those of torch: ``nnodes``, ``node_rank``, ``master_addr`` and ``master_port`` (a free
             port by default, on one node), ``init_method``, what :func:`initialize` takes, and ``join``, ``daemon``,
-            ``start_method`` for the processes. ``"mpi"``: ``timeout``. ``"horovod"``: ``hosts`` and what
+            ``start_method`` for the processes. ``"mpi"``: ``timeout`` and ``device``. ``"horovod"``: ``hosts`` and what
             ``horovod.run`` takes. ``"xla-tpu"``: ``start_method`` and what ``initialize`` takes.
 
     Returns:

@@ -494,3 +494,19 @@ def test_a_message_of_gloo_is_waited_for_once_whoever_asks():
     third.wait()
     assert third.is_completed()
     assert [work.waits for work in works] == [1, 1, 1]
+
+
+@on_ranks(2)
+def test_a_backend_without_messages_has_them_in_a_group_of_another():
+    config = dist.get_backend_config
+    group = idist.new_group([0, 1], backend="gloo")
+    dist.get_backend_config = lambda group=None: "cuda:nccl" if group is None else config(group)
+    try:
+        for call in (idist.send, idist.isend):
+            with pytest.raises(NotImplementedError, match=r"has no send and recv; gloo and mpi, also in a group, new_group"):
+                call(torch.ones(1), 1 - idist.get_rank())
+        with pytest.raises(NotImplementedError, match="no send and recv"):
+            idist.irecv(1 - idist.get_rank())
+        assert exchanged("text", group=group) == "text"
+    finally:
+        dist.get_backend_config = config

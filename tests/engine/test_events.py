@@ -189,6 +189,7 @@ def test_copies_of_events_are_the_same_events(event):
         (Backprop.STARTED(every=2), "Backprop.STARTED(every=2)"),
         (EVENT | Events.STARTED(once=1), "Events.EPOCH_COMPLETED | Events.STARTED(once=1)"),
     ],
+    ids=["plain", "every=1", "several", "callable", "named", "of the user", "list"],
 )
 def test_an_event_is_shown_as_it_is_written(event, shown):
     assert repr(event) == shown

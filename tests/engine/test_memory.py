@@ -183,7 +183,7 @@ def test_an_output_is_freed_before_the_next_one_is_computed():
         Events.ITERATION_COMPLETED(event_filter=lambda engine, count: True),
         Events.ITERATION_COMPLETED(every=2),
     ],
-    ids=repr,
+    ids=["exception", "terminate", "filter", "every"],
 )
 def test_handlers_are_freed_with_their_engine(event):
     class Handler:

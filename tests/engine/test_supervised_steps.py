@@ -202,7 +202,7 @@ def test_the_loss_is_read_from_a_device_only_when_somebody_reads_it(monkeypatch,
         {"gradient_accumulation_steps": 2, "clip_grad_norm": 1.0},
         {"gradient_accumulation_steps": 2, "batch_weight": lambda x, y: (y > 0).sum()},
     ],
-    ids=str,
+    ids=["plain", "clipped", "accumulated", "weighted"],
 )
 def test_no_step_waits_for_its_device(options):
     """A tensor on the meta device has no value: reading one raises."""

@@ -47,13 +47,20 @@ class NativeBackend(Backend):
         self.topology = topology
         self.device = device
         self._world = dist.group.WORLD
+        self._carrier = _CPU if "cpu:" in dist.get_backend_config() else device
         self._interface = interface
         self._watchers: defaultdict[int, Watcher] = defaultdict(Watcher)
 
     @property
     def carrier(self) -> torch.device:
         """The CPU, also on a machine with GPUs, if the process group works there."""
-        return _CPU if self.name in ("gloo", "mpi") else self.device
+        return self._carrier
+
+    def messages_at(self, group: Group | None) -> torch.device:
+        """The CPU: nccl tells no messages apart, and two ranks that send to each other would wait for ever."""
+        if "cpu:" not in dist.get_backend_config(_handle(group)):
+            self.lack("send and recv", "gloo and mpi, also in a group, new_group(ranks, backend='gloo'),")
+        return _CPU
 
     def all_reduce(self, tensor: Tensor, op: str, group: Group | None) -> Tensor:
         """Reduce in place."""
@@ -116,7 +123,7 @@ class NativeBackend(Backend):
     def send(self, tensor: Tensor, dst: int, tag: int, group: Group | None) -> Work:
         """Begin to send."""
         work = _begun(dist.isend(tensor, dst, _handle(group), tag))
-        return Sending(work, self._watchers[dst]) if self.name == "gloo" else work
+        return work if self.name == "mpi" else Sending(work, self._watchers[dst])
 
     def receive(self, tensor: Tensor, src: int, tag: int, group: Group | None) -> Work:
         """Begin to receive."""
@@ -130,8 +137,6 @@ class NativeBackend(Backend):
     def adopt_group(self, handle: Any) -> Group | None:
         """Take a process group of torch, or what torch gives instead to ranks that are not in it."""
         if handle == dist.GroupMember.NON_GROUP_MEMBER:
-            return Group((), handle)
-        if handle == dist.GroupMember.NON_GROUP_MEMBER:  # what torch gives to ranks that are not in the group
             return Group((), handle)
         if not isinstance(handle, dist.ProcessGroup):
             return None

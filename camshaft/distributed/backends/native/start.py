@@ -79,7 +79,10 @@ def adopt(local_rank: int | None = None) -> NativeBackend | None:
     if dist.distributed_c10d.GroupMember.WORLD is None or dist.get_backend() == "xla":
         return None  # the runtime of XLA knows more than torch's group over it
     rank, size = dist.get_rank(), dist.get_world_size()
-    launch = detect(os.environ)
+    try:
+        launch = detect(os.environ)
+    except RuntimeError:  # contradictory or incomplete, but whoever made the group knew who this is
+        launch = None
     if launch is not None and (launch.topology.rank, launch.topology.world_size) == (rank, size):
         topology = launch.topology
     else:
