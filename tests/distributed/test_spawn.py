@@ -310,7 +310,7 @@ def test_what_cannot_be_pickled_is_told_and_nothing_is_left(given):
 
 
 def test_a_function_that_was_typed_in_is_refused(monkeypatch):
-    monkeypatch.delattr(sys.modules["__main__"], "__file__")
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
     monkeypatch.setattr(tell, "__module__", "__main__")
     with pytest.raises(TypeError, match="was typed in: put it into a file, or give start_method='fork'"):
         start("gloo", tell, ("",))

@@ -18,11 +18,10 @@ GLOO = ("--backend", "gloo")
 pytestmark = pytest.mark.timeout(85)  # four processes that import torch on a busy machine
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_new_processes_train_as_one_does(ranks):
-    assert_ten_steps(
-        [sys.executable], *GLOO, "--nproc_per_node", str(ranks), shows=f"{ranks} processes on cpu with gloo"
-    )
+@pytest.mark.parametrize(("ranks", "backend"), [(2, "gloo"), (4, "auto")])
+def test_new_processes_train_as_one_does(ranks, backend):
+    arguments = ("--backend", backend, "--nproc_per_node", str(ranks))
+    assert_ten_steps([sys.executable], *arguments, shows=f"{ranks} processes on cpu with gloo")
 
 
 def test_training_changes_the_weights():
@@ -43,10 +42,6 @@ def test_the_launch_module_of_torch():
 def test_mpirun():
     launch = [command("mpirun"), "-np", "2", sys.executable]
     assert_ten_steps(launch, "--backend", "mpi", shows="2 processes on cpu with mpi", environment=LENIENT)
-
-
-def test_the_backend_that_fits():
-    assert_ten_steps([sys.executable], "--backend", "auto", "--nproc_per_node", "2", shows="with gloo")
 
 
 def test_a_wide_residual_network_of_torchvision(tmp_path):
