@@ -76,9 +76,7 @@ def test_import_time_measures_and_profiles_and_sees_nothing_but_torch(tmp_path: 
 @pytest.mark.parametrize(
     "arguments", [("--rows", "5"), ("--repetitions", "0"), ("--iterations", "0"), ("--rows", "1", "--what")]
 )
-def test_options_that_make_no_sense_are_refused(
-    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_that_make_no_sense_are_refused(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         engine_overhead.main(arguments)
     assert arguments[-2 if len(arguments) == 2 else -1] in capsys.readouterr().err

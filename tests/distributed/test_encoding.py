@@ -111,7 +111,9 @@ def test_a_part_of_a_tensor_takes_the_bytes_of_that_part():
     assert len(encode(torch.zeros(100_000)[:2])) < 50
 
 
-@pytest.mark.parametrize("value", [lambda: 1, open, {"k": [lambda: 1]}, (part for part in "ab")], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize(
+    "value", [lambda: 1, open, {"k": [lambda: 1]}, (part for part in "ab")], ids=lambda x: type(x).__name__
+)
 def test_what_cannot_be_pickled_is_named(value):
     if value is open:
         value = open(__file__)  # noqa: SIM115  # closed below

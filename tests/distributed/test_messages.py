@@ -503,7 +503,9 @@ def test_a_backend_without_messages_has_them_in_a_group_of_another():
     dist.get_backend_config = lambda group=None: "cuda:nccl" if group is None else config(group)
     try:
         for call in (idist.send, idist.isend):
-            with pytest.raises(NotImplementedError, match=r"has no send and recv; gloo and mpi, also in a group, new_group"):
+            with pytest.raises(
+                NotImplementedError, match=r"has no send and recv; gloo and mpi, also in a group, new_group"
+            ):
                 call(torch.ones(1), 1 - idist.get_rank())
         with pytest.raises(NotImplementedError, match="no send and recv"):
             idist.irecv(1 - idist.get_rank())
