@@ -81,8 +81,9 @@ def test_the_file_is_appended_to_in_the_encoding(name, tmp_path, encoding, raw, 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_named_logger_stops_propagating(name, root, rank):
     records = []
-    root.addHandler(logging.NullHandler())
-    root.handlers[0].handle = records.append
+    handler = logging.NullHandler()
+    handler.handle = records.append
+    root.addHandler(handler)
     configure_logger(name, rank=rank, stream=io.StringIO()).error("here only")
     assert records == []
 
