@@ -10,7 +10,7 @@ ARGS ?=
 ENVIRONMENT = $(PYTHON) scripts/environment.py
 PATIENT = -o timeout=180 -o faulthandler_timeout=240  # each of these tests starts several Pythons with torch
 
-.PHONY: demo test test-openmpi test-xla test-horovod test-hosts test-slurm test-restarts bench format clean
+.PHONY: demo test test-jobs test-openmpi test-xla test-horovod test-hosts test-slurm test-restarts bench format clean
 
 demo:
 	@$(ENVIRONMENT) dev python examples/mnist.py $(ARGS)
@@ -18,9 +18,13 @@ demo:
 test:
 	@$(ENVIRONMENT) dev scripts/check $(ARGS)
 
-# what `make test` runs with MPICH; an environment holds one MPI library
+# jobs of torchrun and mpirun that fail, end early or are killed: each starts several Pythons
+test-jobs:
+	@$(ENVIRONMENT) dev python -m pytest -m jobs $(PATIENT) tests/mpi tests/torchrun $(ARGS)
+
+# what `make test` and `make test-jobs` run with MPICH; an environment holds one MPI library
 test-openmpi:
-	@$(ENVIRONMENT) openmpi python -m pytest tests/mpi $(ARGS)
+	@$(ENVIRONMENT) openmpi python -m pytest -m "not restarts" $(PATIENT) tests/mpi $(ARGS)
 
 # torch_xla with the torch that it needs, on the CPU unless PJRT_DEVICE says otherwise: 7 GB on the disk
 test-xla: export PJRT_DEVICE ?= CPU
@@ -50,7 +54,6 @@ bench:
 	@$(ENVIRONMENT) bench python benchmarks/engine_overhead.py $(ARGS)
 	@$(ENVIRONMENT) bench python benchmarks/collectives.py
 	@$(ENVIRONMENT) bench python benchmarks/import_time.py
-	@$(ENVIRONMENT) bench python benchmarks/collectives.py
 
 format:
 	@$(ENVIRONMENT) dev ruff format .

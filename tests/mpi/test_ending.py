@@ -7,6 +7,8 @@ import pytest
 from camshaft.distributed.backends.mpi.rendezvous import check_launcher
 from tests.mpi.checking import mpirun
 
+pytestmark = pytest.mark.jobs
+
 BEGIN = """
 import os, sys, threading, time
 from datetime import timedelta

@@ -22,6 +22,7 @@ import camshaft.distributed as idist
 from tests.guards import content, is_running
 from tests.mpi.checking import LENIENT, ROOT
 
+pytestmark = pytest.mark.jobs
 LIMIT = timedelta(seconds=30)
 
 

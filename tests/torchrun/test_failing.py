@@ -9,7 +9,7 @@ import pytest
 
 from tests.torchrun.launching import SECONDS, Launched, torchrun
 
-pytestmark = pytest.mark.timeout(SECONDS + 10)
+pytestmark = [pytest.mark.jobs, pytest.mark.timeout(SECONDS + 10)]
 FAILING = ("--standalone", "--nproc-per-node=2", "-m", "tests.torchrun.failing")
 
 
