@@ -7,8 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.guards import GUARDS
+
+settings.register_profile("camshaft", deadline=None)  # nothing here depends on how fast a machine is
+settings.load_profile("camshaft")
 
 # they have environments of their own (make test-xla, make test-horovod)
 collect_ignore = [

@@ -9,11 +9,11 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from camshaft.distributed.context import current
+from camshaft.distributed.data.building import make_loader
 from camshaft.distributed.sampling import DistributedProxySampler
-from camshaft.distributed.topology import Topology
 
 __all__ = ["DistributedProxySampler", "auto_dataloader", "auto_model", "auto_optim"]
 
@@ -75,67 +75,44 @@ def auto_optim(optimizer: AnyOptimizer, **kwargs: Any) -> AnyOptimizer:
 def auto_dataloader(dataset: Dataset[Any], **kwargs: Any) -> DataLoader[Any]:
     """Make a loader that gives this rank its part of the data.
 
-    With more ranks than one: ``batch_size`` is that of all ranks together, and is divided by their number if it is
-    not smaller; ``num_workers`` is that of a node, divided by its processes and rounded up; and the sampler becomes one
-    that deals the samples out: torch's ``DistributedSampler`` where none is given, which **shuffles unless
-    shuffle=False is given**, else a :class:`DistributedProxySampler` around the one given. Where the samples do not
-    come out even, both repeat some, so that all ranks make as many batches. An iterable dataset must itself give
-    different data on each rank, and a batch sampler different batches.
+    Each sample of an epoch is given to one rank, once: nothing is padded, repeated or dropped, and every rank makes as
+    many batches, so the sizes of batches may differ by one between ranks; :attr:`Engine.batch_share` makes up for it in
+    training. The order is a function of ``seed`` and epoch, which an engine announces; an engine that is saved and
+    loaded goes on with the very next sample, also on another number of ranks.
+
+    With more ranks than one, ``batch_size`` is that of all ranks together, or of each if it is smaller than their
+    number; ``num_workers`` is that of a node, divided by its processes and rounded up; and the samples are
+    **shuffled unless shuffle=False is given**. A batch sampler must give each rank its own batches, and an iterable
+    dataset its own data.
 
     Args:
         dataset: what to load.
         kwargs: for ``torch.utils.data.DataLoader``; ``pin_memory`` is on by default if the device is a GPU.
+            Besides, ``seed``: any integer, the same on all ranks; that of ``generator`` by default, else 0.
+            ``sampler`` may be an :class:`Order <camshaft.distributed.data.Order>`, such as
+            ``ShuffledWindows(len(dataset), 1000)``; other samplers are drawn for a whole epoch, alike on all ranks, and
+            dealt out.
 
     Returns:
         The loader; on XLA one that moves the batches to the device.
+
+    Raises:
+        ValueError: there are fewer samples than ranks.
 
     >>> auto_dataloader([1.0, 2.0, 3.0], batch_size=2).batch_size
     2
     """
     backend = current()
     logger = logging.getLogger(f"{__name__}.auto_dataloader")
-    if backend.topology.world_size > 1:
-        kwargs = _for_one_rank(dataset, kwargs, backend.topology, logger)
     device = backend.device.type
     if device == "xla" and kwargs.get("pin_memory"):
         warnings.warn("pin_memory=True is of no use on XLA, and is turned off", stacklevel=2)
         kwargs["pin_memory"] = False
     kwargs.setdefault("pin_memory", device == "cuda")
-    logger.info("DataLoader of %s with %s", type(dataset).__name__, kwargs)
-    return cast("DataLoader[Any]", backend.wrap_loader(DataLoader(dataset, **kwargs)))
-
-
-def _for_one_rank(
-    dataset: Dataset[Any], kwargs: dict[str, Any], topology: Topology, logger: logging.Logger
-) -> dict[str, Any]:
-    """Give the arguments of the loader of one rank."""
-    kwargs = dict(kwargs)
-    size, local_size = topology.world_size, topology.local_world_size
-    if kwargs.get("num_workers", 0) >= local_size:
-        kwargs["num_workers"] = -(-kwargs["num_workers"] // local_size)
-    if kwargs.get("batch_sampler") is not None:
-        warnings.warn("batch_sampler is used as it is: it must give each rank its own batches", stacklevel=3)
-        return kwargs
-    if (kwargs.get("batch_size") or 0) >= size:
-        kwargs["batch_size"] //= size
-    sampler = kwargs.get("sampler")
-    if isinstance(dataset, IterableDataset):
-        logger.info("an iterable dataset is used as it is: it must give each rank its own data")
-    elif isinstance(sampler, DistributedSampler):
-        if (sampler.rank, sampler.num_replicas) != (topology.rank, size):
-            warnings.warn(
-                f"sampler is made for rank {sampler.rank} of {sampler.num_replicas}, but this is rank {topology.rank} "
-                f"of {size}",
-                stacklevel=3,
-            )
-    elif sampler is None:
-        given = kwargs.pop("shuffle", None)
-        shuffle = given is None or bool(given)
-        logger.info("the samples are dealt out to %d ranks, with shuffle=%s", size, shuffle)
-        kwargs["sampler"] = DistributedSampler(dataset, size, topology.rank, shuffle=shuffle)
-    else:
-        kwargs["sampler"] = DistributedProxySampler(sampler, size, topology.rank)
-    return kwargs
+    loader = make_loader(dataset, kwargs, backend.topology, logger)
+    final = {name: getattr(loader, name) for name in ("batch_size", "num_workers", "sampler")}
+    logger.info("DataLoader of %s with %s", type(dataset).__name__, {**kwargs, **final})
+    return cast("DataLoader[Any]", backend.wrap_loader(loader))
 
 
 def _is_on(device: torch.device, tensor: torch.Tensor) -> bool:

@@ -73,13 +73,13 @@ class Accumulation:
         context: AbstractContextManager[Any] = self._model.no_sync()
         return context
 
-    def share(self, x: Any, y: Any, loss: Tensor) -> Tensor:
+    def share(self, engine: Any, x: Any, y: Any, loss: Tensor) -> Tensor:
         """Give the part of a micro-batch's loss in that of the window."""
         self._whole = False  # a backward that fails leaves a part of its gradients
         if self._weigh is not None:
             self._latest = self._weigh(x, y)
             return loss * self._latest
-        return loss / self._size if self._size > 1 else loss
+        return shared(engine, loss / self._size if self._size > 1 else loss)
 
     def end(self, engine: Any, last: bool) -> None:
         """Count a micro-batch whose gradients are in, and step if it was the last of its window."""
@@ -162,6 +162,12 @@ class Accumulation:
                 torch.distributed.all_reduce(parameter.grad, group=group)
         self.update.multiply(1 / group.size())
         return True
+
+
+def shared(engine: Any, loss: Tensor) -> Tensor:
+    """Scale a mean over this rank's batch, so that its average over ranks is the mean over the batches of all."""
+    share = getattr(engine, "batch_share", 1.0)
+    return loss if share == 1.0 else loss * share
 
 
 def _iteration(engine: Any) -> int:

@@ -80,16 +80,21 @@ class Stoppable:
         (self._stops.add if value else self._stops.discard)(Stop.PAUSE)
 
     def terminate(self, skip_completed: bool = False) -> None:
-        """End the run after the current event: ``TERMINATE`` fires, then ``COMPLETED`` unless skipped."""
+        """End the run after the current event: ``TERMINATE`` fires, then ``COMPLETED`` unless skipped.
+
+        It may be a handler itself, which is handed the engine in the place of ``skip_completed``.
+        """
         self.logger.info("Terminate signaled. Engine will stop after the current event is finished.")
-        self.should_terminate = Stop.SKIP_COMPLETED.name.lower() if skip_completed else True
+        self.should_terminate = Stop.SKIP_COMPLETED.name.lower() if skip_completed is True else True
 
     def terminate_epoch(self, skip_epoch_completed: bool = False) -> None:
         """End the epoch after the current event: ``TERMINATE_SINGLE_EPOCH`` fires, then ``EPOCH_COMPLETED``."""
         self.logger.info(
             "Terminate current epoch is signaled. The epoch will stop after the current event is finished."
         )
-        self.should_terminate_single_epoch = Stop.SKIP_EPOCH_COMPLETED.name.lower() if skip_epoch_completed else True
+        self.should_terminate_single_epoch = (
+            Stop.SKIP_EPOCH_COMPLETED.name.lower() if skip_epoch_completed is True else True
+        )
 
     def interrupt(self) -> None:
         """Pause after the current event: ``INTERRUPT`` fires and ``run`` returns; the next ``run`` goes on from there.

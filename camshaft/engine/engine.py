@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from camshaft.base import Serializable
 from camshaft.engine.control import Stoppable
 from camshaft.engine.data import check_iterable
 from camshaft.engine.loop import Run
+from camshaft.engine.position import Position, exact_batches, open_at, recounted
 from camshaft.engine.resume import Request, Standing, has_target, target_of
-from camshaft.engine.saved import progress_of
+from camshaft.engine.saved import Savable
 from camshaft.engine.signatures import check_process_function
 from camshaft.engine.source import EventSource
 from camshaft.engine.state import Batch, Output, State
 
 
-class Engine(EventSource[Batch, Output], Stoppable, Serializable):
+class Engine(EventSource[Batch, Output], Stoppable, Savable):
     """Runs a process function over data, in epochs of iterations, and fires events on the way.
 
     Args:
@@ -49,9 +48,6 @@ class Engine(EventSource[Batch, Output], Stoppable, Serializable):
     epoch 2: 4
     """
 
-    _state_dict_all_req_keys = ("epoch_length",)
-    _state_dict_one_of_opt_keys = (("iteration", "epoch"), ("max_epochs", "max_iters"))
-
     def __init__(self, process_function: Callable[[Engine[Batch, Output], Batch], Output]) -> None:
         check_process_function(process_function)
         super().__init__()
@@ -65,11 +61,23 @@ class Engine(EventSource[Batch, Output], Stoppable, Serializable):
         self._derived_epochs: int | None = None
         self._stood: Standing | None = None
         self._loaded = False
+        self._position: Position | None = None
+        self._goes_on_at: Position | None = None
 
     @property
     def iteration_in_epoch(self) -> int:
         """Iterations begun in the current epoch, 0 when no run is on."""
         return 0 if self._run is None else self._run.done
+
+    @property
+    def batch_share(self) -> float:
+        """The size of this rank's batch over the mean size of the batches of all ranks in this iteration.
+
+        The mean of a loss over this rank's batch times this, averaged over ranks as its gradients are, is the mean over
+        all samples of the iteration: ``(loss * engine.batch_share).backward()``. It is computed, not communicated, and
+        is 1 where the data do not tell, and in a single process.
+        """
+        return 1.0 if self._run is None else self._run.feed.share()
 
     @property
     def state(self) -> State[Batch, Output]:
@@ -137,13 +145,20 @@ class Engine(EventSource[Batch, Output], Stoppable, Serializable):
             )
         self._found_length = request.begin(self.state, self._found_length)
         self._drop_run()
-        self._stood = Standing.of(self.state)
+        self._stood, self._goes_on_at = Standing.of(self.state), None
         self.logger.info("Engine run starting with %s", target_of(self.state))
         return self._start(request.data)
 
     def _resume(self, request: Request) -> Run:
         length_was_known = self.state.epoch_length is not None
+        begins_anywhere = self._loaded or (self._reopens() and exact_batches(request.data) is not None)
+        self._goes_on_at = self._position if begins_anywhere else None
+        recount = recounted(self.state, request.data, self._goes_on_at)
         found = request.resume(self.state, suspended=False)
+        if recount is not None:
+            self.state.iteration, self.state.epoch_length = recount
+            self.state.epoch = self.state.iteration // self.state.epoch_length
+            self.logger.info("The loader makes %d batches of an epoch now: iterations are counted anew", recount[1])
         self._found_length = self._found_length if found is None else found
         if self._reopens():
             assert self._stood is not None, "else nothing is taken up again"
@@ -211,16 +226,12 @@ class Engine(EventSource[Batch, Output], Stoppable, Serializable):
 
     def _remember(self, run: Run) -> None:
         """Keep what a later call needs to know of a run that has ended."""
+        self._position = run.feed.position()
         self._run, self._loaded = None, False
         self._derived_epochs = self.state.max_epochs if self.state.max_iters is not None else None
         if run.began_epochs:
             unfinished = run.failed and run.in_epoch and run.done != self.state.epoch_length
             self._stood = Standing.of(self.state, run.done if unfinished else 0, in_epoch=unfinished)
-
-    def _drop_run(self) -> None:
-        if self._run is not None:
-            self._run.close()
-            self._run = None
 
     def _check_data(self, data: Iterable[Any] | None) -> None:
         """Refuse data that this kind of engine cannot run over; a subclass may do so, before anything changes."""
@@ -231,7 +242,9 @@ class Engine(EventSource[Batch, Output], Stoppable, Serializable):
     def _open_data_at_position(self) -> tuple[Iterator[Any], int]:
         """Begin the first pass of a run, and tell how many batches of the pass are left out as already done."""
         assert self.state.dataloader is not None, "the feed asks only when there is data"
-        return iter(self.state.dataloader), 0
+        if self._goes_on_at is None:
+            return iter(self.state.dataloader), 0
+        return open_at(self.state.dataloader, self._goes_on_at)
 
     def _open_data(self, cut_after: int | None) -> Iterator[Any]:
         """Begin another pass; ``cut_after`` tells the length of the last epoch if that was cut short."""
@@ -249,52 +262,3 @@ class Engine(EventSource[Batch, Output], Stoppable, Serializable):
             self._next_data = data
         else:
             self._run.feed.replace(data)
-
-    def state_dict(self) -> OrderedDict[str, Any]:
-        """Give the counters and the target, and what ``state_dict_user_keys`` names, to resume from later.
-
-        >>> dict(Engine(lambda engine, batch: None).state_dict())
-        {'epoch_length': None, 'iteration': 0, 'max_epochs': None}
-        """
-        target = "max_epochs" if self.state.max_iters is None else "max_iters"
-        keys = ["epoch_length", "iteration", target, *self.state_dict_user_keys]
-        return OrderedDict((key, getattr(self.state, key)) for key in keys)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over counters and target; the next ``run`` resumes from them. A paused run is given up.
-
-        Args:
-            state_dict: with ``epoch_length``, one of ``iteration`` and ``epoch`` (completed), one of
-                ``max_epochs`` and ``max_iters``, and the keys of ``state_dict_user_keys``.
-
-        Raises:
-            TypeError: not a mapping, or a number is not an integer.
-            ValueError: a key is missing, or a number is out of range; the engine is as before.
-            RuntimeError: the engine is in an epoch.
-
-        >>> engine = Engine(lambda engine, batch: None)
-        >>> engine.load_state_dict({"epoch": 3, "epoch_length": 10, "max_epochs": 5})
-        >>> engine.run(range(10)).iteration
-        50
-        """
-        if self._run is not None and self._run.active and self._run.in_epoch:
-            raise RuntimeError(
-                "load_state_dict was called in an epoch of the engine's own run: load before it, or in STARTED"
-            )
-        super().load_state_dict(state_dict)
-        missing = [key for key in self.state_dict_user_keys if key not in state_dict]
-        if missing:
-            raise ValueError(f"state_dict lacks the user keys {missing}, it has {list(state_dict)}")
-        progress = progress_of(state_dict)
-        if self._run is not None and not self._run.active:
-            self._drop_run()
-        state = self.state
-        state.iteration, state.epoch, state.epoch_length = (
-            progress.iteration,
-            progress.epoch,
-            progress.epoch_length,
-        )
-        state.max_epochs, state.max_iters = progress.max_epochs, progress.max_iters
-        self._stood, self._found_length, self._loaded = None, None, True
-        for key in self.state_dict_user_keys:
-            setattr(state, key, state_dict[key])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from camshaft.engine.data import announce_epoch, length_of
 from camshaft.engine.event import Events
 from camshaft.engine.plan import Plan
+from camshaft.engine.position import Position, exact_batches, position_of
 
 if TYPE_CHECKING:
     from camshaft.engine.engine import Engine
@@ -41,6 +42,7 @@ class Feed:
         self._number = -1
         self._first_iteration = 0
         self._length: int | None = None
+        self._shares: Callable[[int], float] | None = None
 
     def open(self) -> None:
         """Begin a pass."""
@@ -57,6 +59,9 @@ class Feed:
             self.iterator, skipped = engine._open_data_at_position()
         self.begun, self.cut_after = True, None
         self._opened()
+        if engine._goes_on_at is not None:
+            self._number = max(self._number, engine._goes_on_at.get("epoch", 0))
+            engine._goes_on_at = None
         self._first_iteration = engine.state.iteration - skipped
         self._length = length_of(engine.state.dataloader)
 
@@ -95,7 +100,24 @@ class Feed:
             announce_epoch(data, self._next_number())
             self._announced = data
 
+    def position(self) -> Position | None:
+        """Tell where the run stands in its data."""
+        engine = self.engine
+        if engine.state.dataloader is None or not self.begun:
+            return engine._goes_on_at
+        batches = engine.state.iteration - self._first_iteration
+        over = self.iterator is None or (self._length is not None and batches >= self._length)
+        return position_of(engine.state.dataloader, batches, over=over)
+
+    def share(self) -> float:
+        """Give the size of this rank's batch over the mean size of those of all ranks."""
+        if self._shares is None:
+            return 1.0
+        return self._shares(self.engine.state.iteration - self._first_iteration - 1)
+
     def _opened(self) -> None:
+        sampler = exact_batches(self.engine.state.dataloader)
+        self._shares = sampler.share if sampler is not None and sampler.num_replicas > 1 else None
         plans = self.engine._dispatcher.plans
         self.fetching, self.fetched = plans[Events.GET_BATCH_STARTED], plans[Events.GET_BATCH_COMPLETED]
         self._number, self._announced = self._next_number(), None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from camshaft.engine.accumulation import Accumulation
+from camshaft.engine.accumulation import Accumulation, shared
 from camshaft.engine.lazy import LazyNumber
 from camshaft.engine.precision import Update
 from camshaft.tree import convert_tensor
@@ -126,7 +126,7 @@ def training_step(
         mode.train(engine)
         x, y = batch_of(batch)
         y_pred, loss = forward(x, y)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        shared(engine, loss).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         optimizer.step()
         return output_transform(x, y, y_pred, loss)
 
@@ -135,7 +135,7 @@ def training_step(
         mode.train(engine)
         x, y = batch_of(batch)
         y_pred, loss = forward(x, y)
-        update.backward(loss)
+        update.backward(shared(engine, loss))
         update.apply()
         return output_transform(x, y, y_pred, loss)
 
@@ -146,7 +146,7 @@ def training_step(
         x, y = batch_of(batch)
         with accumulation.exchange(engine, last):
             y_pred, loss = forward(x, y)
-            update.backward(accumulation.share(x, y, loss))
+            update.backward(accumulation.share(engine, x, y, loss))
         accumulation.end(engine, last)
         return output_transform(x, y, y_pred, loss)
 

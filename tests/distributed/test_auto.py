@@ -263,16 +263,17 @@ def test_the_workers_are_divided_by_the_processes_of_the_node_and_rounded_up(on_
 def test_many_ranks_shuffle_unless_told_otherwise_and_the_log_says_so(on_rank_5_of_8, caplog, given, got):
     caplog.set_level(logging.INFO, logger=LOGGER)
     sampler = idist.auto_dataloader(range(100), **given).sampler
-    assert type(sampler) is DistributedSampler
+    assert isinstance(sampler, DistributedSampler)
     assert (sampler.rank, sampler.num_replicas, sampler.shuffle) == (5, 8, got)
     assert f"with shuffle={got}" in caplog.text
 
 
 def test_one_process_does_not_shuffle_unless_told():
     loader = idist.auto_dataloader(range(3), batch_size=2, num_workers=0)
-    assert isinstance(loader.sampler, SequentialSampler)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2]]
     assert loader.batch_size == 2
-    assert isinstance(idist.auto_dataloader(range(3), shuffle=True).sampler, RandomSampler)
+    assert loader.sampler.shuffle is False
+    assert idist.auto_dataloader(range(3), shuffle=True).sampler.shuffle is True
 
 
 @pytest.mark.parametrize(
@@ -280,7 +281,7 @@ def test_one_process_does_not_shuffle_unless_told():
 )
 def test_another_sampler_is_dealt_out(on_rank_5_of_8, sampler):
     dealt = idist.auto_dataloader(range(100), sampler=sampler).sampler
-    assert type(dealt) is idist.DistributedProxySampler
+    assert isinstance(dealt, idist.DistributedProxySampler)
     assert dealt.sampler is sampler
     assert (dealt.rank, dealt.num_replicas) == (5, 8)
 
@@ -303,7 +304,7 @@ def test_a_batch_sampler_is_the_business_of_the_user(on_rank_5_of_8):
     assert [warning.filename for warning in caught] == [__file__]
     assert loader.batch_sampler is batches
     assert isinstance(loader.sampler, SequentialSampler)
-    assert type(idist.auto_dataloader(range(100), batch_sampler=None).sampler) is DistributedSampler
+    assert isinstance(idist.auto_dataloader(range(100), batch_sampler=None).sampler, DistributedSampler)
 
 
 class Stream(IterableDataset):
@@ -373,28 +374,34 @@ class OnXla(Somewhere):
 
 
 def test_memory_is_pinned_where_there_is_a_gpu_unless_told_otherwise():
-    assert idist.auto_dataloader(range(3)).pin_memory is (idist.device().type == "cuda")
+    assert idist.auto_dataloader(range(30)).pin_memory is (idist.device().type == "cuda")
     with idist.use_backend(OnGpu()):
-        assert idist.auto_dataloader(range(3)).pin_memory is True
-        assert idist.auto_dataloader(range(3), pin_memory=False).pin_memory is False
+        assert idist.auto_dataloader(range(30)).pin_memory is True
+        assert idist.auto_dataloader(range(30), pin_memory=False).pin_memory is False
 
 
 def test_on_xla_memory_is_not_pinned_and_the_backend_wraps_the_loader():
     with idist.use_backend(OnXla()):
         with pytest.warns(UserWarning, match="pin_memory=True is of no use on XLA") as caught:
-            (loader,) = idist.auto_dataloader(range(3), pin_memory=True)
+            (loader,) = idist.auto_dataloader(range(30), pin_memory=True)
         assert [warning.filename for warning in caught] == [__file__]
         assert isinstance(loader, DataLoader)
         assert loader.pin_memory is False
 
 
 @on_ranks(3)
-def test_the_ranks_together_see_all_of_the_data_and_short_data_is_filled_up():
-    for count, sampler in ((12, None), (13, None), (13, "random"), (2, None)):
+def test_the_ranks_together_see_all_of_the_data_once():
+    for count, sampler in ((12, None), (13, None), (13, "random"), (4, None)):
         options = {"sampler": RandomSampler(range(count))} if sampler else {}
         loader = idist.auto_dataloader(range(count), batch_size=6, **options)
         for epoch in (0, 1):
             loader.sampler.set_epoch(epoch)
-            parts = idist.all_gather([number for batch in loader for number in batch.tolist()])
-            assert [len(part) for part in parts] == [-(-count // 3)] * 3
-            assert {number for part in parts for number in part} == set(range(count))
+            parts = idist.all_gather([batch.tolist() for batch in loader])
+            assert {len(part) for part in parts} == {len(loader)}
+            assert sorted(number for part in parts for batch in part for number in batch) == list(range(count))
+
+
+@on_ranks(3)
+def test_fewer_samples_than_ranks_are_refused():
+    with pytest.raises(ValueError, match="2 samples cannot be dealt to 3 ranks"):
+        idist.auto_dataloader(range(2), batch_size=6)

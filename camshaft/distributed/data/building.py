@@ -1,0 +1,99 @@
+"""The arguments of a loader, for one rank of several."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sized
+from typing import Any, cast
+
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from camshaft.distributed.data.loader import Loader
+from camshaft.distributed.data.orders import Order, Sequential, Shuffled
+from camshaft.distributed.data.sampler import ExactBatchSampler
+from camshaft.distributed.sampling import DistributedProxySampler
+from camshaft.distributed.topology import Topology
+
+
+def make_loader(
+    dataset: Dataset[Any], options: dict[str, Any], topology: Topology, logger: logging.Logger
+) -> DataLoader[Any]:
+    """Make the loader of one rank; see :func:`camshaft.distributed.auto_dataloader`."""
+    options = dict(options)
+    size, local_size = topology.world_size, topology.local_world_size
+    seed = options.pop("seed", None)
+    if seed is None:
+        generator = options.get("generator")
+        seed = 0 if generator is None else generator.initial_seed()
+    if size > 1 and options.get("num_workers", 0) >= local_size:
+        options["num_workers"] = -(-options["num_workers"] // local_size)
+    if options.get("batch_sampler") is not None:
+        return _with_batches_of_the_user(dataset, options, topology)
+    options.pop("batch_sampler", None)
+    if isinstance(dataset, IterableDataset):
+        return _iterable(dataset, options, topology, logger)
+    sampler, batch_size = options.pop("sampler", None), options.pop("batch_size", 1)
+    if not _can_be_dealt(sampler, batch_size, topology):
+        return DataLoader(dataset, batch_size=_per_rank(batch_size, size), sampler=sampler, **options)
+    chosen = {name: options.pop(name, default) for name, default in (("shuffle", None), ("drop_last", False))}
+    DataLoader(dataset, batch_size=batch_size, sampler=cast(Any, sampler), **chosen)  # torch finds what contradicts
+    shuffle = chosen["shuffle"]
+    if sampler is None:
+        shuffle = size > 1 if shuffle is None else bool(shuffle)
+        sampler = (Shuffled if shuffle else Sequential)(_length(dataset))
+        logger.info("the samples are dealt out to %d ranks, with shuffle=%s and seed=%d", size, shuffle, seed)
+    total = batch_size if batch_size >= size else batch_size * size
+    batches = ExactBatchSampler(sampler, total, chosen["drop_last"], seed=seed, num_replicas=size, rank=topology.rank)
+    return Loader(dataset, batch_sampler=batches, **options)
+
+
+def _with_batches_of_the_user(dataset: Dataset[Any], options: dict[str, Any], topology: Topology) -> DataLoader[Any]:
+    sampler = options["batch_sampler"]
+    if isinstance(sampler, ExactBatchSampler):
+        return Loader(dataset, **options)
+    if topology.world_size > 1:
+        warnings.warn(
+            "batch_sampler is used as it is: it must give each rank its own batches; one that gives all the same "
+            "is dealt out by ExactBatchSampler(batch_sampler, None)",
+            stacklevel=4,
+        )
+    return DataLoader(dataset, **options)
+
+
+def _iterable(
+    dataset: IterableDataset[Any], options: dict[str, Any], topology: Topology, logger: logging.Logger
+) -> DataLoader[Any]:
+    size = topology.world_size
+    options["batch_size"] = _per_rank(options.pop("batch_size", 1), size)
+    if size > 1:
+        logger.info("an iterable dataset is used as it is: it must give each rank its own data")
+    return DataLoader(dataset, **options)
+
+
+def _can_be_dealt(sampler: Any, batch_size: Any, topology: Topology) -> bool:
+    """Say whether the samples are ours to deal: batches have a size, and nobody has dealt them out before."""
+    if not isinstance(sampler, DistributedSampler):
+        if topology.world_size > 1 and not isinstance(sampler, Order | None):
+            DistributedProxySampler(sampler, topology.world_size, topology.rank)  # checks it
+        return batch_size is not None and isinstance(sampler, Order | Sized | None)
+    if (sampler.rank, sampler.num_replicas) != (topology.rank, topology.world_size):
+        warnings.warn(
+            f"sampler is made for rank {sampler.rank} of {sampler.num_replicas}, but this is rank {topology.rank} of "
+            f"{topology.world_size}",
+            stacklevel=4,
+        )
+    return False
+
+
+def _per_rank(batch_size: Any, size: int) -> Any:
+    return batch_size // size if isinstance(batch_size, int) and batch_size >= size else batch_size
+
+
+def _length(dataset: Any) -> int:
+    try:
+        return len(dataset)
+    except TypeError as error:
+        raise TypeError(
+            f"dataset must have a length, or be an IterableDataset, or come with a sampler, got {dataset!r}"
+        ) from error

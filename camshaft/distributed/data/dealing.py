@@ -1,0 +1,147 @@
+"""Who gets which positions of an epoch in which step: arithmetic alone, so that each rank knows it of all others."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+
+class Deal(ABC):
+    """Deals the positions of an epoch that are left to ranks, in steps.
+
+    Every rank takes part in every step, with at least one sample; each position is dealt once. The positions of a
+    step lie side by side, and so do those of each rank, in the order of the ranks: what makes up a step does not
+    depend on the number of ranks.
+    """
+
+    ranks: int
+
+    @property
+    @abstractmethod
+    def steps(self) -> int:
+        """The number of steps."""
+
+    @abstractmethod
+    def bounds(self, step: int) -> tuple[int, int]:
+        """Give the first position of a step, and that after its last."""
+
+    def part(self, step: int, rank: int) -> tuple[int, int]:
+        """Give the first position of a rank in a step, and that after its last: the sizes differ by one at most."""
+        begin, end = self.bounds(step)
+        count = end - begin
+        return begin + rank * count // self.ranks, begin + (rank + 1) * count // self.ranks
+
+    def samples_of(self, rank: int) -> int:
+        """Count what a rank gets in all steps."""
+        return sum(end - begin for begin, end in (self.part(step, rank) for step in range(self.steps)))
+
+    def share(self, step: int, rank: int) -> float:
+        """Give the size of a rank's batch over the mean size of those of all ranks.
+
+        A mean over the samples of the rank, times this, and then averaged over ranks, is the mean over all samples of
+        the step.
+
+        >>> deal = EvenDeal(0, 7, 4, ranks=2)
+        >>> [deal.share(step=1, rank=rank) for rank in range(2)]
+        [0.6666666666666666, 1.3333333333333333]
+        """
+        begin, end = self.bounds(step)
+        first, last = self.part(step, rank)
+        return (last - first) * self.ranks / (end - begin)
+
+
+@dataclass(frozen=True)
+class EvenDeal(Deal):
+    """Steps of one size; what is left at the end makes a smaller one, or enlarges the last if it is too little.
+
+    Args:
+        begin: the first position that is left.
+        end: the length of the epoch.
+        batch_size: samples of a step, of all ranks together; not less than ``ranks``.
+        ranks: their number.
+        drop_last: leave out a last step that is smaller.
+
+    Raises:
+        ValueError: fewer samples than ranks are left.
+
+    >>> deal = EvenDeal(0, 9, 4, ranks=2)
+    >>> [deal.bounds(step) for step in range(deal.steps)]
+    [(0, 4), (4, 9)]
+    """
+
+    begin: int
+    end: int
+    batch_size: int
+    ranks: int
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        left = self.end - self.begin
+        if not self.drop_last and 0 < left < self.ranks:
+            raise ValueError(
+                f"{left} samples cannot be dealt to {self.ranks} ranks, as each needs one in every step: take no more "
+                f"than {left} processes"
+                + (", until this epoch is over" if self.begin else ", more samples, or drop_last=True")
+            )
+
+    @cached_property
+    def steps(self) -> int:
+        """The number of steps."""
+        full, rest = divmod(self.end - self.begin, self.batch_size)
+        return full if self.drop_last or (full and rest < self.ranks) else full + (rest > 0)
+
+    def bounds(self, step: int) -> tuple[int, int]:
+        """Give the first position of a step, and that after its last."""
+        begin = self.begin + step * self.batch_size
+        is_last = step == self.steps - 1 and not self.drop_last
+        return begin, self.end if is_last else begin + self.batch_size
+
+    def samples_of(self, rank: int) -> int:
+        """Count what a rank gets in all steps, of which all but the last are alike."""
+        if self.steps == 0:
+            return 0
+        (begin, end), (first, last) = self.part(0, rank), self.part(self.steps - 1, rank)
+        return (self.steps - 1) * (end - begin) + last - first
+
+
+class DealOfBatches(Deal):
+    """Steps as somebody else cut them; one of fewer samples than ranks joins the next, the last joins the one before.
+
+    Args:
+        sizes: samples of each batch of the epoch.
+        ranks: their number.
+        begin: the first position that is left.
+
+    Raises:
+        ValueError: fewer samples than ranks are left.
+
+    >>> deal = DealOfBatches([3, 1, 3, 1], ranks=2)
+    >>> [deal.bounds(step) for step in range(deal.steps)]
+    [(0, 3), (3, 8)]
+    """
+
+    def __init__(self, sizes: Sequence[int], ranks: int, begin: int = 0) -> None:
+        self.ranks = ranks
+        self._borders = [begin]
+        position = begin
+        for size in sizes:
+            position += size
+            if position - self._borders[-1] >= ranks:
+                self._borders.append(position)
+        if position > self._borders[-1]:
+            if len(self._borders) == 1:
+                raise ValueError(
+                    f"{position - begin} samples cannot be dealt to {ranks} ranks, as each needs one in every step"
+                )
+            self._borders[-1] = position
+
+    @property
+    def steps(self) -> int:
+        """The number of steps."""
+        return len(self._borders) - 1
+
+    def bounds(self, step: int) -> tuple[int, int]:
+        """Give the first position of a step, and that after its last."""
+        return self._borders[step], self._borders[step + 1]

@@ -1,0 +1,216 @@
+"""The order of the samples in an epoch: a function of the seed, the epoch and the position, one class a policy."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from camshaft.distributed.data.permutation import BLOCK, Permutation, check_count, check_positions
+from camshaft.distributed.data.randomness import VERSION, key_of, random_bits, shifted_right
+
+
+class Order(ABC):
+    """Says which sample stands at each position of an epoch, and remembers nothing.
+
+    A policy has ``length``, the number of positions of an epoch; gives the samples at some positions (``_at``);
+    and describes itself.
+    """
+
+    length: int
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Say in a few words what decides the order besides seed and epoch.
+
+        It is saved with a position: to go on there under another description would train on the wrong samples.
+        """
+
+    @abstractmethod
+    def _at(self, seed: int, epoch: int, positions: Tensor) -> Tensor:
+        """Do what ``at`` does, for positions that are checked, and not more than ``BLOCK`` of them."""
+
+    def at(self, seed: int, epoch: int, positions: Tensor) -> Tensor:
+        """Give the samples at any positions of an epoch.
+
+        Args:
+            seed: any integer; each gives other orders.
+            epoch: any integer; each gives another order.
+            positions: int64 in [0, length), of shape (k,).
+
+        Returns:
+            The indices of the samples, int64 of shape (k,).
+
+        Raises:
+            TypeError: seed or epoch is not an integer, or positions is not such a tensor.
+            ValueError: a position is not in the epoch.
+        """
+        check_positions(positions, self.length)
+        return self._in_blocks(seed, epoch, len(positions), lambda begin, end: positions[begin:end])
+
+    def indices(self, seed: int, epoch: int, begin: int, end: int) -> Tensor:
+        """Give the samples at the positions from ``begin`` up to ``end`` of an epoch; see :meth:`at`.
+
+        >>> Shuffled(10).indices(seed=0, epoch=1, begin=0, end=4)
+        tensor([0, 3, 5, 1])
+        """
+        if not 0 <= begin <= end <= self.length:
+            raise ValueError(f"begin and end must be in order and in [0, {self.length}], got {begin} and {end}")
+        return self._in_blocks(
+            seed, epoch, end - begin, lambda start, stop: torch.arange(begin + start, begin + stop, device="cpu")
+        )
+
+    def _in_blocks(self, seed: int, epoch: int, count: int, positions: Callable[[int, int], Tensor]) -> Tensor:
+        for name, value in {"seed": seed, "epoch": epoch}.items():
+            if not hasattr(value, "__index__"):
+                raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
+        samples = torch.empty(count, dtype=torch.int64, device="cpu")
+        for start in range(0, count, BLOCK):
+            stop = min(start + BLOCK, count)
+            samples[start:stop] = self._at(seed, epoch, positions(start, stop))
+        return samples
+
+
+@dataclass(frozen=True)
+class Sequential(Order):
+    """The samples as they are, in every epoch.
+
+    >>> Sequential(10).indices(seed=0, epoch=1, begin=2, end=5)
+    tensor([2, 3, 4])
+    """
+
+    length: int
+
+    def __post_init__(self) -> None:
+        check_count("length", self.length)
+
+    def describe(self) -> str:
+        """Say so."""
+        return f"sequential, {self.length} samples"
+
+    def _at(self, seed: int, epoch: int, positions: Tensor) -> Tensor:
+        return positions
+
+
+@dataclass(frozen=True)
+class Shuffled(Order):
+    """All samples in a random order, another one in each epoch; nobody holds it.
+
+    >>> Shuffled(5).indices(seed=0, epoch=1, begin=0, end=5).sort().values
+    tensor([0, 1, 2, 3, 4])
+    """
+
+    length: int
+
+    def __post_init__(self) -> None:
+        check_count("length", self.length)
+
+    def describe(self) -> str:
+        """Name the length."""
+        return f"shuffled, {self.length} samples, version {VERSION}"
+
+    def _at(self, seed: int, epoch: int, positions: Tensor) -> Tensor:
+        return Permutation(self.length, key_of(seed, epoch, self.length))(positions)
+
+
+@dataclass(frozen=True)
+class ShuffledWindows(Order):
+    """The windows of the data in a random order, and the samples within each: for disks that seek slowly.
+
+    Args:
+        length: the number of samples.
+        window: how many samples that lie together are read together; the last window may be shorter.
+
+    >>> ShuffledWindows(8, window=3).indices(seed=0, epoch=1, begin=0, end=8)
+    tensor([7, 6, 3, 4, 5, 1, 0, 2])
+    """
+
+    length: int
+    window: int
+
+    def __post_init__(self) -> None:
+        check_count("length", self.length)
+        check_count("window", self.window)
+
+    def describe(self) -> str:
+        """Name the length, and that of a window."""
+        return f"shuffled in windows of {self.window}, {self.length} samples, version {VERSION}"
+
+    def _at(self, seed: int, epoch: int, positions: Tensor) -> Tensor:
+        window = min(self.window, self.length)
+        full, rest = divmod(self.length, window)
+        key, windows_key, window_key, rest_key = (key_of(seed, epoch, *vars(self).values(), use) for use in range(4))
+        begin = key % (full + 1) * window  # of the shorter window, which may come anywhere between the others
+        end = begin + rest
+        others = (positions - rest * (positions >= end)).clamp_(max=full * window - 1)  # as if it were not there
+        places = others // window
+        windows = Permutation(full, windows_key)(places)
+        indices = Permutation(window, window_key)(others - places * window, windows) + windows * window
+        if rest:
+            inside = ((begin <= positions) & (positions < end)).nonzero().squeeze(1)
+            among_rest = Permutation(rest, rest_key)(positions.index_select(0, inside) - begin)
+            indices.index_copy_(0, inside, among_rest + full * window)
+        return indices
+
+
+class Weighted(Order):
+    """Samples drawn with replacement, each as often as its weight says; some come several times, some never.
+
+    Args:
+        weights: one for each sample, not negative, and one at least above zero; a tensor or a sequence of numbers.
+        length: how many are drawn in an epoch; None for as many as there are weights.
+
+    >>> Weighted([0.0, 0.0, 3.0, 0.0], length=5).indices(seed=0, epoch=1, begin=0, end=5)
+    tensor([2, 2, 2, 2, 2])
+    """
+
+    def __init__(self, weights: Tensor | Sequence[float], length: int | None = None) -> None:
+        checked = _checked(weights)
+        self.length = len(checked) if length is None else length
+        check_count("length", self.length)
+        self._num_weights, self._fingerprint = len(checked), _fingerprint(checked)
+        self._upper_ends = (checked / checked.max()).cumsum(0)  # divided first, so that no sum is infinite
+
+    def describe(self) -> str:
+        """Name the numbers of draws and of weights, and a hash of the weights."""
+        return f"weighted, {self.length} of {self._num_weights} samples, weights {self._fingerprint}, version {VERSION}"
+
+    def _at(self, seed: int, epoch: int, positions: Tensor) -> Tensor:
+        bits = random_bits(key_of(seed, epoch, self.length, self._num_weights), positions)
+        uniform = shifted_right(bits, 11).to(torch.float64) * 2.0**-53  # as many bits as a float64 holds, so below 1
+        return torch.searchsorted(self._upper_ends, uniform * self._upper_ends[-1], right=True)
+
+
+def _checked(weights: Any) -> Tensor:
+    """Give weights as a float64 tensor."""
+    try:
+        dtype = None if hasattr(weights, "dtype") else torch.float64
+        values = torch.as_tensor(weights, dtype=dtype, device="cpu").detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"weights must be a tensor or a sequence of numbers, got {weights!r}") from error
+    if values.is_complex():
+        raise TypeError(f"weights must be real numbers, got a tensor of {values.dtype}")
+    if values.dim() != 1 or not len(values):
+        raise ValueError(f"weights must have one dimension and not be empty, got the shape {tuple(values.shape)}")
+    values = values.to(torch.float64)
+    wrong = ~(values.isfinite() & (values >= 0))
+    if wrong.any():
+        where = int(wrong.nonzero()[0])
+        raise ValueError(f"weights must be finite and not negative, got {values[where].item()} at {where}")
+    if not values.any():
+        raise ValueError(f"weights must have one above zero at least, got {len(values)} zeros")
+    return values
+
+
+def _fingerprint(weights: Tensor) -> str:
+    """Hash numbers and their places: 16 hexadecimal digits."""
+    total = 0
+    for start in range(0, len(weights), BLOCK):
+        bits = weights[start : start + BLOCK].view(torch.int64)
+        places = random_bits(0, torch.arange(start, start + len(bits), device="cpu"))
+        total += int(random_bits(places, bits).sum())
+    return f"{total % 2**64:016x}"

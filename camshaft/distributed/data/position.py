@@ -1,0 +1,38 @@
+"""Where a run stands in its data: a few numbers, from which any number of ranks can go on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_NAMES = ("epoch", "consumed", "seed", "order", "steps")
+
+
+def check_position(position: Mapping[str, Any], *, seed: int, order: str) -> None:
+    """Refuse a position that is none, or that is one in other data.
+
+    Args:
+        position: ``epoch``, the number of the pass over the data; ``consumed``, the samples of it that all ranks
+            together have used; ``seed`` and ``order``, what the order of the samples follows from; ``steps``, the
+            batches of a whole pass on each rank.
+        seed: of the loader that is to go on.
+        order: that of the loader, described.
+
+    Raises:
+        ValueError: something is missing, makes no sense or differs.
+    """
+    if missing := [name for name in _NAMES if name not in position]:
+        raise ValueError(f"position lacks {missing}, it has {list(position)}")
+    for name in ("epoch", "consumed"):
+        if not isinstance(position[name], int) or position[name] < 0:
+            raise ValueError(f"{name} of the position must be an integer of at least 0, got {position[name]!r}")
+    if position["order"] != order:
+        raise ValueError(
+            f"the position was saved with other data: their order was {position['order']!r}, that of the loader is "
+            f"{order!r}; go on with the same data, or begin a new epoch: leave 'position' out of the state dict"
+        )
+    if position["seed"] != seed:
+        raise ValueError(
+            f"the position was saved with seed {position['seed']}, the loader has seed {seed}: other samples would be "
+            f"left; give auto_dataloader seed={position['seed']}"
+        )

@@ -1,0 +1,254 @@
+"""Batches of indices in which each sample of an epoch occurs once, over all ranks, also after a resume."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch.utils.data import BatchSampler, Sampler
+
+from camshaft.distributed.context import current
+from camshaft.distributed.data.dealing import Deal, DealOfBatches, EvenDeal
+from camshaft.distributed.data.drawing import Drawn, length_of
+from camshaft.distributed.data.loader import Indices
+from camshaft.distributed.data.orders import Order, Sequential
+from camshaft.distributed.data.position import check_position
+from camshaft.distributed.sampling import DistributedProxySampler
+
+_FIRST = 1 << 10  # indices that are read at first, so that a pass begins soon
+_MOST = 1 << 16  # indices that are read at a time, so that memory does not grow
+
+
+@dataclass
+class _Pass:
+    """A pass over the data: which epoch it is, and how what is left of it is dealt."""
+
+    epoch: int
+    left_out: int  # batches that a resumed run had before
+    deal: Deal
+    drawn: Drawn | None
+
+
+class ExactBatchSampler(BatchSampler):
+    """Deal the samples of each epoch to ranks in batches: each sample once, as many batches on every rank.
+
+    Nothing is padded, repeated or dropped, so the sizes of batches may differ by one between ranks. The order is a
+    function of seed and epoch; which samples make up a step does not depend on the number of ranks, as long as the
+    batch size of all together stays the same. An order of ours is read in blocks: memory and start-up do not grow
+    with the length of the data.
+
+    Args:
+        source: an :class:`Order`; or a sampler, or a batch sampler whose batches are those of all ranks together.
+            These are drawn for a whole epoch, with random numbers that follow from seed and epoch, on every rank.
+        batch_size: samples of a step, of all ranks together; ``None`` for a batch sampler, which has its own.
+        drop_last: leave out a last step that is smaller.
+        seed: any integer, the same on all ranks.
+        num_replicas: number of ranks; that of the present context if ``None``.
+        rank: number of this one; that of the present context if ``None``.
+
+    Raises:
+        TypeError: ``source`` is none of these, or has no length.
+        ValueError: fewer samples than ranks, a batch size below the number of ranks, or a number is out of range.
+
+    >>> for rank in range(2):
+    ...     print(list(ExactBatchSampler(Sequential(7), batch_size=4, num_replicas=2, rank=rank)))
+    [[0, 1], [4]]
+    [[2, 3], [5, 6]]
+    """
+
+    def __init__(
+        self,
+        source: Order | Sampler[Any] | Iterable[Any],
+        batch_size: int | None,
+        drop_last: bool = False,
+        *,
+        seed: int = 0,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        topology = current().topology
+        self.num_replicas = topology.world_size if num_replicas is None else num_replicas
+        self.rank = topology.rank if rank is None else rank
+        if not isinstance(batch_size, int | None):
+            raise TypeError(f"batch_size must be an integer or None, got {batch_size!r}")
+        if batch_size is None and isinstance(source, Order):
+            raise ValueError("batch_size must be given with an order, which has no batches of its own, got None")
+        if not 0 <= self.rank < self.num_replicas:
+            raise ValueError(f"rank must be in [0, {self.num_replicas}), got {self.rank}")
+        if batch_size is not None and batch_size < self.num_replicas:
+            raise ValueError(
+                f"batch_size must be at least the number of ranks, {self.num_replicas}, as that of all ranks together, "
+                f"got {batch_size}"
+            )
+        self.source = source
+        self.total_batch_size = batch_size
+        self.batch_size = 1 if batch_size is None else batch_size // self.num_replicas
+        self.drop_last = drop_last
+        self.seed = seed
+        self._epoch = 0
+        self.sampler: Any = source if self.num_replicas == 1 and isinstance(source, Sampler) else ExactSampler(self)
+        self._begin = self._left_out = 0
+        self._told = True
+        self._pass: _Pass | None = None
+        self._drawn: Drawn | None = None
+        if isinstance(source, Order):
+            self._deal(0)
+        else:
+            length_of(source)
+
+    @property
+    def epoch(self) -> int:
+        """The number of the next pass."""
+        return self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the number of the next pass, which begins at its first sample."""
+        self._epoch = epoch
+        self._begin, self._left_out, self._told = 0, 0, True
+
+    def __len__(self) -> int:
+        return self._deal(0).steps
+
+    def __iter__(self) -> Iterator[Indices]:
+        return self._batches()
+
+    def _batches(self) -> Iterator[Indices]:
+        # A loader with workers asks for two iterators and uses the second: where to begin holds until the first batch.
+        if not self._told and self.num_replicas == 1:
+            self._epoch += 1  # nobody else to part from
+        now = self._pass = self._next_pass()
+        self._begin, self._left_out, self._told = 0, 0, False
+        steps, step, most = now.deal.steps, 0, _FIRST
+        while step < steps:
+            count = min(max(1, most // max(1, self.batch_size)), steps - step)
+            yield from self._read(now, range(step, step + count))
+            step, most = step + count, min(4 * most, _MOST)
+
+    def _next_pass(self) -> _Pass:
+        return _Pass(self.epoch, self._left_out, self._deal(self._begin), self._drawn)
+
+    def _read(self, now: _Pass, steps: range) -> Iterator[Indices]:
+        parts = [now.deal.part(step, self.rank) for step in steps]
+        if now.drawn is not None:
+            lists = [now.drawn.samples[begin:end] for begin, end in parts]
+        else:
+            assert isinstance(self.source, Order), "all else is drawn"
+            positions = torch.cat([torch.arange(begin, end) for begin, end in parts])
+            samples = iter(self.source.at(self.seed, now.epoch, positions).tolist())
+            lists = [list(itertools.islice(samples, end - begin)) for begin, end in parts]
+        for indices in lists:
+            yield Indices(indices, self.seed, now.epoch)
+
+    def _deal(self, begin: int) -> Deal:
+        """Deal what is left of the next epoch."""
+        if isinstance(self.source, Order):
+            assert self.total_batch_size is not None, "an order has no batches of its own"
+            return EvenDeal(begin, self.source.length, self.total_batch_size, self.num_replicas, self.drop_last)
+        cuts = self.total_batch_size is None
+        if self._drawn is None or self._drawn.epoch != self.epoch:
+            self._drawn = Drawn(self.source, batches=cuts, seed=self.seed, epoch=self.epoch)
+        if self.total_batch_size is not None:
+            end = len(self._drawn.samples)
+            return EvenDeal(begin, end, self.total_batch_size, self.num_replicas, self.drop_last)
+        ends = itertools.accumulate(self._drawn.sizes)
+        sizes = [size for size, end in zip(self._drawn.sizes, ends, strict=True) if end > begin]
+        return DealOfBatches(sizes, self.num_replicas, begin)
+
+    # --- where a run stands --------------------------------------------------------------------------------
+
+    def share(self, batch: int) -> float:
+        """Give the size of this rank's batch, the ``batch``-th of this pass from 0, over the mean over ranks."""
+        assert self._pass is not None, "a pass has begun"
+        return self._pass.deal.share(batch - self._pass.left_out, self.rank)
+
+    def position(self, batches: int, *, over: bool = False) -> dict[str, Any]:
+        """Tell where a run stands; see :func:`check_position`.
+
+        Args:
+            batches: those of this pass that it was given, or had left out as done before.
+            over: the rest of the pass is given up.
+        """
+        now = self._pass or self._next_pass()
+        step = batches - now.left_out
+        over = over or step >= now.deal.steps
+        return {
+            "epoch": now.epoch + over,
+            "consumed": 0 if over else now.deal.bounds(step)[0],
+            "seed": self.seed,
+            "order": self._describe(),
+            "steps": len(self),
+        }
+
+    def seek(self, position: Mapping[str, Any]) -> tuple[int, int]:
+        """Let the next pass begin where another run stood.
+
+        Args:
+            position: what :meth:`position` gave, on any number of ranks and with any batch size.
+
+        Returns:
+            The number of the pass, and how many batches of it are left out.
+
+        Raises:
+            ValueError: it is of other data, or in another order, or fewer samples than ranks are left; then nothing
+                has changed.
+        """
+        check_position(position, seed=self.seed, order=self._describe())
+        before, self._epoch = self._epoch, position["epoch"]
+        begin: int = position["consumed"]
+        try:
+            left = self._deal(begin).steps
+        except ValueError:
+            self._epoch = before
+            raise
+        if left == 0:  # too little for a step of this size, and drop_last
+            self._epoch, begin, left = self._epoch + 1, 0, len(self)
+        self._begin, self._left_out, self._told = begin, len(self) - left, True
+        return self.epoch, self._left_out
+
+    def _describe(self) -> str:
+        if isinstance(self.source, Order):
+            return self.source.describe()
+        return f"drawn from {type(self.source).__name__}, {length_of(self.source)} long"
+
+
+class ExactSampler(DistributedProxySampler):
+    """The indices of this rank, one by one; for code that asks a loader for its ``DistributedSampler``.
+
+    Args:
+        batches: which deals them out.
+    """
+
+    def __init__(self, batches: ExactBatchSampler) -> None:
+        self.batches, self.sampler = batches, cast(Any, batches.source)
+        self.num_replicas, self.rank = batches.num_replicas, batches.rank
+        self.seed, self.drop_last = batches.seed, batches.drop_last
+        self.shuffle = not isinstance(batches.source, Sequential)
+
+    @property
+    def epoch(self) -> int:  # type: ignore[override]  # that of the batches
+        """The number of the next pass."""
+        return self.batches.epoch
+
+    @property
+    def num_samples(self) -> int:  # type: ignore[override]  # counted when asked for
+        """Samples of this rank in an epoch."""
+        return self.batches._deal(0).samples_of(self.rank)
+
+    @property
+    def total_size(self) -> int:  # type: ignore[override]  # counted when asked for
+        """Samples of all ranks in an epoch."""
+        deal = self.batches._deal(0)
+        return deal.bounds(deal.steps - 1)[1] if deal.steps else 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.chain.from_iterable(self.batches)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the number of the next pass."""
+        self.batches.set_epoch(epoch)

@@ -1,0 +1,104 @@
+"""Where a run stands in its data, and going on there: what data offer, and what is done where they offer nothing."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from camshaft.engine.data import length_of
+from camshaft.engine.state import State
+
+Position = Mapping[str, Any]
+
+
+def exact_batches(data: Any) -> Any:
+    """Give the batch sampler of a loader if it can begin at any sample: it has ``position`` and ``seek``."""
+    sampler = getattr(data, "batch_sampler", None)
+    able = callable(getattr(sampler, "position", None)) and callable(getattr(sampler, "seek", None))
+    return sampler if able else None
+
+
+def position_of(data: Any, batches: int, *, over: bool) -> dict[str, Any] | None:
+    """Write down where a run stands.
+
+    Args:
+        data: what it runs over.
+        batches: those of the present pass that it was given.
+        over: the pass is over.
+
+    Returns:
+        What :func:`open_at` needs, or ``None`` where the next pass begins at its beginning, as it does for sequences
+        and for loaders that deal out their samples in ways of their own.
+    """
+    sampler = exact_batches(data)
+    if sampler is not None:
+        position: dict[str, Any] = sampler.position(batches, over=over)
+        return position
+    if over or not batches:
+        return None
+    if _is_stateful(data):
+        return {"batches": batches, "state": data.state_dict()}
+    if isinstance(data, Iterator) or isinstance(getattr(data, "dataset", None), IterableDataset):
+        return {"batches": batches}
+    return None
+
+
+def recounted(state: State[Any, Any], data: Any, position: Position | None) -> tuple[int, int] | None:
+    """Count the iterations anew, if the loader now makes more or fewer batches of an epoch than when it was saved.
+
+    Returns:
+        The iterations done and those of an epoch, or ``None`` where they are those of the state.
+
+    Raises:
+        ValueError: the position is of other data.
+    """
+    sampler = exact_batches(data)
+    if position is None or "consumed" not in position:
+        return None
+    if sampler is None:
+        raise ValueError(
+            "the state was saved with a loader that begins at any sample, and data must be one now, such as "
+            f"auto_dataloader makes, got {type(data).__name__}; to begin the epoch anew, leave 'position' out of the "
+            "state dict"
+        )
+    epoch, left_out = sampler.seek(position)
+    length = length_of(data)
+    epochs_are_passes = state.epoch_length == position["steps"]
+    if length is None or not state.epoch_length or not epochs_are_passes or length == state.epoch_length:
+        return None
+    begun = state.iteration // state.epoch_length + epoch - position["epoch"]
+    return begun * length + left_out, length
+
+
+def open_at(data: Any, position: Position) -> tuple[Iterator[Any], int]:
+    """Begin a pass where another one stood, and tell how many batches of it are left out.
+
+    Raises:
+        ValueError: the position is of other data.
+    """
+    sampler = exact_batches(data)
+    if sampler is not None and "consumed" in position:
+        _, left_out = sampler.seek(position)
+        return iter(data), left_out
+    batches = position.get("batches", 0)
+    if "state" in position and _is_stateful(data):
+        data.load_state_dict(position["state"])
+        return iter(data), batches
+    if batches:
+        warnings.warn(
+            f"the data cannot begin in the middle: {batches} batches are loaded and thrown away to go on where the run "
+            "stood, and only if the data come in the same order again are those the ones it was given; a loader of "
+            "auto_dataloader over a dataset with a length, or one with state_dict and load_state_dict, need not",
+            stacklevel=2,
+        )
+    iterator = iter(data)
+    skipped = sum(1 for _ in itertools.islice(iterator, batches))
+    return iterator, skipped
+
+
+def _is_stateful(data: Any) -> bool:
+    return callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))

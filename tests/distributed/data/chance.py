@@ -1,0 +1,23 @@
+"""How likely counts are that chance made: what the tests of random orders share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+UNLIKELY = 1e-6
+
+
+def histogram(values: Tensor, num_bins: int) -> Tensor:
+    return torch.bincount(values, minlength=num_bins)
+
+
+def looks_random(counts: Tensor, expected: Tensor | None = None) -> bool:
+    """Compare counts with what is expected (as many in each bin, if not said) by a chi-square test."""
+    if expected is None:
+        expected = torch.ones(len(counts))
+    expected = expected.to(torch.float64) * (counts.sum() / expected.sum())
+    assert expected.min() >= 5, "too few counts for a chi-square test"
+    deviation = ((counts - expected) ** 2 / expected).sum()
+    chance = torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2).to(torch.float64), deviation / 2)
+    return float(chance) > UNLIKELY

@@ -1,0 +1,326 @@
+"""Each sample of an epoch once: for any length, batch size and number of ranks, through stops and changes of them."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
+
+from camshaft.distributed import DistributedProxySampler
+from camshaft.distributed.data import ExactBatchSampler, Sequential, Shuffled, ShuffledWindows
+from camshaft.distributed.data.dealing import DealOfBatches, EvenDeal
+
+RANKS = st.integers(1, 5)
+
+
+def samplers(source, batch_size, ranks, **options):
+    return [ExactBatchSampler(source, batch_size, num_replicas=ranks, rank=rank, **options) for rank in range(ranks)]
+
+
+def passes(made):
+    """Run one pass on each rank, and give its steps: for each, the batches of the ranks."""
+    drawn = [list(one) for one in made]
+    assert len({len(batches) for batches in drawn}) == 1, "every rank makes as many batches"
+    return list(zip(*drawn, strict=True))
+
+
+def samples(steps):
+    return [index for step in steps for batch in step for index in batch]
+
+
+@st.composite
+def settings_of_a_run(draw, smallest=1):
+    ranks = draw(RANKS)
+    return draw(st.integers(max(ranks, smallest), 60)), draw(st.integers(ranks, 4 * ranks + 3)), ranks
+
+
+# --- one epoch ---------------------------------------------------------------------------------------------------
+
+
+@given(settings_of_a_run(), st.sampled_from([Sequential, Shuffled, lambda n: ShuffledWindows(n, 7)]), st.integers(0, 3))
+def test_every_sample_is_dealt_once_and_no_rank_is_left_without(run, order, epoch):
+    length, batch_size, ranks = run
+    made = samplers(order(length), batch_size, ranks)
+    for one in made:
+        one.set_epoch(epoch)
+    steps = passes(made)
+    assert sorted(samples(steps)) == list(range(length))
+    assert len(steps) == len(made[0])
+    for step in steps:
+        sizes = [len(batch) for batch in step]
+        assert min(sizes) >= 1
+        assert max(sizes) - min(sizes) <= 1
+    assert [len(one.sampler) for one in made] == [sum(len(step[rank]) for step in steps) for rank in range(ranks)]
+    assert made[0].sampler.total_size == length
+
+
+@given(settings_of_a_run())
+def test_the_tail_of_the_whole_is_dropped_on_request(run):
+    length, batch_size, ranks = run
+    steps = passes(samplers(Shuffled(length), batch_size, ranks, drop_last=True))
+    dealt = samples(steps)
+    assert len(dealt) == len(set(dealt)) == length // batch_size * batch_size
+    assert all(sum(map(len, step)) == batch_size for step in steps)
+
+
+@given(st.integers(4, 80), st.integers(4, 20), st.integers(0, 5), st.integers(0, 2**70))
+def test_what_makes_up_a_step_does_not_depend_on_the_number_of_ranks(length, batch_size, epoch, seed):
+    wanted = None
+    for ranks in (1, 2, 3, 4):
+        made = samplers(Shuffled(length), batch_size, ranks, seed=seed)
+        for one in made:
+            one.set_epoch(epoch)
+        steps = [list(itertools.chain(*step)) for step in passes(made)]
+        if ranks == 1:
+            wanted = steps
+        rest = length % batch_size
+        if 0 < rest < ranks and length > batch_size:  # too few for a step of their own: they join the one before
+            assert steps == [*wanted[:-2], wanted[-2] + wanted[-1]]
+        else:
+            assert steps == wanted
+
+
+def test_with_batches_of_one_the_last_step_holds_two_samples_on_some_ranks():
+    assert passes(samplers(Sequential(5), 2, 2)) == [([0], [1]), ([2], [3, 4])]
+
+
+@given(settings_of_a_run())
+def test_the_shares_of_ranks_make_the_mean_over_a_step(run):
+    length, batch_size, ranks = run
+    made = samplers(Shuffled(length), batch_size, ranks)
+    value = torch.arange(length, dtype=torch.float64) ** 2
+    for number, step in enumerate(passes(made)):
+        parts = [one.share(number) * value[batch].mean() for one, batch in zip(made, step, strict=True)]
+        everything = value[list(itertools.chain(*step))].mean()
+        torch.testing.assert_close(sum(parts) / ranks, everything)
+
+
+def test_the_first_batch_of_a_vast_epoch_is_there_at_once():
+    (one,) = samplers(Shuffled(10**15), 64, 1)
+    assert len(next(iter(one))) == 64
+    assert len(one) == 10**15 // 64 + 0
+    assert len(one.sampler) == 10**15
+
+
+def test_large_passes_are_read_in_blocks_that_fit_together():
+    made = samplers(Shuffled(200_001), 10, 2)
+    assert sorted(samples(passes(made))) == list(range(200_001))
+
+
+# --- several epochs ----------------------------------------------------------------------------------------------
+
+
+def test_epochs_have_orders_of_their_own_which_come_again():
+    made = samplers(Shuffled(30), 6, 2)
+    drawn = []
+    for epoch in (0, 1, 0):
+        for one in made:
+            one.sampler.set_epoch(epoch)
+        drawn.append(passes(made))
+    assert drawn[0] == drawn[2]
+    assert drawn[0] != drawn[1]
+    assert made[0].epoch == made[0].sampler.epoch == 0
+
+
+def test_alone_a_pass_nobody_numbered_is_the_next_one():
+    (one,) = samplers(Shuffled(30), 30, 1)
+    first, second = list(one), list(one)
+    assert first != second
+    one.set_epoch(1)
+    assert list(one) == second
+
+
+def test_among_others_a_pass_nobody_numbered_is_the_same_one():
+    one, _ = samplers(Shuffled(30), 30, 2)
+    assert list(one) == list(one)
+
+
+# --- stops, and other numbers of ranks ---------------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_through_any_stops_and_changes_each_epoch_holds_every_sample_once(data):
+    length = data.draw(st.integers(5, 50))
+    seed = data.draw(st.integers(0, 100))
+    source = data.draw(st.sampled_from([Shuffled(length), Sequential(length), ShuffledWindows(length, 4)]))
+    seen = {0: [], 1: [], 2: []}
+    position = None
+    for _ in range(200):
+        ranks = data.draw(RANKS)
+        made = samplers(source, data.draw(st.integers(ranks, 3 * ranks)), ranks, seed=seed)
+        if position is not None:
+            left = length - position["consumed"]
+            if left < ranks:
+                with pytest.raises(ValueError, match=f"{left} samples cannot be dealt to {ranks} ranks"):
+                    made[0].seek(position)
+                continue
+            places = {one.seek(pickle.loads(pickle.dumps(position))) for one in made}
+            assert len(places) == 1
+        epoch = made[0].epoch
+        if epoch > 2:
+            break
+        steps = passes(made)
+        stop = data.draw(st.integers(0, len(steps)))
+        seen[epoch] += samples(steps[:stop])
+        left_out = made[0].seek(position)[1] if position else 0
+        fresh = samplers(source, made[0].total_batch_size, ranks, seed=seed)
+        if position:
+            fresh[0].seek(position)
+        next(iter(fresh[0]))
+        position = fresh[0].position(left_out + stop)
+    assert all(sorted(dealt) == list(range(length)) for number, dealt in seen.items() if number < epoch)
+
+
+def test_a_position_is_where_all_ranks_stand_and_at_the_end_the_next_epoch():
+    one, other = samplers(Shuffled(10), 4, 2)
+    iter(one), next(iter(one)), next(iter(other))
+    assert one.position(1) == other.position(1)
+    assert (one.position(1)["epoch"], one.position(1)["consumed"]) == (0, 4)
+    assert (one.position(3)["epoch"], one.position(3)["consumed"]) == (1, 0)
+    assert (one.position(1, over=True)["epoch"], one.position(1, over=True)["consumed"]) == (1, 0)
+
+
+def test_a_position_may_be_told_while_the_pass_goes_on_and_the_next_is_announced():
+    (one,) = samplers(Shuffled(10), 4, 1)
+    batches = iter(one)
+    next(batches)
+    one.set_epoch(5)
+    assert one.position(1)["epoch"] == 0
+    assert one.position(0)["consumed"] == 0
+
+
+def test_where_too_little_is_left_for_a_larger_batch_the_next_epoch_begins():
+    (one,) = samplers(Shuffled(10), 4, 1, drop_last=True)
+    assert one.seek({**one.position(0), "consumed": 8}) == (1, 0)
+    assert (one.epoch, len(list(one))) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 1}, "saved with seed 1, the loader has seed 0.*give auto_dataloader seed=1"),
+        ({"order": "shuffled, 11 samples, version 1"}, "saved with other data.*11 samples.*10 samples"),
+        ({"consumed": -1}, "consumed of the position must be an integer of at least 0, got -1"),
+        ({"epoch": "1"}, "epoch of the position must be"),
+        ({"consumed": 9}, "1 samples cannot be dealt to 2 ranks.*until this epoch is over"),
+    ],
+)
+def test_a_position_of_other_data_is_refused_and_changes_nothing(change, message):
+    one, _ = samplers(Shuffled(10), 4, 2)
+    with pytest.raises(ValueError, match=message):
+        one.seek({**one.position(0), **change})
+    assert list(one) == list(samplers(Shuffled(10), 4, 2)[0])
+
+
+def test_a_position_that_lacks_something_is_refused():
+    (one,) = samplers(Shuffled(10), 4, 1)
+    with pytest.raises(ValueError, match=r"position lacks \['epoch', 'consumed'"):
+        one.seek({"batches": 3})
+
+
+# --- samplers of users -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: RandomSampler(range(17)),
+        lambda: RandomSampler(range(17), generator=torch.Generator().manual_seed(3)),
+        lambda: SequentialSampler(range(17)),
+    ],
+)
+def test_a_sampler_is_drawn_alike_on_all_ranks_and_dealt_once(make):
+    made = [ExactBatchSampler(make(), 6, num_replicas=3, rank=rank) for rank in range(3)]
+    before = torch.get_rng_state()
+    steps = passes(made)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert sorted(samples(steps)) == list(range(17))
+    assert [sum(map(len, step)) for step in steps] == [6, 6, 5]
+    for one in made:
+        one.set_epoch(1)
+    again = passes(made)
+    assert sorted(samples(again)) == list(range(17))
+    assert (again == steps) == isinstance(made[0].source, SequentialSampler)
+
+
+def test_a_weighted_sampler_gives_over_ranks_what_it_gives_alone():
+    weighted = WeightedRandomSampler([0.1, 0.2, 0.7], 20)
+    alone = samples(passes(samplers(weighted, 8, 1)))
+    assert sorted(samples(passes(samplers(weighted, 8, 4)))) == sorted(alone)
+
+
+def test_each_batch_of_a_batch_sampler_is_dealt_to_all_ranks():
+    batches = BatchSampler(RandomSampler(range(11)), 4, drop_last=False)
+    steps = passes(samplers(batches, None, 2))
+    assert [sum(map(len, step)) for step in steps] == [4, 4, 3]
+    assert sorted(samples(steps)) == list(range(11))
+    made = samplers(BatchSampler(SequentialSampler(range(9)), 4, drop_last=False), None, 2)
+    assert passes(made) == [([0, 1], [2, 3]), ([4, 5], [6, 7, 8])]
+    assert len(made[0]) == 2
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=12), RANKS)
+def test_batches_that_are_too_small_for_all_ranks_join_others(sizes, ranks):
+    if sum(sizes) < ranks:
+        with pytest.raises(ValueError, match="cannot be dealt"):
+            DealOfBatches(sizes, ranks)
+        return
+    deal = DealOfBatches(sizes, ranks)
+    bounds = [deal.bounds(step) for step in range(deal.steps)]
+    assert bounds[0][0] == 0
+    assert bounds[-1][1] == sum(sizes)
+    assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(bounds))
+    assert all(end - begin >= ranks for begin, end in bounds)
+
+
+def test_a_batch_sampler_can_be_left_and_gone_on_with():
+    def fresh():
+        return samplers(BatchSampler(RandomSampler(range(22)), 4, drop_last=False), None, 1)[0]
+
+    one = fresh()
+    whole = list(one)
+    position = one.position(2)
+    other = fresh()
+    assert other.seek(position) == (0, 2)
+    assert list(other) == whole[2:]
+
+
+def test_a_sampler_that_users_ask_for_is_one_of_those_they_know():
+    one, _ = samplers(Shuffled(10), 4, 2)
+    assert isinstance(one.sampler, (DistributedSampler, DistributedProxySampler))
+    assert (one.sampler.num_replicas, one.sampler.rank, one.sampler.shuffle) == (2, 0, True)
+    assert list(one.sampler) == samples([list(one)])
+
+
+# --- arguments ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((Shuffled(3), 4), {"num_replicas": 4, "rank": 0}, "3 samples cannot be dealt.*no more than 3 processes"),
+        ((Shuffled(9), 3), {"num_replicas": 4, "rank": 0}, "batch_size must be at least the number of ranks, 4"),
+        ((Shuffled(9), 4), {"num_replicas": 4, "rank": 4}, r"rank must be in \[0, 4\), got 4"),
+        ((Shuffled(9), 0), {}, "batch_size must be at least"),
+        ((Shuffled(9), None), {}, "batch_size must be given"),
+    ],
+)  # fmt: skip
+def test_numbers_that_make_no_sense_are_refused(arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        ExactBatchSampler(*arguments, **options)
+
+
+@pytest.mark.parametrize(("source", "size"), [(iter([1]), 1), (3, 1), (Shuffled(9), "4"), (Shuffled(9), 2.0)])
+def test_what_is_no_source_or_size_is_refused(source, size):
+    with pytest.raises(TypeError, match="must"):
+        ExactBatchSampler(source, size)
+
+
+def test_an_even_deal_of_nothing_has_no_steps():
+    assert EvenDeal(4, 4, 2, 2).steps == 0

@@ -1,0 +1,257 @@
+"""A saved engine goes on with the very next sample, whatever the data offer for it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset
+
+import camshaft.distributed as idist
+from camshaft.engine import Engine, Events, create_supervised_trainer
+
+SIZE = 11
+
+
+def loader(batch_size=3, workers=0, seed=0, size=SIZE, **options):
+    return idist.auto_dataloader(
+        range(size), batch_size=batch_size, num_workers=workers, seed=seed, **{"shuffle": True, **options}
+    )
+
+
+class Recorder:
+    """An engine that notes its batches, and its state after each."""
+
+    def __init__(self):
+        self.seen, self.states = [], {}
+        self.engine = Engine(lambda engine, batch: self.seen.append(batch.tolist()))
+        self.engine.add_event_handler(Events.ITERATION_COMPLETED, self.keep)
+
+    def keep(self, engine):
+        self.states[engine.state.iteration] = copy.deepcopy(engine.state_dict())
+
+    def resumed(self, state_dict, data, **arguments):
+        self.engine.load_state_dict(state_dict)
+        self.engine.run(data, **arguments)
+        return self.seen
+
+
+@pytest.fixture(scope="module")
+def whole():
+    recorder = Recorder()
+    recorder.engine.run(loader(), max_epochs=7)
+    return recorder
+
+
+def test_an_uninterrupted_run_has_every_sample_once_an_epoch_and_another_order_in_each(whole):
+    epochs = [sum(whole.seen[begin : begin + 4], []) for begin in range(0, 28, 4)]
+    assert all(sorted(epoch) == list(range(SIZE)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 7
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
+def test_every_iteration_can_be_gone_on_from(whole, workers, persistent):
+    for iteration in range(1, 28, 1 if not workers else 13):
+        data = loader(workers=workers, persistent_workers=persistent)
+        assert Recorder().resumed(whole.states[iteration], data) == whole.seen[iteration:], iteration
+        if persistent:
+            data._iterator._shutdown_workers()
+
+
+@settings(max_examples=8)
+@given(st.lists(st.integers(1, 27), min_size=2, max_size=5))
+def test_a_run_can_be_stopped_any_number_of_times(whole, stops):
+    seen, state = [], None
+    for stop in [*sorted(stops), None]:
+        recorder = Recorder()
+        if state is not None:
+            recorder.engine.load_state_dict(state)
+        if stop is not None:
+            event = Events.ITERATION_COMPLETED(event_filter=lambda engine, event, stop=stop: event >= stop)
+            recorder.engine.add_event_handler(event, recorder.engine.terminate)
+        recorder.engine.run(loader(), max_epochs=7)
+        seen, state = seen + recorder.seen, recorder.engine.state_dict()
+        if state["iteration"] == 28:
+            break
+    assert seen[: len(whole.seen)] == whole.seen
+
+
+def test_the_state_after_a_run_was_stopped_tells_where(whole):
+    recorder = Recorder()
+    recorder.engine.add_event_handler(Events.ITERATION_COMPLETED(once=6), recorder.engine.terminate)
+    recorder.engine.run(loader(), max_epochs=7)
+    assert recorder.engine.state_dict() == recorder.states[6]
+    assert Recorder().resumed(recorder.engine.state_dict(), loader()) == whole.seen[6:]
+
+
+def test_a_loaded_state_that_nobody_ran_is_the_same_when_saved_again(whole):
+    engine = Engine(lambda engine, batch: None)
+    engine.load_state_dict(whole.states[6])
+    assert engine.state_dict() == whole.states[6]
+
+
+def test_an_epoch_that_was_cut_short_is_followed_by_a_new_one(whole):
+    recorder = Recorder()
+    recorder.engine.add_event_handler(Events.ITERATION_COMPLETED(once=2), recorder.engine.terminate_epoch)
+    recorder.engine.add_event_handler(
+        Events.EPOCH_COMPLETED(once=1), lambda engine: recorder.states.update(cut=engine.state_dict())
+    )
+    recorder.engine.run(loader(), max_epochs=2)
+    assert recorder.seen == [*whole.seen[:2], *whole.seen[4:8]]
+    assert (recorder.states["cut"]["position"]["epoch"], recorder.states["cut"]["position"]["consumed"]) == (1, 0)
+
+
+def test_with_another_batch_size_the_rest_of_the_epoch_is_seen_once_and_iterations_are_counted_anew(whole):
+    recorder = Recorder()
+    seen = recorder.resumed(whole.states[6], loader(batch_size=2))
+    assert sorted(sum(whole.seen[4:6], []) + sum(seen[:3], [])) == list(range(SIZE))
+    assert [len(batch) for batch in seen[:3]] == [2, 2, 1]
+    assert recorder.engine.state.epoch_length == 6
+    assert (recorder.engine.state.iteration, recorder.engine.state.epoch) == (42, 7)
+    assert [sorted(sum(seen[begin : begin + 6], [])) for begin in range(3, len(seen), 6)] == [list(range(SIZE))] * 5
+
+
+@pytest.mark.parametrize("epoch_length", [3, 6])
+def test_epochs_that_are_no_passes_can_be_gone_on_with(epoch_length):
+    first = Recorder()
+    first.engine.run(loader(), max_epochs=4, epoch_length=epoch_length)
+    for iteration in range(1, 4 * epoch_length):
+        seen = Recorder().resumed(first.states[iteration], loader())
+        assert seen == first.seen[iteration:], iteration
+
+
+def test_a_run_that_failed_goes_on_after_the_batch_that_it_failed_with(whole):
+    recorder = Recorder()
+    failing = recorder.engine.add_event_handler(Events.ITERATION_STARTED(once=6), lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        recorder.engine.run(loader(), max_epochs=7)
+    failing.remove()
+    recorder.engine.run(loader(), max_epochs=7)
+    assert recorder.seen == whole.seen[:5] + whole.seen[6:]
+
+
+def test_an_epoch_number_that_a_handler_chooses_is_kept():
+    def numbered():
+        recorder, data = Recorder(), loader()
+        recorder.engine.add_event_handler(
+            Events.EPOCH_STARTED, lambda engine: data.sampler.set_epoch(100 + engine.state.epoch)
+        )
+        return recorder, data
+
+    first, data = numbered()
+    first.engine.run(data, max_epochs=3)
+    again, data = numbered()
+    assert again.resumed(first.states[5], data) == first.seen[5:]
+    assert first.states[5]["position"]["epoch"] == 102
+
+
+# --- wrong data --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (lambda: loader(seed=1), "saved with seed 0, the loader has seed 1"),
+        (lambda: loader(size=12), "11 samples.*12 samples"),
+        (lambda: loader(shuffle=False), "shuffled.*sequential"),
+        (lambda: DataLoader(range(SIZE), batch_size=3), "begins at any sample.*got DataLoader"),
+    ],
+)
+def test_other_data_are_refused_and_nothing_has_changed(whole, data, message):
+    engine = Engine(lambda engine, batch: None)
+    engine.load_state_dict(whole.states[6])
+    with pytest.raises(ValueError, match=message):
+        engine.run(data())
+    assert engine.state_dict() == whole.states[6]
+    assert Recorder().resumed(engine.state_dict(), loader()) == whole.seen[6:]
+
+
+def test_a_position_that_is_none_is_refused(whole):
+    engine = Engine(lambda engine, batch: None)
+    with pytest.raises(TypeError, match="position must be a mapping, got 3"):
+        engine.load_state_dict({**whole.states[6], "position": 3})
+    assert engine.state.iteration == 0
+
+
+# --- other data --------------------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(10))
+
+
+class Stateful(list):
+    """Data that know where they are, as the loader of torchdata does."""
+
+    def __init__(self, values):
+        super().__init__(values)
+        self.given = self.begin = 0
+
+    def __iter__(self):
+        self.given, self.begin = self.begin, 0
+        for value in list.__getitem__(self, slice(self.given, None)):
+            self.given += 1
+            yield value
+
+    def state_dict(self):
+        return {"given": self.given}
+
+    def load_state_dict(self, state_dict):
+        self.begin = state_dict["given"]
+
+
+def test_data_with_a_state_of_their_own_are_exact():
+    def data():
+        return Stateful([torch.tensor(number) for number in range(5)])
+
+    first = Recorder()
+    first.engine.run(data(), max_epochs=3)
+    for iteration in range(1, 15):
+        assert Recorder().resumed(first.states[iteration], data()) == first.seen[iteration:]
+
+
+@pytest.mark.parametrize("data", [lambda: DataLoader(Stream(), batch_size=3), lambda: iter(DataLoader(Stream(), 3))])
+def test_other_streams_are_skipped_forward_with_a_warning_of_what_it_costs(data):
+    first = Recorder()
+    first.engine.run(data(), max_epochs=1)
+    with pytest.warns(UserWarning, match="2 batches are loaded and thrown away"):
+        seen = Recorder().resumed({**first.states[2], "max_epochs": 1}, data())
+    assert seen == first.seen[2:]
+
+
+def test_sequences_and_loaders_of_torch_are_read_from_their_beginning_and_their_state_is_that_of_the_api():
+    for data in ([torch.tensor(1), torch.tensor(2)], DataLoader(range(4), batch_size=2)):
+        first = Recorder()
+        first.engine.run(data, max_epochs=2)
+        assert list(first.states[3]) == ["epoch_length", "iteration", "max_epochs"]
+        assert Recorder().resumed(first.states[3], data) == first.seen[:1]
+
+
+# --- the share of a batch ----------------------------------------------------------------------------------------
+
+
+def test_a_single_process_has_all_of_each_batch():
+    shares = []
+    Engine(lambda engine, batch: shares.append(engine.batch_share)).run(loader())
+    assert shares == [1.0] * 4
+    assert Engine(lambda engine, batch: None).batch_share == 1.0
+
+
+def test_the_loss_of_the_trainer_is_scaled_by_the_share(monkeypatch):
+    monkeypatch.setattr(Engine, "batch_share", 2.0)
+    gradients, losses = [], []
+    model = torch.nn.Linear(1, 1, bias=False)
+    for steps in (1, 2):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        trainer = create_supervised_trainer(
+            model, optimizer, lambda y_pred, y: y_pred.mean(), gradient_accumulation_steps=steps
+        )
+        trainer.run([(torch.ones(2, 1), torch.ones(2, 1))] * steps)
+        gradients.append(model.weight.grad.item())
+        losses.append(trainer.state.output)
+    assert gradients == [2.0, 2.0]
+    assert losses[0] == pytest.approx(model.weight.item())
