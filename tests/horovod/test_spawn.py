@@ -152,6 +152,7 @@ def running(folder: Path, seconds: float) -> Iterator[subprocess.Popen[bytes]]:
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # where these tests run in the background
         )
     try:
         yield script

@@ -134,10 +134,7 @@ def seed_generators(bits: int) -> None:
     random.seed(bits)
     torch.default_generator.manual_seed(bits & 0xFFFFFFFF)
     if (numpy := sys.modules.get("numpy")) is not None:
-        try:
-            numpy.random.seed(bits >> 32)
-        except TypeError:  # somebody has put another bit generator in the place of the Mersenne twister
-            numpy.random.set_state(type(numpy.random.get_bit_generator())(bits >> 32).state)
+        numpy.random.seed(bits >> 32)
 
 
 @contextmanager

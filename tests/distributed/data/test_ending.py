@@ -151,7 +151,7 @@ def test_an_error_of_one_rank_is_raised_on_all_at_its_step():
         got = []
         with store_is_left_clean(), pytest.raises((RuntimeError, KeyError)) as caught:
             got.extend(
-                iter_into(ending_together(Loader(5, KeyError("broken")) if rank == 1 else Loader(9), window), got)
+                read_into(got, ending_together(Loader(5, KeyError("broken")) if rank == 1 else Loader(9), window))
             )
         assert got == [0, 1, 2, 3, 4]
         assert caught.type is (KeyError if rank == 1 else RuntimeError)
