@@ -22,7 +22,8 @@ class Accumulation:
     """Collects the gradients of a window of micro-batches, and steps at its end or the end of the epoch.
 
     Windows begin anew with each epoch, so the last one of an epoch may be shorter; it is stepped too, with the
-    mean over what it holds. Ranks exchange gradients in the last micro-batch of a window only, where the model
+    mean over what it holds. A state of the engine that is saved inside of a window goes back to its start, as the
+    gradients so far are not saved. Ranks exchange gradients in the last micro-batch of a window only, where the model
     offers that (``no_sync``) and the length of the epoch is known.
 
     Args:
@@ -61,6 +62,8 @@ class Accumulation:
         if place == 0 or iteration != self._next:  # the latter after a failure or a jump
             self.update.optimizer.zero_grad()
             self._pending, self._weight, self._synchronized = 0, 0.0, True
+            if self._size > 1:
+                engine.hold_position()
         self._next, self._whole = None, True
         return place == self._size - 1 or self._ends_early(engine)
 
@@ -88,6 +91,7 @@ class Accumulation:
         self._weight = self._weight + self._latest
         if last:
             self.finish()
+            engine.release_position()
 
     def finish(self) -> None:
         """Step with what was collected; if the window is shorter than the others, mend the mean first."""
@@ -119,11 +123,12 @@ class Accumulation:
 
     def _flush_if_reached(self, engine: Any) -> None:
         if engine.state.max_iters is not None and engine.state.iteration >= engine.state.max_iters:
-            self._flush()  # else somebody ended the run, perhaps because these gradients are bad
+            self._flush(engine)  # else somebody ended the run, perhaps because these gradients are bad
 
-    def _flush(self) -> None:
+    def _flush(self, engine: Any) -> None:
         if self._pending and self._whole:
             self.finish()
+        engine.release_position()
 
     # --- ranks ---------------------------------------------------------------------------------------------
 

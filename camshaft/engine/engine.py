@@ -79,6 +79,21 @@ class Engine(EventSource[Batch, Output], Stoppable, Savable):
         """
         return 1.0 if self._run is None else self._run.feed.share()
 
+    def hold_position(self) -> None:
+        """Let a state that is saved from now on go back to the start of this iteration.
+
+        This is for steps that collect gradients over several iterations, as those of supervised trainers do by
+        themselves: what was collected is not saved, so its batches are given again to a run that goes on from the
+        state. :meth:`release_position` when the gradients are in the weights.
+        """
+        if self._run is not None:
+            self._run.feed.held_at = self.state.iteration - 1
+
+    def release_position(self) -> None:
+        """Let a state that is saved from now on go on where the run is."""
+        if self._run is not None:
+            self._run.feed.held_at = None
+
     @property
     def state(self) -> State[Batch, Output]:
         """What the engine knows of its run."""
@@ -151,20 +166,24 @@ class Engine(EventSource[Batch, Output], Stoppable, Savable):
 
     def _resume(self, request: Request) -> Run:
         length_was_known = self.state.epoch_length is not None
-        begins_anywhere = self._loaded or (self._reopens() and exact_batches(request.data) is not None)
-        self._goes_on_at = self._position if begins_anywhere else None
-        recount = recounted(self.state, request.data, self._goes_on_at)
+        reopens = self._reopens()
+        begins_anywhere = self._loaded or (reopens and exact_batches(request.data) is not None)
+        position = dict(self._position) if begins_anywhere and self._position is not None else None
+        recount = recounted(self.state, request.data, position)
         found = request.resume(self.state, suspended=False)
+        redo = 0 if position is None else position.pop("redo", 0)
+        self._goes_on_at = position
         if recount is not None:
             self.state.iteration, self.state.epoch_length = recount
             self.state.epoch = self.state.iteration // self.state.epoch_length
             self.logger.info("The loader makes %d batches of an epoch now: iterations are counted anew", recount[1])
+        self.state.iteration -= redo if recount is None else 0
         self._found_length = self._found_length if found is None else found
-        if self._reopens():
+        if reopens and recount is None:
             assert self._stood is not None, "else nothing is taken up again"
             self.state.epoch -= 1
-            self._stood = Standing.of(self.state, self._stood.done)
-        elif not length_was_known and self.state.epoch_length is not None:
+            self._stood = Standing.of(self.state, self._stood.done - redo)
+        elif (redo or not length_was_known) and self.state.epoch_length is not None:
             self.state.epoch = self.state.iteration // self.state.epoch_length
         self._log_resuming()
         return self._start(request.data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from camshaft.engine.data import announce_epoch, length_of
 from camshaft.engine.event import Events
 from camshaft.engine.plan import Plan
-from camshaft.engine.position import Position, exact_batches, position_of
+from camshaft.engine.position import Position, exact_batches, goes_back, position_of
 
 if TYPE_CHECKING:
     from camshaft.engine.engine import Engine
@@ -30,12 +31,14 @@ class Feed:
         fetching: the plan of ``GET_BATCH_STARTED``, or a silent one without data.
         fetched: the plan of ``GET_BATCH_COMPLETED``, likewise.
         cut_after: iterations of the last epoch, if it was cut short and so began a new pass; else ``None``.
+        held_at: iterations done where a saved state goes back to, or ``None`` to go on where the run is.
     """
 
     def __init__(self, engine: Engine[Any, Any]) -> None:
         self.engine = engine
         self.iterator: Iterator[Any] | None = None
         self.cut_after: int | None = None
+        self.held_at: int | None = None
         self.begun = False
         self.fetching = self.fetched = _SILENT
         self._announced: Any = None
@@ -68,7 +71,7 @@ class Feed:
     def cut(self, done: int) -> None:
         """Give up the pass; the next epoch begins another one."""
         if self.iterator is not None:
-            self.iterator, self.cut_after = None, done
+            self.iterator, self.cut_after, self.held_at = None, done, None
 
     def replace(self, data: Any) -> None:
         """Go on with other data, now if a pass is live."""
@@ -106,14 +109,30 @@ class Feed:
         if engine.state.dataloader is None or not self.begun:
             return engine._goes_on_at
         batches = engine.state.iteration - self._first_iteration
+        redo = self._to_redo(batches)
+        batches -= redo
         over = self.iterator is None or (self._length is not None and batches >= self._length)
-        return position_of(engine.state.dataloader, batches, over=over)
+        position = position_of(engine.state.dataloader, batches, over=over)
+        return {**(position or {"batches": 0}), "redo": redo} if redo else position
 
     def share(self) -> float:
         """Give the size of this rank's batch over the mean size of those of all ranks."""
         if self._shares is None:
             return 1.0
         return self._shares(self.engine.state.iteration - self._first_iteration - 1)
+
+    def _to_redo(self, batches: int) -> int:
+        """Count the iterations since the place that is held, if the data can go back there."""
+        redo = 0 if self.held_at is None else max(0, self.engine.state.iteration - self.held_at)
+        if redo > batches or (redo and not goes_back(self.engine.state.dataloader)):
+            warnings.warn(
+                f"the state is saved in the middle of a window of accumulated gradients, and the data cannot go back to "
+                f"its start: the gradients of {redo} batches are lost to a run that goes on from it; save at the end of "
+                "a window",
+                stacklevel=2,
+            )
+            return 0
+        return redo
 
     def _opened(self) -> None:
         sampler = exact_batches(self.engine.state.dataloader)

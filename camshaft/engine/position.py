@@ -47,6 +47,11 @@ def position_of(data: Any, batches: int, *, over: bool) -> dict[str, Any] | None
     return None
 
 
+def goes_back(data: Any) -> bool:
+    """Say whether :func:`position_of` can tell of batches before the last one."""
+    return exact_batches(data) is not None or not _is_stateful(data)
+
+
 def recounted(state: State[Any, Any], data: Any, position: Position | None) -> tuple[int, int] | None:
     """Count the iterations anew, if the loader now makes more or fewer batches of an epoch than when it was saved.
 
@@ -70,7 +75,7 @@ def recounted(state: State[Any, Any], data: Any, position: Position | None) -> t
     epochs_are_passes = state.epoch_length == position["steps"]
     if length is None or not state.epoch_length or not epochs_are_passes or length == state.epoch_length:
         return None
-    begun = state.iteration // state.epoch_length + epoch - position["epoch"]
+    begun = (state.iteration - position.get("redo", 0)) // state.epoch_length + epoch - position["epoch"]
     return begun * length + left_out, length
 
 

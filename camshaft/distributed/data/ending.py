@@ -118,6 +118,9 @@ class Ahead:
         """Raise if the pass ends with an error, wherever that is; one behind the end is nobody's."""
         failed = {other: row.error for other, row in enumerate(rows) if row.error is not None and row.count == count}
         if rank in failed and self._error is not None:
-            raise self._error
+            try:
+                raise self._error
+            finally:
+                self._error = None  # it knows this object: together they would outlast the loader's workers
         for other, reason in failed.items():
             raise RuntimeError(f"rank {other} failed to load batch {number}: {reason}")

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from camshaft.distributed.data.randomness import random_bits, signed
 
-_DOUBLE_ROUNDS = 4  # no test on a million orders tells six single rounds from chance; two are for what no test saw
+# After two, the differences between neighbours show in a million orders that something is wrong; after three nothing
+# does, and what is left must be weaker by the square of the size of a half: nobody will see so many orders.
+_DOUBLE_ROUNDS = 3
 
 
 def _constant(number: int) -> Tensor:

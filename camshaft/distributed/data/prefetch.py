@@ -66,7 +66,10 @@ class Prefetching(LookingAhead):
         ahead = _next(batches, copies)
         while ahead is not None:
             if isinstance(ahead, Exception):
-                raise ahead
+                try:
+                    raise ahead
+                finally:
+                    del ahead  # it knows this frame: together they would outlast the loader's workers
             copy, state = ahead
             ahead = _next(batches, copies)
             batch, self._reached = copy.received(), state

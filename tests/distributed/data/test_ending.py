@@ -10,6 +10,7 @@ from datetime import timedelta
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -127,17 +128,18 @@ def test_the_store_does_not_grow():
     assert most <= 2 + 2 * 3 + 1, "what each has said, two windows, and how many have left"
 
 
-def allow_workers():
-    """Let this rank have child processes, which daemons may not have."""
+def loader_of(dataset, workers):
+    """Make a loader on a rank, which is a daemon and otherwise may have no workers, and not soon."""
     multiprocessing.process.current_process()._config["daemon"] = False
+    context = "fork" if workers else None
+    return DataLoader(dataset, batch_size=2, num_workers=workers, multiprocessing_context=context)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_batches_of_workers_end_together(workers):
-    allow_workers()
     dataset = Samples(20 + 10 * idist.get_rank())
-    loader = ending_together(DataLoader(dataset, batch_size=2, num_workers=workers), 3)
+    loader = ending_together(loader_of(dataset, workers), 3)
     for _ in range(2):
         assert len(list(loader)) == 10
     assert loader.dataset is dataset
@@ -167,14 +169,14 @@ def read_into(got, loader):
 @on_ranks(2)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_in_a_worker_is_raised_on_all(workers):
-    allow_workers()
     rank = idist.get_rank()
     dataset = Samples(20, bad=8 if rank == 0 else None)
     error, text = (
         (ValueError, "broken") if rank == 0 else (RuntimeError, "rank 0 failed to load batch [1-9]: ValueError")
     )
-    with pytest.raises(error, match=text):
-        list(ending_together(DataLoader(dataset, batch_size=2, num_workers=workers)))
+    soon = mock.patch.object(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)  # workers that failed end so
+    with soon, pytest.raises(error, match=text):
+        list(ending_together(loader_of(dataset, workers)))
 
 
 @on_ranks(2)

@@ -23,7 +23,7 @@ def one_by_one(n: int, value: int, member: int | None) -> int:
     """Do in integers of any size what the network does in int32."""
     num_bits = (n - 1).bit_length() // 2
     num_left, half = -(-n // 2**num_bits), 2**num_bits // 2
-    keys = [key >> 32 for key in random_bits(KEY, torch.arange(-8, 0)).tolist()]
+    keys = [key >> 32 for key in random_bits(KEY, torch.arange(-6, 0)).tolist()]
     high = low = 0
     if member is not None:
         bits = int(random_bits(KEY, torch.tensor(member)))

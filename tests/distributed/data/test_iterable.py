@@ -6,8 +6,10 @@ import copy
 import gc
 import itertools
 import pickle
+from unittest import mock
 
 import pytest
+import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from camshaft.distributed.data.iterable import sharded
@@ -143,4 +145,5 @@ def test_what_cannot_be_split_is_refused():
     dataset = sharded(Files(range(4)), 0, 3)
     with pytest.raises(ValueError, match="got num_shards=4 for 3 ranks with 2 workers each"):
         read(dataset, 2)
-    gc.collect()  # the workers end with their loader, which the traceback held
+    with mock.patch.object(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1):
+        gc.collect()  # the workers end with their loader, which the traceback held

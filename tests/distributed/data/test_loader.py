@@ -360,14 +360,15 @@ def test_all_else_that_torch_takes_is_loaded_as_torch_does_it():
         assert equal(*drawn)
 
 
-def test_an_error_in_a_worker_is_told_as_usual(workers):
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_error_in_a_worker_is_told_as_usual(num_workers):
     class Broken(Augmented):
         def __getitem__(self, index):
             if index == 4:
                 raise KeyError("no such sample")
             return index
 
-    iterator = iter(Loader(Broken(), batch_sampler=Batches(), **workers))
+    iterator = iter(Loader(Broken(), batch_sampler=Batches(), num_workers=num_workers))
     assert next(iterator).tolist() == [0, 1, 2]
     with pytest.raises(KeyError, match="no such sample"):
         next(iterator)

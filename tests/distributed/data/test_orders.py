@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from camshaft.distributed.data import orders
 from camshaft.distributed.data.orders import Order, Sequential, Shuffled, ShuffledWindows, Weighted
 from camshaft.distributed.data.permutation import BLOCK, LARGEST, SORTED
 from tests.distributed.data.chance import histogram, looks_random
@@ -66,8 +67,8 @@ def test_each_seed_and_each_epoch_has_an_order_of_its_own(order: Order) -> None:
 
 def test_orders_stay_what_they_are() -> None:
     """A position saved by an earlier version goes on with the same samples; else, raise VERSION."""
-    orders = [Shuffled(10), Shuffled(20_000), Shuffled(10**12), ShuffledWindows(20, 6), Weighted([1.0, 2.0, 3.0], 9)]
-    assert [one.indices(3, 5, 2, 7).tolist() for one in orders] == [
+    all_kinds = [Shuffled(10), Shuffled(20_000), Shuffled(10**12), ShuffledWindows(20, 6), Weighted([1.0, 2.0, 3.0], 9)]
+    assert [one.indices(3, 5, 2, 7).tolist() for one in all_kinds] == [
         [0, 5, 2, 3, 8],
         [2068, 12232, 17937, 11136, 18496],
         [185813211967, 179084834394, 164447377080, 415141526652, 92576804112],
@@ -170,9 +171,14 @@ def test_weights_of_any_size_and_type_are_taken(weights: Any) -> None:
     assert 1 not in drawn
 
 
-def test_the_last_sample_is_drawn_and_none_behind_it() -> None:
-    order = Weighted(torch.ones(10**5), 10**6)
-    assert epoch_of(order).max() == 10**5 - 1
+@pytest.mark.parametrize("bits", [0, -1], ids=["lowest", "highest"])
+@pytest.mark.parametrize("weight", [1.0, 1 + 2**-52, 2 - 2**-52, 0.1])
+def test_also_the_ends_of_chance_hit_a_sample_that_has_a_weight(
+    bits: int, weight: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = Weighted([0.0, weight, 0.0, 0.0])
+    monkeypatch.setattr(orders, "random_bits", lambda key, positions: torch.full_like(positions, bits))
+    assert epoch_of(order).tolist() == [1, 1, 1, 1]
 
 
 def test_as_many_are_drawn_as_there_are_weights_if_not_said() -> None:
@@ -193,18 +199,18 @@ def test_weights_that_change_later_do_not_count() -> None:
 
 
 def test_descriptions_tell_apart_what_gives_other_samples() -> None:
-    swapped = torch.ones(BLOCK + 2)
-    swapped[[3, BLOCK + 1]] = torch.tensor([2.0, 3.0])
-    other = torch.ones(BLOCK + 2)
-    other[[3, BLOCK + 1]] = torch.tensor([3.0, 2.0])
-    orders: list[Order] = [
+    swapped = torch.ones(BLOCK + 4)
+    swapped[[3, BLOCK + 3]] = torch.tensor([2.0, 3.0])
+    other = torch.ones(BLOCK + 4)
+    other[[3, BLOCK + 3]] = torch.tensor([3.0, 2.0])
+    different: list[Order] = [
         *(Sequential(10), Sequential(11), Shuffled(10), Shuffled(11)),
         *(ShuffledWindows(10, 5), ShuffledWindows(10, 4), ShuffledWindows(11, 5)),
         *(Weighted([1.0, 2.0]), Weighted([2.0, 1.0]), Weighted([1.0, 2.0], 3), Weighted([1.0, 2.0, 0.0], 2)),
         *(Weighted(swapped), Weighted(other)),
     ]
-    descriptions = [order.describe() for order in orders]
-    assert len(set(descriptions)) == len(orders)
+    descriptions = [order.describe() for order in different]
+    assert len(set(descriptions)) == len(different)
     assert Shuffled(10).describe() == "shuffled, 10 samples, version 1"
     assert Weighted([1, 2]).describe() == Weighted(torch.tensor([1.0, 2.0])).describe()
 
