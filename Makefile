@@ -54,6 +54,7 @@ bench:
 	@$(ENVIRONMENT) bench python benchmarks/engine_overhead.py $(ARGS)
 	@$(ENVIRONMENT) bench python benchmarks/collectives.py
 	@$(ENVIRONMENT) bench python benchmarks/import_time.py
+	@$(ENVIRONMENT) bench python benchmarks/sampler.py
 
 format:
 	@$(ENVIRONMENT) dev ruff format .

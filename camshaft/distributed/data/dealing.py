@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+from torch import Tensor
+
 
 class Deal(ABC):
     """Deals the positions of an epoch that are left to ranks, in steps.
@@ -97,6 +100,19 @@ class EvenDeal(Deal):
         begin = self.begin + step * self.batch_size
         is_last = step == self.steps - 1 and not self.drop_last
         return begin, self.end if is_last else begin + self.batch_size
+
+    def positions(self, steps: range, rank: int) -> tuple[Tensor, list[int]]:
+        """Give the positions of a rank in steps that follow each other, and how many there are in each."""
+        alike = range(steps.start, min(steps.stop, self.steps - 1))  # the last may be of another size
+        first, last = (number * self.batch_size // self.ranks for number in (rank, rank + 1))
+        begins = torch.arange(alike.start, alike.stop).mul_(self.batch_size).add_(self.begin)
+        positions = (begins.unsqueeze(1) + torch.arange(first, last)).flatten()
+        sizes = [last - first] * len(alike)
+        if steps.stop == self.steps:
+            begin, end = self.part(self.steps - 1, rank)
+            positions = torch.cat([positions, torch.arange(begin, end)])
+            sizes.append(end - begin)
+        return positions, sizes
 
     def samples_of(self, rank: int) -> int:
         """Count what a rank gets in all steps, of which all but the last are alike."""

@@ -14,6 +14,8 @@ from torch import Tensor
 from camshaft.distributed.data.permutation import BLOCK, Permutation, check_count, check_positions
 from camshaft.distributed.data.randomness import VERSION, key_of, random_bits, shifted_right
 
+_permutation = lru_cache(maxsize=16)(Permutation)  # making one takes as long as some thousand positions
+
 
 class Order(ABC):
     """Says which sample stands at each position of an epoch, and remembers nothing.
@@ -115,7 +117,7 @@ class Shuffled(Order):
         return f"shuffled, {self.length} samples, version {VERSION}"
 
     def _at(self, seed: int, epoch: int, positions: Tensor) -> Tensor:
-        return Permutation(self.length, key_of(seed, epoch, self.length))(positions)
+        return _permutation(self.length, key_of(seed, epoch, self.length))(positions)
 
 
 @dataclass(frozen=True)
@@ -149,11 +151,11 @@ class ShuffledWindows(Order):
         end = begin + rest
         others = (positions - rest * (positions >= end)).clamp_(max=full * window - 1)  # as if it were not there
         places = others // window
-        windows = Permutation(full, windows_key)(places)
-        indices = Permutation(window, window_key)(others - places * window, windows) + windows * window
+        windows = _permutation(full, windows_key)(places)
+        indices = _permutation(window, window_key)(others - places * window, windows) + windows * window
         if rest:
             inside = ((begin <= positions) & (positions < end)).nonzero().squeeze(1)
-            among_rest = Permutation(rest, rest_key)(positions.index_select(0, inside) - begin)
+            among_rest = _permutation(rest, rest_key)(positions.index_select(0, inside) - begin)
             indices.index_copy_(0, inside, among_rest + full * window)
         return indices
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
 from torch.utils.data import BatchSampler, Sampler
 
 from camshaft.distributed.context import current
@@ -15,11 +14,11 @@ from camshaft.distributed.data.dealing import Deal, DealOfBatches, EvenDeal
 from camshaft.distributed.data.drawing import Drawn, length_of
 from camshaft.distributed.data.loader import Indices
 from camshaft.distributed.data.orders import Order, Sequential
+from camshaft.distributed.data.permutation import BLOCK
 from camshaft.distributed.data.position import check_position
 from camshaft.distributed.sampling import DistributedProxySampler
 
 _FIRST = 1 << 10  # indices that are read at first, so that a pass begins soon
-_MOST = 1 << 16  # indices that are read at a time, so that memory does not grow
 
 
 @dataclass
@@ -123,24 +122,27 @@ class ExactBatchSampler(BatchSampler):
         self._begin, self._left_out, self._told = 0, 0, False
         steps, step, most = now.deal.steps, 0, _FIRST
         while step < steps:
-            count = min(max(1, most // max(1, self.batch_size)), steps - step)
-            yield from self._read(now, range(step, step + count))
-            step, most = step + count, min(4 * most, _MOST)
+            count = min(max(1, most // self.batch_size), steps - step)
+            samples, sizes = self._read(now, range(step, step + count))
+            end = 0
+            for size in sizes:
+                begin, end = end, end + size
+                yield Indices(samples[begin:end], self.seed, now.epoch)
+            step, most = step + count, min(4 * most, BLOCK)
 
     def _next_pass(self) -> _Pass:
         return _Pass(self.epoch, self._left_out, self._deal(self._begin), self._drawn)
 
-    def _read(self, now: _Pass, steps: range) -> Iterator[Indices]:
-        parts = [now.deal.part(step, self.rank) for step in steps]
+    def _read(self, now: _Pass, steps: range) -> tuple[list[Any], list[int]]:
+        """Give the samples of this rank in some steps, and how many there are in each."""
         if now.drawn is not None:
-            lists = [now.drawn.samples[begin:end] for begin, end in parts]
-        else:
-            assert isinstance(self.source, Order), "all else is drawn"
-            positions = torch.cat([torch.arange(begin, end) for begin, end in parts])
-            samples = iter(self.source.at(self.seed, now.epoch, positions).tolist())
-            lists = [list(itertools.islice(samples, end - begin)) for begin, end in parts]
-        for indices in lists:
-            yield Indices(indices, self.seed, now.epoch)
+            parts = [now.deal.part(step, self.rank) for step in steps]
+            drawn = [sample for begin, end in parts for sample in now.drawn.samples[begin:end]]
+            return drawn, [end - begin for begin, end in parts]
+        assert isinstance(self.source, Order), "all else is drawn"
+        assert isinstance(now.deal, EvenDeal), "an order has no batches of its own"
+        positions, sizes = now.deal.positions(steps, self.rank)
+        return self.source.at(self.seed, now.epoch, positions).tolist(), sizes
 
     def _deal(self, begin: int) -> Deal:
         """Deal what is left of the next epoch."""

@@ -1,0 +1,192 @@
+#!/usr/bin/env python3
+"""What does the order of an epoch cost: until its first index, for each index, and in memory?
+
+python benchmarks/sampler.py --lengths 10000 1000000
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DistributedSampler, RandomSampler
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this clone, installed or not
+
+from benchmarks.measuring import Contender, Spread, interleave, report, seconds_of
+from camshaft.distributed.data import ExactBatchSampler, Shuffled
+
+MILLISECOND = 1e-3
+LENGTHS = (10**4, 10**6, 10**8, 10**12)
+LONGEST_OF_PEERS = 10**7  # unless asked for more
+LONGEST_READ = 10**6
+BATCH_SIZE = 64  # of a rank
+
+Epochs = Callable[[int], Iterator[int]]  # takes the number of an epoch, and gives the indices of one rank
+
+
+def random_sampler(length: int, ranks: int) -> Epochs:
+    sampler = RandomSampler(range(length))
+    return lambda epoch: iter(sampler)
+
+
+def distributed_sampler(length: int, ranks: int) -> Epochs:
+    sampler: DistributedSampler[Any] = DistributedSampler(cast(Any, range(length)), num_replicas=ranks, rank=ranks - 1)
+
+    def indices(epoch: int) -> Iterator[int]:
+        sampler.set_epoch(epoch)
+        return iter(sampler)
+
+    return indices
+
+
+def camshaft(length: int, ranks: int) -> Epochs:
+    batches = ExactBatchSampler(Shuffled(length), BATCH_SIZE * ranks, num_replicas=ranks, rank=ranks - 1)
+
+    def indices(epoch: int) -> Iterator[int]:
+        batches.set_epoch(epoch)
+        return iter(batches.sampler)
+
+    return indices
+
+
+# what the columns are called, who is in them, and for how many ranks
+CONTENDERS: dict[str, tuple[Callable[[int, int], Epochs], int]] = {
+    "RandomSampler": (random_sampler, 1),
+    "camshaft": (camshaft, 1),
+    "DistributedSampler, 1 of 2": (distributed_sampler, 2),
+    "camshaft, 1 of 2": (camshaft, 2),
+    "DistributedSampler, 1 of 8": (distributed_sampler, 8),
+    "camshaft, 1 of 8": (camshaft, 8),
+}
+CEILINGS = {"first index, ms": 5.0, "memory, MB": 5.0}  # of each camshaft, from 10**8 samples on
+SPEEDS = {  # in times those of a peer, at 10**6 samples
+    ("camshaft", "RandomSampler"): 0.5,
+    ("camshaft, 1 of 2", "DistributedSampler, 1 of 2"): 1.0,
+    ("camshaft, 1 of 8", "DistributedSampler, 1 of 8"): 1.0,
+}
+SPEED = "million indices per s"
+
+
+def first_index(name: str, epochs: Epochs) -> Contender:
+    numbers = itertools.count()
+    return Contender(name, lambda iterations: seconds_of(lambda: next(epochs(next(numbers)))))
+
+
+def all_indices(name: str, epochs: Epochs, longest: int) -> Contender:
+    """Time an epoch, or the beginning of a very long one, per index."""
+    numbers = itertools.count()
+
+    def run(iterations: int) -> float:
+        began = perf_counter()
+        ((count, _),) = deque(enumerate(itertools.islice(epochs(next(numbers)), longest), start=1), maxlen=1)
+        return (perf_counter() - began) / count
+
+    return Contender(name, run)
+
+
+def memory_of(name: str, length: int) -> float:
+    """Give the MB that an epoch needs at its peak, in a fresh process."""
+    command = [sys.executable, __file__, "--memory-of", name, "--lengths", str(length)]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def peak_memory(name: str, length: int) -> float:
+    make, ranks = CONTENDERS[name]
+    for warm_up in (100, 10**5):  # what torch loads and allocates once, whatever the length
+        list(make(warm_up, ranks)(0))
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # Linux forgets the peak so far
+    for _ in itertools.islice(make(length, ranks)(0), LONGEST_READ):
+        pass
+    return round((resident("VmHWM") - before) / 1024, 2)
+
+
+def resident(what: str) -> int:
+    """Read a size of this process, in KB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{what}:"))
+
+
+def measure(names: Sequence[str], length: int, repetitions: int) -> dict[str, dict[str, Spread]]:
+    """Let some contenders take turns at one length; give each figure of each."""
+    epochs = {name: CONTENDERS[name][0](length, CONTENDERS[name][1]) for name in names}
+    firsts = interleave([first_index(name, epochs[name]) for name in names], 1, repetitions)
+    # a peer that has made its order has paid for all of it, so it may read all of it
+    longest = {name: LONGEST_READ if name.startswith("camshaft") else length for name in names}
+    reads = interleave([all_indices(name, epochs[name], longest[name]) for name in names], 1, repetitions)
+    return {
+        "first index, ms": {name: Spread.of(sample, MILLISECOND) for name, sample in firsts.items()},
+        "memory, MB": {name: Spread.of([memory_of(name, length)]) for name in names},
+        SPEED: {name: Spread.of([1e-6 / seconds for seconds in sample]) for name, sample in reads.items()},
+    }
+
+
+def judge(what: str, length: int, spreads: dict[str, Spread]) -> tuple[str, str]:
+    """Give the target of a figure and whether camshaft reaches it; nothing where there is none."""
+    if what in CEILINGS and length >= 10**8:
+        ours = [spread.median for name, spread in spreads.items() if name.startswith("camshaft")]
+        return f"<= {CEILINGS[what]}", "reached" if max(ours) <= CEILINGS[what] else "missed"
+    if what == SPEED and length == 10**6:
+        reached = all(spreads[ours].median >= times * spreads[peer].median for (ours, peer), times in SPEEDS.items())
+        return f">= {', '.join(map(str, SPEEDS.values()))} times torch's", "reached" if reached else "missed"
+    return "", ""
+
+
+def short(length: int) -> str:
+    return f"{length:.0e}".replace("e+", "e")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
+    if options.memory_of:
+        print(peak_memory(options.memory_of, options.lengths[0]))
+        return
+    torch.set_num_threads(1)
+    ours = [name for name in CONTENDERS if name.startswith("camshaft")]
+    left_out, lines, results = {}, [], []
+    for length in options.lengths:
+        found = measure(list(CONTENDERS) if length <= LONGEST_OF_PEERS else ours, length, options.repetitions)
+        if LONGEST_OF_PEERS < length <= options.peers_up_to:
+            for name in CONTENDERS.keys() - set(ours):  # each alone, as it needs gigabytes, and once
+                for what, spreads in measure([name], length, 1).items():
+                    found[what] |= spreads
+        elif length > LONGEST_OF_PEERS:
+            left_out[f"torch's samplers at {short(length)}"] = f"--peers-up-to is {short(options.peers_up_to)}"
+        for what, spreads in found.items():
+            target, verdict = judge(what, length, spreads)
+            cells = [str(spreads.get(name, "")) for name in CONTENDERS]
+            lines.append([short(length), what, *cells, target, verdict])
+            result = {"length": length, "what": what, "target": target, "verdict": verdict, "figures": spreads}
+            results.append(result)
+    print(f"one of the ranks, in an epoch of so many samples; medians of {options.repetitions}, and quartiles")
+    report("sampler", ["samples", "what", *CONTENDERS, "target", "camshaft"], lines, left_out, rows=results)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=9, help="rounds that are measured (%(default)s)")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="of an epoch, in samples (%(default)s)")
+    parser.add_argument(
+        "--peers-up-to",
+        type=int,
+        default=LONGEST_OF_PEERS,
+        help="the longest epoch of torch's samplers; 100000000 take them 5 GB and minutes (%(default)s)",
+    )
+    parser.add_argument("--memory-of", choices=CONTENDERS, help="only print the MB that this one needs")
+    options = parser.parse_args(arguments)
+    if min(options.repetitions, *options.lengths) < 1:
+        parser.error("--repetitions and --lengths must be at least 1")
+    return options
+
+
+if __name__ == "__main__":
+    main()
