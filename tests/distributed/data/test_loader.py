@@ -22,6 +22,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from camshaft.distributed.data import augmentation
 from camshaft.distributed.data.augmentation import (
     fetches_batches,
     is_ready,
@@ -231,6 +232,21 @@ def test_collating_draws_other_numbers_than_fetching():
 
     seen = next(iter(Loader(First(), batch_sampler=[Indices([0], 1, 1)], collate_fn=lambda data: (data, draw()))))
     assert not set(seen[0]) & set(seen[1])
+
+
+# No more than is needed
+
+
+def test_samples_that_are_ready_are_not_seeded_one_by_one(monkeypatch):
+    seeded = []
+    monkeypatch.setattr(augmentation, "seed_generators", seeded.append)
+    list(Loader(list(range(N)), batch_sampler=Batches(), collate_fn=list))
+    assert len(seeded) == len(Batches())
+
+
+def test_workers_keep_no_states(monkeypatch):
+    monkeypatch.setattr(augmentation, "kept_generators", None)
+    assert len(list(Loader(Augmented(), batch_sampler=Batches(), num_workers=1))) == len(Batches())
 
 
 # The main process
