@@ -41,6 +41,7 @@ def fresh(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a fresh interpreter that finds this clone."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # nobody compiles a library anew at each start
     return subprocess.run([sys.executable, *arguments], env=environment, check=True, capture_output=True, text=True)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.guards import GUARDS
@@ -18,6 +19,8 @@ settings.load_profile("camshaft")
 collect_ignore = [
     name for name, module in (("xla", "torch_xla"), ("horovod", "horovod")) if not importlib.util.find_spec(module)
 ]
+if not torch.cuda.is_available():
+    collect_ignore.append("gpu")
 # they make hosts of their own, which takes root, and Slurm is no package of Python: make test-hosts, make test-slurm
 APART = tuple(Path(__file__).parent / name for name in ("hosts", "slurm"))
 

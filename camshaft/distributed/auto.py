@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from camshaft.distributed.context import current
 from camshaft.distributed.data.building import make_loader
+from camshaft.distributed.data.ending import EvenLoader, ending_together
 from camshaft.distributed.sampling import DistributedProxySampler
 
 __all__ = ["DistributedProxySampler", "auto_dataloader", "auto_model", "auto_optim"]
@@ -82,8 +83,9 @@ def auto_dataloader(dataset: Dataset[Any], **kwargs: Any) -> DataLoader[Any]:
 
     With more ranks than one, ``batch_size`` is that of all ranks together, or of each if it is smaller than their
     number; ``num_workers`` is that of a node, divided by its processes and rounded up; and the samples are
-    **shuffled unless shuffle=False is given**. A batch sampler must give each rank its own batches, and an iterable
-    dataset its own data.
+    **shuffled unless shuffle=False is given**. A batch sampler must give each rank its own batches. An iterable dataset
+    that has ``shard(num_shards=..., index=...)``, as those of Hugging Face, is split by rank and worker; any other must
+    itself give each rank its own data. All ranks end at the same step, that at which the first of them has run out.
 
     Args:
         dataset: what to load.
@@ -112,6 +114,8 @@ def auto_dataloader(dataset: Dataset[Any], **kwargs: Any) -> DataLoader[Any]:
     loader = make_loader(dataset, kwargs, backend.topology, logger)
     final = {name: getattr(loader, name) for name in ("batch_size", "num_workers", "sampler")}
     logger.info("DataLoader of %s with %s", type(dataset).__name__, {**kwargs, **final})
+    if device == "xla" and isinstance(loader, EvenLoader):  # what moves batches there reads them in a thread
+        return cast("DataLoader[Any]", ending_together(backend.wrap_loader(loader.plain)))
     return cast("DataLoader[Any]", backend.wrap_loader(loader))
 
 

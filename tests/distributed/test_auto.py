@@ -23,6 +23,7 @@ from torch.utils.data import (
 
 import camshaft.distributed as idist
 from camshaft.distributed.topology import Topology
+from camshaft.engine import Engine
 from tests.distributed.test_ranks import Somewhere, at_rank
 from tests.ranks import on_ranks
 
@@ -315,10 +316,34 @@ class Stream(IterableDataset):
 def test_an_iterable_dataset_is_the_business_of_the_user_and_the_log_says_so(on_rank_5_of_8, caplog):
     caplog.set_level(logging.INFO, logger=LOGGER)
     loader = idist.auto_dataloader(Stream(), batch_size=16)
+    assert isinstance(loader, DataLoader)
     assert loader.batch_size == 2
     assert not isinstance(loader.sampler, DistributedSampler)
-    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
     assert "it must give each rank its own data" in caplog.text
+
+
+class Sharded(IterableDataset):
+    def __init__(self, numbers):
+        self.numbers = numbers
+
+    def __iter__(self):
+        return iter(self.numbers)
+
+    def shard(self, num_shards, index):
+        return Sharded(self.numbers[index::num_shards])
+
+
+@on_ranks(3)
+def test_streams_are_split_if_they_say_how_and_all_ranks_end_at_the_same_step():
+    rank = idist.get_rank()
+    loader = idist.auto_dataloader(Sharded(range(11)), batch_size=3)
+    for _ in range(2):
+        assert [batch.tolist() for batch in loader] == [[rank], [rank + 3], [rank + 6]]
+    seen = []
+    Engine(lambda engine, batch: seen.append(batch.tolist())).run(
+        idist.auto_dataloader(Stream() if rank else Sharded(range(4)), batch_size=6), max_epochs=2
+    )
+    assert len(seen) == 2
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -14,6 +15,10 @@ import camshaft.distributed as idist
 from camshaft.engine import Engine, Events, create_supervised_trainer
 
 SIZE = 11
+
+
+def joined(batches):
+    return list(itertools.chain.from_iterable(batches))
 
 
 def loader(batch_size=3, workers=0, seed=0, size=SIZE, **options):
@@ -47,7 +52,7 @@ def whole():
 
 
 def test_an_uninterrupted_run_has_every_sample_once_an_epoch_and_another_order_in_each(whole):
-    epochs = [sum(whole.seen[begin : begin + 4], []) for begin in range(0, 28, 4)]
+    epochs = [joined(whole.seen[begin : begin + 4]) for begin in range(0, 28, 4)]
     assert all(sorted(epoch) == list(range(SIZE)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 7
 
@@ -107,11 +112,11 @@ def test_an_epoch_that_was_cut_short_is_followed_by_a_new_one(whole):
 def test_with_another_batch_size_the_rest_of_the_epoch_is_seen_once_and_iterations_are_counted_anew(whole):
     recorder = Recorder()
     seen = recorder.resumed(whole.states[6], loader(batch_size=2))
-    assert sorted(sum(whole.seen[4:6], []) + sum(seen[:3], [])) == list(range(SIZE))
+    assert sorted(joined(whole.seen[4:6]) + joined(seen[:3])) == list(range(SIZE))
     assert [len(batch) for batch in seen[:3]] == [2, 2, 1]
     assert recorder.engine.state.epoch_length == 6
     assert (recorder.engine.state.iteration, recorder.engine.state.epoch) == (42, 7)
-    assert [sorted(sum(seen[begin : begin + 6], [])) for begin in range(3, len(seen), 6)] == [list(range(SIZE))] * 5
+    assert [sorted(joined(seen[begin : begin + 6])) for begin in range(3, len(seen), 6)] == [list(range(SIZE))] * 5
 
 
 @pytest.mark.parametrize("epoch_length", [3, 6])

@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 from camshaft.distributed.data.orders import Order, Sequential, Shuffled, ShuffledWindows, Weighted
+from camshaft.distributed.data.prefetch import prefetch_to_device
 from camshaft.distributed.data.sampler import ExactBatchSampler, ExactSampler
 
-__all__ = ["ExactBatchSampler", "ExactSampler", "Order", "Sequential", "Shuffled", "ShuffledWindows", "Weighted"]
+__all__ = [
+    "ExactBatchSampler",
+    "ExactSampler",
+    "Order",
+    "Sequential",
+    "Shuffled",
+    "ShuffledWindows",
+    "Weighted",
+    "prefetch_to_device",
+]

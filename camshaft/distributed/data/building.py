@@ -9,6 +9,8 @@ from typing import Any, cast
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from camshaft.distributed.data.ending import EvenLoader
+from camshaft.distributed.data.iterable import sharded
 from camshaft.distributed.data.loader import Loader
 from camshaft.distributed.data.orders import Order, Sequential, Shuffled
 from camshaft.distributed.data.sampler import ExactBatchSampler
@@ -66,9 +68,13 @@ def _iterable(
 ) -> DataLoader[Any]:
     size = topology.world_size
     options["batch_size"] = _per_rank(options.pop("batch_size", 1), size)
-    if size > 1:
+    if size == 1:
+        return DataLoader(dataset, **options)
+    if callable(getattr(dataset, "shard", None)):
+        dataset = sharded(dataset, topology.rank, size)
+    else:
         logger.info("an iterable dataset is used as it is: it must give each rank its own data")
-    return DataLoader(dataset, **options)
+    return EvenLoader(dataset, **options)
 
 
 def _can_be_dealt(sampler: Any, batch_size: Any, topology: Topology) -> bool:

@@ -112,7 +112,6 @@ class InStore:
         self._ranks = range(size)
         self._full = full
         self._window = 0
-        self._is_over = False
         self._has_left = False
 
     def say(self, mine: Said) -> None:
@@ -127,7 +126,6 @@ class InStore:
             self._wait_for(f"{self._window}/all")
             if not int(self._store.get(f"{self._window}/all")):
                 return [Said(self._full)] * len(self._ranks)
-            self._is_over = True
             rows = [self._said(rank) for rank in self._ranks]
         except DistNetworkError as error:
             raise RankDivergenceError("the process that holds the store of this run has ended") from error
@@ -136,7 +134,7 @@ class InStore:
             raise RankDivergenceError(
                 f"rank {self._rank} goes on with {_WHAT}, but ranks {gone} have failed or stopped before its end"
             )
-        return [Said(*said) for _, *said in rows]
+        return [Said(count, error) for _, count, error in rows]
 
     def leave(self) -> None:
         """Tell those who might still wait; the last one deletes what is left."""
@@ -144,8 +142,7 @@ class InStore:
             return
         self._has_left = True
         with suppress(RuntimeError):  # the process that holds the store has ended already
-            if not self._is_over:
-                self._count_in(ends=True)
+            self._count_in(ends=True)
             if self._store.add("left", 1) == len(self._ranks):
                 for window in range(self._window - 1, self._window + 2):
                     self._forget(window)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
+
+from torch.utils.data import DataLoader
 
 from camshaft.distributed.context import current
 from camshaft.distributed.data.counting import Said, counting
@@ -81,6 +84,30 @@ class EndingTogether(LookingAhead):
 
 class StatefulEndingTogether(WithState, EndingTogether):
     """The same, of a loader that has a state."""
+
+
+class EvenLoader(DataLoader[Any]):
+    """A ``DataLoader`` that ends on all ranks together; see :func:`ending_together`.
+
+    Its length is not known: it is that of the rank with the fewest batches.
+
+    Args:
+        args, kwargs: for ``torch.utils.data.DataLoader``.
+
+    Attributes:
+        plain: the same loader, which ends where its own data do.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.plain: DataLoader[Any] = copy.copy(self)
+        self.plain.__class__ = DataLoader
+
+    def __iter__(self) -> Any:
+        return iter(ending_together(self.plain))
+
+    def __len__(self) -> int:
+        raise TypeError("the length of a loader that ends on all ranks together is not known before")
 
 
 class Ahead:

@@ -47,7 +47,8 @@ class Sharded(IterableDataset[Any]):
         self._rank = rank
         self._world_size = world_size
         self._part: Any = None  # what is being read
-        self._epoch = torch.tensor(_UNTOLD).share_memory_()  # workers that live on learn of a new one
+        self._epoch = torch.tensor(_UNTOLD)
+        self._epoch.share_memory_()  # type: ignore[no-untyped-call]  # so workers that live on learn of a new one
         self._hears_epochs = callable(getattr(dataset, "set_epoch", None))
 
     def set_epoch(self, epoch: int) -> None:

@@ -72,10 +72,8 @@ class Prefetching(LookingAhead):
                     del ahead  # it knows this frame: together they would outlast the loader's workers
             copy, state = ahead
             ahead = _next(batches, copies)
-            batch, self._reached = copy.received(), state
-            del copy  # the consumer alone holds the batch
-            yield batch
-            del batch
+            self._reached = state
+            yield copy.received()
         self._reached = None
 
 
@@ -124,12 +122,14 @@ class Copy:
         self._current_stream = current_stream
 
     def received(self) -> Any:
-        """Let the stream of the consumer wait, and the memory stay while that stream uses it."""
+        """Let the stream of the consumer wait, and the memory stay while that stream uses it; keep nothing here."""
         stream = self._current_stream()
         stream.wait_event(self._arrival)
         for tensor in self._tensors:
             tensor.record_stream(stream)
-        return self._batch
+        batch = self._batch
+        del self._batch, self._tensors
+        return batch
 
 
 class Leaf(ABC):  # noqa: B024  # asked with isinstance alone

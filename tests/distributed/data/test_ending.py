@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import multiprocessing
 import threading
+import time
 from datetime import timedelta
 from unittest import mock
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import camshaft.distributed as idist
+from camshaft.distributed.backends.native.backend import NativeBackend
 from camshaft.distributed.context import current
 from camshaft.distributed.data import counting, ending
 from camshaft.distributed.data.counting import ByCollectives, InStore, Said
@@ -195,6 +197,21 @@ def test_who_stops_with_all_others_leaves_nothing_behind():
     assert list(ending_together(Loader(2))) == [0, 1]
 
 
+@on_ranks(2)
+def test_who_stops_at_different_steps_leaves_nothing_behind():
+    rank = idist.get_rank()
+    for last, steps in itertools.product(range(2), [(1, 2), (2, 1), (3, 2), (2, 3)]):
+        with store_is_left_clean():
+            batches = iter(ending_together(Loader(9), 2))
+            assert len(list(itertools.islice(batches, steps[rank]))) == steps[rank]
+            if rank == last:
+                idist.barrier()
+                del batches
+            else:
+                del batches
+                idist.barrier()
+
+
 @on_ranks(3)
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_who_stops_alone_is_not_waited_for(steps):
@@ -256,12 +273,13 @@ def test_the_state_is_that_of_the_batches_given():
 
 @on_ranks(2)
 def test_behind_the_end_the_state_is_that_of_a_new_pass():
-    for lengths in [(4, 6), (4, 40), (6, 6)]:
+    for lengths in [(4, 5), (4, 6), (4, 40), (6, 6)]:
         loader = ending_together(Remembering(lengths[idist.get_rank()]), 3)
         assert len(list(loader)) == min(lengths)
         again = ending_together(Remembering(lengths[idist.get_rank()]), 3)
         again.load_state_dict(loader.state_dict())
-        assert again.state_dict() == loader.state_dict()
+        is_cut = lengths[idist.get_rank()] > min(lengths) + 1  # behind the window there may be more
+        assert again.state_dict() == loader.state_dict() == ({} if is_cut else {"next": 0})
         assert len(list(again)) == min(lengths)
 
 
@@ -326,6 +344,37 @@ def test_the_process_with_the_store_stays_until_all_have_read():
     staying.join(10)
     assert not staying.is_alive()
     assert store.num_keys() == 0
+
+
+@on_ranks(2)
+def test_the_process_with_the_store_may_end_before_the_others():
+    rank = idist.get_rank()
+    port = None
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+        port = store.port
+    port = idist.broadcast(port, safe_mode=True)
+    if rank == 1:
+        store = dist.TCPStore("127.0.0.1", port, 2, is_master=False)
+    stores = [store]
+    del store
+    with mock.patch.object(NativeBackend, "store", side_effect=lambda: stores[0]):
+        for batch in ending_together(Loader(2), 2):
+            if rank == 1 and batch == 1:
+                time.sleep(0.3)  # it has said that it has no more, and not heard that nobody has
+    stores.clear()  # and with it on rank 0 the server
+
+
+@on_ranks(2)
+def test_nobody_waits_for_the_last_step_of_the_others():
+    store = dist.distributed_c10d._get_default_store()
+    batches = iter(ending_together(Loader(1), 8))
+    assert next(batches) == 0
+    if idist.get_rank() == 0:
+        assert list(batches) == []
+        store.set("through", "")
+    store.wait(["through"], timedelta(seconds=5))
+    assert list(batches) == []
 
 
 def test_it_does_not_stay_for_ever():
