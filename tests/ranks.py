@@ -33,6 +33,7 @@ from camshaft.distributed import set_local_rank
 
 LIMIT = 30.0  # seconds that a test may take on its ranks
 PATIENCE = 3.0  # seconds that the others get when one rank has failed
+ENDED = "ended with exit code"
 
 context: Any = multiprocessing.get_context("forkserver")
 # optimizers import torch._dynamo in their first step
@@ -59,16 +60,32 @@ def run_on_ranks(
 
     If it raises on one of them, or takes too long, the test fails with the traceback of every rank.
     """
+    ranks = _run(size, limit, (function, args, kwargs))
+    if any(rank.failure for rank in ranks):
+        _fail(f"not all of the {size} ranks passed", ranks)
+    return [rank.result for rank in ranks]
+
+
+def kill_on_ranks(size: int, function: Callable[..., Any], /, *args: Any, limit: float = LIMIT, **kwargs: Any) -> None:
+    """Call a function on so many ranks that is to end each of them by SIGKILL; else the test fails."""
+    ranks = _run(size, limit, (function, args, kwargs))
+    if not all(rank.failure and rank.failure.startswith(f"{ENDED} {-signal.SIGKILL}\n") for rank in ranks):
+        _fail(f"not all of the {size} ranks were killed", ranks)
+
+
+def _run(size: int, limit: float, task: Any) -> list[Rank]:
     store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         ranks = [stack.enter_context(Rank(number, Path(folder) / str(number))) for number in range(size)]
         for rank in ranks:
-            rank.start(size, store.port, limit, (function, args, kwargs))
+            rank.start(size, store.port, limit, task)
         wait_for(ranks, limit)
-        if any(rank.failure for rank in ranks):
-            reports = (f"--- rank {rank.number}: {rank.failure or 'passed'}" for rank in ranks)
-            pytest.fail(f"not all of the {size} ranks passed\n" + "\n".join(reports), pytrace=False)
-        return [rank.result for rank in ranks]
+        return ranks
+
+
+def _fail(message: str, ranks: list[Rank]) -> None:
+    reports = (f"--- rank {rank.number}: {rank.failure or 'passed'}" for rank in ranks)
+    pytest.fail("\n".join([message, *reports]), pytrace=False)
 
 
 class Rank:
@@ -111,7 +128,7 @@ class Rank:
             passed, outcome = pickle.loads(self.connection.recv_bytes())
         except EOFError:
             self._process.join()
-            passed, outcome = False, f"ended with exit code {self._process.exitcode}\n{self._dump.read_text()}"
+            passed, outcome = False, f"{ENDED} {self._process.exitcode}\n{self._dump.read_text()}"
         self.result, self.failure = (outcome, None) if passed else (None, outcome)
 
     def abort(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from camshaft.engine.control import Stoppable
 from camshaft.engine.data import check_iterable
 from camshaft.engine.loop import Run
-from camshaft.engine.position import Position, exact_batches, open_at, recounted
+from camshaft.engine.position import Position, exact_batches, open_at, recounted, take_redo
 from camshaft.engine.resume import Request, Standing, has_target, target_of
 from camshaft.engine.saved import Savable
 from camshaft.engine.signatures import check_process_function
@@ -171,7 +171,7 @@ class Engine(EventSource[Batch, Output], Stoppable, Savable):
         position = dict(self._position) if begins_anywhere and self._position is not None else None
         recount = recounted(self.state, request.data, position)
         found = request.resume(self.state, suspended=False)
-        redo = 0 if position is None else position.pop("redo", 0)
+        redo = 0 if position is None else take_redo(position)
         self._goes_on_at = position
         if recount is not None:
             self.state.iteration, self.state.epoch_length = recount

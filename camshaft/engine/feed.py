@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
@@ -109,30 +108,18 @@ class Feed:
         if engine.state.dataloader is None or not self.begun:
             return engine._goes_on_at
         batches = engine.state.iteration - self._first_iteration
-        redo = self._to_redo(batches)
-        batches -= redo
+        redo = 0 if self.held_at is None else max(0, engine.state.iteration - self.held_at)
+        able = redo <= batches and goes_back(engine.state.dataloader)
+        batches -= redo if able else 0
         over = self.iterator is None or (self._length is not None and batches >= self._length)
         position = position_of(engine.state.dataloader, batches, over=over)
-        return {**(position or {"batches": 0}), "redo": redo} if redo else position
+        return {**(position or {"batches": 0}), "redo" if able else "lost": redo} if redo else position
 
     def share(self) -> float:
         """Give the size of this rank's batch over the mean size of those of all ranks."""
         if self._shares is None:
             return 1.0
         return self._shares(self.engine.state.iteration - self._first_iteration - 1)
-
-    def _to_redo(self, batches: int) -> int:
-        """Count the iterations since the place that is held, if the data can go back there."""
-        redo = 0 if self.held_at is None else max(0, self.engine.state.iteration - self.held_at)
-        if redo > batches or (redo and not goes_back(self.engine.state.dataloader)):
-            warnings.warn(
-                f"the state is saved in the middle of a window of accumulated gradients, and the data cannot go back to "
-                f"its start: the gradients of {redo} batches are lost to a run that goes on from it; save at the end of "
-                "a window",
-                stacklevel=2,
-            )
-            return 0
-        return redo
 
     def _opened(self) -> None:
         sampler = exact_batches(self.engine.state.dataloader)

@@ -52,6 +52,19 @@ def goes_back(data: Any) -> bool:
     return exact_batches(data) is not None or not _is_stateful(data)
 
 
+def take_redo(position: dict[str, Any]) -> int:
+    """Take out of a position how many iterations before the one it was saved in it is, and warn if it should be."""
+    if lost := position.pop("lost", 0):
+        warnings.warn(
+            "the state was saved in the middle of a window of accumulated gradients, to whose start its data cannot go "
+            f"back: the gradients of {lost} batches are lost; save at the end of a window, or use a loader of "
+            "auto_dataloader with epochs that are passes",
+            stacklevel=2,
+        )
+    redo: int = position.pop("redo", 0)
+    return redo
+
+
 def recounted(state: State[Any, Any], data: Any, position: Position | None) -> tuple[int, int] | None:
     """Count the iterations anew, if the loader now makes more or fewer batches of an epoch than when it was saved.
 

@@ -97,7 +97,8 @@ class Savable(Serializable):
 
         Where the data can go on in the middle of a pass, ``position`` is where: that of loaders that
         ``auto_dataloader`` makes, that of data with ``state_dict`` and ``load_state_dict``, and the number of batches
-        to skip of an iterator or a loader over an iterable dataset.
+        to skip of an iterator or a loader over an iterable dataset. In the middle of a window of accumulated gradients,
+        that is the start of the window, and the next run does its iterations again.
 
         >>> from camshaft.engine import Engine
         >>> dict(Engine(lambda engine, batch: None).state_dict())

@@ -1,0 +1,198 @@
+"""Real ranks that are killed and go on in other numbers: what they were given, and the weights they end with."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+import camshaft.distributed as idist
+from camshaft.engine import Engine, Events, create_supervised_evaluator, create_supervised_trainer
+from camshaft.handlers import Checkpoint, DiskSaver
+from camshaft.utils import manual_seed
+from tests.ranks import kill_on_ranks, run_on_ranks
+
+EPOCHS = 3
+
+
+class Noisy(Dataset):
+    """Samples of two numbers with noise of three generators, and their class."""
+
+    def __init__(self, length: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.samples = torch.randn(length, 2, dtype=torch.float64, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        sample = self.samples[index]
+        noise = random.random() + numpy.random.random() + torch.rand(2)
+        return sample + noise / 8, int(sample[0] * sample[1] > 0)
+
+
+def kill_all_of_this_rank() -> None:
+    os.killpg(0, signal.SIGKILL)  # and its workers, which would keep its pipe to the test open
+
+
+def prepare_to_be_killed_with_workers() -> None:
+    os.setpgid(0, 0)
+    multiprocessing.process.current_process()._config["daemon"] = False  # else it may have no workers
+    multiprocessing.set_start_method("fork", force=True)  # else a server of this rank, which takes seconds, forks them
+    warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
+
+
+# --- what was given ----------------------------------------------------------------------------------------------
+
+LENGTH = 83  # ten steps of 8, and 3 samples: a step on 2 and 3 ranks, but too few for one on 4
+
+
+def note_what_is_given(folder: Path, job: int, workers: int, kill_at: int | None) -> None:
+    """Write down the samples of each step; every third iteration, save where the run stands."""
+    prepare_to_be_killed_with_workers()
+    loader = idist.auto_dataloader(
+        list(range(LENGTH)), batch_size=8, shuffle=True, seed=3, num_workers=workers * idist.get_world_size(),
+        persistent_workers=workers > 0,
+    )  # fmt: skip
+    with open(folder / f"{job}-{idist.get_rank()}.jsonl", "w", buffering=1) as notes:
+
+        def note(engine: Engine, batch: torch.Tensor) -> None:
+            notes.write(json.dumps([engine.state.iteration, engine.state.epoch, batch.tolist()]) + "\n")
+
+        engine = Engine(note)
+        if job > 0:
+            engine.load_state_dict(json.loads((folder / f"{job - 1}.state").read_text()))
+        if kill_at is not None:
+            engine.add_event_handler(Events.ITERATION_COMPLETED(once=kill_at), kill_all_of_this_rank)
+
+        @engine.on(Events.ITERATION_COMPLETED(every=3))
+        @idist.one_rank_only()
+        def save() -> None:
+            (folder / f"{job}.state").write_text(json.dumps(engine.state_dict()))
+
+        engine.run(loader, max_epochs=EPOCHS)
+    if workers:
+        loader._iterator._shutdown_workers()  # else they outlast this rank, for seconds
+
+
+def given_by(folder: Path, job: int, until: float) -> Counter[tuple[int, int]]:
+    """Count how often each sample was given in each epoch, in the iterations that a job did not do in vain."""
+    lines = [json.loads(line) for file in folder.glob(f"{job}-*.jsonl") for line in file.read_text().splitlines()]
+    return Counter((epoch, index) for iteration, epoch, batch in lines if iteration <= until for index in batch)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_killed_on_2_and_4_ranks_the_last_3_have_given_each_sample_once(tmp_path, workers):
+    kill_on_ranks(2, note_what_is_given, tmp_path, 0, workers, 8)
+    kill_on_ranks(4, note_what_is_given, tmp_path, 1, workers, 14)
+    run_on_ranks(3, note_what_is_given, tmp_path, 2, workers, None)
+
+    states = [json.loads((tmp_path / f"{job}.state").read_text()) for job in (0, 1)]
+    assert [state["iteration"] for state in states] == [6, 12]
+    assert [state["epoch_length"] for state in states] == [11, 10]
+    ends = [state["iteration"] for state in states] + [float("inf")]
+    given = sum((given_by(tmp_path, job, until) for job, until in enumerate(ends)), Counter())
+    assert given == Counter((epoch, index) for epoch in range(1, EPOCHS + 1) for index in range(LENGTH))
+
+
+# --- the same weights to the last bit -----------------------------------------------------------------------------
+
+
+def train(folder: Path, window: int, workers: int = 0, kill_at: int | None = None) -> list[torch.Tensor]:
+    """Train on noisy samples, save every second iteration, and go on from what is saved; give the weights."""
+    prepare_to_be_killed_with_workers()
+    manual_seed(2)
+    model = idist.auto_model(nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2)).double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    trainer = create_supervised_trainer(
+        model, optimizer, nn.functional.cross_entropy, gradient_accumulation_steps=window
+    )
+    objects = {"model": model, "optimizer": optimizer, "trainer": trainer}
+    checkpoint = Checkpoint(objects, DiskSaver(folder, require_empty=False), include_self=True)
+    for saved in folder.glob("*.pt"):
+        checkpoint.load_objects({**objects, "checkpointer": checkpoint}, saved)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=2), checkpoint)
+    if kill_at is not None:
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=kill_at), kill_all_of_this_rank)
+    workers *= idist.get_world_size()
+    trainer.run(
+        idist.auto_dataloader(Noisy(101), batch_size=8, shuffle=True, seed=4, num_workers=workers), max_epochs=EPOCHS
+    )
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("window", "kills"),
+    [
+        (1, [17]),
+        (3, [14, 19, 26]),  # saved after one and two batches of a window, and at the end of an epoch
+    ],
+)
+def test_the_weights_of_a_run_that_was_killed_are_those_of_one_that_was_not(tmp_path, ranks, window, kills):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir()
+    killed.mkdir()
+    for kill_at in kills:
+        kill_on_ranks(ranks, train, killed, window, 1, kill_at)
+        (saved,) = killed.iterdir()
+        assert saved.name == f"checkpoint_{kill_at // 2 * 2}.pt"
+    first, *others = run_on_ranks(ranks, train, whole, window)
+    for weights in (*others, *run_on_ranks(ranks, train, killed, window)):
+        assert all(map(torch.equal, weights, first))
+
+
+# --- the same weights and metrics on any number of ranks ----------------------------------------------------------
+
+
+class Right:
+    """A metric that counts over all ranks."""
+
+    def attach(self, engine: Engine, name: str) -> None:
+        self.right = self.samples = 0
+        engine.add_event_handler(Events.ITERATION_COMPLETED, self.update)
+        engine.add_event_handler(Events.COMPLETED, self.compute, name)
+
+    def update(self, engine: Engine) -> None:
+        scores, classes = engine.state.output
+        self.right += int((scores.argmax(1) == classes).sum())
+        self.samples += len(classes)
+
+    def compute(self, engine: Engine, name: str) -> None:
+        engine.state.metrics[name] = (idist.all_reduce(self.right), idist.all_reduce(self.samples))
+
+
+def evaluate(length: int) -> tuple[int, int]:
+    manual_seed(2)
+    network = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).double()
+    nn.init.normal_(network[1].running_mean)
+    evaluator = create_supervised_evaluator(idist.auto_model(network), {"right": Right()})
+    return evaluator.run(idist.auto_dataloader(Noisy(length), batch_size=8, shuffle=False)).metrics["right"]
+
+
+def train_and_evaluate(folder: Path) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
+    return train(folder, 1), [evaluate(length) for length in (4, 7, 17, 83, 101)]
+
+
+def test_weights_and_metrics_do_not_depend_on_the_number_of_ranks(tmp_path):
+    outcomes = []
+    for ranks in (1, 2, 3, 4):
+        (tmp_path / str(ranks)).mkdir()
+        outcomes.append(run_on_ranks(ranks, train_and_evaluate, tmp_path / str(ranks)))
+    ((weights, metrics),) = outcomes[0]
+    assert [samples for _, samples in metrics] == [4, 7, 17, 83, 101]
+    assert len({right / samples for right, samples in metrics}) > 3
+    for others, counts in (outcome for ranks in outcomes for outcome in ranks):
+        assert counts == metrics
+        torch.testing.assert_close(others, weights, rtol=1e-10, atol=1e-12)

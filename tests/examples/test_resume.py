@@ -1,0 +1,51 @@
+"""The example that is killed and goes on with other numbers of processes: the same samples, and the same losses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import camshaft.distributed as idist
+from examples import resume
+from tests.ranks import kill_on_ranks, run_on_ranks
+
+SCRIPT = Path(resume.__file__)
+SAMPLES, STEPS = 1797, 30  # of each of three epochs
+AUDIT = f"{SAMPLES} samples seen, {SAMPLES} once, 0 twice, 0 never"
+
+pytestmark = pytest.mark.timeout(85)  # several processes import torch and scikit-learn on a busy machine
+
+
+def train(folder: Path, *arguments: str) -> None:
+    resume.training(idist.get_local_rank(), resume.parse(["--output", str(folder), *arguments]))
+
+
+def end_of(folder: Path) -> dict[str, object]:
+    """Give the state of the trainer in the only checkpoint of a folder, that of the last iteration."""
+    (path,) = folder.iterdir()
+    assert path.name == f"checkpoint_{3 * STEPS}.pt"
+    return torch.load(path, weights_only=True)["trainer"]
+
+
+def test_killed_on_two_processes_and_on_three_it_ends_on_one_as_if_nothing_had_been(tmp_path):
+    folder = tmp_path / "killed"
+    kill_on_ranks(2, train, folder, "--kill_at", "17")
+    kill_on_ranks(3, train, folder, "--kill_at", "46")
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--output", str(folder)], cwd=SCRIPT.parent.parent,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=80, text=True,
+    )  # fmt: skip
+    shown = [line.partition("; loss")[0] for line in done.stdout.splitlines()]
+    assert shown == [f"1 processes go on from {folder / 'checkpoint_40.pt'}", f"epoch 2: {AUDIT}", f"epoch 3: {AUDIT}"]
+
+    run_on_ranks(1, train, tmp_path / "whole")
+    again, wanted = end_of(folder), end_of(tmp_path / "whole")
+    for epoch in (1, 2, 3):
+        assert torch.equal(again["seen"][epoch], torch.ones(SAMPLES, dtype=torch.long))
+        assert again["losses"][epoch] == pytest.approx(wanted["losses"][epoch], rel=1e-3)
+    assert len(wanted["losses"][3]) == STEPS
+    assert wanted["losses"][3][-1] < wanted["losses"][1][0] / 4
