@@ -18,9 +18,9 @@ demo:
 test:
 	@$(ENVIRONMENT) dev scripts/check $(ARGS)
 
-# jobs of torchrun and mpirun that fail, end early or are killed: each starts several Pythons
+# what starts Python several times: jobs of torchrun and mpirun that fail, end early or are killed, and benchmarks
 test-jobs:
-	@$(ENVIRONMENT) dev python -m pytest -m jobs $(PATIENT) tests/mpi tests/torchrun $(ARGS)
+	@$(ENVIRONMENT) dev python -m pytest -m jobs $(PATIENT) tests $(ARGS)
 
 # what `make test` runs with MPICH (ARGS="-m jobs" for what `make test-jobs` runs); an environment holds one MPI library
 test-openmpi:

@@ -13,6 +13,7 @@ import pytest
 from benchmarks import engine_overhead
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+pytestmark = pytest.mark.jobs
 SPREAD = {"low", "median", "high"}
 
 

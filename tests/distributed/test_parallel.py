@@ -379,6 +379,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.jobs
 def test_under_torchrun_the_processes_that_are_there_run_the_function_and_fail_with_it(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

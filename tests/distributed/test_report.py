@@ -53,6 +53,7 @@ def test_in_json_it_is_one_object_in_one_line(capsys: pytest.CaptureFixture[str]
     assert report["backends"]["serial"]["available"] is True
 
 
+@pytest.mark.jobs
 def test_under_torchrun_each_rank_tells_its_place_and_which_variable_says_it() -> None:
     done = python(*TORCHRUN, *MODULE, "--json")
     assert done.returncode == 0, done.stderr
@@ -65,6 +66,7 @@ def test_under_torchrun_each_rank_tells_its_place_and_which_variable_says_it() -
     assert re.fullmatch(r"\S+:\d+", reports[0]["address"])
 
 
+@pytest.mark.jobs
 def test_with_a_backend_rank_0_tells_what_each_rank_saw_in_their_order() -> None:
     done = python(*TORCHRUN, *MODULE, "--backend", "gloo")
     assert done.returncode == 0, done.stderr
@@ -76,6 +78,7 @@ def test_with_a_backend_rank_0_tells_what_each_rank_saw_in_their_order() -> None
     ]
 
 
+@pytest.mark.jobs
 def test_under_mpirun_the_backend_is_mpi() -> None:
     done = mpirun(2, *MODULE, "--backend", "mpi", "--json")
     assert done.returncode == 0, done.stdout
@@ -99,6 +102,7 @@ def test_an_environment_that_contradicts_itself_is_told_with_the_rest(
     assert re.search(r"\ngloo +yes", said)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

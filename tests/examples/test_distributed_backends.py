@@ -34,6 +34,7 @@ def test_torchrun():
     assert_ten_steps(launch, *GLOO, shows="2 processes on cpu with gloo")
 
 
+@pytest.mark.jobs
 def test_the_launch_module_of_torch():
     launch = [sys.executable, "-m", "torch.distributed.launch", "--standalone", "--nproc_per_node", "2", "--use_env"]
     assert_ten_steps(launch, *GLOO, shows="2 processes on cpu with gloo")
@@ -44,6 +45,7 @@ def test_mpirun():
     assert_ten_steps(launch, "--backend", "mpi", shows="2 processes on cpu with mpi", environment=LENIENT)
 
 
+@pytest.mark.jobs
 def test_a_wide_residual_network_of_torchvision(tmp_path):
     program = tmp_path / "with_torchvision.py"
     program.write_text(
