@@ -15,7 +15,7 @@ FILES = sorted(Path(__file__).parent.glob("check_*.py"))
 NAMES = [name for file in FILES for name in re.findall(r"^@check\ndef (\w+)", file.read_text(), re.MULTILINE)]
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2_ranks", "4_ranks"])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.jobs)], ids=["2_ranks", "4_ranks"])
 def run(request: pytest.FixtureRequest) -> CompletedProcess[str]:
     return mpirun(request.param, "-m", "tests.mpi.run_checks")
 
