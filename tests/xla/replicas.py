@@ -75,3 +75,5 @@ def run(names: list[str]) -> None:
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(float(os.environ.get("LIMIT", "150")), exit=True)
     on_replicas(functools.partial(run, sys.argv[1:] or list(CHECKS)))
+    sys.stdout.flush()
+    os._exit(0)  # the runtime of several devices in one process now and then crashes when the interpreter ends
