@@ -242,7 +242,7 @@ def on_rank_5_of_8():
         yield backend
 
 
-@pytest.mark.parametrize(("given", "got"), [(8, 1), (9, 1), (15, 1), (16, 2), (64, 8), (7, 7), (1, 1), (None, None)])
+@pytest.mark.parametrize(("given", "got"), [(8, 1), (9, 1), (15, 1), (16, 2), (64, 8), (7, 7), (1, 1)])
 def test_the_batch_size_is_divided_by_the_number_of_ranks(on_rank_5_of_8, given, got):
     assert idist.auto_dataloader(range(100), batch_size=given).batch_size == got
 
@@ -430,3 +430,10 @@ def test_the_ranks_together_see_all_of_the_data_once():
 def test_fewer_samples_than_ranks_are_refused():
     with pytest.raises(ValueError, match="2 samples cannot be dealt to 3 ranks"):
         idist.auto_dataloader(range(2), batch_size=6)
+
+
+@on_ranks(2)
+def test_samples_without_batches_are_dealt_out_and_filled_up():
+    with pytest.warns(UserWarning, match="some are repeated; give a batch_size"):
+        loader = idist.auto_dataloader(range(5), batch_size=None, shuffle=False)
+    assert idist.all_gather(list(loader)) == [[0, 2, 4], [1, 3, 0]]

@@ -7,6 +7,7 @@ import time
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import camshaft.distributed as idist
@@ -122,3 +123,9 @@ def test_abandon_waits_for_nobody(tmp_path):
         context.abandon()
     assert not dist.is_initialized()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the test destroys one
+
+
+def test_groups_have_the_timeout_of_the_run():
+    idist.initialize("gloo", timeout=timedelta(seconds=33))
+    options = idist.new_group([0]).handle._get_backend(torch.device("cpu")).options
+    assert options._timeout == timedelta(seconds=33)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -38,17 +39,25 @@ class NativeBackend(Backend):
         topology: where this process stands.
         device: where tensors are moved from and to.
         interface: the network interface that gloo must be told, if it must.
+        timeout: how long an operation of a group may take; torch's default if ``None``.
     """
 
     model_name = "native-dist"
 
-    def __init__(self, topology: Topology, device: torch.device, interface: str | None = None) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        device: torch.device,
+        interface: str | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
         self.name = dist.get_backend()
         self.topology = topology
         self.device = device
         self._world = dist.group.WORLD
         self._carrier = _CPU if "cpu:" in dist.get_backend_config() else device
         self._interface = interface
+        self._timeout = timeout
         self._watchers: defaultdict[int, Watcher] = defaultdict(Watcher)
 
     @property
@@ -132,7 +141,7 @@ class NativeBackend(Backend):
     def new_group(self, ranks: list[int], **options: Any) -> Group:
         """Make a process group."""
         with gloo_on(self._interface):
-            return Group(ranks, dist.new_group(ranks, **options))
+            return Group(ranks, dist.new_group(ranks, **{"timeout": self._timeout, **options}))
 
     def adopt_group(self, handle: Any) -> Group | None:
         """Take a process group of torch, or what torch gives instead to ranks that are not in it."""

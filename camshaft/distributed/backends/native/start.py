@@ -64,7 +64,7 @@ def begin(name: str, launch: Launch | None, local_rank: int | None, **options: A
         device = device_of(name, launch.topology)  # before anybody waits for this rank
     interface = _begin(name, launch, place, options)
     try:
-        backend = NativeBackend(*_standing(launch, local_rank, device), interface)
+        backend = NativeBackend(*_standing(launch, local_rank, device), interface, options.get("timeout"))
         if backend.device.type == "cuda":
             torch.cuda.set_device(backend.device)
         backend.barrier(None)
