@@ -29,8 +29,8 @@ def check_position(position: Mapping[str, Any], *, seed: int, order: str) -> Non
     if position["order"] != order:
         raise ValueError(
             f"the position was saved with other data: their order was {position['order']!r}, that of the loader is "
-            f"{order!r}; go on with the same data and shuffle= (on by default among several ranks only), or begin a new "
-            "epoch: leave 'position' out of the state dict"
+            f"{order!r}; go on with the same data and shuffle= (on by default among several ranks only), or begin "
+            "a new epoch: leave 'position' out of the state dict"
         )
     if position["seed"] != seed:
         raise ValueError(
