@@ -12,6 +12,18 @@ from torch.utils.data import DistributedSampler, Sampler
 from camshaft.distributed.context import current
 
 
+def length_of(sampler: Any) -> int:
+    """Give the length of a sampler.
+
+    Raises:
+        TypeError: it has none.
+    """
+    try:
+        return len(cast(Sized, sampler))
+    except (TypeError, NotImplementedError) as error:
+        raise TypeError(f"sampler must have a length, got {sampler!r}") from error
+
+
 class DistributedProxySampler(DistributedSampler[Any]):
     """Deal out what another sampler gives: each rank gets every ``num_replicas``-th of its indices.
 
@@ -37,10 +49,7 @@ class DistributedProxySampler(DistributedSampler[Any]):
             raise TypeError(f"sampler must be a torch.utils.data.Sampler, got {sampler!r}")
         if isinstance(sampler, DistributedSampler):
             raise TypeError(f"sampler must not be a DistributedSampler, which deals out already, got {sampler!r}")
-        try:
-            len(cast(Sized, sampler))
-        except (TypeError, NotImplementedError) as error:
-            raise TypeError(f"sampler must have a length, got {sampler!r}") from error
+        length_of(sampler)
         topology = current().topology
         super().__init__(
             cast(Any, sampler),
@@ -60,7 +69,7 @@ class DistributedProxySampler(DistributedSampler[Any]):
                 drawn = list(islice(self.sampler, self.total_size - len(indices)))
                 if not drawn:
                     raise ValueError(
-                        f"sampler must give {len(cast(Sized, self.sampler))} indices, as its length says, got none"
+                        f"sampler must give {length_of(self.sampler)} indices, as its length says, got none"
                     )
                 indices += drawn
         finally:

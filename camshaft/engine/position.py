@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset
 
 from camshaft.engine.data import length_of
 from camshaft.engine.state import State
+from camshaft.types import Stateful
 
 Position = Mapping[str, Any]
 
@@ -40,7 +41,7 @@ def position_of(data: Any, batches: int, *, over: bool) -> dict[str, Any] | None
         return position
     if over or not batches:
         return None
-    if _is_stateful(data):
+    if isinstance(data, Stateful):
         return {"batches": batches, "state": data.state_dict()}
     if isinstance(data, Iterator) or isinstance(getattr(data, "dataset", None), IterableDataset):
         return {"batches": batches}
@@ -49,7 +50,7 @@ def position_of(data: Any, batches: int, *, over: bool) -> dict[str, Any] | None
 
 def goes_back(data: Any) -> bool:
     """Say whether :func:`position_of` can tell of batches before the last one."""
-    return exact_batches(data) is not None or not _is_stateful(data)
+    return exact_batches(data) is not None or not isinstance(data, Stateful)
 
 
 def take_redo(position: dict[str, Any]) -> int:
@@ -103,7 +104,8 @@ def open_at(data: Any, position: Position) -> tuple[Iterator[Any], int]:
         _, left_out = sampler.seek(position)
         return iter(data), left_out
     batches = position.get("batches", 0)
-    if "state" in position and _is_stateful(data):
+    has_state = isinstance(data, Stateful)
+    if "state" in position and has_state:
         data.load_state_dict(position["state"])
         return iter(data), batches
     if batches:
@@ -116,7 +118,3 @@ def open_at(data: Any, position: Position) -> tuple[Iterator[Any], int]:
     iterator = iter(data)
     skipped = sum(1 for _ in itertools.islice(iterator, batches))
     return iterator, skipped
-
-
-def _is_stateful(data: Any) -> bool:
-    return callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))

@@ -38,15 +38,7 @@ def make_loader(
     sampler, batch_size = options.pop("sampler", None), options.pop("batch_size", 1)
     if not _can_be_dealt(sampler, batch_size, topology):
         if batch_size is None and size > 1 and not isinstance(sampler, DistributedSampler):
-            sampler = _padded(dataset, sampler, options.pop("shuffle", None), topology)
-            options["sampler"] = sampler
-            loader: DataLoader[Any] = DataLoader(dataset, batch_size=None, **options)
-            warnings.warn(
-                "batch_size=None leaves no batches to even out: where the samples cannot be divided evenly, some are "
-                "repeated; give a batch_size",
-                stacklevel=3,
-            )
-            return loader
+            return _without_batches(dataset, sampler, options, topology)
         return DataLoader(dataset, batch_size=_per_rank(batch_size, size), sampler=sampler, **options)
     chosen = {name: options.pop(name, default) for name, default in (("shuffle", None), ("drop_last", False))}
     DataLoader(dataset, batch_size=batch_size, sampler=cast(Any, sampler), **chosen)  # torch finds what contradicts
@@ -102,11 +94,23 @@ def _can_be_dealt(sampler: Any, batch_size: Any, topology: Topology) -> bool:
     return False
 
 
-def _padded(dataset: Dataset[Any], sampler: Any, shuffle: bool | None, topology: Topology) -> DistributedSampler[Any]:
-    size, rank = topology.world_size, topology.rank
-    if sampler is not None:
-        return DistributedProxySampler(sampler, size, rank)
-    return DistributedSampler(dataset, size, rank, shuffle=shuffle is None or bool(shuffle))
+def _without_batches(
+    dataset: Dataset[Any], sampler: Any, options: dict[str, Any], topology: Topology
+) -> DataLoader[Any]:
+    """Deal out single samples, in torch's way."""
+    size, rank, shuffle = topology.world_size, topology.rank, options.pop("shuffle", None)
+    dealt = (
+        DistributedSampler(dataset, size, rank, shuffle=shuffle is None or bool(shuffle))
+        if sampler is None
+        else DistributedProxySampler(sampler, size, rank)
+    )
+    loader: DataLoader[Any] = DataLoader(dataset, batch_size=None, sampler=dealt, **options)
+    warnings.warn(
+        "batch_size=None leaves no batches to even out: where the samples cannot be divided evenly, some are repeated; "
+        "give a batch_size",
+        stacklevel=4,
+    )
+    return loader
 
 
 def _per_rank(batch_size: Any, size: int) -> Any:

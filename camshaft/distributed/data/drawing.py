@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sized
-from typing import Any, cast
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -38,18 +38,6 @@ class Drawn:
         self.epoch = epoch
         self.sizes = [len(batch) for batch in given]
         self.samples = [sample for batch in given for sample in batch]
-
-
-def length_of(sampler: Any) -> int:
-    """Give the length of a sampler.
-
-    Raises:
-        TypeError: it has none.
-    """
-    try:
-        return len(cast(Sized, sampler))
-    except (TypeError, NotImplementedError) as error:
-        raise TypeError(f"sampler must have a length, got {sampler!r}") from error
 
 
 def _chain(sampler: Any) -> list[Any]:

@@ -11,12 +11,12 @@ from torch.utils.data import BatchSampler, Sampler
 
 from camshaft.distributed.context import current
 from camshaft.distributed.data.dealing import Deal, DealOfBatches, EvenDeal
-from camshaft.distributed.data.drawing import Drawn, length_of
+from camshaft.distributed.data.drawing import Drawn
 from camshaft.distributed.data.loader import Indices
 from camshaft.distributed.data.orders import Order, Sequential
 from camshaft.distributed.data.permutation import BLOCK
 from camshaft.distributed.data.position import check_position
-from camshaft.distributed.sampling import DistributedProxySampler
+from camshaft.distributed.sampling import DistributedProxySampler, length_of
 
 _FIRST = 1 << 10  # indices that are read at first, so that a pass begins soon
 
