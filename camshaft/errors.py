@@ -16,6 +16,10 @@ class RankDivergenceError(RuntimeError):
     """Say that ranks do different things where all must do the same: a collective that some cannot reach, say."""
 
 
+class DamagedCheckpointError(RuntimeError):
+    """Say that a checkpoint is not what was saved: it is cut off, or a part of it has changed, or it is gone."""
+
+
 def annotate(error: BaseException, text: str) -> None:
     """Add a note to ``error``; Python prints it below the message (3.10 only keeps it in ``__notes__``).
 

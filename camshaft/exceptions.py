@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from camshaft.errors import NotComputableError
+from camshaft.errors import DamagedCheckpointError, NotComputableError, RankDivergenceError
 
-__all__ = ["NotComputableError"]
+__all__ = ["DamagedCheckpointError", "NotComputableError", "RankDivergenceError"]

@@ -6,22 +6,33 @@ import errno
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from camshaft.types import PathLike
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]  # there is no such module
 
 _CHUNK_BYTES = 1 << 20
 
 
-def write_atomically(path: PathLike, write: Callable[[BinaryIO], object]) -> None:
+def write_atomically(
+    path: PathLike, write: Callable[[BinaryIO], object], before_rename: Callable[[], object] | None = None
+) -> None:
     """Write a file that appears under its name complete and flushed to disk, or not at all.
 
     Args:
         path: of the file; its directory must exist. A file already there is replaced at the end, in one step.
         write: called with a temporary file in the same directory, open for writing bytes. When it raises, the
             temporary file is removed and what was at ``path`` stays.
+        before_rename: called when the content is on disk, before the file gets its name.
 
     Raises:
         OSError: the directory does not exist, is not writable or is full.
@@ -38,14 +49,82 @@ def write_atomically(path: PathLike, write: Callable[[BinaryIO], object]) -> Non
     temporary = target.with_name(f".camshaft-{os.urandom(8).hex()}.tmp")
     try:
         with open(temporary, "xb") as file:  # open() honours the umask, tempfile does not
+            is_unused(file)  # held as long as it is open, so that nobody takes it for a left-over
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, target)
+            if before_rename is not None:
+                before_rename()
+            os.replace(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _flush_directory(target.parent)
+    flush_directory(target.parent)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove what processes that were killed while they wrote have left in a directory."""
+    for temporary in directory.glob(".camshaft-*.tmp"):
+        with suppress(OSError), open(temporary, "rb+") as file:
+            status = os.fstat(file.fileno())
+            may_be_new = status.st_size == 0 and time.time() - status.st_mtime < 60  # and about to be locked
+            if not may_be_new and is_unused(file):
+                temporary.unlink()
+
+
+def is_unused(file: BinaryIO) -> bool:
+    """Lock a file until it is closed or the process ends; tell whether nobody else holds it."""
+    if fcntl is None:
+        return True  # Windows removes no file that is open
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # held, or a file system without locks
+        return False
+    return True
+
+
+class DigestingWriter:
+    """Hands bytes on to a file, and takes their SHA-256 on the way; of large pieces while they are written.
+
+    >>> import io
+    >>> with DigestingWriter(io.BytesIO()) as writer:
+    ...     count = writer.write(b"weights")
+    >>> writer.size, writer.hexdigest()[:8]
+    (7, '9a129038')
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.size = 0
+        self._file = file
+        self._digest = hashlib.sha256()
+        self._helper = ThreadPoolExecutor(1, "camshaft-digest")
+
+    def write(self, piece: Any) -> int:
+        """Write bytes, or whatever has the interface of a buffer."""
+        view = memoryview(piece)
+        self.size += view.nbytes
+        if view.nbytes < _CHUNK_BYTES:
+            self._digest.update(view)
+            return self._file.write(view)
+        digested = self._helper.submit(self._digest.update, view)
+        try:
+            return self._file.write(view)
+        finally:
+            digested.result()
+
+    def flush(self) -> None:
+        """Flush the file."""
+        self._file.flush()
+
+    def hexdigest(self) -> str:
+        """Give the digest of all that was written so far."""
+        return self._digest.hexdigest()
+
+    def __enter__(self) -> DigestingWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._helper.shutdown()
 
 
 def hash_checkpoint(checkpoint_path: PathLike, output_dir: PathLike) -> tuple[Path, str]:
@@ -72,14 +151,15 @@ def hash_checkpoint(checkpoint_path: PathLike, output_dir: PathLike) -> tuple[Pa
     source, directory = Path(checkpoint_path), Path(output_dir)
     if not source.is_file():
         raise FileNotFoundError(f"checkpoint_path must be an existing file, got {os.fspath(checkpoint_path)!r}")
-    digest = _sha256(source)
+    digest = sha256_of(source)
     directory.mkdir(parents=True, exist_ok=True)
     target = directory / f"{source.stem}-{digest[:8]}.pt"
     shutil.move(source, target)
     return target, digest
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: PathLike) -> str:
+    """Give the SHA-256 of a file, in hexadecimal digits."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -87,7 +167,7 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _flush_directory(directory: Path) -> None:
+def flush_directory(directory: Path) -> None:
     """Make the new name durable too: until then a crash may forget a file whose content is on disk."""
     if os.name == "nt":
         return  # Windows opens no directories

@@ -7,6 +7,7 @@ from torch import nn
 
 from camshaft.engine import Engine
 from camshaft.handlers.checkpoint import BaseSaveHandler
+from camshaft.handlers.checkpoint.manifest import FOLDER
 
 
 class Part:
@@ -58,7 +59,7 @@ def weight(layer):
 
 
 def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != FOLDER)
 
 
 def load(path):

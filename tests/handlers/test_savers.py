@@ -32,8 +32,8 @@ def test_the_directory_is_made_with_its_parents_and_home_is_expanded(tmp_path, m
     [
         ("missing", {"create_dir": False}, "missing', which does not exist"),
         ("a_file", {}, "a_file', which is not a directory"),
-        (".", {"save_on_rank": -1}, "save_on_rank must be an integer >= 0, got -1"),
-        (".", {"save_on_rank": "0"}, "save_on_rank must be an integer >= 0, got '0'"),
+        (".", {"save_on_rank": -1}, "save_on_rank must be an integer >= 0 or 'node', got -1"),
+        (".", {"save_on_rank": "0"}, "save_on_rank must be an integer >= 0 or 'node', got '0'"),
     ],
 )
 def test_a_place_that_cannot_be_used_is_refused_at_once(tmp_path, place, options, message):
@@ -154,7 +154,7 @@ def test_one_rank_alone_looks_at_the_directory_writes_and_removes(tmp_path):
     for step in (1, 2):
         saver({"rank": rank}, f"{step}.pt")
     torch.distributed.barrier()
-    assert {path.name: load(path) for path in folder.iterdir()} == {"1.pt": {"rank": 1}, "2.pt": {"rank": 1}}
+    assert {path.name: load(path) for path in folder.glob("*.pt")} == {"1.pt": {"rank": 1}, "2.pt": {"rank": 1}}
     torch.distributed.barrier()
     saver.remove(f"{1 + rank}.pt")
     torch.distributed.barrier()

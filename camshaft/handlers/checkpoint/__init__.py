@@ -5,6 +5,6 @@ from __future__ import annotations
 from camshaft.handlers.checkpoint.events import CheckpointEvents
 from camshaft.handlers.checkpoint.handler import Checkpoint
 from camshaft.handlers.checkpoint.model import ModelCheckpoint
-from camshaft.handlers.savers import BaseSaveHandler, DiskSaver
+from camshaft.handlers.checkpoint.savers import BaseSaveHandler, DiskSaver
 
 __all__ = ["BaseSaveHandler", "Checkpoint", "CheckpointEvents", "DiskSaver", "ModelCheckpoint"]

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from camshaft.base import Serializable
 from camshaft.engine.engine import Engine
+from camshaft.handlers.checkpoint import record
 from camshaft.handlers.checkpoint.events import CheckpointEvents, announce
+from camshaft.handlers.checkpoint.later import Later
 from camshaft.handlers.checkpoint.loading import load_objects
-from camshaft.handlers.checkpoint.names import check_pattern, make_pattern, name_of, score_text
-from camshaft.handlers.checkpoint.objects import CHECKPOINTER, check_objects, check_to_save, states_of
-from camshaft.handlers.checkpoint.record import Item as SavedItem
-from camshaft.handlers.checkpoint.record import as_priority, is_wanted, rank_of, read_items, with_item
+from camshaft.handlers.checkpoint.names import check_pattern, file_name, make_pattern, name_of
+from camshaft.handlers.checkpoint.objects import CHECKPOINTER, check_to_save, checkpoint_of, needs_all_ranks
+from camshaft.handlers.checkpoint.resuming import resume
+from camshaft.handlers.checkpoint.savers import BaseSaveHandler, DiskSaver, takes_metadata
+from camshaft.handlers.checkpoint.scores import ScoreFunction, score_of_metric
+from camshaft.handlers.checkpoint.writer import is_writer
 from camshaft.handlers.checks import check_callable
-from camshaft.handlers.savers import BaseSaveHandler, DiskSaver, takes_metadata
 
-ScoreFunction = Callable[[Engine[Any, Any]], Any]
 StepTransform = Callable[[Engine[Any, Any], Any], Any]
 SaveHandler = str | PathLike[str] | BaseSaveHandler | Callable[..., object]
 
@@ -50,11 +51,19 @@ class Checkpoint(Serializable):
         global_step_transform: called with the engine and the event, gives the step for the file names;
             see ``global_step_from_engine``.
         filename_pattern: of the file names, with any of ``{filename_prefix}``, ``{name}``, ``{global_step}``,
-            ``{score_name}``, ``{score}`` and ``{ext}``. By default those that there are, in this order.
+            ``{score_name}``, ``{score}`` and ``{ext}``. By default those that there are, in this order. One that
+            ends in ``.safetensors`` is for the weights of a single model, in that format.
         include_self: save the record of this handler too, under the key ``checkpointer``; with a single object
             the key lies inside the state of that object.
         greater_or_equal: save also when the score, or step, only equals the lowest one kept.
-        save_on_rank: where files are written, and the state of sharded optimizers is brought together.
+        save_on_rank: the rank where files are written and what ranks hold in parts is brought together;
+            ``"node"`` for the first process of each node, where the nodes have disks of their own. A
+            ``DiskSaver`` as ``save_handler`` has its own.
+        asynchronous: save in the background. The state is copied to host memory, as much of it as there is, and
+            the run goes on. One save at a time is under way; its error is raised at the next event, and the run
+            ends when it has ended. A function as ``save_handler`` is called in another thread.
+        when_busy: in the background, what a save does when the one before is still under way: ``"wait"`` for it,
+            or ``"skip"``, so that nothing is saved.
 
     Raises:
         TypeError: ``to_save`` is not a mapping of such objects, or another argument is of the wrong kind.
@@ -70,12 +79,12 @@ class Checkpoint(Serializable):
     ...     checkpoint = Checkpoint({"model": model}, folder, n_saved=2)
     ...     handle = trainer.add_event_handler(Events.EPOCH_COMPLETED, checkpoint)
     ...     state = trainer.run(range(10), max_epochs=3)
-    ...     sorted(path.name for path in checkpoint.save_handler.dirname.iterdir())
+    ...     sorted(path.name for path in checkpoint.save_handler.dirname.glob("*.pt"))
     ['model_20.pt', 'model_30.pt']
     """
 
     SAVED_CHECKPOINT = CheckpointEvents.SAVED_CHECKPOINT
-    Item = SavedItem
+    Item = record.Item
 
     _state_dict_all_req_keys = ("_saved",)
 
@@ -91,7 +100,10 @@ class Checkpoint(Serializable):
         filename_pattern: str | None = None,
         include_self: bool = False,
         greater_or_equal: bool = False,
-        save_on_rank: int = 0,
+        save_on_rank: int | str = 0,
+        *,
+        asynchronous: bool = False,
+        when_busy: str = "wait",
     ) -> None:
         check_to_save(to_save, include_self)
         check_callable("score_function", score_function)
@@ -99,9 +111,9 @@ class Checkpoint(Serializable):
         if n_saved is not None and n_saved < 1:
             raise ValueError(f"n_saved must be None or at least 1, got {n_saved!r}")
         if filename_pattern is not None:
-            check_pattern(filename_pattern)
+            check_pattern(filename_pattern, to_save, include_self)
         if score_function is None and score_name is not None:
-            score_function = self.get_default_score_fn(score_name)
+            score_function = score_of_metric(score_name)
         if isinstance(save_handler, (str, PathLike)):
             save_handler = DiskSaver(save_handler, create_dir=True, save_on_rank=save_on_rank)
         self.to_save = to_save
@@ -116,7 +128,8 @@ class Checkpoint(Serializable):
         self.greater_or_equal = greater_or_equal
         self.save_on_rank = save_on_rank
         self.ext = "pt"
-        self._saved: list[SavedItem] = []
+        self._later = Later(when_busy) if asynchronous else None
+        self._saved: list[record.Item] = []
 
     @property
     def save_handler(self) -> BaseSaveHandler | Callable[..., object]:
@@ -132,11 +145,17 @@ class Checkpoint(Serializable):
     def last_checkpoint(self) -> str | Path | None:
         """The file of the highest score, or without scores of the largest step; ``None`` before the first.
 
-        A path with a ``DiskSaver``, else the name that the save handler was given.
+        A path with a ``DiskSaver``, else the name that the save handler was given. Waits for a save under way.
+
+        Raises:
+            RuntimeError: saves may have been skipped, and another rank knows which.
         """
-        if not self._saved:
+        saved = self._settled()
+        if self._later is not None and self._later.skips and not is_writer(self._writer):
+            raise RuntimeError(f"with when_busy='skip' only rank {self._writer} knows what was saved; ask there")
+        if not saved:
             return None
-        filename = self._saved[-1].filename
+        filename = saved[-1].filename
         return self.save_handler.dirname / filename if isinstance(self.save_handler, DiskSaver) else filename
 
     def __call__(self, engine: Engine[Any, Any], *args: Any, **kwargs: Any) -> None:
@@ -145,30 +164,41 @@ class Checkpoint(Serializable):
         Raises:
             ValueError: ``score_function`` or ``global_step_transform`` does not give a number.
         """
+        later = self._later
+        if later is not None and later.is_busy(may_skip=not needs_all_ranks(self.to_save)):
+            return
         global_step = self._global_step(engine)
         priority = self._priority(engine, global_step)
-        if not is_wanted(self._saved, priority, self.n_saved, self.greater_or_equal):
+        if not record.is_wanted(self._saved, priority, self.n_saved, self.greater_or_equal):
             self._warn_if_behind(priority)
             return
-        name = name_of(self.to_save)
-        score = None if self.score_function is None else score_text(priority)
-        filename = self._filename(name, score, global_step)
-        saved, dropped = with_item(self._saved, SavedItem(priority, filename), self.n_saved)
-        basename = "_".join(part for part in (self.filename_prefix, name) if part)
-        metadata = {"basename": basename, "score_name": self.score_name, "priority": priority}
-        self._save(self._checkpoint(saved), filename, metadata)
-        self._saved = saved
-        if dropped is not None and isinstance(self.save_handler, BaseSaveHandler):
-            self.save_handler.remove(dropped)
-        announce(engine)
+        filename = self._filename(name_of(self.to_save), self._score(priority), global_step)
+        saved, dropped = record.with_item(self._saved, record.Item(priority, filename), self.n_saved)
+        checkpoint = checkpoint_of(
+            self.to_save, self.save_on_rank, record.record_of(saved) if self.include_self else None
+        )
+        metadata = self._metadata(engine, priority, global_step)
+
+        def save(checkpoint: Any) -> None:
+            self.save_handler(checkpoint, filename, *([metadata] if self._takes_metadata else []))
+            self._saved = saved
+            if dropped is not None and isinstance(self.save_handler, BaseSaveHandler):
+                self.save_handler.remove(dropped)
+
+        if later is None or not self._has_work():
+            save(checkpoint)
+            announce(engine)
+        else:
+            later.save(engine, checkpoint, save, then=lambda: announce(engine))
 
     def reset(self) -> None:
         """Forget what was saved, for a run from 0. The files stay."""
+        self._settled()
         self._saved = []
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Give the record: pairs of priority and file name, lowest first."""
-        return _record_of(self._saved)
+        return record.record_of(self._settled())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a record, in place of the one so far.
@@ -178,7 +208,8 @@ class Checkpoint(Serializable):
             ValueError: ``_saved`` is missing, or is not a list of pairs of a number and a file name.
         """
         super().load_state_dict(state_dict)
-        self._saved = read_items(state_dict["_saved"])
+        self._settled()
+        self._saved = record.read_items(state_dict["_saved"])
 
     def reload_objects(
         self, to_load: Mapping[str, Any], load_kwargs: Mapping[str, Any] | None = None, **filename_components: Any
@@ -202,27 +233,15 @@ class Checkpoint(Serializable):
         if unknown:
             raise TypeError(f"filename_components may be name, score and global_step, got {unknown}")
         name = filename_components.get("name", name_of(to_load))
-        score, step = filename_components.get("score"), filename_components.get("global_step")
-        text = score if score is None or isinstance(score, str) else score_text(score)
-        path = self.save_handler.dirname / self._filename(name, text, step)
+        score, step = (filename_components.get(key) for key in ("score", "global_step"))
+        self._settled()
+        path = self.save_handler.dirname / self._filename(name, score, step)
         self.load_objects(to_load, path, **(load_kwargs or {}))
 
     load_objects = staticmethod(load_objects)
+    resume = staticmethod(resume)
+    get_default_score_fn = staticmethod(score_of_metric)
     setup_filename_pattern = staticmethod(make_pattern)
-    _check_objects = staticmethod(check_objects)
-
-    @staticmethod
-    def get_default_score_fn(metric_name: str, score_sign: float = 1.0) -> ScoreFunction:
-        """Make a score function of a metric; ``score_sign=-1.0`` is for those of which less is better.
-
-        Raises:
-            ValueError: ``score_sign`` is neither 1 nor -1.
-        """
-        if score_sign not in (1, -1):
-            raise ValueError(f"score_sign must be 1 or -1, got {score_sign!r}")
-        return lambda engine: engine.state.metrics[metric_name] * score_sign
-
-    # --- one call ------------------------------------------------------------------------------------------
 
     def _global_step(self, engine: Engine[Any, Any]) -> Any:
         if self.global_step_transform is not None:
@@ -231,46 +250,51 @@ class Checkpoint(Serializable):
 
     def _priority(self, engine: Engine[Any, Any], global_step: Any) -> int | float:
         if self.score_function is None:
-            return as_priority(global_step, "global_step_transform")
-        return as_priority(self.score_function(engine), "score_function")
+            return record.as_priority(global_step, "global_step_transform")
+        return record.as_priority(self.score_function(engine), "score_function")
 
     def _warn_if_behind(self, priority: float) -> None:
-        if self.score_function is None and rank_of(priority) < rank_of(self._saved[0].priority):
+        if self.score_function is None and record.rank_of(priority) < record.rank_of(self._saved[0].priority):
             warnings.warn(
                 "nothing was saved: the step is smaller than those of all checkpoints kept; call reset() before an "
                 "engine is run anew from 0",
                 stacklevel=3,
             )
 
-    def _filename(self, name: str, score: str | None, global_step: Any) -> str:
-        pattern = self.filename_pattern or make_pattern(
-            with_prefix=bool(self.filename_prefix),
-            with_score=score is not None,
-            with_score_name=score is not None and self.score_name is not None,
-            with_global_step=global_step is not None,
+    def _score(self, priority: float) -> float | None:
+        return None if self.score_function is None else priority
+
+    def _filename(self, name: str, score: Any, global_step: Any) -> str:
+        return file_name(
+            self.filename_pattern,
+            filename_prefix=self.filename_prefix,
+            name=name,
+            score=score,
+            score_name=self.score_name,
+            global_step=global_step,
+            ext=self.ext,
         )
-        fields = {"name": name, "score": score, "global_step": global_step, "score_name": self.score_name}
-        return pattern.format(**fields, filename_prefix=self.filename_prefix, ext=self.ext)
 
-    def _checkpoint(self, saved: list[SavedItem]) -> Any:
-        states = self._setup_checkpoint()
-        checkpoint = next(iter(states.values())) if len(states) == 1 else states
-        if not self.include_self:
-            return checkpoint
-        # The state may be the object's own, so the key goes into a copy.
-        checkpoint = copy.copy(checkpoint) if isinstance(checkpoint, MutableMapping) else states
-        checkpoint[CHECKPOINTER] = _record_of(saved)
-        return checkpoint
+    def _metadata(self, engine: Engine[Any, Any], priority: float, global_step: Any) -> dict[str, Any]:
+        basename = "_".join(part for part in (self.filename_prefix, name_of(self.to_save)) if part)
+        metadata: dict[str, Any] = {"basename": basename, "score_name": self.score_name, "priority": priority}
+        if isinstance(self.save_handler, DiskSaver):  # for its manifest; others get what the API names
+            metadata["objects"] = [*self.to_save, *([CHECKPOINTER] if self.include_self else [])]
+            metadata["step"] = engine.state.iteration if global_step is None else global_step
+            metadata["score"] = self._score(priority)
+        return metadata
 
-    def _setup_checkpoint(self) -> dict[str, Any]:
-        return {name: states_of(one, self.save_on_rank) for name, one in self.to_save.items()}
+    @property
+    def _writer(self) -> int | str:
+        """Which rank writes: a ``DiskSaver`` knows."""
+        return self.save_handler.save_on_rank if isinstance(self.save_handler, DiskSaver) else self.save_on_rank
 
-    def _save(self, checkpoint: Any, filename: str, metadata: Mapping[str, Any]) -> None:
-        if self._takes_metadata:
-            self.save_handler(checkpoint, filename, metadata)
-        else:
-            self.save_handler(checkpoint, filename)
+    def _has_work(self) -> bool:
+        """Whether this process has anything to write."""
+        return not isinstance(self.save_handler, DiskSaver) or self.save_handler.writes
 
-
-def _record_of(items: list[SavedItem]) -> OrderedDict[str, Any]:
-    return OrderedDict(_saved=[tuple(item) for item in items])
+    def _settled(self) -> list[record.Item]:
+        """Give the record when nothing is under way any more."""
+        if self._later is not None:
+            self._later.settle()
+        return self._saved

@@ -5,14 +5,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
-from camshaft.errors import annotate
+from camshaft.errors import DamagedCheckpointError, annotate
+from camshaft.handlers.checkpoint.manifest import problem_of
 from camshaft.handlers.checkpoint.objects import CHECKPOINTER, COMPILED, check_objects, is_container, unwrap
+from camshaft.handlers.checkpoint.sharding import divided, divided_optimizer_state, has_shards
+from camshaft.handlers.checkpoint.weights import is_weights_file, read_weights
 
 
 def load_objects(
@@ -36,6 +40,7 @@ def load_objects(
 
     Raises:
         TypeError: an argument is of the wrong kind.
+        DamagedCheckpointError: the file is not what the manifest beside it says.
         ValueError: a key is missing, or a list is of another length.
 
     >>> source, target = nn.Linear(1, 1), nn.Linear(1, 1)
@@ -48,7 +53,9 @@ def load_objects(
     check_objects(dict(to_load), "load_state_dict", "to_load")
     content: Any = checkpoint
     if isinstance(checkpoint, (str, PathLike)):
-        content = _read(checkpoint, map_location)
+        if problem := problem_of(Path(checkpoint)):
+            raise DamagedCheckpointError(f"the checkpoint '{checkpoint!s}' {problem}")
+        content = read_checkpoint(checkpoint, map_location)
     elif not isinstance(checkpoint, Mapping):
         raise TypeError(f"checkpoint must be a mapping, a str or a Path, got one of type {type(checkpoint).__name__}")
     for where, target, state in list(_pairs(to_load, _by_name(to_load, content), "checkpoint")):
@@ -59,9 +66,13 @@ def load_objects(
             raise
 
 
-def _read(path: str | PathLike[str], map_location: Any) -> Any:
+def read_checkpoint(path: str | PathLike[str], map_location: Any = None) -> Any:
+    """Read a checkpoint without running code from it, to the CPU unless ``map_location`` says otherwise."""
+    location = "cpu" if map_location is None else map_location
     try:
-        return torch.load(path, map_location="cpu" if map_location is None else map_location, weights_only=True)
+        if is_weights_file(path):
+            return read_weights(path, location)
+        return torch.load(path, map_location=location, weights_only=True)
     except Exception as error:
         annotate(error, f"raised while reading the checkpoint '{path!s}'")
         raise
@@ -117,7 +128,12 @@ def _check_list(states: Any, targets: Sequence[Any], where: str) -> None:
 def _load(target: Any, state: Any, module_options: Mapping[str, Any]) -> None:
     target = unwrap(target)
     if isinstance(target, nn.Module):
-        target.load_state_dict(_of_uncompiled(state), **module_options)
+        state = _of_uncompiled(state)
+        if has_shards(own := target.state_dict()):
+            state = divided(own, state)
+        target.load_state_dict(state, **module_options)
+    elif isinstance(target, torch.optim.Optimizer) and has_shards(target.param_groups):
+        target.load_state_dict(divided_optimizer_state(target, state))
     else:
         target.load_state_dict(state)
 

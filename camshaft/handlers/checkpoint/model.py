@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from camshaft.engine.engine import Engine
-from camshaft.handlers.checkpoint.handler import Checkpoint, ScoreFunction, StepTransform
+from camshaft.handlers.checkpoint.handler import Checkpoint, StepTransform
 from camshaft.handlers.checkpoint.objects import check_to_save
-from camshaft.handlers.savers import DiskSaver
+from camshaft.handlers.checkpoint.savers import DiskSaver
+from camshaft.handlers.checkpoint.scores import ScoreFunction
 
 
 class ModelCheckpoint(Checkpoint):
@@ -47,7 +48,10 @@ class ModelCheckpoint(Checkpoint):
         filename_pattern: str | None = None,
         include_self: bool = False,
         greater_or_equal: bool = False,
-        save_on_rank: int = 0,
+        save_on_rank: int | str = 0,
+        *,
+        asynchronous: bool = False,
+        when_busy: str = "wait",
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -62,6 +66,8 @@ class ModelCheckpoint(Checkpoint):
             include_self,
             greater_or_equal,
             save_on_rank,
+            asynchronous=asynchronous,
+            when_busy=when_busy,
         )
 
     @property
@@ -73,7 +79,7 @@ class ModelCheckpoint(Checkpoint):
         """
         if not isinstance(self.save_handler, DiskSaver):
             raise RuntimeError(f"last_checkpoint needs a DiskSaver as save_handler, got {self.save_handler!r}")
-        return self.save_handler.dirname / self._saved[-1].filename if self._saved else None
+        return Path(last) if (last := super().last_checkpoint) is not None else None
 
     def __call__(self, engine: Engine[Any, Any], to_save: Mapping[str, Any], *rest: Any) -> None:
         """Save, if the score or the step is large enough.

@@ -7,6 +7,8 @@ from numbers import Integral
 from string import Formatter
 from typing import Any
 
+from camshaft.handlers.checkpoint.weights import is_weights_file
+
 FIELDS = ("filename_prefix", "name", "score", "score_name", "global_step", "ext")
 
 
@@ -35,11 +37,11 @@ def make_pattern(
     return "_".join(part for part, wanted in parts.items() if wanted) + ".{ext}"
 
 
-def check_pattern(pattern: str) -> None:
-    """Raise ``KeyError`` if a pattern asks for what is not there.
+def check_pattern(pattern: str, objects: Mapping[str, Any], include_self: bool) -> None:
+    """Raise if a pattern asks for what is not there (``KeyError``), or for a format that holds one model only.
 
-    >>> check_pattern("{name}_{global_step:06d}.{ext}")
-    >>> check_pattern("{epoch}.{ext}")
+    >>> check_pattern("{name}_{global_step:06d}.{ext}", {}, False)
+    >>> check_pattern("{epoch}.{ext}", {}, False)
     Traceback (most recent call last):
     KeyError: "filename_pattern '{epoch}.{ext}' uses {epoch}; ..."
     """
@@ -47,6 +49,11 @@ def check_pattern(pattern: str) -> None:
         if field is not None and field not in FIELDS:
             known = ", ".join(f"{{{name}}}" for name in FIELDS)
             raise KeyError(f"filename_pattern {pattern!r} uses {{{field}}}; it may use {known}")
+    if is_weights_file(pattern) and (len(objects) > 1 or include_self):
+        raise ValueError(
+            f"filename_pattern {pattern!r} is for the weights of one model, but to_save holds {list(objects)}"
+            f"{' and the record of include_self' * include_self}; save the rest by another Checkpoint, to .pt files"
+        )
 
 
 def score_text(score: Any) -> str:
@@ -65,3 +72,22 @@ def name_of(objects: Mapping[str, Any]) -> str:
     ('model', 'checkpoint')
     """
     return next(iter(objects)) if len(objects) == 1 else "checkpoint"
+
+
+def file_name(pattern: str | None, **fields: Any) -> str:
+    """Name a file by a pattern, or if there is none by the parts that there are.
+
+    >>> parts = {"filename_prefix": "", "name": "model", "score": None, "score_name": None, "ext": "pt"}
+    >>> file_name(None, global_step=3, **parts)
+    'model_3.pt'
+    """
+    score, score_name = fields["score"], fields["score_name"]
+    if not (score is None or isinstance(score, str)):
+        fields["score"] = score_text(score)
+    chosen = pattern or make_pattern(
+        with_prefix=bool(fields["filename_prefix"]),
+        with_score=score is not None,
+        with_score_name=score is not None and score_name is not None,
+        with_global_step=fields["global_step"] is not None,
+    )
+    return chosen.format(**fields)

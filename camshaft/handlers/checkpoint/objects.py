@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from camshaft.distributed import get_rank
+from camshaft.handlers.checkpoint.sharding import has_shards, whole
+from camshaft.handlers.checkpoint.writer import is_writer, writers
 
 CHECKPOINTER = "checkpointer"
 """The key under which a checkpoint holds the record of the handler that saved it."""
@@ -57,22 +59,45 @@ def check_to_save(to_save: Any, include_self: bool) -> None:
         raise ValueError(f"to_save must not have the key {CHECKPOINTER!r} with include_self, got {list(to_save)}")
 
 
-def states_of(objects: Any, save_on_rank: int) -> Any:
+def states_of(objects: Any, save_on_rank: int | str) -> Any:
     """Replace every object in nested containers by its state.
 
-    A sharded optimizer first brings its state together on ``save_on_rank``, in which all ranks take part; on
-    the others it has nothing to give.
+    What the ranks hold in parts is brought together where it is written, in which all ranks take part; the others
+    then have nothing to give.
     """
     if hasattr(objects, "state_dict"):
         consolidate = getattr(objects, "consolidate_state_dict", None)
         if consolidate is not None:
-            consolidate(to=save_on_rank)
-            if get_rank() != save_on_rank:
+            for rank in writers(save_on_rank):
+                consolidate(to=rank)
+            if not is_writer(save_on_rank):
                 return {}
-        return unwrap(objects).state_dict()
+        state = unwrap(objects).state_dict()
+        return whole(state, keep=is_writer(save_on_rank)) if has_shards(state) else state
     if isinstance(objects, Mapping):
         return {key: states_of(one, save_on_rank) for key, one in objects.items()}
     return [states_of(one, save_on_rank) for one in objects]
+
+
+def checkpoint_of(to_save: Mapping[str, Any], save_on_rank: int | str, record: Mapping[str, Any] | None) -> Any:
+    """Give what is written: the states by name, or that of the only object; with the record of what was saved."""
+    states = {name: states_of(one, save_on_rank) for name, one in to_save.items()}
+    checkpoint = next(iter(states.values())) if len(states) == 1 else states
+    if record is None:
+        return checkpoint
+    # The state may be the object's own, so the key goes into a copy.
+    checkpoint = copy.copy(checkpoint) if isinstance(checkpoint, MutableMapping) else states
+    checkpoint[CHECKPOINTER] = record
+    return checkpoint
+
+
+def needs_all_ranks(objects: Any) -> bool:
+    """Say whether all ranks take part in taking the states of objects."""
+    if hasattr(objects, "state_dict"):
+        if hasattr(objects, "consolidate_state_dict"):
+            return True
+        return has_shards(list(objects.parameters())) if isinstance(objects, nn.Module) else False
+    return any(needs_all_ranks(one) for one in (objects.values() if isinstance(objects, Mapping) else objects))
 
 
 def is_container(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
 from numbers import Integral, Number
 from typing import Any, NamedTuple
@@ -69,6 +70,11 @@ def with_item(saved: Sequence[Item], item: Item, most: int | None) -> tuple[list
 def in_order(items: Sequence[Item]) -> list[Item]:
     """Sort by priority; among equals the order stays, so that the newest is last."""
     return sorted(items, key=lambda item: rank_of(item.priority))
+
+
+def record_of(items: Sequence[Item]) -> OrderedDict[str, Any]:
+    """Give a record as it is saved."""
+    return OrderedDict(_saved=[tuple(item) for item in items])
 
 
 def read_items(value: Any) -> list[Item]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
+import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,8 +13,10 @@ from typing import Any, BinaryIO
 
 import torch
 
-from camshaft.distributed import get_rank
-from camshaft.files import write_atomically
+from camshaft.files import DigestingWriter, remove_leftovers, write_atomically
+from camshaft.handlers.checkpoint import manifest
+from camshaft.handlers.checkpoint.weights import as_weights, is_weights_file
+from camshaft.handlers.checkpoint.writer import check_save_on_rank, is_writer
 from camshaft.types import PathLike
 
 
@@ -38,14 +42,18 @@ class DiskSaver(BaseSaveHandler):
     """Saves to files of one directory, with ``torch.save``, on one rank.
 
     A file appears under its name when it is complete and flushed to disk; a save that fails or is killed
-    leaves what was there before. Construct it on every rank.
+    leaves what was there before. The folder ``.manifest`` beside the files holds for each its checksum, size,
+    step, score and the versions of the libraries. Construct it on every rank.
+
+    Files whose name ends in ``.safetensors`` are written by the library of this name, and can hold tensors only.
 
     Args:
         dirname: the directory; ``~`` is the home directory.
         atomic: write to another name first and rename. Without it a failed save leaves a broken file.
         create_dir: make the directory, and those above it, where they do not exist.
         require_empty: refuse a directory that holds ``*.pt`` files already.
-        save_on_rank: the rank that writes and removes.
+        save_on_rank: the rank that writes and removes; ``"node"`` for the first process of each node, where the
+            nodes have disks of their own.
         kwargs: handed to ``torch.save``.
 
     Raises:
@@ -66,34 +74,39 @@ class DiskSaver(BaseSaveHandler):
         atomic: bool = True,
         create_dir: bool = True,
         require_empty: bool = True,
-        save_on_rank: int = 0,
+        save_on_rank: int | str = 0,
         **kwargs: Any,
     ) -> None:
-        if not isinstance(save_on_rank, int) or save_on_rank < 0:
-            raise ValueError(f"save_on_rank must be an integer >= 0, got {save_on_rank!r}")
+        check_save_on_rank(save_on_rank)
         self.dirname = Path(dirname).expanduser()
         self.atomic = atomic
         self.save_on_rank = save_on_rank
         self.kwargs = kwargs
-        if get_rank() == save_on_rank:
+        self._saved_at = 0
+        self._is_first = True
+        if self.writes:
             _prepare(self.dirname, create_dir, require_empty)
+            remove_leftovers(self.dirname)
+            remove_leftovers(self.dirname / manifest.FOLDER)
+            self._saved_at = manifest.next_time(manifest.entries_of(self.dirname))
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes."""
+        return is_writer(self.save_on_rank)
 
     def __call__(self, checkpoint: Mapping[str, Any], filename: str, metadata: Mapping[str, Any] | None = None) -> None:
-        """Save a checkpoint as ``filename`` in the directory; ``metadata`` is not stored.
+        """Save a checkpoint as ``filename`` in the directory; what ``metadata`` tells goes into the manifest.
 
         Raises:
             OSError: the disk is full, or the directory is gone.
             TypeError: ``torch.save`` does not take the ``kwargs``.
         """
-        if get_rank() != self.save_on_rank:
+        if not self.writes:
             return
-
-        def write(file: BinaryIO) -> None:
-            torch.save(checkpoint, file, **self.kwargs)
-
         path = self.dirname / filename
         try:
-            (write_atomically if self.atomic else _write_in_place)(path, write)
+            self._save(path, checkpoint, metadata)
         except (OSError, RuntimeError) as error:
             cause = error.__context__ if isinstance(error, RuntimeError) else error
             if not isinstance(cause, OSError) or cause.errno is None or cause.filename is not None:
@@ -103,8 +116,39 @@ class DiskSaver(BaseSaveHandler):
 
     def remove(self, filename: str) -> None:
         """Delete a file of the directory; one that is gone already is none to worry about."""
-        if get_rank() == self.save_on_rank:
-            (self.dirname / filename).unlink(missing_ok=True)
+        if self.writes:
+            path = self.dirname / filename
+            # In this order: what is left when it is cut off in the middle is a whole file, not a missing one.
+            manifest.remove_entries(path.parent, manifest.entries_of(path.parent, path.name))
+            path.unlink(missing_ok=True)
+
+    def _save(self, path: Path, checkpoint: Any, metadata: Mapping[str, Any] | None) -> None:
+        older = manifest.entries_of(path.parent, path.name)
+        entry: manifest.Entry
+
+        def write(file: BinaryIO) -> None:
+            nonlocal entry
+            with DigestingWriter(file) as writer:
+                self._write(writer, checkpoint, is_weights_file(path))
+            self._saved_at = max(self._saved_at + 1, manifest.next_time(older))
+            entry = manifest.make_entry(path.name, writer.hexdigest(), writer.size, self._saved_at, metadata)
+
+        if self.atomic:
+            write_atomically(path, write, before_rename=lambda: manifest.write_entry(path.parent, entry))
+        else:
+            with open(path, "wb") as file:
+                write(file)
+            manifest.write_entry(path.parent, entry)
+        manifest.remove_entries(path.parent, [one for one in older if one.sha256 != entry.sha256])
+        if self._is_first:
+            self._is_first = False
+            _warn_if_unloadable(path)
+
+    def _write(self, writer: DigestingWriter, checkpoint: Any, only_weights: bool) -> None:
+        if only_weights:
+            writer.write(as_weights(checkpoint))
+        else:
+            torch.save(checkpoint, writer, **self.kwargs)  # type: ignore[arg-type]  # writing is all that it needs
 
 
 def _prepare(directory: Path, create: bool, require_empty: bool) -> None:
@@ -125,9 +169,18 @@ def _prepare(directory: Path, create: bool, require_empty: bool) -> None:
         )
 
 
-def _write_in_place(path: Path, write: Any) -> None:
-    with open(path, "wb") as file:
-        write(file)
+def _warn_if_unloadable(path: Path) -> None:
+    """Warn of a file that nobody can load without running code from it, as long as that can be helped."""
+    if is_weights_file(path) or not zipfile.is_zipfile(path):
+        return
+    refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    if refused:
+        warnings.warn(
+            f"'{path}' holds objects of {', '.join(sorted(refused))}, which are not loaded again without running code "
+            "from the file; let state_dict() give plain numbers, strings, tensors, lists and dicts, or call "
+            "torch.serialization.add_safe_globals before loading",
+            stacklevel=5,
+        )
 
 
 def takes_metadata(save_handler: Any) -> bool:

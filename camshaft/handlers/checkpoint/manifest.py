@@ -1,0 +1,137 @@
+"""The manifest of a directory of checkpoints: what each file is, and by which checksum it is known to be whole.
+
+It is a folder of small files, one for each checkpoint, each written before its checkpoint gets its name: whenever
+the process is killed, a file that can be seen is the one that its entry tells of, or the one before it, whose entry
+is still there. Several writers may share a directory.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from camshaft.files import sha256_of, write_atomically
+from camshaft.version import __version__
+
+FOLDER = ".manifest"
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is known of a checkpoint.
+
+    Args:
+        file: its name.
+        sha256: of its content, in hexadecimal digits.
+        size: in bytes.
+        saved_at: nanoseconds since 1970; grows from one checkpoint of a directory to the next.
+        objects: names of what is in it, if the handler that saved it told.
+        step: of the engine, if the handler told.
+        score: what it was kept for, if there was a score.
+        score_name: of the score.
+        versions: of the libraries that wrote it.
+    """
+
+    file: str
+    sha256: str
+    size: int
+    saved_at: int
+    objects: list[str] | None = None
+    step: int | float | None = None
+    score: int | float | None = None
+    score_name: str | None = None
+    versions: Mapping[str, str] | None = None
+
+    def problem(self, path: Path) -> str | None:
+        """Say what is wrong with the file, or ``None``; reads all of it."""
+        try:
+            size = path.stat().st_size
+            if size != self.size:
+                return f"has {size:,} bytes instead of {self.size:,}"
+            return None if sha256_of(path) == self.sha256 else "is damaged: its content does not fit its checksum"
+        except FileNotFoundError:
+            return "is not there: it was removed, or its save was interrupted"
+        except OSError as error:
+            return f"cannot be read: {error}"
+
+
+def make_entry(file: str, sha256: str, size: int, saved_at: int, metadata: Mapping[str, Any] | None) -> Entry:
+    """Make the entry of a checkpoint from what its save handler is told."""
+    told = metadata or {}
+    return Entry(
+        file=file,
+        sha256=sha256,
+        size=size,
+        saved_at=saved_at,
+        objects=told.get("objects"),
+        step=told.get("step"),
+        score=told.get("score"),
+        score_name=told.get("score_name"),
+        versions={"camshaft": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    )
+
+
+def next_time(entries: list[Entry]) -> int:
+    """Give a time for a new entry: now, or if clocks differ just after the newest one."""
+    return max([time.time_ns(), *(entry.saved_at + 1 for entry in entries)])
+
+
+def write_entry(directory: Path, entry: Entry) -> None:
+    """Add an entry; what is known of an older file of the same name stays."""
+    folder = directory / FOLDER
+    folder.mkdir(exist_ok=True)
+    text = json.dumps({"format": _FORMAT, **asdict(entry)}, indent=1) + "\n"
+    write_atomically(_path_of(directory, entry), lambda file: file.write(text.encode()))
+
+
+def entries_of(directory: Path, file: str | None = None) -> list[Entry]:
+    """Read the entries of a directory, or those of one file of it: the newest first.
+
+    What is not an entry is left out.
+    """
+    found = []
+    for path in (directory / FOLDER).glob("*.json" if file is None else f"{_escaped(file)}.*.json"):
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            content = json.loads(path.read_bytes())
+            found.append(Entry(**{field.name: content[field.name] for field in fields(Entry)}))
+    return sorted(
+        (entry for entry in found if file is None or entry.file == file), key=lambda entry: entry.saved_at, reverse=True
+    )
+
+
+def remove_entries(directory: Path, entries: list[Entry]) -> None:
+    """Forget entries."""
+    for entry in entries:
+        _path_of(directory, entry).unlink(missing_ok=True)
+
+
+def problem_of(path: Path) -> str | None:
+    """Say what is wrong with a checkpoint; ``None`` if nothing is, or if nothing is known of it."""
+    return problem_among(entries_of(path.parent, path.name), path)
+
+
+def problem_among(entries: Sequence[Entry], path: Path) -> str | None:
+    """Say what is wrong with a file, if none of some entries tells of it as it is."""
+    problem = None
+    for entry in entries:
+        problem = entry.problem(path)
+        if problem is None:
+            return None
+    return problem
+
+
+def _path_of(directory: Path, entry: Entry) -> Path:
+    return directory / FOLDER / f"{entry.file}.{entry.sha256[:16]}.json"
+
+
+def _escaped(name: str) -> str:
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)

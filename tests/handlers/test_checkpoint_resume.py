@@ -1,0 +1,311 @@
+"""Going on from the newest whole checkpoint, whatever happened to the files."""
+
+from __future__ import annotations
+
+import os
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import nn
+
+from camshaft import distributed as idist
+from camshaft.engine import Engine, Events
+from camshaft.errors import DamagedCheckpointError
+from camshaft.handlers import Checkpoint, DiskSaver
+from camshaft.handlers.checkpoint.manifest import FOLDER, entries_of
+from tests.handlers.parts import Part, at, linear, names, weight
+from tests.ranks import on_ranks
+
+
+def save(folder, *steps, **options):
+    """Save one object at each step, of which the step is the value."""
+    part = Part()
+    saver = DiskSaver(folder, require_empty=False, **options)
+    checkpoint = Checkpoint({"part": part, "other": Part()}, saver, n_saved=None)
+    for step in steps:
+        part.value = step
+        checkpoint(at(step))
+
+
+def resume(folder, **options):
+    part = Part()
+    path = Checkpoint.resume({"part": part}, folder, **options)
+    return part.value, None if path is None else path.name
+
+
+def file_of(step):
+    return f"checkpoint_{step}.pt"
+
+
+def flip_a_bit(path, position):
+    content = bytearray(path.read_bytes())
+    content[position % len(content)] ^= 1 << (position % 8)
+    path.write_bytes(content)
+
+
+# --- which one ---------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_loaded_where_nothing_was_saved(tmp_path):
+    assert resume(tmp_path) == (0, None)
+    assert resume(tmp_path / "missing") == (0, None)
+
+
+def test_the_newest_counts_not_the_one_with_the_largest_step_or_name(tmp_path):
+    save(tmp_path, 20, 30)
+    save(tmp_path, 9)
+    assert resume(tmp_path) == (9, file_of(9))
+
+
+def test_a_clock_that_goes_backwards_changes_nothing(tmp_path, monkeypatch):
+    save(tmp_path, 20)
+    monkeypatch.setattr("time.time_ns", lambda: 1)
+    save(tmp_path, 30, 40)
+    assert resume(tmp_path) == (40, file_of(40))
+
+
+def test_files_of_plain_torch_save_without_a_manifest_are_found_too(tmp_path):
+    torch.save({"part": {"value": 1}}, tmp_path / "checkpoint_1.pt")
+    torch.save({"part": {"value": 2}, "other": {"value": 0}}, tmp_path / "checkpoint_2.pt")
+    torch.save({"model": {}}, tmp_path / "model_3.pt")
+    for age, name in enumerate(("model_3.pt", "checkpoint_2.pt", "checkpoint_1.pt")):
+        os.utime(tmp_path / name, ns=(0, 10**9 - age))
+    assert Checkpoint.resume({"part": (part := Part()), "other": Part()}, tmp_path).name == "checkpoint_2.pt"
+    assert part.value == 2
+
+
+def test_a_checkpoint_of_other_objects_is_passed_over_and_if_there_is_none_but_such_that_is_said(tmp_path):
+    save(tmp_path, 1)
+    Checkpoint({"best": Part(7)}, DiskSaver(tmp_path, require_empty=False))(at(2))
+    assert resume(tmp_path) == (1, file_of(1))
+    with pytest.warns(UserWarning, match=r"nothing was loaded: of the 2 checkpoints in .* none holds \['part', 'x'\]"):
+        assert Checkpoint.resume({"part": Part(), "x": Part()}, tmp_path) is None
+
+
+def test_a_checkpoint_of_one_object_alone(tmp_path):
+    checkpoint = Checkpoint({"model": linear(3.0)}, tmp_path)
+    checkpoint(at(1))
+    model = linear(0.0)
+    assert Checkpoint.resume({"model": model}, tmp_path).name == "model_1.pt"
+    assert weight(model) == 3.0
+
+
+def test_the_engine_and_the_record_go_on_too(tmp_path):
+    def make():
+        engine = Engine(lambda engine, batch: None)
+        checkpoint = Checkpoint(
+            {"trainer": engine}, DiskSaver(tmp_path, require_empty=False), n_saved=2, include_self=True
+        )
+        checkpoint.to_save["model"] = model
+        engine.add_event_handler(Events.EPOCH_COMPLETED, checkpoint)
+        return engine, checkpoint, {"trainer": engine, "model": model, "checkpointer": checkpoint}
+
+    model = linear(1.0)
+    engine, _, _ = make()
+    engine.run(range(3), max_epochs=3)
+    engine, _, everything = make()
+    assert Checkpoint.resume(everything, tmp_path).name == file_of(9)
+    assert engine.state.epoch == 3
+    engine.run(range(3), max_epochs=5)
+    assert names(tmp_path) == [file_of(12), file_of(15)]  # those of the first run were pruned in their turn
+
+
+# --- what may have happened to the files -------------------------------------------------------------------
+
+
+@settings(max_examples=25)
+@given(position=st.integers(0, 10**6))
+def test_whichever_bit_flips_the_one_before_is_taken_and_the_damaged_one_named(tmp_path_factory, position):
+    folder = tmp_path_factory.mktemp("bits")
+    save(folder, 1, 2)
+    flip_a_bit(folder / file_of(2), position)
+    with pytest.warns(UserWarning, match=r"checkpoint_2.pt' is damaged: .*going on from 'checkpoint_1.pt'"):
+        assert resume(folder) == (1, file_of(1))
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), r"has [\d,]+ bytes instead of [\d,]+"),
+        (lambda path: path.write_bytes(b""), "has 0 bytes instead of"),
+        (lambda path: path.unlink(), "is not there"),
+        (lambda path: (path.unlink(), path.mkdir()), "bytes instead of|cannot be read"),
+    ],
+)
+def test_a_file_that_was_cut_off_or_is_gone_is_named_and_the_one_before_is_taken(tmp_path, harm, message):
+    save(tmp_path, 1, 2)
+    harm(tmp_path / file_of(2))
+    with pytest.warns(UserWarning, match=message):
+        assert resume(tmp_path) == (1, file_of(1))
+
+
+def test_when_none_is_whole_that_is_an_error_which_names_each(tmp_path):
+    save(tmp_path, 1, 2)
+    flip_a_bit(tmp_path / file_of(1), 100)
+    (tmp_path / file_of(2)).unlink()
+    part = Part(5)
+    with pytest.raises(DamagedCheckpointError, match=r"(?s)checkpoint_2.pt' is not there.*checkpoint_1.pt' is damaged"):
+        Checkpoint.resume({"part": part}, tmp_path)
+    assert part.value == 5
+
+
+def test_loading_a_damaged_file_by_its_path_is_an_error_too(tmp_path):
+    save(tmp_path, 1)
+    flip_a_bit(tmp_path / file_of(1), 300)
+    with pytest.raises(DamagedCheckpointError, match=r"checkpoint_1.pt' is damaged"):
+        Checkpoint.load_objects({"part": Part()}, tmp_path / file_of(1))
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("you_were_here",)
+
+
+def test_a_file_that_would_run_code_is_not_loaded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"part": {"value": 1}}, tmp_path / "good.pt")
+    (tmp_path / "evil.pt").write_bytes(pickle.dumps({"part": Evil()}, protocol=2))
+    torch.save({"part": Evil()}, tmp_path / "zipped.pt")
+    os.utime(tmp_path / "good.pt", ns=(0, 1))
+    with pytest.warns(UserWarning, match="cannot be read: UnpicklingError") as told:
+        assert resume(tmp_path) == (1, "good.pt")
+    assert len(told) == 2
+    assert not (tmp_path / "you_were_here").exists()
+
+
+def test_what_could_not_be_loaded_again_is_told_at_the_first_save(tmp_path):
+    saver = DiskSaver(tmp_path)
+    with pytest.warns(UserWarning, match=r"objects of .*parts\.Part, which are not loaded again without running code"):
+        saver({"part": Part()}, "a.pt")
+    saver({"part": Part()}, "b.pt")
+
+
+def test_an_entry_that_is_none_is_left_out(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / FOLDER / "broken.json").write_text("{")
+    (tmp_path / FOLDER / "other.json").write_text('{"file": 3}')
+    assert [entry.file for entry in entries_of(tmp_path)] == [file_of(1)]
+    assert resume(tmp_path) == (1, file_of(1))
+
+
+def test_while_one_file_is_replaced_both_the_old_and_the_new_are_good(tmp_path, monkeypatch):
+    saver = DiskSaver(tmp_path)
+    saver({"value": 1}, "part.pt")
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*args):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "os.replace", lambda source, target: killed() if str(target).endswith(".pt") else rename(source, target)
+        )
+        with pytest.raises(Killed):
+            saver({"value": 2}, "part.pt")
+    assert resume(tmp_path) == (1, "part.pt")
+    with monkeypatch.context() as patch:
+        patch.setattr("camshaft.handlers.checkpoint.manifest.remove_entries", killed)
+        with pytest.raises(Killed):
+            saver({"value": 3}, "part.pt")
+    assert resume(tmp_path) == (3, "part.pt")
+    assert len(entries_of(tmp_path)) > 1
+
+
+rename = os.replace
+
+
+def test_the_manifest_tells_step_score_and_versions(tmp_path):
+    checkpoint = Checkpoint({"part": Part()}, tmp_path, score_name="accuracy")
+    checkpoint(at(7, accuracy=0.5))
+    (entry,) = entries_of(tmp_path)
+    assert (entry.file, entry.step, entry.score, entry.score_name) == ("part_accuracy=0.5000.pt", 7, 0.5, "accuracy")
+    assert entry.objects == ["part"]
+    assert entry.size == (tmp_path / entry.file).stat().st_size
+    assert entry.versions.keys() == {"camshaft", "torch", "python"}
+
+
+def test_pruning_forgets_the_entry_too(tmp_path):
+    checkpoint = Checkpoint({"part": Part()}, tmp_path, n_saved=2)
+    for step in range(5):
+        checkpoint(at(step))
+    assert {entry.file for entry in entries_of(tmp_path)} == {"part_3.pt", "part_4.pt"} == set(names(tmp_path))
+
+
+def test_file_names_with_signs_of_patterns(tmp_path):
+    saver = DiskSaver(tmp_path)
+    saver({"value": 1}, "a[1]*.pt")
+    saver({"value": 2}, "a1.pt")
+    assert [entry.file for entry in entries_of(tmp_path, "a[1]*.pt")] == ["a[1]*.pt"]
+    saver.remove("a[1]*.pt")
+    assert [entry.file for entry in entries_of(tmp_path)] == ["a1.pt"]
+
+
+@pytest.mark.parametrize("to_load", [None, [Part()], {"part": 3}])
+def test_what_cannot_be_loaded_into_is_refused(tmp_path, to_load):
+    with pytest.raises(TypeError, match="to_load"):
+        Checkpoint.resume(to_load, tmp_path)
+
+
+# --- on ranks ----------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_all_ranks_go_on_from_the_same_one_and_files_are_read_but_once_to_check_them(tmp_path, monkeypatch):
+    save(tmp_path, 1, 2)
+    idist.barrier()
+    if idist.get_rank() == 0:
+        flip_a_bit(tmp_path / file_of(2), 99)
+    idist.barrier()
+    with pytest.warns(UserWarning, match="is damaged"):
+        assert resume(tmp_path) == (1, file_of(1))
+
+
+@on_ranks(2)
+def test_nodes_with_disks_of_their_own_take_the_newest_that_all_have(tmp_path, monkeypatch):
+    rank = idist.get_rank()
+    for module in ("writer", "resuming"):
+        monkeypatch.setattr(f"camshaft.handlers.checkpoint.{module}.get_local_rank", lambda: 0)
+    folder = tmp_path / f"node_{rank}"
+    save(folder, 1, 2, *([3] if rank == 1 else []), save_on_rank="node")
+    saver = DiskSaver(folder, require_empty=False, save_on_rank="node")
+    saver({"part": {"value": 2}}, file_of(2))
+    idist.barrier()
+    assert resume(folder) == (2, file_of(2))
+    if rank == 1:
+        flip_a_bit(folder / file_of(2), 99)
+    with pytest.warns(UserWarning, match="is damaged"):
+        assert resume(folder) == (1, file_of(1))
+
+
+# --- tensors alone -----------------------------------------------------------------------------------------
+
+
+def test_weights_in_the_format_of_safetensors(tmp_path):
+    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    tied[1].weight = tied[0].weight
+    checkpoint = Checkpoint({"model": tied}, tmp_path, filename_pattern="{name}_{global_step}.safetensors")
+    checkpoint(at(3))
+    assert load_file(tmp_path / "model_3.safetensors").keys() == tied.state_dict().keys()
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert Checkpoint.resume({"model": model}, tmp_path).name == "model_3.safetensors"
+    assert torch.equal(model[1].weight, tied[0].weight)
+    flip_a_bit(tmp_path / "model_3.safetensors", 200)
+    with pytest.raises(DamagedCheckpointError):
+        Checkpoint.load_objects({"model": model}, tmp_path / "model_3.safetensors")
+
+
+def test_what_such_a_file_cannot_hold_is_refused_early(tmp_path):
+    pattern = "{name}.safetensors"
+    with pytest.raises(ValueError, match=r"weights of one model, but to_save holds \['a', 'b'\]"):
+        Checkpoint({"a": linear(1), "b": Part()}, tmp_path, filename_pattern=pattern)
+    with pytest.raises(ValueError, match="include_self"):
+        Checkpoint({"a": linear(1)}, tmp_path, filename_pattern=pattern, include_self=True)
+    with pytest.raises(TypeError, match=r"a dict of tensors; got a dict with \['int'\]"):
+        Checkpoint({"a": Part()}, tmp_path, filename_pattern=pattern)(at(1))
+    assert names(tmp_path) == []
