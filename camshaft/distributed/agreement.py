@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -20,31 +21,37 @@ from camshaft.errors import RankDivergenceError
 
 _COMPARED = ("collective", "ranks", "how", "root", "value")
 _COLUMNS = (*_COMPARED, "line")
-_PATIENCE = 10.0  # seconds for a rank that does nothing
-_SOON = 5.0  # seconds until the log tells that somebody is missing
+_SOON = 10.0  # seconds until the log tells that somebody is missing
 
 logger = logging.getLogger(__name__)
 patience: float | None = None
-"""Seconds to wait for a rank that does nothing; ``None`` while the comparison is off."""
+"""Seconds to wait for a rank that is late, unless the run's timeout is shorter; ``None``: the comparison is off."""
 _runs = 0  # of this process with the comparison on: a store may be older than the run
 _boards: weakref.WeakKeyDictionary[Backend, Board] = weakref.WeakKeyDictionary()
 
 
-def enable(seconds: float | None) -> None:
-    """Turn the comparison on, with the seconds to wait for a rank that does nothing, or (``None``) off."""
+def enable(seconds: float | None, backend: Backend | None = None) -> None:
+    """Turn the comparison on or off.
+
+    Args:
+        seconds: to wait for a rank that is late, at most; the run's timeout limits it too. ``None`` turns it off.
+        backend: of the run, so that the others learn that this rank has ended also if it ends before its first call.
+    """
     global patience, _runs
     leave()
     patience = seconds
     _runs += seconds is not None
+    if seconds is not None and backend is not None:
+        _board_of(backend)
 
 
-def enable_if(wanted: bool | None) -> None:
+def enable_if(wanted: bool | None, backend: Backend | None = None) -> None:
     """Turn the comparison on if the user or ``CAMSHAFT_DEBUG`` wants it, whose value may be the seconds to wait."""
     text = os.environ.get("CAMSHAFT_DEBUG", "")
     seconds = float(text) if text.replace(".", "", 1).isdigit() else 0.0
     if wanted is None:
         wanted = text.lower() not in ("", "0", "false", "off", "no")
-    enable((seconds if seconds > 1 else _PATIENCE) if wanted else None)
+    enable((seconds if seconds > 1 else math.inf) if wanted else None, backend)
 
 
 def enabled() -> bool:
@@ -52,12 +59,12 @@ def enabled() -> bool:
     return patience is not None
 
 
-@atexit.register
 def leave() -> None:
     """Tell the other ranks that this one does nothing any more."""
-    for board in list(_boards.values()):
-        board.leave()
+    boards = list(_boards.values())
     _boards.clear()
+    for board in boards:
+        board.leave()
 
 
 def check(
@@ -80,7 +87,8 @@ def check(
         is_long: some ranks may do something else for long before they come.
 
     Raises:
-        RankDivergenceError: one does something else, or nothing in time; with a table of who does what.
+        RankDivergenceError: one does something else, has ended, or does not come in time; with a table of who does
+            what.
     """
     if len(ranks) == 1:
         return
@@ -90,38 +98,54 @@ def check(
         rows = dict(zip(ranks, all_gather_values(backend, mine, group), strict=True))
     else:
         rows = _heard(board, ranks, mine, is_long)
-    if any(row[field] != mine[field] for row in rows.values() for field in _COMPARED):
-        raise RankDivergenceError("the ranks do different things:\n" + _table(rows))
+    if _differ(rows, mine):
+        raise RankDivergenceError(f"the ranks do different things:\n{_table(rows)}")
 
 
 def _heard(board: Board, ranks: Sequence[int], mine: Said, is_long: bool) -> dict[int, Said]:
-    """Wait until all have said what they do, or it is sure or likely that some never will."""
-    place = board.say(ranks, mine)
+    """Wait until all have said what they do, or it is known before that they differ or that some never will."""
+    limit = board.timeout if is_long or patience is None else min(patience, board.timeout)
+    place = ""
     has_warned = False
 
     def look(waited: float) -> None:
         nonlocal has_warned
-        is_stuck = board.is_stuck()
-        is_late = patience is not None and waited >= patience and not is_long
-        if not (is_stuck or is_late or (waited >= _SOON and not has_warned)):
-            return
-        table = _table({rank: board.said(rank, place) or _elsewhere(board, rank) for rank in ranks})
-        if not is_stuck and not is_late:
+        here = board.here(ranks, place)
+        is_different, is_stuck = _differ(here, mine), board.is_stuck()
+        table = _table({rank: here.get(rank) or _elsewhere(board, rank) for rank in ranks})
+        if is_different:
+            raise RankDivergenceError(f"the ranks do different things:\n{table}")
+        if is_stuck or waited >= limit:
+            board.give_up(place, mine, table)
+            reason = "never come" if is_stuck else f"have not come within {waited:.0f} s"
+            raise RankDivergenceError(f"some ranks {reason}:\n{table}")
+        _check_patience(here)
+        if waited >= _SOON and not has_warned and board.rank == min(here):  # one rank says it for all
             has_warned = True
-            logger.warning("rank %d has waited %.0f s for others:\n%s", board.rank, waited, table)
-            return
-        reason = "never come" if is_stuck else f"have not come within {waited:.0f} s (CAMSHAFT_DEBUG sets how many)"
-        board.give_up(place, table)
-        raise RankDivergenceError(f"some ranks {reason}:\n{table}")
+            missing = [rank for rank in ranks if rank not in here]
+            logger.warning("rank %d has waited %.0f s for ranks %s:\n%s", board.rank, waited, missing, table)
 
     try:
+        place = board.say(ranks, mine)
         rows = board.hear(ranks, place, look)
     except dist.DistNetworkError as error:
-        raise RankDivergenceError("the process that holds the store of this run has ended") from error
+        table = _table({board.rank: mine})
+        raise RankDivergenceError(
+            f"who holds the store of this run has ended, which is rank 0 if no launcher does:\n{table}"
+        ) from error
+    _check_patience(rows)
+    return rows
+
+
+def _differ(rows: Mapping[int, Said], mine: Said) -> bool:
+    return any(row[field] != mine[field] for row in rows.values() for field in _COMPARED)
+
+
+def _check_patience(rows: Mapping[int, Said]) -> None:
+    """Refuse to go on with ranks that have waited in vain, and do not any more."""
     for rank, row in rows.items():
         if "gave up" in row:
             raise RankDivergenceError(f"rank {rank} has given up to wait here:\n{row['gave up']}")
-    return rows
 
 
 def _elsewhere(board: Board, rank: int) -> Said:
@@ -174,4 +198,6 @@ def _board_of(backend: Backend) -> Board | None:
             return None
         name = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_runs}"  # torchrun's store outlives its processes
         board = _boards[backend] = Board(store, name, backend.topology.rank, backend.topology.world_size)
+        atexit.unregister(leave)
+        atexit.register(leave)  # the last comes first: before a backend waits there for all ranks to end
     return board

@@ -128,6 +128,15 @@ class Backend(ABC):
     def new_group(self, ranks: list[int], **options: Any) -> Group:
         """Make a group; every rank calls this."""
 
+    @property
+    def members_make_groups(self) -> bool:
+        """Whether :meth:`group_of_members` is there; if not, all ranks must make a group, by :meth:`new_group`."""
+        return False
+
+    def group_of_members(self, ranks: list[int]) -> Group:
+        """Make a group; only its members wait for each other, and all name it by the same ranks, once."""
+        self.lack("groups that their members make alone")
+
     def adopt_group(self, handle: Any) -> Group | None:
         """Take a group of the underlying library for one of ours, or give ``None`` if it is none."""
         return None

@@ -6,9 +6,11 @@ Two keys of a rank are in use for each group, and one that says where the rank i
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -18,6 +20,7 @@ Said = dict[str, str]
 
 _LOOK = 1.0  # seconds between looks at what keeps the others
 _PAUSE = 0.05  # seconds, at most, between questions to the store
+_FAREWELL = 2.0  # seconds that rank 0, which may hold the store, gives the others to read that it has ended
 
 
 class Board:
@@ -35,6 +38,13 @@ class Board:
         self.rank = rank
         self._all = range(size)
         self._numbers: Counter[str] = Counter()
+        self._process = os.getpid()
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that the others may take, which the store was given with the run."""
+        timeout: timedelta = self._store.timeout  # type: ignore[attr-defined]  # torch does not declare it
+        return timeout.total_seconds()
 
     def say(self, ranks: Sequence[int], said: Said) -> str:
         """Write down what this rank is about to do with others; gives what :meth:`hear` takes."""
@@ -67,19 +77,24 @@ class Board:
         self._forget(place)
         return said
 
-    def said(self, rank: int, place: str) -> Said | None:
-        """Give what a rank has said there, ``None`` if it has not come."""
-        key = f"{place}/{rank}"
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+    def here(self, ranks: Sequence[int], place: str) -> dict[int, Said]:
+        """Give what those ranks have said there that have come."""
+        come = [rank for rank in ranks if self._store.check([f"{place}/{rank}"])]
+        return {rank: json.loads(self._store.get(f"{place}/{rank}")) for rank in come}
 
-    def give_up(self, place: str, reason: str) -> None:
+    def give_up(self, place: str, said: Said, reason: str) -> None:
         """Tell who comes after all that this rank does not wait any more."""
-        self._store.set(f"{place}/{self.rank}", json.dumps({"gave up": reason}))
+        self._store.set(f"{place}/{self.rank}", json.dumps({**said, "gave up": reason}))
 
     def leave(self) -> None:
-        """Tell the others that this rank does nothing any more."""
+        """Tell the others that this rank does nothing any more; a child that was forked is no rank."""
+        if os.getpid() != self._process:
+            return
         try:
             self._store.set(f"now/{self.rank}", json.dumps({"place": "", "ranks": None, "said": None}))
+            deadline = time.monotonic() + _FAREWELL
+            while self.rank == 0 and not self._is_last() and time.monotonic() < deadline:
+                time.sleep(_PAUSE)
         except RuntimeError:  # the rank that holds the store has ended already
             return
 
@@ -126,6 +141,11 @@ class Board:
         if self._store.check([f"{place}/{member}" for member in members]):
             return place, frozenset()
         return place, frozenset(member for member in members if not self._store.check([f"{place}/{member}"]))
+
+    def _is_last(self) -> bool:
+        """Say whether all ranks have ended."""
+        found = (self.now(rank) for rank in self._all)
+        return all(now is not None and now["said"] is None for now in found)
 
     def _cannot_go_on(self, waiting: dict[int, tuple[str, frozenset[int]]]) -> bool:
         """Say whether this rank remains when all go on that can, then those who waited for them, and so on."""

@@ -14,6 +14,9 @@ from camshaft.distributed.backend import Backend, Group
 from camshaft.distributed.groups import members, resolve
 from camshaft.errors import RankDivergenceError, annotate
 
+_OUR_OWN = (RankDivergenceError, NotImplementedError)
+_HINT = "CAMSHAFT_DEBUG=1 lets the ranks compare their calls first, and shows which rank called what from which line"
+
 
 class Call:
     """One call of a collective on this rank.
@@ -73,6 +76,13 @@ class Call:
         if mine != tuple(tensor.shape):
             raise ValueError(f"shapes must hold this rank's shape {tuple(tensor.shape)} at {place}, got {mine}")
 
+    def begin(self, value: Any = None, how: str = "", root: Any = None, is_long: bool = False) -> None:
+        """See that all ranks are here, and in debug mode that they do the same; see :func:`enter`."""
+        if self.is_member:
+            guard.check_all_present(self._collective, self.ranks, self._rank)
+            if agreement.patience is not None:
+                agreement.check(self._backend, self.group, self.ranks, self._collective, value, how, root, is_long)
+
     def __enter__(self) -> Call:
         return self
 
@@ -81,6 +91,21 @@ class Call:
     ) -> None:
         if error is not None:
             annotate(error, f"in {self._collective} on rank {self._rank}, among the ranks {list(self.ranks)}")
+            is_of_library = isinstance(error, RuntimeError) and not isinstance(error, _OUR_OWN)
+            if is_of_library and not agreement.enabled() and len(self.ranks) > 1:  # it may be that the calls differ
+                annotate(error, _HINT)
+
+
+def find(collective: str, backend: Backend, group: Any) -> Call:
+    """Find who takes part in a collective, which :meth:`Call.begin` begins.
+
+    Raises:
+        ValueError: ``group`` is none.
+    """
+    if group is None:
+        return Call(collective, backend, None, True)
+    found = resolve(backend, group)
+    return Call(collective, backend, found, backend.topology.rank in found.ranks)
 
 
 def enter(
@@ -107,13 +132,7 @@ def enter(
         ValueError: ``group`` is none.
         RankDivergenceError: ranks of the group cannot be here; or, in debug mode, they are somewhere else.
     """
-    if group is None:
-        call = Call(collective, backend, None, True)
-    else:
-        found = resolve(backend, group)
-        call = Call(collective, backend, found, backend.topology.rank in found.ranks)
-    if call.is_member and (guard.alone.get() is not None or agreement.patience is not None):
-        guard.check_all_present(collective, call.ranks, backend.topology.rank)
-        if agreement.patience is not None:
-            agreement.check(backend, call.group, call.ranks, collective, value, how, root, is_long)
+    call = find(collective, backend, group)
+    if agreement.patience is not None or guard.alone.get() is not None:  # else there is nothing to see
+        call.begin(value, how, root, is_long)
     return call

@@ -13,7 +13,8 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
-from camshaft.distributed.calls import enter
+from camshaft.distributed import agreement
+from camshaft.distributed.calls import enter, find
 from camshaft.distributed.context import current
 from camshaft.distributed.exchange import all_gather_values, broadcast_value
 from camshaft.distributed.groups import checked_ranks, make
@@ -98,6 +99,10 @@ def all_gather_tensors_with_shapes(tensor: Tensor, shapes: Sequence[Sequence[int
     Returns:
         The tensors of the ranks.
 
+    Raises:
+        TypeError: ``tensor`` is none.
+        ValueError: ``shapes`` does not hold one for each rank, or another one than this rank's for it.
+
     >>> import torch
     >>> all_gather_tensors_with_shapes(torch.ones(2, 1), [(2, 1)])
     [tensor([[1.],
@@ -106,10 +111,11 @@ def all_gather_tensors_with_shapes(tensor: Tensor, shapes: Sequence[Sequence[int
     if not isinstance(tensor, Tensor):
         raise TypeError(f"tensor must be a tensor, got {tensor!r} of type {type(tensor).__name__}")
     backend = current()
-    with enter("all_gather_tensors_with_shapes", backend, group, how=str(tensor.dtype)) as call:
+    with find("all_gather_tensors_with_shapes", backend, group) as call:
         if not call.is_member:
             return [tensor]
         call.check_shapes(tensor, shapes)
+        call.begin(how=f"{tensor.dtype} {[tuple(shape) for shape in shapes]}" if agreement.enabled() else "")
         largest = [max(sizes) for sizes in zip_longest(*shapes)]
         padded = brought(backend, tensor).new_zeros(largest)
         padded[tuple(map(slice, tensor.shape))] = tensor.detach()

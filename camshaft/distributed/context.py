@@ -62,7 +62,7 @@ def install(create: Callable[[], Backend], debug: bool | None = None) -> None:
         raise RuntimeError(f"initialize was called already, with {_process.name!r}: call finalize first")
     _process = create()
     _initialized = True
-    agreement.enable_if(debug)
+    agreement.enable_if(debug, _process)
 
 
 def finalize() -> None:
@@ -128,5 +128,5 @@ def _looked_up() -> Backend:
             if found is _serial:
                 agreement.enable(None)
             elif agreement.patience is None:
-                agreement.enable_if(None)
+                agreement.enable_if(None, found)
     return _process

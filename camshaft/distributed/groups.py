@@ -10,6 +10,7 @@ from camshaft.distributed import agreement
 from camshaft.distributed.backend import Backend, Group
 from camshaft.distributed.guard import check_all_present
 
+_SEQUENCES = (list, tuple, range)
 _made: weakref.WeakKeyDictionary[Backend, dict[tuple[int, ...], Group]] = weakref.WeakKeyDictionary()
 
 
@@ -18,23 +19,34 @@ def resolve(backend: Backend, group: None) -> None: ...
 @overload
 def resolve(backend: Backend, group: Any) -> Group: ...
 def resolve(backend: Backend, group: Any) -> Group | None:
-    """Find the group that a user means: ``None`` for all ranks, a list of ranks, or a group made before.
+    """Find the group that a user means: ``None`` for all ranks, ranks in a sequence, or a group made before.
 
-    A list is made into a group once, for which all ranks must use it, in the same order of calls.
+    Ranks are made into a group once. Its members must all name it then; the other ranks too, where the backend needs
+    them for that, and in the same order of calls.
 
     Raises:
         ValueError: it is none of these, or a rank is out of range.
-        RankDivergenceError: the group is still to be made, and not all ranks run this part of the program.
+        RankDivergenceError: the group is still to be made, and not all who must help run this part of the program.
     """
     if group is None or isinstance(group, Group):
         return group
-    if isinstance(group, list):
-        ranks = checked_ranks(backend, group)
-        return _made.setdefault(backend, {}).get(tuple(ranks)) or make(backend, ranks)
+    if isinstance(group, _SEQUENCES):
+        ranks = checked_ranks(backend, list(group))
+        return _made.setdefault(backend, {}).get(tuple(ranks)) or _make_of_ranks(backend, ranks)
     adopted = backend.adopt_group(group)
     if adopted is None:
         raise ValueError(f"group must be None, a list of ranks or a group from new_group, got {group!r}")
     return adopted
+
+
+def _make_of_ranks(backend: Backend, ranks: list[int]) -> Group:
+    """Make the group that ranks mean, by its members if they can do it, else with the help of all ranks."""
+    if not backend.members_make_groups:
+        return make(backend, ranks)
+    if backend.topology.rank in ranks:
+        _meet(backend, ranks, ranks)
+    group = _made[backend][tuple(ranks)] = backend.group_of_members(ranks)
+    return group
 
 
 def make(backend: Backend, ranks: list[int], /, **options: Any) -> Group:
@@ -43,14 +55,19 @@ def make(backend: Backend, ranks: list[int], /, **options: Any) -> Group:
     Raises:
         RankDivergenceError: they cannot all be here; or, in debug mode, they do something else.
     """
-    everybody = members(backend, None)
-    check_all_present("new_group", everybody, backend.topology.rank)
-    if agreement.patience is not None:
-        agreement.check(backend, None, everybody, "new_group", how=str(ranks))
+    _meet(backend, members(backend, None), ranks)
     group = backend.new_group(ranks, **options)
     if not options:
         _made.setdefault(backend, {}).setdefault(tuple(ranks), group)
     return group
+
+
+def _meet(backend: Backend, helpers: Sequence[int], ranks: list[int]) -> None:
+    """Refuse to wait for ranks that do not help to make a group."""
+    check_all_present("new_group", helpers, backend.topology.rank)
+    can_compare = len(helpers) == backend.topology.world_size or backend.store() is not None
+    if agreement.patience is not None and can_compare:
+        agreement.check(backend, None, helpers, "new_group", how=str(ranks))
 
 
 def checked_ranks(backend: Backend, ranks: Any) -> list[int]:

@@ -35,11 +35,13 @@ _MARKS: dict[type, float] = {int: 1, float: 1.0, complex: -1.0, type(None): 0}  
 
 
 def check_reduction(backend: Backend, tensor: Any, op: str) -> None:
-    """Refuse what cannot be reduced, and a reduction that the backend does not know."""
+    """Refuse what cannot be reduced, or not in this way, and a reduction that the backend does not know."""
     if not isinstance(tensor, (Tensor, int, float, Number)):
         raise TypeError(f"tensor must be a tensor or a number, got {tensor!r} of type {type(tensor).__name__}")
     if op not in backend.reductions:
         raise ValueError(f"op must be one of {backend.reductions} on {backend.model_name}, got {op!r}")
+    if op in _BITWISE and isinstance(tensor, Tensor) and (tensor.is_floating_point() or tensor.is_complex()):
+        raise TypeError(f"op {op!r} is for whole numbers and bools, got a tensor of {tensor.dtype}")
 
 
 def reduced_number(backend: Backend, number: Any, op: str, group: Group | None, size: int) -> Any:

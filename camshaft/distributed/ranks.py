@@ -110,7 +110,7 @@ def one_rank_only(rank: int = 0, with_barrier: bool = False) -> Callable[[Callab
 
     Raises:
         TypeError: ``rank`` is not an integer, as when the parentheses of ``@one_rank_only()`` were forgotten.
-        ValueError: ``rank`` is negative.
+        ValueError: ``rank`` is negative; or, on every rank and from the call, there is no such rank.
 
     >>> @one_rank_only()
     ... def greet(name: str) -> str:
@@ -126,6 +126,7 @@ def one_rank_only(rank: int = 0, with_barrier: bool = False) -> Callable[[Callab
 
         @functools.wraps(function)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
+            _check_exists(rank, get_world_size())  # not earlier: decorators run before the run begins
             try:
                 if get_rank() != rank:
                     return None
@@ -170,8 +171,7 @@ def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
     is_first = mine == operator.index(rank)
     if not is_first:
         _meet(backend, "one_rank_first", rank, is_long=True)
-    if not 0 <= rank < size:  # told now, since nodes that have such a rank wait for this one
-        raise ValueError(f"rank must be in [0, {size}), got {rank}")
+    _check_exists(rank, size)  # now, since nodes that have such a rank wait for this one
     try:
         with only(
             [topology.rank], f"the body of one_rank_first(rank={rank}, local={local})", line_of_caller(), (rank, local)
@@ -195,6 +195,11 @@ def _check_runs_in_call(function: Callable[..., Any]) -> None:
         raise TypeError(
             f"one_rank_only is for functions that run when called, no generators or coroutines: {function!r}"
         )
+
+
+def _check_exists(rank: int, size: int) -> None:
+    if not 0 <= rank < size:
+        raise ValueError(f"rank must be in [0, {size}), got {rank}")
 
 
 def _checked_rank(rank: int) -> int:

@@ -51,6 +51,14 @@ def a_group_reduces_over_its_members_only() -> None:
 
 
 @check
+def ranks_in_any_sequence_name_the_group_that_a_list_of_them_names() -> None:
+    rank, size = place()
+    for ranks in (range(size), (0,), tuple(range(size)), range(size - 1, -1, -1)):
+        equal(idist.all_reduce(1, group=ranks), len(ranks) if rank in ranks else 1)
+        idist.barrier(group=ranks)
+
+
+@check
 def a_group_gathers_from_its_members_in_the_order_of_their_ranks() -> None:
     rank, _ = place()
     for ranks, group in groups():
@@ -147,14 +155,14 @@ def a_rank_that_is_not_in_the_group_can_be_no_source() -> None:
 @check
 def what_is_no_group_is_refused() -> None:
     size = idist.get_world_size()
-    for group in (3, "world", (0,), {0}, 0.5):
+    for group in (3, "world", {0}, 0.5):
         for call in (idist.all_reduce, idist.all_gather, idist.broadcast):
             with pytest.raises(ValueError, match="group must be"):
                 call(1, group=group)
         with pytest.raises(ValueError, match="group must be"):
             idist.barrier(group=group)
     lists: list[Any] = [[], [size], [-1], [0, 0], [0.0], ["0"], [None], [[0]]]
-    for ranks in lists:
+    for ranks in (*lists, (), (0, 0), range(size, size + 1)):
         with pytest.raises(ValueError, match="ranks must be"):
             idist.all_reduce(1, group=ranks)
     for ranks in (*lists, (0,), 0, None, range(1)):

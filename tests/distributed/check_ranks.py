@@ -198,6 +198,12 @@ def a_rank_that_is_not_there_cannot_go_first_or_alone() -> None:
             pass
     with pytest.raises(ValueError, match="rank must be in"), idist.one_rank_first(idist.get_nproc_per_node(), True):
         pass
+    ran: list[int] = []
+    for with_barrier in (False, True):
+        nowhere = idist.one_rank_only(idist.get_world_size(), with_barrier)(lambda: ran.append(1))
+        with pytest.raises(ValueError, match=rf"rank must be in \[0, {idist.get_world_size()}\), got"):
+            nowhere()
+    equal(ran, [])
     with pytest.raises(ValueError, match="rank must be 0 or more"):
         idist.one_rank_only(-1)
     with pytest.raises(TypeError, match=r"write @one_rank_only\(\)"):

@@ -17,7 +17,7 @@ from camshaft.distributed.context import current
 from tests.distributed.checking import check, equal, here, place, same
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-INTEGER = (torch.int8, torch.uint8, torch.int32, torch.int64)
+INTEGER = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 DTYPES = (*FLOATING, *INTEGER, torch.bool)
 REDUCTIONS: dict[str, Callable[[Sequence[int]], Any]] = {
     "SUM": sum,
@@ -68,6 +68,8 @@ def all_reduce_knows_each_reduction_that_the_backend_names() -> None:
 def all_reduce_takes_bools_for_truth_values() -> None:
     rank, size = place()
     for op, wanted in (
+        ("SUM", [True, True, False]),
+        ("PRODUCT", [True, size == 1, False]),
         ("MAX", [True, True, False]),
         ("MIN", [True, size == 1, False]),
         ("OR", [True, True, False]),
@@ -77,6 +79,7 @@ def all_reduce_takes_bools_for_truth_values() -> None:
             tensor = here(torch.tensor([True, rank == 0, False]))
             assert idist.all_reduce(tensor, op) is tensor
             same(tensor, torch.tensor(wanted))
+            same(tensor.view(torch.uint8), torch.tensor(wanted, dtype=torch.uint8))  # and no other byte in it
 
 
 @check
@@ -89,6 +92,14 @@ def all_reduce_refuses_an_op_that_the_backend_does_not_name() -> None:
         idist.reduce(1, op="sum")
     with pytest.raises(ValueError, match="op must be one of"):
         idist.reduce_scatter(torch.ones(idist.get_world_size()), op="sum")
+
+
+@check
+def all_reduce_refuses_to_take_floating_point_for_bits() -> None:
+    for op in known(BITWISE):
+        for dtype in (torch.float32, torch.complex64):
+            with pytest.raises(TypeError, match=f"op '{op}' is for whole numbers and bools, got a tensor of {dtype}"):
+                idist.all_reduce(here(torch.ones(2, dtype=dtype)), op)
 
 
 @check

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
+import os
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -11,17 +14,18 @@ import torch.distributed as dist
 
 import camshaft.distributed as idist
 from camshaft.distributed import agreement
+from camshaft.distributed.context import current
 from camshaft.errors import RankDivergenceError
 from tests.ranks import on_ranks
 
-FOR_EVER = 1000.0
+FOR_EVER = math.inf
 LATE = 2.0
 
 
 def enable(seconds=FOR_EVER):
     """Turn the comparison on, anew for each part of a test."""
     dist.barrier()
-    agreement.enable(seconds)
+    agreement.enable(seconds, current())
     dist.barrier()
 
 
@@ -113,9 +117,65 @@ def test_a_rank_that_has_ended_is_not_waited_for():
         assert rows[1] == "has ended"
 
 
+@on_ranks(3)
+def test_a_difference_is_shown_before_the_last_rank_comes():
+    enable()
+    store = dist.distributed_c10d._get_default_store()
+    rank = idist.get_rank()
+    if rank == 2:
+        store.wait(["0 has raised", "1 has raised"])
+    rows = rows_of(lambda: by_rank(idist.barrier, lambda: idist.all_reduce(1), idist.barrier))
+    store.set(f"{rank} has raised", "")
+    assert ("barrier ", "all_reduce ") == (rows[0][:8], rows[1][:11])
+    assert rows[2] == "nothing yet" if rank < 2 else rows[2].startswith("barrier ")
+
+
+@on_ranks(3)
+def test_all_who_wait_see_that_a_rank_has_ended_before_its_first_call():
+    enable()
+    if idist.get_rank() == 2:
+        agreement.enable(None)
+    else:
+        rows = rows_of(lambda: idist.all_reduce(1))
+        assert all(row.startswith("all_reduce ") for row in rows[:2])
+        assert rows[2] == "has ended"
+
+
 @on_ranks(2)
-def test_a_rank_that_does_nothing_is_waited_for_until_it_is_late():
-    enable(LATE)
+def test_a_rank_that_was_forked_off_has_not_ended():
+    enable()
+    child = os.fork()
+    if child == 0:
+        agreement.leave()
+        os._exit(0)
+    os.waitpid(child, 0)
+    dist.barrier()
+    if idist.get_rank() == 1:
+        time.sleep(1.5)  # the other looks meanwhile
+    idist.barrier()
+
+
+@on_ranks(2)
+def test_rank_0_stays_until_the_others_have_read_that_it_has_ended():
+    enable()
+    if idist.get_rank() == 0:
+        board = agreement._board_of(current())
+        began = time.monotonic()
+        agreement.enable(None)
+        assert board.now(1)["said"] is None or time.monotonic() - began >= 2.0
+    else:
+        time.sleep(0.1)  # it comes when rank 0 has nothing left to do
+        assert rows_of(idist.barrier)[0] == "has ended"
+        agreement.enable(None)
+
+
+@pytest.mark.parametrize("limits", [(LATE, FOR_EVER), (FOR_EVER, LATE)])
+@on_ranks(2)
+def test_a_rank_that_does_nothing_is_waited_for_until_it_is_late(limits):
+    seconds, timeout = limits
+    enable(seconds)
+    if timeout < FOR_EVER:
+        dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=timeout))  # as that of the run is
     idist.barrier()
     if idist.get_rank() == 0:
         began = time.monotonic()
@@ -126,6 +186,24 @@ def test_a_rank_that_does_nothing_is_waited_for_until_it_is_late():
     if idist.get_rank() == 1:  # and nobody is there when it comes after all
         with pytest.raises(RankDivergenceError, match="rank 0 has given up to wait here"):
             idist.all_reduce(1)
+
+
+@on_ranks(2)
+def test_shapes_are_checked_before_the_ranks_compare_and_are_compared():
+    enable()
+    shapes = [(2,), (2,)]
+    if idist.get_rank() == 1:
+        with pytest.raises(ValueError, match=r"shapes must hold this rank's shape \(2,\) at 1, got \(3,\)"):
+            idist.all_gather_tensors_with_shapes(torch.ones(2), [(2,), (3,)])
+    assert len(idist.all_gather_tensors_with_shapes(torch.ones(2), shapes)) == 2  # and all are in step
+    rows = rows_of(
+        lambda: by_rank(
+            lambda: idist.all_gather_tensors_with_shapes(torch.ones(2), [(2,), (2,)]),
+            lambda: idist.all_gather_tensors_with_shapes(torch.ones(2), [(3,), (2,)]),
+        )
+    )
+    assert "[(2,), (2,)]" in rows[0]
+    assert "[(3,), (2,)]" in rows[1]
 
 
 @on_ranks(2)
@@ -154,6 +232,7 @@ def test_a_rank_that_is_slow_is_told_of_in_the_log():
         time.sleep(3.0)
     idist.barrier()
     assert len(records) == (idist.get_rank() == 0)
+    assert all("s for ranks [1]:" in record.getMessage() for record in records)
     assert all("nothing yet" in record.getMessage() for record in records)
 
 
@@ -186,7 +265,7 @@ def test_the_environment_turns_it_on_for_a_group_that_is_taken_over(monkeypatch)
     try:
         assert agreement.patience is None
         assert idist.get_rank() == 0
-        assert agreement.patience == 10.0
+        assert agreement.patience == math.inf  # the timeout of the run is the limit
     finally:
         dist.destroy_process_group()
     assert idist.backend() is None
@@ -196,8 +275,9 @@ def test_the_environment_turns_it_on_for_a_group_that_is_taken_over(monkeypatch)
 @pytest.mark.parametrize(
     ("text", "wanted", "seconds"),
     [
-        ("", None, None), ("0", None, None), ("false", None, None), ("1", None, 10.0), ("yes", None, 10.0),
-        ("60", None, 60.0), ("2.5", None, 2.5), ("", True, 10.0), ("60", True, 60.0), ("60", False, None),
+        ("", None, None), ("0", None, None), ("false", None, None), ("1", None, math.inf),
+        ("yes", None, math.inf), ("60", None, 60.0), ("2.5", None, 2.5), ("", True, math.inf), ("60", True, 60.0),
+        ("60", False, None),
     ],
 )  # fmt: skip
 def test_the_environment_may_tell_how_long_to_wait(monkeypatch, text, wanted, seconds):

@@ -7,9 +7,12 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 
 import camshaft.distributed as idist
+from camshaft.distributed import agreement
+from camshaft.distributed.calls import find
 from camshaft.distributed.context import current
 from tests.ranks import on_ranks
 
@@ -136,3 +139,25 @@ def test_queries_import_nothing():
     before = set(sys.modules)
     assert (idist.get_rank(), idist.backend()) == (0, None)
     assert set(sys.modules) == before
+
+
+@on_ranks(2)
+def test_what_the_library_raises_tells_how_to_see_who_called_what():
+    if idist.get_rank() == 0:
+        idist.all_reduce(torch.ones(2))  # gloo does not notice, and this rank ends
+        return
+    with pytest.raises(RuntimeError) as caught:
+        idist.all_reduce(torch.ones(3))
+    assert any("CAMSHAFT_DEBUG=1" in note for note in caught.value.__notes__)
+
+
+@on_ranks(2)
+def test_only_what_the_library_raises_tells_so():
+    for error, is_told in ((RuntimeError, True), (ValueError, False), (NotImplementedError, False)):
+        with pytest.raises(error) as caught, find("barrier", current(), None):
+            raise error("here")
+        assert any("CAMSHAFT_DEBUG=1" in note for note in caught.value.__notes__) is is_told
+    agreement.enable(60.0)
+    with pytest.raises(RuntimeError) as caught, find("barrier", current(), None):
+        raise RuntimeError("the comparison is on already")
+    assert len(caught.value.__notes__) == 1

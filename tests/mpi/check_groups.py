@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+import camshaft.distributed as idist
 from camshaft.distributed.backends.mpi import work as mpi_work
 from camshaft.distributed.backends.mpi.group import MPIGroup
 from camshaft.distributed.backends.mpi.register import create_group
@@ -41,6 +42,18 @@ def a_subgroup_reduces_over_its_members_only() -> None:
             assert dist.get_group_rank(group, rank) == sorted(members).index(rank)
             dist.broadcast(tensor, src=members[-1], group=group)
             dist.destroy_process_group(group)
+
+
+@check
+def a_list_of_ranks_is_made_into_a_group_by_its_members_alone() -> None:
+    rank, size = place()
+    idist.set_local_rank(rank)  # no launcher of ours tells it here
+    if rank == 0:
+        assert idist.all_reduce(1, group=[0]) == 1
+    if rank in (0, size - 1):
+        assert idist.all_reduce(rank, group=[size - 1, 0]) == size - 1
+    if rank < 2:
+        assert idist.all_gather(rank, group=range(2)) == [0, 1]
 
 
 @check
@@ -105,6 +118,35 @@ def a_rank_that_left_the_group_is_named_by_those_who_wait_for_it() -> None:
 
 
 @check
+def a_rank_that_gives_up_is_named_by_those_who_wait_for_it() -> None:
+    """Also while it stays in the group: what failed on one rank is no reason to let the others wait."""
+    rank, _ = place()
+    group = dist.new_group([0, 1])
+    if rank == 1:
+        work = dist.irecv(torch.ones(1), 0, group=group)
+        assert work is not None
+        with pytest.raises(dist.DistBackendError, match="recv timed out"):
+            work.wait(SHORT)
+    elif rank == 0:
+        for _ in range(2):
+            with pytest.raises(dist.DistBackendError, match="collective 1 .* rank 1 gave up after 0 collectives"):
+                dist.barrier(group=group)
+    dist.barrier()
+
+
+@check
+def tensors_that_do_not_fit_are_an_error_of_all_ranks() -> None:
+    """MPI tells it to the rank whose tensor is too small; the others learn it where they wait next."""
+    rank, _ = place()
+    group = dist.new_group([0, 1])
+    if rank < 2:
+        with pytest.raises(dist.DistBackendError, match=r"broadcast, .* failed|rank 1 gave up after 0 collectives"):
+            dist.broadcast(torch.ones(8 - 4 * rank), 0, group=group)
+            dist.barrier(group=group)
+    dist.barrier()
+
+
+@check
 def a_message_from_a_rank_that_left_is_not_waited_for() -> None:
     rank, _ = place()
     group = dist.new_group([0, 1])
@@ -112,7 +154,7 @@ def a_message_from_a_rank_that_left_is_not_waited_for() -> None:
         dist.destroy_process_group(group)
     elif rank == 0:
         patience, mpi_work._PATIENCE = mpi_work._PATIENCE, 0.1
-        with pytest.raises(dist.DistBackendError, match="recv cannot complete: rank 1 has left"):
+        with pytest.raises(dist.DistBackendError, match="recv cannot complete: rank 1 left after 0 collectives"):
             dist.recv(torch.ones(1), 1, group=group)
         mpi_work._PATIENCE = patience
 

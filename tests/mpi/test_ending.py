@@ -113,6 +113,74 @@ def test_after_the_group_is_destroyed_an_error_is_an_error_of_one_process() -> N
     assert "undisturbed" in run.stdout
 
 
+MEET_AFTER_RANK_0_HAS_LEFT = """
+dist.new_group([1], timeout=timedelta(seconds=5))
+if rank == 1:
+    while not dist.group.WORLD.attendance.departures():
+        time.sleep(0.01)
+    time.sleep(0.5)  # for rank 0 to come to its end
+    register.create_group([1], timedelta(seconds=5))
+    print("rank 1 has made a group")
+dist.destroy_process_group()
+"""
+
+
+def test_what_rank_0_serves_outlives_it_as_long_as_others_meet_there() -> None:
+    begin = BEGIN + "from camshaft.distributed.backends.mpi import register\n"
+    run = mpirun(2, "-c", begin + MEET_AFTER_RANK_0_HAS_LEFT, seconds=20)
+    assert run.returncode == 0, run.stdout
+    assert "rank 1 has made a group" in run.stdout
+
+
+RAISE_WHEN_RANK_0_HAS_LEFT = """
+if rank == 1:
+    while not dist.group.WORLD.attendance.departures():
+        time.sleep(0.01)
+    raise LookupError("the cause")
+dist.destroy_process_group()
+"""
+
+
+def test_an_error_ends_the_job_also_when_rank_0_waits_for_the_others_to_leave() -> None:
+    run = mpirun(2, "-c", BEGIN + RAISE_WHEN_RANK_0_HAS_LEFT, seconds=20)
+    assert run.returncode == 1, run.stdout
+    assert "LookupError: the cause" in run.stdout
+
+
+WITHOUT_GUARD = """
+import time
+import torch, torch.distributed as dist
+from camshaft.distributed.backends.mpi.register import register_mpi
+
+register_mpi()
+dist.init_process_group("mpi")
+if dist.get_rank() == 1:
+    raise LookupError("the cause")
+dist.barrier()
+"""
+
+
+def test_ranks_that_torch_began_say_farewell_too() -> None:
+    run = mpirun(2, "-c", WITHOUT_GUARD, seconds=20)
+    assert run.returncode == 1, run.stdout
+    assert "LookupError: the cause" in run.stdout
+    assert "barrier, collective 1 of this group, cannot complete: rank 1 left after 0 collectives" in run.stdout
+
+
+UNRECEIVED = """
+if rank == 0:
+    dist.isend(torch.ones(1), 1)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_a_message_that_nobody_received_is_warned_of() -> None:
+    run = mpirun(2, "-W", "default", "-c", BEGIN + UNRECEIVED, seconds=20)
+    assert run.returncode == 0, run.stdout
+    assert run.stdout.count("UserWarning: a message from rank 0 of a group was never received") == 1, run.stdout
+
+
 ABSENT = """
 dist.new_group([0, 1])
 if rank == 0:

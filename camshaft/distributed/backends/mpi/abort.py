@@ -16,7 +16,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from camshaft.distributed.backends.mpi.attendance import leave_all
+from camshaft.distributed.backends.mpi.attendance import forget_all
 
 _PATIENCE = 5.0  # seconds that a failed process gets to end by itself
 _COURTESY = 1.0  # seconds in which one that failed because another one left lets that one say why
@@ -49,12 +49,11 @@ class JobGuard:
             _abort_at_exit(_exit_code(kind))
 
     def _on_exit(self) -> None:
-        if os.getpid() != self._process:
+        if self._error is None or os.getpid() != self._process:
             return
-        if self._error is None:
-            leave_all()
-        elif isinstance(self._error, dist.DistBackendError):
+        if isinstance(self._error, dist.DistBackendError):
             time.sleep(_COURTESY)
+        forget_all()
 
 
 def _exit_code(kind: type[BaseException]) -> int:

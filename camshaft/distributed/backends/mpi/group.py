@@ -71,7 +71,7 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         self.comm = comm
         self.store = store
         self.timeout = timeout
-        self.attendance = Attendance(comm)
+        self.attendance = Attendance(comm, kept=store)
         self._name = self._description = ""
         self._given_up: str | None = None
         weakref.finalize(self, self.attendance.leave).atexit = False  # old versions of torch do not call shutdown
@@ -122,9 +122,10 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
 
     abort = shutdown
 
-    def give_up(self, reason: str) -> dist.DistBackendError:
-        """Refuse further operations, and say why."""
+    def give_up(self, reason: str, number: int | None) -> dist.DistBackendError:
+        """Refuse further operations, and say why; the other ranks learn that there will be none."""
         self._given_up = reason
+        self.attendance.give_up(number)
         return dist.DistBackendError(f"rank {self.rank()} of {self.size()} over MPI: {reason}")
 
     # --- collectives ---------------------------------------------------------------------------------------

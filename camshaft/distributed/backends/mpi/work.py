@@ -56,8 +56,8 @@ class Host(Protocol):
     attendance: Attendance
     timeout: timedelta
 
-    def give_up(self, reason: str) -> dist.DistBackendError:
-        """Say that the group is of no use any more, and why."""
+    def give_up(self, reason: str, number: int | None) -> dist.DistBackendError:
+        """Say that the group is of no use any more, and why; and in which collective, if it was one."""
 
 
 class Operation(dist.Work):
@@ -204,13 +204,13 @@ class Operation(dist.Work):
             raise self._lost(f"timed out after {limit:g} s")
         for rank, departure in self._group.attendance.departures().items():
             if self._number is not None and departure.collectives < self._number:
-                raise self._lost(f"cannot complete: rank {rank} left after {departure.collectives} collectives")
+                raise self._lost(f"cannot complete: rank {rank} {departure}")
             if rank == self._transfers[0].peer and time.monotonic() - departure.noticed > _PATIENCE:
-                raise self._lost(f"cannot complete: rank {rank} has left")
+                raise self._lost(f"cannot complete: rank {rank} {departure}")
 
     def _lost(self, what: str) -> dist.DistBackendError:
         place = "" if self._number is None else f", collective {self._number} of this group,"
-        self._error = self._group.give_up(f"{self._name}{place} {what}")
+        self._error = self._group.give_up(f"{self._name}{place} {what}", self._number)
         return self._error
 
 

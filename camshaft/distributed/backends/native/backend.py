@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 
 from camshaft.distributed.backend import Backend, Group, Work
+from camshaft.distributed.backends.native.dtypes import FLOAT8, NOT_MOVED, NOT_REDUCED, as_bytes, reduced_in_another
+from camshaft.distributed.backends.native.grouping import can_make_among_members, check_backend, make_among_members
 from camshaft.distributed.backends.native.network import gloo_on
 from camshaft.distributed.backends.native.sending import Sending, Watcher
 from camshaft.distributed.topology import Topology
@@ -56,6 +58,7 @@ class NativeBackend(Backend):
         self.device = device
         self._world = dist.group.WORLD
         self._carrier = _CPU if "cpu:" in dist.get_backend_config() else device
+        self._not_reduced = NOT_REDUCED - FLOAT8 if "nccl" in dist.get_backend_config() else NOT_REDUCED
         self._interface = interface
         self._timeout = timeout
         self._watchers: defaultdict[int, Watcher] = defaultdict(Watcher)
@@ -73,23 +76,28 @@ class NativeBackend(Backend):
 
     def all_reduce(self, tensor: Tensor, op: str, group: Group | None) -> Tensor:
         """Reduce in place."""
+        if tensor.dtype in self._not_reduced:
+            return reduced_in_another(tensor, op, lambda other, op: self.all_reduce(other, op, group))
         dist.all_reduce(tensor, _REDUCTIONS[op], _handle(group))
         return tensor
 
     def all_gather(self, tensor: Tensor, group: Group | None) -> Tensor:
         """Gather into one tensor."""
         handle = _handle(group)
-        out = tensor.new_empty((dist.get_world_size(handle), *tensor.shape))
-        _all_gather_single(out.view(-1), tensor.view(-1), handle)
-        return out
+        sent = as_bytes(tensor) if tensor.dtype in NOT_MOVED else tensor
+        out = sent.new_empty((dist.get_world_size(handle), *sent.shape))
+        _all_gather_single(out.view(-1), sent.view(-1), handle)
+        return out if sent is tensor else out.view(tensor.dtype).squeeze(-1)
 
     def all_gather_into(self, out: Tensor, tensor: Tensor, group: Group | None) -> None:
         """Gather into one tensor that is there."""
+        if tensor.dtype in NOT_MOVED:
+            out, tensor = as_bytes(out), as_bytes(tensor)
         _all_gather_single(out, tensor, _handle(group))
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None) -> Tensor:
         """Broadcast in place."""
-        dist.broadcast(tensor, src, _handle(group))
+        dist.broadcast(as_bytes(tensor) if tensor.dtype in NOT_MOVED else tensor, src, _handle(group))
         return tensor
 
     def barrier(self, group: Group | None) -> None:
@@ -99,35 +107,43 @@ class NativeBackend(Backend):
 
     def reduce(self, tensor: Tensor, dst: int, op: str, group: Group | None) -> Tensor:
         """Reduce in place."""
+        if tensor.dtype in self._not_reduced:
+            return reduced_in_another(tensor, op, lambda other, op: self.reduce(other, dst, op, group))
         dist.reduce(tensor, dst, _REDUCTIONS[op], _handle(group))
         return tensor
 
     def gather(self, tensor: Tensor, dst: int, group: Group | None) -> Tensor:
         """Gather into the rows of one tensor."""
         handle = _handle(group)
+        sent = as_bytes(tensor) if tensor.dtype in NOT_MOVED else tensor
         if self.topology.rank != dst:
-            dist.gather(tensor, None, dst, handle)
+            dist.gather(sent, None, dst, handle)
             return tensor
-        out = tensor.new_empty((dist.get_world_size(handle), *tensor.shape))
-        dist.gather(tensor, list(out.unbind()), dst, handle)
-        return out
+        out = sent.new_empty((dist.get_world_size(handle), *sent.shape))
+        dist.gather(sent, list(out.unbind()), dst, handle)
+        return out if sent is tensor else out.view(tensor.dtype).squeeze(-1)
 
     def scatter(self, tensors: Tensor | None, out: Tensor, src: int, group: Group | None) -> Tensor:
         """Scatter the rows of one tensor."""
-        dist.scatter(out, None if tensors is None else list(tensors.unbind()), src, _handle(group))
+        received = as_bytes(out) if out.dtype in NOT_MOVED else out
+        rows = None if tensors is None else list((tensors if received is out else as_bytes(tensors)).unbind())
+        dist.scatter(received, rows, src, _handle(group))
         return out
 
     def reduce_scatter(self, tensors: Tensor, op: str, group: Group | None) -> Tensor:
         """Reduce and scatter the rows of one tensor."""
+        if tensors.dtype in self._not_reduced:
+            return reduced_in_another(tensors, op, lambda other, op: self.reduce_scatter(other, op, group))
         out = torch.empty_like(tensors[0])
         _reduce_scatter_single(out.view(-1), tensors.view(-1), _REDUCTIONS[op], _handle(group))
         return out
 
     def all_to_all(self, tensor: Tensor, sends: list[int], receives: list[int], group: Group | None) -> Tensor:
         """Exchange the parts of one tensor."""
-        out = tensor.new_empty((sum(receives), *tensor.shape[1:]))
-        dist.all_to_all_single(out, tensor, receives, sends, _handle(group))
-        return out
+        sent = as_bytes(tensor) if tensor.dtype in NOT_MOVED else tensor
+        out = sent.new_empty((sum(receives), *sent.shape[1:]))
+        dist.all_to_all_single(out, sent, receives, sends, _handle(group))
+        return out if sent is tensor else out.view(tensor.dtype).squeeze(-1)
 
     def send(self, tensor: Tensor, dst: int, tag: int, group: Group | None) -> Work:
         """Begin to send."""
@@ -140,8 +156,19 @@ class NativeBackend(Backend):
 
     def new_group(self, ranks: list[int], **options: Any) -> Group:
         """Make a process group."""
+        check_backend(options.get("backend"))
         with gloo_on(self._interface):
             return Group(ranks, dist.new_group(ranks, **{"timeout": self._timeout, **options}))
+
+    @property
+    def members_make_groups(self) -> bool:
+        """True, but for communicators that are parts of the one of all ranks."""
+        return can_make_among_members()
+
+    def group_of_members(self, ranks: list[int]) -> Group:
+        """Make a process group without the other ranks."""
+        with gloo_on(self._interface):
+            return Group(ranks, make_among_members(ranks, self._timeout))
 
     def adopt_group(self, handle: Any) -> Group | None:
         """Take a process group of torch, or what torch gives instead to ranks that are not in it."""
