@@ -36,6 +36,11 @@ class LazyNumber:
             self._tensor = None
         return self._value
 
+    def peek(self) -> Any:
+        """Give the tensor, for who does not want to wait; or the number, if it was read already."""
+        tensor = self._tensor
+        return self._value if tensor is None else tensor
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
