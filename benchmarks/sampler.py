@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What does the order of an epoch cost: until its first index, for each index, and in memory?
+"""What does the order of an epoch cost: until its first index, for each index, in memory, and in a loader?
 
 python benchmarks/sampler.py --lengths 10000 1000000
 """
@@ -17,11 +17,12 @@ from time import perf_counter
 from typing import Any, cast
 
 import torch
-from torch.utils.data import DistributedSampler, RandomSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this clone, installed or not
 
 from benchmarks.measuring import Contender, Spread, interleave, report, seconds_of
+from camshaft.distributed import auto_dataloader
 from camshaft.distributed.data import ExactBatchSampler, Shuffled
 
 MILLISECOND = 1e-3
@@ -76,6 +77,39 @@ SPEEDS = {  # in times those of a peer, at 10**6 samples
 SPEED = "million indices per s"
 
 
+class Images(Dataset[Any]):
+    """Squares of bytes, made into larger ones of floats: the larger, the more work a sample is."""
+
+    def __init__(self, length: int, side: int) -> None:
+        self.side = side
+        self.pictures = torch.randint(0, 256, (length, 3, side // 2, side // 2), dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        picture = self.pictures[index].float().div_(255).sub_(0.5)
+        return torch.nn.functional.interpolate(picture.unsqueeze(0), size=(self.side, self.side), mode="bilinear")[0]
+
+
+def with_our_sampler(data: Any) -> DataLoader[Any]:
+    return DataLoader(data, batch_sampler=ExactBatchSampler(Shuffled(len(data)), BATCH_SIZE))
+
+
+def with_our_loader(data: Any) -> DataLoader[Any]:
+    return auto_dataloader(data, batch_size=BATCH_SIZE, shuffle=True)
+
+
+LOADED: dict[str, tuple[Callable[[], Any], Callable[[Any], DataLoader[Any]]]] = {  # epochs of a fraction of a second
+    "DataLoader, tensors": (lambda: TensorDataset(torch.randn(16384, 32)), with_our_sampler),
+    "DataLoader, images of 32 x 32": (lambda: Images(4096, 32), with_our_sampler),
+    "auto_dataloader, tensors": (lambda: TensorDataset(torch.randn(16384, 32)), with_our_loader),
+    "auto_dataloader, images of 32 x 32": (lambda: Images(4096, 32), with_our_loader),
+    "auto_dataloader, images of 256 x 256": (lambda: Images(256, 256), with_our_loader),
+}
+LOADED_OF_PEER = 0.98  # of the samples per second of torch's loader
+
+
 def first_index(name: str, epochs: Epochs) -> Contender:
     numbers = itertools.count()
     return Contender(name, lambda iterations: seconds_of(lambda: next(epochs(next(numbers)))))
@@ -107,7 +141,7 @@ def peak_memory(name: str, length: int) -> float:
     Path("/proc/self/clear_refs").write_text("5")  # Linux forgets the peak so far
     for _ in itertools.islice(make(length, ranks)(0), LONGEST_READ):
         pass
-    return round((resident("VmHWM") - before) / 1024, 2)
+    return round(max(0, resident("VmHWM") - before) / 1024, 2)  # the kernel counts a few pages late
 
 
 def resident(what: str) -> int:
@@ -127,6 +161,29 @@ def measure(names: Sequence[str], length: int, repetitions: int) -> dict[str, di
         "first index, ms": {name: Spread.of(sample, MILLISECOND) for name, sample in firsts.items()},
         "memory, MB": {name: Spread.of([memory_of(name, length)]) for name in names},
         SPEED: {name: Spread.of([1e-6 / seconds for seconds in sample]) for name, sample in reads.items()},
+    }
+
+
+def all_batches(name: str, loader: DataLoader[Any]) -> Contender:
+    """Time an epoch, per batch."""
+    return Contender(name, lambda iterations: seconds_of(lambda: deque(loader, maxlen=0)) / len(loader))
+
+
+def load(what: str, repetitions: int) -> dict[str, Any]:
+    """Let torch's loader and ours take turns over the same data in this process; compare them round by round."""
+    make_data, make_ours = LOADED[what]
+    data = make_data()
+    made = {"RandomSampler": DataLoader(data, batch_size=BATCH_SIZE, shuffle=True), "camshaft": make_ours(data)}
+    taken = interleave([all_batches(name, loader) for name, loader in made.items()], 1, repetitions)
+    ratio = Spread.of([peer / ours for peer, ours in zip(taken["RandomSampler"], taken["camshaft"], strict=True)])
+    figures = {name: Spread.of([BATCH_SIZE / seconds / 1000 for seconds in sample]) for name, sample in taken.items()}
+    return {
+        "length": len(data),
+        "what": f"{what}: thousand samples per s",
+        "target": f">= {LOADED_OF_PEER} times torch's",
+        "verdict": "reached" if ratio.median >= LOADED_OF_PEER else "missed",
+        "figures": figures,
+        "ratio": ratio,
     }
 
 
@@ -152,7 +209,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     torch.set_num_threads(1)
     ours = [name for name in CONTENDERS if name.startswith("camshaft")]
-    left_out, lines, results = {}, [], []
+    left_out, lines = {}, []
+    results: list[dict[str, Any]] = []
     for length in options.lengths:
         found = measure(list(CONTENDERS) if length <= LONGEST_OF_PEERS else ours, length, options.repetitions)
         if LONGEST_OF_PEERS < length <= options.peers_up_to:
@@ -167,6 +225,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             lines.append([short(length), what, *cells, target, verdict])
             result = {"length": length, "what": what, "target": target, "verdict": verdict, "figures": spreads}
             results.append(result)
+    for what in LOADED:
+        result = load(what, options.repetitions)
+        cells = [str(result["figures"].get(name, "")) for name in CONTENDERS]
+        verdict = f"{result['verdict']}: {result['ratio']}"
+        lines.append([str(result["length"]), result["what"], *cells, result["target"], verdict])
+        results.append(result)
     print(f"one of the ranks, in an epoch of so many samples; medians of {options.repetitions}, and quartiles")
     report("sampler", ["samples", "what", *CONTENDERS, "target", "camshaft"], lines, left_out, rows=results)
 

@@ -92,14 +92,15 @@ def auto_dataloader(dataset: Dataset[Any], **kwargs: Any) -> DataLoader[Any]:
         kwargs: for ``torch.utils.data.DataLoader``; ``pin_memory`` is on by default if the device is a GPU.
             Besides, ``seed``: any integer, the same on all ranks; that of ``generator`` by default, else 0.
             ``sampler`` may be an :class:`Order <camshaft.distributed.data.Order>`, such as
-            ``ShuffledWindows(len(dataset), 1000)``; other samplers are drawn for a whole epoch, alike on all ranks, and
-            dealt out.
+            ``ShuffledWindows(len(dataset), 1000)``; other samplers, also plain sequences of indices, are drawn for a
+            whole epoch, alike on all ranks, and dealt out.
 
     Returns:
         The loader; on XLA one that moves the batches to the device.
 
     Raises:
-        ValueError: there are fewer samples than ranks.
+        ValueError: there are fewer samples than ranks, or with ``drop_last`` than a batch of all ranks. While it is
+            read, if the ranks do not read the same data in the same order.
 
     >>> auto_dataloader([1.0, 2.0, 3.0], batch_size=2).batch_size
     2

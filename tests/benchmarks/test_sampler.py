@@ -29,15 +29,22 @@ def test_all_figures_are_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr(sampler, "memory_of", lambda name, length: 0.5)
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
     monkeypatch.setattr(sampler, "LONGEST_READ", 1000)
+    few = {what: (lambda: range(70), make) for what, (_, make) in sampler.LOADED.items()}
+    monkeypatch.setattr(sampler, "LOADED", few)
     sampler.main(["--lengths", "1000", "100000000", "--repetitions", "1"])
     printed = capsys.readouterr().out
     result = json.loads(printed.splitlines()[-1])
     figures = ["first index, ms", "memory, MB", "million indices per s"]
-    assert [(row["length"], row["what"]) for row in result["rows"]] == [
+    orders, loaders = result["rows"][: 2 * len(figures)], result["rows"][2 * len(figures) :]
+    assert [(row["length"], row["what"]) for row in orders] == [
         (length, what) for length in (1000, 10**8) for what in figures
     ]
+    assert [row["what"] for row in loaders] == [f"{what}: thousand samples per s" for what in sampler.LOADED]
+    for row in loaders:
+        assert set(row["figures"]) == {"RandomSampler", "camshaft"}
+        assert row["verdict"] == ("reached" if row["ratio"]["median"] >= sampler.LOADED_OF_PEER else "missed")
     ours = {name for name in sampler.CONTENDERS if name.startswith("camshaft")}
-    for row in result["rows"]:
+    for row in orders:
         assert set(row["figures"]) == (ours if row["length"] == 10**8 else set(sampler.CONTENDERS))
     assert "left out: torch's samplers at 1e08 (--peers-up-to is 1e07)" in printed
 
@@ -67,6 +74,14 @@ def test_figures_are_compared_with_the_targets(what: str, length: int, ours: lis
     if what in sampler.CEILINGS:
         spreads = {name: spread for name, spread in spreads.items() if name in names}
     assert sampler.judge(what, length, spreads)[1] == said
+
+
+@pytest.mark.parametrize("what", sampler.LOADED)
+def test_the_loaders_load_the_same_samples(what: str) -> None:
+    make_data, make_ours = sampler.LOADED[what]
+    data = torch.utils.data.Subset(make_data(), range(130))
+    batches = list(make_ours(data))
+    assert [len(batch[0] if isinstance(batch, list) else batch) for batch in batches] == [64, 64, 2]
 
 
 @pytest.mark.parametrize("arguments", [("--lengths", "0"), ("--repetitions", "0")])

@@ -353,7 +353,7 @@ def test_streams_are_split_if_they_say_how_and_all_ranks_end_at_the_same_step():
         ({"batch_size": None, "drop_last": True}, ValueError, "mutually exclusive with drop_last"),
         ({"batch_size": -1}, ValueError, "batch_size should be a positive integer value"),
         ({"batches": 3}, TypeError, "unexpected keyword argument 'batches'"),
-        ({"sampler": [1, 2]}, TypeError, "sampler must be a torch.utils.data.Sampler"),
+        ({"sampler": [1, 2]}, ValueError, "2 samples cannot be dealt to 8 ranks"),
     ],
 )
 def test_conflicts_come_out_as_torch_tells_them(on_rank_5_of_8, arguments, error, message):
@@ -428,8 +428,48 @@ def test_the_ranks_together_see_all_of_the_data_once():
 
 @on_ranks(3)
 def test_fewer_samples_than_ranks_are_refused():
-    with pytest.raises(ValueError, match="2 samples cannot be dealt to 3 ranks"):
+    with pytest.raises(ValueError, match="2 samples cannot be dealt to 3 ranks.*no more than 2 .*or more samples"):
         idist.auto_dataloader(range(2), batch_size=6)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"dataset": []}, ValueError, "dataset must have a sample at least, got an empty list"),
+        ({"dataset": range(9), "shuffle": "yes"}, TypeError, "shuffle must be True, False or None, got 'yes'"),
+        ({"dataset": range(9), "sampler": 5}, TypeError, "sampler must be a sampler, an order or a sequence .*, got 5"),
+        (
+            {"dataset": range(9), "batch_size": 10, "drop_last": True},
+            ValueError,
+            "drop_last=True leaves nothing of 9 samples, as one batch of all ranks takes 10: give a smaller batch_size",
+        ),
+        (
+            {"dataset": range(99), "sampler": [5, 3, 4], "batch_size": 4, "drop_last": True},
+            ValueError,
+            "drop_last=True leaves nothing of 3 samples",
+        ),
+    ],
+)
+def test_what_would_train_on_nothing_or_on_something_else_is_refused(world_size, arguments, error, message):
+    with at_rank(0, world_size), pytest.raises(error, match=message):
+        idist.auto_dataloader(**arguments)
+
+
+def test_a_sequence_is_a_sampler_on_any_number_of_ranks():
+    given = [7, 6, 1, 1, 3]
+    assert [batch.tolist() for batch in idist.auto_dataloader(range(9), sampler=given, batch_size=2)] == [
+        [7, 6],
+        [1, 1],
+        [3],
+    ]
+    parts = []
+    for rank in range(2):
+        with at_rank(rank, 2):
+            parts.append([batch.tolist() for batch in idist.auto_dataloader(range(9), sampler=given, batch_size=2)])
+    assert parts == [[[7], [1]], [[6], [1, 3]]]
+    with at_rank(1, 2), pytest.warns(UserWarning, match="some are repeated"):
+        assert list(idist.auto_dataloader(range(9), sampler=given, batch_size=None)) == [6, 1, 7]
 
 
 @on_ranks(2)

@@ -13,7 +13,7 @@ from hashlib import sha256
 from typing import Any
 
 import torch
-from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from camshaft.distributed.data.randomness import key_of
 
@@ -48,12 +48,14 @@ class SeededFetching:
     Python's ``random``, NumPy's and torch's CPU generator are seeded for each sample with the seed, the epoch and the
     index. A dataset that fetches whole batches (``__getitems__``) is called once for a batch, and collating is one
     call in any case: for these, the generators are seeded with all indices of the batch, so what is drawn there
-    repeats only in a batch of the same samples. In the main process all three are put back after each batch.
+    repeats only in a batch of the same samples; torch's own collating draws nothing. In the main process all three are
+    put back after each batch.
 
     A batch of plain indices is fetched as torch does it, and nothing is seeded.
 
-    Seeding takes about 10 us a sample, half of it for Python: each generator fills 624 words. Putting back takes
-    about 30 us a batch.
+    Seeding takes about 10 us a sample, half of it for Python: each generator fills 624 words. It cannot be left until
+    a sample is seen to draw: one that puts the generators back, or asks for their seed, would not be seen. Putting
+    back takes about 30 us a batch.
 
     Args:
         dataset: the dataset, map-style.
@@ -63,6 +65,7 @@ class SeededFetching:
     def __init__(self, dataset: Any, collate: Callable[[Any], Any]) -> None:
         self.dataset, self.collate = dataset, collate
         self._in_batches, self._is_ready = fetches_batches(dataset), is_ready(dataset)
+        self._is_plain = collate is default_collate and not self._in_batches and not self._is_ready
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
         if not isinstance(indices, Indices):
@@ -78,6 +81,8 @@ class SeededFetching:
         return [self.dataset[index] for index in indices]
 
     def _seeded(self, indices: Indices) -> Any:
+        if self._is_plain:
+            return self.collate(self._fetch_one_by_one(indices))
         of_batch = key_of(indices.seed, indices.epoch, *map(_number, indices))
         if self._is_ready:
             samples = self._fetch(indices)

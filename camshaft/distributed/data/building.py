@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sized
+from collections.abc import Iterator, Sized
 from typing import Any, cast
 
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from camshaft.distributed.data.ending import EvenLoader
 from camshaft.distributed.data.iterable import sharded
 from camshaft.distributed.data.loader import Loader
 from camshaft.distributed.data.orders import Order, Sequential, Shuffled
 from camshaft.distributed.data.sampler import ExactBatchSampler
-from camshaft.distributed.sampling import DistributedProxySampler
+from camshaft.distributed.sampling import DistributedProxySampler, length_of
 from camshaft.distributed.topology import Topology
 
 
@@ -24,6 +24,8 @@ def make_loader(
     """Make the loader of one rank; see :func:`camshaft.distributed.auto_dataloader`."""
     options = dict(options)
     size, local_size = topology.world_size, topology.local_world_size
+    if options.get("shuffle") not in (None, True, False):
+        raise TypeError(f"shuffle must be True, False or None, got {options['shuffle']!r}")
     seed = options.pop("seed", None)
     if seed is None:
         generator = options.get("generator")
@@ -44,10 +46,16 @@ def make_loader(
     DataLoader(dataset, batch_size=batch_size, sampler=cast(Any, sampler), **chosen)  # torch finds what contradicts
     shuffle = chosen["shuffle"]
     if sampler is None:
-        shuffle = size > 1 if shuffle is None else bool(shuffle)
+        shuffle = size > 1 if shuffle is None else shuffle
         sampler = (Shuffled if shuffle else Sequential)(_length(dataset))
         logger.info("the samples are dealt out to %d ranks, with shuffle=%s and seed=%d", size, shuffle, seed)
     total = batch_size if batch_size >= size else batch_size * size
+    length = sampler.length if isinstance(sampler, Order) else length_of(sampler)
+    if chosen["drop_last"] and length < total:
+        raise ValueError(
+            f"drop_last=True leaves nothing of {length} samples, as one batch of all ranks takes {total}: "
+            "give a smaller batch_size, more samples, or drop_last=False"
+        )
     batches = ExactBatchSampler(sampler, total, chosen["drop_last"], seed=seed, num_replicas=size, rank=topology.rank)
     return Loader(dataset, batch_sampler=batches, **options)
 
@@ -82,8 +90,11 @@ def _iterable(
 def _can_be_dealt(sampler: Any, batch_size: Any, topology: Topology) -> bool:
     """Say whether the samples are ours to deal: batches have a size, and nobody has dealt them out before."""
     if not isinstance(sampler, DistributedSampler):
-        if topology.world_size > 1 and not isinstance(sampler, Order | None):
-            DistributedProxySampler(sampler, topology.world_size, topology.rank)  # checks it
+        if not isinstance(sampler, Order | None):
+            if not (hasattr(sampler, "__iter__") or hasattr(sampler, "__getitem__")):
+                raise TypeError(f"sampler must be a sampler, an order or a sequence of indices, got {sampler!r}")
+            if topology.world_size > 1:
+                length_of(sampler)  # checks it
         return batch_size is not None and isinstance(sampler, Order | Sized | None)
     if (sampler.rank, sampler.num_replicas) != (topology.rank, topology.world_size):
         warnings.warn(
@@ -102,7 +113,7 @@ def _without_batches(
     dealt = (
         DistributedSampler(dataset, size, rank, shuffle=shuffle is None or bool(shuffle))
         if sampler is None
-        else DistributedProxySampler(sampler, size, rank)
+        else DistributedProxySampler(sampler if isinstance(sampler, Sampler) else _Given(sampler), size, rank)
     )
     loader: DataLoader[Any] = DataLoader(dataset, batch_size=None, sampler=dealt, **options)
     warnings.warn(
@@ -113,14 +124,30 @@ def _without_batches(
     return loader
 
 
+class _Given(Sampler[Any]):
+    """A sequence of indices, as a sampler."""
+
+    def __init__(self, indices: Any) -> None:
+        self.indices = indices
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
 def _per_rank(batch_size: Any, size: int) -> Any:
     return batch_size // size if isinstance(batch_size, int) and batch_size >= size else batch_size
 
 
 def _length(dataset: Any) -> int:
     try:
-        return len(dataset)
+        length = len(dataset)
     except TypeError as error:
         raise TypeError(
             f"dataset must have a length, or be an IterableDataset, or come with a sampler, got {dataset!r}"
         ) from error
+    if length == 0:
+        raise ValueError(f"dataset must have a sample at least, got an empty {type(dataset).__name__}")
+    return length

@@ -85,8 +85,7 @@ class EvenDeal(Deal):
         if not self.drop_last and 0 < left < self.ranks:
             raise ValueError(
                 f"{left} samples cannot be dealt to {self.ranks} ranks, as each needs one in every step: take no more "
-                f"than {left} processes"
-                + (", until this epoch is over" if self.begin else ", more samples, or drop_last=True")
+                f"than {left} processes" + (", until this epoch is over" if self.begin else ", or more samples")
             )
 
     @cached_property

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -38,6 +40,14 @@ class Drawn:
         self.epoch = epoch
         self.sizes = [len(batch) for batch in given]
         self.samples = [sample for batch in given for sample in batch]
+
+    def fingerprint(self) -> str:
+        """Hash what was drawn: the same on all ranks that drew the same."""
+        try:
+            numbers = array("q", self.samples).tobytes()
+        except (TypeError, OverflowError):  # names, say
+            numbers = repr(self.samples).encode()
+        return f"{crc32(array('q', self.sizes).tobytes(), crc32(numbers)):08x}"
 
 
 def _chain(sampler: Any) -> list[Any]:

@@ -16,6 +16,7 @@ from camshaft.distributed.data.loader import Indices
 from camshaft.distributed.data.orders import Order, Sequential
 from camshaft.distributed.data.permutation import BLOCK
 from camshaft.distributed.data.position import check_position
+from camshaft.distributed.data.sameness import Sameness
 from camshaft.distributed.sampling import DistributedProxySampler, length_of
 
 _FIRST = 1 << 10  # indices that are read at first, so that a pass begins soon
@@ -90,13 +91,17 @@ class ExactBatchSampler(BatchSampler):
         self._epoch = 0
         self.sampler: Any = source if self.num_replicas == 1 and isinstance(source, Sampler) else ExactSampler(self)
         self._begin = self._left_out = 0
-        self._told = True
+        self._told, self._moved = True, False
         self._pass: _Pass | None = None
         self._drawn: Drawn | None = None
+        shared = self.num_replicas > 1 and (self.rank, self.num_replicas) == (topology.rank, topology.world_size)
+        self._sameness = Sameness() if shared else None
         if isinstance(source, Order):
             self._deal(0)
         else:
-            length_of(source)
+            length = length_of(source)
+            if batch_size is not None:
+                EvenDeal(0, length, batch_size, self.num_replicas, drop_last)  # checks it before anything is drawn
 
     @property
     def epoch(self) -> int:
@@ -106,7 +111,7 @@ class ExactBatchSampler(BatchSampler):
     def set_epoch(self, epoch: int) -> None:
         """Choose the number of the next pass, which begins at its first sample."""
         self._epoch = epoch
-        self._begin, self._left_out, self._told = 0, 0, True
+        self._begin, self._left_out, self._told, self._moved = 0, 0, True, True
 
     def __len__(self) -> int:
         return self._deal(0).steps
@@ -118,20 +123,37 @@ class ExactBatchSampler(BatchSampler):
         # A loader with workers asks for two iterators and uses the second: where to begin holds until the first batch.
         if not self._told and self.num_replicas == 1:
             self._epoch += 1  # nobody else to part from
-        now = self._pass = self._next_pass()
-        self._begin, self._left_out, self._told = 0, 0, False
+        now = self._next_pass()
+        if self._sameness is not None:
+            self._compare(self._sameness, now)
+        self._pass = now
+        self._begin, self._left_out, self._told, self._moved = 0, 0, False, False
         steps, step, most = now.deal.steps, 0, _FIRST
         while step < steps:
             count = min(max(1, most // self.batch_size), steps - step)
             samples, sizes = self._read(now, range(step, step + count))
             end = 0
-            for size in sizes:
+            for number, size in enumerate(sizes, start=step + 1):
                 begin, end = end, end + size
+                if number == steps and self._sameness is not None:
+                    self._sameness.end()
                 yield Indices(samples[begin:end], self.seed, now.epoch)
             step, most = step + count, min(4 * most, BLOCK)
 
     def _next_pass(self) -> _Pass:
         return _Pass(self.epoch, self._left_out, self._deal(self._begin), self._drawn)
+
+    def _compare(self, sameness: Sameness, now: _Pass) -> None:
+        """See that the other ranks deal out the same: what each gets is a part of that."""
+        if self._moved:
+            sameness.move(now.epoch, self._begin)
+        source = {
+            "seed": self.seed,
+            "order": self._describe(),
+            "batch_size": self.total_batch_size,
+            "drop_last": self.drop_last,
+        }
+        sameness.check(source, None if now.drawn is None else now.drawn.fingerprint())
 
     def _read(self, now: _Pass, steps: range) -> tuple[list[Any], list[int]]:
         """Give the samples of this rank in some steps, and how many there are in each."""
@@ -207,7 +229,7 @@ class ExactBatchSampler(BatchSampler):
             raise
         if left == 0:  # too little for a step of this size, and drop_last
             self._epoch, begin, left = self._epoch + 1, 0, len(self)
-        self._begin, self._left_out, self._told = begin, len(self) - left, True
+        self._begin, self._left_out, self._told, self._moved = begin, len(self) - left, True, True
         return self.epoch, self._left_out
 
     def _describe(self) -> str:
