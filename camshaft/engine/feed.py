@@ -86,6 +86,10 @@ class Feed:
             self._opened()
             self._first_iteration, self._length = state.iteration, length_of(data)
 
+    def recount(self, shift: int) -> None:
+        """Keep the place in the pass although the count of iterations is another now."""
+        self._first_iteration += shift
+
     def announce_if_over(self) -> None:
         """Tell the samplers the number of the next pass, if it is known that the next fetch begins one.
 

@@ -1,0 +1,104 @@
+"""The learning-rate schedulers of torch as handlers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim import lr_scheduler as native
+
+from camshaft.handlers.param_scheduler.param import ParamScheduler
+from camshaft.handlers.param_scheduler.simulation import rows_of, unchanged, unwarned
+
+
+class LRScheduler(ParamScheduler):
+    """Lets a scheduler of torch set the learning rates.
+
+    Attach it to ``ITERATION_STARTED``, or call it in any other way *before* the optimizer's step: the first step has
+    the first value, and the steps see the same rates as if ``lr_scheduler.step()`` came at the end of each iteration.
+    Until the next call the optimizer keeps the rate that its last step had. In between nobody else should call
+    ``lr_scheduler.step()``.
+
+    Args:
+        lr_scheduler: any of ``torch.optim.lr_scheduler`` but ``ReduceLROnPlateau``.
+        save_history: keep the rates, a list with one for each group, in ``engine.state.param_history["lr"]``.
+        use_legacy: step in every call, the first included; for ``ITERATION_COMPLETED``.
+
+    Raises:
+        TypeError: it is no scheduler of torch, or a ``ReduceLROnPlateau``.
+
+    >>> import torch
+    >>> from camshaft.engine import Engine, Events
+    >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    >>> halving = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    >>> trainer = Engine(lambda engine, batch: print(optimizer.param_groups[0]["lr"]))
+    >>> handle = trainer.add_event_handler(Events.ITERATION_STARTED, LRScheduler(halving))
+    >>> state = trainer.run([0, 0, 0])
+    1.0
+    0.5
+    0.25
+    """
+
+    _state_dict_all_req_keys = (*ParamScheduler._state_dict_all_req_keys, "lr_scheduler")
+
+    def __init__(self, lr_scheduler: Any, save_history: bool = False, use_legacy: bool = False) -> None:
+        if isinstance(lr_scheduler, native.ReduceLROnPlateau):
+            raise TypeError(
+                "lr_scheduler must not be a ReduceLROnPlateau, whose steps need a metric: use "
+                "ReduceLROnPlateauScheduler(optimizer, metric_name, ...)"
+            )
+        if not isinstance(lr_scheduler, native.LRScheduler):
+            raise TypeError(
+                "lr_scheduler must be one of torch.optim.lr_scheduler, got "
+                f"{lr_scheduler!r} of type {type(lr_scheduler).__name__}"
+            )
+        super().__init__(lr_scheduler.optimizer, "lr", save_history)
+        self.lr_scheduler = lr_scheduler
+        self._steps_from = 0 if use_legacy else 1
+        self._has_stepped = False
+        if use_legacy:
+            warnings.warn(
+                "a scheduler with use_legacy=True must be attached to Events.ITERATION_COMPLETED: it steps in its "
+                "first call too, so on ITERATION_STARTED the first value would be lost",
+                stacklevel=2,
+            )
+
+    def _apply(self) -> None:
+        # Many schedulers go on from what is in the groups, where a warm-up or a loaded state may have put something.
+        self._write(self.lr_scheduler.get_last_lr())
+        if self.event_index < self._steps_from:
+            return
+        if self._has_stepped:
+            self.lr_scheduler.step()
+            return
+        with unwarned():
+            self.lr_scheduler.step()
+        self._has_stepped = True
+
+    def get_param(self) -> Any:
+        """Give the rates now, a list if there are several groups."""
+        rates = self.lr_scheduler.get_last_lr()
+        return rates[0] if len(rates) == 1 else rates
+
+    def _restore(self, state_dict: Mapping[str, Any]) -> None:
+        super()._restore(state_dict)
+        self._has_stepped = False
+
+    @classmethod
+    def simulate_values(  # type: ignore[override]  # the scheduler is made already
+        cls, num_events: int, lr_scheduler: Any, **kwargs: Any
+    ) -> list[list[Any]]:
+        """List the rates that a run would apply, and leave scheduler and optimizer as they are.
+
+        Args:
+            num_events: how many.
+            lr_scheduler: as for the class.
+            kwargs: likewise.
+
+        Returns:
+            For each call its index and the rate of each group.
+        """
+        scheduler = cls(lr_scheduler, **{**kwargs, "save_history": False})
+        with unchanged([scheduler]):
+            return rows_of(scheduler, num_events, scheduler._columns)

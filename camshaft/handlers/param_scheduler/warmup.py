@@ -1,0 +1,123 @@
+"""A linear warm-up before another scheduler."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch.optim import lr_scheduler as native
+
+from camshaft.engine.filters import is_integer
+from camshaft.handlers.param_scheduler.arguments import real
+from camshaft.handlers.param_scheduler.concat import ConcatScheduler
+from camshaft.handlers.param_scheduler.lr_scheduler import LRScheduler
+from camshaft.handlers.param_scheduler.param import ParamScheduler
+from camshaft.handlers.param_scheduler.simulation import unchanged
+
+
+class LinearWarmup(ParamScheduler):
+    """Goes linearly from one value to an end value for each group, and stays there.
+
+    Args:
+        optimizer: as in ``ParamScheduler``.
+        param_name: likewise.
+        start_value: the first value.
+        end_values: the last values, one for each group that is scheduled.
+        duration: calls from the first to the last value, both included.
+        param_group_index: as in ``ParamScheduler``.
+    """
+
+    _state_dict_all_req_keys = (*ParamScheduler._state_dict_all_req_keys, "start_value", "end_values", "duration")
+
+    def __init__(
+        self,
+        optimizer: Any,
+        param_name: str,
+        start_value: float,
+        end_values: list[float],
+        duration: int,
+        param_group_index: int | None = None,
+    ) -> None:
+        super().__init__(optimizer, param_name, param_group_index=param_group_index)
+        self.start_value = start_value
+        self.end_values = end_values
+        self.duration = duration
+
+    def get_param(self) -> list[float]:
+        """Compute the values for ``event_index``."""
+        last = self.duration - 1
+        if self.event_index >= last:
+            return self.end_values
+        start, progress = self.start_value, self.event_index / last
+        return [start + (end - start) * progress for end in self.end_values]
+
+
+def create_lr_scheduler_with_warmup(
+    lr_scheduler: Any,
+    warmup_start_value: float,
+    warmup_duration: int,
+    warmup_end_value: float | None = None,
+    save_history: bool = False,
+    output_simulated_values: list[Any] | None = None,
+) -> ConcatScheduler:
+    """Put a linear warm-up before a scheduler.
+
+    The first event has the start value, and event number ``warmup_duration`` the end value. Then the scheduler begins
+    with its first value; if that is the end value in all groups, with its second one, so that none comes twice.
+
+    Args:
+        lr_scheduler: a ``ParamScheduler``, or one of ``torch.optim.lr_scheduler``.
+        warmup_start_value: in all groups.
+        warmup_duration: in events, at least 2.
+        warmup_end_value: in all groups; by default what each has now.
+        save_history: as in ``ParamScheduler``.
+        output_simulated_values: a list to fill with the values to come: as many as it has entries, in the form of
+            ``ConcatScheduler.simulate_values``.
+
+    Returns:
+        A scheduler to attach to ``ITERATION_STARTED``. It counts its calls, so warm-up and main phase may also come
+        with other events, for instance the warm-up per iteration and the rest per epoch.
+
+    Raises:
+        TypeError: ``lr_scheduler`` is neither of both, ``warmup_duration`` no integer, a value no number, or
+            ``output_simulated_values`` no list.
+        ValueError: ``warmup_duration`` is below 2.
+
+    >>> import torch
+    >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    >>> halving = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    >>> values = [None] * 5
+    >>> scheduler = create_lr_scheduler_with_warmup(halving, 0.0, warmup_duration=3, output_simulated_values=values)
+    >>> values
+    [[0, 0.0], [1, 0.5], [2, 1.0], [3, 0.5], [4, 0.25]]
+    """
+    if not isinstance(lr_scheduler, (ParamScheduler, native.LRScheduler)):
+        raise TypeError(
+            "lr_scheduler must be a ParamScheduler or one of torch.optim.lr_scheduler, got "
+            f"{lr_scheduler!r} of type {type(lr_scheduler).__name__}"
+        )
+    if not is_integer(warmup_duration):
+        raise TypeError(f"warmup_duration must be an integer, got {warmup_duration!r}")
+    if warmup_duration < 2:
+        raise ValueError(f"warmup_duration must be at least 2, got {warmup_duration}")
+    if output_simulated_values is not None and not isinstance(output_simulated_values, list):
+        raise TypeError(f"output_simulated_values must be a list, got {output_simulated_values!r}")
+    start = real("warmup_start_value", warmup_start_value)
+    main = lr_scheduler if isinstance(lr_scheduler, ParamScheduler) else LRScheduler(lr_scheduler)
+    ends = main._written()
+    if warmup_end_value is not None:
+        ends = [real("warmup_end_value", warmup_end_value)] * len(ends)
+    warmup = LinearWarmup(main.optimizer, main.param_name, start, ends, int(warmup_duration), main.param_group_index)
+    is_same = all(math.isclose(end, first, rel_tol=1e-6) for end, first in zip(ends, _first_values(main), strict=True))
+    parts, durations = [warmup, main], [int(warmup_duration) - is_same]
+    if output_simulated_values is not None:
+        rows = ConcatScheduler.simulate_values(len(output_simulated_values), parts, durations)
+        output_simulated_values[:] = rows
+    return ConcatScheduler(parts, durations, save_history)
+
+
+def _first_values(scheduler: ParamScheduler) -> list[Any]:
+    """Look at what a scheduler would write into each group in its next call."""
+    with unchanged([scheduler]):
+        scheduler(None)
+        return scheduler._written()

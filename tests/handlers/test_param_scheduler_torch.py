@@ -1,0 +1,196 @@
+"""The schedulers of torch: rates as with ``scheduler.step()`` at the end of each iteration, for each of them."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.optim import lr_scheduler as native
+
+from camshaft.engine import Engine, Events
+from camshaft.handlers import LRScheduler, ReduceLROnPlateauScheduler
+from tests.handlers.schedules import NATIVE, calls, entries, natively, reread, run_with, seen, sgd
+
+each = pytest.mark.parametrize("make", NATIVE.values(), ids=NATIVE)
+
+
+def test_every_scheduler_of_torch_is_tested():
+    kinds = {
+        kind
+        for kind in vars(native).values()
+        if inspect.isclass(kind) and issubclass(kind, native.LRScheduler) and kind.__module__ == native.__name__
+    }
+    kinds -= {native.LRScheduler, native._LRScheduler, native.ReduceLROnPlateau}
+    assert kinds == {type(make(sgd())) for make in NATIVE.values()}
+
+
+@each
+@pytest.mark.parametrize("rates", [(0.5,), (0.5, 0.1)], ids=["one group", "two groups"])
+def test_steps_see_the_rates_of_torch(make, rates):
+    optimizer = sgd(*rates)
+    expected = natively(make, sgd(*rates), 20)
+    assert run_with(LRScheduler(make(optimizer)), optimizer, 20) == expected
+
+
+@each
+def test_legacy_steps_see_the_rates_of_torch(make):
+    optimizer = sgd()
+    with pytest.warns(UserWarning, match="must be attached to Events.ITERATION_COMPLETED"):
+        scheduler = LRScheduler(make(optimizer), use_legacy=True)
+    assert run_with(scheduler, optimizer, 20, Events.ITERATION_COMPLETED) == natively(make, sgd(), 20)
+
+
+@each
+@settings(max_examples=10)
+@given(before=st.integers(0, 15), after=st.integers(1, 15))
+def test_a_state_saved_at_any_call_goes_on(make, before, after):
+    """Also where the state of the optimizer is not loaded."""
+    optimizer, other = sgd(), sgd()
+    scheduler, fresh = LRScheduler(make(optimizer)), LRScheduler(make(other))
+    calls(scheduler, before, optimizer.step)
+    fresh.load_state_dict(reread(scheduler.state_dict()))
+    rows = [
+        calls(one, after, lambda one=one: (seen(one.optimizer), one.optimizer.step())) for one in (fresh, scheduler)
+    ]
+    assert rows[0] == rows[1]
+
+
+@each
+def test_simulated_values_are_those_of_a_run_and_change_nothing(make):
+    optimizer = sgd(0.5, 0.1)
+    scheduler = make(optimizer)
+    before, groups = copy.deepcopy(scheduler.state_dict()), entries(optimizer)
+    rows = LRScheduler.simulate_values(20, scheduler)
+    assert (scheduler.state_dict(), entries(optimizer)) == (before, groups)
+    run = run_with(LRScheduler(scheduler), optimizer, 20)
+    assert rows == [[index, *(rate for rate, _ in row)] for index, row in enumerate(run)]
+    assert run == natively(make, sgd(0.5, 0.1), 20)
+
+
+def test_simulating_further_than_a_scheduler_goes_changes_nothing():
+    optimizer = sgd()
+    scheduler = native.OneCycleLR(optimizer, 0.5, total_steps=5)
+    before, groups = copy.deepcopy(scheduler.state_dict()), entries(optimizer)
+    with pytest.raises(ValueError, match="total steps"):
+        LRScheduler.simulate_values(20, scheduler)
+    assert (scheduler.state_dict(), entries(optimizer)) == (before, groups)
+
+
+def test_one_cycle_goes_as_far_as_its_steps():
+    optimizer = sgd()
+    scheduler = LRScheduler(native.OneCycleLR(optimizer, 0.5, total_steps=5))
+    assert len(run_with(scheduler, optimizer, 5)) == 5
+
+
+def test_the_rate_in_the_optimizer_is_that_of_the_last_step():
+    optimizer = sgd(0.5)
+    scheduler = LRScheduler(native.ExponentialLR(optimizer, 0.5))
+    assert run_with(scheduler, optimizer, 3) == [[(0.5, 0.9)], [(0.25, 0.9)], [(0.125, 0.9)]]
+    assert optimizer.param_groups[0]["lr"] == 0.125
+
+
+def test_what_others_write_into_the_optimizer_is_overwritten():
+    optimizer = sgd(0.5)
+    scheduler = LRScheduler(native.ExponentialLR(optimizer, 0.5))
+    found = []
+    for _ in range(3):
+        scheduler(None)
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.param_groups[0]["lr"] = 7.0
+    assert found == [0.5, 0.25, 0.125]
+
+
+def test_a_scheduler_that_has_come_some_way_goes_on_there():
+    optimizer = sgd(0.5)
+    scheduler = native.ExponentialLR(optimizer, 0.5)
+    optimizer.step()
+    scheduler.step()
+    assert [row[1] for row in LRScheduler.simulate_values(2, scheduler)] == [0.25, 0.125]
+
+
+def test_gradients_may_be_collected_before_the_first_step():
+    """Torch would warn that the optimizer has made no step: here it has on purpose made none yet."""
+    optimizer = sgd()
+    trainer = Engine(lambda engine, batch: optimizer.step() if engine.state.iteration % 4 == 0 else None)
+    LRScheduler(native.ExponentialLR(optimizer, 0.5)).attach(trainer)
+    trainer.run(range(8))
+
+
+def test_history_has_the_rate_of_each_group():
+    optimizer = sgd(0.5, 0.1)
+    scheduler = LRScheduler(native.ExponentialLR(optimizer, 0.5), save_history=True)
+    trainer = Engine(lambda engine, batch: optimizer.step())
+    scheduler.attach(trainer)
+    trainer.run(range(2))
+    assert trainer.state.param_history == {"lr": [[0.5, 0.1], [0.25, 0.05]]}
+    assert scheduler.get_param() == [0.25, 0.05]
+
+
+def test_rates_that_are_tensors_stay_the_same_tensors():
+    def make(rate):
+        return torch.optim.SGD([torch.zeros(1)], lr=rate)
+
+    rate = torch.tensor(0.5, dtype=torch.float64)
+    optimizer = make(rate)
+    scheduler = LRScheduler(native.ExponentialLR(optimizer, 0.5), save_history=True)
+    trainer = Engine(lambda engine, batch: optimizer.step())
+    scheduler.attach(trainer)
+    trainer.run(range(2))
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert trainer.state.param_history == {"lr": [[0.5], [0.25]]}
+    assert LRScheduler.simulate_values(2, scheduler.lr_scheduler) == [[0, 0.25], [1, 0.125]]
+    assert rate.item() == 0.25
+    fresh = LRScheduler(native.ExponentialLR(make(torch.tensor(0.5, dtype=torch.float64)), 0.5))
+    fresh.load_state_dict(reread(scheduler.state_dict()))
+    fresh(None)
+    assert fresh.optimizer.param_groups[0]["lr"].item() == 0.125
+
+
+class Wrapped(native.LRScheduler):
+    """A scheduler as users write them, which holds another one and with it the optimizer."""
+
+    def __init__(self, optimizer, after):
+        self.after = after
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        return [rate / 2 for rate in self.base_lrs]
+
+    def step(self, epoch=None):
+        super().step()
+        if self.last_epoch > 2:
+            self.after.step()
+
+
+def test_a_scheduler_within_a_users_own_keeps_its_optimizer():
+    optimizer = sgd(0.5)
+    scheduler = Wrapped(optimizer, native.ExponentialLR(optimizer, 0.5))
+    rows = LRScheduler.simulate_values(6, scheduler)
+    assert scheduler.after.optimizer is optimizer
+    assert rows == [[index, row[0][0]] for index, row in enumerate(run_with(LRScheduler(scheduler), optimizer, 6))]
+
+
+def test_a_state_that_does_not_fit_changes_nothing():
+    optimizer = sgd()
+    scheduler = LRScheduler(NATIVE["Sequential"](optimizer))
+    calls(scheduler, 3, lambda: None)
+    before = scheduler.state_dict()
+    other = LRScheduler(NATIVE["Exponential"](sgd())).state_dict()
+    with pytest.raises(ValueError, match="must be that of a LRScheduler made alike"):
+        scheduler.load_state_dict(other)
+    assert scheduler.state_dict() == before
+
+
+def test_a_plateau_is_sent_elsewhere():
+    with pytest.raises(TypeError, match=ReduceLROnPlateauScheduler.__name__):
+        LRScheduler(native.ReduceLROnPlateau(sgd()))
+
+
+@pytest.mark.parametrize("wrong", [None, 1, "lr", sgd(), native.ExponentialLR])
+def test_what_is_no_scheduler_is_refused(wrong):
+    with pytest.raises(TypeError, match="must be one of torch.optim.lr_scheduler"):
+        LRScheduler(wrong)
