@@ -10,7 +10,7 @@ ARGS ?=
 ENVIRONMENT = $(PYTHON) scripts/environment.py
 PATIENT = -o timeout=180 -o faulthandler_timeout=240  # each of these tests starts several Pythons with torch
 
-.PHONY: demo test test-jobs test-openmpi test-xla test-horovod test-hosts test-slurm test-restarts bench format clean
+.PHONY: demo test test-jobs test-openmpi test-xla test-horovod test-hosts test-slurm test-restarts test-loggers test-browser bench format clean
 
 demo:
 	@$(ENVIRONMENT) dev python examples/mnist.py $(ARGS)
@@ -49,6 +49,15 @@ test-slurm:
 # torchrun starts its workers again and again, and nodes come and go, which takes minutes
 test-restarts:
 	@$(ENVIRONMENT) dev python -m pytest -m restarts -o timeout=580 -o faulthandler_timeout=600 tests/torchrun $(ARGS)
+
+# services of experiment trackers, each with its own server, store or files on this machine: 2 GB on the disk
+test-loggers:
+	@$(ENVIRONMENT) loggers python -m pytest $(PATIENT) -m "not browser" tests/loggers $(ARGS)
+
+# TensorBoard's page in a browser without a screen, from Debian's packages, which are installed if need be
+test-browser:
+	@scripts/system_packages chromium:chromium
+	@$(ENVIRONMENT) loggers python -m pytest $(PATIENT) -m browser tests/loggers $(ARGS)
 
 bench:
 	@$(ENVIRONMENT) bench python benchmarks/engine_overhead.py $(ARGS)

@@ -32,6 +32,7 @@ ENVIRONMENTS = {
     "openmpi": (("test", "openmpi"), "constraints.txt"),
     "xla": (("test", "xla"), "constraints-xla.txt"),
     "horovod": (("test",), "constraints-horovod.txt"),
+    "loggers": (("test", "loggers"), "constraints-loggers.txt"),
 }
 SCRIPTS = {"horovod": "scripts/build_horovod.py"}  # what builds and installs more, for environments that need it
 MARKER = "camshaft-environment"  # the file in a folder of ours that says what the folder was built from

@@ -1,95 +1,52 @@
-"""What all loggers have in common: attaching, and reading the values they write."""
+"""What all loggers have in common: attaching to engines, on one rank, and going on after a resume.
+
+What is read from an engine is up to handlers (:mod:`camshaft.handlers.log_handlers`); where it goes is up to two
+methods of the logger.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from numbers import Integral
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
+from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import EventLike, EventsList
+from camshaft.engine.event import EventLike, Events, EventsList
 from camshaft.engine.handle import RemovableEventHandle
-from camshaft.handlers.checks import check_callable
-from camshaft.handlers.values import Values
+from camshaft.handlers.log_handlers import (
+    BaseHandler,
+    BaseOptimizerParamsHandler,
+    BaseOutputHandler,
+    BaseWeightsHandler,
+    BaseWeightsScalarHandler,
+)
+from camshaft.handlers.log_steps import Attached, Reached
+from camshaft.handlers.values import Path
+
+__all__ = [
+    "BaseHandler",
+    "BaseLogger",
+    "BaseOptimizerParamsHandler",
+    "BaseOutputHandler",
+    "BaseWeightsHandler",
+    "BaseWeightsScalarHandler",
+]
 
 Self = TypeVar("Self", bound="BaseLogger")
-
-
-class BaseHandler(ABC):
-    """Writes something of an engine to a logger when an event fires."""
-
-    @abstractmethod
-    def __call__(self, engine: Engine[Any, Any], logger: Any, event_name: Any) -> None:
-        """Write.
-
-        Args:
-            engine: whose event fired.
-            logger: where to.
-            event_name: the event, as it was given to ``attach``.
-        """
-
-
-class BaseOutputHandler(BaseHandler):
-    """Writes metrics, outputs and attributes of the state.
-
-    Args:
-        tag: first part of all names.
-        metric_names: metrics to write, or ``"all"``.
-        output_transform: called with the engine's output; gives a dict, or what is to be called ``output``.
-        global_step_transform: called with the engine and the event, gives the step; by default the count of
-            the event. See ``global_step_from_engine``.
-        state_attributes: attributes of the engine's state to write.
-
-    Raises:
-        TypeError: ``metric_names`` is neither a list nor ``"all"``, or a transform is not callable.
-        ValueError: there is nothing to write.
-    """
-
-    def __init__(
-        self,
-        tag: str,
-        metric_names: list[str] | str | None = None,
-        output_transform: Callable[[Any], Any] | None = None,
-        global_step_transform: Callable[[Engine[Any, Any], Any], int] | None = None,
-        state_attributes: list[str] | None = None,
-    ) -> None:
-        values = Values(metric_names, output_transform, state_attributes)
-        if not values:
-            raise ValueError("give at least one of metric_names, output_transform and state_attributes, got none")
-        check_callable("global_step_transform", global_step_transform)
-        self.tag = tag
-        self.metric_names = metric_names
-        self.output_transform = output_transform
-        self.global_step_transform = global_step_transform or _count_of
-        self.state_attributes = state_attributes
-        self._values = values
-
-    def global_step(self, engine: Engine[Any, Any], event_name: Any) -> int:
-        """Give the step to write.
-
-        Raises:
-            TypeError: ``global_step_transform`` does not give an integer.
-        """
-        step = self.global_step_transform(engine, event_name)
-        if not isinstance(step, Integral):
-            raise TypeError(f"global_step_transform must give an integer, got {step!r} of type {type(step).__name__}")
-        return int(step)
-
-    def _setup_output_metrics_state_attrs(
-        self, engine: Engine[Any, Any], log_text: bool = False, key_tuple: bool = True
-    ) -> dict[Any, Any]:
-        """Read the values, by tag and path: as tuples, or joined with slashes."""
-        paths = {(self.tag, *path): value for path, value in self._values.read(engine, text=log_text).items()}
-        return paths if key_tuple else {"/".join(path): value for path, value in paths.items()}
 
 
 class BaseLogger(ABC):
     """Writes what handlers read from engines; at the end of a ``with`` block it is closed.
 
-    None of the loggers asks for the rank: each process that attaches one writes.
+    One rank writes. On the others a logger takes the same calls, checks their arguments, and does nothing.
+
+    Attributes:
+        ranks: which ranks write, ``None`` for all of them; for a subclass to set.
     """
+
+    ranks: ClassVar[tuple[int, ...] | None] = (0,)
 
     def attach(
         self,
@@ -117,7 +74,15 @@ class BaseLogger(ABC):
                 known = ", ".join(str(getattr(one, "name", one)) for one in engine.state.event_to_attr)
                 raise RuntimeError(f"event_name must be an event that is counted, got {event!r}; counted are {known}")
         handles = [engine.add_event_handler(event, log_handler, self, event, *args, **kwargs) for event in events]
-        return joined(handles, event_name, log_handler, engine)
+        # before the handlers, which may write at STARTED
+        handles.append(engine.add_event_handler(Events.STARTED, self._run_started, order=-1))
+        handle = joined(handles, event_name, log_handler, engine)
+        if self.writes_here:
+            attached = self.__dict__.setdefault("_attached", [])  # subclasses need not call __init__
+            attached.extend(Attached.of(engine, log_handler, event) for event in events)
+        else:
+            handle.remove()
+        return handle
 
     def attach_output_handler(
         self, engine: Engine[Any, Any], event_name: EventLike, *args: Any, **kwargs: Any
@@ -130,6 +95,24 @@ class BaseLogger(ABC):
     ) -> RemovableEventHandle:
         """Attach the logger's ``OptimizerParamsHandler``, made from the remaining arguments."""
         return self.attach(engine, self._create_opt_params_handler(*args, **kwargs), event_name)
+
+    @property
+    def writes_here(self) -> bool:
+        """Whether this rank is one of those that write."""
+        return self.ranks is None or get_rank() in self.ranks
+
+    def write_values(self, values: Mapping[Path, Any], step: int) -> None:
+        """Write numbers, and text where the logger takes it; for subclasses that use the handlers of the library.
+
+        Args:
+            values: by path; the names of most loggers are the path joined with slashes.
+            step: whose values they are.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define write_values()")
+
+    def write_histograms(self, tensors: Mapping[Path, Any], step: int) -> None:
+        """Write how the elements of tensors are distributed; for subclasses that can show that."""
+        raise NotImplementedError(f"{type(self).__name__} shows no histograms")
 
     def close(self) -> None:  # noqa: B027  # most loggers have nothing to close
         """Finish writing."""
@@ -148,9 +131,55 @@ class BaseLogger(ABC):
     @abstractmethod
     def _create_opt_params_handler(self, *args: Any, **kwargs: Any) -> Callable[..., object]: ...
 
+    def _rewind(self, reached: Reached) -> None:  # noqa: B027  # not all have something to take back
+        """Take back what was written beyond the place where a run is taken up."""
 
-def _count_of(engine: Engine[Any, Any], event_name: Any) -> int:
-    return engine.state.get_event_attrib_value(event_name)
+    def _begin(self) -> None:  # noqa: B027  # most loggers are given a new place by their users
+        """Prepare for a job that does not go on with an earlier one."""
+
+    def _run_started(self, engine: Engine[Any, Any]) -> None:
+        """Find out whether this run goes on with an earlier one, and from which steps."""
+        state: dict[str, Any] = self.__dict__
+        if state.get("_run") is engine.state.times:  # made anew for each run, and each attachment asks
+            return
+        state["_run"] = engine.state.times
+        reached = Reached(engine, state["_attached"])
+        if engine.state.iteration > 0:
+            self._rewind(reached)
+        elif not state.get("_begun") and not reached.any:
+            self._begin()
+        state["_begun"] = True
+
+
+class Forwarding:
+    """Looks up unknown attributes on something that the logger holds.
+
+    What is private is never looked up there, so that copying, unpickling and half-made loggers fail as any object
+    does.
+    """
+
+    _forwards_to: ClassVar[str]
+
+    def __getattr__(self, name: str) -> Any:
+        target = self.__dict__.get(self._forwards_to)
+        if name.startswith("_") or target is None:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(target, name)
+
+
+class Silence:
+    """Stands in for a service on ranks that do not write: takes any call, and does nothing."""
+
+    def __getattr__(self, name: str) -> Silence:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Silence:
+        return self
+
+    def __bool__(self) -> bool:
+        return False
 
 
 def joined(

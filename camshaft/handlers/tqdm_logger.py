@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from camshaft.engine.event import EventLike, Events, FailureEvents
 from camshaft.engine.handle import RemovableEventHandle
 from camshaft.handlers.base_logger import BaseLogger, joined
 from camshaft.handlers.optional import load_optional
+from camshaft.handlers.plain_bar import SECONDS, in_lines, is_terminal
 from camshaft.handlers.progress import Progress
 from camshaft.handlers.utils import global_step_from_engine
 from camshaft.handlers.values import Values
@@ -29,7 +31,9 @@ _ORDER = (
 
 
 class ProgressBar(BaseLogger):
-    r"""Shows with tqdm how far an engine is, and values of it. Only rank 0 draws.
+    """Shows with tqdm how far an engine is, and values of it. Only rank 0 draws.
+
+    Where the output is no terminal, it writes lines, one in ten seconds and one at the end.
 
     The values are read when the bar is redrawn, by default ten times a second, and when it is closed; between
     that the bar waits for nothing.
@@ -46,14 +50,13 @@ class ProgressBar(BaseLogger):
     >>> import io
     >>> from camshaft.engine import Engine
     >>> trainer = Engine(lambda engine, batch: 0.25)
-    >>> terminal = io.StringIO()
-    >>> bar = ProgressBar(persist=True, bar_format="{desc}{n_fmt}/{total_fmt}{postfix}", file=terminal)
+    >>> output = io.StringIO()
+    >>> bar = ProgressBar(persist=True, bar_format="{desc}{n_fmt}/{total_fmt}{postfix}", file=output)
     >>> handle = bar.attach(trainer, output_transform=lambda loss: {"loss": loss})
     >>> state = trainer.run(range(10), max_epochs=2)
-    >>> print(*(line.split("\r")[-1] for line in terminal.getvalue().split("\n")), sep="\n")
+    >>> print(output.getvalue(), end="")
     Epoch [1/2]: 10/10, loss=0.25
     Epoch [2/2]: 10/10, loss=0.25
-    <BLANKLINE>
     """
 
     def __init__(
@@ -131,7 +134,12 @@ class ProgressBar(BaseLogger):
     def _make_bar(self, **options: Any) -> Any:
         given = {name: value for name, value in self.tqdm_kwargs.items() if name != "desc"}
         given = {"leave": self.persist, "bar_format": self.bar_format, **options, **given}
-        return self._tqdm(**(given if get_rank() == 0 else {**given, "disable": True}))
+        if get_rank() != 0:
+            return self._tqdm(**{**given, "disable": True})
+        lines = in_lines(self._tqdm)
+        if lines is self._tqdm or is_terminal(given.get("file") or sys.stderr):
+            return self._tqdm(**given)
+        return lines(**{"mininterval": SECONDS, **given, "leave": True})
 
     def _create_output_handler(self, *args: Any, **kwargs: Any) -> Callable[..., object]:
         raise TypeError("a ProgressBar has no handlers: use attach")

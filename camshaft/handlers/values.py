@@ -61,6 +61,7 @@ class Values:
         values: dict[Path, Any] = {}
         for name, value in self._items(engine):
             values.update(_flat((str(name),), value, text))
+        fetch(values)
         return values
 
     def _items(self, engine: Engine[Any, Any]) -> Iterator[tuple[Any, Any]]:
@@ -89,7 +90,7 @@ def _flat(path: Path, value: Any, text: bool) -> Iterator[tuple[Path, Any]]:
     elif isinstance(value, Number) or (text and isinstance(value, str)):
         yield path, value
     elif isinstance(value, torch.Tensor) and value.ndim == 0:
-        yield path, value.item()
+        yield path, value.detach()  # fetched with the others
     else:
         for key, one in _entries(path, value):
             yield from _flat((*path, str(key)), one, text)
@@ -105,3 +106,19 @@ def _entries(path: Path, value: Any) -> Iterator[tuple[Any, Any]]:
     kind = f"tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
     warnings.warn(f"{'/'.join(path)} is not logged, because it is a {kind}", stacklevel=2)
     return iter(())
+
+
+def fetch(values: dict[Any, Any]) -> None:
+    """Put numbers in the place of tensors without dimensions: one transfer for those of a device and a type.
+
+    >>> values = {"loss": torch.tensor(0.5), "accuracy": torch.tensor(0.25), "size": 3}
+    >>> fetch(values)
+    >>> values
+    {'loss': 0.5, 'accuracy': 0.25, 'size': 3}
+    """
+    together: dict[tuple[torch.device, torch.dtype], list[Any]] = {}
+    for key, value in values.items():
+        if isinstance(value, torch.Tensor):
+            together.setdefault((value.device, value.dtype), []).append(key)
+    for keys in together.values():
+        values.update(zip(keys, torch.stack([values[key] for key in keys]).tolist(), strict=True))

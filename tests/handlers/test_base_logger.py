@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import namedtuple
 
 import numpy
@@ -10,8 +11,15 @@ import torch
 
 from camshaft.engine import Engine, EventEnum, Events
 from camshaft.engine.lazy import LazyNumber
-from camshaft.handlers.base_logger import BaseLogger, BaseOutputHandler
+from camshaft.handlers import global_step_from_engine
+from camshaft.handlers.base_logger import (
+    BaseLogger,
+    BaseOptimizerParamsHandler,
+    BaseOutputHandler,
+    BaseWeightsScalarHandler,
+)
 from tests.handlers.parts import at
+from tests.ranks import on_ranks
 
 Pair = namedtuple("Pair", "x y")
 
@@ -193,3 +201,202 @@ def test_a_logger_is_closed_at_the_end_of_a_with_block():
     with ListLogger() as logger:
         assert logger.closed == 0
     assert logger.closed == 1
+
+
+# --- optimizers, weights and gradients ---------------------------------------------------------------------
+
+
+class Written(ListLogger):
+    def write_values(self, values, step):
+        self.lines.append((step, dict(values)))
+
+
+class Rates(BaseOptimizerParamsHandler):
+    """Writes to a list."""
+
+
+class Norms(BaseWeightsScalarHandler):
+    """Writes to a list."""
+
+
+class Gradients(Norms):
+    """Writes to a list."""
+
+    of_gradients = True
+
+
+def net():
+    layers = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False))
+    for layer in layers:
+        torch.nn.init.constant_(layer.weight, 3)
+    return layers
+
+
+def written(handler):
+    logger = Written()
+    handler(at(iteration=5), logger, Events.ITERATION_COMPLETED)
+    ((step, values),) = logger.lines
+    assert step == 5
+    return values
+
+
+def test_each_group_of_an_optimizer_has_its_value():
+    groups = [{"params": [torch.zeros(1)], "lr": lr} for lr in (0.5, torch.tensor(0.25))]
+    values = written(Rates(torch.optim.SGD(groups), tag="net"))
+    assert values == {("net", "lr", "group_0"): 0.5, ("net", "lr", "group_1"): 0.25}
+    assert all(type(value) is float for value in values.values())
+    likeness = type("Likeness", (), {"param_groups": [{"size": 3}]})()
+    assert written(Rates(likeness, "size")) == {("size", "group_0"): 3.0}
+
+
+@pytest.mark.parametrize("optimizer", [None, "sgd", type("Odd", (), {"param_groups": 3})()])
+def test_what_has_no_groups_is_no_optimizer(optimizer):
+    with pytest.raises(TypeError, match="optimizer must be an optimizer, or have a sequence param_groups"):
+        Rates(optimizer)
+
+
+def largest(tensor):
+    return tensor.max()
+
+
+class Largest:
+    def __call__(self, tensor):
+        return float(tensor.max())
+
+
+@pytest.mark.parametrize(
+    ("reduction", "name"),
+    [(torch.norm, "norm"), (largest, "largest"), (functools.partial(torch.norm, p=1), "norm"), (Largest(), "Largest")],
+)
+def test_weights_are_reduced_and_the_reduction_is_named(reduction, name):
+    model = net()
+    handler = Norms(model, reduction, tag="net")
+    assert handler.weights == tuple(model.named_parameters())
+    title = f"weights_{name}"
+    assert written(handler) == {("net", title, "0", "weight"): 3, ("net", title, "1", "weight"): 3}
+
+
+def test_gradients_that_are_not_there_are_left_out():
+    model = net()
+    model[1].weight.grad = torch.full((1, 1), -2.0)
+    assert written(Gradients(model)) == {("grads_norm", "1", "weight"): 2}
+
+
+@pytest.mark.parametrize(
+    "whitelist", [["1"], ["1.weight"], lambda name, parameter: parameter.ndim == 2 and "1" in name]
+)
+def test_a_whitelist_is_of_prefixes_or_asked_for_each(whitelist):
+    assert [name for name, _ in Norms(net(), whitelist=whitelist).weights] == ["1.weight"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("model",), "model must be a torch.nn.Module, got str"),
+        ((net(), 3), "reduction must be callable, got 3"),
+        ((net(), lambda tensor: tensor), "reduction must give a number or a tensor without dimensions"),
+        ((net(), torch.norm, None, "0"), "whitelist must be a list of names or callable, got '0'"),
+        ((net(), torch.norm, None, [0]), r"whitelist must be a list of names or callable, got \[0\]"),
+    ],
+)
+def test_wrong_arguments_of_handlers_of_weights_are_refused(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        Norms(*arguments)
+
+
+def test_all_numbers_of_a_device_are_fetched_together(monkeypatch):
+    fetched, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: fetched.append(tensor.shape) or tolist(tensor))
+    monkeypatch.setattr(torch.Tensor, "item", lambda tensor: pytest.fail("one by one"))
+    metrics = {"a": torch.tensor(0.5), "b": [torch.tensor(2.0), {"c": torch.tensor(3.0)}], "d": torch.tensor(4)}
+    values = read(at(**metrics), metric_names="all")
+    assert list(values.values()) == [0.5, 2.0, 3.0, 4]
+    assert fetched == [(3,), (1,)]
+
+
+# --- one writer a job, and what a resume has behind it -----------------------------------------------------
+
+
+class Everywhere(ListLogger):
+    ranks = None
+
+
+@on_ranks(2)
+def test_only_the_first_rank_writes_unless_a_logger_says_otherwise():
+    rank = torch.distributed.get_rank()
+    for kind in (ListLogger, Everywhere):
+        logger, engine = kind(), Engine(lambda engine, batch: batch)
+        handler = OutputHandler("t", output_transform=lambda output: output)
+        with logger.attach(engine, handler, Events.COMPLETED):
+            assert engine.has_event_handler(handler) == (rank == 0 or kind is Everywhere)
+            with pytest.raises(RuntimeError, match="event_name must be"):
+                logger.attach(engine, handler, Events.TERMINATE)
+            engine.run([1])
+        assert bool(logger.lines) == (rank == 0 or kind is Everywhere)
+
+
+class Rewinding(ListLogger):
+    """Remembers what it is told about resumes, and nothing else."""
+
+    def write_values(self, values, step):
+        pass
+
+    def _rewind(self, reached):
+        names = [("t", "loss"), ("t", "accuracy"), ("net", "lr", "group_0"), ("own", "thing"), ("lone", "epoch")]
+        self.lines.append([reached(name) for name in names])
+
+    def _begin(self):
+        self.lines.append("begins")
+
+
+class Silent(BaseOutputHandler):
+    """Writes to a logger that does not care."""
+
+
+def resumable(logger, iteration):
+    trainer, evaluator = Engine(lambda engine, batch: None), Engine(lambda engine, batch: None)
+    step = global_step_from_engine(trainer)
+    for engine, event, handler in (
+        (trainer, Events.ITERATION_COMPLETED, Silent("t", output_transform=lambda output: {"loss": 0})),
+        (evaluator, Events.COMPLETED, Silent("t", ["accuracy"], global_step_transform=step)),
+        (trainer, Events.EPOCH_STARTED, Rates(torch.optim.SGD([torch.zeros(1)]), tag="net")),
+        (evaluator, Events.COMPLETED, Silent("lone", state_attributes=["epoch"])),
+        (trainer, Events.COMPLETED(event_filter=lambda *_: False), Silent("odd", "all", None, lambda *_: 1 // 0)),
+        (trainer, Events.COMPLETED, lambda engine, logger, event: None),
+    ):
+        logger.attach(engine, handler, event)
+    evaluator.state.metrics = {"accuracy": 0}
+    if iteration:
+        trainer.load_state_dict({"iteration": iteration, "epoch_length": 4, "max_epochs": 5})
+    return trainer, evaluator
+
+
+def test_a_resume_is_told_once_with_the_steps_that_each_name_has_behind_it():
+    logger = Rewinding()
+    trainer, evaluator = resumable(logger, iteration=10)
+    evaluator.run([0])
+    assert logger.lines == []
+    trainer.run(range(4))
+    assert logger.lines == [[10, 2, 2, 10, None]]
+
+
+def test_a_job_that_begins_anew_is_told_once():
+    logger = Rewinding()
+    trainer, evaluator = resumable(logger, iteration=0)
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run([0]))
+    trainer.run(range(4))
+    trainer.state.max_epochs = None
+    trainer.run(range(4))
+    assert logger.lines == ["begins"]
+
+
+def test_between_logging_events_nothing_is_read(monkeypatch):
+    reads, read_number = [], LazyNumber.read
+    monkeypatch.setattr(LazyNumber, "read", lambda number: reads.append(1) or read_number(number))
+    trainer = Engine(lambda engine, batch: LazyNumber(torch.tensor(0.5)))
+    logger = Written()
+    handler = Silent("t", output_transform=lambda output: {"loss": output})
+    logger.attach(trainer, handler, Events.ITERATION_COMPLETED(every=5))
+    trainer.run(range(20))
+    assert logger.lines == [(step, {("t", "loss"): 0.5}) for step in (5, 10, 15, 20)]
+    assert len(reads) == 4

@@ -27,6 +27,11 @@ FORMAT = "{desc}{n_fmt}/{total_fmt}{postfix}"
 class Terminal(io.StringIO):
     """Remembers what was drawn."""
 
+    is_real = True
+
+    def isatty(self):
+        return self.is_real
+
     @property
     def drawn(self):
         """All that was drawn, as often as it was."""
@@ -189,6 +194,7 @@ RARELY = {"mininterval": 1e6}
     ],
 )
 def test_values_are_read_only_for_a_redraw(terminal, monkeypatch, options, reads):
+    terminal.is_real = options != {"disable": None}
     waits, read = [], LazyNumber.read
     monkeypatch.setattr(LazyNumber, "read", lambda number: waits.append(number) or read(number))
     trainer = Engine(lambda engine, batch: LazyNumber(torch.tensor(float(engine.state.iteration))))
@@ -419,6 +425,28 @@ def test_on_ranks_only_the_first_draws_reads_and_writes_messages():
     bar.log_message("done")
     assert terminal.lines == (["Iteration: 5/5", "done", ""] if rank == 0 else [""])
     assert bool(shown) == (rank == 0)
+
+
+def test_where_there_is_no_terminal_lines_are_written_and_each_ends(terminal):
+    terminal.is_real = False
+    trainer = trainer_of()
+    with ProgressBar(bar_format=FORMAT, file=terminal) as bar:  # nothing can vanish there
+        bar.attach(trainer, output_transform=lambda iteration: {"i": iteration})
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: bar.log_message("half of it"))
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=8), trainer.terminate)
+        trainer.run(range(5), max_epochs=2)
+    text = "Epoch [1/2]: 3/5, i=1\n" if "3/5" in terminal.getvalue() else ""
+    assert terminal.getvalue() == f"half of it\n{text}Epoch [1/2]: 5/5, i=5\nEpoch [2/2]: 3/5, i=8\n"
+
+
+def test_lines_come_as_often_as_asked_for(terminal):
+    terminal.is_real = False
+    trainer = trainer_of()
+    bar_on(terminal, mininterval=0, miniters=2).attach(trainer, output_transform=lambda iteration: {"i": iteration})
+    trainer.run(range(5))
+    trainer.run([0])
+    lines = ["Iteration: 3/5, i=3", "Iteration: 5/5, i=5", "Iteration: 1/1, i=1", ""]
+    assert terminal.getvalue().split("\n") == lines
 
 
 def read_all(controller):

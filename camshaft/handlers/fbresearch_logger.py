@@ -1,0 +1,155 @@
+"""Lines of text about a run, in the manner of the logs of FAIR."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from camshaft.distributed import get_rank
+from camshaft.engine.engine import Engine
+from camshaft.engine.event import Events
+from camshaft.handlers.checks import check_callable
+from camshaft.handlers.progress import num_epochs
+from camshaft.handlers.timing import Timer
+from camshaft.text import to_str_list
+
+__all__ = ["FBResearchLogger"]
+
+_MEGABYTE = 1024.0 * 1024.0
+
+
+class FBResearchLogger:
+    """Writes a line of text for each so many iterations, and for the beginning and the end of epochs; on rank 0.
+
+    Args:
+        logger: where to, with the level INFO.
+        delimiter: between the parts of a line.
+        show_output: whether the lines show the output of the engine.
+
+    Attributes:
+        iter_timer: the mean time of an iteration, of the engine attached last.
+        data_timer: the mean time of fetching a batch.
+
+    >>> import sys
+    >>> from camshaft.utils import setup_logger
+    >>> logger = setup_logger("readable", stream=sys.stdout, format="%(message)s", reset=True)
+    >>> trainer = Engine(lambda engine, batch: {"loss": 1 / batch})
+    >>> FBResearchLogger(logger, show_output=True).attach(trainer, "Train", every=2)
+    >>> state = trainer.run([1, 2, 4, 8])  # doctest: +ELLIPSIS
+    Train: start epoch [1/1]
+    Epoch [1/1]  [2/4]:  ETA: 0:00:00  loss: 0.5000  Iter time: 0.00... s  Data prep time: 0.00... s...
+    Epoch [1/1]  [4/4]:  ETA: 0:00:00  loss: 0.1250  Iter time: 0.00... s  Data prep time: 0.00... s...
+    Train: Epoch [1/1]  Total time: 0:00:00 (0.00... s / it)
+    """
+
+    def __init__(self, logger: logging.Logger, delimiter: str = "  ", show_output: bool = False) -> None:
+        self.logger = logger
+        self.delimiter = delimiter
+        self.show_output = show_output
+        self.iter_timer = self.data_timer = Timer(average=True)
+        self._attached: WeakKeyDictionary[Engine[Any, Any], _Attachment] = WeakKeyDictionary()
+
+    def attach(
+        self,
+        engine: Engine[Any, Any],
+        name: str,
+        every: int = 1,
+        output_transform: Callable[[Any], Any] | None = None,
+        state_attributes: list[str] | None = None,
+        optimizer: Any = None,
+    ) -> None:
+        """Write lines about an engine.
+
+        Args:
+            engine: the engine.
+            name: what to call it.
+            every: iterations for each line.
+            output_transform: called with the engine's output; gives what to show of it.
+            state_attributes: attributes of the engine's state to show.
+            optimizer: whose learning rates to show.
+
+        Raises:
+            TypeError: ``output_transform`` is not callable.
+            ValueError: ``every`` is below 1.
+        """
+        check_callable("output_transform", output_transform)
+        each = Events.ITERATION_COMPLETED(every=every)
+        if get_rank() != 0:
+            return
+        attachment = _Attachment(output_transform, state_attributes or [])
+        self._attached[engine] = attachment
+        self.iter_timer, self.data_timer = attachment.iterations, attachment.data
+        for timer, resume, pause in (
+            (self.iter_timer, Events.ITERATION_STARTED, Events.ITERATION_COMPLETED),
+            (self.data_timer, Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED),
+        ):
+            timer.attach(engine, Events.EPOCH_STARTED, resume=resume, pause=pause, step=pause, start_paused=True)
+        engine.add_event_handler(Events.EPOCH_STARTED, self.log_epoch_started, name)
+        engine.add_event_handler(each, self.log_every, optimizer)
+        engine.add_event_handler(Events.EPOCH_COMPLETED, self.log_epoch_completed, name)
+        engine.add_event_handler(Events.COMPLETED, self.log_completed, name)
+
+    def log_every(self, engine: Engine[Any, Any], optimizer: Any = None) -> None:
+        """Write the line of an iteration."""
+        attachment = self._attached.get(engine) or _Attachment(None, [])
+        length, done = engine.state.epoch_length, engine.iteration_in_epoch
+        parts = [_epoch(engine), f"[{done}/{length}]: " if length else f"[{done}]: "]
+        if length:
+            parts.append(f"ETA: {_duration(attachment.iterations.value() * (length - done))}")
+        parts += _rates(optimizer)
+        if self.show_output and engine.state.output is not None:
+            output = engine.state.output
+            parts += to_str_list(attachment.transform(output) if attachment.transform else output)
+        parts += to_str_list({name: getattr(engine.state, name, None) for name in attachment.attributes})
+        parts.append(f"Iter time: {attachment.iterations.value():.4f} s")
+        parts.append(f"Data prep time: {attachment.data.value():.4f} s")
+        if torch.cuda.is_available():
+            parts.append(f"GPU Max Mem: {torch.cuda.max_memory_allocated() / _MEGABYTE:.0f} MB")
+        self.logger.info("%s", self.delimiter.join(part.rstrip() for part in parts))
+
+    def log_epoch_started(self, engine: Engine[Any, Any], name: str) -> None:
+        """Write that an epoch begins."""
+        self.logger.info("%s: start %s", name, _epoch(engine).lower())
+
+    def log_epoch_completed(self, engine: Engine[Any, Any], name: str) -> None:
+        """Write how long the epoch took."""
+        seconds = engine.state.times["EPOCH_COMPLETED"] or 0.0
+        each = seconds / max(engine.iteration_in_epoch, 1)
+        parts = (f"{name}: {_epoch(engine)}", f"Total time: {_duration(seconds)} ({each:.4f} s / it)")
+        self.logger.info("%s", self.delimiter.join(parts))
+
+    def log_completed(self, engine: Engine[Any, Any], name: str) -> None:
+        """Write how long the run took, if it had more than one epoch."""
+        if (num_epochs(engine.state) or engine.state.epoch) > 1:
+            total = f"Total time: {_duration(engine.state.times['COMPLETED'] or 0.0)}"
+            self.logger.info("%s", self.delimiter.join((f"{name}: run completed", total)))
+
+
+class _Attachment:
+    """What is shown of one engine, and its times."""
+
+    def __init__(self, transform: Callable[[Any], Any] | None, attributes: list[str]) -> None:
+        self.transform = transform
+        self.attributes = attributes
+        self.iterations = Timer(average=True)
+        self.data = Timer(average=True)
+
+
+def _epoch(engine: Engine[Any, Any]) -> str:
+    total = num_epochs(engine.state)
+    return f"Epoch [{engine.state.epoch}]" if total is None else f"Epoch [{engine.state.epoch}/{total}]"
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=int(seconds)))
+
+
+def _rates(optimizer: Any) -> Iterator[str]:
+    groups = [] if optimizer is None else optimizer.param_groups
+    for number, group in enumerate(groups):
+        yield f"lr: {float(group['lr']):.5f}" if len(groups) == 1 else f"lr [g{number}]: {float(group['lr']):.5f}"

@@ -1,0 +1,138 @@
+"""Metrics for MLflow."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import time
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from camshaft.handlers.base_logger import (
+    BaseLogger,
+    BaseOptimizerParamsHandler,
+    BaseOutputHandler,
+    Forwarding,
+    Silence,
+)
+from camshaft.handlers.log_steps import Reached
+from camshaft.handlers.optional import load_optional
+from camshaft.handlers.services import Outbox, answers
+from camshaft.handlers.utils import global_step_from_engine
+from camshaft.handlers.values import Path
+
+__all__ = ["MLflowLogger", "OptimizerParamsHandler", "OutputHandler", "global_step_from_engine"]
+
+_MOST_IN_A_CALL = 1000
+_LONGEST_NAME = 250
+_ACCEPTED = re.compile(r"[/\w.\- :]+")
+
+
+class MLflowLogger(Forwarding, BaseLogger):
+    """Writes metrics to a run of MLflow, on rank 0 and in the background.
+
+    A server that does not answer costs a warning, and the metrics. A run of a trainer that goes on in an earlier
+    run of MLflow (``mlflow.start_run(run_id=...)`` before this) writes no metric for a step that is there already.
+
+    Args:
+        tracking_uri: of the server or store; by default what MLflow is set to.
+
+    Attributes:
+        active_run: the run that was active, or else a new one; unknown attributes of the logger are looked up on
+            the module ``mlflow``.
+
+    Raises:
+        ModuleNotFoundError: mlflow is not installed.
+
+    >>> from camshaft.engine import Engine, Events
+    >>> trainer = Engine(lambda engine, batch: 1 / batch)
+    >>> with MLflowLogger("sqlite:///mlflow.db") as logger:  # doctest: +SKIP
+    ...     logger.log_params({"rate": 0.1})
+    ...     handle = logger.attach_output_handler(
+    ...         trainer, Events.ITERATION_COMPLETED(every=2), "training", output_transform=lambda loss: {"loss": loss}
+    ...     )
+    ...     state = trainer.run([1, 2, 4, 8])
+    """
+
+    _forwards_to = "_mlflow"
+
+    def __init__(self, tracking_uri: str | None = None) -> None:
+        mlflow = load_optional("mlflow", extra="mlflow", needed_by="MLflowLogger")
+        self._mlflow: Any = Silence()
+        self.active_run: Any = None
+        self._outbox = Outbox("MLflow")
+        self._last_steps: dict[str, int] | None = None
+        if not self.writes_here:
+            return
+        if tracking_uri is not None:
+            mlflow.set_tracking_uri(tracking_uri)
+        uri = mlflow.get_tracking_uri()
+        if uri.startswith(("http://", "https://")) and not answers(uri):
+            warnings.warn(f"MLflow at {uri} does not answer: nothing is logged there", stacklevel=2)
+            return
+        self._mlflow = mlflow
+        self.active_run = mlflow.active_run() or mlflow.start_run()
+        self._client = mlflow.MlflowClient()
+
+    def write_values(self, values: Mapping[Path, Any], step: int) -> None:
+        """Hand over a metric for each value; names that MLflow refuses are left out with a warning."""
+        if self.active_run is None:
+            return
+        names = {" ".join(path): float(value) for path, value in values.items()}
+        refused = [name for name in names if not _is_accepted(name)]
+        for name in refused:
+            warnings.warn(f"MLflow does not accept the name {name!r}: it is not logged", stacklevel=2)
+            del names[name]
+        self._outbox.put(self._send, names, step, int(time.time() * 1000))
+
+    def close(self) -> None:
+        """Wait for what is on its way, a minute at most, and end the run."""
+        self._outbox.close()
+        if self.active_run is not None:
+            self._mlflow.end_run()
+            self.active_run = None
+
+    def _send(self, names: dict[str, float], step: int, milliseconds: int) -> None:
+        new = {name: value for name, value in names.items() if self._is_new(name, step)}
+        metric = self._mlflow.entities.Metric
+        metrics = [metric(name, value, milliseconds, step) for name, value in new.items()]
+        for first in range(0, len(metrics), _MOST_IN_A_CALL):
+            self._client.log_batch(self.active_run.info.run_id, metrics[first : first + _MOST_IN_A_CALL])
+
+    def _is_new(self, name: str, step: int) -> bool:
+        if self._last_steps is None:
+            return True
+        if name not in self._last_steps:
+            history = self._client.get_metric_history(self.active_run.info.run_id, name)
+            self._last_steps[name] = max((metric.step for metric in history), default=-1)
+        return step > self._last_steps[name]
+
+    def _rewind(self, reached: Reached) -> None:
+        self._last_steps = {}  # nothing can be taken back there
+
+    def _create_output_handler(self, *args: Any, **kwargs: Any) -> OutputHandler:
+        return OutputHandler(*args, **kwargs)
+
+    def _create_opt_params_handler(self, *args: Any, **kwargs: Any) -> OptimizerParamsHandler:
+        return OptimizerParamsHandler(*args, **kwargs)
+
+
+class OutputHandler(BaseOutputHandler):
+    """Writes metrics, outputs and attributes of the state as metrics ``<tag> <name>``."""
+
+    logger_class = MLflowLogger
+    wrong_logger = TypeError
+
+
+class OptimizerParamsHandler(BaseOptimizerParamsHandler):
+    """Writes a parameter of each group of an optimizer as metrics ``<tag> <parameter> group_<i>``."""
+
+    logger_class = MLflowLogger
+    wrong_logger = TypeError
+
+
+def _is_accepted(name: str) -> bool:
+    """Apply MLflow's rules: letters, digits and a few signs, and no name that is another one as a path."""
+    is_plain = posixpath.normpath(name) == name and not name.startswith(("/", "..")) and name != "."
+    return is_plain and _ACCEPTED.fullmatch(name) is not None and len(name) <= _LONGEST_NAME

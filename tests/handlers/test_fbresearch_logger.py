@@ -1,0 +1,128 @@
+"""FBResearchLogger: its lines, with every kind of target and length."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import re
+import weakref
+
+import pytest
+import torch
+
+from camshaft.engine import Engine
+from camshaft.handlers import FBResearchLogger
+from tests.ranks import on_ranks
+
+TIME = re.compile(r"\d+\.\d{4}(?!\d)")
+
+
+@pytest.fixture
+def lines(caplog):
+    """Give the lines written so far, with T for each duration."""
+    caplog.set_level(logging.INFO, "readable")
+    return lambda: [
+        TIME.sub("T", record.getMessage()) for record in caplog.records if record.name == "readable"
+    ]  # fmt: skip
+
+
+def run(data=range(4), output=None, show_output=False, delimiter="  ", run_options=None, **options):
+    trainer = Engine(lambda engine, batch: output)
+    logger = FBResearchLogger(logging.getLogger("readable"), delimiter, show_output)
+    logger.attach(trainer, "Train", **options)
+    trainer.run(data, **(run_options or {}))
+    return logger
+
+
+END = "Iter time: T s  Data prep time: T s"
+
+
+def test_a_run_of_two_epochs(lines):
+    run(every=2, run_options={"max_epochs": 2})
+    assert lines() == [
+        "Train: start epoch [1/2]",
+        f"Epoch [1/2]  [2/4]:  ETA: 0:00:00  {END}",
+        f"Epoch [1/2]  [4/4]:  ETA: 0:00:00  {END}",
+        "Train: Epoch [1/2]  Total time: 0:00:00 (T s / it)",
+        "Train: start epoch [2/2]",
+        f"Epoch [2/2]  [2/4]:  ETA: 0:00:00  {END}",
+        f"Epoch [2/2]  [4/4]:  ETA: 0:00:00  {END}",
+        "Train: Epoch [2/2]  Total time: 0:00:00 (T s / it)",
+        "Train: run completed  Total time: 0:00:00",
+    ]
+
+
+def test_outputs_attributes_and_rates(lines):
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.25)
+    output = {"a": 0.5, "b": torch.tensor(2)}
+    run(
+        data=[0], output=output, show_output=True, every=1, optimizer=optimizer, state_attributes=["epoch"],
+        output_transform=lambda output: {"twice": output["a"] * 2, **output}, delimiter=" | ",
+    )  # fmt: skip
+    (line,) = [line for line in lines() if "ETA" in line]
+    times = END.replace("  ", " | ")
+    shown = "lr: 0.25000 | twice: T | a: T | b: T | epoch: T"
+    assert line == f"Epoch [1/1] | [1/1]: | ETA: 0:00:00 | {shown} | {times}"
+
+
+def test_each_group_has_its_rate_and_outputs_are_shown_only_if_asked_for(lines):
+    groups = [{"params": [torch.zeros(1)], "lr": lr} for lr in (0.5, 0.25)]
+    run(data=[0], output={"a": 1}, optimizer=torch.optim.SGD(groups))
+    assert f"Epoch [1/1]  [1/1]:  ETA: 0:00:00  lr [g0]: 0.50000  lr [g1]: 0.25000  {END}" in lines()
+
+
+def test_without_a_length_there_is_no_time_of_arrival(lines):
+    run(data=iter(range(2)), run_options={"max_iters": 2})
+    assert lines()[:3] == ["Train: start epoch [1]", f"Epoch [1]  [1]:  {END}", f"Epoch [1]  [2]:  {END}"]
+
+
+def test_in_iterations_the_number_of_epochs_follows(lines):
+    run(every=3, run_options={"max_iters": 6})
+    assert [line for line in lines() if "ETA" in line] == [
+        f"Epoch [1/2]  [3/4]:  ETA: 0:00:00  {END}",
+        f"Epoch [2/2]  [2/4]:  ETA: 0:00:00  {END}",
+    ]
+
+
+def test_times_are_means_of_the_epoch():
+    logger = run(data=range(5), run_options={"max_epochs": 3})
+    assert (logger.iter_timer.step_count, logger.data_timer.step_count) == (5, 5)
+    assert logger.iter_timer.value() == logger.iter_timer.total / 5
+
+
+def test_wrong_arguments_are_refused_and_nothing_is_attached():
+    trainer = Engine(lambda engine, batch: None)
+    logger = FBResearchLogger(logging.getLogger("readable"))
+    with pytest.raises(TypeError, match="output_transform must be callable, got 3"):
+        logger.attach(trainer, "Train", output_transform=3)
+    with pytest.raises(ValueError, match="every"):
+        logger.attach(trainer, "Train", every=0)
+    assert not trainer.has_event_handler(logger.log_epoch_started)
+
+
+def test_an_engine_is_freed_while_its_logger_lives():
+    trainer = Engine(lambda engine, batch: None)
+    logger = FBResearchLogger(logging.getLogger("readable"))
+    logger.attach(trainer, "Train")
+    gone = weakref.ref(trainer)
+    gc.disable()
+    try:
+        del trainer
+        assert gone() is None
+    finally:
+        gc.enable()
+    assert not logger._attached
+
+
+@on_ranks(2)
+def test_on_ranks_only_the_first_writes():
+    records = []
+    log = logging.getLogger("readable")
+    log.setLevel(logging.INFO)
+    handler = logging.Handler()
+    handler.emit = records.append
+    log.addHandler(handler)
+    run()
+    log.removeHandler(handler)
+    log.setLevel(logging.NOTSET)
+    assert bool(records) == (torch.distributed.get_rank() == 0)

@@ -1,0 +1,239 @@
+"""TensorboardLogger: its event files are read back with TensorBoard's own reader."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
+
+from camshaft.engine import Engine, Events
+from camshaft.handlers import Checkpoint, TensorboardLogger, global_step_from_engine
+from camshaft.handlers.tensorboard_logger import (
+    GradsHistHandler,
+    GradsScalarHandler,
+    OptimizerParamsHandler,
+    OutputHandler,
+    WeightsHistHandler,
+    WeightsScalarHandler,
+)
+from tests.handlers.parts import Memory, Part, at
+from tests.ranks import on_ranks
+
+EPOCH_LENGTH = 4
+
+
+def reader(folder):
+    found = EventAccumulator(str(folder), size_guidance={"scalars": 0, "histograms": 0})
+    found.Reload()
+    return found
+
+
+def curve(folder, tag):
+    return [(point.step, point.value) for point in reader(folder).Scalars(tag)]
+
+
+def model():
+    layers = torch.nn.Sequential(torch.nn.Linear(2, 1, bias=False), torch.nn.Linear(1, 1, bias=False))
+    for layer in layers:
+        torch.nn.init.constant_(layer.weight, 3)
+    layers[1].weight.grad = torch.full((1, 1), -2.0)
+    return layers
+
+
+def test_outputs_are_scalars_named_by_tag_and_path(tmp_path):
+    with TensorboardLogger(log_dir=tmp_path) as logger:
+        handler = OutputHandler("t", "all", lambda output: {"box": output}, state_attributes=["epoch"])
+        engine = at(iteration=7, epoch=2, loss=torch.tensor(0.5))
+        engine.state.output = [1, {"x": 2}]
+        handler(engine, logger, Events.ITERATION_COMPLETED)
+    found = {tag: curve(tmp_path, tag) for tag in reader(tmp_path).Tags()["scalars"]}
+    assert found == {"t/loss": [(7, 0.5)], "t/box/0": [(7, 1)], "t/box/1/x": [(7, 2)], "t/epoch": [(7, 2)]}
+
+
+@pytest.mark.parametrize(("tag", "prefix"), [(None, ""), ("net", "net/")])
+def test_optimizers_weights_and_gradients(tmp_path, tag, prefix):
+    layers = model()
+    optimizer = torch.optim.SGD(
+        [{"params": layers[0].parameters()}, {"params": layers[1].parameters(), "lr": torch.tensor(0.25)}], lr=0.5
+    )
+    with TensorboardLogger(log_dir=tmp_path) as logger:
+        for handler in (
+            OptimizerParamsHandler(optimizer, tag=tag),
+            OptimizerParamsHandler(optimizer, "momentum", tag=tag),
+            WeightsScalarHandler(layers, tag=tag),
+            WeightsScalarHandler(layers, torch.max, tag=tag, whitelist=["1"]),
+            GradsScalarHandler(layers, tag=tag),
+            WeightsHistHandler(layers, tag=tag),
+            GradsHistHandler(layers, tag=tag),
+        ):
+            handler(at(epoch=3), logger, Events.EPOCH_COMPLETED)
+    found = {name: curve(tmp_path, name) for name in reader(tmp_path).Tags()["scalars"]}
+    assert found == {
+        f"{prefix}lr/group_0": [(3, 0.5)],
+        f"{prefix}lr/group_1": [(3, 0.25)],
+        f"{prefix}momentum/group_0": [(3, 0)],
+        f"{prefix}momentum/group_1": [(3, 0)],
+        f"{prefix}weights_norm/0/weight": [(3, pytest.approx(18**0.5))],
+        f"{prefix}weights_norm/1/weight": [(3, 3)],
+        f"{prefix}weights_max/1/weight": [(3, 3)],
+        f"{prefix}grads_norm/1/weight": [(3, 2)],
+    }
+    histograms = {
+        name: reader(tmp_path).Histograms(name)[0].histogram_value.num for name in reader(tmp_path).Tags()["histograms"]
+    }
+    weights = {f"{prefix}weights/0/weight": 2, f"{prefix}weights/1/weight": 1}
+    assert histograms == {**weights, f"{prefix}grads/1/weight": 1}
+
+
+# --- going on with a run -----------------------------------------------------------------------------------
+
+
+class Crash(Exception):
+    pass
+
+
+def run(folder, attempt=1, stop_at=None, start_at=None, epochs=5):
+    """Log by iterations and by epochs, also under one tag, and a text and a histogram."""
+    trainer = Engine(lambda engine, batch: engine.state.iteration * attempt)
+    evaluator = Engine(lambda engine, batch: None)
+    step = global_step_from_engine(trainer)
+    with TensorboardLogger(log_dir=folder) as logger:
+        logger.attach_output_handler(
+            trainer, Events.ITERATION_COMPLETED(every=2), "training", output_transform=lambda output: {"loss": output}
+        )
+        for tag in ("training", "validation"):
+            logger.attach_output_handler(evaluator, Events.COMPLETED, tag, ["accuracy"], global_step_transform=step)
+        logger.attach(trainer, WeightsHistHandler(model()), Events.EPOCH_COMPLETED)
+
+        @trainer.on(Events.EPOCH_COMPLETED)
+        def evaluate():
+            evaluator.state.metrics = {"accuracy": trainer.state.epoch * attempt}
+            evaluator.run([0])
+            logger.add_scalar("own", attempt, trainer.state.iteration)
+
+        if start_at is not None:
+            trainer.load_state_dict({"iteration": start_at, "epoch_length": EPOCH_LENGTH, "max_epochs": epochs})
+        if stop_at is None:
+            trainer.run(range(EPOCH_LENGTH), max_epochs=epochs)
+            return
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop_at), stop)
+        with pytest.raises(Crash):
+            trainer.run(range(EPOCH_LENGTH), max_epochs=epochs)
+
+
+def stop():
+    raise Crash
+
+
+def check(folder, places):
+    """Assert that each point is there once, in order, with the value of the attempt that it is from."""
+    loss = [(step, step * places(step / EPOCH_LENGTH)) for step in range(2, 21, 2)]
+    accuracy = [(epoch, epoch * places(epoch)) for epoch in range(1, 6)]
+    assert curve(folder, "training/loss") == loss
+    assert curve(folder, "training/accuracy") == accuracy
+    assert curve(folder, "validation/accuracy") == accuracy
+    assert curve(folder, "own") == [(epoch * EPOCH_LENGTH, places(epoch)) for epoch in range(1, 6)]
+    for name in ("weights/0/weight", "weights/1/weight"):
+        assert [point.step for point in reader(folder).Histograms(name)] == [1, 2, 3, 4, 5]
+
+
+def test_after_a_resume_each_point_is_there_once_and_none_is_missing(tmp_path):
+    run(tmp_path, stop_at=15)
+    run(tmp_path, attempt=100, start_at=8)
+    check(tmp_path, lambda epoch: 1 if epoch <= 2 else 100)
+
+
+def test_a_run_may_be_resumed_again_and_again_from_any_place(tmp_path):
+    run(tmp_path, stop_at=18)
+    run(tmp_path, attempt=100, start_at=10, stop_at=19)
+    run(tmp_path, attempt=10_000, start_at=16)
+    check(tmp_path, lambda epoch: 1 if epoch <= 2.5 and epoch != 3 else 100 if epoch <= 4 else 10_000)
+
+
+def test_points_that_are_written_again_keep_their_times(tmp_path):
+    run(tmp_path, stop_at=15)
+    before = {point.step: point.wall_time for point in reader(tmp_path).Scalars("training/loss")}
+    run(tmp_path, attempt=100, start_at=8)
+    after = {point.step: point.wall_time for point in reader(tmp_path).Scalars("training/loss")}
+    assert [after[step] == before[step] for step in (2, 4, 6, 8)] == [True] * 4
+
+
+def test_where_nothing_lies_beyond_no_file_is_begun(tmp_path):
+    run(tmp_path, epochs=3)
+    run(tmp_path, start_at=12)
+    check(tmp_path, lambda epoch: 1)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_record_that_a_kill_has_cut_off_does_not_stop_a_resume(tmp_path):
+    run(tmp_path, stop_at=15)
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes()[:-5])
+    run(tmp_path, attempt=100, start_at=8)
+    assert [step for step, _ in curve(tmp_path, "training/loss")] == list(range(2, 21, 2))
+
+
+def test_what_was_logged_before_a_checkpoint_is_on_the_disk_then(tmp_path, monkeypatch):
+    trainer = Engine(lambda engine, batch: batch)
+    seen, flush = [], SummaryWriter.flush
+    monkeypatch.setattr(SummaryWriter, "flush", lambda writer: flush(writer) or seen.append(trainer.state.iteration))
+    with TensorboardLogger(log_dir=tmp_path) as logger:
+        logger.attach_output_handler(trainer, Events.ITERATION_COMPLETED, "t", output_transform=lambda output: output)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), Checkpoint({"part": Part()}, Memory()))
+        trainer.run(range(5))
+        assert seen == [3]
+
+
+# --- the logger itself -------------------------------------------------------------------------------------
+
+
+def test_unknown_attributes_are_those_of_the_writer(tmp_path):
+    with TensorboardLogger(log_dir=tmp_path) as logger:
+        logger.add_scalar("own", 0.5, 3)
+        with pytest.raises(AttributeError, match="no_such_thing"):
+            logger.no_such_thing()
+    assert curve(tmp_path, "own") == [(3, 0.5)]
+
+
+def test_half_made_copied_and_unpickled_loggers_fail_as_other_objects_do(tmp_path):
+    unmade = TensorboardLogger.__new__(TensorboardLogger)
+    with pytest.raises(AttributeError, match="TensorboardLogger has no attribute 'add_scalar'"):
+        unmade.add_scalar("a", 1)
+    assert vars(copy.copy(unmade)) == {}
+    assert vars(pickle.loads(pickle.dumps(unmade))) == {}
+    with TensorboardLogger(log_dir=tmp_path) as logger:
+        assert copy.copy(logger).writer is logger.writer
+
+
+def test_handlers_refuse_other_loggers():
+    for handler in (OutputHandler("t", "all"), WeightsScalarHandler(model()), GradsHistHandler(model())):
+        with pytest.raises(RuntimeError, match="needs a TensorboardLogger as its logger, got one of type str"):
+            handler(at(), "logger", Events.COMPLETED)
+
+
+def test_without_tensorboard_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'camshaft\[tensorboard\]'"):
+        TensorboardLogger()
+
+
+@on_ranks(2)
+def test_on_ranks_only_the_first_has_a_writer():
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        rank = torch.distributed.get_rank()
+        with TensorboardLogger(log_dir=f"{folder}/{rank}") as logger:
+            trainer = Engine(lambda engine, batch: batch)
+            logger.attach_output_handler(trainer, Events.COMPLETED, "t", output_transform=lambda output: output)
+            logger.add_text("any", "method")
+            trainer.run(range(3))
+        from pathlib import Path
+
+        assert [file.name for file in Path(folder).iterdir()] == (["0"] if rank == 0 else [])

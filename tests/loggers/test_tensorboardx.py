@@ -1,0 +1,29 @@
+"""The tests of TensorboardLogger once more, with the writer of tensorboardX, which wins where it is installed."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import tensorboardX
+
+from camshaft.handlers import TensorboardLogger
+from tests.handlers import test_tensorboard_logger as with_torch
+
+
+@pytest.fixture(autouse=True)
+def a_second_between_runs(monkeypatch):
+    """Let each writer have a file of its own: tensorboardX names them by the second alone."""
+    run = with_torch.run
+    monkeypatch.setattr(with_torch, "run", lambda *args, **options: run(*args, **options) or time.sleep(1.1))
+
+
+test_outputs = with_torch.test_outputs_are_scalars_named_by_tag_and_path
+test_optimizers = with_torch.test_optimizers_weights_and_gradients
+test_a_resume = with_torch.test_after_a_resume_each_point_is_there_once_and_none_is_missing
+test_times = with_torch.test_points_that_are_written_again_keep_their_times
+
+
+def test_its_writer_is_taken(tmp_path):
+    with TensorboardLogger(logdir=tmp_path) as logger:
+        assert isinstance(logger.writer, tensorboardX.SummaryWriter)
