@@ -64,6 +64,7 @@ bench:
 	@$(ENVIRONMENT) bench python benchmarks/collectives.py
 	@$(ENVIRONMENT) bench python benchmarks/import_time.py
 	@$(ENVIRONMENT) bench python benchmarks/sampler.py
+	@$(ENVIRONMENT) bench python benchmarks/handlers.py
 
 format:
 	@$(ENVIRONMENT) dev ruff format .

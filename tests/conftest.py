@@ -15,9 +15,11 @@ from tests.guards import GUARDS
 settings.register_profile("camshaft", deadline=None)  # nothing here depends on how fast a machine is
 settings.load_profile("camshaft")
 
-# they have environments of their own (make test-xla, make test-horovod)
+# they have environments of their own (make test-xla, make test-horovod, make test-loggers)
 collect_ignore = [
-    name for name, module in (("xla", "torch_xla"), ("horovod", "horovod")) if not importlib.util.find_spec(module)
+    name
+    for name, module in (("xla", "torch_xla"), ("horovod", "horovod"), ("loggers", "mlflow"))
+    if not importlib.util.find_spec(module)
 ]
 if not torch.cuda.is_available():
     collect_ignore.append("gpu")

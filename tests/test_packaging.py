@@ -62,5 +62,5 @@ def test_every_extra_of_a_handler_is_in_all(metadata: Message) -> None:
     for need in metadata.get_all("Requires-Dist", []):
         library, _, condition = need.partition("; extra == ")
         needs.setdefault(condition.strip('"'), set()).add(library)
-    for extra in ("clearml", "metrics", "mlflow", "progress", "tensorboard", "wandb"):
+    for extra in ("clearml", "metrics", "mlflow", "plot", "progress", "tensorboard", "wandb"):
         assert needs[extra] <= needs["all"]

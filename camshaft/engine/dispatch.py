@@ -16,7 +16,7 @@ from camshaft.engine.event import (
     FailureEvents,
     HandlerEvents,
 )
-from camshaft.engine.plan import Plan, Registration
+from camshaft.engine.plan import Plan, Registration, Wrapper
 from camshaft.engine.signatures import call_of
 from camshaft.engine.state import State
 
@@ -38,6 +38,7 @@ class Dispatcher:
     def __init__(self) -> None:
         self.plans: dict[Any, Plan] = {}
         self.counters: dict[Any, str] = dict(State.event_to_attr)
+        self._wrappers: tuple[Wrapper, ...] = ()
         self.register((*Events, *FailureEvents), None)
 
     def register(self, events: tuple[Any, ...], event_to_attr: dict[Any, str] | None) -> None:
@@ -61,6 +62,7 @@ class Dispatcher:
         for event in events:
             if event not in self.plans:
                 self.plans[event] = Plan(event, self.counters.get(event), event in _EXTRA)
+                self.plans[event].wrap(self._wrappers)
         for event in event_to_attr or {}:
             if event in self.plans:
                 self.plans[event].counter = self.counters[event]
@@ -68,7 +70,7 @@ class Dispatcher:
     def knows(self, event: Any) -> bool:
         """Say whether an event is registered; those of ready-made handlers are as soon as somebody asks."""
         if not isinstance(event, (str, CallableEventWithFilter)):
-            return False
+            return _is_foreign(event) and event.name in self.plans
         if event not in self.plans and isinstance(event, CallableEventWithFilter):
             family = event._family
             if family is not None and issubclass(family, HandlerEvents):
@@ -82,7 +84,7 @@ class Dispatcher:
             ValueError: the event is not registered.
         """
         if self.knows(event):
-            return self.plans[event]
+            return self.plans[event.name if _is_foreign(event) else event]
         raise ValueError(_unknown(event, [getattr(one, "name", one) for one in self.plans]))
 
     def add(
@@ -129,6 +131,19 @@ class Dispatcher:
         for plan in self.plans.values():
             plan.trace(logger)
 
+    def wrap(self, wrapper: Wrapper) -> None:
+        """Put something around the calls of all handlers, also of those that are registered later."""
+        self._wrap_in((*self._wrappers, wrapper))
+
+    def unwrap(self, wrapper: Wrapper) -> None:
+        """Take that away again, whatever was put around it since."""
+        self._wrap_in(tuple(one for one in self._wrappers if one != wrapper))
+
+    def _wrap_in(self, wrappers: tuple[Wrapper, ...]) -> None:
+        self._wrappers = wrappers
+        for plan in self.plans.values():
+            plan.wrap(wrappers)
+
     def _each(self, event: EventLike, strict: bool = True) -> Iterator[tuple[Any, Plan]]:
         for one in event if isinstance(event, EventsList) else (event,):
             if strict or self.knows(one):
@@ -152,6 +167,12 @@ class Dispatcher:
         extra, keywords = _EXTRA.get(plan.event, ((), {}))
         call = call_of(handler, plan.event, extra, keywords, args, kwargs)
         return Registration(plan, handler, call, event_filter, args, kwargs, order)
+
+
+def _is_foreign(event: Any) -> bool:
+    """Say whether this looks like an event of PyTorch-Ignite, whose metrics mean by it the one of that name here."""
+    ours = isinstance(event, (str, CallableEventWithFilter))
+    return not ours and isinstance(getattr(event, "name", None), str) and hasattr(event, "filter")
 
 
 def _unknown(event: Any, known: list[str]) -> str:

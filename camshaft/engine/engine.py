@@ -11,7 +11,7 @@ from camshaft.engine.control import Stoppable
 from camshaft.engine.data import check_iterable
 from camshaft.engine.loop import Run
 from camshaft.engine.position import Position, exact_batches, open_at, recounted, take_redo
-from camshaft.engine.resume import Request, Standing, has_target, target_of
+from camshaft.engine.resume import Request, Standing, has_target, positive, target_of
 from camshaft.engine.saved import Savable
 from camshaft.engine.signatures import check_process_function
 from camshaft.engine.source import EventSource
@@ -269,6 +269,15 @@ class Engine(EventSource[Batch, Output], Stoppable, Savable):
         """Begin another pass; ``cut_after`` tells the length of the last epoch if that was cut short."""
         assert self.state.dataloader is not None, "the feed asks only when there is data"
         return iter(self.state.dataloader)
+
+    def change_epoch_length(self, length: int) -> None:
+        """Give epochs another length, from ``EPOCH_STARTED``; iterations are counted anew, as if all had had it."""
+        if self._run is None or not self._run.in_epoch or self._run.done:
+            raise RuntimeError("change_epoch_length was called elsewhere than in EPOCH_STARTED of an epoch not begun")
+        state, before = self.state, self.state.iteration
+        state.epoch_length = positive("length", length)
+        state.iteration = (state.epoch - 1) * length
+        self._run.feed.recount(state.iteration - before)
 
     def set_data(self, data: Iterable[Batch]) -> None:
         """Go on with other data: from the next fetch on in a run, else in the next run that is given none.

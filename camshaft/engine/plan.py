@@ -14,11 +14,15 @@ from camshaft.engine.signatures import Call
 
 _serials = counting(1)
 
+Invocation = Callable[[Any], Any]
+Wrapper = Callable[[Any, "Registration", Invocation], Invocation]
+"""Puts something around the calls of a handler: takes the event, the registration and what calls the handler."""
+
 
 class Registration:
     """One handler on one event, ready to be called."""
 
-    __slots__ = ("filter", "handler", "invoke", "order", "serial")
+    __slots__ = ("_asks", "_calls", "filter", "handler", "invoke", "order", "serial")
 
     def __init__(
         self,
@@ -35,9 +39,16 @@ class Registration:
         self.order = order
         self.filter = event_filter if isinstance(event_filter, CountFilter) else None
         plan = weakref.proxy(plan)  # else it would hold itself, and the handler, in a cycle
-        self.invoke = _invocation(plan, handler, call, args, kwargs)
-        if event_filter is not None and self.filter is None:
-            self.invoke = _asking(plan, event_filter, self.invoke)
+        self._calls = _invocation(plan, handler, call, args, kwargs)
+        self._asks = (plan, event_filter) if event_filter is not None and self.filter is None else None
+        self.wrap(None, ())
+
+    def wrap(self, event: Any, wrappers: Iterable[Wrapper]) -> None:
+        """Put these wrappers and no others around the calls of the handler, inside of what asks its filter."""
+        invoke = self._calls
+        for wrapper in wrappers:
+            invoke = wrapper(event, self, invoke)
+        self.invoke = invoke if self._asks is None else _asking(*self._asks, invoke)
 
     def accepts(self, engine: Any, count: int) -> bool:
         """Say whether the handler runs at ``count``, as far as its count decides that."""
@@ -81,7 +92,7 @@ class Plan:
     or skips nothing, so nobody has to watch it.
     """
 
-    __slots__ = ("event", "counter", "registrations", "extra", "keywords", "hands_over", "since", "due",
+    __slots__ = ("event", "counter", "registrations", "extra", "keywords", "hands_over", "since", "due", "_wrappers",
                  "_counted_since", "_counted_due", "_uncounted", "_newest", "_trace", "__weakref__")  # fmt: skip
 
     def __init__(self, event: Any, counter: str | None, hands_over: bool = False) -> None:
@@ -94,10 +105,13 @@ class Plan:
         self._newest = 0
         self._counted_since = self._counted_due = NEVER
         self._trace: logging.Logger | None = None
+        self._wrappers: tuple[Wrapper, ...] = ()
         self._renew()
 
     def add(self, registration: Registration) -> None:
         """Add a registration behind those of the same or a smaller order."""
+        if self._wrappers:
+            registration.wrap(self.event, self._wrappers)
         self.registrations = tuple(sorted((*self.registrations, registration), key=lambda one: one.order))
         self._newest = registration.serial
         self._renew()
@@ -109,6 +123,12 @@ class Plan:
         self.registrations = kept
         self._renew()
         return found
+
+    def wrap(self, wrappers: tuple[Wrapper, ...]) -> None:
+        """Put these wrappers and no others around the calls of all handlers, also of those that come later."""
+        self._wrappers = wrappers
+        for one in self.registrations:
+            one.wrap(self.event, wrappers)
 
     def trace(self, logger: logging.Logger | None) -> None:
         """Write a record each time the event fires, handlers or not; ``None`` ends that."""

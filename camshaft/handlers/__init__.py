@@ -3,7 +3,92 @@
 from __future__ import annotations
 
 from camshaft.handlers.checkpoint import Checkpoint, DiskSaver, ModelCheckpoint
+from camshaft.handlers.clearml_logger import ClearMLLogger
+from camshaft.handlers.csv_logger import CSVLogger
+from camshaft.handlers.early_stopping import EarlyStopping
+from camshaft.handlers.ema_handler import EMAHandler
+from camshaft.handlers.fbresearch_logger import FBResearchLogger
+from camshaft.handlers.jsonl_logger import JSONLinesLogger
+from camshaft.handlers.lr_finder import FastaiLRFinder
+from camshaft.handlers.metrics import attach_metrics
+from camshaft.handlers.mlflow_logger import MLflowLogger
+from camshaft.handlers.param_scheduler import (
+    BaseParamScheduler,
+    BatchSizeScheduler,
+    ConcatScheduler,
+    CosineAnnealingScheduler,
+    CyclicalScheduler,
+    LinearCyclicalScheduler,
+    LRScheduler,
+    ParamGroupScheduler,
+    ParamScheduler,
+    PiecewiseLinear,
+    ReduceLROnPlateauScheduler,
+    create_lr_scheduler_with_warmup,
+)
+from camshaft.handlers.running_average import RunningAverage
+from camshaft.handlers.state_param_scheduler import (
+    ExpStateScheduler,
+    LambdaStateScheduler,
+    MultiStepStateScheduler,
+    PiecewiseLinearStateScheduler,
+    StateParamScheduler,
+    StepStateScheduler,
+)
+from camshaft.handlers.stores import EpochOutputStore
+from camshaft.handlers.tensorboard_logger import TensorboardLogger
+from camshaft.handlers.terminate_on_nan import TerminateOnNan
+from camshaft.handlers.throughput import Throughput
+from camshaft.handlers.time_limit import TimeLimit
+from camshaft.handlers.time_profilers import BasicTimeProfiler, HandlersTimeProfiler
+from camshaft.handlers.timing import Timer
+from camshaft.handlers.torch_profiler import TorchProfiler
 from camshaft.handlers.tqdm_logger import ProgressBar
 from camshaft.handlers.utils import global_step_from_engine
+from camshaft.handlers.wandb_logger import WandBLogger
 
-__all__ = ["Checkpoint", "DiskSaver", "ModelCheckpoint", "ProgressBar", "global_step_from_engine"]
+__all__ = [
+    "BaseParamScheduler",
+    "BasicTimeProfiler",
+    "BatchSizeScheduler",
+    "CSVLogger",
+    "Checkpoint",
+    "ClearMLLogger",
+    "ConcatScheduler",
+    "CosineAnnealingScheduler",
+    "CyclicalScheduler",
+    "DiskSaver",
+    "EMAHandler",
+    "EarlyStopping",
+    "EpochOutputStore",
+    "ExpStateScheduler",
+    "FBResearchLogger",
+    "FastaiLRFinder",
+    "HandlersTimeProfiler",
+    "JSONLinesLogger",
+    "LRScheduler",
+    "LambdaStateScheduler",
+    "LinearCyclicalScheduler",
+    "MLflowLogger",
+    "ModelCheckpoint",
+    "MultiStepStateScheduler",
+    "ParamGroupScheduler",
+    "ParamScheduler",
+    "PiecewiseLinear",
+    "PiecewiseLinearStateScheduler",
+    "ProgressBar",
+    "ReduceLROnPlateauScheduler",
+    "RunningAverage",
+    "StateParamScheduler",
+    "StepStateScheduler",
+    "TensorboardLogger",
+    "TerminateOnNan",
+    "Throughput",
+    "TimeLimit",
+    "Timer",
+    "TorchProfiler",
+    "WandBLogger",
+    "attach_metrics",
+    "create_lr_scheduler_with_warmup",
+    "global_step_from_engine",
+]

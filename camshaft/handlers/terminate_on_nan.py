@@ -61,7 +61,7 @@ class TerminateOnNan:
         self._together.watch(engine)
         self._look_back(engine)
         later: list[Tensor] = []
-        for value in _leaves(self._output_transform(engine.state.output)):
+        for value in _leaves(self._output_transform(engine.state._output)):
             if isinstance(value, Tensor) and value.device.type != "cpu":
                 later.append(value)
             elif not _is_finite(value):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import engine_overhead
+from benchmarks import engine_overhead, handlers
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 pytestmark = pytest.mark.jobs
@@ -59,6 +59,20 @@ def test_collectives_measures_all_rows(tmp_path: Path) -> None:
         assert row["target"] == (1.15 if "times" in row else 0.3)
         assert all(set(spread) == SPREAD for spread in row["us"].values())
     assert len(result["rows"]) == 15
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_handlers_measures_the_set_and_each_handler(tmp_path: Path) -> None:
+    result = result_of(run("handlers.py", "--repetitions", "2", "--iterations", "20", folder=tmp_path))
+    assert result["benchmark"] == "handlers"
+    [row] = result["rows"]
+    peers = {"pytorch-ignite"} - set(result["left_out"])
+    assert set(row["us"]) == {"bare loop", "camshaft", *peers}
+    assert (row["row"], row["target"]) == (5, 40.0)
+    assert row["verdict"] in ("reached", "missed")
+    assert [one["what"] for one in result["handlers"]] == list(handlers.ALONE)
+    assert all("camshaft" in one["us"] and set(one["us"]) <= {"camshaft", *peers} for one in result["handlers"])
+    assert all(set(spread) == SPREAD for one in (row, *result["handlers"]) for spread in one["us"].values())
     assert list(tmp_path.iterdir()) == []
 
 

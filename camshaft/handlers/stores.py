@@ -1,0 +1,75 @@
+"""What an engine gave in an epoch, kept until its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from camshaft.engine.engine import Engine
+from camshaft.engine.event import Events
+from camshaft.engine.lazy import LazyNumber
+from camshaft.handlers.checks import check_callable
+
+__all__ = ["EpochOutputStore"]
+
+
+def _same(output: Any) -> Any:
+    return output
+
+
+class EpochOutputStore:
+    """Keeps the outputs of an epoch in a list, a new one for each epoch.
+
+    Tensors are kept as they are: cut them from their graph, and move them off the GPU, in ``output_transform`` if
+    memory matters. Numbers that are still on their way from a GPU are waited for at the end of the epoch.
+
+    Args:
+        output_transform: called with the output of an iteration, gives what is kept.
+
+    Raises:
+        TypeError: ``output_transform`` cannot be called.
+
+    Attributes:
+        data: the list of the epoch.
+
+    >>> evaluator = Engine(lambda engine, batch: (batch, batch % 2))
+    >>> EpochOutputStore(lambda output: output[1]).attach(evaluator, "is_odd")
+    >>> evaluator.run([1, 2, 3]).is_odd
+    [1, 0, 1]
+    """
+
+    def __init__(self, output_transform: Callable[[Any], Any] = _same) -> None:
+        check_callable("output_transform", output_transform)
+        self.output_transform = _same if output_transform is None else output_transform
+        self.data: list[Any] = []
+
+    def reset(self) -> None:
+        """Begin a new list."""
+        self.data = []
+
+    def update(self, engine: Engine[Any, Any]) -> None:
+        """Keep the output of the iteration."""
+        # not `state.output`, which waits for the device
+        self.data.append(self.output_transform(engine.state._output))
+
+    def store(self, engine: Engine[Any, Any]) -> list[Any]:
+        """Give the list; its numbers have arrived then."""
+        self.data[:] = [one.read() if isinstance(one, LazyNumber) else one for one in self.data]
+        return self.data
+
+    def attach(self, engine: Engine[Any, Any], name: str | None = None) -> None:
+        """Keep the outputs of an engine from now on.
+
+        Args:
+            engine: the engine.
+            name: the attribute of ``engine.state`` that is the list when an epoch is over. An attribute of the engine's
+                own, such as ``"output"``, is replaced.
+        """
+        engine.add_event_handler(Events.EPOCH_STARTED, self.reset)
+        engine.add_event_handler(Events.ITERATION_COMPLETED, self.update)
+        engine.add_event_handler(Events.EPOCH_COMPLETED, self._completed, name)
+
+    def _completed(self, engine: Engine[Any, Any], name: str | None) -> None:
+        data = self.store(engine)
+        if name is not None:
+            setattr(engine.state, name, data)

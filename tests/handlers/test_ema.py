@@ -1,0 +1,303 @@
+"""The average of a model: its values, its buffers, its momentum, its cost in calls."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from camshaft.engine import Engine, Events
+from camshaft.handlers import EMAHandler, ExpStateScheduler, LambdaStateScheduler
+from camshaft.handlers.ema_handler import EMAWarmUp
+from tests.ranks import on_ranks
+
+
+class Buffered(nn.Module):
+    """Two weights, one tied, and buffers of both kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.second = nn.Linear(2, 2)
+        self.second.weight = self.first.weight
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+
+def set_to(model, value):
+    with torch.no_grad():
+        for one in (*model.parameters(), *model.buffers()):
+            one.fill_(value)
+
+
+def values(model):
+    return {round(value, 6) for one in model.parameters() for value in one.flatten().tolist()}
+
+
+def trainer_of(model):
+    """Make an engine whose batches are the values that the model takes on."""
+    return Engine(lambda engine, batch: set_to(model, batch))
+
+
+def test_each_update_moves_the_average_by_the_momentum():
+    model = Buffered()
+    set_to(model, 1.0)
+    ema = EMAHandler(model, momentum=0.25)
+    seen = []
+    trainer = trainer_of(model)
+    ema.attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append(values(ema.ema_model)))
+    trainer.run([5.0, 5.0, 9.0])
+    assert seen == [{2.0}, {2.75}, {4.3125}]
+    assert values(model) == {9.0}
+
+
+@given(
+    momenta=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=5),
+    numbers=st.lists(st.floats(-10, 10), min_size=6, max_size=6),
+)
+def test_an_update_is_the_formula(momenta, numbers):
+    model = nn.Linear(1, 1, bias=False).double()
+    set_to(model, numbers[0])
+    ema = EMAHandler(model)
+    average = numbers[0]
+    for momentum, number in zip(momenta, numbers[1:], strict=False):
+        set_to(model, number)
+        ema.update(momentum)
+        average = (1 - momentum) * average + momentum * number
+        assert ema.ema_model.weight.item() == pytest.approx(average, abs=1e-9)
+
+
+def test_the_average_is_a_model_of_its_own_without_gradients():
+    model = Buffered()
+    model.first.weight.grad = torch.ones(2, 2)
+    ema = EMAHandler(model)
+    assert ema.model is model
+    assert all(not one.requires_grad and one.is_leaf and one.grad is None for one in ema.ema_model.parameters())
+    assert model.first.weight.requires_grad
+    assert ema.ema_model.first.weight is ema.ema_model.second.weight
+    ema.update(0.5)
+    assert all(one.grad_fn is None and not one.requires_grad for one in ema.ema_model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("handle_buffers", "mean", "count", "training"),
+    [("copy", 4.0, 4, False), ("update", 1.0, 4, False), ("ema_train", 0.0, 0, True)],
+)
+def test_buffers_are_copied_averaged_or_left_alone(handle_buffers, mean, count, training):
+    model = Buffered()
+    ema = EMAHandler(model, momentum=0.25, handle_buffers=handle_buffers)
+    set_to(model, 4.0)
+    ema.update(0.25)
+    assert ema.ema_model.mean.tolist() == [mean, mean]
+    assert ema.ema_model.count.item() == count
+    assert ema.ema_model.training is training
+    assert model.training
+
+
+@pytest.mark.parametrize("handle_buffers", ["copy", "update"])
+def test_the_two_models_share_no_memory(handle_buffers):
+    model = Buffered()
+    ema = EMAHandler(model, handle_buffers=handle_buffers)
+    ema.update(0.5)
+    theirs = {one.data_ptr() for one in (*model.parameters(), *model.buffers())}
+    assert not theirs & {one.data_ptr() for one in (*ema.ema_model.parameters(), *ema.ema_model.buffers())}
+    model.count += 7
+    assert ema.ema_model.count.item() == 0
+    other = Buffered()
+    set_to(other, 3.0)
+    ema.ema_model.load_state_dict(other.state_dict())
+    assert model.count.item() == 7
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operations that torch is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.operations.append(str(operation))
+        return operation(*args, **(kwargs or {}))
+
+
+def test_all_weights_take_one_operation_and_nothing_is_read():
+    model = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(20)))
+    ema = EMAHandler(model, handle_buffers="update")
+    with Counting() as counting:
+        ema.update(0.5)
+    assert counting.operations == ["aten._foreach_lerp_.Scalar", "aten._foreach_copy_.default"]
+
+
+def test_weights_of_several_kinds_are_averaged():
+    model = nn.ModuleList([nn.Linear(1, 1, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.complex64)])
+    set_to(model, 0.0)
+    ema = EMAHandler(model)
+    set_to(model, 2.0)
+    ema.update(0.5)
+    assert {complex(one.flatten()[0].item()) for one in ema.ema_model.parameters()} == {1 + 0j}
+
+
+def test_a_model_that_gets_other_weights_between_runs_is_followed():
+    model = nn.Linear(1, 1)
+    ema = EMAHandler(model)
+    trainer = trainer_of(model)
+    ema.attach(trainer)
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    trainer.state.ema_momentum = 0.5
+    set_to(ema.ema_model, 0.0)
+    trainer.run([2.0])
+    assert values(ema.ema_model) == {1.0}
+
+
+def test_a_model_without_weights_is_no_problem():
+    EMAHandler(nn.Identity()).update(0.5)
+
+
+# --- the momentum ------------------------------------------------------------------------------------------
+
+
+def momenta(trainer, name="ema_momentum", iterations=5):
+    seen = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append(getattr(trainer.state, name)))
+    trainer.run([1.0] * iterations)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["ema_momentum", "my_momentum"])
+@pytest.mark.parametrize(
+    ("warmup", "momentum", "iterations", "expected"),
+    [
+        (0.25, 0.75, 3, [0.25, 0.5, 0.75, 0.75, 0.75]),
+        (0.75, 0.25, 5, [0.75, 0.625, 0.5, 0.375, 0.25]),
+        (0.25, 0.75, 1, [0.25, 0.75, 0.75, 0.75, 0.75]),
+    ],
+)
+def test_the_momentum_warms_up_under_any_name(name, warmup, momentum, iterations, expected):
+    model = nn.Linear(1, 1)
+    ema = EMAHandler(model, momentum, warmup, iterations)
+    trainer = trainer_of(model)
+    ema.attach(trainer, name)
+    assert getattr(trainer.state, name) == momentum
+    assert momenta(trainer, name) == pytest.approx(expected)
+    assert ema.momentum_scheduler.event_index == 5
+
+
+def test_the_first_update_uses_the_momentum_of_the_warm_up():
+    model = nn.Linear(1, 1)
+    set_to(model, 0.0)
+    ema = EMAHandler(model, 0.75, 0.25, 3)
+    trainer = trainer_of(model)
+    ema.attach(trainer, "other")
+    trainer.run([4.0])
+    assert values(ema.ema_model) == {1.0}
+
+
+def test_the_warm_up_goes_on_after_a_resume():
+    first = EMAHandler(nn.Linear(1, 1), 0.75, 0.25, 3)
+    trainer = trainer_of(first.model)
+    first.attach(trainer)
+    trainer.run([1.0])
+    second = EMAHandler(nn.Linear(1, 1), 0.75, 0.25, 3)
+    second.momentum_scheduler.load_state_dict(first.momentum_scheduler.state_dict())
+    trainer = trainer_of(second.model)
+    second.attach(trainer)
+    assert momenta(trainer, iterations=2) == [0.5, 0.75]
+
+
+def test_without_a_warm_up_there_is_no_scheduler():
+    assert not hasattr(EMAHandler(nn.Linear(1, 1)), "momentum_scheduler")
+
+
+def test_any_scheduler_of_the_state_may_set_the_momentum():
+    model = nn.Linear(1, 1)
+    trainer = trainer_of(model)
+    ExpStateScheduler(initial_value=1.0, gamma=0.5, param_name="ema_momentum", create_new=True).attach(trainer)
+    EMAHandler(model).attach(trainer, warn_if_exists=False)
+    set_to(model, 0.0)
+    assert momenta(trainer, iterations=2) == [0.5, 0.25]
+
+
+def test_a_momentum_that_is_there_is_used_with_a_warning():
+    model = nn.Linear(1, 1)
+    trainer = trainer_of(model)
+    trainer.state.ema_momentum = 0.5
+    with pytest.warns(UserWarning, match="'ema_momentum' already"):
+        EMAHandler(model).attach(trainer)
+    assert trainer.state.ema_momentum == 0.5
+
+
+def test_two_averages_with_a_name_each():
+    model = nn.Linear(1, 1)
+    set_to(model, 0.0)
+    fast, slow = EMAHandler(model, 0.5), EMAHandler(model, 0.25)
+    trainer = trainer_of(model)
+    fast.attach(trainer, "fast")
+    slow.attach(trainer, "slow", event=Events.ITERATION_COMPLETED(every=2))
+    trainer.run([4.0, 4.0])
+    assert (values(fast.ema_model), values(slow.ema_model)) == ({3.0}, {1.0})
+
+
+def test_the_warm_up_can_be_looked_at_alone():
+    rows = EMAWarmUp.simulate_values(3, momentum_warmup=0.5, warmup_iters=2, momentum=0.25)
+    assert rows == [[0, 0.5], [1, 0.25], [2, 0.25]]
+
+
+# --- bad input ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"momentum": 0}, "momentum must be a number between 0 and 1"),
+        ({"momentum": 1.0}, "momentum must be"),
+        ({"momentum": "0.1"}, "momentum must be"),
+        ({"momentum": float("nan")}, "momentum must be"),
+        ({"momentum_warmup": 0.1}, "given together"),
+        ({"warmup_iters": 10}, "given together"),
+        ({"momentum_warmup": 0.1, "warmup_iters": 0}, "warmup_iters must be"),
+        ({"momentum_warmup": 2, "warmup_iters": 3}, "momentum_warmup must be"),
+        ({"handle_buffers": "share"}, "handle_buffers must be one of"),
+        ({"model": lambda x: x}, "model must be a torch.nn.Module"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        EMAHandler(**{"model": nn.Linear(1, 1), **arguments})
+
+
+# --- several ranks -----------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_wrapped_model_is_unwrapped():
+    model = nn.Linear(1, 1)
+    ema = EMAHandler(DistributedDataParallel(model), momentum=0.5)
+    assert ema.model is model
+    assert list(ema.ema_model.state_dict()) == ["weight", "bias"]
+    set_to(model, 0.0)
+    set_to(ema.ema_model, 2.0)
+    ema.update(0.5)
+    assert values(ema.ema_model) == {1.0}
+
+
+def test_a_model_in_data_parallel_stays_there():
+    model = nn.DataParallel(nn.Linear(1, 1))
+    ema = EMAHandler(model)
+    assert ema.model is model
+    assert isinstance(ema.ema_model, nn.DataParallel)
+
+
+def test_a_lambda_may_set_the_momentum():
+    model = nn.Linear(1, 1)
+    trainer = trainer_of(model)
+    EMAHandler(model).attach(trainer)
+    LambdaStateScheduler(lambda index: 1 / index, "ema_momentum").attach(trainer)
+    assert momenta(trainer, iterations=2) == [1.0, 0.5]

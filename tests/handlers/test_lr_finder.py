@@ -1,0 +1,418 @@
+"""The search for a learning rate: its rates, its end, its results, and everything as it was afterwards."""
+
+from __future__ import annotations
+
+import math
+import random
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from camshaft import distributed as idist
+from camshaft.engine import DeterministicEngine, Engine, Events, create_supervised_trainer
+from camshaft.handlers import FastaiLRFinder, LRScheduler
+from tests.ranks import on_ranks
+
+
+class Search:
+    """A trainer whose losses are given, and a finder for its rate."""
+
+    def __init__(self, losses=(), rates=(0.1,), kind=Engine):
+        self.parameters = [torch.zeros(1, requires_grad=True) for _ in rates]
+        self.optimizer = torch.optim.SGD(
+            [{"params": [one], "lr": rate} for one, rate in zip(self.parameters, rates, strict=True)]
+        )
+        self.losses = iter(losses)
+        self.used = []
+        self.trainer = kind(self.step)
+        self.finder = FastaiLRFinder()
+        self.to_save = {"optimizer": self.optimizer}
+
+    def step(self, engine, batch):
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.used.append(rates[0] if len(rates) == 1 else rates)
+        return next(self.losses, 1.0)
+
+    def run(self, data=range(5), max_epochs=None, max_iters=None, epoch_length=None, **options):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "the search ended before")
+            with self.finder.attach(self.trainer, self.to_save, **options) as trainer:
+                assert trainer is self.trainer
+                trainer.run(data, max_epochs=max_epochs, max_iters=max_iters, epoch_length=epoch_length)
+        return self.finder.get_results()
+
+
+# --- the rates ---------------------------------------------------------------------------------------------
+
+
+def test_rates_are_multiplied_from_the_first_iteration_to_the_last():
+    search = Search()
+    results = search.run(start_lr=1.0, end_lr=16.0)
+    assert search.used == pytest.approx([1.0, 2.0, 4.0, 8.0, 16.0])
+    assert results["lr"] == search.used
+    assert results["loss"] == [1.0] * 5
+
+
+def test_rates_grow_evenly():
+    search = Search()
+    search.run(start_lr=0, end_lr=4, step_mode="linear")
+    assert search.used == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_the_search_begins_with_the_rate_of_the_optimizer():
+    search = Search(rates=(0.001,))
+    search.run(num_iter=3, end_lr=0.1)
+    assert search.used == pytest.approx([0.001, 0.01, 0.1])
+
+
+def test_each_group_has_its_own_rates():
+    search = Search(rates=(1.0, 10.0))
+    results = search.run(num_iter=3, end_lr=[4.0, 1000.0])
+    assert results["lr"] == search.used
+    assert [[round(one, 9) for one in rates] for rates in search.used] == [[1.0, 10.0], [2.0, 100.0], [4.0, 1000.0]]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_schedule_of_the_trainer_does_not_interfere(late):
+    search = Search()
+    scheduler = LRScheduler(torch.optim.lr_scheduler.StepLR(search.optimizer, 1))
+    search.to_save["scheduler"] = scheduler
+    if late:
+        search.trainer.add_event_handler(Events.STARTED, scheduler.attach)
+    else:
+        scheduler.attach(search.trainer)
+    search.run(start_lr=1.0, end_lr=16.0)
+    assert search.used == pytest.approx([1.0, 2.0, 4.0, 8.0, 16.0])
+    assert scheduler.event_index == 0
+
+
+def test_a_rate_that_is_a_tensor_stays_one():
+    search = Search()
+    search.optimizer.param_groups[0]["lr"] = rate = torch.tensor(0.5)
+    kinds = set()
+    search.trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda: kinds.add(search.optimizer.param_groups[0]["lr"] is rate)
+    )
+    search.run(num_iter=2, end_lr=1)
+    assert kinds == {True}
+    assert search.optimizer.param_groups[0]["lr"].item() == 0.5
+
+
+# --- how long ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_iter", [1, 3, 5, 12])
+@pytest.mark.parametrize("target", [{}, {"max_epochs": 2}, {"max_iters": 7}])
+@pytest.mark.parametrize("kind", [Engine, DeterministicEngine])
+def test_it_makes_as_many_iterations_as_asked_for(num_iter, target, kind):
+    search = Search(kind=kind)
+    data = list(range(5))
+    results = search.run(data, num_iter=num_iter, **target)
+    assert len(search.used) == len(results["lr"]) == len(results["loss"]) == num_iter
+    if num_iter > 1:
+        assert results["lr"][-1] == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize(("target", "count"), [({}, 5), ({"max_epochs": 2}, 10), ({"max_iters": 7}, 7)])
+def test_by_default_it_makes_those_of_the_run(target, count):
+    search = Search()
+    assert len(search.run(**target)["lr"]) == count
+    assert search.used[-1] == pytest.approx(10.0)
+
+
+class Unsized:
+    """Data that can be iterated over again, and do not tell how long they are."""
+
+    def __iter__(self):
+        return iter(range(5))
+
+
+@pytest.mark.parametrize("num_iter", [3, 12])
+def test_data_may_be_without_a_length(num_iter):
+    assert len(Search().run(Unsized(), num_iter=num_iter)["lr"]) == num_iter
+
+
+def test_data_without_a_length_need_a_number():
+    search = Search()
+    with pytest.raises(ValueError, match="num_iter must be given"):
+        search.run(Unsized())
+    assert len(search.run(Unsized(), max_iters=3)["lr"]) == 3
+
+
+def test_it_runs_without_data():
+    assert len(Search().run(None, epoch_length=4)["lr"]) == 4
+
+
+# --- losses and the end ------------------------------------------------------------------------------------
+
+
+def test_losses_are_smoothed_from_the_second_on():
+    results = Search([4.0, 2.0, 2.0]).run(num_iter=3, smooth_f=0.5)
+    assert results["loss"] == [4.0, 3.0, 2.5]
+
+
+def test_without_smoothing_losses_are_as_they_come():
+    assert Search([4.0, 2.0, 3.0]).run(num_iter=3, smooth_f=0)["loss"] == [4.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("losses", "threshold", "count"),
+    [
+        ([4.0, 2.0, 6.0, 6.1], 3, 4),
+        ([-1.0, -2.0, -1.5, -0.5, 3.0], 2, 5),  # from -2, as far as 2 from 1
+        ([-1.0, -2.0, 0.0, 0.1], 2, 4),
+        ([1.0, 1.0, 1.1], 1, 3),
+    ],
+)
+def test_the_search_ends_when_the_loss_diverges(losses, threshold, count, caplog):
+    search = Search(losses)
+    with caplog.at_level("INFO"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with search.finder.attach(search.trainer, search.to_save, smooth_f=0, diverge_th=threshold) as trainer:
+            trainer.run(range(100))
+    assert len(search.used) == count
+    assert search.finder.get_results()["loss"] == losses
+    assert "diverged" in caplog.text
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_none_ends_the_search_and_is_left_out(loss):
+    search = Search([3.0, 2.0, 1.0, loss])
+    results = search.run(range(100), smooth_f=0.5)
+    assert len(search.used) == 4
+    assert results["loss"] == [3.0, 2.5, 1.75]
+    assert len(results["lr"]) == 3
+    assert search.finder.lr_suggestion() == results["lr"][1]
+
+
+def test_a_search_without_a_divergence_warns():
+    search = Search()
+    with (
+        pytest.warns(UserWarning, match="before the loss diverged"),
+        search.finder.attach(search.trainer, search.to_save) as trainer,
+    ):
+        trainer.run(range(3))
+
+
+@pytest.mark.parametrize("output", [2, 2.0, torch.tensor(2.0), torch.tensor([[2.0]])])
+def test_a_loss_is_a_number_or_one_element(output):
+    assert Search([{"loss": output}]).run(num_iter=1, output_transform=lambda one: one["loss"])["loss"] == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("output", "error", "message"),
+    [(torch.zeros(2), ValueError, r"shape \(2,\)"), ("2", TypeError, "got '2'"), (None, TypeError, "NoneType")],
+)
+def test_other_outputs_are_refused(output, error, message):
+    with pytest.raises(error, match=message):
+        Search([output]).run()
+
+
+# --- what it says ------------------------------------------------------------------------------------------
+
+
+def test_the_suggestion_is_where_the_loss_falls_fastest_before_the_minimum():
+    search = Search([9.0, 8.5, 7.0, 3.0, 2.5, 2.0, 9.0, 0.0])
+    search.run(start_lr=1.0, end_lr=128.0, num_iter=7, smooth_f=0)
+    assert search.finder.lr_suggestion() == pytest.approx(128 ** (2 / 6))  # between 8.5 and 3
+
+
+def test_the_suggestion_is_applied_to_each_group():
+    search = Search([5.0, 3.0, 2.0, 1.9], rates=(1.0, 10.0))
+    search.run(num_iter=4, end_lr=[8.0, 80.0], smooth_f=0)
+    suggestion = search.finder.lr_suggestion()
+    assert suggestion == pytest.approx([2.0, 20.0])
+    search.finder.apply_suggested_lr(search.optimizer)
+    assert [group["lr"] for group in search.optimizer.param_groups] == suggestion
+    with pytest.raises(RuntimeError, match="must have 2 parameter groups"):
+        search.finder.apply_suggested_lr(torch.optim.SGD([torch.zeros(1)], lr=0.1))
+
+
+@pytest.mark.parametrize("losses", [[1.0, 2.0, 3.0], [2.0, 1.0, 3.0], [math.nan]])
+def test_too_few_points_make_no_suggestion(losses):
+    search = Search(losses)
+    search.run(num_iter=3, smooth_f=0)
+    with pytest.raises(RuntimeError, match="too few"):
+        search.finder.lr_suggestion()
+
+
+@pytest.mark.parametrize("method", ["lr_suggestion", "plot"])
+def test_without_a_search_there_is_nothing_to_say(method):
+    with pytest.raises(RuntimeError, match="no search yet"):
+        getattr(FastaiLRFinder(), method)()
+    assert FastaiLRFinder().get_results() == {"lr": [], "loss": []}
+
+
+def test_a_second_search_begins_anew():
+    search = Search()
+    first = search.run(num_iter=3)
+    assert len(search.run(num_iter=4)["lr"]) == 4
+    assert len(first["lr"]) == 3
+
+
+# --- everything as it was ----------------------------------------------------------------------------------
+
+
+class Training:
+    """A real trainer that has trained for an epoch already."""
+
+    def __init__(self, optimizer=torch.optim.Adam):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        self.optimizer = optimizer(self.model.parameters(), lr=0.01)
+        self.trainer = create_supervised_trainer(self.model, self.optimizer, nn.MSELoss())
+        self.data = [(torch.randn(3, 2), torch.randn(3, 2)) for _ in range(4)]
+        self.to_save = {"model": self.model, "optimizer": self.optimizer}
+
+    def everything(self):
+        engine = self.trainer
+        return {
+            "model": {name: one.tolist() for name, one in self.model.state_dict().items()},
+            "optimizer": repr(self.optimizer.state_dict()),
+            "state": repr(vars(engine.state)),
+            "engine": {name: repr(value) for name, value in vars(engine).items() if name not in ("_state", "_stops")},
+            "stops": set(engine._stops),
+            "handlers": [len(plan.registrations) for plan in engine._dispatcher.plans.values()],
+            "random": [random.getstate(), torch.get_rng_state().tolist()],
+        }
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_all_is_as_it_was_before(trained):
+    training = Training()
+    if trained:
+        training.trainer.run(training.data, max_epochs=3)
+        training.trainer.state.param_history = {"lr": [0.1]}
+        training.trainer.state.metrics["loss"] = 1.0
+    before, state = training.everything(), training.trainer.state
+    weights = [one.data_ptr() for one in training.model.parameters()]
+    finder = FastaiLRFinder()
+    with finder.attach(training.trainer, training.to_save, end_lr=100.0, diverge_th=1.0) as trainer:
+        trainer.run(training.data, max_epochs=5 if trained else None)
+        trainer.state.metrics["loss"] = 2.0
+        trainer.state.noise = 3.0
+        random.random()
+        torch.rand(1)
+        assert training.everything() != before
+    assert training.everything() == before
+    assert training.trainer.state is state
+    assert [one.data_ptr() for one in training.model.parameters()] == weights
+
+
+def test_training_goes_as_without_a_search():
+    plain, searched = Training(torch.optim.SGD), Training(torch.optim.SGD)
+    plain.trainer.run(plain.data, max_epochs=2)
+    torch.manual_seed(0)
+    with FastaiLRFinder().attach(searched.trainer, searched.to_save, end_lr=1e6) as trainer:
+        trainer.run(searched.data, max_epochs=50)
+    assert searched.trainer.run(searched.data, max_epochs=2).iteration == 8
+    assert searched.trainer.state.epoch == 2
+    assert torch.equal(plain.model[0].weight, searched.model[0].weight)
+
+
+@pytest.mark.parametrize("where", ["block", "step", "handler", "before the run"])
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_all_is_as_it_was_before_also_after_an_error(where, error):
+    training = Training()
+    training.trainer.run(training.data)
+    before = training.everything()
+    data = list(training.data)
+
+    def fail():
+        raise error("on purpose")
+
+    def batches():
+        yield from data[:2]
+        fail()
+
+    with (
+        pytest.raises(error),
+        FastaiLRFinder().attach(training.trainer, training.to_save, end_lr=1e6, num_iter=4) as trainer,
+    ):
+        if where == "before the run":
+            fail()
+        if where == "handler":
+            with trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), fail):
+                trainer.run(data)
+        trainer.run(batches() if where == "step" else data, max_epochs=3)
+        fail()
+    assert training.everything() == before
+
+
+def test_a_run_that_is_interrupted_in_the_block_is_given_up():
+    search = Search()
+    search.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), search.trainer.interrupt)
+    search.trainer.interrupt_resume_enabled = True
+    search.run()
+    assert search.trainer.run(range(5)).iteration == 2
+    with (
+        pytest.raises(RuntimeError, match="in the middle of a run"),
+        search.finder.attach(search.trainer, search.to_save),
+    ):
+        pytest.fail("should not begin")
+
+
+def test_what_cannot_be_loaded_does_not_keep_the_rest_from_being_restored():
+    class Stubborn:
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state_dict):
+            raise ZeroDivisionError
+
+    search = Search(rates=(0.5,))
+    search.to_save = {"first": Stubborn(), **search.to_save, "last": Stubborn()}
+    with pytest.raises(ZeroDivisionError):
+        search.run()
+    assert search.optimizer.param_groups[0]["lr"] == 0.5
+    assert search.trainer.state.iteration == 0
+
+
+# --- bad input ---------------------------------------------------------------------------------------------
+
+OPTIMIZER = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"to_save": [1]}, TypeError, "to_save must be a mapping"),
+        ({"to_save": {"optimizer": OPTIMIZER, "model": 3}}, TypeError, r"to_save\['model'\] must have state_dict"),
+        ({"to_save": {"model": nn.Linear(1, 1)}}, ValueError, "must hold 'optimizer'"),
+        ({"to_save": {"optimizer": nn.Linear(1, 1)}}, TypeError, "must be a torch.optim.Optimizer"),
+        ({"output_transform": 3}, TypeError, "output_transform must be callable"),
+        ({"num_iter": 2.0}, TypeError, "num_iter must be an integer"),
+        ({"num_iter": 0}, ValueError, "num_iter must be at least 1"),
+        ({"start_lr": "0.1"}, TypeError, "start_lr must be a number"),
+        ({"end_lr": "10"}, TypeError, "end_lr must be a number"),
+        ({"end_lr": [1.0, "2"]}, TypeError, "end_lr must be a number"),
+        ({"end_lr": None}, TypeError, "end_lr must be a number"),
+        ({"start_lr": [0.1, 0.2]}, ValueError, "one rate for each of 1 parameter groups"),
+        ({"start_lr": 10, "end_lr": 10}, ValueError, "start_lr must be below end_lr, got 10.0 and 10.0"),
+        ({"start_lr": 0}, ValueError, "start_lr must be above 0"),
+        ({"step_mode": "cosine"}, ValueError, "step_mode must be one of"),
+        ({"smooth_f": 1}, ValueError, "smooth_f must be from 0 to 1"),
+        ({"smooth_f": -0.1}, ValueError, "smooth_f must be from 0 to 1"),
+        ({"smooth_f": "0"}, TypeError, "smooth_f must be a number"),
+        ({"diverge_th": 0.9}, ValueError, "diverge_th must be at least 1"),
+        ({"diverge_th": None}, TypeError, "diverge_th must be a number"),
+    ],
+)
+def test_bad_arguments_are_refused_before_the_block(arguments, error, message):
+    trainer = Engine(lambda engine, batch: 1.0)
+    with pytest.raises(error, match=message):
+        FastaiLRFinder().attach(trainer, **{"to_save": {"optimizer": OPTIMIZER}, **arguments})
+
+
+# --- several ranks -----------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_the_mean_of_the_losses_counts_and_all_ranks_end_together():
+    one, other = [4.0, 2.0, 100.0], [2.0, 2.0, 0.0]
+    search = Search(one if idist.get_rank() == 0 else other)
+    results = search.run(range(50), smooth_f=0)
+    assert results["loss"] == [3.0, 2.0, 50.0]
+    assert len(search.used) == 3

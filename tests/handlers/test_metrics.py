@@ -1,0 +1,431 @@
+"""Metrics of torchmetrics on an engine: exact over epochs, batches and ranks; one exchange; going on after a resume."""
+
+from __future__ import annotations
+
+import io
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from camshaft import distributed as idist
+from camshaft.engine import Engine, Events, create_supervised_evaluator
+from camshaft.engine.lazy import LazyNumber
+from camshaft.handlers import attach_metrics, metric_exchange
+from tests.ranks import on_ranks
+from tests.threads import on_threads
+from tests.torchvision_import import import_torchvision
+
+pytestmark = pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
+
+
+def echo(engine, batch):
+    return batch
+
+
+def samples(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(count, 3, generator=generator), torch.randint(0, 3, (count,), generator=generator)
+
+
+def batches(scores, targets, *sizes):
+    return list(zip(scores.split(sizes), targets.split(sizes), strict=True))
+
+
+class Library:
+    """torchmetrics, which takes seconds to import, where one of these tests runs."""
+
+    def __getattr__(self, name):
+        if not name[0].isupper():
+            raise AttributeError(name)
+        import_torchvision()
+        import torchmetrics
+        from torchmetrics import classification, regression, wrappers
+
+        modules = (torchmetrics, classification, regression, wrappers)
+        return next(getattr(module, name) for module in modules if hasattr(module, name))
+
+
+library = Library()
+
+
+def rows():
+    """Make a metric that keeps what it was given in a list that is not put together, as metrics of detection do."""
+
+    class Rows(library.Metric):
+        def __init__(self):
+            super().__init__()
+            self.add_state("rows", default=[], dist_reduce_fx=None)
+
+        def update(self, scores, targets):
+            self.rows.extend(targets.unbind())
+
+        def compute(self):
+            return torch.stack(self.rows)
+
+    return Rows()
+
+
+def every_kind():
+    collection = library.MetricCollection([library.MulticlassPrecision(3), library.MulticlassRecall(3)])
+    return {
+        "accuracy": library.MulticlassAccuracy(3, average="micro"),
+        "both": collection,
+        "confusion": library.MulticlassConfusionMatrix(3),
+        "double": library.MulticlassAccuracy(3, average="micro") * 2 + 1,
+        "extremes": library.MinMaxMetric(library.MulticlassAccuracy(3, average="micro")),
+        "rows": rows(),
+    }
+
+
+def plain(results):
+    """Make results comparable: those of collections one by one, numbers rounded."""
+    flat = {}
+    for name, value in results.items():
+        for key, one in value.items() if isinstance(value, dict) else [("", value)]:
+            numbers = [round(number, 5) for number in torch.as_tensor(one).double().flatten().tolist()]
+            flat[name, key] = sorted(numbers) if name == "rows" else numbers
+    return flat
+
+
+def expected(metrics, scores, targets):
+    for metric in metrics.values():
+        metric.update(scores, targets)
+    return {name: metric.compute() for name, metric in metrics.items()}
+
+
+def run(metrics, data, **options):
+    engine = Engine(echo)
+    attach_metrics(engine, metrics, **options)
+    return engine.run(data, epoch_length=len(data)).metrics
+
+
+# --- one process -------------------------------------------------------------------------------------------
+
+
+def test_uneven_batches_are_exact():
+    scores, targets = samples(12)
+    results = run(every_kind(), batches(scores, targets, 5, 5, 2))
+    assert plain(results) == plain(expected(every_kind(), scores, targets))
+    assert type(results["accuracy"]) is float
+    assert type(results["both"]["MulticlassRecall"]) is float
+
+
+def test_each_epoch_begins_anew():
+    engine, seen = Engine(echo), []
+    attach_metrics(engine, {"sum": library.SumMetric()})
+    engine.add_event_handler(Events.EPOCH_COMPLETED, lambda: seen.append(engine.state.metrics["sum"]))
+    engine.run([1.0, 2.0, 4.0], max_epochs=2)
+    engine.run([8.0])
+    assert seen == [7.0, 7.0, 8.0]
+
+
+def test_results_are_there_for_handlers_that_were_attached_before():
+    engine, seen = Engine(echo), []
+    engine.add_event_handler(Events.EPOCH_COMPLETED, lambda: seen.append(dict(engine.state.metrics)))
+    attach_metrics(engine, {"sum": library.SumMetric()})
+    engine.run([1.0, 2.0])
+    assert seen == [{"sum": 3.0}]
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda output: (output["a"], output["b"]),
+        lambda output: [output["a"], output["b"]],
+        lambda output: {"preds": output["a"], "target": output["b"]},
+    ],
+)
+def test_the_arguments_are_what_the_transform_gives(transform):
+    data = [{"a": torch.tensor([1.0]), "b": torch.tensor([3.0]), "c": 5}]
+    assert run({"error": library.MeanSquaredError()}, data, output_transform=transform) == {"error": 4.0}
+
+
+def test_an_evaluator_needs_no_transform():
+    evaluator = create_supervised_evaluator(torch.nn.Identity())
+    attach_metrics(evaluator, {"accuracy": library.MulticlassAccuracy(3, average="micro")})
+    scores = torch.eye(3)[[0, 1, 1]]
+    assert evaluator.run([(scores, torch.tensor([0, 1, 2]))]).metrics["accuracy"] == pytest.approx(2 / 3)
+
+
+def test_a_loss_on_its_way_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(LazyNumber, "read", lambda self: pytest.fail("somebody waited"))
+    engine = Engine(lambda engine, batch: LazyNumber(torch.tensor(batch)))
+    attach_metrics(engine, {"mean": library.MeanMetric()})
+    assert engine.run([1.0, 2.0]).metrics == {"mean": 1.5}
+
+
+def test_metrics_move_to_the_device_of_their_arguments():
+    metric = library.MulticlassConfusionMatrix(3, validate_args=False)
+    engine = Engine(lambda engine, batch: (torch.ones(2, 3, device="meta"), torch.ones(2, device="meta")))
+    attach_metrics(engine, {"confusion": metric}, output_transform=lambda output: seen.append(metric.device) or output)
+    seen = []
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append(metric.device))
+    with pytest.raises(NotImplementedError):  # it counts, which has no meaning there
+        engine.run([0])
+    assert metric.device == torch.device("meta")
+
+
+def test_what_was_attached_can_be_removed():
+    engine = Engine(echo)
+    attached = attach_metrics(engine, {"sum": library.SumMetric()})
+    attached.remove()
+    assert engine.run([1.0]).metrics == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([3],), "metrics must be a mapping"),
+        (({"mean": 3},), r"metrics\['mean'\] must have reset\(\), update\(\) and compute\(\)"),
+        (({}, "loss"), "output_transform must be callable"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message):
+    engine = Engine(echo)
+    before = [plan.registrations for plan in engine._dispatcher.plans.values()]
+    with pytest.raises(TypeError, match=message):
+        attach_metrics(engine, *arguments)
+    assert [plan.registrations for plan in engine._dispatcher.plans.values()] == before
+
+
+# --- resuming ----------------------------------------------------------------------------------------------
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def save_at(iteration, data, metrics):
+    """Run two epochs, and give what a checkpoint of this iteration would hold."""
+    engine, saved = Engine(echo), {}
+    attached = attach_metrics(engine, metrics)
+
+    def save():
+        saved.update(engine=engine.state_dict(), metrics=attached.state_dict())
+
+    engine.add_event_handler(Events.ITERATION_COMPLETED(once=iteration), save)
+    engine.run(data, max_epochs=2)
+    return through_a_file(saved), engine.state.metrics
+
+
+def test_an_epoch_that_is_resumed_in_its_middle_is_whole():
+    data = batches(*samples(8), 3, 1, 2, 2)
+    saved, whole = save_at(6, data, every_kind())
+    engine = Engine(echo)
+    attached = attach_metrics(engine, every_kind())
+    engine.load_state_dict(saved["engine"])
+    attached.load_state_dict(saved["metrics"])
+    assert plain(engine.run(data[2:]).metrics) == plain(whole)
+    assert engine.state.iteration == 8
+
+
+def test_at_the_end_of_an_epoch_nothing_is_taken_over():
+    data = [1.0, 2.0, 4.0]
+    saved, _ = save_at(3, data, {"sum": library.SumMetric()})
+    engine = Engine(echo)
+    attached = attach_metrics(engine, {"sum": library.SumMetric()})
+    engine.load_state_dict(saved["engine"])
+    attached.load_state_dict(saved["metrics"])
+    assert engine.run(data).metrics == {"sum": 7.0}
+
+
+def test_without_its_state_the_rest_of_the_epoch_counts_with_a_warning():
+    data = [1.0, 2.0, 4.0]
+    saved, _ = save_at(5, data, {"sum": library.SumMetric()})
+    engine = Engine(echo)
+    attach_metrics(engine, {"sum": library.SumMetric()})
+    engine.load_state_dict(saved["engine"])
+    with pytest.warns(UserWarning, match=r"\['sum'\] begin in the middle of epoch 2"):
+        assert engine.run(data[2:]).metrics == {"sum": 4.0}
+
+
+def test_a_state_from_another_iteration_is_not_mixed_in():
+    data = [1.0, 2.0, 4.0, 8.0]
+    saved, _ = save_at(7, data, {"sum": library.SumMetric()})
+    engine = Engine(echo)
+    attached = attach_metrics(engine, {"sum": library.SumMetric()})
+    engine.load_state_dict({"iteration": 5, "epoch_length": 4, "max_epochs": 2})
+    attached.load_state_dict(saved["metrics"])
+    with pytest.warns(UserWarning, match="in the middle of epoch 2"):
+        assert engine.run(data[1:]).metrics == {"sum": 14.0}
+
+
+def test_an_epoch_that_failed_and_is_taken_up_again_is_whole():
+    engine, failures = Engine(lambda engine, batch: failures.pop() if batch == 2.0 and failures else batch), [None]
+    attach_metrics(engine, {"sum": library.SumMetric()}, output_transform=lambda output: output + 0.0)
+    with pytest.raises(TypeError):
+        engine.run([1.0, 2.0, 4.0])
+    assert engine.run([4.0]).metrics["sum"] == 1.0 + 4.0  # what failed is left out
+
+
+def test_a_state_of_other_metrics_is_refused():
+    engine = Engine(echo)
+    attached = attach_metrics(engine, {"sum": library.SumMetric()})
+    state = attach_metrics(engine, {"mean": library.MeanMetric()}).state_dict()
+    with pytest.raises(ValueError, match=r"\['sum'\], got \['mean'\]"):
+        attached.load_state_dict(state)
+    with pytest.raises(ValueError, match="metrics"):
+        attached.load_state_dict({"epoch": 1, "iteration": 2})
+
+
+# --- several ranks -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_uneven_ranks_are_exact_with_one_exchange(size, monkeypatch):
+    calls = []
+    gather = metric_exchange.all_gather
+    monkeypatch.setattr(metric_exchange, "all_gather", lambda value: calls.append(idist.get_rank()) or gather(value))
+    scores, targets = samples(13)
+    parts = {2: ((5, 1), (3, 4)), 3: ((4, 1), (1, 1), (3, 3))}[size]
+    ends = torch.tensor([sum(part) for part in parts]).cumsum(0).tolist()
+
+    @on_threads(size)
+    def check():
+        rank = idist.get_rank()
+        mine = slice(ends[rank] - sum(parts[rank]), ends[rank])
+        metrics = every_kind()
+        engine = Engine(echo)
+        attach_metrics(engine, metrics)
+        data = batches(scores[mine], targets[mine], *parts[rank])
+        everything = plain(expected(every_kind(), scores, targets))
+        for epoch in (1, 2):
+            assert plain(engine.run(data).metrics) == everything, epoch
+        states = [one.metric_state for one in metrics.values() if isinstance(one, library.Metric)]
+        assert len(metrics["rows"].rows) == sum(parts[rank]), "the metric keeps what it has, not what the others have"
+        assert states[0]["tp"].sum() <= sum(parts[rank])
+
+    check()
+    assert sorted(calls) == sorted([*range(size)] * 2)
+
+
+@on_threads(2)
+def test_a_rank_that_was_given_nothing_takes_part():
+    scores, targets = torch.tensor([0.1, 0.9, 0.8]), torch.tensor([0, 1, 1])
+    engine = Engine(echo)
+    attached = attach_metrics(engine, {"area": library.BinaryAUROC()})
+    if idist.get_rank() == 1:
+        engine.run(iter([]))
+    else:
+        engine.run([(scores[:1], targets[:1]), (scores[1:], targets[1:])])
+    assert engine.state.metrics == {"area": 1.0}
+    assert attached.state_dict()["metrics"] == {}
+
+
+@on_threads(2)
+def test_a_metric_that_puts_states_together_by_itself_is_exact():
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.rand(10, generator=generator), torch.rand(10, generator=generator)
+    mine = slice(0, 7) if idist.get_rank() == 0 else slice(7, 10)
+    assert run({"r": library.PearsonCorrCoef()}, [(x[mine], y[mine])])["r"] == pytest.approx(
+        expected({"r": library.PearsonCorrCoef()}, x, y)["r"].item(), abs=1e-6
+    )
+
+
+@on_threads(2)
+def test_metrics_that_are_not_to_be_synchronised_stay_local():
+    rank = idist.get_rank()
+    gathered = []
+
+    def gather(tensor, group=None):
+        gathered.append(group)
+        return [tensor]
+
+    own = library.SumMetric(dist_sync_fn=gather, distributed_available_fn=lambda: True)
+    mine = library.CatMetric(sync_on_compute=False)
+    results = run({"mine": mine, "own": own, "all": library.SumMetric()}, [1.0 + rank, 1.0])
+    assert results["mine"].tolist() == [1.0 + rank, 1.0]
+    assert (results["own"], results["all"]) == (2.0 + rank, 5.0)
+    assert len(gathered) == 1
+
+
+@on_threads(2)
+def test_metrics_of_a_collection_that_share_a_state_are_up_to_date():
+    class Total(library.Metric):
+        def __init__(self, times):
+            super().__init__()
+            self.times = times
+            self.add_state("total", default=torch.tensor(0.0), dist_reduce_fx="sum")
+
+        def update(self, value):
+            self.total = self.total + value
+
+        def compute(self):
+            return self.times * self.total
+
+    both = library.MetricCollection({"once": Total(1), "twice": Total(2)})
+    results = run({"both": both}, [1.0, 2.0, 4.0])
+    assert len(both.compute_groups) == 1
+    assert results == {"both": {"once": 14.0, "twice": 28.0}}
+
+
+@on_threads(2)
+def test_other_metrics_on_other_ranks_are_named():
+    name = f"sum of {idist.get_rank()}"
+    with pytest.raises(RuntimeError, match=r"the same metrics, got \[\['sum of 0'\], \['sum of 1'\]\]"):
+        run({name: library.SumMetric()}, [1.0])
+
+
+@on_threads(2)
+def test_after_an_error_the_metrics_are_as_they_were():
+    class Failing(library.SumMetric):
+        def compute(self):
+            raise ZeroDivisionError
+
+    metric = Failing()
+    available = metric.distributed_available_fn
+    with pytest.raises(ZeroDivisionError):
+        run({"sum": metric}, [1.0])
+    assert metric.dist_sync_fn is None
+    assert metric.distributed_available_fn is available
+
+
+@on_threads(2)
+def test_a_state_of_one_process_is_taken_over_by_one_rank():
+    engine = Engine(echo)
+    attached = attach_metrics(engine, {"sum": library.SumMetric()})
+    engine.load_state_dict({"iteration": 1, "epoch_length": 2, "max_epochs": 1})
+    one = library.SumMetric()
+    one.persistent(True)
+    one.update(10.0)
+    attached.load_state_dict({"epoch": 1, "iteration": 1, "metrics": {"sum": one.state_dict()}})
+    assert engine.run([1.0, 1.0]).metrics == {"sum": 12.0}
+
+
+@pytest.mark.jobs  # each rank imports torchmetrics
+@on_ranks(2, limit=120)
+def test_over_gloo_there_is_one_exchange_and_torchmetrics_makes_none():
+    calls = []
+    for name in ("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "barrier", "broadcast"):
+        function = getattr(dist, name)
+
+        def count(*args, function=function, name=name, **kwargs):
+            calls.append(name)
+            return function(*args, **kwargs)
+
+        setattr(dist, name, count)
+    rank = idist.get_rank()
+    scores, targets = samples(12)
+    mine = slice(0, 7) if rank == 0 else slice(7, 12)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        results = run(every_kind(), batches(scores[mine], targets[mine], *((4, 3) if rank == 0 else (4, 1))))
+    assert plain(results) == plain(expected_alone(scores, targets))
+    counted = len(calls)
+    calls.clear()
+    idist.all_gather(("one", "object" * 1000))
+    assert counted == len(calls)
+
+
+def expected_alone(scores, targets):
+    """Compute over all samples here, without asking other ranks."""
+    metrics = every_kind()
+    for metric in metrics.values():
+        for one in metric.modules():
+            one.distributed_available_fn = lambda: False
+    return expected(metrics, scores, targets)

@@ -1,0 +1,80 @@
+"""The outputs of an epoch in a list."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from camshaft.engine import Engine, Events
+from camshaft.engine.lazy import LazyNumber
+from camshaft.handlers import EpochOutputStore
+
+
+def echo(engine, batch):
+    return batch
+
+
+def test_each_epoch_has_a_list_of_its_own():
+    engine, store, lists = Engine(echo), EpochOutputStore(), []
+    store.attach(engine, "outputs")
+    engine.add_event_handler(Events.EPOCH_COMPLETED, lambda: lists.append(engine.state.outputs))
+    engine.run([1, 2, 3], max_epochs=2)
+    assert lists == [[1, 2, 3], [1, 2, 3]]
+    assert lists[0] is not lists[1]
+    assert store.data is lists[1]
+
+
+def test_without_a_name_the_state_stays_as_it_is():
+    engine, store = Engine(echo), EpochOutputStore()
+    before = set(vars(engine.state))
+    store.attach(engine)
+    engine.run([1, 2])
+    assert store.data == [1, 2]
+    assert set(vars(engine.state)) == before
+
+
+def test_outputs_are_transformed():
+    engine, store = Engine(echo), EpochOutputStore(lambda output: output["y"])
+    store.attach(engine)
+    engine.run([{"x": 1, "y": 2}, {"x": 3, "y": 4}])
+    assert store.data == [2, 4]
+
+
+def test_the_name_of_an_attribute_of_the_engine_replaces_it():
+    engine = Engine(echo)
+    EpochOutputStore().attach(engine, "output")
+    assert engine.run([1, 2]).output == [1, 2]
+
+
+def test_the_methods_can_be_used_alone():
+    engine, store = Engine(echo), EpochOutputStore()
+    engine.add_event_handler(Events.ITERATION_COMPLETED(every=2), store.update)
+    engine.run([1, 2, 3, 4])
+    assert store.store(engine) == store.data == [2, 4]
+    store.reset()
+    assert store.data == []
+
+
+def test_tensors_are_kept_as_they_are():
+    tensors = [torch.zeros(2), torch.ones(3)]
+    engine, store = Engine(echo), EpochOutputStore()
+    store.attach(engine)
+    engine.run(tensors)
+    assert all(one is other for one, other in zip(store.data, tensors, strict=True))
+
+
+def test_numbers_are_waited_for_at_the_end_of_the_epoch_and_not_before(monkeypatch):
+    reads = []
+    read = LazyNumber.read
+    monkeypatch.setattr(LazyNumber, "read", lambda self: reads.append(engine.last_event_name) or read(self))
+    engine, store = Engine(lambda engine, batch: LazyNumber(torch.tensor(batch))), EpochOutputStore()
+    store.attach(engine, "losses")
+    state = engine.run([0.5, 0.25])
+    assert reads == [Events.EPOCH_COMPLETED] * 2
+    assert state.losses == [0.5, 0.25]
+    assert all(type(loss) is float for loss in state.losses)
+
+
+def test_a_transform_that_cannot_be_called_is_refused():
+    with pytest.raises(TypeError, match="output_transform must be callable"):
+        EpochOutputStore(3)

@@ -1,0 +1,295 @@
+"""Throughput: what is counted, over which time, by which ranks, and what it costs."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from camshaft.distributed import get_rank
+from camshaft.engine import Engine, Events
+from camshaft.handlers import ProgressBar, Throughput, flops
+from tests.handlers.clocks import clock_in
+from tests.ranks import on_ranks
+
+
+@pytest.fixture
+def clock():
+    with clock_in(Throughput) as clock:
+        yield clock
+
+
+def trainer(clock, seconds=2.0):
+    return Engine(lambda engine, batch: clock.take(seconds))
+
+
+def test_rates_are_of_the_last_iterations(clock):
+    engine = Engine(lambda engine, batch: clock.take(batch))
+    seen = []
+    Throughput(samples=8, tokens=lambda batch: 100 * batch, window=2).attach(engine)
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append(dict(engine.state.metrics)))
+    engine.run([50.0, 2.0, 4.0, 8.0, 1.0])
+    two = {"steps_per_second": 1 / 2, "samples_per_second": 4.0, "tokens_per_second": 100.0}
+    four = {"steps_per_second": 2 / 12, "samples_per_second": 16 / 12, "tokens_per_second": 100.0}
+    assert all(math.isnan(value) for value in seen.pop(0).values())
+    assert seen == [two, two, four, four]
+    assert engine.state.metrics["steps_per_second"] == 2 / 9
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 100), st.integers(1, 9), st.booleans()), min_size=1, max_size=30),
+    st.integers(1, 10),
+    st.integers(1, 10),
+)
+def test_rates_are_what_was_done_over_the_time_it_took(batches, window, length):
+    def samples(batch):
+        return torch.tensor(batch[0]) if batch[2] else batch[0]
+
+    with clock_in(Throughput) as clock:
+        engine = Engine(lambda engine, batch: clock.take(batch[1]))
+        meter = Throughput(samples=samples, window=window)
+        meter.attach(engine)
+        engine.add_event_handler(Events.EPOCH_COMPLETED, clock.taking(1000))
+        engine.add_event_handler(Events.EPOCH_STARTED, clock.taking(1000))
+        engine.run(batches, max_iters=len(batches), epoch_length=length)
+        rates = meter.rates()
+    done = batches[1:][-window:]
+    seconds = sum(batch[1] for batch in done)
+    if not done:
+        assert all(math.isnan(value) for value in rates.values())
+    else:
+        assert rates["samples_per_second"] == pytest.approx(sum(batch[0] for batch in done) / seconds)
+        assert rates["steps_per_second"] == pytest.approx(len(done) / seconds)
+
+
+def test_what_is_not_asked_for_is_not_there(clock):
+    engine = trainer(clock)
+    Throughput().attach(engine, Events.COMPLETED)
+    assert engine.run(range(5)).metrics == {"steps_per_second": 0.5}
+
+
+def test_results_of_an_earlier_run_go_and_other_metrics_stay(clock):
+    engine = trainer(clock)
+    Throughput().attach(engine)
+    engine.run(range(5)).metrics["loss"] = 3
+    clock.take(1000)
+    assert math.isnan(engine.run(range(1)).metrics["steps_per_second"])
+    clock.take(1000)
+    assert engine.run(range(3)).metrics == {"loss": 3, "steps_per_second": 0.5}
+
+
+def test_evaluation_at_the_end_of_epochs_does_not_count(clock):
+    engine, evaluator = trainer(clock), trainer(clock, 100)
+    Throughput().attach(engine)
+    engine.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(range(3)))
+    assert engine.run(range(2), max_epochs=3).metrics["steps_per_second"] == 0.5
+
+
+def test_evaluation_within_epochs_does_not_count_where_the_evaluator_pauses_the_clock(clock):
+    engine, evaluator = trainer(clock), trainer(clock, 100)
+    meter = Throughput()
+    meter.attach(engine)
+    evaluator.add_event_handler(Events.STARTED, meter.pause)
+    evaluator.add_event_handler(Events.COMPLETED, meter.resume)
+    engine.add_event_handler(
+        Events.ITERATION_COMPLETED(every=2) | Events.EPOCH_COMPLETED, lambda: evaluator.run(range(3))
+    )
+    engine.add_event_handler(Events.EPOCH_COMPLETED, clock.taking(1000))
+    assert engine.run(range(3), max_epochs=3).metrics["steps_per_second"] == 0.5
+
+
+def test_an_evaluator_that_fails_stops_the_clock_for_an_epoch_at_most(clock):
+    engine = trainer(clock)
+    meter = Throughput(window=3)
+    meter.attach(engine)
+    engine.add_event_handler(Events.ITERATION_COMPLETED(once=1), meter.pause)
+    assert engine.run(range(4), max_epochs=2).metrics["steps_per_second"] == 0.5
+
+
+def test_resuming_what_goes_on_does_nothing(clock):
+    engine = trainer(clock)
+    meter = Throughput()
+    meter.attach(engine)
+    engine.add_event_handler(Events.ITERATION_STARTED, meter.resume)
+    assert engine.run(range(4)).metrics["steps_per_second"] == 0.5
+
+
+def test_time_in_which_a_run_is_paused_does_not_count(clock):
+    engine = trainer(clock)
+    Throughput().attach(engine)
+    engine.add_event_handler(Events.ITERATION_STARTED(once=3), engine.interrupt)
+    engine.run(range(6))
+    clock.take(1000)
+    assert engine.run().metrics["steps_per_second"] == 0.5
+
+
+def test_tensors_are_read_when_results_are_computed_and_not_before(clock, monkeypatch):
+    read = []
+    item = torch.Tensor.item
+    monkeypatch.setattr(torch.Tensor, "item", lambda tensor: read.append(tensor) or item(tensor))
+    engine = trainer(clock)
+    Throughput(tokens=lambda batch: batch.sum()).attach(engine, Events.ITERATION_COMPLETED(every=5))
+    engine.add_event_handler(Events.ITERATION_COMPLETED(once=4), lambda: read.append("four iterations"))
+    engine.run(torch.ones(5, 6, dtype=torch.bool))
+    assert read[0] == "four iterations"
+    assert len(read) == 2
+    assert engine.state.metrics["tokens_per_second"] == 3.0
+
+
+def test_model_flop_utilisation_of_a_known_number(clock):
+    engine = trainer(clock)
+    Throughput(flops=6e12, peak_flops=12e12).attach(engine)
+    metrics = engine.run(range(5)).metrics
+    assert metrics == {"steps_per_second": 0.5, "flops_per_second": 3e12, "mfu": 0.25}
+
+
+def training(batch=16):
+    model = nn.Linear(32, 64)
+
+    def step(engine, batch):
+        model(batch).sum().backward()
+
+    return Engine(step), torch.ones(4, batch, 32)
+
+
+def test_torch_counts_the_operations_of_an_iteration_once(clock):
+    engine, data = training()
+    engine.add_event_handler(Events.ITERATION_COMPLETED, clock.taking(2))
+    entered = []
+    for event in (Events.ITERATION_STARTED, Events.ITERATION_COMPLETED):
+        engine.add_event_handler(event, lambda: entered.append(modes()), order=2**50)  # where the count has begun
+    Throughput(flops="count", peak_flops=1e6).attach(engine)
+    metrics = engine.run(data).metrics
+    forward = 2 * 16 * 32 * 64
+    assert metrics["flops_per_second"] == 2 * forward / 2  # and as many for the gradients of the weights
+    assert metrics["mfu"] == metrics["flops_per_second"] / 1e6
+    assert entered == [1] + [0] * 7
+
+
+def modes():
+    return torch._C._len_torch_dispatch_stack()
+
+
+@pytest.mark.parametrize("how", ["terminate", "terminate_epoch", "interrupt", "fail"])
+def test_counting_ends_with_its_iteration_however_that_ends(clock, how):
+    engine, data = training()
+    engine.add_event_handler(Events.ITERATION_COMPLETED, clock.taking(2))
+    inside = []
+
+    def leave():
+        inside.append(modes())
+        if how == "fail":
+            raise KeyError("on purpose")
+        getattr(engine, how)()
+
+    Throughput(flops="count", peak_flops=1e6).attach(engine)
+    engine.add_event_handler(Events.ITERATION_STARTED(once=1), leave, order=2**50)
+    if how == "fail":
+        with pytest.raises(KeyError):
+            engine.run(data, max_epochs=2)
+    else:
+        engine.run(data, max_epochs=2)
+    assert (inside, modes()) == ([1], 0)
+    engine.run(data, max_epochs=3)
+    assert engine.state.metrics["flops_per_second"] == 2 * 16 * 32 * 64
+
+
+def test_operations_that_torch_does_not_see_are_told(clock):
+    engine = trainer(clock)
+    Throughput(flops="count", peak_flops=1e6).attach(engine)
+    with pytest.warns(UserWarning, match="torch counted no floating point operations"):
+        metrics = engine.run(range(4)).metrics
+    assert metrics == {"steps_per_second": 0.5, "flops_per_second": 0.0, "mfu": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA GB200", 2.5e15),
+        ("Tesla T4", 65e12),
+        ("Tesla V100-SXM2-16GB", 125e12),
+        ("AMD Instinct MI300X", 1307e12),
+    ],
+)
+def test_the_peak_of_a_device_is_found_by_its_name(monkeypatch, name, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert flops.peak_of(torch.device("cuda", 0)) == peak
+
+
+def test_a_device_whose_peak_nobody_knows_is_told_once(clock):
+    engine = trainer(clock)
+    meter = Throughput(flops=1e12)
+    meter.attach(engine)
+    with pytest.warns(UserWarning, match="nobody knows the peak of 'cpu': give peak_flops"):
+        metrics = engine.run(range(4)).metrics
+    engine.run(range(4))
+    assert metrics == {"steps_per_second": 0.5, "flops_per_second": 5e11}
+
+
+def test_a_progress_bar_shows_it(clock):
+    engine = trainer(clock)
+    Throughput(samples=32).attach(engine, Events.ITERATION_COMPLETED)
+    output = io.StringIO()
+    ProgressBar(persist=True, bar_format="{postfix}", file=output).attach(engine, ["samples_per_second"])
+    engine.run(range(3))
+    assert "samples_per_second=16" in output.getvalue()
+
+
+def test_without_a_clock_that_moves_there_are_no_rates(clock):
+    engine = trainer(clock, 0)
+    Throughput().attach(engine)
+    assert math.isnan(engine.run(range(4)).metrics["steps_per_second"])
+
+
+def test_the_handle_takes_it_off(clock):
+    engine = trainer(clock)
+    before = {event: plan.registrations for event, plan in engine._dispatcher.plans.items()}
+    Throughput(flops="count", peak_flops=1.0).attach(engine).remove()
+    assert {event: plan.registrations for event, plan in engine._dispatcher.plans.items()} == before
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"samples": "many"}, TypeError, "samples must be a number, or a function of the batch, got 'many'"),
+        ({"tokens": True}, TypeError, "tokens must be a number"),
+        ({"tokens": 0}, ValueError, "tokens must be above 0, got 0"),
+        ({"flops": float("nan")}, ValueError, "flops must be above 0"),
+        ({"peak_flops": -1}, ValueError, "peak_flops must be above 0, got -1"),
+        ({"window": 0}, ValueError, "window must be an integer above 0, got 0"),
+        ({"window": 2.5}, ValueError, "window must be an integer above 0, got 2.5"),
+    ],
+)
+def test_bad_arguments(options, error, text):
+    with pytest.raises(error, match=text):
+        Throughput(**options)
+
+
+@on_ranks(2)
+def test_ranks_add_up():
+    with clock_in(Throughput) as clock:
+        engine = trainer(clock)
+        meter = Throughput(samples=10 + get_rank(), flops=6e12, peak_flops=12e12)
+        meter.attach(engine, Events.ITERATION_COMPLETED(every=5))
+        metrics = engine.run(range(5)).metrics
+        assert metrics == {
+            "steps_per_second": 0.5,
+            "samples_per_second": 10.5,
+            "flops_per_second": 6e12,
+            "mfu": 0.25,
+        }
+        assert meter.rates()["samples_per_second"] == 5 + get_rank() / 2

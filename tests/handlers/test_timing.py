@@ -1,0 +1,107 @@
+"""Timer: what counts and what does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from camshaft.engine import Engine, Events
+from camshaft.handlers import Timer
+from tests.handlers.clocks import clock_in
+
+
+@pytest.fixture
+def clock():
+    with clock_in(Timer) as clock:
+        yield clock
+
+
+def test_it_runs_from_the_start(clock):
+    timer = Timer()
+    clock.take(2)
+    assert (timer.value(), timer.total, timer.step_count, timer.running) == (2.0, 0.0, 0.0, True)
+
+
+def test_pauses_do_not_count(clock):
+    timer = Timer()
+    clock.take(2)
+    timer.pause()
+    clock.take(5)
+    assert (timer.value(), timer.total, timer.running) == (2.0, 2.0, False)
+    timer.resume()
+    clock.take(1)
+    assert timer.value() == 3.0
+
+
+def test_pause_and_resume_twice_are_once(clock):
+    timer = Timer()
+    clock.take(2)
+    timer.resume()
+    clock.take(2)
+    timer.pause()
+    clock.take(5)
+    timer.pause()
+    assert timer.value() == timer.total == 4.0
+
+
+def test_an_averaging_timer_divides_by_its_steps(clock):
+    timer = Timer(average=True)
+    clock.take(6)
+    assert timer.value() == 6.0
+    timer.step()
+    timer.step()
+    timer.step()
+    assert (timer.value(), timer.step_count) == (2.0, 3.0)
+
+
+def test_reset_begins_anew_and_gives_the_timer(clock):
+    timer = Timer(average=True)
+    clock.take(6)
+    timer.step()
+    timer.pause()
+    assert timer.reset() is timer
+    clock.take(1)
+    assert (timer.value(), timer.total, timer.step_count, timer.running) == (1.0, 0.0, 0.0, True)
+
+
+@pytest.mark.parametrize("name", ["reset", "pause", "resume", "step"])
+def test_methods_take_what_handlers_are_given(name):
+    getattr(Timer(), name)(object(), "more")
+
+
+def trainer(clock):
+    engine = Engine(lambda engine, batch: clock.take(3))
+    engine.add_event_handler(Events.STARTED, clock.taking(100), order=1)
+    engine.add_event_handler(Events.EPOCH_STARTED, clock.taking(10))
+    return engine
+
+
+def test_attached_it_measures_a_run(clock):
+    engine = trainer(clock)
+    timer = Timer()
+    clock.take(50)
+    assert timer.attach(engine) is timer
+    engine.run(range(2), max_epochs=2)
+    clock.take(50)
+    assert timer.value() == 100 + 2 * 10 + 4 * 3
+    engine.run(range(1))
+    assert timer.value() == 100 + 10 + 3
+
+
+EACH = {"resume": Events.ITERATION_STARTED, "pause": Events.ITERATION_COMPLETED, "step": Events.ITERATION_COMPLETED}
+
+
+def test_time_before_the_first_pause_counts_unless_it_starts_paused(clock):
+    engine = trainer(clock)
+    whole = Timer().attach(engine, **EACH)
+    steps = Timer(average=True).attach(engine, **EACH, start_paused=True)
+    engine.run(range(2), max_epochs=2)
+    assert whole.value() == 100 + 10 + 4 * 3
+    assert (steps.value(), steps.step_count) == (3.0, 4.0)
+
+
+def test_events_may_have_filters(clock):
+    engine = trainer(clock)
+    timer = Timer(average=True)
+    timer.attach(engine, Events.EPOCH_STARTED(once=2), Events.EPOCH_COMPLETED, step=Events.ITERATION_COMPLETED(every=2))
+    engine.run(range(6), max_epochs=2)
+    assert (timer.value(), timer.step_count) == (6 * 3 / 3, 3.0)
