@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections import Counter
 from threading import Event, Lock, Thread
 from typing import Protocol
@@ -11,6 +12,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from camshaft.distributed.backend import Backend
 from camshaft.distributed.collectives import all_reduce
 from camshaft.distributed.context import current
 
@@ -18,7 +20,7 @@ _PAUSE = 0.05  # seconds between questions to the store
 _PATIENCE = 10.0  # seconds for a rank that does not answer: it may not be told of the end at all
 
 logger = logging.getLogger(__name__)
-_begun: Counter[str] = Counter()
+_begun: weakref.WeakKeyDictionary[Backend, Counter[str]] = weakref.WeakKeyDictionary()
 
 
 class CommonEnd(Protocol):
@@ -50,8 +52,9 @@ def common_end(name: str, step: int) -> CommonEnd | None:
     store = backend.store()
     if store is None:
         return EndByCollective()
-    _begun[name] += 1
-    place = PrefixStore(f"camshaft/end/{name}/{_begun[name]}", store)
+    begun = _begun.setdefault(backend, Counter())
+    begun[name] += 1
+    place = PrefixStore(f"camshaft/end/{name}/{begun[name]}", store)
     return EndInStore(place, backend.topology.rank, backend.topology.world_size, step)
 
 

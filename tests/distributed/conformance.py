@@ -8,6 +8,7 @@ from tests.distributed import (
     check_exchanges,
     check_gathers,
     check_groups,
+    check_handlers,
     check_messages,
     check_ranks,
     check_reductions,
@@ -26,6 +27,7 @@ MODULES = (
     check_messages,
     check_ranks,
     check_training,
+    check_handlers,
 )
 
 
