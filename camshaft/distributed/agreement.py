@@ -111,13 +111,14 @@ def _heard(board: Board, ranks: Sequence[int], mine: Said, is_long: bool) -> dic
     def look(waited: float) -> None:
         nonlocal has_warned
         here = board.here(ranks, place)
-        is_different, is_stuck = _differ(here, mine), board.is_stuck()
-        table = _table({rank: here.get(rank) or _elsewhere(board, rank) for rank in ranks})
+        is_different, stuck = _differ(here, mine), board.stuck()
+        shown = sorted({*ranks, *([] if is_different else stuck)})
+        table = _table({rank: here.get(rank) or _elsewhere(board, rank) for rank in shown})
         if is_different:
             raise RankDivergenceError(f"the ranks do different things:\n{table}")
-        if is_stuck or waited >= limit:
+        if stuck or waited >= limit:
             board.give_up(place, mine, table)
-            reason = "never come" if is_stuck else f"have not come within {waited:.0f} s"
+            reason = "never come" if stuck else f"have not come within {waited:.0f} s"
             raise RankDivergenceError(f"some ranks {reason}:\n{table}")
         _check_patience(here)
         if waited >= _SOON and not has_warned and board.rank == min(here):  # one rank says it for all
@@ -153,10 +154,13 @@ def _elsewhere(board: Board, rank: int) -> Said:
     now = board.now(rank)
     if now is None:
         return {"collective": "nothing yet"}
-    if now["said"] is None:
-        return {"collective": "has ended"}
-    said: Said = now["said"]
-    return {**said, "collective": f"last in {said['collective']}"}
+    said: Said | None = now["said"]
+    if said is not None:
+        return {**said, "collective": f"last in {said['collective']}"}
+    in_vain: Said | None = now["in vain"]
+    if in_vain is not None:
+        return {**in_vain, "collective": f"has ended, last in {in_vain['collective']}"}
+    return {"collective": "has ended"}
 
 
 def _describe(collective: str, ranks: Sequence[int], backend: Backend, value: Any, how: str, root: Any) -> Said:

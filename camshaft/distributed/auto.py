@@ -83,7 +83,8 @@ def auto_dataloader(dataset: Dataset[Any], **kwargs: Any) -> DataLoader[Any]:
 
     With more ranks than one, ``batch_size`` is that of all ranks together, or of each if it is smaller than their
     number; ``num_workers`` is that of a node, divided by its processes and rounded up; and the samples are
-    **shuffled unless shuffle=False is given**. A batch sampler must give each rank its own batches. An iterable dataset
+    **shuffled unless shuffle=False is given**. A batch sampler must give each rank its own batches, and is drawn for a
+    whole epoch in a single process. An iterable dataset
     that has ``shard(num_shards=..., index=...)``, as those of Hugging Face, is split by rank and worker; any other must
     itself give each rank its own data. All ranks end at the same step, that at which the first of them has run out.
 
@@ -99,8 +100,10 @@ def auto_dataloader(dataset: Dataset[Any], **kwargs: Any) -> DataLoader[Any]:
         The loader; on XLA one that moves the batches to the device.
 
     Raises:
-        ValueError: there are fewer samples than ranks, or with ``drop_last`` than a batch of all ranks. While it is
-            read, if the ranks do not read the same data in the same order.
+        TypeError: an argument is of no type that it can have.
+        ValueError: there are fewer samples than ranks, or with ``drop_last`` than a batch of all ranks, or an order is
+            one of more or fewer samples than the dataset has. While it is read, if the ranks do not read the same data
+            in the same order, or if a sampler gives an index that the dataset lacks, also a negative one.
 
     >>> auto_dataloader([1.0, 2.0, 3.0], batch_size=2).batch_size
     2

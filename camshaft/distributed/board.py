@@ -38,6 +38,7 @@ class Board:
         self.rank = rank
         self._all = range(size)
         self._numbers: Counter[str] = Counter()
+        self._gave_up: dict[str, Any] | None = None
         self._process = os.getpid()
 
     @property
@@ -51,6 +52,7 @@ class Board:
         over = self._name(ranks)
         number = self._numbers[over] = self._numbers[over] + 1
         place = f"{over}/{number}"
+        self._gave_up = None
         self._store.set(f"{place}/{self.rank}", json.dumps(said))
         members = None if ranks == self._all else list(ranks)
         self._store.set(f"now/{self.rank}", json.dumps({"place": place, "ranks": members, "said": said}))
@@ -84,6 +86,7 @@ class Board:
 
     def give_up(self, place: str, said: Said, reason: str) -> None:
         """Tell who comes after all that this rank does not wait any more."""
+        self._gave_up = self.now(self.rank)
         self._store.set(f"{place}/{self.rank}", json.dumps({**said, "gave up": reason}))
 
     def leave(self) -> None:
@@ -91,7 +94,9 @@ class Board:
         if os.getpid() != self._process:
             return
         try:
-            self._store.set(f"now/{self.rank}", json.dumps({"place": "", "ranks": None, "said": None}))
+            farewell = {"place": "", "ranks": [], **(self._gave_up or {}), "said": None}
+            farewell["in vain"] = self._gave_up and self._gave_up["said"]
+            self._store.set(f"now/{self.rank}", json.dumps(farewell))
             deadline = time.monotonic() + _FAREWELL
             while self.rank == 0 and not self._is_last() and time.monotonic() < deadline:
                 time.sleep(_PAUSE)
@@ -103,13 +108,14 @@ class Board:
         key = f"now/{rank}"
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
-    def is_stuck(self) -> bool:
-        """Say whether this rank waits for ranks that wait for it, for each other, or that have ended."""
+    def stuck(self) -> list[int]:
+        """List this rank and those it waits for if these wait for it, for each other, or have ended; else none."""
         first = self._waiting()
         if not self._cannot_go_on(first):
-            return False
+            return []
         time.sleep(_PAUSE)
-        return self._waiting() == first  # it was not a moment in between: all of them waited at the same time
+        # else it was a moment in between: not all of them waited at the same time
+        return sorted(first) if self._waiting() == first else []
 
     def _name(self, ranks: Sequence[int]) -> str:
         return "all" if ranks == self._all else ",".join(map(str, ranks))
@@ -135,12 +141,12 @@ class Board:
         now = self.now(rank)
         if now is None:
             return "", frozenset()
-        if now["said"] is None:
-            return "ended", frozenset([rank])
-        place, members = now["place"], now["ranks"] or self._all
-        if self._store.check([f"{place}/{member}" for member in members]):
+        place, members = now["place"], self._all if now["ranks"] is None else now["ranks"]
+        has_ended = now["said"] is None  # and goes on no more, not even if those come for whom it waited in vain
+        if not has_ended and self._store.check([f"{place}/{member}" for member in members]):
             return place, frozenset()
-        return place, frozenset(member for member in members if not self._store.check([f"{place}/{member}"]))
+        missing = {member for member in members if not self._store.check([f"{place}/{member}"])}
+        return place, frozenset(missing | {rank} if has_ended else missing)
 
     def _is_last(self) -> bool:
         """Say whether all ranks have ended."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence, Sized
+import reprlib
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -60,21 +61,37 @@ class Call:
             raise ValueError(f"{name} must be a rank of the group {list(self.ranks)}, got {rank!r}")
         return rank
 
-    def wrong_count(self, name: str, values: Sized | None) -> ValueError | None:
-        """Say what is wrong with a list that does not hold one value for each rank."""
-        if values is not None and len(values) == len(self.ranks):
-            return None
-        got = "None" if values is None else f"{len(values)} values"
-        return ValueError(f"{name} must hold one value for each of {len(self.ranks)} ranks, got {got}")
+    def one_for_each(self, name: str, values: Any) -> tuple[list[Any], TypeError | ValueError | None]:
+        """Give values as a list of one for each rank; or ``None`` for each, and what is wrong with the values."""
+        size = len(self.ranks)
+        kind: type[TypeError | ValueError]
+        try:
+            length = len(values)
+            held = list(values)
+        except TypeError:
+            kind = ValueError if values is None else TypeError
+            got = "None" if values is None else f"{reprlib.repr(values)} of type {type(values).__name__}"
+        else:
+            if length == len(held) == size:
+                return held, None
+            kind, got = ValueError, f"{length} values"
+        return [None] * size, kind(f"{name} must hold one value for each of {size} ranks, got {got}")
 
-    def check_shapes(self, tensor: Tensor, shapes: Sequence[Sequence[int]]) -> None:
-        """Refuse shapes that do not hold this rank's own at its place."""
-        if wrong := self.wrong_count("shapes", shapes):
+    def checked_shapes(self, tensor: Tensor, shapes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+        """Give the shapes of the ranks' tensors, if that of this rank is its own."""
+        held, wrong = self.one_for_each("shapes", shapes)
+        if wrong is not None:
             raise wrong
+        try:
+            plain = [tuple(map(operator.index, shape)) for shape in held]
+        except TypeError as error:
+            raise TypeError(f"shapes must hold a shape for each rank, as (2, 3), got {shapes!r}") from error
+        if len(set(map(len, plain))) > 1:
+            raise ValueError(f"shapes must all have the same number of dimensions, got {plain}")
         place = self.ranks.index(self._rank)
-        mine = tuple(shapes[place])
-        if mine != tuple(tensor.shape):
-            raise ValueError(f"shapes must hold this rank's shape {tuple(tensor.shape)} at {place}, got {mine}")
+        if plain[place] != tuple(tensor.shape):
+            raise ValueError(f"shapes must hold this rank's shape {tuple(tensor.shape)} at {place}, got {plain[place]}")
+        return plain
 
     def begin(self, value: Any = None, how: str = "", root: Any = None, is_long: bool = False) -> None:
         """See that all ranks are here, and in debug mode that they do the same; see :func:`enter`."""

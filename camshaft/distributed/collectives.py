@@ -8,7 +8,6 @@ all ranks raise the error and none waits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import Any, TypeVar, cast
 
 from torch import Tensor
@@ -36,7 +35,8 @@ def all_reduce(tensor: T, op: str = "SUM", group: Any = None) -> T:
             argument back.
 
     Raises:
-        TypeError: neither a tensor nor a number, or not one that can be reduced.
+        TypeError: neither a tensor nor a number, or not one that can be reduced; on every rank, if the others have
+            numbers and this one something else, ``None`` excepted, which raises here alone.
         ValueError: the backend does not know ``op``, or ``group`` is none; or a number does not fit into 64 bits.
         RankDivergenceError: not all ranks of the group are here.
 
@@ -100,8 +100,9 @@ def all_gather_tensors_with_shapes(tensor: Tensor, shapes: Sequence[Sequence[int
         The tensors of the ranks.
 
     Raises:
-        TypeError: ``tensor`` is none.
-        ValueError: ``shapes`` does not hold one for each rank, or another one than this rank's for it.
+        TypeError: ``tensor`` is none, or ``shapes`` holds something else.
+        ValueError: ``shapes`` does not hold one for each rank, all with as many dimensions, or another one than this
+            rank's for it.
 
     >>> import torch
     >>> all_gather_tensors_with_shapes(torch.ones(2, 1), [(2, 1)])
@@ -114,13 +115,13 @@ def all_gather_tensors_with_shapes(tensor: Tensor, shapes: Sequence[Sequence[int
     with find("all_gather_tensors_with_shapes", backend, group) as call:
         if not call.is_member:
             return [tensor]
-        call.check_shapes(tensor, shapes)
-        call.begin(how=f"{tensor.dtype} {[tuple(shape) for shape in shapes]}" if agreement.enabled() else "")
-        largest = [max(sizes) for sizes in zip_longest(*shapes)]
+        plain = call.checked_shapes(tensor, shapes)
+        call.begin(how=f"{tensor.dtype} {plain}" if agreement.enabled() else "")
+        largest = [max(sizes) for sizes in zip(*plain, strict=True)]
         padded = brought(backend, tensor).new_zeros(largest)
         padded[tuple(map(slice, tensor.shape))] = tensor.detach()
         stacked = backend.all_gather(padded, call.group).to(tensor.device)
-        return [row[tuple(map(slice, shape))] for row, shape in zip(stacked, shapes, strict=True)]
+        return [row[tuple(map(slice, shape))] for row, shape in zip(stacked, plain, strict=True)]
 
 
 def broadcast(tensor: Any, src: int = 0, safe_mode: bool = False, group: Any = None) -> Any:
@@ -165,15 +166,16 @@ def barrier(group: Any = None) -> None:
             backend.barrier(call.group)
 
 
-def new_group(ranks: list[int], **kwargs: Any) -> Any:
+def new_group(ranks: Sequence[int], **kwargs: Any) -> Any:
     """Make a group of some ranks; all ranks must call this, in the same order.
 
     Args:
-        ranks: global ranks, a list in any order; the group has them in theirs.
-        kwargs: for the backend, as ``timeout``.
+        ranks: global ranks, a list, tuple or range in any order; the group has them in theirs.
+        kwargs: what ``torch.distributed.new_group`` takes, as ``timeout``, as far as the backend knows it.
 
     Raises:
-        ValueError: ``ranks`` is not a list of different integers in range.
+        TypeError: an argument is not known.
+        ValueError: ``ranks`` is not a list of different integers in range, or torch does not have ``backend``.
         RankDivergenceError: not all ranks are here.
 
     >>> new_group([0])

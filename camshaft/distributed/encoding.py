@@ -25,7 +25,7 @@ def encode(value: Any) -> bytes:
     """Write a value as bytes.
 
     Raises:
-        TypeError: it cannot be pickled.
+        TypeError: it cannot be pickled, or is a tensor without content.
 
     >>> decode(encode(16777217)), decode(encode("größer")), decode(encode({"a": [1, None]}))
     (16777217, 'größer', {'a': [1, None]})
@@ -41,6 +41,8 @@ def encode(value: Any) -> bytes:
         return b"b\1" if value else b"b\0"
     if kind in _PLAIN and is_dense(value):
         return b"t" + layout_of(value) + bytes_of(value)
+    if isinstance(value, Tensor) and value.is_meta:  # it can be pickled, but put on no other device
+        raise TypeError(f"a tensor to exchange must hold values, got one on {value.device}")
     try:
         return b"p" + pickle.dumps(value)
     except Exception as error:

@@ -152,6 +152,9 @@ class EndInStore:
             there = [key for key in self._keys if self._store.check([key])]
             if len(there) == len(self._keys) or time.monotonic() - began > _PATIENCE:
                 last = max(int(self._store.get(key)) for key in there)
+                if len(there) < len(self._keys):
+                    missing = [rank for rank, key in enumerate(self._keys) if key not in there]
+                    logger.warning("the ranks %s do not answer: the run ends without them", missing)
                 self._store.compare_set("last", "", str(last))
             elif self._is_over.wait(_PAUSE / 10):
                 return

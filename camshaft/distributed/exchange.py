@@ -47,7 +47,7 @@ def broadcast_value(backend: Backend, value: Any, src: int, group: Group | None,
     """Give every rank the value of one, or what is wrong with it; who sends a tensor gets that very tensor back."""
     here = backend.topology.rank == src
     data = []
-    if here and isinstance(value, Tensor) and value.nbytes > ROOM // 2 and is_dense(value):
+    if here and isinstance(value, Tensor) and is_dense(value) and value.nbytes > ROOM // 2:
         data = [b"T" + layout_of(value)]
     elif here:
         data, wrong = _encoded(backend, [value], wrong)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+import operator
 import weakref
 from collections.abc import Sequence
 from typing import Any, overload
+
+import torch.distributed as dist
 
 from camshaft.distributed import agreement
 from camshaft.distributed.backend import Backend, Group
 from camshaft.distributed.guard import check_all_present
 
 _SEQUENCES = (list, tuple, range)
+_OPTIONS = tuple(inspect.signature(dist.new_group).parameters)[1:]
+_NOT_FOR_GROUPS = ("undefined", "fake")
 _made: weakref.WeakKeyDictionary[Backend, dict[tuple[int, ...], Group]] = weakref.WeakKeyDictionary()
 
 
@@ -31,7 +37,7 @@ def resolve(backend: Backend, group: Any) -> Group | None:
     if group is None or isinstance(group, Group):
         return group
     if isinstance(group, _SEQUENCES):
-        ranks = checked_ranks(backend, list(group))
+        ranks = checked_ranks(backend, group)
         return _made.setdefault(backend, {}).get(tuple(ranks)) or _make_of_ranks(backend, ranks)
     adopted = backend.adopt_group(group)
     if adopted is None:
@@ -53,8 +59,12 @@ def make(backend: Backend, ranks: list[int], /, **options: Any) -> Group:
     """Make a group with the help of all ranks; without options, it is the one that a list of its ranks means.
 
     Raises:
+        TypeError: torch knows no such option.
+        ValueError: torch does not have the ``backend``.
         RankDivergenceError: they cannot all be here; or, in debug mode, they do something else.
     """
+    if options:
+        _check_options(options)
     _meet(backend, members(backend, None), ranks)
     group = backend.new_group(ranks, **options)
     if not options:
@@ -70,6 +80,18 @@ def _meet(backend: Backend, helpers: Sequence[int], ranks: list[int]) -> None:
         agreement.check(backend, None, helpers, "new_group", how=str(ranks))
 
 
+def _check_options(options: dict[str, Any]) -> None:
+    """Refuse what no group can be made with, also where the backend looks at none of it, and before anybody waits."""
+    unknown = [name for name in options if name not in _OPTIONS]
+    if unknown:
+        raise TypeError(f"new_group takes {_OPTIONS} besides the ranks, got {unknown}")
+    backend = options.get("backend")  # its name, or one for each kind of device, "cpu:gloo,cuda:nccl"
+    names = [] if backend is None else [part.rpartition(":")[2] for part in str(backend).split(",")]
+    if not all(map(dist.is_backend_available, names)):
+        known = [name for name in dist.Backend.backend_list if name not in _NOT_FOR_GROUPS]
+        raise ValueError(f"backend must be one of {tuple(filter(dist.is_backend_available, known))}, got {backend!r}")
+
+
 def checked_ranks(backend: Backend, ranks: Any) -> list[int]:
     """Check a list of ranks, and give it in the order of the ranks, which is that of every group.
 
@@ -77,11 +99,15 @@ def checked_ranks(backend: Backend, ranks: Any) -> list[int]:
         ValueError: it is no list of different integers in ``[0, world_size)``.
     """
     size = backend.topology.world_size
-    if not isinstance(ranks, list) or not all(isinstance(rank, int) for rank in ranks) or not ranks:
+    try:
+        plain = [operator.index(rank) for rank in ranks] if isinstance(ranks, _SEQUENCES) else []
+    except TypeError:
+        plain = []
+    if not plain or bool in map(type, ranks):
         raise ValueError(f"ranks must be a non-empty list of int, got {ranks!r}")
-    if len(set(ranks)) < len(ranks) or not all(0 <= rank < size for rank in ranks):
+    if len(set(plain)) < len(plain) or not all(0 <= rank < size for rank in plain):
         raise ValueError(f"ranks must be different and in [0, {size}), got {ranks}")
-    return sorted(ranks)
+    return sorted(plain)
 
 
 def members(backend: Backend, group: Group | None) -> Sequence[int]:

@@ -79,9 +79,10 @@ def line_of(function: Callable[..., Any]) -> str:
     return "a builtin" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
-def line_of_caller() -> str:
-    """Say on which line of the user's this package was called."""
+def line_of_caller(within: str | None = None) -> str:
+    """Say on which line this package, or all that is in a folder, was called."""
+    inner = _INNER if within is None else within
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INNER):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inner):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -21,7 +21,7 @@ from camshaft.distributed.groups import members, resolve
 from camshaft.distributed.guard import check_all_present
 from camshaft.distributed.outbox import Transfer, pending
 from camshaft.distributed.placement import brought
-from camshaft.errors import RankDivergenceError
+from camshaft.errors import RankDivergenceError, annotate
 
 _HEAD = struct.Struct("<qq?")  # bytes of the value, number of the message, whether a tensor follows
 _ROW = 512
@@ -50,14 +50,18 @@ def send(value: Any, dst: int, tag: int = 0, group: Any = None) -> None:
         RankDivergenceError: this rank is not in the group, or ``dst`` does not run this part of the program.
         RuntimeError: this message, or one that :func:`isend` began, did not arrive.
     """
-    backend, begun = _begin("send", value, dst, tag, group)
-    under_way = pending(backend)
-    if under_way.awaited:
-        under_way.to(dst).keep(begun)
-        under_way.to(dst).drain(_MOST)
-    else:
-        for work, _ in begun:
-            work.wait()
+    try:
+        backend, begun = _begin("send", value, dst, tag, group)
+        under_way = pending(backend)
+        if under_way.awaited:
+            under_way.to(dst).keep(begun)
+            under_way.to(dst).drain(_MOST)
+        else:
+            for work, _ in begun:
+                work.wait()
+    except BaseException as error:
+        _say_where(error, "send", f"to rank {dst}", tag)
+        raise
 
 
 def isend(value: Any, dst: int, tag: int = 0, group: Any = None) -> Sending:
@@ -68,8 +72,12 @@ def isend(value: Any, dst: int, tag: int = 0, group: Any = None) -> Sending:
     Returns:
         A handle; :meth:`Sending.wait` returns when the value may be changed, which is at once.
     """
-    backend, begun = _begin("isend", value, dst, tag, group)
-    pending(backend).to(dst).keep(begun)
+    try:
+        backend, begun = _begin("isend", value, dst, tag, group)
+        pending(backend).to(dst).keep(begun)
+    except BaseException as error:
+        _say_where(error, "isend", f"to rank {dst}", tag)
+        raise
     return Sending()
 
 
@@ -90,7 +98,7 @@ def recv(src: int, tag: int = 0, group: Any = None, out: Tensor | None = None) -
         ValueError: ``out`` does not fit what was sent, or ``src``, ``tag`` are out of range.
         RankDivergenceError: this rank is not in the group, or ``src`` does not run this part of the program.
     """
-    return irecv(src, tag, group, out).wait()
+    return _begin_to_receive("recv", src, tag, group, out).wait()
 
 
 def irecv(src: int, tag: int = 0, group: Any = None, out: Tensor | None = None) -> Receiving:
@@ -99,10 +107,7 @@ def irecv(src: int, tag: int = 0, group: Any = None, out: Tensor | None = None) 
     Returns:
         A handle; :meth:`Receiving.wait` gives the value.
     """
-    if out is not None and not isinstance(out, Tensor):
-        raise TypeError(f"out must be a tensor or None, got {out!r}")
-    backend, found = _route("irecv", "src", src, tag, group)
-    return Receiving(backend, src, tag, found, out)
+    return _begin_to_receive("irecv", src, tag, group, out)
 
 
 class Sending:
@@ -115,7 +120,10 @@ class Sending:
 class Receiving:
     """A message that is to come."""
 
-    def __init__(self, backend: Backend, src: int, tag: int, group: Group | None, out: Tensor | None) -> None:
+    def __init__(
+        self, function: str, backend: Backend, src: int, tag: int, group: Group | None, out: Tensor | None
+    ) -> None:
+        self._function, self._tag = function, tag
         self._backend, self._src, self._group, self._out = backend, src, group, out
         self._place = backend.messages_at(group)
         self._row = torch.empty(_ROW, dtype=torch.uint8, device=self._place)
@@ -126,13 +134,17 @@ class Receiving:
 
     def wait(self) -> Any:
         """Wait for the value, and give it."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-            self._value = self._read()
-            del pending(self._backend).awaited[id(self._row)]
-        if self._unfit is not None:
-            raise ValueError(f"out must be {self._unfit}")
+        try:
+            if self._work is not None:
+                self._work.wait()
+                self._work = None
+                self._value = self._read()
+                del pending(self._backend).awaited[id(self._row)]
+            if self._unfit is not None:
+                raise ValueError(f"out must be {self._unfit}")
+        except BaseException as error:
+            _say_where(error, self._function, f"from rank {self._src}", self._tag)
+            raise
         return self._value
 
     def _read(self) -> Any:
@@ -168,6 +180,24 @@ class Receiving:
             with torch.no_grad():
                 return out.copy_(value)
         return None
+
+
+def _begin_to_receive(function: str, src: int, tag: int, group: Any, out: Tensor | None) -> Receiving:
+    try:
+        if out is not None and not isinstance(out, Tensor):
+            raise TypeError(f"out must be a tensor or None, got {out!r}")
+        backend, found = _route(function, "src", src, tag, group)
+        return Receiving(function, backend, src, tag, found, out)
+    except BaseException as error:
+        _say_where(error, function, f"from rank {src}", tag)
+        raise
+
+
+def _say_where(error: BaseException, function: str, other: str, tag: int) -> None:
+    """Note which message an error is of, once: some raise the same one each time that somebody waits."""
+    note = f"in {function} on rank {current().topology.rank}, {other}, tag {tag}"
+    if note not in getattr(error, "__notes__", ()):
+        annotate(error, note)
 
 
 def _begin(function: str, value: Any, dst: int, tag: int, group: Any) -> tuple[Backend, list[Transfer]]:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import functools
 import operator
+import reprlib
 import struct
+import sys
 from collections.abc import Callable
 from numbers import Complex, Integral, Number, Rational, Real
 from typing import Any
@@ -35,10 +37,14 @@ _MARKS: dict[type, float] = {int: 1, float: 1.0, complex: -1.0, type(None): 0}  
 
 
 def check_reduction(backend: Backend, tensor: Any, op: str) -> None:
-    """Refuse what cannot be reduced, or not in this way, and a reduction that the backend does not know."""
-    if not isinstance(tensor, (Tensor, int, float, Number)):
-        raise TypeError(f"tensor must be a tensor or a number, got {tensor!r} of type {type(tensor).__name__}")
-    if op not in backend.reductions:
+    """Refuse a reduction that the backend does not know, and tensors that it is not for.
+
+    Whatever else is no number is refused with the others, who may have numbers. They may have tensors where this rank
+    has nothing: what they exchange would not fit together then, so ``None`` is refused at once.
+    """
+    if tensor is None:
+        raise TypeError("tensor must be a tensor or a number, got None")
+    if op not in backend.reductions and (isinstance(tensor, Tensor) or op not in _IN_PYTHON):
         raise ValueError(f"op must be one of {backend.reductions} on {backend.model_name}, got {op!r}")
     if op in _BITWISE and isinstance(tensor, Tensor) and (tensor.is_floating_point() or tensor.is_complex()):
         raise TypeError(f"op {op!r} is for whole numbers and bools, got a tensor of {tensor.dtype}")
@@ -71,7 +77,7 @@ def plain_number(number: Any, op: str, size: int) -> int | float | complex:
     """Give a number as one of Python's own kinds; a ``bool`` counts in a sum and in a product.
 
     Raises:
-        TypeError: it is of a kind that cannot be reduced exactly, or not with this ``op``.
+        TypeError: it is none, or of a kind that cannot be reduced exactly, or not with this ``op``.
         ValueError: the sum of ``size`` such numbers does not fit into 64 bits.
 
     >>> plain_number(True, "SUM", 2), plain_number(True, "MAX", 2)
@@ -84,6 +90,11 @@ def plain_number(number: Any, op: str, size: int) -> int | float | complex:
         return bool(number)
     if kind is int or isinstance(number, Integral):
         return _checked_size(int(number), op, size)
+    if _is_bool_of_numpy(number):
+        return plain_number(bool(number), op, size)
+    if not isinstance(number, Number):
+        got = f"{reprlib.repr(number)} of type {type(number).__name__}"
+        raise TypeError(f"tensor must be a tensor or a number, got {got}")
     if op in _BITWISE:
         raise TypeError(f"tensor must be a whole number for op={op!r}, got {number!r}")
     if isinstance(number, Real) and not isinstance(number, Rational):
@@ -91,6 +102,12 @@ def plain_number(number: Any, op: str, size: int) -> int | float | complex:
     if isinstance(number, Complex) and not isinstance(number, Real) and op not in ("MIN", "MAX"):
         return complex(number)
     raise TypeError(f"tensor must be a number that can be reduced exactly, got {number!r}: convert it to float")
+
+
+def _is_bool_of_numpy(value: Any) -> bool:
+    """Tell the one scalar of numpy that does not say that it is a number; who has one has imported numpy."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.bool_)
 
 
 def _checked_size(number: int, op: str, size: int) -> int:

@@ -73,8 +73,7 @@ def scatter(values: Sequence[Any] | None, src: int = 0, group: Any = None) -> An
     with enter("scatter", backend, group, root=src) as call:
         call.require_member()
         src = call.check_member("src", src)
-        wrong = call.wrong_count("values", values)
-        held = [None] * len(call.ranks) if wrong else list(values or ())
+        held, wrong = call.one_for_each("values", values)
         return scatter_values(backend, held, src, call.group, wrong)
 
 
@@ -120,5 +119,5 @@ def all_to_all(values: Sequence[Any], group: Any = None) -> list[Any]:
     backend = current()
     with enter("all_to_all", backend, group) as call:
         call.require_member()
-        wrong = call.wrong_count("values", values)
-        return all_to_all_values(backend, [None] * len(call.ranks) if wrong else values, call.group, wrong)
+        held, wrong = call.one_for_each("values", values)
+        return all_to_all_values(backend, held, call.group, wrong)

@@ -118,7 +118,9 @@ def one_rank_only(rank: int = 0, with_barrier: bool = False) -> Callable[[Callab
     >>> greet("you")
     'hello you'
     """
-    rank = _checked_rank(rank)
+    rank = _plain_rank(rank, "@one_rank_only()")
+    if rank < 0:
+        raise ValueError(f"rank must be 0 or more, got {rank}")
 
     def decorate(function: Callable[P, R]) -> Callable[P, R | None]:
         _check_runs_in_call(function)
@@ -161,6 +163,7 @@ def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
     ...     print("ready")
     ready
     """
+    rank = _plain_rank(rank, "with one_rank_first()")
     if is_turn((rank, local)):
         yield
         return
@@ -168,7 +171,7 @@ def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
     topology = backend.topology
     check_all_present("one_rank_first", range(topology.world_size), topology.rank)
     mine, size = (topology.local_rank, topology.local_world_size) if local else (topology.rank, topology.world_size)
-    is_first = mine == operator.index(rank)
+    is_first = mine == rank
     if not is_first:
         _meet(backend, "one_rank_first", rank, is_long=True)
     _check_exists(rank, size)  # now, since nodes that have such a rank wait for this one
@@ -202,11 +205,8 @@ def _check_exists(rank: int, size: int) -> None:
         raise ValueError(f"rank must be in [0, {size}), got {rank}")
 
 
-def _checked_rank(rank: int) -> int:
+def _plain_rank(rank: int, instead: str) -> int:
     try:
-        rank = operator.index(rank)
+        return operator.index(rank)
     except TypeError as error:
-        raise TypeError(f"rank must be an integer, got {rank!r}; write @one_rank_only()") from error
-    if rank < 0:
-        raise ValueError(f"rank must be 0 or more, got {rank}")
-    return rank
+        raise TypeError(f"rank must be an integer, got {rank!r}; write {instead}") from error

@@ -12,6 +12,7 @@ from camshaft.engine.data import check_iterable
 from camshaft.engine.loop import Run
 from camshaft.engine.position import Position, exact_batches, open_at, recounted, take_redo
 from camshaft.engine.resume import Request, Standing, has_target, positive, target_of
+from camshaft.engine.running import running
 from camshaft.engine.saved import Savable
 from camshaft.engine.signatures import check_process_function
 from camshaft.engine.source import EventSource
@@ -233,7 +234,8 @@ class Engine(EventSource[Batch, Output], Stoppable, Savable):
             self._dispatcher.trace(self.logger)
         ended = True
         try:
-            ended, error = run.proceed()
+            with running(self):
+                ended, error = run.proceed()
             if error is not None:
                 raise error
         finally:

@@ -33,7 +33,7 @@ def position_of(data: Any, batches: int, *, over: bool) -> dict[str, Any] | None
 
     Returns:
         What :func:`open_at` needs, or ``None`` where the next pass begins at its beginning, as it does for sequences
-        and for loaders that deal out their samples in ways of their own.
+        and for loaders of torch.
     """
     sampler = exact_batches(data)
     if sampler is not None:
@@ -43,9 +43,8 @@ def position_of(data: Any, batches: int, *, over: bool) -> dict[str, Any] | None
         return None
     if isinstance(data, Stateful):
         return {"batches": batches, "state": data.state_dict()}
-    if isinstance(data, Iterator) or isinstance(getattr(data, "dataset", None), IterableDataset):
-        return {"batches": batches}
-    return None
+    is_stream = isinstance(data, Iterator) or isinstance(getattr(data, "dataset", None), IterableDataset)
+    return {"batches": batches} if is_stream or getattr(data, "is_skipped_forward", False) else None
 
 
 def goes_back(data: Any) -> bool:

@@ -131,12 +131,17 @@ class BaseOptimizerParamsHandler(BaseHandler):
 
     Raises:
         TypeError: ``optimizer`` is neither.
+        ValueError: it has no such parameter.
     """
 
     def __init__(self, optimizer: Any, param_name: str = "lr", tag: str | None = None) -> None:
         if not isinstance(getattr(optimizer, "param_groups", None), Sequence):
             kind = type(optimizer).__name__
             raise TypeError(f"optimizer must be an optimizer, or have a sequence param_groups, got one of type {kind}")
+        for number, group in enumerate(optimizer.param_groups):
+            if param_name not in group:
+                known = [name for name in group if name != "params"]
+                raise ValueError(f"param_name must be in group {number} of the optimizer, {known}, got {param_name!r}")
         self.optimizer = optimizer
         self.param_name = param_name
         self.tag = tag

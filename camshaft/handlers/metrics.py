@@ -65,6 +65,8 @@ def attach_metrics(
     >>> evaluator.run([(1, 2), (5, 2), (3, 3)]).metrics
     {'largest error': 3}
     """
+    if not isinstance(engine, Engine):
+        raise TypeError(f"engine must be an Engine, got {engine!r} of type {type(engine).__name__}")
     check_callable("output_transform", output_transform)
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics must be a mapping of names to metrics, got {metrics!r} of {type(metrics).__name__}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from camshaft.distributed.ending import CommonEnd, common_end
@@ -11,6 +13,7 @@ from camshaft.engine.engine import Engine
 from camshaft.engine.event import Events, FailureEvents
 from camshaft.engine.handle import RemovableEventHandle
 
+_PACKAGE = str(Path(__file__).resolve().parents[1])
 _LAST = sys.maxsize  # of all handlers of an event
 _LEAVING = Events.COMPLETED | Events.INTERRUPT | Events.TERMINATE
 
@@ -18,11 +21,12 @@ _LEAVING = Events.COMPLETED | Events.INTERRUPT | Events.TERMINATE
 class StopTogether:
     """Ends the run of an engine on all ranks, by agreement off the device.
 
-    Every rank makes one on the same line, for the same engine. In a single process it is ``engine.terminate()``.
+    Every rank makes one, on the same line of the user's, for the same engine; ranks that make none are waited for in
+    vain, for seconds. In a single process it is ``engine.terminate()``.
     """
 
     def __init__(self) -> None:
-        self._name = line_of_caller()
+        self._name = os.path.basename(line_of_caller(within=_PACKAGE))
         self._end: CommonEnd | None = None
         self._is_watching = False
         self._handles: list[RemovableEventHandle] = []

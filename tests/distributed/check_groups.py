@@ -155,16 +155,32 @@ def a_rank_that_is_not_in_the_group_can_be_no_source() -> None:
 @check
 def what_is_no_group_is_refused() -> None:
     size = idist.get_world_size()
-    for group in (3, "world", {0}, 0.5):
+    for group in (3, "world", {0}, 0.5, torch.arange(size)):
         for call in (idist.all_reduce, idist.all_gather, idist.broadcast):
             with pytest.raises(ValueError, match="group must be"):
                 call(1, group=group)
         with pytest.raises(ValueError, match="group must be"):
             idist.barrier(group=group)
-    lists: list[Any] = [[], [size], [-1], [0, 0], [0.0], ["0"], [None], [[0]]]
+    lists: list[Any] = [[], [size], [-1], [0, 0], [0.0], ["0"], [None], [[0]], [False]]
     for ranks in (*lists, (), (0, 0), range(size, size + 1)):
         with pytest.raises(ValueError, match="ranks must be"):
             idist.all_reduce(1, group=ranks)
-    for ranks in (*lists, (0,), 0, None, range(1)):
+    for ranks in (*lists, (), (0, 0), 0, None, {0}, torch.arange(size)):
         with pytest.raises(ValueError, match="ranks must be"):
             idist.new_group(ranks)
+
+
+@check
+def ranks_of_a_group_are_whatever_counts_as_an_integer_in_any_sequence() -> None:
+    size = idist.get_world_size()
+    for ranks in (tuple(range(size)), range(size), [torch.tensor(rank) for rank in range(size)]):
+        assert idist.new_group(ranks).ranks == tuple(range(size))
+        equal(idist.all_reduce(1, group=ranks), size)
+
+
+@check
+def options_that_no_group_has_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"foo"):
+        idist.new_group([0], foo=1)
+    with pytest.raises((TypeError, ValueError), match="backend"):
+        idist.new_group([0], backend="foo")

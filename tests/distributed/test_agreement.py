@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import time
 from datetime import timedelta
 
@@ -97,12 +98,31 @@ def test_ranks_that_wait_for_each_other_in_different_groups_raise_at_once():
         idist.barrier(group=pair)
     enable()
     rows = rows_of(lambda: by_rank(*(lambda pair=pair: idist.all_reduce(1, group=pair) for pair in pairs)))
-    assert len(rows) == 2
-    assert "last in all_reduce" in "".join(rows)
+    assert all(
+        re.search(rf"all_reduce +\[{one}, {other}\] ", row) for row, (one, other) in zip(rows, pairs, strict=True)
+    )
     enable()  # a different order of calls: this rank's first group is another's second
     with pytest.raises(RankDivergenceError, match="never come"):
         for pair in (pairs[rank], pairs[rank - 1]):
             idist.all_gather("x", group=pair)
+
+
+@on_ranks(3)
+def test_all_who_wait_in_a_circle_are_shown_also_to_those_who_look_when_one_has_ended():
+    rank, first = idist.get_rank(), 1
+    pairs = [[0, 1], [1, 2], [0, 2]]
+    for pair in pairs:
+        idist.barrier(group=pair)
+    enable()
+    if rank != first:
+        time.sleep(0.5)  # and looks up that much later
+    rows = rows_of(lambda: idist.all_reduce(1, group=pairs[rank]))
+    agreement.enable(None)
+    assert all(
+        re.search(rf"all_reduce +\[{one}, {other}\] ", row) for row, (one, other) in zip(rows, pairs, strict=True)
+    )
+    assert all("test_agreement.py:" in row for row in rows), rows
+    assert rank == first or rows[first].startswith("has ended, last in all_reduce")
 
 
 @on_ranks(2)

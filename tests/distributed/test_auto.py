@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,16 +15,19 @@ from torch.optim import SGD
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     WeightedRandomSampler,
 )
 
 import camshaft.distributed as idist
+from camshaft.distributed.data import ExactBatchSampler, Sequential, Shuffled, ShuffledWindows, Weighted
 from camshaft.distributed.topology import Topology
-from camshaft.engine import Engine
+from camshaft.engine import Engine, Events
 from tests.distributed.test_ranks import Somewhere, at_rank
 from tests.ranks import on_ranks
 
@@ -298,6 +302,179 @@ def test_a_distributed_sampler_is_used_as_it_is_and_must_fit(on_rank_5_of_8):
         assert [warning.filename for warning in caught] == [__file__]
 
 
+class Epochs(Sampler):
+    """Draws with a generator of NumPy of its own, which it may seed when it is told the epoch."""
+
+    def __init__(self, seeded):
+        self.seeded, self.generator_of_its_own = seeded, np.random.default_rng(0)
+
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        return iter(self.generator_of_its_own.permutation(12).tolist())
+
+    def set_epoch(self, epoch):
+        if self.seeded:
+            self.generator_of_its_own = np.random.default_rng(epoch)
+
+
+class Unsized:
+    def __iter__(self):
+        return iter(range(12))
+
+
+def resumed(first, second=None, stop=6):
+    """Give what a run over a loader was given after a stop, and what one that goes on there is given, over another."""
+    whole, rest, state = [], [], {}
+    engine = Engine(lambda engine, batch: whole.append(torch.as_tensor(batch).tolist()))
+    engine.add_event_handler(Events.ITERATION_COMPLETED(once=stop), lambda: state.update(engine.state_dict()))
+    engine.run(first(), max_epochs=3)
+    engine = Engine(lambda engine, batch: rest.append(torch.as_tensor(batch).tolist()))
+    engine.load_state_dict(state)
+    engine.run((second or first)())
+    return whole[stop:], rest
+
+
+FOURS = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [lambda: FOURS, lambda: BatchSampler(RandomSampler(range(12)), 3, False)]
+    + [lambda: BatchSampler(Epochs(seeded=True), 3, False)],
+)
+def test_alone_a_batch_sampler_is_gone_on_with(batches):
+    wanted, got = resumed(lambda: idist.auto_dataloader(range(12), batch_sampler=batches()))
+    assert got == wanted
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": None},
+        {"batch_size": 3, "sampler": Unsized()},
+        {"batch_size": 3, "sampler": DistributedSampler(range(12), 1, 0)},
+    ],
+)
+def test_a_loader_that_does_not_deal_is_skipped_forward_with_a_warning(options):
+    with pytest.warns(UserWarning, match="2 batches are loaded and thrown away"):
+        wanted, got = resumed(
+            lambda: idist.auto_dataloader(range(12), **options), stop=14 if options["batch_size"] is None else 6
+        )
+    assert got == wanted
+
+
+@on_ranks(2)
+def test_among_ranks_a_batch_sampler_is_skipped_forward_with_a_warning():
+    with pytest.warns(UserWarning, match="batch_sampler is used as it is|are loaded and thrown away") as caught:
+        wanted, got = resumed(lambda: idist.auto_dataloader(range(12), batch_sampler=FOURS))
+    assert got == wanted
+    assert "2 batches are loaded and thrown away" in str(caught[-1].message)
+
+
+def test_a_sampler_that_draws_another_order_is_refused_in_the_middle_of_an_epoch():
+    def over(sampler):
+        return lambda: idist.auto_dataloader(range(16), sampler=sampler, batch_size=2)
+
+    wanted, got = resumed(over(range(8)), over(range(8)))
+    assert got == wanted
+    with pytest.raises(ValueError, match="list gives other samples or another order now.*with the same sampler"):
+        resumed(over(list(range(8))), over(list(range(8, 16))))
+    assert resumed(over(list(range(8))), over(list(range(8, 16))), stop=8)[1][0] == [8, 9], "nothing of it was given"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_sampler_with_random_numbers_of_its_own_is_gone_on_with_if_it_seeds_them(world_size):
+    def over(seeded):
+        return lambda: idist.auto_dataloader(range(12), sampler=Epochs(seeded), batch_size=4)
+
+    with at_rank(0, world_size):
+        wanted, got = resumed(over(seeded=True), stop=4)
+        assert got == wanted
+        with pytest.raises(ValueError, match=r"Epochs gives another order each time.*seed its own in set_epoch\(epoch"):
+            resumed(over(seeded=False), stop=4)
+        assert len(resumed(over(seeded=False), stop=3)[1]) == 6
+
+
+WRONG = {
+    "list": ({"sampler": [0, 1, 12, 3]}, "the sampler gave index 12 at position 2, but the dataset has 10 samples"),
+    "negative": (
+        {"sampler": [0, -1, 2, -3]},
+        "the sampler gave index -1 at position 1, but the dataset has 10 samples",
+    ),
+    "sampler": (
+        {"sampler": RandomSampler(range(999))},
+        r"the sampler gave index \d+ at position \d, but the dataset has",
+    ),
+    "batches": (
+        {"batch_sampler": ExactBatchSampler([[0, 1], [12, 3]], None, num_replicas=1, rank=0)},
+        "the sampler gave index 12 at position 2",
+    ),
+}
+
+
+@on_ranks(2)
+def is_refused_on_all_ranks(what):
+    options, message = WRONG[what]
+    for dataset in (list(range(10)), torch.arange(10), Plain()):
+        loader = idist.auto_dataloader(dataset, **options)
+        with pytest.raises(ValueError, match=message):
+            list(loader)
+        with pytest.raises(ValueError, match=message):
+            Engine(lambda engine, batch: None).run(loader)
+
+
+class Plain(Dataset):
+    """Checks nothing."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return index
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_indices_that_the_dataset_lacks_are_refused_on_all_ranks(what):
+    is_refused_on_all_ranks(what)
+
+
+def test_alone_a_plain_batch_sampler_is_checked_too():
+    with pytest.raises(ValueError, match="the sampler gave index -3 at position 3, but the dataset has 10 samples"):
+        list(idist.auto_dataloader(Plain(), batch_sampler=[[0, 1], [2, -3]]))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "order", [Shuffled(12), Sequential(8), ShuffledWindows(11, 2), Weighted([1.0] * 12, 10), Weighted([1.0] * 9, 10)]
+)
+def test_an_order_of_more_or_fewer_samples_than_the_dataset_has_is_refused(world_size, order):
+    message = rf"the order is one of {order.num_samples} samples \(.*\), but the dataset has 10: make it for as many"
+    with at_rank(0, world_size):
+        with pytest.raises(ValueError, match=message):
+            idist.auto_dataloader(Plain(), sampler=order, batch_size=4)
+        assert len(idist.auto_dataloader(Plain(), sampler=Weighted([1.0] * 10, 20), batch_size=4)) == 5
+
+
+def test_keys_that_are_no_numbers_and_datasets_without_length_are_not_checked():
+    class Endless(Dataset):
+        def __getitem__(self, index):
+            return index
+
+    def first(dataset, sampler):
+        return next(iter(idist.auto_dataloader(dataset, sampler=sampler, batch_size=2, collate_fn=list)))
+
+    assert first({"a": 1, "b": 2}, ["b", "a"]) == [2, 1]
+    assert first({10: 1, 20: 2}, [20, 10]) == [2, 1]
+    assert first(Endless(), [-5, 10**9]) == [-5, 10**9]
+    assert first(Endless(), Sequential(3)) == [0, 1]
+    growing = list(range(2))
+    loader = idist.auto_dataloader(growing, sampler=[1, 2])
+    growing.append(2)
+    assert [batch.tolist() for batch in loader] == [[1], [2]]
+
+
 def test_a_batch_sampler_is_the_business_of_the_user(on_rank_5_of_8):
     batches = BatchSampler(SequentialSampler(range(100)), 3, False)
     with pytest.warns(UserWarning, match="batch_sampler is used as it is") as caught:
@@ -438,6 +615,14 @@ def test_fewer_samples_than_ranks_are_refused():
     [
         ({"dataset": []}, ValueError, "dataset must have a sample at least, got an empty list"),
         ({"dataset": range(9), "shuffle": "yes"}, TypeError, "shuffle must be True, False or None, got 'yes'"),
+        ({"dataset": range(9), "num_workers": None}, TypeError, "num_workers must be an integer, got None"),
+        ({"dataset": range(9), "generator": 5}, TypeError, r"generator must be a torch\.Generator or None, got 5"),
+        ({"dataset": range(9), "seed": 1.5}, TypeError, "seed must be an integer, got 1.5 of type float"),
+        (
+            {"dataset": range(9), "seed": "a", "shuffle": False},
+            TypeError,
+            "seed must be an integer, got 'a' of type str",
+        ),
         ({"dataset": range(9), "sampler": 5}, TypeError, "sampler must be a sampler, an order or a sequence .*, got 5"),
         (
             {"dataset": range(9), "batch_size": 10, "drop_last": True},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -70,6 +72,59 @@ def test_a_wrong_number_of_values_on_one_rank_raises_on_all():
     ):
         assert raised(call)[0] is ValueError
         assert idist.all_gather(rank) == [0, 1]
+
+
+@on_ranks(2)
+def test_a_value_of_the_wrong_kind_on_one_rank_raises_on_all():
+    rank = idist.get_rank()
+    for call, shown in (
+        (lambda: idist.broadcast(torch.ones(2, device="meta") if rank == 0 else None, safe_mode=True), "hold values"),
+        (lambda: idist.broadcast(torch.ones(999, device="meta") if rank == 0 else None, safe_mode=True), "hold values"),
+        (lambda: idist.scatter([torch.ones(2, device="meta"), 1] if rank == 0 else None), "hold values"),
+        (lambda: idist.scatter(5 if rank == 0 else None), "values must hold one value .* got 5 of type int"),
+        (lambda: idist.scatter(iter([1, 2]) if rank == 0 else None), "values must hold one value .*iterator"),
+        (lambda: idist.scatter(torch.tensor(1) if rank == 0 else None), "values must hold one value .* of type Tensor"),
+        (lambda: idist.all_to_all((one for one in (1, 2)) if rank == 0 else [1, 2]), "one value .* of type generator"),
+        (lambda: idist.all_reduce("3" if rank == 0 else 3), "got '3' of type str|numbers of the same kind"),
+        (lambda: idist.reduce([1.0] if rank == 0 else 1.0), r"got \[1.0\] of type list|numbers of the same kind"),
+        (lambda: idist.all_reduce("3" if rank == 0 else 3, "MAX"), "got '3' of type str"),
+        (lambda: idist.all_reduce("3" if rank == 0 else 3, "OR"), "got '3' of type str"),
+    ):
+        kind, text = raised(call)
+        assert kind is TypeError
+        assert re.search(shown, text), text
+        assert rank == 0 or "rank 0 takes no part" in text or "of the same kind" in text
+        assert idist.all_gather(rank) == [0, 1]
+
+
+@on_ranks(2)
+def test_nothing_at_all_is_no_number_and_is_not_exchanged():
+    """The others may have tensors, which gloo could only abort the processes for."""
+    if idist.get_rank() == 0:
+        with pytest.raises(TypeError, match="tensor must be a tensor or a number, got None"):
+            idist.all_reduce(None)
+    assert idist.all_reduce(torch.ones(1000)).sum() == 2000
+
+
+@on_ranks(2)
+def test_tensors_that_are_not_dense_can_be_had_from_one_rank():
+    here = idist.get_rank() == 0
+    sparse = torch.eye(3).to_sparse()
+    assert idist.broadcast(sparse if here else None, safe_mode=True).to_dense().equal(torch.eye(3))
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(300)], layout=torch.jagged)
+    assert [len(one) for one in idist.broadcast(nested if here else None, safe_mode=True).unbind()] == [2, 300]
+
+
+def test_a_tensor_holds_a_value_for_each_rank_along_its_first_dimension():
+    assert idist.scatter(torch.arange(1)) == torch.tensor(0)
+    assert idist.all_to_all(torch.arange(1)) == [torch.tensor(0)]
+
+
+@on_ranks(2)
+def test_a_tensor_is_scattered_along_its_first_dimension():
+    rank = idist.get_rank()
+    assert idist.scatter(torch.arange(2) if rank == 0 else None) == rank
+    assert idist.all_to_all(torch.arange(2)) == [rank, rank]
 
 
 @on_ranks(2)

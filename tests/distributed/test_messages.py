@@ -343,6 +343,47 @@ def exchanged_with(other):
     return idist.recv(other)
 
 
+def test_what_a_message_raises_tells_which_one():
+    for call, where in (
+        (lambda: idist.send(1, 7), "in send on rank 0, to rank 7, tag 0"),
+        (lambda: idist.isend(lambda: 1, 1, tag=3), "in isend on rank 0, to rank 1, tag 3"),
+        (lambda: idist.recv(1, tag="a"), "in recv on rank 0, from rank 1, tag a"),
+        (lambda: idist.irecv(1, out=3), "in irecv on rank 0, from rank 1, tag 0"),
+    ):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            run_alone(call)
+        assert caught.value.__notes__ == [where]
+
+
+@on_ranks(2)
+def test_what_waiting_for_a_message_raises_tells_which_one():
+    rank = idist.get_rank()
+    if rank == 0:
+        for tag in (1, 2):
+            idist.send("text", 1, tag=tag)
+        dist.barrier()
+        dist.destroy_process_group()
+        begin_again()
+        return
+    coming = idist.irecv(0, tag=1, out=torch.ones(1))
+    for call, where in (
+        (coming.wait, "in irecv on rank 1, from rank 0, tag 1"),
+        (coming.wait, "in irecv on rank 1, from rank 0, tag 1"),
+        (lambda: idist.recv(0, tag=2, out=torch.ones(1)), "in recv on rank 1, from rank 0, tag 2"),
+    ):
+        with pytest.raises(ValueError, match="out must be None") as caught:
+            call()
+        assert caught.value.__notes__ == [where]
+    dist.barrier()
+    for call, where in (
+        (lambda: idist.recv(0, tag=4), "in recv on rank 1, from rank 0, tag 4"),
+        (lambda: idist.send("x", 0, tag=5), "in send on rank 1, to rank 0, tag 5"),
+    ):
+        with pytest.raises(RuntimeError) as caught:  # of gloo: the other has gone
+            call()
+        assert where in caught.value.__notes__
+
+
 @on_ranks(2)
 def test_what_cannot_be_pickled_is_refused_before_anything_is_sent():
     if idist.get_rank() == 0:

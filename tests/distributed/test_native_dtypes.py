@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import camshaft.distributed as idist
+from camshaft.distributed.backends.native.backend import NativeBackend
 from camshaft.distributed.backends.native.dtypes import FLOAT8
 from camshaft.distributed.context import current
 from camshaft.distributed.encoding import bytes_of
+from camshaft.distributed.numbers import check_reduction
 from tests.ranks import on_ranks
 
 UNKNOWN = (torch.int16, torch.uint16, torch.uint32, torch.uint64)  # to gloo
@@ -86,6 +89,29 @@ def test_tensors_that_gloo_does_not_move():
                 else:
                     assert (got.dtype, got.shape) == (dtype, wanted.shape)
                     assert bytes_of(got) == bytes_of(wanted)
+
+
+@on_ranks(2)
+def test_complex_numbers_are_added_and_nothing_else():
+    tensor = torch.tensor([1 + 2j, 3j])
+    for call in (idist.all_reduce, lambda tensor, op: idist.reduce(tensor, op=op), idist.reduce_scatter):
+        for op in ("PRODUCT", "MIN", "MAX"):
+            with pytest.raises(TypeError, match=f"op '{op}' is not for complex numbers on gloo, got a tensor of torch"):
+                call(tensor.clone(), op)
+    assert idist.all_reduce(tensor).tolist() == [2 + 4j, 6j]
+
+
+@on_ranks(2)
+def test_nccl_reduces_no_bits_of_tensors():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:nccl")
+        on_gpu, on_cpu = (NativeBackend(current().topology, torch.device(name)) for name in ("cuda", "cpu"))
+    assert on_gpu.reductions == ("SUM", "PRODUCT", "MIN", "MAX")
+    assert "AND" in on_cpu.reductions
+    for op in ("AND", "OR"):
+        with pytest.raises(ValueError, match=rf"op must be one of \('SUM', .*\) on native-dist, got '{op}'"):
+            check_reduction(on_gpu, torch.ones(2, dtype=torch.int64), op)
+        check_reduction(on_gpu, 3, op)  # numbers are gathered and reduced here
 
 
 @on_ranks(2)

@@ -54,6 +54,7 @@ def test_one_process_gives_its_number_back(number, op):
     [
         (np.float32(0.5), "SUM", 0.5), (np.float64(0.1), "MAX", 0.1), (np.int8(-3), "SUM", -3), (np.uint64(3), "OR", 3),
         (Colour.RED, "SUM", 2), (True, "SUM", 1), (True, "PRODUCT", 1), (True, "MAX", True), (False, "AND", False),
+        (np.True_, "SUM", 1), (np.True_, "MAX", True), (np.False_, "OR", False),
         (2j, "SUM", 2j), (np.complex64(2j), "PRODUCT", 2j), (10**30, "MAX", 10**30), (math.inf, "SUM", math.inf),
     ],
 )  # fmt: skip

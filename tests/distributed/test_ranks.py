@@ -136,6 +136,13 @@ def test_a_node_without_the_local_rank_raises_and_the_others_do_not_wait_for_it(
         assert len(backend.barriers) == barriers
 
 
+@pytest.mark.parametrize("rank", ["a", None, 0.5])
+def test_who_goes_first_is_an_integer(rank):
+    wanted = "rank must be an integer, got .*; write with one_rank_first"
+    with pytest.raises(TypeError, match=wanted), idist.one_rank_first(rank):
+        pass
+
+
 def test_the_line_of_the_block_is_told():
     where = r"test_ranks\.py:\d+ in test_the_line"
     with at_rank(0), pytest.raises(RankDivergenceError, match=where), idist.one_rank_first():

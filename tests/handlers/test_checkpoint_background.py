@@ -262,19 +262,40 @@ def test_an_error_of_the_run_itself_is_the_one_that_is_raised_and_the_save_ends_
     engine.add_event_handler(Events.ITERATION_COMPLETED, checkpoint)
     with pytest.raises(ZeroDivisionError):
         engine.run(range(3))
+    assert names(tmp_path) == ["part_1.pt"]
     assert checkpoint.last_checkpoint == tmp_path / "part_1.pt"
     assert not engine.has_event_handler(checkpoint._later.settle)
 
 
-def test_on_an_evaluator_it_is_the_next_evaluation_or_whoever_asks_that_waits(tmp_path):
+def test_on_an_evaluator_the_trainer_goes_on_and_waits_before_it_ends(tmp_path):
     saver = Gate(tmp_path)
-    checkpoint = background({"part": Part()}, saver, score_function=lambda engine: 1.0)
+    checkpoint = background({"part": Part()}, saver, score_function=lambda engine: trainer.state.epoch, n_saved=None)
     evaluator = Engine(lambda engine, batch: None)
     evaluator.add_event_handler(Events.COMPLETED, checkpoint)
-    evaluator.run(range(2))
-    assert names(tmp_path) == []
+    fired, seen = [], []
+    evaluator.add_event_handler(Checkpoint.SAVED_CHECKPOINT, lambda: fired.append(trainer.state.iteration))
+
+    def step(engine, batch):
+        if batch == 3:
+            seen.append(names(tmp_path))
+            saver.opened.set()
+
+    trainer = Engine(step)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: evaluator.run(range(2)))
+    trainer.run(range(5))
+    assert (seen, names(tmp_path)) == ([[]], ["part_1.pt"])
+    assert len(fired) == 1
+    assert not trainer.has_event_handler(checkpoint._later.settle)
+
+
+@pytest.mark.parametrize("event", [Events.COMPLETED, Events.TERMINATE])
+def test_what_begins_at_the_end_of_a_run_is_waited_for_at_once(tmp_path, event):
+    saver = Broken(tmp_path)
     saver.opened.set()
-    assert checkpoint.last_checkpoint == tmp_path / "part_1.0000.pt"
+    engine = Engine(lambda engine, batch: engine.terminate())
+    engine.add_event_handler(event, background({"part": Part()}, saver))
+    with pytest.raises(OSError, match="No space left"):
+        engine.run(range(2))
 
 
 def test_at_its_exit_the_process_waits(tmp_path):

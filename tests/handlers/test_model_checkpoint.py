@@ -92,9 +92,9 @@ def test_it_saves_on_an_exception_too(tmp_path):
 def test_there_without_objects_it_says_so_and_the_first_error_is_still_seen(tmp_path):
     trainer = Engine(lambda engine, batch: 1 / 0)
     trainer.add_event_handler(Events.EXCEPTION_RAISED, ModelCheckpoint(tmp_path))
-    with pytest.raises(TypeError, match="to_save must be a mapping, got ZeroDivisionError") as raised:
+    with pytest.raises(TypeError, match="to_save is missing: register a ModelCheckpoint with its objects") as raised:
         trainer.run([1])
-    assert isinstance(raised.value.__context__, ZeroDivisionError)
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
 
 
 def test_with_another_save_handler_there_is_no_path_to_give(tmp_path):

@@ -143,6 +143,24 @@ def test_a_rank_that_was_never_told_of_it_is_not_waited_for_for_ever(monkeypatch
     assert engine.state.iteration == (1 if idist.get_rank() == 0 else 10)
 
 
+@on_ranks(2)
+def test_a_handler_on_one_rank_alone_touches_no_other(monkeypatch):
+    monkeypatch.setattr("camshaft.distributed.ending._PATIENCE", 0.2)
+    first = Engine(lambda engine, batch: None)
+    if idist.get_rank() == 1:
+        first.add_event_handler(Events.ITERATION_COMPLETED, TimeLimit(1e-6))
+    first.run(range(10))
+    idist.barrier()
+    second = Engine(lambda engine, batch: together(batch))
+    second.add_event_handler(Events.ITERATION_COMPLETED, TerminateOnNan())
+    assert second.run(range(50)).iteration == 50
+
+
+def test_the_name_is_the_line_of_the_user():
+    handlers = [TerminateOnNan(), TimeLimit()]
+    assert all("test_stopping.py" in handler._together._name for handler in handlers)
+
+
 def test_one_process_just_terminates_with_nothing_added(monkeypatch):
     engine = Engine(lambda engine, batch: None)
     stopping = StopTogether()

@@ -76,6 +76,19 @@ def reductions_of_small_integers_wrap_around() -> None:
 
 
 @check
+def unsigned_numbers_of_64_bits_are_reduced() -> None:
+    rank, size = place()
+    mine = torch.tensor([2**64 - 1 - rank, rank, 2**63], dtype=torch.uint64)
+    for op, wanted in (
+        ("SUM", [size * 2**64 - size - sum(range(size)), sum(range(size)), size * 2**63]),
+        ("MIN", [2**64 - size, 0, 2**63]),
+        ("MAX", [2**64 - 1, size - 1, 2**63]),
+    ):
+        got = idist.all_reduce(mine.clone(), op)
+        equal((got.dtype, got.tolist()), (torch.uint64, [number % 2**64 for number in wanted]))
+
+
+@check
 def reductions_of_bools_are_those_of_logic() -> None:
     rank, size = place()
     for op, wanted in (("SUM", True), ("MAX", True), ("PRODUCT", size == 1), ("MIN", size == 1)):

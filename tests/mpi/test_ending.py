@@ -181,6 +181,25 @@ def test_a_message_that_nobody_received_is_warned_of() -> None:
     assert run.stdout.count("UserWarning: a message from rank 0 of a group was never received") == 1, run.stdout
 
 
+UNRECEIVED_AT_THE_END = """
+import time, torch
+import camshaft.distributed as idist
+
+if __name__ == "__main__":
+    with idist.Parallel("mpi"):
+        if idist.get_rank() == 0:
+            idist.isend({value}, 1)
+"""
+
+
+@pytest.mark.parametrize("value", ["'short'", "torch.ones(1 << 20)"])
+def test_a_message_that_nobody_received_is_an_error_of_who_sent_it(value: str) -> None:
+    run = mpirun(2, "-W", "default", "-c", UNRECEIVED_AT_THE_END.format(value=value), seconds=40)
+    assert run.returncode == 1, run.stdout
+    assert "RuntimeError: a message to rank 1 was not received: " in run.stdout
+    assert "send cannot complete: rank 1 left" in run.stdout
+
+
 ABSENT = """
 dist.new_group([0, 1])
 if rank == 0:

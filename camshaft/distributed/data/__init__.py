@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from camshaft.distributed.data.one_by_one import ExactSampler
 from camshaft.distributed.data.orders import Order, Sequential, Shuffled, ShuffledWindows, Weighted
 from camshaft.distributed.data.prefetch import prefetch_to_device
-from camshaft.distributed.data.sampler import ExactBatchSampler, ExactSampler
+from camshaft.distributed.data.sampler import ExactBatchSampler
 
 __all__ = [
     "ExactBatchSampler",

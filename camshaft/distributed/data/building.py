@@ -7,11 +7,13 @@ import warnings
 from collections.abc import Iterator, Sized
 from typing import Any, cast
 
+import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
+from camshaft.distributed.data.drawing import length_of_dataset
 from camshaft.distributed.data.ending import EvenLoader
 from camshaft.distributed.data.iterable import sharded
-from camshaft.distributed.data.loader import Loader
+from camshaft.distributed.data.loader import Loader, PlainLoader
 from camshaft.distributed.data.orders import Order, Sequential, Shuffled
 from camshaft.distributed.data.sampler import ExactBatchSampler
 from camshaft.distributed.sampling import DistributedProxySampler, length_of
@@ -24,16 +26,11 @@ def make_loader(
     """Make the loader of one rank; see :func:`camshaft.distributed.auto_dataloader`."""
     options = dict(options)
     size, local_size = topology.world_size, topology.local_world_size
-    if options.get("shuffle") not in (None, True, False):
-        raise TypeError(f"shuffle must be True, False or None, got {options['shuffle']!r}")
-    seed = options.pop("seed", None)
-    if seed is None:
-        generator = options.get("generator")
-        seed = 0 if generator is None else generator.initial_seed()
+    seed = _checked_seed(options)
     if size > 1 and options.get("num_workers", 0) >= local_size:
         options["num_workers"] = -(-options["num_workers"] // local_size)
     if options.get("batch_sampler") is not None:
-        return _with_batches_of_the_user(dataset, options, topology)
+        return _with_batches_of_the_user(dataset, options, seed, topology)
     options.pop("batch_sampler", None)
     if isinstance(dataset, IterableDataset):
         return _iterable(dataset, options, topology, logger)
@@ -41,7 +38,7 @@ def make_loader(
     if not _can_be_dealt(sampler, batch_size, topology):
         if batch_size is None and size > 1 and not isinstance(sampler, DistributedSampler):
             return _without_batches(dataset, sampler, options, topology)
-        return DataLoader(dataset, batch_size=_per_rank(batch_size, size), sampler=sampler, **options)
+        return PlainLoader(dataset, batch_size=_per_rank(batch_size, size), sampler=sampler, **options)
     chosen = {name: options.pop(name, default) for name, default in (("shuffle", None), ("drop_last", False))}
     DataLoader(dataset, batch_size=batch_size, sampler=cast(Any, sampler), **chosen)  # torch finds what contradicts
     shuffle = chosen["shuffle"]
@@ -57,20 +54,58 @@ def make_loader(
             "give a smaller batch_size, more samples, or drop_last=False"
         )
     batches = ExactBatchSampler(sampler, total, chosen["drop_last"], seed=seed, num_replicas=size, rank=topology.rank)
-    return Loader(dataset, batch_sampler=batches, **options)
+    return _exact(dataset, {**options, "batch_sampler": batches})
 
 
-def _with_batches_of_the_user(dataset: Dataset[Any], options: dict[str, Any], topology: Topology) -> DataLoader[Any]:
+def _checked_seed(options: dict[str, Any]) -> Any:
+    """Refuse options that torch does not look at, or not before the first batch; take the seed out of them."""
+    shuffle, workers, generator = (options.get(name) for name in ("shuffle", "num_workers", "generator"))
+    if shuffle not in (None, True, False):
+        raise TypeError(f"shuffle must be True, False or None, got {shuffle!r}")
+    if "num_workers" in options and not isinstance(workers, int):
+        raise TypeError(f"num_workers must be an integer, got {workers!r}")
+    if not isinstance(generator, torch.Generator | None):
+        raise TypeError(f"generator must be a torch.Generator or None, got {generator!r}")
+    seed = options.pop("seed", None)
+    if seed is not None:
+        return seed
+    return 0 if generator is None else generator.initial_seed()
+
+
+def _exact(dataset: Dataset[Any], options: dict[str, Any]) -> Loader[Any]:
+    """Make the loader of an exact batch sampler, which learns what its indices are for."""
+    batches: ExactBatchSampler = options["batch_sampler"]
+    order, length = batches.source, length_of_dataset(dataset)
+    if isinstance(order, Order) and length not in (None, order.num_samples):
+        raise ValueError(
+            f"the order is one of {order.num_samples} samples ({order.describe()}), but the dataset has {length}: make "
+            "it for as many samples as the dataset has"
+        )
+    loader: Loader[Any] = Loader(dataset, **options)
+    batches.dataset = dataset
+    return loader
+
+
+def _with_batches_of_the_user(
+    dataset: Dataset[Any], options: dict[str, Any], seed: int, topology: Topology
+) -> DataLoader[Any]:
     sampler = options["batch_sampler"]
+    alone = topology.world_size == 1 and not isinstance(dataset, IterableDataset)
+    if alone and hasattr(sampler, "__len__") and not _begins_anywhere(sampler):
+        options["batch_sampler"] = sampler = ExactBatchSampler(sampler, None, seed=seed)
     if isinstance(sampler, ExactBatchSampler):
-        return Loader(dataset, **options)
+        return _exact(dataset, options)
     if topology.world_size > 1:
         warnings.warn(
             "batch_sampler is used as it is: it must give each rank its own batches; one that gives all the same "
             "is dealt out by ExactBatchSampler(batch_sampler, None)",
             stacklevel=4,
         )
-    return DataLoader(dataset, **options)
+    return PlainLoader(dataset, **options)
+
+
+def _begins_anywhere(sampler: Any) -> bool:
+    return callable(getattr(sampler, "seek", None)) and callable(getattr(sampler, "position", None))
 
 
 def _iterable(
@@ -115,7 +150,7 @@ def _without_batches(
         if sampler is None
         else DistributedProxySampler(sampler if isinstance(sampler, Sampler) else _Given(sampler), size, rank)
     )
-    loader: DataLoader[Any] = DataLoader(dataset, batch_size=None, sampler=dealt, **options)
+    loader: DataLoader[Any] = PlainLoader(dataset, batch_size=None, sampler=dealt, **options)
     warnings.warn(
         "batch_size=None leaves no batches to even out: where the samples cannot be divided evenly, some are repeated; "
         "give a batch_size",

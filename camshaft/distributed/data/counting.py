@@ -6,6 +6,7 @@ Nothing stays in the store: a window is deleted when all have spoken of the next
 from __future__ import annotations
 
 import json
+import logging
 import time
 import weakref
 from collections import Counter
@@ -22,8 +23,10 @@ from camshaft.distributed.guard import check_all_present
 from camshaft.errors import RankDivergenceError
 
 _PAUSE = 0.05  # seconds, at most, between questions to the store
+_SILENCE = 10.0  # seconds after which a rank says for whom it waits
 _FAREWELL = 10.0  # seconds for which rank 0, whose process mostly holds the store, stays until all have read it
 _WHAT = "a pass over data that ends on all ranks together"
+_logger = logging.getLogger(__name__)
 _begun: weakref.WeakKeyDictionary[Backend, Counter[str]] = weakref.WeakKeyDictionary()
 
 
@@ -112,7 +115,7 @@ class InStore:
         self._ranks = range(size)
         self._full = full
         self._window = 0
-        self._has_left = False
+        self._has_left = self._has_told = False
 
     def say(self, mine: Said) -> None:
         """Write it down."""
@@ -177,15 +180,25 @@ class InStore:
         window, count, error = json.loads(self._store.get(key))
         return window, count, error
 
+    def _late(self) -> list[int]:
+        """List the ranks that have not spoken of this window."""
+        return [rank for rank in self._ranks if self._said(rank)[0] < self._window]
+
     def _wait_for(self, key: str) -> None:
         began = time.monotonic()
         patience = self._store.timeout.total_seconds()  # type: ignore[attr-defined]  # torch's stubs lack it
         while not self._store.check([key]):
             waited = time.monotonic() - began
             if waited > patience:
-                late = [rank for rank in self._ranks if self._said(rank)[0] < self._window]
                 raise RankDivergenceError(
-                    f"rank {self._rank} goes on with {_WHAT}, but ranks {late} have not come within {patience:g} s: "
-                    "they still load a batch, do something else, or have ended"
+                    f"rank {self._rank} goes on with {_WHAT}, but ranks {self._late()} have not come within "
+                    f"{patience:g} s: they still load a batch, do something else, or have ended"
+                )
+            if waited > _SILENCE and not self._has_told:
+                self._has_told = True
+                _logger.warning(
+                    "rank %d waits for ranks %s in %s, and will for %g s: they still load a batch, do something else, "
+                    "or have ended",
+                    *(self._rank, self._late(), _WHAT, patience),
                 )
             time.sleep(min(_PAUSE, max(_PAUSE / 500, waited / 4)))

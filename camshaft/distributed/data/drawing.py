@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any
 from zlib import crc32
 
@@ -27,7 +28,7 @@ class Drawn:
     """
 
     def __init__(self, sampler: Iterable[Any], *, batches: bool, seed: int, epoch: int) -> None:
-        own = (getattr(part, "generator", None) for part in _chain(sampler))
+        own = (getattr(part, "generator", None) for part in chain_of(sampler))
         generators = [generator for generator in own if isinstance(generator, torch.Generator)]
         states = [generator.get_state() for generator in generators]
         with preserved_random_state():
@@ -41,19 +42,50 @@ class Drawn:
         self.sizes = [len(batch) for batch in given]
         self.samples = [sample for batch in given for sample in batch]
 
+    @cached_property
     def fingerprint(self) -> str:
-        """Hash what was drawn: the same on all ranks that drew the same."""
+        """A hash of what was drawn: the same on all ranks that drew the same."""
+        numbers = self._numbers
+        text = repr(self.samples).encode() if numbers is None else numbers.tobytes()
+        return f"{crc32(array('q', self.sizes).tobytes(), crc32(text)):08x}"
+
+    @cached_property
+    def _numbers(self) -> array[int] | None:
         try:
-            numbers = array("q", self.samples).tobytes()
+            return array("q", self.samples)
         except (TypeError, OverflowError):  # names, say
-            numbers = repr(self.samples).encode()
-        return f"{crc32(array('q', self.sizes).tobytes(), crc32(numbers)):08x}"
+            return None
+
+    def check(self, dataset: Any) -> None:
+        """Refuse indices that a dataset lacks, also negative ones; other keys are the business of the dataset.
+
+        Raises:
+            ValueError: there is one.
+        """
+        length = length_of_dataset(dataset)
+        if length is None or not self.samples or (numbers := self._numbers) is None:
+            return
+        indices = torch.frombuffer(numbers, dtype=torch.int64)
+        if (ends := indices.aminmax()).min < 0 or ends.max >= length:
+            where = int(((indices < 0) | (indices >= length)).nonzero()[0])
+            raise ValueError(
+                f"the sampler gave index {numbers[where]} at position {where}, but the dataset has {length} samples"
+            )
 
 
-def _chain(sampler: Any) -> list[Any]:
+def chain_of(sampler: Any) -> list[Any]:
     """List a sampler and those that it wraps."""
     found: list[Any] = []
     while sampler is not None and not any(sampler is one for one in found):
         found.append(sampler)
-        sampler = getattr(sampler, "sampler", None) or getattr(sampler, "batch_sampler", None)
+        inner = getattr(sampler, "sampler", None)
+        sampler = getattr(sampler, "batch_sampler", None) if inner is None else inner
     return found
+
+
+def length_of_dataset(dataset: Any) -> int | None:
+    """Give the length of a dataset that is asked for numbers below it, as far as one can know."""
+    try:
+        return None if isinstance(dataset, Mapping) else len(dataset)
+    except (TypeError, NotImplementedError):
+        return None

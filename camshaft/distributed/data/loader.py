@@ -13,9 +13,20 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from camshaft.distributed.data.augmentation import Indices, SeededFetching, is_ready
 from camshaft.distributed.data.randomness import key_of
 
-__all__ = ["Indices", "Loader"]
+__all__ = ["Indices", "Loader", "PlainLoader"]
 
 Sample = TypeVar("Sample", covariant=True)
+
+
+class PlainLoader(DataLoader[Sample]):
+    """A ``DataLoader`` that ``auto_dataloader`` made and that cannot begin in the middle.
+
+    Attributes:
+        is_skipped_forward: a run that goes on in the middle of a pass loads what it was given before, and throws it
+            away.
+    """
+
+    is_skipped_forward = True
 
 
 class Loader(DataLoader[Sample]):

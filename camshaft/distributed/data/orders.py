@@ -26,6 +26,11 @@ class Order(ABC):
 
     length: int
 
+    @property
+    def num_samples(self) -> int:
+        """As many as there are positions, unless a policy says otherwise."""
+        return self.length
+
     @abstractmethod
     def describe(self) -> str:
         """Say in a few words what decides the order besides seed and epoch.
@@ -177,6 +182,11 @@ class Weighted(Order):
         check_count("length", self.length)
         self._num_weights, self._fingerprint = len(checked), _fingerprint(checked)
         self._upper_ends = (checked / checked.max()).cumsum(0)  # divided first, so that no sum is infinite
+
+    @property
+    def num_samples(self) -> int:
+        """As many as there are weights."""
+        return self._num_weights
 
     def describe(self) -> str:
         """Name the numbers of draws and of weights, and a hash of the weights."""

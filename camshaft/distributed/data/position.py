@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 _NAMES = ("epoch", "consumed", "seed", "order", "steps")
@@ -37,3 +37,31 @@ def check_position(position: Mapping[str, Any], *, seed: int, order: str) -> Non
             f"the position was saved with seed {position['seed']}, the loader has seed {seed}: other samples would be "
             f"left; give auto_dataloader seed={position['seed']}"
         )
+
+
+def check_drawn(position: Mapping[str, Any], hashes: Iterator[str], sampler: str) -> None:
+    """Refuse a position in the middle of an epoch for which a sampler of the user now gives another order.
+
+    Args:
+        position: one that was checked; ``drawn``, if it is there, is the hash of what the sampler gave.
+        hashes: of what it gives now, and of what it gives when it is asked again.
+        sampler: the name of its type.
+
+    Raises:
+        ValueError: the order is another one.
+    """
+    wanted = position.get("drawn")
+    if wanted is None or (now := next(hashes)) == wanted:
+        return
+    anew = "or begin a new epoch: leave 'position' out of the state dict"
+    if next(hashes) == now:
+        raise ValueError(
+            f"the position was saved in the middle of an epoch, of which {sampler} gives other samples or another "
+            f"order now, so samples would be given twice or never; go on with the same sampler, {anew}"
+        )
+    raise ValueError(
+        f"the position was saved in the middle of an epoch, but {sampler} gives another order each time that it is "
+        "asked for the same epoch, so samples would be given twice or never: let it take its random numbers from "
+        "torch, NumPy or Python, which are seeded for each epoch, or from a torch.Generator in an attribute generator, "
+        f"or seed its own in set_epoch(epoch); {anew}"
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from hashlib import sha256
+from typing import Any
 
 from torch import Tensor
 
@@ -27,6 +28,12 @@ def key_of(*numbers: int) -> int:
     """
     text = " ".join(f"{operator.index(number):x}" for number in numbers)
     return int.from_bytes(sha256(text.encode()).digest()[:8], "little")
+
+
+def check_seed(seed: Any) -> None:
+    """Refuse what no order can follow from."""
+    if not hasattr(seed, "__index__"):
+        raise TypeError(f"seed must be an integer, got {seed!r} of type {type(seed).__name__}")
 
 
 def random_bits(key: int | Tensor, counters: Tensor) -> Tensor:

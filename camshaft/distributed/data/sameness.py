@@ -27,7 +27,8 @@ class Sameness:
 
     The first rank that begins a pass writes down what it has, and each other compares with that: one or two questions
     to the store for a pass, and no rank waits for another. A rank that finds a difference raises and leaves word,
-    which the others find when they begin their next pass. One that is a pass behind compares all but the place.
+    which the others find when they begin their next pass. One that is a pass behind compares all but the place; so
+    does one that was never told where a pass begins, until it has read two to their ends.
 
     Ranks know a sampler by the calls that led to where it was made, and by how many were made there before: so one
     that is made on a single rank, on a line of its own, confuses nobody. A copy is another one.
@@ -42,7 +43,7 @@ class Sameness:
         calls = _calls()
         made[calls] += 1
         self._name = f"camshaft/sameness/{run}/{calls}/{made[calls]}"
-        self._passes, self._place, self._is_over = 0, (0, 0), False
+        self._passes, self._place, self._is_over, self._ended = 0, (0, 0), False, 0
 
     def __reduce__(self) -> tuple[type[Sameness], tuple[()]]:
         return Sameness, ()
@@ -58,6 +59,7 @@ class Sameness:
     def end(self) -> None:
         """Note that a pass has come to its end."""
         self._is_over = True
+        self._ended += 1
 
     def check(self, source: Mapping[str, Any], drawn: str | None) -> None:
         """Compare with what the other ranks have.
@@ -91,7 +93,9 @@ class Sameness:
                 break
         if passes is None:
             return str(theirs)
-        differing = [name for name in (mine if passes == self._passes else compared) if mine[name] != theirs[name]]
+        others_alone_were_told = self._passes == 0 and min(self._ended, passes) >= 2
+        in_same_pass = passes == self._passes or others_alone_were_told
+        differing = [name for name in (mine if in_same_pass else compared) if mine[name] != theirs[name]]
         if not differing:
             return None
         told = "; ".join(

@@ -5,19 +5,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from torch.utils.data import BatchSampler, Sampler
 
 from camshaft.distributed.context import current
 from camshaft.distributed.data.dealing import Deal, DealOfBatches, EvenDeal
-from camshaft.distributed.data.drawing import Drawn
+from camshaft.distributed.data.drawing import Drawn, chain_of
 from camshaft.distributed.data.loader import Indices
-from camshaft.distributed.data.orders import Order, Sequential
+from camshaft.distributed.data.one_by_one import ExactSampler
+from camshaft.distributed.data.orders import Order
 from camshaft.distributed.data.permutation import BLOCK
-from camshaft.distributed.data.position import check_position
+from camshaft.distributed.data.position import check_drawn, check_position
+from camshaft.distributed.data.randomness import check_seed
 from camshaft.distributed.data.sameness import Sameness
-from camshaft.distributed.sampling import DistributedProxySampler, length_of
+from camshaft.distributed.sampling import length_of
 
 _FIRST = 1 << 10  # indices that are read at first, so that a pass begins soon
 
@@ -49,8 +51,12 @@ class ExactBatchSampler(BatchSampler):
         num_replicas: number of ranks; that of the present context if ``None``.
         rank: number of this one; that of the present context if ``None``.
 
+    Attributes:
+        dataset: what the indices are for; :func:`camshaft.distributed.auto_dataloader` tells it, so that indices beyond
+            its length are found when they are drawn. ``None``: not known.
+
     Raises:
-        TypeError: ``source`` is none of these, or has no length.
+        TypeError: ``source`` is none of these, or has no length, or ``seed`` is no integer.
         ValueError: fewer samples than ranks, a batch size below the number of ranks, or a number is out of range.
 
     >>> for rank in range(2):
@@ -83,7 +89,9 @@ class ExactBatchSampler(BatchSampler):
                 f"batch_size must be at least the number of ranks, {self.num_replicas}, as that of all ranks together, "
                 f"got {batch_size}"
             )
+        check_seed(seed)
         self.source = source
+        self.dataset: Any = None
         self.total_batch_size = batch_size
         self.batch_size = 1 if batch_size is None else batch_size // self.num_replicas
         self.drop_last = drop_last
@@ -110,8 +118,16 @@ class ExactBatchSampler(BatchSampler):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the number of the next pass, which begins at its first sample."""
-        self._epoch = epoch
+        self._go_to(epoch)
         self._begin, self._left_out, self._told, self._moved = 0, 0, True, True
+
+    def _go_to(self, epoch: int) -> None:
+        """Be in an epoch, as must be samplers that want to know which one it is."""
+        self._epoch = epoch
+        for one in chain_of(self.source):
+            if callable(getattr(one, "set_epoch", None)):
+                one.set_epoch(epoch)
+                self._drawn = None  # perhaps before it knew
 
     def __len__(self) -> int:
         return self._deal(0).steps
@@ -153,7 +169,7 @@ class ExactBatchSampler(BatchSampler):
             "batch_size": self.total_batch_size,
             "drop_last": self.drop_last,
         }
-        sameness.check(source, None if now.drawn is None else now.drawn.fingerprint())
+        sameness.check(source, None if now.drawn is None else now.drawn.fingerprint)
 
     def _read(self, now: _Pass, steps: range) -> tuple[list[Any], list[int]]:
         """Give the samples of this rank in some steps, and how many there are in each."""
@@ -173,7 +189,9 @@ class ExactBatchSampler(BatchSampler):
             return EvenDeal(begin, self.source.length, self.total_batch_size, self.num_replicas, self.drop_last)
         cuts = self.total_batch_size is None
         if self._drawn is None or self._drawn.epoch != self.epoch:
-            self._drawn = Drawn(self.source, batches=cuts, seed=self.seed, epoch=self.epoch)
+            drawn = Drawn(self.source, batches=cuts, seed=self.seed, epoch=self.epoch)
+            drawn.check(self.dataset)
+            self._drawn = drawn
         if self.total_batch_size is not None:
             end = len(self._drawn.samples)
             return EvenDeal(begin, end, self.total_batch_size, self.num_replicas, self.drop_last)
@@ -198,13 +216,15 @@ class ExactBatchSampler(BatchSampler):
         now = self._pass or self._next_pass()
         step = batches - now.left_out
         over = over or step >= now.deal.steps
-        return {
+        consumed = 0 if over else now.deal.bounds(step)[0]
+        position = {
             "epoch": now.epoch + over,
-            "consumed": 0 if over else now.deal.bounds(step)[0],
+            "consumed": consumed,
             "seed": self.seed,
             "order": self._describe(),
             "steps": len(self),
         }
+        return {**position, "drawn": now.drawn.fingerprint} if consumed and now.drawn is not None else position
 
     def seek(self, position: Mapping[str, Any]) -> tuple[int, int]:
         """Let the next pass begin where another run stood.
@@ -220,59 +240,32 @@ class ExactBatchSampler(BatchSampler):
                 has changed.
         """
         check_position(position, seed=self.seed, order=self._describe())
-        before, self._epoch = self._epoch, position["epoch"]
-        begin: int = position["consumed"]
+        before, drawn, begin = self._epoch, self._drawn, position["consumed"]
+        self._go_to(position["epoch"])
         try:
             left = self._deal(begin).steps
-        except ValueError:
-            self._epoch = before
+            if begin and self._drawn is not None:
+                check_drawn(position, self._fingerprints(), type(self.source).__name__)
+        except Exception:
+            self._go_to(before)
+            self._drawn = drawn
             raise
         if left == 0:  # too little for a step of this size, and drop_last
-            self._epoch, begin, left = self._epoch + 1, 0, len(self)
+            self._go_to(self._epoch + 1)
+            begin, left = 0, len(self)
         self._begin, self._left_out, self._told, self._moved = begin, len(self) - left, True, True
         return self.epoch, self._left_out
+
+    def _fingerprints(self) -> Iterator[str]:
+        """Give the hash of what was drawn for the next pass, and then what it is when that is drawn anew."""
+        while True:
+            self._deal(0)
+            assert self._drawn is not None, "orders have no hash"
+            yield self._drawn.fingerprint
+            self._drawn = None
+            self._go_to(self._epoch)
 
     def _describe(self) -> str:
         if isinstance(self.source, Order):
             return self.source.describe()
         return f"drawn from {type(self.source).__name__}, {length_of(self.source)} long"
-
-
-class ExactSampler(DistributedProxySampler):
-    """The indices of this rank, one by one; for code that asks a loader for its ``DistributedSampler``.
-
-    Args:
-        batches: which deals them out.
-    """
-
-    def __init__(self, batches: ExactBatchSampler) -> None:
-        self.batches, self.sampler = batches, cast(Any, batches.source)
-        self.num_replicas, self.rank = batches.num_replicas, batches.rank
-        self.seed, self.drop_last = batches.seed, batches.drop_last
-        self.shuffle = not isinstance(batches.source, Sequential)
-
-    @property
-    def epoch(self) -> int:  # type: ignore[override]  # that of the batches
-        """The number of the next pass."""
-        return self.batches.epoch
-
-    @property
-    def num_samples(self) -> int:  # type: ignore[override]  # counted when asked for
-        """Samples of this rank in an epoch."""
-        return self.batches._deal(0).samples_of(self.rank)
-
-    @property
-    def total_size(self) -> int:  # type: ignore[override]  # counted when asked for
-        """Samples of all ranks in an epoch."""
-        deal = self.batches._deal(0)
-        return deal.bounds(deal.steps - 1)[1] if deal.steps else 0
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.chain.from_iterable(self.batches)
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the number of the next pass."""
-        self.batches.set_epoch(epoch)

@@ -49,6 +49,11 @@ class Background:
         self._thread = Thread(target=run, name="camshaft-checkpoint")
         self._thread.start()
 
+    def wait(self) -> None:
+        """Wait for the end of the work, if there is any."""
+        if self._thread is not None:
+            self._thread.join()
+
     def settle(self) -> None:
         """Wait for the end of the work, if there is any, and raise its error."""
         if self._thread is None:

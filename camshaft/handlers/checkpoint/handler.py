@@ -108,7 +108,7 @@ class Checkpoint(Serializable):
         check_to_save(to_save, include_self)
         check_callable("score_function", score_function)
         check_callable("global_step_transform", global_step_transform)
-        if n_saved is not None and n_saved < 1:
+        if n_saved is not None and (not isinstance(n_saved, int) or n_saved < 1):
             raise ValueError(f"n_saved must be None or at least 1, got {n_saved!r}")
         if filename_pattern is not None:
             check_pattern(filename_pattern, to_save, include_self)
@@ -189,7 +189,7 @@ class Checkpoint(Serializable):
             save(checkpoint)
             announce(engine)
         else:
-            later.save(engine, checkpoint, save, then=lambda: announce(engine))
+            later.save(checkpoint, save, then=lambda: announce(engine))
 
     def reset(self) -> None:
         """Forget what was saved, for a run from 0. The files stay."""

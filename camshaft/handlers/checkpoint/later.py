@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from camshaft.engine.engine import Engine
 from camshaft.engine.event import Events, FailureEvents
 from camshaft.engine.handle import RemovableEventHandle
+from camshaft.engine.running import outermost
 from camshaft.handlers.checkpoint.background import Background
 from camshaft.handlers.checkpoint.staging import Staging
 
@@ -20,8 +20,8 @@ _ENDS = Events.TERMINATE | Events.COMPLETED | Events.INTERRUPT
 class Later:
     """Saves copies of states in the background, one at a time, and tells the engine how it ended.
 
-    As long as a save is under way, the engine looks after it at each iteration, and before its run ends waits for it;
-    of one that begins when the run has ended, as on an evaluator, the next run hears.
+    As long as a save is under way, the engine that runs looks after it at each iteration, and before its run ends waits
+    for it. Where an engine runs in a handler of another, as an evaluator does, that is the outer one.
 
     Args:
         when_busy: ``"wait"`` for the save under way before the next one begins, or ``"skip"`` the next one.
@@ -46,13 +46,10 @@ class Later:
         self.settle()
         return False
 
-    def save(
-        self, engine: Engine[Any, Any], checkpoint: Any, save: Callable[[Any], None], then: Callable[[], None]
-    ) -> None:
+    def save(self, checkpoint: Any, save: Callable[[Any], None], then: Callable[[], None]) -> None:
         """Copy a checkpoint, and begin to save the copy.
 
         Args:
-            engine: looks after it.
             checkpoint: what to save.
             save: called in another thread, with the copy.
             then: called in this thread when it is saved.
@@ -64,12 +61,17 @@ class Later:
             save(copied)
 
         self._background.start(work, then=then)
+        engine = outermost()
+        if engine is None:
+            return  # whoever asks for what was saved waits
+        if engine.last_event_name in _ENDS:
+            self.settle()
+            return
         self._handles = [
             engine.add_event_handler(Events.ITERATION_COMPLETED, self._look),
-            engine.add_event_handler(FailureEvents.ERROR_MET, self._leave),
+            engine.add_event_handler(_ENDS, self.settle),
+            engine.add_event_handler(FailureEvents.ERROR_MET, self._wait),
         ]
-        if engine.last_event_name not in _ENDS:  # else it would wait now
-            self._handles.append(engine.add_event_handler(_ENDS, self.settle))
 
     def settle(self) -> None:
         """Wait for the save under way, if there is one, and raise its error."""
@@ -81,8 +83,12 @@ class Later:
         if self._background.is_over:
             self.settle()
 
+    def _wait(self) -> None:
+        """Wait for the save, whose own error is in the log: the run fails with another."""
+        self._leave()
+        self._background.wait()
+
     def _leave(self) -> None:
-        """Let the engine no longer look after it; the process will wait for it all the same."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

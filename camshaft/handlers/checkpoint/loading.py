@@ -73,6 +73,8 @@ def read_checkpoint(path: str | PathLike[str], map_location: Any = None) -> Any:
         if is_weights_file(path):
             return read_weights(path, location)
         return torch.load(path, map_location=location, weights_only=True)
+    except (EOFError, RuntimeError) as error:  # what torch raises for half a file
+        raise DamagedCheckpointError(f"the checkpoint '{path!s}' cannot be read: {error or 'it is empty'}") from error
     except Exception as error:
         annotate(error, f"raised while reading the checkpoint '{path!s}'")
         raise

@@ -94,6 +94,11 @@ class ModelCheckpoint(Checkpoint):
             TypeError: it is not a mapping of objects with ``state_dict()``.
         """
         given = rest[-1] if rest else to_save
+        if isinstance(given, BaseException):
+            raise TypeError(
+                "to_save is missing: register a ModelCheckpoint with its objects, "
+                "engine.add_event_handler(event, handler, {'model': model})"
+            ) from given
         if isinstance(given, Mapping) and not given:
             raise RuntimeError("to_save must hold at least one object, got an empty mapping")
         check_to_save(given, self.include_self)

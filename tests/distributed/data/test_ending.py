@@ -244,6 +244,22 @@ def test_who_does_not_come_is_named():
             list(ending_together(Loader(3)))
 
 
+def test_who_waits_for_long_says_once_for_whom(caplog):
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.3))
+    first, second = (InStore(store, rank, 2, 8) for rank in range(2))
+    first.say(Said(8))
+    with mock.patch.object(counting, "_SILENCE", 0.0), pytest.raises(RankDivergenceError):
+        first.hear()
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 0 waits for ranks [1] in a pass over data that ends on all ranks together, and will for 0.3 s: they "
+        "still load a batch, do something else, or have ended"
+    ]
+    second.say(Said(8))
+    assert first.hear() == second.hear() == [Said(8), Said(8)]
+    assert len(caplog.records) == 1
+
+
 @on_ranks(2)
 def test_a_part_of_the_program_that_one_rank_runs_cannot_wait_for_the_others():
     @idist.one_rank_only()

@@ -109,6 +109,31 @@ def test_another_epoch_or_another_place_in_it_is_found():
 
 
 @on_ranks(2)
+def test_a_rank_that_looks_before_it_is_told_the_epoch_disturbs_nobody():
+    loader = idist.auto_dataloader(range(12), batch_size=4)
+    if idist.get_rank():
+        for epoch in (3, 4):
+            loader.sampler.set_epoch(epoch)
+            list(loader)
+    idist.barrier()
+    if idist.get_rank() == 0:
+        next(iter(loader))
+    idist.barrier()
+
+
+@on_ranks(2)
+def test_a_rank_that_alone_is_not_told_the_epoch_finds_out_in_its_third_pass():
+    rank = idist.get_rank()
+    loader = idist.auto_dataloader(range(12), batch_size=4)
+    next(iter(loader))  # as one rank alone may do
+    for epoch in range(3):
+        if rank:
+            loader.sampler.set_epoch(epoch)
+        found = one_after_the_other(lambda: len(list(loader)))
+        assert found == 3 if epoch < 2 else "epoch is 1 on rank 1, but 0 on rank 0" in found
+
+
+@on_ranks(2)
 def test_engines_raise_when_one_rank_goes_on_and_the_other_begins():
     rank = idist.get_rank()
     loader = idist.auto_dataloader(range(12), batch_size=4)

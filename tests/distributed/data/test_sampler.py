@@ -291,6 +291,67 @@ def test_a_batch_sampler_can_be_left_and_gone_on_with():
     assert list(other) == whole[2:]
 
 
+def test_a_sampler_that_gives_something_else_is_refused_and_nothing_changes():
+    (one,) = samplers(list(range(8)), 2, 1)
+    position = next(one.position(2) for _ in one)
+    (other,) = samplers(list(range(8, 16)), 2, 1)
+    other.set_epoch(3)
+    with pytest.raises(ValueError, match="list gives other samples or another order now"):
+        other.seek(position)
+    assert other.epoch == 3
+    assert len(list(other)) == 4
+    assert other.seek({name: value for name, value in position.items() if name != "drawn"}) == (0, 2), "of old states"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_samplers_are_told_the_epoch_however_deep_they_are(ranks):
+    told = []
+
+    class Told(SequentialSampler):
+        def set_epoch(self, epoch):
+            told.append(epoch)
+
+    for source, size in ((Told(range(8)), 2), (BatchSampler(Told(range(8)), 4, False), None)):
+        samplers(source, size, ranks)[0].set_epoch(5)
+    assert told == [5, 5]
+
+
+class Turned(SequentialSampler):
+    """Begins elsewhere in each epoch, from a state of its own that goes on when it is drawn."""
+
+    def __init__(self, first):
+        super().__init__(range(8))
+        self.first, self.begin = first, 7
+
+    def set_epoch(self, epoch):
+        self.begin = self.first + epoch
+
+    def __iter__(self):
+        self.begin += 1
+        return iter([(self.begin + place) % 8 for place in range(8)])
+
+
+def test_what_was_drawn_before_a_sampler_was_told_the_epoch_does_not_count():
+    (one,) = samplers(Turned(0), 2, 1)
+    assert len(one) == 4
+    one.set_epoch(0)
+    assert next(iter(one)) == [1, 2]
+
+
+def test_a_sampler_that_seeds_itself_otherwise_is_not_said_to_draw_anew_each_time():
+    one, same, other = (samplers(Turned(first), 2, 1)[0] for first in (0, 0, 1))
+    one.set_epoch(3)
+    position = next(one.position(2) for _ in one)
+    assert same.seek(position) == (3, 2)
+    assert next(iter(same)) == [0, 1]
+    with pytest.raises(ValueError, match="Turned gives other samples or another order now"):
+        other.seek(position)
+
+
+def test_a_batch_sampler_over_a_tensor_can_be_drawn():
+    assert passes(samplers(BatchSampler(torch.arange(4), 2, False), None, 1)) == [([0, 1],), ([2, 3],)]
+
+
 def test_a_sampler_that_users_ask_for_is_one_of_those_they_know():
     one, _ = samplers(Shuffled(10), 4, 2)
     assert isinstance(one.sampler, (DistributedSampler, DistributedProxySampler))
@@ -320,6 +381,8 @@ def test_numbers_that_make_no_sense_are_refused(arguments, options, message):
 def test_what_is_no_source_or_size_is_refused(source, size):
     with pytest.raises(TypeError, match="must"):
         ExactBatchSampler(source, size)
+    with pytest.raises(TypeError, match="seed must be an integer, got '1' of type str"):
+        ExactBatchSampler(Shuffled(9), 4, seed="1")
 
 
 def test_an_even_deal_of_nothing_has_no_steps():

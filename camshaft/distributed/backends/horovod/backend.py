@@ -54,14 +54,14 @@ class HorovodBackend(Backend):
         kind = "Sum" if mean_of_integers else _NAMES[op]  # Horovod would take them for float64 when it divides
         vector = self._wait(
             self._hvd.allreduce_async_,
-            widened(tensor),
+            widened(tensor, op),
             op=getattr(self._hvd, kind),
             name=f"camshaft.all_reduce.{op}",
             process_set=self._set(group),
         )
         if mean_of_integers:
             vector = vector.div_(self._size(group), rounding_mode="trunc")
-        return narrowed(vector, tensor)
+        return narrowed(vector, tensor, op)
 
     def all_gather(self, tensor: Tensor, group: Group | None) -> Tensor:
         """Gather the bytes."""

@@ -165,10 +165,10 @@ def barrier(comm: MPI.Intracomm) -> Transfer:
 
 
 def send(comm: MPI.Intracomm, tensor: Tensor, peer: int, tag: int) -> Transfer:
-    """Send a tensor to one rank."""
+    """Send a tensor to one rank; it has been sent when that one receives it, however short it is, as with gloo."""
     _check_tag(tag)
     source = sendable(tensor)
-    return Transfer(lambda: comm.Isend(raw(source), peer, tag), peer=peer)
+    return Transfer(lambda: comm.Issend(raw(source), peer, tag), peer=peer)
 
 
 def receive(comm: MPI.Intracomm, tensor: Tensor, peer: int | None, tag: int) -> Transfer:

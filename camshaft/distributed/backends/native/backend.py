@@ -14,12 +14,13 @@ from torch._C._distributed_c10d import Store
 
 from camshaft.distributed.backend import Backend, Group, Work
 from camshaft.distributed.backends.native.dtypes import FLOAT8, NOT_MOVED, NOT_REDUCED, as_bytes, reduced_in_another
-from camshaft.distributed.backends.native.grouping import can_make_among_members, check_backend, make_among_members
+from camshaft.distributed.backends.native.grouping import can_make_among_members, make_among_members
 from camshaft.distributed.backends.native.network import gloo_on
 from camshaft.distributed.backends.native.sending import Sending, Watcher
 from camshaft.distributed.topology import Topology
 
 _CPU = torch.device("cpu")
+_NO_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
 _torch_world = dist.distributed_c10d._world  # whose default_pg is dist.group.WORLD, found in half the time
 _REDUCTIONS = {
     "SUM": dist.ReduceOp.SUM,
@@ -59,6 +60,8 @@ class NativeBackend(Backend):
         self._world = dist.group.WORLD
         self._carrier = _CPU if "cpu:" in dist.get_backend_config() else device
         self._not_reduced = NOT_REDUCED - FLOAT8 if "nccl" in dist.get_backend_config() else NOT_REDUCED
+        if "nccl" in dist.get_backend_config() and device.type == "cuda":
+            self.reductions = tuple(op for op in _REDUCTIONS if op not in ("AND", "OR"))  # nccl has none of bits
         self._interface = interface
         self._timeout = timeout
         self._watchers: defaultdict[int, Watcher] = defaultdict(Watcher)
@@ -78,6 +81,10 @@ class NativeBackend(Backend):
         """Reduce in place."""
         if tensor.dtype in self._not_reduced:
             return reduced_in_another(tensor, op, lambda other, op: self.all_reduce(other, op, group))
+        if op != "SUM" and tensor.is_complex():
+            self._check_complex(tensor, op)
+            root = 0 if group is None else group.ranks[0]
+            return self.broadcast(self.reduce(tensor, root, op, group), root, group)  # as torch refuses this op here
         dist.all_reduce(tensor, _REDUCTIONS[op], _handle(group))
         return tensor
 
@@ -109,6 +116,8 @@ class NativeBackend(Backend):
         """Reduce in place."""
         if tensor.dtype in self._not_reduced:
             return reduced_in_another(tensor, op, lambda other, op: self.reduce(other, dst, op, group))
+        if op != "SUM":
+            self._check_complex(tensor, op)
         dist.reduce(tensor, dst, _REDUCTIONS[op], _handle(group))
         return tensor
 
@@ -134,6 +143,8 @@ class NativeBackend(Backend):
         """Reduce and scatter the rows of one tensor."""
         if tensors.dtype in self._not_reduced:
             return reduced_in_another(tensors, op, lambda other, op: self.reduce_scatter(other, op, group))
+        if op != "SUM":
+            self._check_complex(tensors, op)
         out = torch.empty_like(tensors[0])
         _reduce_scatter_single(out.view(-1), tensors.view(-1), _REDUCTIONS[op], _handle(group))
         return out
@@ -156,7 +167,6 @@ class NativeBackend(Backend):
 
     def new_group(self, ranks: list[int], **options: Any) -> Group:
         """Make a process group."""
-        check_backend(options.get("backend"))
         with gloo_on(self._interface):
             return Group(ranks, dist.new_group(ranks, **{"timeout": self._timeout, **options}))
 
@@ -172,7 +182,7 @@ class NativeBackend(Backend):
 
     def adopt_group(self, handle: Any) -> Group | None:
         """Take a process group of torch, or what torch gives instead to ranks that are not in it."""
-        if handle == dist.GroupMember.NON_GROUP_MEMBER:
+        if isinstance(handle, type(_NO_MEMBER)) and handle == _NO_MEMBER:
             return Group((), handle)
         if not isinstance(handle, dist.ProcessGroup):
             return None
@@ -208,6 +218,11 @@ class NativeBackend(Backend):
                 raise ValueError(f"device_ids is chosen by auto_model, got {options['device_ids']!r}")
             options["device_ids"] = [self.device.index]
         return nn.parallel.DistributedDataParallel(model, **options)
+
+    def _check_complex(self, tensor: Tensor, op: str) -> None:
+        """Refuse what torch would refuse in words of its own, or would not."""
+        if tensor.is_complex() and not (op == "PRODUCT" and self.name == "mpi"):
+            raise TypeError(f"op {op!r} is not for complex numbers on {self.name}, got a tensor of {tensor.dtype}")
 
 
 def _take_from_first(tensor: Tensor) -> None:

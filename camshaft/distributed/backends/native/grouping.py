@@ -9,24 +9,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 _world: Any = c10d._world
-_NOT_FOR_GROUPS = ("undefined", "fake")
-
-
-def check_backend(backend: Any) -> None:
-    """Refuse a backend that no group can be made of, before anybody waits for this rank.
-
-    Args:
-        backend: its name, or one for each kind of device, ``"cpu:gloo,cuda:nccl"``; ``None`` for that of all ranks.
-
-    Raises:
-        ValueError: torch does not have it.
-    """
-    if backend is None:
-        return
-    names = [part.rpartition(":")[2] for part in str(backend).split(",")]
-    if not all(map(dist.is_backend_available, names)):
-        known = [name for name in dist.Backend.backend_list if name not in _NOT_FOR_GROUPS]
-        raise ValueError(f"backend must be one of {tuple(filter(dist.is_backend_available, known))}, got {backend!r}")
 
 
 def can_make_among_members() -> bool:

@@ -43,7 +43,7 @@ def moving_loader(loader: Iterable[Any], device: Any, **options: Any) -> Any:
                 mover.close()
 
     made = MovingLoader(loader, device, **options)
-    for name in ("dataset", "sampler", "batch_sampler"):
+    for name in ("dataset", "sampler", "batch_sampler", "is_skipped_forward"):
         if hasattr(loader, name):
             setattr(made, name, getattr(loader, name))
     return made
