@@ -82,10 +82,9 @@ def training(local_rank: int, config: argparse.Namespace) -> None:
 
     objects = {"model": model, "optimizer": optimizer, "trainer": trainer}
     checkpoint = Checkpoint(objects, DiskSaver(config.output, require_empty=False), include_self=True)
-    saved = sorted(config.output.glob("checkpoint_*.pt"), key=lambda path: int(path.stem.split("_")[1]))
-    if saved:
-        checkpoint.load_objects({**objects, "checkpointer": checkpoint}, saved[-1])
-        idist.one_rank_only()(print)(f"{idist.get_world_size()} processes go on from {saved[-1]}", flush=True)
+    newest = Checkpoint.resume({**objects, "checkpointer": checkpoint}, config.output)
+    if newest is not None:
+        idist.one_rank_only()(print)(f"{idist.get_world_size()} processes go on from {newest}", flush=True)
     trainer.add_event_handler(Events.ITERATION_COMPLETED(every=config.save_every), checkpoint)
     if config.kill_at:
         trainer.add_event_handler(

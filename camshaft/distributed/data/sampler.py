@@ -59,6 +59,7 @@ class ExactBatchSampler(BatchSampler):
         TypeError: ``source`` is none of these, or has no length, or ``seed`` is no integer.
         ValueError: fewer samples than ranks, a batch size below the number of ranks, or a number is out of range.
 
+    >>> from camshaft.distributed.data import Sequential
     >>> for rank in range(2):
     ...     print(list(ExactBatchSampler(Sequential(7), batch_size=4, num_replicas=2, rank=rank)))
     [[0, 1], [4]]

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from camshaft.files import sha256_of, write_atomically
+from camshaft.files import checksum_of, write_atomically
 from camshaft.version import __version__
 
 FOLDER = ".manifest"
@@ -31,7 +31,7 @@ class Entry:
 
     Args:
         file: its name.
-        sha256: of its content, in hexadecimal digits.
+        checksum: of its content.
         size: in bytes.
         saved_at: nanoseconds since 1970; grows from one checkpoint of a directory to the next.
         objects: names of what is in it, if the handler that saved it told.
@@ -42,7 +42,7 @@ class Entry:
     """
 
     file: str
-    sha256: str
+    checksum: str
     size: int
     saved_at: int
     objects: list[str] | None = None
@@ -57,19 +57,19 @@ class Entry:
             size = path.stat().st_size
             if size != self.size:
                 return f"has {size:,} bytes instead of {self.size:,}"
-            return None if sha256_of(path) == self.sha256 else "is damaged: its content does not fit its checksum"
+            return None if checksum_of(path) == self.checksum else "is damaged: its content does not fit its checksum"
         except FileNotFoundError:
             return "is not there: it was removed, or its save was interrupted"
         except OSError as error:
             return f"cannot be read: {error}"
 
 
-def make_entry(file: str, sha256: str, size: int, saved_at: int, metadata: Mapping[str, Any] | None) -> Entry:
+def make_entry(file: str, checksum: str, size: int, saved_at: int, metadata: Mapping[str, Any] | None) -> Entry:
     """Make the entry of a checkpoint from what its save handler is told."""
     told = metadata or {}
     return Entry(
         file=file,
-        sha256=sha256,
+        checksum=checksum,
         size=size,
         saved_at=saved_at,
         objects=told.get("objects"),
@@ -130,7 +130,7 @@ def problem_among(entries: Sequence[Entry], path: Path) -> str | None:
 
 
 def _path_of(directory: Path, entry: Entry) -> Path:
-    return directory / FOLDER / f"{entry.file}.{entry.sha256[:16]}.json"
+    return directory / FOLDER / f"{entry.file}.{entry.checksum.rpartition(':')[2]}.json"
 
 
 def _escaped(name: str) -> str:

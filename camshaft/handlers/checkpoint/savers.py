@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from camshaft.files import DigestingWriter, remove_leftovers, write_atomically
+from camshaft.files import ChecksumWriter, remove_leftovers, write_atomically
 from camshaft.handlers.checkpoint import manifest
 from camshaft.handlers.checkpoint.weights import as_weights, is_weights_file
 from camshaft.handlers.checkpoint.writer import check_save_on_rank, is_writer
@@ -128,10 +128,10 @@ class DiskSaver(BaseSaveHandler):
 
         def write(file: BinaryIO) -> None:
             nonlocal entry
-            with DigestingWriter(file) as writer:
+            with ChecksumWriter(file) as writer:
                 self._write(writer, checkpoint, is_weights_file(path))
             self._saved_at = max(self._saved_at + 1, manifest.next_time(older))
-            entry = manifest.make_entry(path.name, writer.hexdigest(), writer.size, self._saved_at, metadata)
+            entry = manifest.make_entry(path.name, writer.checksum, writer.size, self._saved_at, metadata)
 
         if self.atomic:
             write_atomically(path, write, before_rename=lambda: manifest.write_entry(path.parent, entry))
@@ -139,12 +139,12 @@ class DiskSaver(BaseSaveHandler):
             with open(path, "wb") as file:
                 write(file)
             manifest.write_entry(path.parent, entry)
-        manifest.remove_entries(path.parent, [one for one in older if one.sha256 != entry.sha256])
+        manifest.remove_entries(path.parent, [one for one in older if one.checksum != entry.checksum])
         if self._is_first:
             self._is_first = False
             _warn_if_unloadable(path)
 
-    def _write(self, writer: DigestingWriter, checkpoint: Any, only_weights: bool) -> None:
+    def _write(self, writer: ChecksumWriter, checkpoint: Any, only_weights: bool) -> None:
         if only_weights:
             writer.write(as_weights(checkpoint))
         else:
