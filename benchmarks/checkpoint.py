@@ -56,11 +56,14 @@ def each(save: Callable[[], object], afterwards: Callable[[], object] = lambda: 
 
 
 def plain(weights: Weights, folder: Path) -> Contender:
+    """Save to a file that then replaces the one before, as whoever wants to keep that one meanwhile must."""
+
     def save() -> None:
-        with open(folder / "plain.pt", "wb") as file:
+        with open(folder / "new.pt", "wb") as file:
             torch.save(weights.state_dict(), file)
             file.flush()
             os.fsync(file.fileno())
+        os.replace(folder / "new.pt", folder / "plain.pt")
 
     return Contender(BASELINE, each(save))
 
