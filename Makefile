@@ -65,6 +65,7 @@ bench:
 	@$(ENVIRONMENT) bench python benchmarks/import_time.py
 	@$(ENVIRONMENT) bench python benchmarks/sampler.py
 	@$(ENVIRONMENT) bench python benchmarks/handlers.py
+	@$(ENVIRONMENT) bench python benchmarks/checkpoint.py
 
 format:
 	@$(ENVIRONMENT) dev ruff format .

@@ -76,6 +76,19 @@ def test_handlers_measures_the_set_and_each_handler(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_checkpoint_measures_both_modes(tmp_path: Path) -> None:
+    options = ("--repetitions", "2", "--sizes", "0.001", "0.002", "--folder", str(tmp_path))
+    result = result_of(run("checkpoint.py", *options, folder=tmp_path))
+    assert result["benchmark"] == "checkpoint"
+    peers = {"pytorch-ignite", "lightning"} - set(result["left_out"])
+    for row, size in zip(result["rows"], (0.001, 0.002), strict=True):
+        assert row["gigabytes"] == size
+        assert set(row["seconds"]) == {"torch.save and fsync", "camshaft", "camshaft, asynchronous", *peers}
+        assert all(set(spread) == SPREAD for spread in (*row["seconds"].values(), *row["times"].values()))
+        assert len(row["verdicts"]) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_import_time_measures_and_profiles_and_sees_nothing_but_torch(tmp_path: Path) -> None:
     finished = run("import_time.py", "--repetitions", "1", "--profile", "3", folder=tmp_path)
     result = result_of(finished)
