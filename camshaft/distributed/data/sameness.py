@@ -71,9 +71,9 @@ class Sameness:
         Raises:
             ValueError: there is a difference.
         """
-        backend = current()
-        store = backend.store() if backend is self._backend() else None
-        if store is None:
+        backend = self._backend()  # of the thread that made the loader; another thread may read it
+        store = None if backend is None else _store_of(backend)
+        if backend is None or store is None:
             return
         rank, place = backend.topology.rank, {"epoch": self._place[0], "samples left out": self._place[1]}
         mine = {**source, **place, "hash of the samples drawn": drawn}
@@ -104,6 +104,14 @@ class Sameness:
         told = f"the ranks do not read the same data, so samples would be given twice or never: {told}"
         store.set("first", json.dumps([None, rank, told]))
         return told
+
+
+def _store_of(backend: Backend) -> Store | None:
+    """Give the store of a run, unless that has ended."""
+    try:
+        return backend.store() if backend.is_alive() else None
+    except (RuntimeError, ValueError):
+        return None
 
 
 def _calls() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextvars import copy_context
 from threading import Thread
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,8 @@ class Background:
                 self._error = error
 
         self._error, self._then = None, then
-        self._thread = Thread(target=run, name="camshaft-checkpoint")
+        context = copy_context()  # the rank of this thread is that of the work
+        self._thread = Thread(target=context.run, args=(run,), name="camshaft-checkpoint")
         self._thread.start()
 
     def wait(self) -> None:
