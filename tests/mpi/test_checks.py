@@ -10,6 +10,8 @@ import pytest
 
 from tests.mpi.checking import mpirun
 
+pytestmark = pytest.mark.timeout(88)  # ranks that wait take all that a busy machine has left
+
 # read, not imported: what the checks import of torch has no place in the process of the tests
 FILES = sorted(Path(__file__).parent.glob("check_*.py"))
 NAMES = [name for file in FILES for name in re.findall(r"^@check\ndef (\w+)", file.read_text(), re.MULTILINE)]
@@ -17,7 +19,7 @@ NAMES = [name for file in FILES for name in re.findall(r"^@check\ndef (\w+)", fi
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.jobs)], ids=["2_ranks", "4_ranks"])
 def run(request: pytest.FixtureRequest) -> CompletedProcess[str]:
-    return mpirun(request.param, "-m", "tests.mpi.run_checks")
+    return mpirun(request.param, "-m", "tests.mpi.run_checks", seconds=80)
 
 
 @pytest.mark.parametrize("name", NAMES)
