@@ -23,8 +23,8 @@ def expected(rank: int, **others: Any) -> dict[str, Any]:
     "launcher",
     [
         ("torch.distributed.run", "--standalone", "--nproc-per-node=2", *ANSWERS),
-        ("torch.distributed.launch", "--nproc-per-node=2", "--use-env", *ANSWERS),
-        ("torch.distributed.launch", "--nproc-per-node=2", *ANSWERS),
+        pytest.param(("torch.distributed.launch", "--nproc-per-node=2", "--use-env", *ANSWERS), marks=pytest.mark.jobs),
+        pytest.param(("torch.distributed.launch", "--nproc-per-node=2", *ANSWERS), marks=pytest.mark.jobs),
     ],
     ids=["torchrun", "launch_use_env", "launch"],
 )
@@ -35,6 +35,7 @@ def test_two_ranks_on_one_node(launcher: tuple[str, ...]) -> None:
         assert lines(run.output) == [expected(0), expected(1)]
 
 
+@pytest.mark.jobs
 def test_two_torchruns_are_two_nodes() -> None:
     common = ("--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
     with (
