@@ -80,13 +80,22 @@ def fail(local_rank: int, how: str) -> None:
         if how == "finalize":
             idist.finalize()
             raise LookupError("after all")
+        if how == "linger":
+            os._exit = lambda code: time.sleep(100)  # type: ignore[assignment]  # as if mpiexec did not see its end
+            idist.finalize()
+            raise LookupError("at last")
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(100)
 
 
 @pytest.mark.parametrize(
     ("how", "told"),
-    [("raise", "LookupError: the cause"), ("exit", "SystemExit: 3"), ("finalize", "LookupError: after all")],
+    [
+        ("raise", "LookupError: the cause"),
+        ("exit", "SystemExit: 3"),
+        ("finalize", "LookupError: after all"),
+        ("linger", "LookupError: at last"),
+    ],
 )
 def test_a_process_that_fails_ends_the_others_and_its_traceback_is_the_error(
     how: str, told: str, temporary: Path

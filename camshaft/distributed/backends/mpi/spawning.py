@@ -34,6 +34,8 @@ _OPTIONS = ("device", "timeout")
 # Within a job of Slurm the mpiexec of MPICH would use srun, which waits for the step that this process is in, and
 # that of Open MPI the nodes of the job. What the user has set counts first.
 _ON_THIS_MACHINE = {"HYDRA_LAUNCHER": "fork", "PRTE_MCA_ras": "^slurm"}
+_LOOK = 1.0  # seconds between two looks whether a process has failed
+_PATIENCE = 10.0  # seconds that one which failed, and mpiexec, get to end all by themselves
 _START = "import sys; sys.path[:] = {path}; from {module} import run; run({folder!r}, {port})"
 
 
@@ -85,8 +87,9 @@ def spawn(
         )
         command = [mpiexec, "-n", str(nproc_per_node), sys.executable, "-c", start]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env={**_ON_THIS_MACHINE, **os.environ})
-        code = _wait(process)
-        _raise_failure(Path(folder, "failure"), process.pid, code)
+        failure = Path(folder, "failure")
+        code = _wait(process, failure)
+        _raise_failure(failure, process.pid, code)
 
 
 def run(folder: str, port: int) -> None:
@@ -146,17 +149,27 @@ def _unpickled(data: bytes) -> Any:
         del process._inheriting  # type: ignore[attr-defined]
 
 
-def _wait(process: subprocess.Popen[bytes]) -> int:
-    """Wait for the end; when this is interrupted, end the process, which ends those that it started."""
+def _wait(process: subprocess.Popen[bytes], failure: Path) -> int:
+    """Wait for the end; bring it about when interrupted, or when ``mpiexec`` does not see that a process failed."""
     try:
-        return process.wait()
-    except BaseException:
-        process.terminate()
+        while not failure.exists():
+            with suppress(subprocess.TimeoutExpired):
+                return process.wait(_LOOK)
         with suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE)
-        process.kill()
-        process.wait()
+            return process.wait(_PATIENCE)
+        return _end(process)
+    except BaseException:
+        _end(process)
         raise
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """End ``mpiexec``, which ends the processes that it started."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE)
+    process.kill()
+    return process.wait()
 
 
 def _tell(folder: Path, local_rank: int) -> None:
