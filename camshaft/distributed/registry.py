@@ -25,7 +25,7 @@ _MODULES = {"mpi": "mpi", "xla-tpu": "xla", "horovod": "horovod"}  # all others 
 NEEDS = {
     "mpi": "pip install 'camshaft[mpi]'",
     "xla-tpu": "pip install 'camshaft[xla]'",
-    "horovod": "Horovod built for the installed torch: see docs/backends.md",
+    "horovod": "Horovod built for the installed torch: see docs/reference/backends.md",
 }
 _NOT_FOR_RUNS = ("undefined", "fake", "ucc", "xla")  # the last is begun by the name of "xla-tpu"
 _ADOPTERS = {"torch.distributed": "native", "torch_xla": "xla", "horovod.torch": "horovod"}

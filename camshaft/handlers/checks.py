@@ -2,10 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from camshaft.engine.state import State
 
 
 def check_callable(name: str, value: Any) -> None:
     """Raise ``TypeError`` if something is given that cannot be called."""
     if value is not None and not callable(value):
         raise TypeError(f"{name} must be callable, got {value!r}")
+
+
+def check_text(name: str, value: Any, optional: bool = False) -> None:
+    """Raise ``TypeError`` if something is not a text, nor ``None`` where that is allowed."""
+    if not (isinstance(value, str) or (optional and value is None)):
+        raise TypeError(f"{name} must be a str, got {value!r} of type {type(value).__name__}")
+
+
+def check_is_no_counter(argument: str, name: str, state: State[Any, Any]) -> None:
+    """Raise ``ValueError`` if an attribute of a state is one that the engine counts by.
+
+    >>> check_is_no_counter("param_name", "epoch", State())
+    Traceback (most recent call last):
+    ValueError: param_name must not be 'epoch', by which the engine counts; choose another name
+    """
+    if name in state.event_to_attr.values():
+        raise ValueError(f"{argument} must not be {name!r}, by which the engine counts; choose another name")
+
+
+def check_entries(param_name: str, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ``ValueError`` if one of some parameter groups has no such parameter.
+
+    >>> check_entries("rl", [{"params": [], "lr": 0.1}])
+    Traceback (most recent call last):
+    ValueError: param_name must be a parameter that all groups have, got 'rl'; one has ['lr']; one of ...
+    """
+    for group in groups:
+        known = [name for name in group if name != "params"]
+        if param_name not in known:
+            raise ValueError(
+                f"param_name must be a parameter that all groups have, got {param_name!r}; one has {known}; one of "
+                "your own must be in the groups before it is used here"
+            )

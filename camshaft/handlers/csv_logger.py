@@ -60,7 +60,7 @@ class CSVLogger(FileLogger):
             self._write(_row(record, columns))
             return
         records = self._read(self.path.read_bytes())
-        self._columns = [*columns, *(name for name in record if name not in columns)]
+        self._columns = [*self._columns, *(name for name in record if name not in self._columns)]
         try:
             self._replace([*records, record])
         except OSError:
@@ -117,7 +117,7 @@ def _row(record: Record, columns: list[str]) -> bytes:
     """Give one line: a text in a cell must not break it."""
     text = io.StringIO(newline="")
     csv.writer(text, lineterminator="\n").writerow(" ".join(str(record.get(name, "")).splitlines()) for name in columns)
-    return text.getvalue().encode()
+    return text.getvalue().encode(errors="backslashreplace")
 
 
 def _record(header: list[str], row: list[str]) -> Record:

@@ -98,8 +98,13 @@ class EarlyStopping(Serializable, ResettableHandler):
         score = self.score_function(engine)
         if isinstance(score, LazyNumber):
             score = score.read()
+        try:
+            is_number = not math.isnan(score)
+        except TypeError as error:
+            kind = type(score).__name__
+            raise TypeError(f"score_function must give a number, got {score!r} of type {kind}") from error
         best = self.best_score
-        if not math.isnan(score) and (best is None or math.isnan(best) or self._improves(score, best)):
+        if is_number and (best is None or math.isnan(best) or self._improves(score, best)):
             self.best_score = score
             self.counter = 0
             return

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import EventLike, Events
 from camshaft.engine.filters import is_integer
+from camshaft.handlers.checks import check_is_no_counter
 from camshaft.handlers.state_param_scheduler import StateParamScheduler
 
 __all__ = ["EMAHandler", "EMAWarmUp"]
@@ -133,7 +134,11 @@ class EMAHandler:
                 scheduler of the state may set it.
             warn_if_exists: whether to warn if it is there; then its value is used.
             event: when to update; ``Events.ITERATION_COMPLETED(every=n)`` where the optimizer steps so seldom.
+
+        Raises:
+            ValueError: the engine counts by the attribute ``name``.
         """
+        check_is_no_counter("name", name, engine.state)
         if not hasattr(engine.state, name):
             setattr(engine.state, name, self.momentum)
         elif warn_if_exists:

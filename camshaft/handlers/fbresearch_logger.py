@@ -31,6 +31,9 @@ class FBResearchLogger:
         delimiter: between the parts of a line.
         show_output: whether the lines show the output of the engine.
 
+    Raises:
+        TypeError: ``logger`` is none.
+
     Attributes:
         iter_timer: the mean time of an iteration, of the engine attached last.
         data_timer: the mean time of fetching a batch.
@@ -48,6 +51,8 @@ class FBResearchLogger:
     """
 
     def __init__(self, logger: logging.Logger, delimiter: str = "  ", show_output: bool = False) -> None:
+        if not isinstance(logger, (logging.Logger, logging.LoggerAdapter)):
+            raise TypeError(f"logger must be a logging.Logger, got {logger!r} of type {type(logger).__name__}")
         self.logger = logger
         self.delimiter = delimiter
         self.show_output = show_output
@@ -74,10 +79,12 @@ class FBResearchLogger:
             optimizer: whose learning rates to show.
 
         Raises:
-            TypeError: ``output_transform`` is not callable.
+            TypeError: ``output_transform`` is not callable, or ``optimizer`` has no ``param_groups``.
             ValueError: ``every`` is below 1.
         """
         check_callable("output_transform", output_transform)
+        if optimizer is not None and not hasattr(optimizer, "param_groups"):
+            raise TypeError(f"optimizer must be one of torch, got {optimizer!r} of type {type(optimizer).__name__}")
         each = Events.ITERATION_COMPLETED(every=every)
         if get_rank() != 0:
             return

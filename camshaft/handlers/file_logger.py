@@ -28,6 +28,7 @@ class FileLogger(BaseLogger):
 
     Each record reaches the file in one piece before the next begins. A run that goes on with an earlier one goes
     on with its file, from which the records beyond are cut; a job that begins anew moves an earlier file aside.
+    Records that come after :meth:`close` open it once more; several loggers may write to one file.
 
     Args:
         path: of the file, or of a directory for it. What has the suffix of the file is taken to be one.
@@ -51,11 +52,12 @@ class FileLogger(BaseLogger):
 
     def write_values(self, values: Mapping[Path, Any], step: int) -> None:
         """Add a record; a disk that is full is told once, and costs records, but not the run."""
-        if values and self._file is not None:
+        if values and self.writes_here:
             named = {"/".join(path): plain(value) for path, value in values.items()}
             try:
+                self._reopen()
                 self._append({STEP: step, TIME: round(time.time(), 3), **named})
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 if not self._failed:
                     warnings.warn(f"{self.path} cannot be written to, records are lost: {error}", stacklevel=2)
                 self._failed = True
@@ -91,6 +93,12 @@ class FileLogger(BaseLogger):
         if content and not content.endswith(b"\n"):
             self._replace(records)
 
+    def _reopen(self) -> None:
+        """Open the file again if it was closed, or if what is open was removed, or replaced by another logger."""
+        if self._file is None or os.fstat(self._file.fileno()).st_nlink == 0:
+            self.close()
+            self._open()
+
     def _write(self, content: bytes) -> None:
         """Write in one piece, or nothing."""
         assert self._file is not None, "only open files are written to"
@@ -111,7 +119,7 @@ class FileLogger(BaseLogger):
         self._file = FileIO(self.path, "ab")
 
     def _rewind(self, reached: Reached) -> None:
-        if self._file is None:
+        if not self.path.exists():
             return
         records = self._read(self.path.read_bytes())
         kept = [one for one in records if not any(reached.is_beyond(name, one[STEP]) for name in _paths(one))]
@@ -119,7 +127,7 @@ class FileLogger(BaseLogger):
             self._replace(kept)
 
     def _begin(self) -> None:
-        if self._file is None or not self._read(self.path.read_bytes()):
+        if not self.path.exists() or not self._read(self.path.read_bytes()):
             return
         number = 1
         while (aside := self.path.with_name(f"{self.path.stem}.{number}{self.suffix}")).exists():

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from camshaft.engine.engine import Engine
-from camshaft.handlers.checks import check_callable
+from camshaft.handlers.checks import check_callable, check_entries, check_text
 from camshaft.handlers.values import Path, Values, fetch
 
 Whitelist = list[str] | Callable[[str, nn.Parameter], bool]
@@ -61,7 +61,7 @@ class BaseOutputHandler(BaseHandler):
         state_attributes: attributes of the engine's state to write.
 
     Raises:
-        TypeError: ``metric_names`` is neither a list nor ``"all"``, or a transform is not callable.
+        TypeError: ``metric_names`` is neither a list nor ``"all"``, a transform is not callable, or ``tag`` no text.
         ValueError: there is nothing to write.
     """
 
@@ -79,6 +79,7 @@ class BaseOutputHandler(BaseHandler):
         if not values:
             raise ValueError("give at least one of metric_names, output_transform and state_attributes, got none")
         check_callable("global_step_transform", global_step_transform)
+        check_text("tag", tag)
         self.tag = tag
         self.metric_names = metric_names
         self.output_transform = output_transform
@@ -130,7 +131,7 @@ class BaseOptimizerParamsHandler(BaseHandler):
         tag: first part of all names.
 
     Raises:
-        TypeError: ``optimizer`` is neither.
+        TypeError: ``optimizer`` is neither, ``tag`` no text, or the parameter no number.
         ValueError: it has no such parameter.
     """
 
@@ -138,10 +139,11 @@ class BaseOptimizerParamsHandler(BaseHandler):
         if not isinstance(getattr(optimizer, "param_groups", None), Sequence):
             kind = type(optimizer).__name__
             raise TypeError(f"optimizer must be an optimizer, or have a sequence param_groups, got one of type {kind}")
-        for number, group in enumerate(optimizer.param_groups):
-            if param_name not in group:
-                known = [name for name in group if name != "params"]
-                raise ValueError(f"param_name must be in group {number} of the optimizer, {known}, got {param_name!r}")
+        check_entries(param_name, optimizer.param_groups)
+        for value in (group[param_name] for group in optimizer.param_groups):
+            if not isinstance(value, (Number, torch.Tensor)):
+                raise TypeError(f"param_name must be that of a number, got {param_name!r}, which is {value!r}")
+        check_text("tag", tag, optional=True)
         self.optimizer = optimizer
         self.param_name = param_name
         self.tag = tag
@@ -185,6 +187,7 @@ class BaseWeightsHandler(BaseHandler):
     def __init__(self, model: nn.Module, tag: str | None = None, whitelist: Whitelist | None = None) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        check_text("tag", tag, optional=True)
         self.model = model
         self.tag = tag
         accepts = _accepting(whitelist)

@@ -1,6 +1,6 @@
 """One call for the usual: what a trainer, its optimizers and its evaluators log.
 
-PyTorch-Ignite's Visdom, Neptune and Polyaxon are not here; docs/migrating-from-ignite.md says what to use instead.
+PyTorch-Ignite's Visdom, Neptune and Polyaxon are not here; docs/migrating/from-ignite.md says what to use instead.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def setup_tb_logging(
         The logger; close it when the run is over.
 
     Raises:
-        TypeError: optimizers, evaluators or names are of another kind.
+        TypeError: trainer, optimizers, evaluators or names are of another kind.
 
     >>> import tempfile
     >>> trainer, evaluator = Engine(lambda engine, batch: None), Engine(lambda engine, batch: None)
@@ -179,6 +179,8 @@ class Choice:
         trainer_metric_names: Names,
         evaluator_metric_names: Names,
     ) -> None:
+        if not isinstance(trainer, Engine):
+            raise TypeError(f"trainer must be an Engine, got {trainer!r} of type {type(trainer).__name__}")
         self.trainer = trainer
         self.optimizers = _by_tag("optimizers", optimizers, None, _is_optimizer)
         self.evaluators = _by_tag("evaluators", evaluators, "validation", lambda one: isinstance(one, Engine))

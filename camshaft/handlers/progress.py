@@ -34,6 +34,7 @@ class Progress:
         self._closing = Course(closing_event)
         self._description = description
         self._bar: Any = None
+        self._advanced = 0.0
 
     def advance(self, engine: Engine[Any, Any]) -> None:
         """Move the bar on; read the values and draw only when tqdm is going to."""
@@ -43,13 +44,13 @@ class Progress:
             return
         if bar.disable:
             return
+        now = self._advanced = time()
         bar.n = position = self._course.position(engine, bar.total)
         if position < bar.last_print_n:
             bar.last_print_n = 0  # the next epoch, in the same bar
         # What follows is how tqdm decides; it would ask later, with the values read already.
         if position - bar.last_print_n < bar.miniters:
             return
-        now = time()
         if now - bar.last_print_t >= bar.mininterval and now >= bar.start_t + bar.delay:
             self._show_values(engine)
             bar.update(0)
@@ -72,6 +73,15 @@ class Progress:
             self._show_values(engine)
         self.close()
 
+    def fail(self) -> None:
+        """Close the bar as it stood after the last advance: the step that failed is not there, nor is its time."""
+        bar = self._bar
+        if bar is not None and not bar.disable:
+            lost = time() - self._advanced
+            bar.start_t += lost
+            bar.last_print_t += lost
+        self.close()
+
     def close(self) -> None:
         """Close the bar, if it is open."""
         bar, self._bar = self._bar, None
@@ -82,6 +92,7 @@ class Progress:
         total = self._course.total(engine.state)
         position = self._course.position(engine, total)
         bar = self._bar = self._make_bar(total=total, initial=position, desc=f"{self._text(engine)}: ")
+        self._advanced = time()
         if not bar.disable and bar.delay <= 0 and self._values:
             self._show_values(engine)
             bar.refresh()
@@ -106,7 +117,7 @@ class Progress:
         self._bar.set_postfix_str(", ".join(texts), refresh=False)
 
     def _number(self, value: Any) -> str:
-        return str(self._bar.format_num(value)) if isinstance(value, Number) else str(value).strip()
+        return str(self._bar.format_num(value)) if isinstance(value, Number) else " ".join(str(value).split())
 
 
 class Course:

@@ -8,7 +8,7 @@ from typing import Any
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import Events
 from camshaft.engine.lazy import LazyNumber
-from camshaft.handlers.checks import check_callable
+from camshaft.handlers.checks import check_callable, check_text
 
 __all__ = ["EpochOutputStore"]
 
@@ -64,7 +64,11 @@ class EpochOutputStore:
             engine: the engine.
             name: the attribute of ``engine.state`` that is the list when an epoch is over. An attribute of the engine's
                 own, such as ``"output"``, is replaced.
+
+        Raises:
+            TypeError: ``name`` is no name.
         """
+        check_text("name", name, optional=True)
         engine.add_event_handler(Events.EPOCH_STARTED, self.reset)
         engine.add_event_handler(Events.ITERATION_COMPLETED, self.update)
         engine.add_event_handler(Events.EPOCH_COMPLETED, self._completed, name)

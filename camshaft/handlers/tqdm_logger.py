@@ -106,7 +106,7 @@ class ProgressBar(BaseLogger):
             engine.add_event_handler(event_name, progress.advance),
             engine.add_event_handler(closing_event_name, progress.finish),
             engine.add_event_handler(Events.TERMINATE | Events.COMPLETED | Events.INTERRUPT, progress.stop),
-            engine.add_event_handler(FailureEvents.ERROR_MET, progress.close),
+            engine.add_event_handler(FailureEvents.ERROR_MET, progress.fail),
         ]
         return joined(handles, event_name, progress.advance, engine)
 

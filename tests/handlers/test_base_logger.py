@@ -11,7 +11,7 @@ import torch
 
 from camshaft.engine import Engine, EventEnum, Events
 from camshaft.engine.lazy import LazyNumber
-from camshaft.handlers import global_step_from_engine
+from camshaft.handlers import csv_logger, global_step_from_engine
 from camshaft.handlers.base_logger import (
     BaseLogger,
     BaseOptimizerParamsHandler,
@@ -400,3 +400,23 @@ def test_between_logging_events_nothing_is_read(monkeypatch):
     trainer.run(range(20))
     assert logger.lines == [(step, {("t", "loss"): 0.5}) for step in (5, 10, 15, 20)]
     assert len(reads) == 4
+
+
+@pytest.mark.parametrize("tag", [3, None])
+def test_tags_are_texts(tag):
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    with pytest.raises(TypeError, match=f"tag must be a str, got {tag}"):
+        csv_logger.OutputHandler(tag, "all")
+    if tag is None:
+        csv_logger.OptimizerParamsHandler(optimizer)
+        csv_logger.WeightsScalarHandler(torch.nn.Linear(1, 1))
+        return
+    with pytest.raises(TypeError, match="tag must be a str, got 3"):
+        csv_logger.OptimizerParamsHandler(optimizer, tag=tag)
+    with pytest.raises(TypeError, match="tag must be a str, got 3"):
+        csv_logger.WeightsScalarHandler(torch.nn.Linear(1, 1), tag=tag)
+
+
+def test_parameters_of_an_optimizer_that_are_no_numbers_are_refused_at_once():
+    with pytest.raises(TypeError, match=r"param_name must be that of a number, got 'betas', which is \(0.9, 0.999\)"):
+        csv_logger.OptimizerParamsHandler(torch.optim.Adam([torch.zeros(1)]), "betas")

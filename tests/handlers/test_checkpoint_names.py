@@ -111,3 +111,17 @@ def test_setup_filename_pattern(options, expected):
 def test_setup_filename_pattern_refuses_parts_that_do_not_fit(options):
     with pytest.raises(ValueError, match="with_score"):
         Checkpoint.setup_filename_pattern(**options)
+
+
+def test_a_pattern_whose_format_does_not_fit_is_named():
+    checkpoint = Checkpoint(
+        {"model": Part()}, Memory(), filename_pattern="{name}_{global_step:06d}.{ext}", score_name="a"
+    )
+    with pytest.raises(ValueError, match="filename_pattern '{name}_{global_step:06d}.{ext}' does not fit"):
+        checkpoint(at(1, a=0.5))
+
+
+def test_a_key_that_is_no_text_names_a_file_too():
+    memory = Memory()
+    Checkpoint({3: Part()}, memory)(at(1))
+    assert list(memory.files) == ["3_1.pt"]

@@ -309,3 +309,9 @@ def test_what_such_a_file_cannot_hold_is_refused_early(tmp_path):
     with pytest.raises(TypeError, match=r"a dict of tensors; got a dict with \['int'\]"):
         Checkpoint({"a": Part()}, tmp_path, filename_pattern=pattern)(at(1))
     assert names(tmp_path) == []
+
+
+def test_a_file_as_the_directory_is_refused(tmp_path):
+    DiskSaver(tmp_path)({"value": 1}, "model.pt")
+    with pytest.raises(ValueError, match=r"directory must be one of checkpoints, got the file '.*model\.pt'"):
+        Checkpoint.resume({"model": Part()}, tmp_path / "model.pt")

@@ -50,6 +50,9 @@ def scored(scores, **options):
         ({"score_function": 0.5}, TypeError, "score_function must be callable, got 0.5"),
         ({"global_step_transform": 3}, TypeError, "global_step_transform must be callable, got 3"),
         ({"n_saved": 0}, ValueError, "n_saved must be None or at least 1, got 0"),
+        ({"filename_prefix": 3}, TypeError, "filename_prefix must be a str, got 3"),
+        ({"filename_pattern": 3}, TypeError, "filename_pattern must be a str, got 3"),
+        ({"score_name": 3}, TypeError, "score_name must be a str, got 3"),
         ({"include_self": True, "to_save": {"checkpointer": Part()}}, ValueError, "'checkpointer'"),
         ({"include_self": True, "to_save": MappingProxyType({"model": Part()})}, TypeError, "mutable"),
     ],
@@ -415,3 +418,11 @@ def test_on_ranks_one_file_is_written_and_every_rank_keeps_the_record(tmp_path):
     torch.distributed.barrier()
     assert names(tmp_path) == ["m_2.pt"]
     assert load(checkpoint.last_checkpoint) == {"value": 1}
+
+
+@pytest.mark.parametrize("name", ["../model.pt", "/tmp/model.pt", "a/../../model.pt"])
+def test_a_record_with_files_elsewhere_which_would_be_removed_is_refused(tmp_path, name):
+    checkpoint = Checkpoint({"model": Part()}, tmp_path)
+    with pytest.raises(ValueError, match="_saved must be .*: a file name must stay in its directory"):
+        checkpoint.load_state_dict({"_saved": [(1, name)]})
+    assert checkpoint.state_dict()["_saved"] == []

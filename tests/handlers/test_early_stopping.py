@@ -155,3 +155,9 @@ def test_wrong_arguments_are_refused(options, error, message):
     given_options = {"patience": 1, "score_function": min, "trainer": Engine(lambda engine, batch: None), **options}
     with pytest.raises(error, match=message):
         EarlyStopping(**given_options)
+
+
+def test_a_score_that_is_no_number_is_named():
+    trainer = Engine(lambda engine, batch: None)
+    with pytest.raises(TypeError, match="score_function must give a number, got None of type NoneType"):
+        EarlyStopping(1, lambda engine: None, trainer)(trainer)

@@ -301,3 +301,10 @@ def test_a_lambda_may_set_the_momentum():
     EMAHandler(model).attach(trainer)
     LambdaStateScheduler(lambda index: 1 / index, "ema_momentum").attach(trainer)
     assert momenta(trainer, iterations=2) == [1.0, 0.5]
+
+
+def test_a_counter_of_the_engine_is_no_momentum():
+    trainer = Engine(lambda engine, batch: None)
+    with pytest.raises(ValueError, match="name must not be 'iteration', by which the engine counts"):
+        EMAHandler(nn.Linear(1, 1)).attach(trainer, name="iteration")
+    assert trainer.run([0, 0]).iteration == 2

@@ -126,3 +126,10 @@ def test_on_ranks_only_the_first_writes():
     log.removeHandler(handler)
     log.setLevel(logging.NOTSET)
     assert bool(records) == (torch.distributed.get_rank() == 0)
+
+
+def test_what_is_no_logger_or_no_optimizer_is_refused():
+    with pytest.raises(TypeError, match=r"logger must be a logging\.Logger, got 'text'"):
+        FBResearchLogger("text")
+    with pytest.raises(TypeError, match="optimizer must be one of torch, got 3"):
+        FBResearchLogger(logging.getLogger(__name__)).attach(Engine(lambda engine, batch: None), "Train", optimizer=3)

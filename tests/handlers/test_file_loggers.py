@@ -254,6 +254,69 @@ def test_an_evaluation_before_a_resumed_run_leaves_the_file_where_it_is(kind, tm
     assert curve(logger.path, "first/accuracy") == [(2, 0)]
 
 
+@both
+def test_records_that_come_after_closing_are_kept(kind, tmp_path):
+    with kind(tmp_path) as logger:
+        trainer = job(logger)
+        trainer.run(range(EPOCH_LENGTH), max_epochs=1)
+    trainer.run(range(EPOCH_LENGTH), max_epochs=2)
+    logger.close()
+    module_of(kind).OutputHandler("new", "all")(at(epoch=9, a=1), logger, Events.EPOCH_COMPLETED)
+    logger.close()
+    assert [step for step, _ in curve(logger.path, "training/loss")] == [2, 4, 6, 8]
+    assert [step for step, _ in curve(logger.path, "training/accuracy")] == [1, 2]
+    assert curve(logger.path, "new/a") == [(9, 1)]
+
+
+@both
+def test_a_closed_logger_takes_records_back_too(kind, tmp_path):
+    with kind(tmp_path) as logger:
+        trainer = job(logger)
+        trainer.run(range(EPOCH_LENGTH), max_epochs=3)
+    trainer.load_state_dict({"iteration": 4, "epoch_length": EPOCH_LENGTH, "max_epochs": 3})
+    trainer.run(range(EPOCH_LENGTH))
+    logger.close()
+    assert [step for step, _ in curve(logger.path, "training/loss")] == [2, 4, 6, 8, 10, 12]
+
+
+@both
+def test_when_the_place_is_gone_records_after_closing_cost_a_warning(kind, tmp_path):
+    with kind(tmp_path / "gone") as logger:
+        handler = module_of(kind).OutputHandler("t", "all")
+    logger.path.unlink()
+    logger.path.parent.rmdir()
+    with pytest.warns(UserWarning, match="cannot be written to, records are lost"):
+        handler(at(a=1), logger, Events.COMPLETED)
+
+
+@both
+def test_two_loggers_on_one_file_lose_nothing(kind, tmp_path):
+    with kind(tmp_path) as first, kind(tmp_path) as second:
+        handler = module_of(kind).OutputHandler("t", "all")
+        for step, name in enumerate("abacba"):
+            handler(at(epoch=step, **{name: step}), (first, second)[step % 2], Events.EPOCH_COMPLETED)
+    expected = [{"step": step, f"t/{name}": step} for step, name in enumerate("abacba")]
+    assert records(first.path) == expected
+
+
+@both
+def test_a_file_that_somebody_removed_is_begun_anew(kind, tmp_path):
+    with kind(tmp_path) as logger:
+        handler = module_of(kind).OutputHandler("t", "all")
+        handler(at(a=1), logger, Events.COMPLETED)
+        logger.path.unlink()
+        handler(at(a=2), logger, Events.COMPLETED)
+    assert [value for _, value in curve(logger.path, "t/a")] == [2]
+
+
+@both
+def test_text_that_is_no_unicode_is_kept_in_another_form(kind, tmp_path):
+    with kind(tmp_path) as logger:
+        module_of(kind).OutputHandler("t", "all")(at(a="\udc80"), logger, Events.COMPLETED)
+    (record,) = records(logger.path)
+    assert record["t/a"] == ("\\udc80" if kind is CSVLogger else "\udc80")
+
+
 # --- failures ----------------------------------------------------------------------------------------------
 
 WRITE_FOR_EVER = """

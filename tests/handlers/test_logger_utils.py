@@ -117,3 +117,9 @@ def test_trains_is_the_old_name_of_clearml(monkeypatch):
 @pytest.mark.parametrize("kind", ["visdom", "neptune", "plx"])
 def test_services_that_are_gone_are_not_offered(kind):
     assert not hasattr(logger_utils, f"setup_{kind}_logging")
+
+
+def test_a_trainer_that_is_none_is_refused_before_a_file_is_made(tmp_path):
+    with pytest.raises(TypeError, match="trainer must be an Engine, got 'trainer'"):
+        logger_utils.setup_csv_logging(tmp_path, "trainer")
+    assert not list(tmp_path.iterdir())

@@ -400,3 +400,36 @@ def test_bad_cycles_are_refused(options, error, message):
 def test_bad_milestones_are_refused(milestones, error, message):
     with pytest.raises(error, match=message):
         PiecewiseLinear(sgd(), "lr", milestones)
+
+
+@pytest.mark.parametrize("name", ["rl", "params"])
+def test_a_parameter_that_is_not_there_is_refused_and_not_made(name):
+    optimizer = sgd(0.1, 0.2)
+    with pytest.raises(ValueError, match=f"param_name must be .*, got '{name}'; one has .*'lr'"):
+        PiecewiseLinear(optimizer, name, [(0, 1.0)])
+    assert name == "params" or all(name not in group for group in optimizer.param_groups)
+
+
+def test_a_parameter_need_only_be_in_the_groups_that_are_scheduled():
+    optimizer = sgd(0.1, 0.2)
+    optimizer.param_groups[1]["noise"] = 0.0
+    for index in (1, -1):
+        scheduler = PiecewiseLinear(optimizer, "noise", [(0, 1.0)], param_group_index=index)
+    scheduler(None)
+    assert optimizer.param_groups[1]["noise"] == 1.0
+    assert "noise" not in optimizer.param_groups[0]
+    for index in (0, None):
+        with pytest.raises(ValueError, match="got 'noise'"):
+            PiecewiseLinear(optimizer, "noise", [(0, 1.0)], param_group_index=index)
+
+
+def test_values_of_any_parameter_can_be_simulated():
+    assert PiecewiseLinear.simulate_values(2, param_name="noise", milestones_values=[(0, 1.0)]) == [[0, 1.0], [1, 1.0]]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_values_that_are_not_finite_are_refused(value):
+    with pytest.raises(ValueError, match=f"a value of milestones_values must be a finite number, got {value}"):
+        PiecewiseLinear(sgd(), "lr", [(0, value)])
+    with pytest.raises(ValueError, match=f"cycle_mult must be a finite number, got {value}"):
+        LinearCyclicalScheduler(sgd(), "lr", 0.0, 1.0, 2, cycle_mult=value)

@@ -7,7 +7,7 @@ import copy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from camshaft.distributed import auto_dataloader
 from camshaft.distributed.data.orders import Sequential
@@ -184,6 +184,22 @@ class Stream(IterableDataset):
         return iter(range(6))
 
 
+class Pairs(BatchSampler):
+    """A batch sampler of a user's own, without a size that could be set."""
+
+    def __init__(self, pairs=((0, 1), (2, 3))):
+        self.pairs = pairs
+
+    def __iter__(self):
+        return iter(self.pairs)
+
+    def __len__(self):
+        return len(self.pairs)
+
+    def __repr__(self):
+        return "<pairs>"
+
+
 def test_a_stream_has_batches_of_a_size_too():
     rows, _, trainer = observed(DataLoader(Stream(), batch_size=2), lambda epoch: 3, 2, adapt_epoch_length=True)
     assert rows == [[[0, 1, 2], [3, 4, 5]]] * 2
@@ -201,14 +217,21 @@ def test_a_size_larger_than_the_data_does_not_end_the_run():
     ("loader", "error", "message"),
     [
         ([1, 2], TypeError, "dataloader must be a DataLoader, got"),
-        (DataLoader(range(4), batch_size=None), ValueError, "must have a BatchSampler, got NoneType"),
-        (DataLoader(range(4), batch_sampler=[[0], [1]]), ValueError, "must have a BatchSampler, got list"),
         (
-            DataLoader(
-                range(4), batch_sampler=ExactBatchSampler(BatchSampler(SequentialSampler(range(4)), 2, False), None)
-            ),
+            DataLoader(range(4), batch_size=None),
             ValueError,
-            "not those of a batch sampler of the user's own",
+            "whose batch_size can be set, got None as its batch_sampler",
+        ),
+        (
+            DataLoader(range(4), batch_sampler=[[0], [1]]),
+            ValueError,
+            r"got \[\[0\], \[1\]\].*with batch_size=\.\.\., or",
+        ),
+        (DataLoader(range(4), batch_sampler=Pairs([])), ValueError, "whose batch_size can be set, got <pairs>"),
+        (
+            DataLoader(range(4), batch_sampler=ExactBatchSampler(Pairs(), None)),
+            ValueError,
+            r"got those that <pairs> makes: call auto_dataloader with batch_size=\.\.\.",
         ),
     ],
 )

@@ -420,3 +420,18 @@ def test_bad_warm_ups_are_refused(options, error, message):
     given_ones = {"lr_scheduler": ramp(sgd()), "warmup_start_value": 0.0, "warmup_duration": 3, **options}
     with pytest.raises(error, match=message):
         create_lr_scheduler_with_warmup(**given_ones)
+
+
+def test_groups_in_a_chain_may_schedule_other_parameters_in_other_groups():
+    optimizer = sgd(0.1, 0.2)
+    optimizer.param_groups[1]["noise"] = 0.0
+
+    def both(value):
+        noise = PiecewiseLinear(optimizer, "noise", [(0, value)], param_group_index=1)
+        return ParamGroupScheduler([noise, PiecewiseLinear(optimizer, "lr", [(0, value)], param_group_index=0)])
+
+    scheduler = ConcatScheduler([both(1.0), both(2.0)], [1])
+    for value in (1.0, 2.0):
+        scheduler(None)
+        first, second = optimizer.param_groups
+        assert (first["lr"], second["lr"], second["noise"]) == (value, 0.2, value)

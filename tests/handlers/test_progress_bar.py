@@ -294,6 +294,27 @@ def test_when_the_run_fails_all_bars_close_and_the_error_leaves_it(terminal, err
     assert terminal.lines[-1] == ""
 
 
+@pytest.mark.parametrize("is_real", [True, False])
+def test_after_a_failure_times_and_rate_are_those_of_the_steps_that_are_shown(terminal, is_real, monkeypatch):
+    terminal.is_real = is_real
+    now = 1000.0
+    for clock in ("camshaft.handlers.progress.time", "tqdm.std.time"):
+        monkeypatch.setattr(clock, lambda: now)
+
+    def step(engine, batch):
+        nonlocal now
+        now += 8 if engine.state.iteration < 5 else 5000
+        if engine.state.iteration == 5:
+            raise ValueError("broken")
+
+    trainer = Engine(step)
+    shown = "{n_fmt}/{total_fmt} in {elapsed}, {remaining} to go, {rate_fmt}"
+    bar_on(terminal, bar_format=shown).attach(trainer)
+    with pytest.raises(ValueError, match="broken"):
+        trainer.run(range(10))
+    assert terminal.lines[-2:] == ["4/10 in 00:24, 00:48 to go,  8.00s/it", ""]
+
+
 def test_the_bar_has_no_say_in_whether_an_error_is_survived(terminal):
     trainer = stop_at_3(raise_error(ValueError("broken")))
     bar_on(terminal).attach(trainer)

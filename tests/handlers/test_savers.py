@@ -48,14 +48,15 @@ def test_a_directory_without_write_permission_is_refused_at_once(tmp_path, monke
         DiskSaver(tmp_path)
 
 
-def test_only_checkpoints_count_for_require_empty_and_the_error_tells_the_way_out(tmp_path):
+@pytest.mark.parametrize("name", ["model_10.pt", "model_10.safetensors"])
+def test_only_checkpoints_count_for_require_empty_and_the_error_tells_the_way_out(tmp_path, name):
     (tmp_path / "log.txt").touch()
     DiskSaver(tmp_path)
-    (tmp_path / "model_10.pt").touch()
-    with pytest.raises(ValueError, match=r"such as model_10\.pt.*require_empty=False"):
+    (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=f"such as {name}.*require_empty=False"):
         DiskSaver(tmp_path)
     DiskSaver(tmp_path, require_empty=False)
-    assert names(tmp_path) == ["log.txt", "model_10.pt"]
+    assert names(tmp_path) == ["log.txt", name]
 
 
 @pytest.mark.parametrize("atomic", [True, False])

@@ -237,3 +237,16 @@ def test_what_does_not_fit_is_not_loaded():
 def test_bad_input_is_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize("name", ["iteration", "epoch"])
+def test_counters_of_the_engine_are_not_scheduled(name):
+    with pytest.raises(ValueError, match=f"param_name must not be '{name}', by which the engine counts"):
+        ExpStateScheduler(1.0, 0.5, name).attach(Engine(lambda engine, batch: None))
+
+
+def test_names_that_are_not_there_are_made_as_before():
+    engine = Engine(lambda engine, batch: None)
+    ExpStateScheduler(1.0, 0.5, "noise", create_new=True).attach(engine)
+    engine.run([0])
+    assert engine.state.noise == 0.5

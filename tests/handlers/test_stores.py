@@ -78,3 +78,8 @@ def test_numbers_are_waited_for_at_the_end_of_the_epoch_and_not_before(monkeypat
 def test_a_transform_that_cannot_be_called_is_refused():
     with pytest.raises(TypeError, match="output_transform must be callable"):
         EpochOutputStore(3)
+
+
+def test_a_name_that_is_none_is_refused():
+    with pytest.raises(TypeError, match="name must be a str, got 3"):
+        EpochOutputStore().attach(Engine(lambda engine, batch: None), 3)

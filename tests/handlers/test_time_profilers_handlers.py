@@ -54,15 +54,28 @@ def test_results(engine, clock):
     ]
 
 
-def test_calls_that_a_filter_refused_are_none_and_short_ones_are(engine):
-    def quick():
-        """Take no time."""
+@pytest.mark.parametrize("event_filter", [{"every": 2}, {"event_filter": lambda engine, count: count % 2 == 0}])
+@pytest.mark.parametrize(("threshold", "kept"), [(None, [0.0001, 5.0]), (0.0, [0.00009, 0.0001, 5.0])])
+def test_short_calls_of_handlers_with_a_filter_are_left_out(engine, clock, event_filter, threshold, kept):
+    assert HandlersTimeProfiler.EVENT_FILTER_THESHOLD_TIME == 0.0001
+    clock.now = 0.0
+    times = {2: 0.00009, 4: 0.0001, 6: 5.0}
+    engine.add_event_handler(
+        Events.ITERATION_COMPLETED(**event_filter), lambda engine: clock.take(times[engine.state.iteration])
+    )
+    if threshold is not None:
+        engine.profiler.EVENT_FILTER_THESHOLD_TIME = threshold
+    engine.run([0] * 7)
+    (calls,) = engine.profiler._calls.values()
+    assert list(calls.seconds) == pytest.approx(kept)
+    assert rows(engine)["Processing", "None"][0] == 0.0  # their time is nobody else's
 
-    engine.add_event_handler(Events.ITERATION_COMPLETED(lambda engine, count: count < 3), quick)
-    engine.run([1] * 5)
+
+def test_short_calls_of_other_handlers_count(engine):
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda: None)
+    engine.run([1] * 2)
     (calls,) = engine.profiler._calls.values()
     assert list(calls.seconds) == [0.0, 0.0]
-    assert HandlersTimeProfiler.EVENT_FILTER_THESHOLD_TIME == 0
 
 
 def test_the_same_handler_twice_has_two_rows(engine, clock):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from camshaft.base import Serializable
 from camshaft.engine.engine import Engine
 from camshaft.handlers.checkpoint import record
 from camshaft.handlers.checkpoint.events import CheckpointEvents, announce
@@ -17,17 +15,18 @@ from camshaft.handlers.checkpoint.later import Later
 from camshaft.handlers.checkpoint.loading import load_objects
 from camshaft.handlers.checkpoint.names import check_pattern, file_name, make_pattern, name_of
 from camshaft.handlers.checkpoint.objects import CHECKPOINTER, check_to_save, checkpoint_of, needs_all_ranks
+from camshaft.handlers.checkpoint.recorded import Recorded
 from camshaft.handlers.checkpoint.resuming import resume
-from camshaft.handlers.checkpoint.savers import BaseSaveHandler, DiskSaver, takes_metadata
+from camshaft.handlers.checkpoint.savers import BaseSaveHandler, DiskSaver
 from camshaft.handlers.checkpoint.scores import ScoreFunction, score_of_metric
 from camshaft.handlers.checkpoint.writer import is_writer
-from camshaft.handlers.checks import check_callable
+from camshaft.handlers.checks import check_callable, check_text
 
 StepTransform = Callable[[Engine[Any, Any], Any], Any]
 SaveHandler = str | PathLike[str] | BaseSaveHandler | Callable[..., object]
 
 
-class Checkpoint(Serializable):
+class Checkpoint(Recorded):
     """Saves objects whenever the event fires on which it is registered, and keeps ``n_saved`` of the files.
 
     Without a score the newest are kept: each call must come with a larger step than those kept, or it saves
@@ -86,8 +85,6 @@ class Checkpoint(Serializable):
     SAVED_CHECKPOINT = CheckpointEvents.SAVED_CHECKPOINT
     Item = record.Item
 
-    _state_dict_all_req_keys = ("_saved",)
-
     def __init__(
         self,
         to_save: Mapping[str, Any],
@@ -110,14 +107,17 @@ class Checkpoint(Serializable):
         check_callable("global_step_transform", global_step_transform)
         if n_saved is not None and (not isinstance(n_saved, int) or n_saved < 1):
             raise ValueError(f"n_saved must be None or at least 1, got {n_saved!r}")
+        check_text("filename_prefix", filename_prefix)
+        check_text("score_name", score_name, optional=True)
+        check_text("filename_pattern", filename_pattern, optional=True)
         if filename_pattern is not None:
             check_pattern(filename_pattern, to_save, include_self)
         if score_function is None and score_name is not None:
             score_function = score_of_metric(score_name)
         if isinstance(save_handler, (str, PathLike)):
             save_handler = DiskSaver(save_handler, create_dir=True, save_on_rank=save_on_rank)
+        super().__init__(save_handler, save_on_rank)
         self.to_save = to_save
-        self.save_handler = save_handler
         self.filename_prefix = filename_prefix
         self.score_function = score_function
         self.score_name = score_name
@@ -126,20 +126,8 @@ class Checkpoint(Serializable):
         self.filename_pattern = filename_pattern
         self.include_self = include_self
         self.greater_or_equal = greater_or_equal
-        self.save_on_rank = save_on_rank
         self.ext = "pt"
         self._later = Later(when_busy) if asynchronous else None
-        self._saved: list[record.Item] = []
-
-    @property
-    def save_handler(self) -> BaseSaveHandler | Callable[..., object]:
-        """Where checkpoints go; may be exchanged."""
-        return self._save_handler
-
-    @save_handler.setter
-    def save_handler(self, save_handler: BaseSaveHandler | Callable[..., object]) -> None:
-        self._takes_metadata = takes_metadata(save_handler)
-        self._save_handler = save_handler
 
     @property
     def last_checkpoint(self) -> str | Path | None:
@@ -162,7 +150,8 @@ class Checkpoint(Serializable):
         """Save, if the score or the step is large enough.
 
         Raises:
-            ValueError: ``score_function`` or ``global_step_transform`` does not give a number.
+            ValueError: ``score_function`` or ``global_step_transform`` does not give a number, or another handler has
+                saved to the same file since this one was made.
         """
         later = self._later
         if later is not None and later.is_busy(may_skip=not needs_all_ranks(self.to_save)):
@@ -180,36 +169,17 @@ class Checkpoint(Serializable):
         metadata = self._metadata(engine, priority, global_step)
 
         def save(checkpoint: Any) -> None:
-            self.save_handler(checkpoint, filename, *([metadata] if self._takes_metadata else []))
+            self._store(checkpoint, filename, metadata)
             self._saved = saved
-            if dropped is not None and isinstance(self.save_handler, BaseSaveHandler):
-                self.save_handler.remove(dropped)
+            if dropped is not None:
+                self._remove(dropped)
 
-        if later is None or not self._has_work():
+        self._claim(filename)
+        if later is None or not self._has_work:
             save(checkpoint)
             announce(engine)
         else:
             later.save(checkpoint, save, then=lambda: announce(engine))
-
-    def reset(self) -> None:
-        """Forget what was saved, for a run from 0. The files stay."""
-        self._settled()
-        self._saved = []
-
-    def state_dict(self) -> OrderedDict[str, Any]:
-        """Give the record: pairs of priority and file name, lowest first."""
-        return record.record_of(self._settled())
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a record, in place of the one so far.
-
-        Raises:
-            TypeError: it is not a mapping.
-            ValueError: ``_saved`` is missing, or is not a list of pairs of a number and a file name.
-        """
-        super().load_state_dict(state_dict)
-        self._settled()
-        self._saved = record.read_items(state_dict["_saved"])
 
     def reload_objects(
         self, to_load: Mapping[str, Any], load_kwargs: Mapping[str, Any] | None = None, **filename_components: Any
@@ -284,17 +254,6 @@ class Checkpoint(Serializable):
             metadata["score"] = self._score(priority)
         return metadata
 
-    @property
-    def _writer(self) -> int | str:
-        """Which rank writes: a ``DiskSaver`` knows."""
-        return self.save_handler.save_on_rank if isinstance(self.save_handler, DiskSaver) else self.save_on_rank
-
-    def _has_work(self) -> bool:
-        """Whether this process has anything to write."""
-        return not isinstance(self.save_handler, DiskSaver) or self.save_handler.writes
-
-    def _settled(self) -> list[record.Item]:
-        """Give the record when nothing is under way any more."""
+    def _settle(self) -> None:
         if self._later is not None:
             self._later.settle()
-        return self._saved

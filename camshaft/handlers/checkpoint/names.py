@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from numbers import Integral
+from pathlib import Path
 from string import Formatter
 from typing import Any
 
-from camshaft.handlers.checkpoint.weights import is_weights_file
+from camshaft.handlers.checkpoint.weights import SUFFIX, is_weights_file
 
 FIELDS = ("filename_prefix", "name", "score", "score_name", "global_step", "ext")
 
@@ -56,6 +57,11 @@ def check_pattern(pattern: str, objects: Mapping[str, Any], include_self: bool) 
         )
 
 
+def checkpoints_in(directory: Path) -> list[Path]:
+    """List the files of a directory that are checkpoints, by their names."""
+    return [path for path in directory.glob("*") if path.suffix in (".pt", SUFFIX)]
+
+
 def score_text(score: Any) -> str:
     """Write a score as it stands in file names: integers as they are, other numbers with 4 decimals.
 
@@ -71,7 +77,7 @@ def name_of(objects: Mapping[str, Any]) -> str:
     >>> name_of({"model": None}), name_of({"model": None, "optimizer": None})
     ('model', 'checkpoint')
     """
-    return next(iter(objects)) if len(objects) == 1 else "checkpoint"
+    return str(next(iter(objects))) if len(objects) == 1 else "checkpoint"
 
 
 def file_name(pattern: str | None, **fields: Any) -> str:
@@ -90,4 +96,7 @@ def file_name(pattern: str | None, **fields: Any) -> str:
         with_score_name=score is not None and score_name is not None,
         with_global_step=fields["global_step"] is not None,
     )
-    return chosen.format(**fields)
+    try:
+        return chosen.format(**fields)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"filename_pattern {pattern!r} does not fit {fields}: {error}") from error

@@ -6,6 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from numbers import Integral, Number
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from camshaft.engine.lazy import LazyNumber
@@ -86,10 +87,13 @@ def read_items(value: Any) -> list[Item]:
     try:
         return in_order([Item(as_priority(priority, "_saved"), _text(filename)) for priority, filename in value])
     except (TypeError, ValueError) as error:
-        raise ValueError(f"_saved must be a list of pairs (priority, file name), got {value!r}") from error
+        raise ValueError(f"_saved must be a list of pairs (priority, file name), got {value!r}: {error}") from error
 
 
 def _text(filename: Any) -> str:
     if not isinstance(filename, str):
         raise TypeError(f"a file name must be a str, got {filename!r}")
+    path = PurePath(filename)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"a file name must stay in its directory, got {filename!r}")  # files of a record are removed
     return filename

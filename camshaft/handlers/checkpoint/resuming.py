@@ -14,8 +14,8 @@ from camshaft.distributed import all_gather, get_local_rank, get_world_size
 from camshaft.errors import DamagedCheckpointError
 from camshaft.handlers.checkpoint.loading import load_objects, read_checkpoint
 from camshaft.handlers.checkpoint.manifest import Entry, entries_of, problem_among
+from camshaft.handlers.checkpoint.names import checkpoints_in
 from camshaft.handlers.checkpoint.objects import check_objects
-from camshaft.handlers.checkpoint.weights import SUFFIX
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +72,7 @@ def resume(
 
     Raises:
         TypeError: ``to_load`` is not a mapping of such objects.
+        ValueError: ``directory`` is a file.
         DamagedCheckpointError: there are checkpoints, and none is whole.
 
     >>> import tempfile, torch
@@ -87,6 +88,8 @@ def resume(
         raise TypeError(f"to_load must be a mapping, got {to_load!r} of type {type(to_load).__name__}")
     check_objects(dict(to_load), "load_state_dict", "to_load")
     folder, wanted = Path(directory).expanduser(), list(to_load)
+    if folder.is_file():
+        raise ValueError(f"directory must be one of checkpoints, got the file '{folder}'; load that by load_objects")
     problems: list[str] = []
     found = candidates_in(folder) if get_local_rank() == 0 else {}
     for name in _agreed(found, wanted):
@@ -114,8 +117,8 @@ def candidates_in(directory: Path) -> dict[str, Candidate]:
     for entry in entries_of(directory):
         entries.setdefault(entry.file, []).append(entry)
     found = {file: Candidate(file, known[0].saved_at, tuple(known)) for file, known in entries.items()}
-    for path in directory.glob("*"):
-        if path.suffix in (".pt", SUFFIX) and path.name not in found:
+    for path in checkpoints_in(directory):
+        if path.name not in found:
             found[path.name] = Candidate(path.name, path.stat().st_mtime_ns)
     return found
 

@@ -15,7 +15,8 @@ import torch
 
 from camshaft.files import ChecksumWriter, remove_leftovers, write_atomically
 from camshaft.handlers.checkpoint import manifest
-from camshaft.handlers.checkpoint.weights import as_weights, is_weights_file
+from camshaft.handlers.checkpoint.names import checkpoints_in
+from camshaft.handlers.checkpoint.weights import SUFFIX, as_weights, is_weights_file
 from camshaft.handlers.checkpoint.writer import check_save_on_rank, is_writer
 from camshaft.types import PathLike
 
@@ -51,7 +52,7 @@ class DiskSaver(BaseSaveHandler):
         dirname: the directory; ``~`` is the home directory.
         atomic: write to another name first and rename. Without it a failed save leaves a broken file.
         create_dir: make the directory, and those above it, where they do not exist.
-        require_empty: refuse a directory that holds ``*.pt`` files already.
+        require_empty: refuse a directory that holds ``*.pt`` or ``*.safetensors`` files already.
         save_on_rank: the rank that writes and removes; ``"node"`` for the first process of each node, where the
             nodes have disks of their own.
         kwargs: handed to ``torch.save``.
@@ -160,12 +161,12 @@ def _prepare(directory: Path, create: bool, require_empty: bool) -> None:
         raise ValueError(f"dirname must be an existing directory, got '{directory}', which {problem}")
     if not os.access(directory, os.W_OK | os.X_OK):
         raise PermissionError(f"dirname must be writable, got '{directory}', where this process may not write")
-    found = sorted(entry.name for entry in directory.glob("*.pt")) if require_empty else []
+    found = sorted(path.name for path in checkpoints_in(directory)) if require_empty else []
     if found:
         raise ValueError(
-            f"dirname must hold no *.pt files, got '{directory}' with {len(found)} of them, such as {found[0]}; "
-            "to save beside them, as when a run is continued, use DiskSaver(dirname, require_empty=False), or "
-            "ModelCheckpoint(dirname, require_empty=False)"
+            f"dirname must hold no *.pt and *{SUFFIX} files, got '{directory}' with {len(found)} of them, such as "
+            f"{found[0]}; to save beside them, as when a run goes on, use DiskSaver(dirname, require_empty=False), "
+            "or ModelCheckpoint(dirname, require_empty=False)"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
@@ -17,6 +18,8 @@ def real(name: str, value: Any) -> float:
     """
     if not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
     return float(value)
 
 

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 from camshaft.base import Serializable
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import Events
+from camshaft.engine.event import EventLike, Events
+from camshaft.engine.handle import RemovableEventHandle
 from camshaft.handlers.optional import load_optional
 
 
@@ -125,6 +126,43 @@ class BaseParamScheduler(Serializable, ABC):
         if getattr(state, "param_history", None) is None:
             state.param_history = {}
         state.param_history.setdefault(name, []).append(entry)
+
+
+class SteppedScheduler(BaseParamScheduler):
+    """Applies the value of ``event_index`` each time it is called, and moves on."""
+
+    def attach(self, engine: Engine[Any, Any], event: EventLike = Events.ITERATION_STARTED) -> RemovableEventHandle:
+        """Call the scheduler whenever an event fires.
+
+        Returns:
+            A handle that takes it off the engine.
+        """
+        return engine.add_event_handler(event, self)
+
+    def __call__(self, engine: Engine[Any, Any] | None, name: str | None = None) -> None:
+        """Apply the value of ``event_index``, and move on.
+
+        Args:
+            engine: whose state keeps the history.
+            name: the name in the history, instead of ``param_name``.
+
+        Raises:
+            ValueError: the value is not a possible one; what is scheduled is as before.
+        """
+        if self.event_index and engine is not None and continues_epoch(engine):
+            return
+        self._apply(engine)
+        if self._save_history and engine is not None:
+            self._record(engine, name or self.param_name, self._written())
+        self.event_index += 1
+
+    @abstractmethod
+    def _apply(self, engine: Engine[Any, Any] | None) -> None:
+        """Compute the value of ``event_index``, and write it where it belongs."""
+
+    @abstractmethod
+    def _written(self) -> Any:
+        """Read what holds now, as plain numbers."""
 
 
 def continues_epoch(engine: Engine[Any, Any]) -> bool:

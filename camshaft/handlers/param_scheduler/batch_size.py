@@ -13,10 +13,10 @@ from camshaft.engine.engine import Engine
 from camshaft.engine.event import EventLike, Events
 from camshaft.engine.filters import is_integer
 from camshaft.engine.handle import RemovableEventHandle
-from camshaft.handlers.param_scheduler.base import BaseParamScheduler, continues_epoch
+from camshaft.handlers.param_scheduler.base import SteppedScheduler
 
 
-class BatchSizeScheduler(BaseParamScheduler):
+class BatchSizeScheduler(SteppedScheduler):
     """Sets the batch size of a loader, usually at the start of each epoch.
 
     The size is that of the batches of this process: with a loader of ``auto_dataloader`` on four ranks, 8 makes steps
@@ -50,7 +50,7 @@ class BatchSizeScheduler(BaseParamScheduler):
     [6, 7, 8, 9, 10, 11]
     """
 
-    _state_dict_all_req_keys = (*BaseParamScheduler._state_dict_all_req_keys, "batch_size")
+    _state_dict_all_req_keys = (*SteppedScheduler._state_dict_all_req_keys, "batch_size")
 
     def __init__(
         self,
@@ -88,38 +88,23 @@ class BatchSizeScheduler(BaseParamScheduler):
         return self.dataloader.batch_sampler
 
     def attach(self, engine: Engine[Any, Any], event: EventLike = Events.EPOCH_STARTED) -> RemovableEventHandle:
-        """Call the scheduler whenever an event fires.
+        """Set the size whenever an event fires."""
+        return super().attach(engine, event)
 
-        Returns:
-            A handle that takes it off the engine.
-        """
-        return engine.add_event_handler(event, self)
+    def get_param(self) -> int:
+        """Compute the size for ``event_index``."""
+        return _checked(self.scheduler_fn(self.event_index))
 
-    def __call__(self, engine: Engine[Any, Any] | None, name: str | None = None) -> None:
-        """Set the size for ``event_index``, and move on.
-
-        Args:
-            engine: whose state keeps the history.
-            name: the name in the history, instead of ``batch_size``.
-
-        Raises:
-            ValueError: the size is no integer of at least 1; the loader is as before.
-        """
-        if self.event_index and engine is not None and continues_epoch(engine):
-            return
+    def _apply(self, engine: Engine[Any, Any] | None) -> None:
         size = self.get_param()
         before = length_of(self.dataloader)
         self.batch_size = size
         after = length_of(self.dataloader)
         if self.adapt_epoch_length and engine is not None and after and after != before:
             self._adapt(engine, before, after)
-        if self.save_history and engine is not None:
-            self._record(engine, name or self.param_name, size)
-        self.event_index += 1
 
-    def get_param(self) -> int:
-        """Compute the size for ``event_index``."""
-        return _checked(self.scheduler_fn(self.event_index))
+    def _written(self) -> int:
+        return self.batch_size
 
     def _adapt(self, engine: Engine[Any, Any], before: int | None, after: int) -> None:
         state = engine.state
@@ -151,10 +136,14 @@ def _checked(size: Any) -> int:
 
 
 def _check_batch_sampler(sampler: Any) -> None:
-    if not isinstance(sampler, BatchSampler):
+    if not isinstance(sampler, BatchSampler) or not is_integer(getattr(sampler, "batch_size", None)):
         raise ValueError(
-            f"dataloader must have a BatchSampler, got {type(sampler).__name__}: make it with batch_size=..., or with "
-            "a batch_sampler of this class"
+            "dataloader must have a torch.utils.data.BatchSampler, whose batch_size can be set, got "
+            f"{sampler!r} as its batch_sampler: make the loader with batch_size=..., or with a batch_sampler of that "
+            "class"
         )
     if isinstance(sampler, ExactBatchSampler) and sampler.total_batch_size is None:
-        raise ValueError("dataloader must have batches of a size, not those of a batch sampler of the user's own")
+        raise ValueError(
+            f"dataloader must have batches whose size can be set, got those that {sampler.source!r} makes: call "
+            "auto_dataloader with batch_size=..., and with sampler=... if need be, in place of batch_sampler=..."
+        )

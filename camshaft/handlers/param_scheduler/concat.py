@@ -93,6 +93,9 @@ class ConcatScheduler(ParamScheduler):
             self._current_duration -= 1
         self.event_index += 1
 
+    def _check_entries(self) -> None:
+        """Leave it to the schedulers, which may have other parameters in other groups."""
+
     def get_param(self) -> Any:
         """Compute the next value of the scheduler that was called last."""
         return self.schedulers[self._scheduler_index].get_param()

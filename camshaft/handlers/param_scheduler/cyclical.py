@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
+from camshaft.engine.engine import Engine
 from camshaft.handlers.param_scheduler.arguments import real, whole
 from camshaft.handlers.param_scheduler.param import ParamScheduler
 
@@ -72,7 +73,7 @@ class CyclicalScheduler(ParamScheduler):
         self.warmup_duration = whole("warmup_duration", warmup_duration, least=0)
         self.cycle = 0
 
-    def _apply(self) -> None:
+    def _apply(self, engine: Engine[Any, Any] | None) -> None:
         if self.event_index >= self.cycle_size:
             self._move_on()
         warming_up = self.event_index > self.cycle_size

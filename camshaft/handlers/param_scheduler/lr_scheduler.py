@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.optim import lr_scheduler as native
 
+from camshaft.engine.engine import Engine
 from camshaft.handlers.param_scheduler.param import ParamScheduler
 from camshaft.handlers.param_scheduler.simulation import rows_of, unchanged, unwarned
 
@@ -64,7 +65,7 @@ class LRScheduler(ParamScheduler):
                 stacklevel=2,
             )
 
-    def _apply(self) -> None:
+    def _apply(self, engine: Engine[Any, Any] | None) -> None:
         # Many schedulers go on from what is in the groups, where a warm-up or a loaded state may have put something.
         self._write(self.lr_scheduler.get_last_lr())
         if self.event_index < self._steps_from:

@@ -8,14 +8,13 @@ from typing import Any, cast
 from torch import Tensor
 
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import EventLike, Events
 from camshaft.engine.filters import is_integer
-from camshaft.engine.handle import RemovableEventHandle
-from camshaft.handlers.param_scheduler.base import BaseParamScheduler, continues_epoch
+from camshaft.handlers.checks import check_entries
+from camshaft.handlers.param_scheduler.base import SteppedScheduler
 from camshaft.handlers.param_scheduler.simulation import rows_of, spare_optimizer
 
 
-class ParamScheduler(BaseParamScheduler):
+class ParamScheduler(SteppedScheduler):
     """Writes a value into the parameter groups of an optimizer each time it is called.
 
     Attached to ``ITERATION_STARTED``, iteration ``k`` uses the value of index ``k - 1``. Whatever is in the optimizer
@@ -31,7 +30,7 @@ class ParamScheduler(BaseParamScheduler):
 
     Raises:
         TypeError: ``optimizer`` has no ``param_groups``, or the index is not an integer.
-        ValueError: there is no group of this index.
+        ValueError: there is no group of this index, or one to schedule has no such entry.
 
     >>> import torch
     >>> from camshaft.engine import Engine, Events
@@ -61,6 +60,7 @@ class ParamScheduler(BaseParamScheduler):
         _check_group(param_group_index, len(groups))
         self.optimizer = optimizer
         self.param_group_index = param_group_index
+        self._check_entries()
 
     @property
     def optimizer_param_groups(self) -> list[dict[str, Any]]:
@@ -71,36 +71,15 @@ class ParamScheduler(BaseParamScheduler):
             "list[dict[str, Any]]", groups if self.param_group_index is None else [groups[self.param_group_index]]
         )
 
-    def attach(self, engine: Engine[Any, Any], event: EventLike = Events.ITERATION_STARTED) -> RemovableEventHandle:
-        """Call the scheduler whenever an event fires.
+    def _check_entries(self) -> None:
+        """Refuse a parameter that is not there: to write it would add it, and change nothing."""
+        check_entries(self.param_name, self.optimizer_param_groups)
 
-        Returns:
-            A handle that takes it off the engine.
-        """
-        return engine.add_event_handler(event, self)
-
-    def __call__(self, engine: Engine[Any, Any] | None, name: str | None = None) -> None:
-        """Write the value of ``event_index``, and move on.
-
-        Args:
-            engine: whose state keeps the history.
-            name: the name in the history, instead of ``param_name``.
-
-        Raises:
-            ValueError: the value is a list, and not one for each group.
-        """
-        if self.event_index and engine is not None and continues_epoch(engine):
-            return
-        self._apply()
-        if self._save_history and engine is not None:
-            self._record(engine, name or self.param_name, self._written())
-        self.event_index += 1
-
-    def _apply(self) -> None:
-        """Compute the value of ``event_index``, and write it."""
+    def _apply(self, engine: Engine[Any, Any] | None) -> None:
         self._write(self.get_param())
 
     def _write(self, value: Any) -> None:
+        """Write a value into all groups, or one of a list into each."""
         groups, name = self.optimizer_param_groups, self.param_name
         if not isinstance(value, list):
             for group in groups:
@@ -115,7 +94,6 @@ class ParamScheduler(BaseParamScheduler):
             write(group, name, one)
 
     def _written(self) -> list[Any]:
-        """Read what the groups have now, as plain numbers."""
         return [plain(group[self.param_name]) for group in self.optimizer_param_groups]
 
     def _columns(self) -> list[Any]:
@@ -138,7 +116,7 @@ class ParamScheduler(BaseParamScheduler):
         [[0, 0.0], [1, 0.5], [2, 1.0], [3, 0.5]]
         """
         given = {key: value for key, value in scheduler_kwargs.items() if key not in _NOT_SIMULATED}
-        scheduler = cls(optimizer=spare_optimizer(), **given)
+        scheduler = cls(optimizer=spare_optimizer(scheduler_kwargs.get("param_name", "lr")), **given)
         return rows_of(scheduler, num_events, scheduler._columns)
 
 

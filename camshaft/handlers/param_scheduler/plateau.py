@@ -122,7 +122,7 @@ class ReduceLROnPlateauScheduler(ParamScheduler):
         if len(metric_values) != num_events:
             raise ValueError(f"metric_values must hold num_events={num_events} values, got {len(metric_values)}")
         given = {key: value for key, value in scheduler_kwargs.items() if key not in _NOT_SIMULATED}
-        scheduler = cls(spare_optimizer(real("init_lr", init_lr)), "metric", **given)
+        scheduler = cls(spare_optimizer("lr", real("init_lr", init_lr)), "metric", **given)
         evaluator: Engine[Any, Any] = Engine(lambda engine, batch: None)
         values = iter(metric_values)
 

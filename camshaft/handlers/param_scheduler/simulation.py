@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 
-def spare_optimizer(learning_rate: float = 0.1) -> torch.optim.Optimizer:
-    """Make an optimizer with one group to write into."""
-    return torch.optim.SGD([torch.zeros(1, device="cpu")], lr=learning_rate)
+def spare_optimizer(param_name: str = "lr", value: float = 0.1) -> torch.optim.Optimizer:
+    """Make an optimizer with one group to write into, which has this parameter."""
+    return torch.optim.SGD([{"params": [torch.zeros(1, device="cpu")], param_name: value}], lr=0.1)
 
 
 def rows_of(scheduler: Any, num_events: int, columns: Callable[[], list[Any]]) -> list[list[Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import EventLike, Events
 from camshaft.engine.handle import RemovableEventHandle
+from camshaft.handlers.checks import check_is_no_counter
 from camshaft.handlers.param_scheduler.base import BaseParamScheduler, continues_epoch
 from camshaft.handlers.param_scheduler.simulation import rows_of
 
@@ -49,9 +50,10 @@ class StateParamScheduler(BaseParamScheduler):
             A handle that takes the scheduler off the engine.
 
         Raises:
-            ValueError: the attribute should be a new one, and is there.
+            ValueError: the attribute should be a new one, and is there; or the engine counts by it.
         """
         state, name = engine.state, self.param_name
+        check_is_no_counter("param_name", name, state)
         if hasattr(state, name):
             if self.create_new:
                 raise ValueError(

@@ -16,7 +16,7 @@ def library() -> Any:
         return import_module("horovod.torch")
     except ImportError as error:
         raise ModuleNotFoundError(
-            f"backend 'horovod' needs Horovod, built for the installed torch: see docs/backends.md ({error})"
+            f"backend 'horovod' needs Horovod, built for the installed torch: see docs/reference/backends.md ({error})"
         ) from error
 
 

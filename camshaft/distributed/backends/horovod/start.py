@@ -126,6 +126,6 @@ def _device(hvd: Any, local_rank: int) -> torch.device:
     if not torch.cuda.is_available() or torch.cuda.device_count() < hvd.local_size():
         return torch.device("cpu")
     if not hvd.cuda_built() and not hvd.rocm_built():
-        warnings.warn("Horovod was built without GPUs, so they are not used: see docs/backends.md", stacklevel=2)
+        warnings.warn("Horovod was built without GPUs; they are not used: see docs/reference/backends.md", stacklevel=2)
         return torch.device("cpu")
     return torch.device("cuda", local_rank)

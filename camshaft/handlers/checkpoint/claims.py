@@ -1,0 +1,58 @@
+"""Which handler of this process saves to which file, so that two with the same names do not take each other's."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+_owners: WeakValueDictionary[Path, Claims] = WeakValueDictionary()
+_moments = count()
+
+
+class Claims:
+    """The files that a handler has saved.
+
+    What another handler saved before this one was made may be taken over: so a run is resumed. What it has saved
+    since is not to be touched. Paths are absolute, and without links.
+
+    >>> first, second = Claims(), Claims()
+    >>> first.claim(Path("model_10.pt"))
+    >>> second.is_free(Path("model_10.pt")), Claims().is_free(Path("model_10.pt"))
+    (False, True)
+    """
+
+    def __init__(self) -> None:
+        self._claimed: dict[Path, int] = {}
+        self.renew()
+
+    def renew(self) -> None:
+        """Take over all that there is now."""
+        self._since = next(_moments)
+
+    def is_free(self, path: Path) -> bool:
+        """Say whether no other handler that is still there has saved this file meanwhile."""
+        owner = _owners.get(path)
+        return owner is None or owner is self or owner._claimed.get(path, 0) < self._since
+
+    def claim(self, path: Path) -> None:
+        """Note that this handler saves a file.
+
+        Raises:
+            ValueError: another one has.
+        """
+        if not self.is_free(path):
+            raise ValueError(
+                f"two handlers save to '{path}', where one would overwrite and remove what is the other's: give one of "
+                "them another filename_prefix, score_name or directory, or use one handler for both events"
+            )
+        _owners[path] = self
+        self._claimed[path] = next(_moments)
+
+    def release(self, path: Path) -> bool:
+        """Give up a file, and say whether it may be removed."""
+        is_free = self.is_free(path)
+        if _owners.get(path) is self:
+            del _owners[path]
+        self._claimed.pop(path, None)
+        return is_free
