@@ -10,7 +10,7 @@ ARGS ?=
 ENVIRONMENT = $(PYTHON) scripts/environment.py
 PATIENT = -o timeout=180 -o faulthandler_timeout=240  # each of these tests starts several Pythons with torch
 
-.PHONY: demo test test-jobs test-openmpi test-xla test-horovod test-hosts test-slurm test-restarts test-loggers test-browser bench format clean
+.PHONY: demo test test-jobs test-openmpi test-xla test-horovod test-hosts test-slurm test-restarts test-loggers test-browser test-docs site bench format clean
 
 demo:
 	@$(ENVIRONMENT) dev python examples/mnist.py $(ARGS)
@@ -59,6 +59,15 @@ test-browser:
 	@scripts/system_packages chromium:chromium
 	@$(ENVIRONMENT) loggers python -m pytest $(PATIENT) -m browser tests/loggers $(ARGS)
 
+# the code of every page of docs/ runs; the site is built, and opened in the browser
+test-docs:
+	@scripts/system_packages chromium:chromium
+	@$(ENVIRONMENT) docs python -m pytest $(PATIENT) tests/docs $(ARGS)
+
+# the pages of docs/ as a site in ./site
+site:
+	@$(ENVIRONMENT) docs python -m mkdocs build --strict $(ARGS)
+
 bench:
 	@$(ENVIRONMENT) bench python benchmarks/engine_overhead.py $(ARGS)
 	@$(ENVIRONMENT) bench python benchmarks/collectives.py
@@ -66,11 +75,12 @@ bench:
 	@$(ENVIRONMENT) bench python benchmarks/sampler.py
 	@$(ENVIRONMENT) bench python benchmarks/handlers.py
 	@$(ENVIRONMENT) bench python benchmarks/checkpoint.py
+	@$(ENVIRONMENT) bench python benchmarks/resnet.py
 
 format:
 	@$(ENVIRONMENT) dev ruff format .
 	@$(ENVIRONMENT) dev ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-* .venv*.lock build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-* .venv*.lock build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

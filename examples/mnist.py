@@ -4,24 +4,37 @@ By default it reads the 1,797 scans of 8 x 8 pixels that come with scikit-learn,
 
     python examples/mnist.py
     python examples/mnist.py --data mnist --root ~/data --epochs 3
+    python examples/mnist.py --checkpoints runs/digits --resume --tensorboard runs/digits/curves --patience 3
+    torchrun --nproc_per_node 2 examples/mnist.py --backend gloo
+    mpirun -np 2 python examples/mnist.py --backend mpi
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset, random_split
+from torch.utils.data import TensorDataset, random_split
 
+import camshaft.distributed as idist
 from camshaft.engine import Engine, Events, create_supervised_evaluator, create_supervised_trainer
-from camshaft.handlers import ModelCheckpoint, ProgressBar
+from camshaft.handlers import (
+    Checkpoint,
+    DiskSaver,
+    EarlyStopping,
+    ModelCheckpoint,
+    ProgressBar,
+    TensorboardLogger,
+    global_step_from_engine,
+)
 from camshaft.utils import manual_seed
 
 
 class Accuracy:
-    """Count right answers on the device; read them once, at the end of the evaluation."""
+    """Count right answers on the device; add up those of all ranks once, at the end of the evaluation."""
 
     def attach(self, engine: Engine, name: str) -> None:
         engine.add_event_handler(Events.STARTED, self.reset)
@@ -29,15 +42,15 @@ class Accuracy:
         engine.add_event_handler(Events.COMPLETED, self.compute, name)
 
     def reset(self) -> None:
-        self.right, self.total = torch.zeros((), dtype=torch.long), 0
+        self.right, self.total = torch.zeros((), dtype=torch.long, device=idist.device()), 0
 
     def update(self, engine: Engine) -> None:
         scores, digits = engine.state.output
-        self.right = self.right.to(scores.device) + (scores.argmax(dim=1) == digits).sum()
+        self.right += (scores.argmax(dim=1) == digits).sum()
         self.total += len(digits)
 
     def compute(self, engine: Engine, name: str) -> None:
-        engine.state.metrics[name] = self.right.item() / self.total
+        engine.state.metrics[name] = idist.all_reduce(self.right).item() / idist.all_reduce(self.total)
 
 
 def load_digits() -> tuple[TensorDataset, TensorDataset]:
@@ -57,7 +70,8 @@ def load_mnist(root: Path) -> tuple[TensorDataset, TensorDataset]:
     except (ImportError, RuntimeError) as error:  # RuntimeError: a torchvision made for another build of torch
         raise SystemExit(f"--data mnist needs a torchvision that fits the installed torch: {error}") from error
     try:
-        parts = [MNIST(str(root), train=train, download=True) for train in (True, False)]
+        with idist.one_rank_first(local=True):  # it downloads, and the others find the files
+            parts = [MNIST(str(root), train=train, download=True) for train in (True, False)]
     except (OSError, RuntimeError) as error:
         raise SystemExit(f"MNIST is not in {root} and cannot be downloaded: {error}") from error
     train, validation = (TensorDataset(part.data[:, None].float() / 255, part.targets) for part in parts)
@@ -71,19 +85,20 @@ def make_model() -> nn.Module:
     )
 
 
-def main(arguments: argparse.Namespace) -> float:
-    manual_seed(arguments.seed)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    training, validation = load_digits() if arguments.data == "digits" else load_mnist(arguments.root)
-    model = make_model().to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr)
+def training(local_rank: int, config: argparse.Namespace) -> float | None:
+    """What every process runs; gives the last accuracy on the scans for validation, if there was anything to do."""
+    manual_seed(config.seed)
+    parts = load_digits() if config.data == "digits" else load_mnist(config.root)
+    data = idist.auto_dataloader(parts[0], batch_size=config.batch_size, shuffle=True, seed=config.seed)
+    model = idist.auto_model(make_model())
+    optimizer = idist.auto_optim(torch.optim.AdamW(model.parameters(), lr=config.lr))
+    trainer = create_supervised_trainer(model, optimizer, nn.functional.cross_entropy, device=idist.device())
 
-    trainer = create_supervised_trainer(model, optimizer, nn.functional.cross_entropy, device=device)
-    evaluators = {
-        name: create_supervised_evaluator(model, {"accuracy": Accuracy()}, device=device)
-        for name in ("train", "validation")
-    }
-    loaders = {"train": DataLoader(training, batch_size=512), "validation": DataLoader(validation, batch_size=512)}
+    # after each epoch, the accuracy on both parts of the scans
+    loaders, evaluators = {}, {}
+    for name, part in zip(("train", "validation"), parts, strict=True):
+        loaders[name] = idist.auto_dataloader(part, batch_size=512, shuffle=False)
+        evaluators[name] = create_supervised_evaluator(model, {"accuracy": Accuracy()}, device=idist.device())
 
     bar = ProgressBar(persist=True)
     bar.attach(trainer, output_transform=lambda loss: {"loss": loss})
@@ -95,16 +110,42 @@ def main(arguments: argparse.Namespace) -> float:
         reached = ", ".join(f"{name} accuracy {one.state.metrics['accuracy']:.2%}" for name, one in evaluators.items())
         bar.log_message(f"epoch {engine.state.epoch}: {reached}")
 
-    best = ModelCheckpoint(
-        arguments.output, "best", score_name="accuracy", require_empty=False,
-        score_function=lambda engine: engine.state.metrics["accuracy"],
-    )  # fmt: skip
+    def accuracy(engine: Engine) -> float:
+        return float(evaluators["validation"].state.metrics["accuracy"])
+
+    best = ModelCheckpoint(config.output, "best", accuracy, "accuracy", require_empty=False)
     evaluators["validation"].add_event_handler(Events.COMPLETED, best, {"model": model}, order=1)
 
-    trainer.run(DataLoader(training, batch_size=arguments.batch_size, shuffle=True), max_epochs=arguments.epochs)
-    print(f"best model saved as {best.last_checkpoint}")
-    accuracy: float = evaluators["validation"].state.metrics["accuracy"]
-    return accuracy
+    # what follows is there if it is asked for
+    objects: dict[str, Any] = {"trainer": trainer, "model": model, "optimizer": optimizer, "best": best}
+
+    if config.patience:
+        objects["stopping"] = EarlyStopping(config.patience, accuracy, trainer)
+        evaluators["validation"].add_event_handler(Events.COMPLETED, objects["stopping"], order=1)
+
+    if config.checkpoints:
+        saver = DiskSaver(config.checkpoints, require_empty=not config.resume)
+        checkpoint = Checkpoint(objects, saver, include_self=True)
+        trainer.add_event_handler(Events.EPOCH_COMPLETED, checkpoint)  # after `evaluate`, which was registered before
+        if config.resume:
+            newest = Checkpoint.resume({**objects, "checkpointer": checkpoint}, config.checkpoints)
+            bar.log_message(f"going on from {newest}" if newest else "there is no checkpoint yet: a new run")
+
+    if config.tensorboard:
+        logger = TensorboardLogger(log_dir=config.tensorboard)
+        logger.attach_output_handler(
+            trainer, Events.ITERATION_COMPLETED(every=10), "training", output_transform=lambda loss: {"loss": loss}
+        )
+        for name, evaluator in evaluators.items():
+            epoch = global_step_from_engine(trainer)
+            logger.attach_output_handler(evaluator, Events.COMPLETED, name, "all", global_step_transform=epoch)
+
+    if trainer.state.epoch < config.epochs:
+        trainer.run(data, max_epochs=config.epochs)
+        bar.log_message(f"best model saved as {best.last_checkpoint}")
+    if config.tensorboard:
+        logger.close()
+    return evaluators["validation"].state.metrics.get("accuracy")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -112,12 +153,23 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", choices=("digits", "mnist"), default="digits", help="which scans (default: digits)")
     parser.add_argument("--root", type=Path, default=Path("data"), help="where MNIST is, or is downloaded to")
     parser.add_argument("--epochs", type=int, default=10, help="passes over the training scans (default: 10)")
-    parser.add_argument("--batch_size", type=int, default=32, help="scans in a batch (default: 32)")
+    parser.add_argument("--batch_size", type=int, default=32, help="scans in a batch, over all processes (default: 32)")
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate (default: 0.002)")
     parser.add_argument("--seed", type=int, default=1, help="of weights and order (default: 1)")
     parser.add_argument("--output", type=Path, default=Path("runs/mnist"), help="where the best model is saved")
-    return parser.parse_args(arguments)
+    parser.add_argument("--checkpoints", type=Path, help="where to keep the newest state of the whole training")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest of --checkpoints, if there is one")
+    parser.add_argument("--tensorboard", type=Path, help="where to write curves for TensorBoard")
+    parser.add_argument("--patience", type=int, help="stop when so many epochs have brought no better accuracy")
+    parser.add_argument("--backend", help="gloo, nccl, mpi, horovod, xla-tpu or auto; none for a single process")
+    parser.add_argument("--nproc_per_node", type=int, help="processes to start; none if a launcher starts them")
+    config = parser.parse_args(arguments)
+    if config.resume and not config.checkpoints:
+        parser.error("--resume needs --checkpoints DIR")
+    return config
 
 
 if __name__ == "__main__":
-    main(parse())
+    config = parse()
+    with idist.Parallel(backend=config.backend, nproc_per_node=config.nproc_per_node) as parallel:
+        parallel.run(training, config)

@@ -5,7 +5,7 @@
 
 Horovod comes as source only, from a time before torch asked for C++20: two lines of it are changed. The build takes
 minutes, so the wheel is kept in the folder CACHE, under a digest of what it was built from. It works on the CPU, also
-with a torch that knows CUDA: docs/backends.md tells how to build for GPUs.
+with a torch that knows CUDA: docs/reference/backends.md tells how to build for GPUs.
 """
 
 from __future__ import annotations

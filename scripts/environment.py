@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # name: (the extras of setup.cfg that it holds, the file with the versions)
 ENVIRONMENTS = {
     "dev": (("dev",), "constraints.txt"),
+    "docs": (("docs",), "constraints.txt"),
     "bench": (("benchmarks",), "constraints.txt"),
     "openmpi": (("test", "openmpi"), "constraints.txt"),
     "xla": (("test", "xla"), "constraints-xla.txt"),

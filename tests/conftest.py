@@ -15,10 +15,10 @@ from tests.guards import GUARDS
 settings.register_profile("camshaft", deadline=None)  # nothing here depends on how fast a machine is
 settings.load_profile("camshaft")
 
-# they have environments of their own (make test-xla, make test-horovod, make test-loggers)
+# they have environments of their own (make test-xla, test-horovod, test-loggers, test-docs)
 collect_ignore = [
     name
-    for name, module in (("xla", "torch_xla"), ("horovod", "horovod"), ("loggers", "mlflow"))
+    for name, module in (("xla", "torch_xla"), ("horovod", "horovod"), ("loggers", "mlflow"), ("docs", "mkdocs"))
     if not importlib.util.find_spec(module)
 ]
 if not torch.cuda.is_available():

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 from email.message import Message
 from email.parser import Parser
 from pathlib import Path
@@ -12,6 +16,7 @@ from zipfile import ZipFile
 
 import pytest
 
+from camshaft import handlers
 from camshaft.version import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,10 +62,143 @@ def test_the_licence_is_in_the_wheel(wheel: ZipFile, metadata: Message) -> None:
     assert metadata["License-Expression"] == "Apache-2.0"
 
 
-def test_every_extra_of_a_handler_is_in_all(metadata: Message) -> None:
-    needs: dict[str, set[str]] = {}
+# extras that not every machine can have, or that are not for users: they are no part of `all`
+APART = {"benchmarks", "dev", "docs", "examples", "loggers", "mpi", "openmpi", "test", "xla"}
+
+
+@pytest.fixture(scope="module")
+def extras(metadata: Message) -> dict[str, set[str]]:
+    """Give the libraries that each extra brings."""
+    needs: dict[str, set[str]] = {extra: set() for extra in metadata.get_all("Provides-Extra", [])}
     for need in metadata.get_all("Requires-Dist", []):
         library, _, condition = need.partition("; extra == ")
-        needs.setdefault(condition.strip('"'), set()).add(library)
-    for extra in ("clearml", "metrics", "mlflow", "plot", "progress", "tensorboard", "wandb"):
-        assert needs[extra] <= needs["all"]
+        if condition:
+            needs[condition.strip('"')].add(library)
+    return needs
+
+
+def test_all_is_all_that_users_can_have_beside_each_other(extras: dict[str, set[str]]) -> None:
+    covered = extras.keys() - APART - {"all"}
+    assert covered >= {"metrics", "progress", "safetensors", "tensorboard"}
+    assert extras["all"] == set().union(*(extras[extra] for extra in covered))
+
+
+def test_every_library_of_an_extra_was_installed_once(extras: dict[str, set[str]]) -> None:
+    pinned = {
+        canonical(line.partition("==")[0])
+        for file in ROOT.glob("constraints*.txt")
+        for line in file.read_text().splitlines()
+        if "==" in line
+    }
+    assert {canonical(library) for library in set().union(*extras.values())} <= pinned
+
+
+def canonical(need: str) -> str:
+    """Give the name of a library as indexes spell it, without the versions that are wanted."""
+    return re.sub(r"[-_.]+", "-", re.split(r"[<>=!~;\[ ]", need)[0]).lower()
+
+
+def test_the_version_is_in_one_place() -> None:
+    here = re.compile(rf"(?<![\d.]){re.escape(__version__)}(?![\d.])")
+    files = [file for pattern in ("setup.*", "*.toml", "*.yml", "camshaft/**/*.py") for file in ROOT.glob(pattern)]
+    told = [file for file in files if here.search(file.read_text("utf-8"))]
+    assert told == [ROOT / "camshaft" / "version.py"]
+
+
+def test_the_citation_names_this_version_or_none() -> None:
+    citation = (ROOT / "CITATION.cff").read_text("utf-8")
+    assert re.findall(r"(?m)^version: *(.*)$", citation) in ([], [__version__])
+    assert re.search(r"(?m)^license: Apache-2.0$", citation)
+
+
+def test_the_changelog_begins_with_this_version_and_names_all_that_there_is() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    sections = re.findall(r"(?m)^## (\S+)", changelog)
+    assert sections[0] == __version__
+    words = set(re.findall(r"[\w./-]*\w", changelog))
+    assert {f"examples/{file.name}" for file in (ROOT / "examples").glob("*.py")} <= words
+    for name in handlers.__all__:  # a family is named by its package
+        module = ".".join(getattr(handlers, name).__module__.split(".")[:3])
+        assert words & {name, module}, f"{name} is not in CHANGELOG.md"
+
+
+# --- python -m build -----------------------------------------------------------------------------------------
+
+PLACE = "import sysconfig; print(sysconfig.get_path('purelib'))"
+# a part of the tests, which run there without the sources beside them
+TESTS = ["tests/test_base.py", "tests/test_tree.py", "tests/engine/test_events.py"]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build a source distribution, and a wheel from that, as `python -m build` does; give the folder with both."""
+    folder = tmp_path_factory.mktemp("built")
+    made = {"build", "dist", "data", "runs", "site"}
+
+    def ignored(directory: str, names: list[str]) -> set[str]:
+        at_root = {name for name in names if name in made or name.startswith(".")} if Path(directory) == ROOT else set()
+        return at_root | {name for name in names if name == "__pycache__" or name.endswith(".egg-info")}
+
+    shutil.copytree(ROOT, folder / "source", ignore=ignored)
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist")]
+    done = subprocess.run([*build, str(folder / "source")], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return folder / "dist"
+
+
+@pytest.fixture(scope="module")
+def unpacked(built: Path) -> Path:
+    """Unpack the source distribution; give the folder."""
+    (archive,) = built.glob("*.tar.gz")
+    assert archive.name == f"camshaft-{__version__}.tar.gz"
+    shutil.unpack_archive(archive, built.parent / "unpacked")
+    return built.parent / "unpacked" / f"camshaft-{__version__}"
+
+
+@pytest.mark.jobs
+def test_the_wheel_that_comes_of_the_source_distribution_lacks_nothing(built: Path, wheel: ZipFile) -> None:
+    (other,) = built.glob("*.whl")
+    names = set(ZipFile(other).namelist())
+    assert names == set(wheel.namelist())
+    assert "camshaft/py.typed" in names
+    assert not [name for name in names if name.startswith(("tests", "docs", "examples", "benchmarks"))]
+
+
+@pytest.mark.jobs
+def test_the_source_distribution_holds_tests_pages_and_examples(built: Path, unpacked: Path) -> None:
+    source = built.parent / "source"
+    for folder in ("camshaft", "tests", "docs", "examples", "benchmarks", "scripts"):
+        here, there = files_in(source / folder), files_in(unpacked / folder)
+        assert here == there, f"{folder} differs"
+    for name in ("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile", "constraints.txt"):
+        assert (unpacked / name).read_bytes() == (source / name).read_bytes()
+
+
+def files_in(folder: Path) -> set[str]:
+    return {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file() and file.suffix != ".pyc"}
+
+
+@pytest.mark.jobs
+def test_it_installs_in_an_empty_environment_and_passes_its_tests_there(
+    built: Path, unpacked: Path, tmp_path: Path
+) -> None:
+    (wheel,) = built.glob("*.whl")
+    venv.create(tmp_path / "venv", symlinks=True)
+    python = str(tmp_path / "venv" / "bin" / "python")
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(pip, check=True, capture_output=True)
+    # torch and pytest of this environment can be imported there; what is installed here in editable mode cannot
+    inside = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    place = subprocess.run([python, "-c", PLACE], env=inside, check=True, capture_output=True, text=True).stdout.strip()
+    (Path(place) / "torch_and_pytest.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+
+    shutil.copytree(unpacked / "tests", tmp_path / "run" / "tests")
+    shutil.copy(unpacked / "pyproject.toml", tmp_path / "run")
+    found = subprocess.run(
+        [python, "-c", "import camshaft; print(camshaft.__version__, camshaft.__file__)"],
+        cwd=tmp_path / "run", env=inside, check=True, capture_output=True, text=True,
+    ).stdout.split()  # fmt: skip
+    assert found == [__version__, str(Path(place, "camshaft", "__init__.py"))]
+    run = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
+    done = subprocess.run(run, cwd=tmp_path / "run", env=inside, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import sklearn  # noqa: F401  # sets environment variables when it is first imported
 import torch
 
 from examples import mnist
@@ -64,7 +65,47 @@ def test_mnist_is_read_from_its_folder_through_torchvision(tmp_path):
     assert mnist.make_model()(image[None]).shape == (1, 10)
 
 
-@pytest.mark.parametrize("arguments", [["--data", "letters"], ["--epochs", "many"]])
+def train(folder: Path, *arguments: str) -> float | None:
+    """Run a short training in this process."""
+    options = ["--batch_size", "96", "--lr", "0.004", "--output", str(folder / "best"), *arguments]
+    return mnist.training(0, mnist.parse(options))
+
+
+def test_a_resumed_training_goes_on_and_writes_one_curve(tmp_path, capsys):
+    kept = ["--checkpoints", str(tmp_path / "kept"), "--tensorboard", str(tmp_path / "curves"), "--patience", "5"]
+    train(tmp_path, *kept, "--epochs", "2")
+    assert "epoch 2: train accuracy" in capsys.readouterr().out
+    end = train(tmp_path, *kept, "--epochs", "3", "--resume")
+    shown = capsys.readouterr().out
+    assert f"going on from {tmp_path / 'kept' / 'checkpoint_30.pt'}" in shown
+    assert [f"epoch {number}: " in shown for number in (1, 2, 3)] == [False, False, True]
+    assert end > 0.9
+    (best,) = (tmp_path / "best").glob("*.pt")  # the one of the first run has been replaced
+    assert float(best.stem.split("=")[1]) >= round(end, 4)
+    assert read_curve(tmp_path / "curves", "validation/accuracy").keys() == {1, 2, 3}
+    assert list(read_curve(tmp_path / "curves", "training/loss")) == [10, 20, 30, 40]
+
+    assert train(tmp_path, *kept, "--epochs", "3", "--resume") is None
+    assert "epoch" not in capsys.readouterr().out  # nothing is left to do
+    with pytest.raises(ValueError, match="empty"):
+        train(tmp_path, *kept)  # it would begin anew in a folder that holds another training
+
+
+def read_curve(folder: Path, name: str) -> dict[int, float]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder)).Reload()
+    return {point.step: point.value for point in events.Scalars(name)}
+
+
+def test_it_stops_when_nothing_gets_better(tmp_path, capsys):
+    train(tmp_path, "--lr", "0", "--patience", "1", "--epochs", "9")
+    shown = capsys.readouterr().out
+    assert "epoch 2: " in shown
+    assert "epoch 3: " not in shown
+
+
+@pytest.mark.parametrize("arguments", [["--data", "letters"], ["--epochs", "many"], ["--resume"]])
 def test_arguments_that_make_no_sense_are_refused(arguments, capsys):
     with pytest.raises(SystemExit):
         mnist.parse(arguments)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import cluster_page
 from tests.distributed.conformance import CHECKS
 from tests.examples.ten_steps import assert_ten_steps
 from tests.guards import outlasting
@@ -190,3 +191,16 @@ def test_the_example_for_all_backends_learns_the_same(cluster, nodes):
     launch = [*cluster.entrance, "srun", f"--nodes={nodes}", "--ntasks=2", PYTHON[0]]
     shows = "2 processes on cpu with gloo"
     assert_ten_steps(launch, "--backend", "gloo", shows=shows, environment=DEFAULTS | cluster.variables)
+
+
+def test_the_job_of_the_page_on_clusters_goes_on_where_one_before_failed(cluster, tmp_path):
+    cluster_page.write(tmp_path, "train.py", "job.sh")
+    said, ended = tmp_path / "said", tmp_path / "ended"
+    submit = f"sbatch --time=2 --output={said} --open-mode=append"
+    last = shlex.join([*submit.split(), "--dependency=singleton", "--job-name=train", "--wrap", f"echo $? >{ended}"])
+    (tmp_path / "failing.sh").write_text(cluster_page.text("job.sh").replace("train.py", "train.py --fail"))
+    jobs = f"{submit} failing.sh && {submit} --dependency=singleton job.sh"
+    run = cluster.run("bash", "-c", f"cd {tmp_path} && {jobs} && {last} && until [ -s {ended} ]; do sleep 0.1; done")
+    assert run.returncode == 0, run.output
+    lines = re.findall(r"^4 processes on 2 nodes (.*)$", said.read_text(), re.MULTILINE)
+    assert lines == ["begin, iteration 0", "go on, iteration 40", "are done, iteration 80"], said.read_text()

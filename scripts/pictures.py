@@ -1,0 +1,239 @@
+"""Draw the pictures of docs/images: curves of real runs, schedules, collectives, and the events of a run.
+
+    python scripts/pictures.py [FOLDER]
+
+They come out alike each time, but for the last digits that another machine computes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+from torch import Tensor, nn
+
+from camshaft.engine import Engine, Events, create_supervised_trainer
+from camshaft.handlers import (
+    ConcatScheduler,
+    CosineAnnealingScheduler,
+    FastaiLRFinder,
+    LinearCyclicalScheduler,
+    PiecewiseLinear,
+)
+
+IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
+COLOURS = ("#7aa6c2", "#e0a458", "#8fb37a", "#c98bb9")  # of ranks
+MIXED, DARK, PALE = "#d9d9d9", "#333333", "#f4f4f4"
+SETTINGS = {
+    "svg.hashsalt": "camshaft",
+    "svg.fonttype": "none",  # text as text: small, and to be found by a search
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+RANKS = 4
+OWN = [[letter] for letter in "abcd"]
+ALL = list("abcd")
+SUM = ["a+b+c+d"]
+NOTHING: list[str] = []
+# what each rank has before and after
+COLLECTIVES: dict[str, tuple[list[list[str]], list[list[str]]]] = {
+    "broadcast": ([["a"], NOTHING, NOTHING, NOTHING], [["a"]] * RANKS),
+    "scatter": ([ALL, NOTHING, NOTHING, NOTHING], OWN),
+    "gather": (OWN, [ALL, NOTHING, NOTHING, NOTHING]),
+    "all_gather": (OWN, [ALL] * RANKS),
+    "reduce": (OWN, [SUM, NOTHING, NOTHING, NOTHING]),
+    "all_reduce": (OWN, [SUM] * RANKS),
+    "reduce_scatter": (
+        [[f"{letter}{part}" for part in range(RANKS)] for letter in ALL],
+        [["+".join(f"{letter}{part}" for letter in ALL)] for part in range(RANKS)],
+    ),
+    "all_to_all": (
+        [[f"{letter}{part}" for part in range(RANKS)] for letter in ALL],
+        [[f"{letter}{part}" for letter in ALL] for part in range(RANKS)],
+    ),
+}
+
+
+def main(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, draw in pictures():
+        with matplotlib.rc_context(SETTINGS):
+            figure = draw()
+            figure.savefig(folder / f"{name}.svg", metadata={"Date": None}, bbox_inches="tight")
+            pyplot.close(figure)
+
+
+def pictures() -> Iterator[tuple[str, Callable[[], Figure]]]:
+    """Give the name of each picture and what draws it."""
+    yield "loss", loss_curve
+    yield "lr-finder", lr_finder
+    yield "schedules", schedules
+    yield "events", events_of_a_run
+    yield "ring-all_reduce", ring
+    for name, (before, after) in COLLECTIVES.items():
+        yield f"collective-{name}", lambda name=name, before=before, after=after: collective(name, before, after)
+
+
+def make_trainer(lr: float) -> tuple[Engine[tuple[Tensor, Tensor], float], dict[str, Any]]:
+    """Make the trainer of the start page; give what it changes, too."""
+    model = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    trainer = create_supervised_trainer(model, optimizer, nn.functional.cross_entropy)
+    return trainer, {"model": model, "optimizer": optimizer}
+
+
+def make_batches() -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    inputs = torch.rand(256, 2)
+    return list(zip(inputs.split(32), (inputs.sum(dim=1) > 1).long().split(32), strict=True))
+
+
+def loss_curve() -> Figure:
+    batches, losses = make_batches(), []
+    trainer, _ = make_trainer(lr=0.02)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: losses.append(engine.state.output))
+    trainer.run(batches, max_epochs=30)
+    figure, axes = pyplot.subplots(figsize=(6, 3))
+    axes.plot(range(1, len(losses) + 1), losses, color=COLOURS[0])
+    axes.set(xlabel="iteration", ylabel="loss", ylim=(0, None))
+    return figure
+
+
+def lr_finder() -> Figure:
+    batches = make_batches()
+    trainer, objects = make_trainer(lr=1e-4)
+    finder = FastaiLRFinder()
+    with finder.attach(trainer, objects, num_iter=100, start_lr=1e-4, end_lr=10.0, diverge_th=10.0) as searching:
+        searching.run(batches)
+    figure, axes = pyplot.subplots(figsize=(6, 3))
+    finder.plot(ax=axes)
+    return figure
+
+
+def schedules() -> Figure:
+    figure, axes = pyplot.subplots(2, 2, figsize=(7, 4), sharex=True, sharey=True, layout="constrained")
+    cycle = {"param_name": "lr", "start_value": 0.1, "end_value": 1.0, "cycle_size": 40}
+    fall = {"start_value": 1.0, "end_value": 0.0, "cycle_size": 160}
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    parts = [
+        LinearCyclicalScheduler(optimizer, "lr", start_value=0.0, end_value=1.0, cycle_size=40),
+        CosineAnnealingScheduler(optimizer, "lr", **fall),
+    ]
+    rows = {
+        "LinearCyclicalScheduler": LinearCyclicalScheduler.simulate_values(100, **cycle),
+        "CosineAnnealingScheduler": CosineAnnealingScheduler.simulate_values(100, **cycle),
+        "PiecewiseLinear": PiecewiseLinear.simulate_values(
+            100, param_name="lr", milestones_values=[(10, 0.2), (30, 1.0), (60, 0.4), (90, 0.1)]
+        ),
+        "ConcatScheduler: a warm-up, then a cosine": ConcatScheduler.simulate_values(100, parts, [20]),
+    }
+    for place, (title, values) in zip(axes.flat, rows.items(), strict=True):
+        place.plot([event for event, _ in values], [value for _, value in values], color=COLOURS[0])
+        place.set_title(title, fontsize=10)
+    figure.supxlabel("event")
+    figure.supylabel("lr")
+    return figure
+
+
+def collective(name: str, before: list[list[str]], after: list[list[str]]) -> Figure:
+    figure, axes = canvas(width=9.2, height=RANKS, scale=0.6)
+    for rank in range(RANKS):
+        y = RANKS - 1 - rank
+        axes.text(-0.2, y + 0.4, f"rank {rank}", ha="right", va="center", color=DARK)
+        row(axes, 0, y, before[rank])
+        row(axes, 5.2, y, after[rank])
+    arrow(axes, (4.2, RANKS / 2 - 0.1), (5.0, RANKS / 2 - 0.1))
+    axes.text(4.6, RANKS / 2 + 0.15, name, ha="center", va="bottom", color=DARK, fontsize=8)
+    return figure
+
+
+def row(axes: Axes, x: float, y: float, values: Sequence[str]) -> None:
+    """Draw what a rank has: four cells, a wide one for a sum, or none."""
+    box(axes, x, y, 4, 0.8, "", PALE)
+    for index, value in enumerate(values):
+        if "+" in value:
+            box(axes, x, y, 4, 0.8, value, MIXED)
+        else:
+            box(axes, x + index, y, 1, 0.8, value, COLOURS["abcd".index(value[0])])
+
+
+def ring() -> Figure:
+    """Draw how each rank sends one chunk to its right neighbour while it receives another from its left one."""
+    figure, axes = canvas(width=8, height=5, scale=0.6)
+    places = [(0.0, 4.0), (5.0, 4.0), (5.0, 0.0), (0.0, 0.0)]
+    for rank, (x, y) in enumerate(places):
+        axes.text(x + 1.5, y + 1.0, f"rank {rank}", ha="center", va="bottom", color=DARK)
+        for chunk in range(3):
+            sent = chunk == rank % 3
+            box(axes, x + chunk, y, 1, 0.8, f"chunk {chunk}", COLOURS[rank] if sent else PALE, size=7)
+    arrow(axes, (3.2, 4.4), (4.8, 4.4))
+    arrow(axes, (6.5, 3.8), (6.5, 1.6))
+    arrow(axes, (4.8, 0.4), (3.2, 0.4))
+    arrow(axes, (1.5, 1.6), (1.5, 3.8))
+    axes.text(4.0, 2.6, "all send at once,\neach another chunk", ha="center", va="center", color=DARK, fontsize=9)
+    return figure
+
+
+def events_of_a_run() -> Figure:
+    figure, axes = canvas(width=11, height=7.2, scale=0.6)
+    box(axes, 0.0, 6.4, 7.5, 0.7, "STARTED", COLOURS[0])
+    box(axes, 0.4, 0.9, 7.1, 5.3, "", PALE)
+    axes.text(0.6, 5.95, "for each epoch", va="center", color=DARK, fontsize=8)
+    box(axes, 0.8, 5.0, 6.5, 0.7, "EPOCH_STARTED", COLOURS[2])
+    box(axes, 1.2, 2.0, 6.1, 2.8, "", "white")
+    axes.text(1.4, 4.55, "for each batch", va="center", color=DARK, fontsize=8)
+    box(axes, 1.6, 3.75, 5.5, 0.55, "GET_BATCH_STARTED, GET_BATCH_COMPLETED", COLOURS[1], size=7)
+    box(axes, 1.6, 3.15, 1.8, 0.55, "ITERATION_STARTED", COLOURS[1], size=6)
+    box(axes, 3.5, 3.15, 1.6, 0.55, "your function", MIXED, size=7)
+    box(axes, 5.2, 3.15, 1.9, 0.55, "ITERATION_COMPLETED", COLOURS[1], size=6)
+    box(axes, 0.8, 1.1, 6.5, 0.7, "EPOCH_COMPLETED", COLOURS[2])
+    box(axes, 0.0, 0.0, 7.5, 0.7, "COMPLETED", COLOURS[0])
+    for y, handler in (
+        (6.75, "resume, show what runs"),
+        (3.42, "log, schedule, stop on NaN"),
+        (1.45, "evaluate, save"),
+        (0.35, "close"),
+    ):
+        arrow(axes, (7.6, y), (8.4, y))
+        axes.text(8.5, y, handler, va="center", color=DARK, fontsize=9)
+    axes.text(8.5, 7.4, "handlers", va="center", color=DARK, fontsize=9, style="italic")
+    return figure
+
+
+def canvas(*, width: float, height: float, scale: float) -> tuple[Figure, Axes]:
+    """Make empty axes of so many units, each ``scale`` inches long."""
+    figure, axes = pyplot.subplots(figsize=(width * scale, height * scale))
+    axes.set(xlim=(-1.2, width + 0.2), ylim=(-0.2, height + 0.4), aspect="equal")
+    axes.axis("off")
+    return figure, axes
+
+
+def box(axes: Axes, x: float, y: float, width: float, height: float, text: str, colour: str, size: float = 9) -> None:
+    shape = FancyBboxPatch(
+        (x + 0.05, y),
+        width - 0.1,
+        height,
+        boxstyle="round,pad=0,rounding_size=0.08",
+        facecolor=colour,
+        edgecolor="white",
+    )
+    axes.add_patch(shape)
+    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", color=DARK, fontsize=size)
+
+
+def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
+    axes.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=12, color=DARK))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else IMAGES)

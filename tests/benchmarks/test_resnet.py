@@ -1,0 +1,50 @@
+"""The training that is compared: the bare loop changes the weights as the example's trainer does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import resnet
+from tests.benchmarks.test_scripts import SPREAD, result_of, run
+
+SMALL = ("--batch_size", "4", "--size", "16", "--iterations", "3", "--repetitions", "1")
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("options", [(), pytest.param(("--no_amp", "--compile", "aot_eager"), marks=pytest.mark.jobs)])
+def test_both_change_the_weights_alike(options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resnet, "HORIZON", 30)  # so that the schedule and the average do something
+    networks: list[Any] = []
+    make = resnet.make_network
+    monkeypatch.setattr(resnet, "make_network", lambda *given: networks.append(make(*given)) or networks[-1])
+    config = resnet.parse([*SMALL, *options])
+    ready = resnet.make_ready(config, CPU)
+    assert len(ready) == resnet.READY
+    contenders = [resnet.bare(config, ready, CPU), resnet.engine("camshaft", config, ready, CPU, ahead=False)]
+    before = [one.clone() for one in networks[0].parameters()]
+    for contender in contenders:
+        assert contender.run(6) > 0
+        assert contender.run(3) > 0
+    torch.testing.assert_close(dict(networks[0].state_dict()), dict(networks[1].state_dict()))
+    assert not all(torch.equal(*pair) for pair in zip(before, networks[0].parameters(), strict=True))
+
+
+@pytest.mark.jobs
+def test_it_measures_both_trainings(tmp_path: Path) -> None:
+    result = result_of(run("resnet.py", *SMALL, folder=tmp_path))
+    assert result["benchmark"] == "resnet"
+    assert {"bare loop", "camshaft"} <= result["images_per_second"].keys()
+    assert result["times"].keys() == result["verdicts"].keys() == result["images_per_second"].keys() - {"bare loop"}
+    assert all(set(one) == SPREAD for one in (*result["images_per_second"].values(), *result["times"].values()))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", [("--repetitions", "0"), ("--iterations", "0"), ("--batch_size", "0")])
+def test_options_that_make_no_sense_are_refused(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        resnet.main(arguments)
+    assert arguments[0] in capsys.readouterr().err

@@ -1,0 +1,129 @@
+"""Run the code of a page of Markdown, block by block, in one process.
+
+    python tests/docs/pages.py docs/how-to/events.md FOLDER
+
+A block with a title is written to that file in the folder, after what the page wrote there before. Of the
+others, `python` runs in one namespace for the page, `sh` by `bash -e`; `yaml` and `toml` are parsed; `console`,
+`text` and `diff` are only shown. Lines in tracebacks are the lines of the page.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from markdown_it import MarkdownIt
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SHOWN = ("console", "text", "diff")
+
+
+@dataclass
+class Block:
+    language: str
+    title: str | None
+    line: int  # of the page, on which the first line of the code is; counted from 1
+    code: str
+
+
+class PageError(Exception):
+    """What is wrong on the page, and where."""
+
+
+def run(page: Path) -> None:
+    """Run the blocks in the order of the page, in the working directory; raise at the first that fails."""
+    sys.modules["__main__"] = script = types.ModuleType("__main__")  # where pickle looks for the page's functions
+    ways: dict[str, Callable[[Block], object]] = {
+        "python": lambda block: run_python(page, block, script.__dict__),
+        "sh": lambda block: run_shell(page, block),
+        "yaml": lambda block: list(yaml.safe_load_all(block.code)),
+        "toml": lambda block: tomllib.loads(block.code),
+        **dict.fromkeys(SHOWN, lambda block: None),
+    }
+    for block in blocks(page.read_text("utf-8")):
+        print(f"--- {shown(page)}:{block.line} {block.language} {block.title or ''}".rstrip(), flush=True)
+        try:
+            if block.title:
+                write(Path(block.title), block.code)
+            elif block.language in ways:
+                ways[block.language](block)
+            else:
+                raise PageError(f"a block must be one of {', '.join(ways)} or have a title, not {block.language!r}")
+        except (Exception, SystemExit) as error:
+            line = line_of(error, page) or block.line
+            raise PageError(f"{shown(page)}:{line}: {type(error).__name__}: {error}") from error
+
+
+def blocks(text: str, line: int = 1) -> Iterator[Block]:
+    """Find the fenced blocks, also those that are indented as the content of a note or a tab."""
+    for token in MarkdownIt().parse(text):
+        start = line + token.map[0] if token.map else 0
+        if token.type == "fence":
+            language, *options = shlex.split(token.info) or [""]
+            titles = [option.removeprefix("title=") for option in options if option.startswith("title=")]
+            yield Block(language, titles[0] if titles else None, start + 1, token.content)
+        elif token.type == "code_block":
+            yield from blocks(token.content, start)
+        elif token.type == "inline" and "```" in token.content:
+            raise PageError(f"line {start}: a block of code starts after an empty line")
+
+
+def write(file: Path, code: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    before = file.read_text("utf-8") + "\n" if file.exists() else ""
+    file.write_text(before + code, "utf-8")
+
+
+def run_python(page: Path, block: Block, namespace: dict[str, object]) -> None:
+    exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), namespace)
+
+
+def run_shell(page: Path, block: Block) -> None:
+    """Run a script whose empty first lines make the shell count as the page does."""
+    report = """trap 'echo "$0:$LINENO: exit code $?" >&2' ERR"""
+    script = report + "\n" * (block.line - 1) + block.code
+    if code := subprocess.run(["bash", "-e", "-c", script, shown(page)]).returncode:
+        raise PageError(f"exit code {code}")
+
+
+def line_of(error: BaseException, page: Path) -> int | None:
+    """Find the line of the page that raised, the innermost if there are several."""
+    if isinstance(error, SyntaxError) and error.filename == str(page):
+        return error.lineno
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame.lineno for frame in reversed(frames) if frame.filename == str(page)), None)
+
+
+def shown(page: Path) -> str:
+    return str(page.relative_to(ROOT)) if page.is_relative_to(ROOT) else str(page)
+
+
+def main(page: str, folder: str) -> None:
+    path = Path(page).resolve()
+    os.chdir(folder)
+    sys.path[0] = os.getcwd()
+    warnings.filterwarnings("error", module=r"__main__$|camshaft(\.|$)")
+    try:
+        run(path)
+    except PageError as error:
+        if error.__cause__ and not isinstance(error.__cause__, PageError):
+            traceback.print_exception(error.__cause__)
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

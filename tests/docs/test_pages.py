@@ -1,0 +1,124 @@
+"""The code of every page runs, as the page says and in its order."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.guards import link_target, outlasting
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+RUNNER = Path(__file__).with_name("pages.py")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.fixture
+def patience(pytestconfig: pytest.Config) -> float:
+    """Give the seconds after which a page is ended: before its test is; 15 are enough where the cores are free."""
+    return float(pytestconfig.getini("timeout")) - 10
+
+
+def run_page(page: Path, folder: Path, patience: float) -> str | None:
+    """Run the code of a page; give None, or what was printed until it failed."""
+    folder.mkdir()
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "PYTHONWARNINGS": "error:::__main__",
+        "MPLBACKEND": "Agg",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-u", str(RUNNER), str(page), str(folder)]
+    with open(folder.with_suffix(".log"), "w+") as log:
+        with subprocess.Popen(command, stdout=log, stderr=log, env=environment) as process:
+            try:
+                code = process.wait(timeout=patience)
+                left = outlasting(lambda: processes_in(folder))
+                complaint = f"processes still run: {left}" if left else f"exit code {code}" if code else None
+            except subprocess.TimeoutExpired:
+                complaint = f"still running after {patience:.0f} s"
+            finally:
+                while left := processes_in(folder):
+                    end(left)
+        log.seek(0)
+        return complaint and f"{log.read()}\n{complaint}"
+
+
+def processes_in(folder: Path) -> list[int]:
+    """Find the processes that work in the folder: also those that torchrun and the like put into other sessions."""
+    pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+    return [pid for pid in pids if Path(link_target(f"/proc/{pid}/cwd")).is_relative_to(folder)]
+
+
+def end(pids: list[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, patience: float) -> None:
+    if printed := run_page(page, tmp_path / "page", patience):
+        pytest.fail(printed, pytrace=False)
+
+
+def check(tmp_path: Path, patience: float, text: str) -> str | None:
+    page = tmp_path / "page.md"
+    page.write_text(text, "utf-8")
+    return run_page(page, tmp_path / "folder", patience)
+
+
+def test_blocks_run_in_the_order_of_the_page_and_share_names_and_a_folder(tmp_path: Path, patience: float) -> None:
+    page = """
+```python title="part.py"
+first = 1
+```
+```python
+from part import first
+```
+```python title="part.py"
+second = first + 1
+```
+=== "a tab"
+
+    ```sh
+    python -c "from part import second; print(second)" >printed
+    ```
+
+```console
+$ false
+```
+```python
+assert open("printed").read() == f"{first + 1}\\n"
+```
+"""
+    assert check(tmp_path, patience, page) is None
+
+
+@pytest.mark.parametrize(
+    ("block", "line", "complaint"),
+    [
+        ("```python\none = 1\none / 0\n```", 3, "ZeroDivisionError"),
+        ("```python\none = 1\none +\n```", 3, "SyntaxError"),
+        ("```python\nraise SystemExit(0)\n```", 2, "SystemExit"),
+        ("```python\nimport warnings\nwarnings.warn('old')\n```", 3, "UserWarning: old"),
+        ("```sh\ntrue\nfalse\ntrue\n```", 3, "exit code 1"),
+        ("```yaml\n}\n```", 2, "ParserError"),
+        ("```\nfirst = 1\n```", 2, "a block must be one of"),
+    ],
+)
+def test_a_block_that_fails_is_reported_with_its_line(
+    tmp_path: Path, patience: float, block: str, line: int, complaint: str
+) -> None:
+    printed = check(tmp_path, patience, block)
+    assert f"{tmp_path / 'page.md'}:{line}: " in str(printed)
+    assert complaint in str(printed)
+
+
+def test_a_page_leaves_no_process_behind(tmp_path: Path, patience: float) -> None:
+    assert "processes still run" in str(check(tmp_path, patience, "```sh\nsetsid sleep 100 &\n```"))

@@ -1,0 +1,52 @@
+"""The scripts of the same training, camshaft's and those without it: all must come to the same weights."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "examples" / "native"
+LIMIT = 150.0  # seconds for what takes a tenth of that where the cores are free
+
+
+def run(launch: Sequence[str], script: str, *arguments: str, **variables: str) -> tuple[str, list[Tensor]]:
+    """Run a script, and give what it wrote and the weights that it ended with."""
+    with tempfile.TemporaryDirectory() as folder:
+        saved = Path(folder) / "weights.pt"
+        done = subprocess.run(
+            [*launch, str(FOLDER / script), *arguments, str(saved)],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=LIMIT,
+        )
+        output = done.stdout.decode(errors="replace")
+        assert done.returncode == 0, output[-6000:]
+        return output, torch.load(saved, weights_only=True)
+
+
+@cache
+def of_one_process() -> list[Tensor]:
+    """Give the weights of camshaft's script in one process, which learned something."""
+    output, weights = run([sys.executable], "with_camshaft.py")
+    (right,) = re.findall(r"^1 processes with None: ([0-9.]+)% right$", output, re.MULTILINE)
+    assert float(right) > 80, output
+    return weights
+
+
+def assert_same_weights(launch: Sequence[str], script: str, *arguments: str, shows: str, **variables: str) -> None:
+    """Assert that a command trains as one process does, and that rank 0 alone shows what it trained with."""
+    output, weights = run(launch, script, *arguments, **variables)
+    assert output.count(f"{shows}: ") == output.count(" right\n") == 1, output
+    torch.testing.assert_close(weights, of_one_process(), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,51 @@
+"""The training written natively and with camshaft, over gloo and MPI; Horovod and XLA have folders of their own."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.examples.native import FOLDER, ROOT, assert_same_weights
+from tests.examples.ten_steps import command
+from tests.mpi.checking import LENIENT
+
+TORCHRUN = (command("torchrun"), "--standalone", "--nproc_per_node", "2")
+MPIRUN = (command("mpirun"), "-np", "2", sys.executable)
+PAGE = ROOT / "docs" / "tutorials" / "every-backend.md"
+
+pytestmark = pytest.mark.timeout(170)
+
+
+@pytest.mark.jobs
+def test_torch_alone():
+    assert_same_weights(TORCHRUN, "with_ddp.py", shows="2 processes with gloo")
+
+
+@pytest.mark.jobs
+def test_mpi4py_alone():
+    assert_same_weights(MPIRUN, "with_mpi.py", shows="2 processes with mpi", **LENIENT)
+
+
+@pytest.mark.jobs
+def test_camshaft_over_gloo():
+    assert_same_weights(TORCHRUN, "with_camshaft.py", "--backend", "gloo", shows="2 processes with gloo")
+
+
+@pytest.mark.jobs
+def test_camshaft_over_mpi():
+    assert_same_weights(MPIRUN, "with_camshaft.py", "--backend", "mpi", shows="2 processes with mpi", **LENIENT)
+
+
+@pytest.mark.jobs
+def test_camshaft_in_new_processes():
+    arguments = ("--backend", "gloo", "--nproc_per_node", "2")
+    assert_same_weights([sys.executable], "with_camshaft.py", *arguments, shows="2 processes with gloo")
+
+
+@pytest.mark.parametrize("script", sorted(FOLDER.glob("*.py")), ids=lambda script: script.name)
+def test_the_page_shows_the_script_as_it_is(script: Path):
+    shown = re.findall(rf'^```python title="{script.name}"\n(.*?)^```$', PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert "\n".join(shown) == script.read_text()

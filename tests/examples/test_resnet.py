@@ -1,0 +1,67 @@
+"""The residual network: it learns in each way that it can be asked for, on made images and on those of a folder."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples import resnet
+from tests.torchvision_import import import_torchvision
+
+
+@pytest.mark.parametrize("options", [(), pytest.param(("--amp", "--compile", "aot_eager"), marks=pytest.mark.jobs)])
+def test_it_learns_the_angles(options: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    accuracy = resnet.training(0, resnet.parse(["--images", "400", "--epochs", "2", "--batch_size", "10", *options]))
+    assert set(accuracy) == {"model", "average"}
+    assert min(accuracy.values()) > 0.5  # by chance it would be 0.1
+    found = re.findall(r"epoch (\d): loss [\d.]+, accuracy .*; (\d+) images/s", capsys.readouterr().out)
+    assert [epoch for epoch, _ in found] == ["1", "2"]
+    assert all(int(speed) > 0 for _, speed in found)
+
+
+def test_the_images_are_the_same_wherever_they_are_asked_for_and_not_those_for_validation() -> None:
+    training, validation = resnet.load_data(resnet.parse(["--images", "80"]))
+    assert (len(training), len(validation)) == (80, 20)
+    image, label = training[13]
+    torch.testing.assert_close(image, resnet.Stripes(1)[13][0])
+    assert label == validation[13][1] == 3
+    assert not torch.equal(image, validation[13][0])
+
+
+def test_the_learning_rate_rises_and_falls(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizers: list[torch.optim.Optimizer] = []
+    monkeypatch.setattr(resnet.idist, "auto_optim", lambda optimizer: optimizers.append(optimizer) or optimizer)
+    trainer, model, average = resnet.make_trainer(resnet.make_model("small", 10), resnet.parse(["--lr", "0.5"]), 40)
+    rates: list[float] = []
+    trainer.add_event_handler("ITERATION_COMPLETED", lambda: rates.append(optimizers[0].param_groups[0]["lr"]))
+    trainer.run([(torch.randn(4, 3, 32, 32), torch.arange(4))] * 40)
+    assert rates[0] == 0
+    assert rates[:4] == sorted(rates[:4])
+    assert max(rates) == rates[3] == pytest.approx(0.5)
+    assert rates[3:] == sorted(rates[3:], reverse=True)
+    assert rates[-1] < 0.01
+    assert model.training
+    assert not average.training
+
+
+def test_a_folder_of_images_and_a_network_of_torchvision(tmp_path: Path) -> None:
+    import_torchvision()
+    from PIL import Image
+
+    for part in ("train", "val"):
+        for name, color in (("blue", (0, 0, 255)), ("red", (255, 0, 0))):
+            (tmp_path / part / name).mkdir(parents=True)
+            Image.new("RGB", (250, 230), color).save(tmp_path / part / name / "one.png")
+    training, validation = resnet.load_data(resnet.parse(["--data", "folder", "--root", str(tmp_path)]))
+    assert training.classes == ["blue", "red"]
+    for part in (training, validation):
+        image, label = part[1]
+        assert image.shape == (3, 224, 224)
+        assert image[0].min() > image[2].max()
+        assert label == 1
+    for name, small, size in (("resnet18", True, 32), ("resnet50", False, 64)):
+        model = resnet.make_model(name, 7, small_images=small).eval()
+        assert model(torch.randn(1, 3, size, size)).shape == (1, 7)

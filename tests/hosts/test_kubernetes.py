@@ -1,0 +1,43 @@
+"""The command of the page's Kubernetes Job, on two machines that are called like its pods."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+from tests import cluster_page
+from tests.machines import PYTHON, Machine, Program, connect
+
+PODS = "10.77.0.1 train-0.train train-0\n10.77.0.2 train-1.train train-1"
+LIMIT = 150.0  # seconds for four starts of torchrun, in turns
+# what the kubelet does with restartPolicy: OnFailure, but for its growing pauses
+RESTARTING = "cd {folder}; until sh -c {command}; do echo restarted; sleep 1; done"
+
+
+def start(pod: Machine, index: int, folder: str) -> Program:
+    """Begin to run the command, with a process instead of four GPUs, and a failure of rank 1."""
+    (command,) = re.findall(r"exec (torchrun .*?)\n +resources:", cluster_page.text("job.yaml"), re.DOTALL)
+    launcher = shlex.join([*PYTHON, "-m", "torch.distributed.run"])
+    changes = {
+        "torchrun": launcher,
+        "per-node 4": "per-node 1",
+        "nccl": "gloo",
+        "/checkpoints": f"{folder}/saved --fail",
+    }
+    for before, after in changes.items():
+        assert command.count(before) == 1
+        command = command.replace(before, after)
+    script = RESTARTING.format(folder=folder, command=shlex.quote(f"exec {' '.join(command.split())}"))
+    return pod.start("sh", "-c", script, JOB_COMPLETION_INDEX=str(index))
+
+
+def test_pods_that_fail_are_started_again_and_go_on(tmp_path):
+    cluster_page.write(tmp_path, "train.py")
+    with Machine("train-0", PODS) as zero, Machine("train-1", PODS) as one:
+        connect(zero, one)
+        with start(zero, 0, str(tmp_path)) as first, start(one, 1, str(tmp_path)) as second:
+            output = first.wait(LIMIT).output
+            assert second.wait(LIMIT).returncode == first.returncode == 0, output + second.output
+    said = re.findall(r"^2 processes on 2 nodes (.*)$", output, re.MULTILINE)
+    assert said == ["begin, iteration 0", "go on, iteration 40", "are done, iteration 80"]
+    assert "a failure, on request" in second.output

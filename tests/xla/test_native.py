@@ -1,0 +1,18 @@
+"""The training that is written with torch_xla alone and with camshaft comes to the same weights."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.examples.native import assert_same_weights
+
+pytestmark = pytest.mark.timeout(170)
+
+CAMSHAFT = ("--backend", "xla-tpu", "--nproc_per_node", "1")
+
+
+@pytest.mark.parametrize(("script", "arguments"), [("with_xla.py", ()), ("with_camshaft.py", CAMSHAFT)])
+def test_a_device_trains_as_one_process_without_does(script, arguments):
+    assert_same_weights([sys.executable], script, *arguments, shows="1 processes with xla-tpu", PJRT_DEVICE="CPU")
