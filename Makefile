@@ -9,6 +9,7 @@ PYTHON ?= python3
 ARGS ?=
 ENVIRONMENT = $(PYTHON) scripts/environment.py
 PATIENT = -o timeout=180 -o faulthandler_timeout=240  # each of these tests starts several Pythons with torch
+TWO = -n 2 --dist worksteal  # at a time, as they mostly wait
 
 .PHONY: demo test test-jobs test-openmpi test-xla test-horovod test-hosts test-slurm test-restarts test-loggers test-browser test-docs site bench format clean
 
@@ -20,7 +21,7 @@ test:
 
 # what starts Python several times: jobs of torchrun and mpirun that fail, end early or are killed, and benchmarks
 test-jobs:
-	@$(ENVIRONMENT) dev python -m pytest -m jobs $(PATIENT) tests $(ARGS)
+	@$(ENVIRONMENT) dev python -m pytest -m jobs $(PATIENT) $(TWO) tests $(ARGS)
 
 # what `make test` runs with MPICH (ARGS="-m jobs" for what `make test-jobs` runs); an environment holds one MPI library
 test-openmpi:
@@ -29,12 +30,12 @@ test-openmpi:
 # torch_xla with the torch that it needs, on the CPU unless PJRT_DEVICE says otherwise: 7 GB on the disk
 test-xla: export PJRT_DEVICE ?= CPU
 test-xla:
-	@$(ENVIRONMENT) xla python -m pytest tests/xla $(ARGS)
+	@$(ENVIRONMENT) xla python -m pytest $(PATIENT) tests/xla $(ARGS)
 
 # Horovod is built from source for this torch, which takes minutes and a C++ compiler; the wheel is kept
 test-horovod:
 	@scripts/system_packages g++:g++ make:make
-	@$(ENVIRONMENT) horovod python -m pytest -o timeout=180 -o faulthandler_timeout=200 tests/horovod $(ARGS)
+	@$(ENVIRONMENT) horovod python -m pytest $(PATIENT) $(TWO) tests/horovod $(ARGS)
 
 # two hosts on a network of their own, which takes root: sudo, or unshare --map-root-user make test-hosts
 test-hosts:
@@ -62,7 +63,7 @@ test-browser:
 # the code of every page of docs/ runs; the site is built, and opened in the browser
 test-docs:
 	@scripts/system_packages chromium:chromium
-	@$(ENVIRONMENT) docs python -m pytest $(PATIENT) tests/docs $(ARGS)
+	@$(ENVIRONMENT) docs python -m pytest $(PATIENT) $(TWO) tests/docs $(ARGS)
 
 # the pages of docs/ as a site in ./site
 site:

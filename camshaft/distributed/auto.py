@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -73,7 +74,7 @@ def auto_optim(optimizer: AnyOptimizer, **kwargs: Any) -> AnyOptimizer:
     return cast(AnyOptimizer, current().wrap_optimizer(optimizer, **kwargs))
 
 
-def auto_dataloader(dataset: Dataset[Any], **kwargs: Any) -> DataLoader[Any]:
+def auto_dataloader(dataset: Dataset[Any] | Sequence[Any], **kwargs: Any) -> DataLoader[Any]:
     """Make a loader that gives this rank its part of the data.
 
     Each sample of an epoch is given to one rank, once: nothing is padded, repeated or dropped, and every rank makes as
@@ -103,7 +104,7 @@ def auto_dataloader(dataset: Dataset[Any], **kwargs: Any) -> DataLoader[Any]:
         TypeError: an argument is of no type that it can have.
         ValueError: there are fewer samples than ranks, or with ``drop_last`` than a batch of all ranks, or an order is
             one of more or fewer samples than the dataset has. While it is read, if the ranks do not read the same data
-            in the same order, or if a sampler gives an index that the dataset lacks, also a negative one.
+            in the same order, if the dataset has grown or shrunk since, or if a sampler gives an index that it lacks.
 
     >>> auto_dataloader([1.0, 2.0, 3.0], batch_size=2).batch_size
     2
@@ -115,7 +116,7 @@ def auto_dataloader(dataset: Dataset[Any], **kwargs: Any) -> DataLoader[Any]:
         warnings.warn("pin_memory=True is of no use on XLA, and is turned off", stacklevel=2)
         kwargs["pin_memory"] = False
     kwargs.setdefault("pin_memory", device == "cuda")
-    loader = make_loader(dataset, kwargs, backend.topology, logger)
+    loader = make_loader(cast("Dataset[Any]", dataset), kwargs, backend.topology, logger)
     final = {name: getattr(loader, name) for name in ("batch_size", "num_workers", "sampler")}
     logger.info("DataLoader of %s with %s", type(dataset).__name__, {**kwargs, **final})
     if device == "xla" and isinstance(loader, EvenLoader):  # what moves batches there reads them in a thread

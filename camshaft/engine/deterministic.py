@@ -162,11 +162,6 @@ class DeterministicEngine(Engine[Batch, Output]):
             check_random_state(random_state)
         super().load_state_dict(state_dict)
 
-    def _done_of_first_epoch(self) -> int:
-        if self.state.epoch_length is None:  # the first pass is unfinished, and continued where it was
-            return self.state.iteration
-        return super()._done_of_first_epoch()
-
     def _proceed(self, run: Run) -> None:
         with _deterministic_algorithms():
             super()._proceed(run)

@@ -46,13 +46,13 @@ class Feed:
         self._length: int | None = None
         self._shares: Callable[[int], float] | None = None
 
-    def open(self) -> None:
-        """Begin a pass."""
+    def open(self) -> int:
+        """Begin a pass; give how many batches of it are left out, as a run had them before."""
         engine = self.engine
         if engine.state.dataloader is None:
             self.iterator = repeat(None)
             self.fetching = self.fetched = _SILENT
-            return
+            return 0
         self.announce()
         skipped = 0
         if self.begun:
@@ -66,6 +66,7 @@ class Feed:
             engine._goes_on_at = None
         self._first_iteration = engine.state.iteration - skipped
         self._length = length_of(engine.state.dataloader)
+        return skipped
 
     def cut(self, done: int) -> None:
         """Give up the pass; the next epoch begins another one."""

@@ -264,7 +264,9 @@ class Run:
 
     def _open(self) -> None:
         with naming_the_data(self.engine):
-            self.feed.open()
+            left_out = self.feed.open()
+        if self.engine.state.epoch_length is None:  # the epoch is this pass
+            self.done = max(self.done, left_out)
 
     def _first_batch(self) -> Any:
         with naming_the_data(self.engine):

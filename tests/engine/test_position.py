@@ -228,6 +228,26 @@ def test_other_streams_are_skipped_forward_with_a_warning_of_what_it_costs(data)
     assert seen == first.seen[2:]
 
 
+class StatefulStream(Stateful):
+    """The same without a length."""
+
+    __len__ = None
+
+
+@pytest.mark.filterwarnings("ignore:the data cannot begin in the middle")
+@pytest.mark.parametrize("target", [{"max_epochs": 3}, {"max_iters": 11}])
+@pytest.mark.parametrize(
+    "data", [lambda: DataLoader(Stream(), batch_size=3), lambda: StatefulStream(map(torch.tensor, range(4)))]
+)
+def test_the_length_of_an_epoch_is_learned_right_in_a_pass_that_was_taken_up(data, target):
+    first = Recorder()
+    first.engine.run(data(), **target)
+    for iteration in range(1, len(first.seen)):
+        later = Recorder()
+        assert later.resumed(first.states[iteration], data()) == first.seen[iteration:]
+        assert later.engine.state.epoch_length == 4
+
+
 def test_sequences_and_loaders_of_torch_are_read_from_their_beginning_and_their_state_is_that_of_the_api():
     for data in ([torch.tensor(1), torch.tensor(2)], DataLoader(range(4), batch_size=2)):
         first = Recorder()

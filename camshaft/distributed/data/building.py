@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
-from camshaft.distributed.data.drawing import length_of_dataset
+from camshaft.distributed.data.drawing import check_length
 from camshaft.distributed.data.ending import EvenLoader
 from camshaft.distributed.data.iterable import sharded
 from camshaft.distributed.data.loader import Loader, PlainLoader
@@ -75,12 +75,8 @@ def _checked_seed(options: dict[str, Any]) -> Any:
 def _exact(dataset: Dataset[Any], options: dict[str, Any]) -> Loader[Any]:
     """Make the loader of an exact batch sampler, which learns what its indices are for."""
     batches: ExactBatchSampler = options["batch_sampler"]
-    order, length = batches.source, length_of_dataset(dataset)
-    if isinstance(order, Order) and length not in (None, order.num_samples):
-        raise ValueError(
-            f"the order is one of {order.num_samples} samples ({order.describe()}), but the dataset has {length}: make "
-            "it for as many samples as the dataset has"
-        )
+    if isinstance(batches.source, Order):
+        check_length(batches.source, dataset)
     loader: Loader[Any] = Loader(dataset, **options)
     batches.dataset = dataset
     return loader

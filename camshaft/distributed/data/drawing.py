@@ -10,6 +10,7 @@ from zlib import crc32
 
 import torch
 
+from camshaft.distributed.data.orders import Order
 from camshaft.seeding import manual_seed, preserved_random_state
 
 
@@ -89,3 +90,17 @@ def length_of_dataset(dataset: Any) -> int | None:
         return None if isinstance(dataset, Mapping) else len(dataset)
     except (TypeError, NotImplementedError):
         return None
+
+
+def check_length(order: Order, dataset: Any) -> None:
+    """Refuse a dataset that has other samples than those in the order.
+
+    Raises:
+        ValueError: it is longer or shorter.
+    """
+    length = length_of_dataset(dataset)
+    if length not in (None, order.num_samples):
+        raise ValueError(
+            f"the order is one of {order.num_samples} samples ({order.describe()}), but the dataset has {length}: make "
+            "it, or the loader, for as many samples as the dataset has"
+        )

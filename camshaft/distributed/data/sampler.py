@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, Sampler
 
 from camshaft.distributed.context import current
 from camshaft.distributed.data.dealing import Deal, DealOfBatches, EvenDeal
-from camshaft.distributed.data.drawing import Drawn, chain_of
+from camshaft.distributed.data.drawing import Drawn, chain_of, check_length
 from camshaft.distributed.data.loader import Indices
 from camshaft.distributed.data.one_by_one import ExactSampler
 from camshaft.distributed.data.orders import Order
@@ -138,6 +138,7 @@ class ExactBatchSampler(BatchSampler):
 
     def _batches(self) -> Iterator[Indices]:
         # A loader with workers asks for two iterators and uses the second: where to begin holds until the first batch.
+        self._check_length()
         if not self._told and self.num_replicas == 1:
             self._epoch += 1  # nobody else to part from
         now = self._next_pass()
@@ -156,6 +157,11 @@ class ExactBatchSampler(BatchSampler):
                     self._sameness.end()
                 yield Indices(samples[begin:end], self.seed, now.epoch)
             step, most = step + count, min(4 * most, BLOCK)
+
+    def _check_length(self) -> None:
+        """Refuse a dataset that an order does not fit: one that has grown or shrunk since the loader was made."""
+        if isinstance(self.source, Order):
+            check_length(self.source, self.dataset)
 
     def _next_pass(self) -> _Pass:
         return _Pass(self.epoch, self._left_out, self._deal(self._begin), self._drawn)
@@ -240,6 +246,7 @@ class ExactBatchSampler(BatchSampler):
             ValueError: it is of other data, or in another order, or fewer samples than ranks are left; then nothing
                 has changed.
         """
+        self._check_length()
         check_position(position, seed=self.seed, order=self._describe())
         before, drawn, begin = self._epoch, self._drawn, position["consumed"]
         self._go_to(position["epoch"])

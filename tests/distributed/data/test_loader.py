@@ -22,6 +22,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+import camshaft.distributed as idist
 from camshaft.distributed.data import augmentation
 from camshaft.distributed.data.augmentation import (
     fetches_batches,
@@ -480,3 +481,16 @@ def test_numbers_are_mixed_as_elsewhere():
     assert [mixed(key, number) for number in numbers] == [
         bits % 2**64 for bits in random_bits(key, torch.tensor(numbers)).tolist()
     ]
+
+
+@pytest.mark.parametrize("change", [lambda data: data.append(10), lambda data: data.pop()])
+def test_a_dataset_that_changes_its_length_is_refused_by_the_next_pass(change):
+    data = list(range(10))
+    loader = idist.auto_dataloader(data, batch_size=5, shuffle=True)
+    position = loader.batch_sampler.position(1)
+    assert sorted(torch.cat(list(loader)).tolist()) == data
+    change(data)
+    with pytest.raises(ValueError, match=rf"one of 10 samples .*, but the dataset has {len(data)}"):
+        next(iter(loader))
+    with pytest.raises(ValueError, match=rf"one of 10 samples .*, but the dataset has {len(data)}"):
+        loader.batch_sampler.seek(position)

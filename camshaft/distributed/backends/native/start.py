@@ -47,9 +47,9 @@ def check_options(name: str, options: dict[str, Any]) -> None:
         TypeError: an option is not known.
         RuntimeError: there is no device for the backend.
     """
-    unknown = sorted(set(options) - _PASSED_ON - {"device"})
-    if unknown:
-        raise TypeError(f"{unknown} are not known for backend {name!r}, but {sorted(_PASSED_ON | {'device'})} are")
+    known = {option for option in _PASSED_ON if not option.startswith("_")} | {"device"}
+    if unknown := sorted(set(options) - known):
+        raise TypeError(f"{unknown} are not known for backend {name!r}, but {sorted(known)} are")
     if name == "nccl" and not torch.cuda.is_available():
         raise RuntimeError("backend 'nccl' needs a CUDA device, and there is none; 'gloo' works on the CPU")
 
