@@ -77,6 +77,7 @@ bench:
 	@$(ENVIRONMENT) bench python benchmarks/handlers.py
 	@$(ENVIRONMENT) bench python benchmarks/checkpoint.py
 	@$(ENVIRONMENT) bench python benchmarks/resnet.py
+	@$(ENVIRONMENT) bench python benchmarks/features.py
 
 format:
 	@$(ENVIRONMENT) dev ruff format .

@@ -12,7 +12,7 @@ from examples import resnet
 from tests.torchvision_import import import_torchvision
 
 
-@pytest.mark.parametrize("options", [(), pytest.param(("--amp", "--compile", "aot_eager"), marks=pytest.mark.jobs)])
+@pytest.mark.parametrize("options", [(), pytest.param(("--amp", "--compile", "eager"), marks=pytest.mark.jobs)])
 def test_it_learns_the_angles(options: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     accuracy = resnet.training(0, resnet.parse(["--images", "400", "--epochs", "2", "--batch_size", "10", *options]))
     assert set(accuracy) == {"model", "average"}

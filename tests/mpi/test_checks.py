@@ -17,9 +17,14 @@ FILES = sorted(Path(__file__).parent.glob("check_*.py"))
 NAMES = [name for file in FILES for name in re.findall(r"^@check\ndef (\w+)", file.read_text(), re.MULTILINE)]
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.jobs)], ids=["2_ranks", "4_ranks"])
+@pytest.fixture(
+    scope="module",
+    params=[(2, 80), pytest.param((4, 160), marks=[pytest.mark.jobs, pytest.mark.timeout(170)])],
+    ids=["2_ranks", "4_ranks"],
+)
 def run(request: pytest.FixtureRequest) -> CompletedProcess[str]:
-    return mpirun(request.param, "-m", "tests.mpi.run_checks", seconds=80)
+    ranks, seconds = request.param
+    return mpirun(ranks, "-m", "tests.mpi.run_checks", seconds=seconds)
 
 
 @pytest.mark.parametrize("name", NAMES)

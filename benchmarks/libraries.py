@@ -1,0 +1,220 @@
+"""How a script uses camshaft, PyTorch-Ignite, Lightning Fabric and Accelerate, each as its documentation says."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+import re
+from contextlib import redirect_stdout
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+SAMPLES, BATCH, STOP = 24, 4, 3  # of an epoch that is stopped after its third batch
+TRAINED: Any = range(SAMPLES)
+EVALUATED: Any = range(7)
+WEIGHTS = 64  # of the model that is saved, all 1 in the first checkpoint and all 2 in the second
+
+Steps = list[list[int]]
+
+
+class Engines:
+    """camshaft and PyTorch-Ignite, whose interfaces are alike, up to the methods that differ."""
+
+    package: str
+    deals: tuple[str, ...] = ("",)  # ways to do it, where there is more than one
+    resumes: tuple[str, ...] = ("",)
+
+    def __init__(self, size: int) -> None:
+        self.idist: Any = import_module(f"{self.package}.distributed")
+        self.engine: Any = import_module(f"{self.package}.engine")
+        self.handlers: Any = import_module(f"{self.package}.handlers")
+        if size > 1:
+            self.idist.initialize("gloo")
+
+    def deal(self, way: str) -> list[int]:
+        loader = self.idist.auto_dataloader(EVALUATED, batch_size=4, shuffle=False)  # of both ranks together
+        return [sample for batch in loader for sample in batch.tolist()]
+
+    def train(self, folder: str, way: str, resume: bool) -> Steps:
+        """Go through an epoch, from its beginning to a stop, or from there on; give the samples of each step."""
+        import_module(f"{self.package}.utils").manual_seed(0)
+        steps: Steps = []
+        trainer = getattr(self.engine, way or "Engine")(lambda engine, batch: steps.append(batch.tolist()))
+        loader = self.idist.auto_dataloader(TRAINED, batch_size=BATCH, shuffle=True)
+        file = Path(folder, "state")
+        if resume:
+            trainer.load_state_dict(torch.load(file, weights_only=False))
+        else:
+
+            def stop() -> None:
+                torch.save(trainer.state_dict(), file)
+                trainer.terminate()
+
+            trainer.add_event_handler(self.engine.Events.ITERATION_COMPLETED(once=STOP), stop)
+
+        trainer.run(loader, max_epochs=1)
+        return steps
+
+    def barrier_of_one(self) -> None:
+        self.idist.one_rank_only()(self.idist.barrier)()
+
+    def save(self, folder: str) -> str:
+        """Save two checkpoints, and give the newest."""
+        model = torch.nn.Linear(WEIGHTS, 1)
+        trainer = self.engine.Engine(lambda engine, batch: torch.nn.init.constant_(model.weight, engine.state.epoch))
+        checkpoint = self.handlers.Checkpoint({"model": model, "trainer": trainer}, folder, n_saved=2)
+        trainer.add_event_handler(self.engine.Events.EPOCH_COMPLETED, checkpoint)
+        trainer.run([0], max_epochs=2)
+        return str(Path(folder, checkpoint.last_checkpoint))
+
+    def load(self, folder: str, newest: str) -> list[float]:
+        model, trainer = torch.nn.Linear(WEIGHTS, 1), self.engine.Engine(lambda engine, batch: None)
+        self._load({"model": model, "trainer": trainer}, folder, newest)
+        return model.weight.flatten().tolist()
+
+    def _load(self, objects: dict[str, Any], folder: str, newest: str) -> None:
+        raise NotImplementedError
+
+
+class Camshaft(Engines):
+    package = "camshaft"
+
+    def _load(self, objects: dict[str, Any], folder: str, newest: str) -> None:
+        self.handlers.Checkpoint.resume(objects, folder)
+
+    @staticmethod
+    def backends() -> str:
+        with redirect_stdout(io.StringIO()) as printed:
+            import_module("camshaft.distributed.__main__").main(["--json"])
+        return ", ".join(name for name in json.loads(printed.getvalue())["backends"] if name != "serial")
+
+
+class Ignite(Engines):
+    package = "ignite"
+    resumes = ("Engine", "DeterministicEngine")
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.engine.DeterministicEngine = import_module("ignite.engine.deterministic").DeterministicEngine
+
+    def _load(self, objects: dict[str, Any], folder: str, newest: str) -> None:
+        self.handlers.Checkpoint.load_objects(objects, newest)
+
+    @staticmethod
+    def backends() -> str:
+        text = inspect.getdoc(import_module("ignite.distributed").initialize) or ""
+        [listed] = [line for line in text.splitlines() if line.strip().startswith("backend: ")]
+        return ", ".join(re.findall(r"`([\w-]+)`", listed))
+
+
+class Fabric:
+    deals = ("",)
+    resumes = ()  # it has no loop, and no state of a loader
+
+    def __init__(self, size: int) -> None:
+        make = import_module("lightning.fabric").Fabric
+        self.fabric = make(accelerator="cpu", devices=size, strategy="ddp" if size > 1 else "auto")
+        self.fabric.launch()
+
+    def deal(self, way: str) -> list[int]:
+        loader = self.fabric.setup_dataloaders(DataLoader(EVALUATED, batch_size=2))
+        return [sample for batch in loader for sample in batch.tolist()]
+
+    def barrier_of_one(self) -> None:
+        import_module("lightning.fabric.utilities").rank_zero_only(self.fabric.barrier)()
+
+    def save(self, folder: str) -> str:
+        model, file = torch.nn.Linear(WEIGHTS, 1), ""
+        for epoch in (1, 2):
+            torch.nn.init.constant_(model.weight, epoch)
+            file = str(Path(folder, f"epoch_{epoch}.ckpt"))
+            self.fabric.save(file, {"model": model})
+        return file
+
+    def load(self, folder: str, newest: str) -> list[float]:
+        model = torch.nn.Linear(WEIGHTS, 1)
+        self.fabric.load(newest, {"model": model})
+        return model.weight.flatten().tolist()
+
+    @staticmethod
+    def backends() -> str:
+        devices = import_module("lightning.fabric.accelerators").ACCELERATOR_REGISTRY.available_accelerators()
+        return f"by device: {', '.join(sorted(devices))}"
+
+
+class Accelerate:
+    deals = ("loader", "gather_for_metrics")
+    resumes = ("skip_first_batches by hand", "and with use_seedable_sampler")
+
+    def __init__(self, size: int) -> None:
+        self.library, self.utilities = import_module("accelerate"), import_module("accelerate.utils")
+        self.library.PartialState(cpu=True)  # joins the other rank; its Accelerator takes it over
+
+    def make(self, folder: str | None = None, **loading: bool) -> Any:
+        return self.library.Accelerator(
+            cpu=True,
+            dataloader_config=self.utilities.DataLoaderConfiguration(**loading),
+            project_config=self.utilities.ProjectConfiguration(folder, automatic_checkpoint_naming=folder is not None),
+        )
+
+    def deal(self, way: str) -> list[int]:
+        accelerator = self.make()
+        loader = accelerator.prepare(DataLoader(EVALUATED, batch_size=2))
+        if way == "loader":
+            return [sample for batch in loader for sample in batch.tolist()]
+        gathered = [sample for batch in loader for sample in accelerator.gather_for_metrics(batch).tolist()]
+        return gathered if accelerator.is_main_process else []  # all ranks have the same
+
+    def train(self, folder: str, way: str, resume: bool) -> Steps:
+        self.utilities.set_seed(0)
+        accelerator = self.make(split_batches=True, use_seedable_sampler=way == self.resumes[1])
+        model = torch.nn.Linear(1, 1)
+        model, loader = accelerator.prepare(model, DataLoader(TRAINED, batch_size=BATCH, shuffle=True))
+        if resume:
+            accelerator.load_state(folder)
+            return [batch.tolist() for batch in accelerator.skip_first_batches(loader, STOP)]
+        steps = []
+        for batch in loader:
+            steps.append(batch.tolist())
+            if len(steps) == STOP:
+                accelerator.save_state(folder)
+                break
+        return steps
+
+    def barrier_of_one(self) -> None:
+        accelerator = self.make()
+        accelerator.on_main_process(accelerator.wait_for_everyone)()
+
+    def save(self, folder: str) -> str:
+        accelerator = self.make(folder)
+        model = accelerator.prepare(torch.nn.Linear(WEIGHTS, 1))
+        for epoch in (1, 2):
+            torch.nn.init.constant_(model.weight, epoch)
+            accelerator.save_state()
+        return str(max(Path(folder).rglob("model*.safetensors"), key=lambda file: file.stat().st_mtime_ns))
+
+    def load(self, folder: str, newest: str) -> list[float]:
+        accelerator = self.make(folder)
+        model: torch.nn.Linear = accelerator.prepare(torch.nn.Linear(WEIGHTS, 1))
+        accelerator.load_state()
+        return model.weight.flatten().tolist()
+
+    @staticmethod
+    def backends() -> str:
+        kinds = import_module("accelerate.utils").DistributedType
+        devices = [kind.value.removeprefix("MULTI_").lower() for kind in kinds if kind.value.startswith("MULTI_")]
+        return f"by device: {', '.join(sorted([*devices, 'xla']) if 'XLA' in kinds.__members__ else devices)}"
+
+
+LIBRARIES: dict[str, Any] = {
+    "camshaft": Camshaft,
+    "pytorch-ignite": Ignite,
+    "lightning": Fabric,
+    "accelerate": Accelerate,
+}
+PEERS = {"pytorch-ignite": "ignite", "lightning": "lightning.fabric", "accelerate": "accelerate"}

@@ -1,0 +1,75 @@
+"""What the comparison of features says of camshaft is so, and it would say what is bad of anybody."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import features
+from benchmarks.features import Outcome
+from benchmarks.libraries import SAMPLES, WEIGHTS
+from tests.benchmarks.test_scripts import result_of, run
+
+ORDER = list(range(SAMPLES))
+BEFORE = Outcome([ORDER[:4], ORDER[4:8]])
+
+
+@pytest.mark.jobs
+def test_camshaft_does_what_the_table_says(tmp_path: Path) -> None:
+    result = result_of(run("features.py", "--libraries", "camshaft", folder=tmp_path))
+    assert result["benchmark"] == "features"
+    seen = {row["what"]: row["seen"]["camshaft"] for row in result["rows"]}
+    barrier = seen.pop("a barrier in what is for rank 0 only")
+    assert barrier.startswith("raises RankDivergenceError after ")
+    assert {"gloo", "nccl", "mpi", "horovod", "xla-tpu"} <= set(seen.pop("backends by name").split(", "))
+    assert seen == {
+        "7 samples evaluated on 2 ranks": "each once",
+        "after a stop in mid-epoch": "goes on with the next sample",
+        "the same, from 1 rank to 2": "goes on with the next sample",
+        "a flipped bit in the newest checkpoint": "warns, and loads the checkpoint before",
+    }
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("samples", "said"),
+    [([2, 0, 1], "each once"), ([0, 1, 1], "1 never, 1 once, 1 twice"), ([0, 1, 2, 2, 2], "2 once, 1 3 times")],
+)
+def test_samples_are_counted(samples: list[int], said: str) -> None:
+    assert features.times_seen(samples, 3) == said
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        ([Outcome([ORDER[8:]])], "goes on with the next sample"),
+        ([Outcome([ORDER[8::2]]), Outcome([ORDER[9::2]])], "goes on with the next sample"),
+        ([Outcome([ORDER[:4]])], "begins the epoch anew (16 never, 4 once, 4 twice)"),
+        ([Outcome([[0, 1]]), Outcome([[2, 3]])], "begins the epoch anew (16 never, 4 once, 4 twice)"),
+        ([Outcome([ORDER[9:]])], "another order (1 never, 23 once)"),
+        ([Outcome([ORDER[8:]]), Outcome(error="ValueError", seconds=0.04)], "raises ValueError after 0.0 s"),
+        ([Outcome(waits=True)], "waits (10 s and more)"),
+    ],
+)
+def test_a_run_that_goes_on_is_judged_by_its_samples(after: list[Outcome], said: str) -> None:
+    assert features.resumed_by(BEFORE, after) == said
+
+
+@pytest.mark.parametrize(
+    ("rank", "said"),
+    [
+        (Outcome([1.0] * WEIGHTS, warned=True), "warns, and loads the checkpoint before"),
+        (Outcome([2.0] * (WEIGHTS - 1) + [3.0]), "loads a wrong weight"),
+        (Outcome([0.1] * WEIGHTS), "loads neither"),
+        (Outcome(error="RuntimeError"), "raises RuntimeError"),
+    ],
+)
+def test_what_was_loaded_is_judged_by_the_weights(rank: Outcome, said: str) -> None:
+    assert features.loaded_by(rank) == said
+
+
+def test_libraries_that_are_not_known_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        features.main(["--libraries", "nothing"])
+    assert "nothing" in capsys.readouterr().err
