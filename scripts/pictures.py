@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from camshaft.handlers import (
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 COLOURS = ("#7aa6c2", "#e0a458", "#8fb37a", "#c98bb9")  # of ranks
 MIXED, DARK, PALE = "#d9d9d9", "#333333", "#f4f4f4"
-SETTINGS = {
+SETTINGS: dict[Any, Any] = {
     "svg.hashsalt": "camshaft",
     "svg.fonttype": "none",  # text as text: small, and to be found by a search
     "font.family": "sans-serif",
@@ -81,7 +82,7 @@ def pictures() -> Iterator[tuple[str, Callable[[], Figure]]]:
     yield "events", events_of_a_run
     yield "ring-all_reduce", ring
     for name, (before, after) in COLLECTIVES.items():
-        yield f"collective-{name}", lambda name=name, before=before, after=after: collective(name, before, after)
+        yield f"collective-{name}", partial(collective, name, before, after)
 
 
 def make_trainer(lr: float) -> tuple[Engine[tuple[Tensor, Tensor], float], dict[str, Any]]:
@@ -95,7 +96,7 @@ def make_trainer(lr: float) -> tuple[Engine[tuple[Tensor, Tensor], float], dict[
 def make_batches() -> list[tuple[Tensor, Tensor]]:
     torch.manual_seed(0)
     inputs = torch.rand(256, 2)
-    return list(zip(inputs.split(32), (inputs.sum(dim=1) > 1).long().split(32), strict=True))
+    return list(zip(inputs.reshape(8, 32, 2), (inputs.sum(dim=1) > 1).long().reshape(8, 32), strict=True))
 
 
 def loss_curve() -> Figure:
@@ -113,7 +114,7 @@ def lr_finder() -> Figure:
     batches = make_batches()
     trainer, objects = make_trainer(lr=1e-4)
     finder = FastaiLRFinder()
-    with finder.attach(trainer, objects, num_iter=100, start_lr=1e-4, end_lr=10.0, diverge_th=10.0) as searching:
+    with finder.attach(trainer, objects, num_iter=100, start_lr=1e-4, end_lr=100.0) as searching:
         searching.run(batches)
     figure, axes = pyplot.subplots(figsize=(6, 3))
     finder.plot(ax=axes)
@@ -122,12 +123,11 @@ def lr_finder() -> Figure:
 
 def schedules() -> Figure:
     figure, axes = pyplot.subplots(2, 2, figsize=(7, 4), sharex=True, sharey=True, layout="constrained")
-    cycle = {"param_name": "lr", "start_value": 0.1, "end_value": 1.0, "cycle_size": 40}
-    fall = {"start_value": 1.0, "end_value": 0.0, "cycle_size": 160}
+    cycle = {"param_name": "lr", "start_value": 1.0, "end_value": 0.1, "cycle_size": 40}
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     parts = [
         LinearCyclicalScheduler(optimizer, "lr", start_value=0.0, end_value=1.0, cycle_size=40),
-        CosineAnnealingScheduler(optimizer, "lr", **fall),
+        CosineAnnealingScheduler(optimizer, "lr", start_value=1.0, end_value=0.0, cycle_size=80),
     ]
     rows = {
         "LinearCyclicalScheduler": LinearCyclicalScheduler.simulate_values(100, **cycle),
@@ -153,7 +153,7 @@ def collective(name: str, before: list[list[str]], after: list[list[str]]) -> Fi
         row(axes, 0, y, before[rank])
         row(axes, 5.2, y, after[rank])
     arrow(axes, (4.2, RANKS / 2 - 0.1), (5.0, RANKS / 2 - 0.1))
-    axes.text(4.6, RANKS / 2 + 0.15, name, ha="center", va="bottom", color=DARK, fontsize=8)
+    axes.text(4.6, RANKS, name, ha="center", va="bottom", color=DARK)
     return figure
 
 
@@ -173,40 +173,39 @@ def ring() -> Figure:
     places = [(0.0, 4.0), (5.0, 4.0), (5.0, 0.0), (0.0, 0.0)]
     for rank, (x, y) in enumerate(places):
         axes.text(x + 1.5, y + 1.0, f"rank {rank}", ha="center", va="bottom", color=DARK)
-        for chunk in range(3):
-            sent = chunk == rank % 3
-            box(axes, x + chunk, y, 1, 0.8, f"chunk {chunk}", COLOURS[rank] if sent else PALE, size=7)
+        for chunk in range(RANKS):
+            box(axes, x + 0.75 * chunk, y, 0.75, 0.8, str(chunk), COLOURS[rank] if chunk == rank else PALE)
     arrow(axes, (3.2, 4.4), (4.8, 4.4))
     arrow(axes, (6.5, 3.8), (6.5, 1.6))
     arrow(axes, (4.8, 0.4), (3.2, 0.4))
     arrow(axes, (1.5, 1.6), (1.5, 3.8))
-    axes.text(4.0, 2.6, "all send at once,\neach another chunk", ha="center", va="center", color=DARK, fontsize=9)
+    axes.text(4.0, 2.6, "all send at once,\neach another part", ha="center", va="center", color=DARK, fontsize=9)
     return figure
 
 
 def events_of_a_run() -> Figure:
-    figure, axes = canvas(width=11, height=7.2, scale=0.6)
-    box(axes, 0.0, 6.4, 7.5, 0.7, "STARTED", COLOURS[0])
-    box(axes, 0.4, 0.9, 7.1, 5.3, "", PALE)
-    axes.text(0.6, 5.95, "for each epoch", va="center", color=DARK, fontsize=8)
-    box(axes, 0.8, 5.0, 6.5, 0.7, "EPOCH_STARTED", COLOURS[2])
-    box(axes, 1.2, 2.0, 6.1, 2.8, "", "white")
-    axes.text(1.4, 4.55, "for each batch", va="center", color=DARK, fontsize=8)
-    box(axes, 1.6, 3.75, 5.5, 0.55, "GET_BATCH_STARTED, GET_BATCH_COMPLETED", COLOURS[1], size=7)
-    box(axes, 1.6, 3.15, 1.8, 0.55, "ITERATION_STARTED", COLOURS[1], size=6)
-    box(axes, 3.5, 3.15, 1.6, 0.55, "your function", MIXED, size=7)
-    box(axes, 5.2, 3.15, 1.9, 0.55, "ITERATION_COMPLETED", COLOURS[1], size=6)
-    box(axes, 0.8, 1.1, 6.5, 0.7, "EPOCH_COMPLETED", COLOURS[2])
-    box(axes, 0.0, 0.0, 7.5, 0.7, "COMPLETED", COLOURS[0])
-    for y, handler in (
-        (6.75, "resume, show what runs"),
-        (3.42, "log, schedule, stop on NaN"),
-        (1.45, "evaluate, save"),
-        (0.35, "close"),
-    ):
-        arrow(axes, (7.6, y), (8.4, y))
-        axes.text(8.5, y, handler, va="center", color=DARK, fontsize=9)
-    axes.text(8.5, 7.4, "handlers", va="center", color=DARK, fontsize=9, style="italic")
+    figure, axes = canvas(width=10, height=9, scale=0.6)
+    box(axes, 0.4, 1.0, 5.6, 7.1, "", PALE)
+    box(axes, 1.2, 2.0, 4.6, 4.8, "", "white")
+    axes.text(0.6, 7.85, "for each epoch", va="center", color=DARK, fontsize=8)
+    axes.text(1.4, 6.55, "for each batch", va="center", color=DARK, fontsize=8)
+    rows = (  # from above: where it begins, its width, text and colour, and what handlers do there
+        (0.0, 8.2, 6.0, "STARTED", COLOURS[0], "show what runs"),
+        (0.8, 7.0, 5.0, "EPOCH_STARTED", COLOURS[2], ""),
+        (1.6, 5.7, 4.0, "GET_BATCH_STARTED", COLOURS[1], ""),
+        (1.6, 5.0, 4.0, "GET_BATCH_COMPLETED", COLOURS[1], ""),
+        (1.6, 4.3, 4.0, "ITERATION_STARTED", COLOURS[1], "set the learning rate"),
+        (1.6, 3.2, 4.0, "your function", MIXED, ""),
+        (1.6, 2.1, 4.0, "ITERATION_COMPLETED", COLOURS[1], "log, stop on NaN"),
+        (0.8, 1.1, 5.0, "EPOCH_COMPLETED", COLOURS[2], "evaluate, save"),
+        (0.0, 0.0, 6.0, "COMPLETED", COLOURS[0], "close the log"),
+    )
+    for x, y, width, text, colour, handlers in rows:
+        box(axes, x, y, width, 0.6, text, colour, size=8)
+        if handlers:
+            arrow(axes, (6.2, y + 0.3), (7.0, y + 0.3))
+            axes.text(7.1, y + 0.3, handlers, va="center", color=DARK)
+    axes.text(7.1, 9.1, "your handlers", va="center", color=DARK, style="italic")
     return figure
 
 

@@ -1,0 +1,22 @@
+"""Make Markdown of docstrings, for the site (see mkdocs.yml): there `>>>` would begin a quotation, not an example."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+EXAMPLE = re.compile(r"^( *)>>> (?:.+\n?)+", re.MULTILINE)  # up to an empty line
+ROLE = re.compile(r":(?:class|func|meth):(`[^`]+`)")
+
+
+class Docstrings(griffe.Extension):  # type: ignore[misc]  # it has no types where the site is not built
+    def on_object(self, *, obj: griffe.Object, **arguments: Any) -> None:
+        if obj.docstring:
+            obj.docstring.value = ROLE.sub(r"\1", EXAMPLE.sub(fenced, obj.docstring.value))
+
+
+def fenced(example: re.Match[str]) -> str:
+    indent = example[1]
+    return f"{indent}```pycon\n{example[0].rstrip()}\n{indent}```\n"

@@ -1,0 +1,149 @@
+"""Look at a site in a browser without a screen.
+
+The site is served on loopback, together with a page of ours whose script opens the others in a frame, types,
+measures, and posts what it saw. The browser may load nothing from elsewhere and tells what it refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+PATIENCE = 150  # seconds
+POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; report-uri /refused"
+BROWSER = [
+    "chromium",
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+    "--window-size=1400,1000",
+]
+SCRIPT = """<!doctype html><body><script>
+const wait = milliseconds => new Promise(done => setTimeout(done, milliseconds));
+const frame = document.body.appendChild(document.createElement("iframe"));
+const content = () => frame.contentDocument;
+
+function open(page, width) {
+    frame.style = `width: ${width}px; height: 800px; border: 0`;
+    const loaded = new Promise(done => frame.addEventListener("load", done, {once: true}));
+    frame.src = page;
+    return loaded;
+}
+
+async function search(words) {
+    const field = content().querySelector("[data-md-component=search-query]");
+    for (;;) {
+        field.value = words;
+        ["focus", "input", "keyup"].forEach(name => field.dispatchEvent(new Event(name, {bubbles: true})));
+        await wait(500);
+        const results = [...content().querySelectorAll("[data-md-component=search-result] a")];
+        if (results.length) return results.map(link => link.href);
+    }
+}
+
+async function look({pages, words, width}) {
+    const seen = {widths: {}};
+    for (const page of pages) {
+        await open(page, width);
+        seen.widths[page] = content().scrollingElement.scrollWidth;
+    }
+    await open("/index.html", 1200);
+    seen.title = content().querySelector("article h1").firstChild.textContent;
+    seen.pictures = [...content().querySelectorAll("article img")].map(picture => picture.naturalWidth);
+    seen.found = await search(words);
+    return seen;
+}
+
+fetch("/task").then(answer => answer.json()).then(look).catch(error => ({error: String(error)}))
+    .then(seen => fetch("/seen", {method: "POST", body: JSON.stringify(seen)}));
+</script>"""
+
+Report = dict[str, Any]
+
+
+class Handler(SimpleHTTPRequestHandler):
+    """Serves the site, the script and its task, and takes what the browser posts."""
+
+    def __init__(self, *arguments: Any, task: Report, posts: queue.Queue[tuple[str, Any]], **more: Any) -> None:
+        self.own = {"/script": SCRIPT, "/task": json.dumps(task)}
+        self.posts = posts
+        super().__init__(*arguments, **more)
+
+    def do_GET(self) -> None:
+        if self.path in self.own:
+            self.answer(self.own[self.path])
+        else:
+            super().do_GET()
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer("")
+        self.posts.put((self.path, json.loads(body)))
+
+    def answer(self, text: str) -> None:
+        body = text.encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def end_headers(self) -> None:
+        self.send_header("Content-Security-Policy", POLICY)
+        super().end_headers()
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+def look_at(site: Path, scratch: Path, *, search: str, width: int) -> Report:
+    """Open all pages of a site at this width, and type a search on the start page; tell what the browser saw."""
+    pages = [f"/{file.relative_to(site)}" for file in sorted(site.rglob("*.html"))]
+    posts: queue.Queue[tuple[str, Any]] = queue.Queue()
+    task = {"pages": pages, "words": search, "width": width}
+    refused = []
+    with (
+        served(partial(Handler, task=task, posts=posts, directory=str(site))) as address,
+        running([*BROWSER, f"--user-data-dir={scratch}", f"{address}/script"], scratch / "browser.log"),
+    ):
+        while (post := posts.get(timeout=PATIENCE))[0] != "/seen":
+            refused.append(post[1])
+    report: Report = post[1] | {"refused": refused}
+    assert "error" not in report, report
+    return report
+
+
+@contextmanager
+def served(handler: Any) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextmanager
+def running(command: list[str], log: Path) -> Iterator[None]:
+    with open(log, "wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        try:
+            yield
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()

@@ -1,0 +1,26 @@
+"""The pictures of the pages come from a script, which still makes them all, and they are small."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+IMAGES = ROOT / "docs" / "images"
+LARGEST = 60_000  # bytes
+
+
+def test_the_script_makes_the_pictures_that_are_there(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error:::camshaft", str(ROOT / "scripts" / "pictures.py"), str(tmp_path)]
+    environment = os.environ | {"MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    made = {file.name: file.read_text("utf-8") for file in tmp_path.iterdir()}
+    assert made.keys() == {file.name for file in IMAGES.glob("*.svg")}
+    drawn = {name: content for name, content in made.items() if name.startswith(("collective", "events", "ring"))}
+    assert {name: (IMAGES / name).read_text("utf-8") for name in drawn} == drawn  # what no arithmetic changes
+
+
+def test_pictures_are_small() -> None:
+    assert [file.name for file in IMAGES.iterdir() if file.stat().st_size > LARGEST] == []
