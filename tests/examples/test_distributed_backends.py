@@ -18,7 +18,8 @@ GLOO = ("--backend", "gloo")
 pytestmark = pytest.mark.timeout(85)  # four processes that import torch on a busy machine
 
 
-@pytest.mark.parametrize(("ranks", "backend"), [(2, "gloo"), pytest.param(4, "auto", marks=pytest.mark.jobs)])
+@pytest.mark.jobs
+@pytest.mark.parametrize(("ranks", "backend"), [(2, "gloo"), (4, "auto")])
 def test_new_processes_train_as_one_does(ranks, backend):
     arguments = ("--backend", backend, "--nproc_per_node", str(ranks))
     assert_ten_steps([sys.executable], *arguments, shows=f"{ranks} processes on cpu with gloo")

@@ -22,6 +22,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=SCRIPT.parent.parent, check=False)
 
 
+@pytest.mark.jobs
 def test_it_learns_the_digits_shows_its_progress_and_saves_the_best_model(tmp_path):
     done = run(tmp_path, "--epochs", "4")
     assert done.returncode == 0, done.stderr

@@ -31,6 +31,7 @@ def end_of(folder: Path) -> dict[str, object]:
     return torch.load(path, weights_only=True)["trainer"]
 
 
+@pytest.mark.jobs
 def test_killed_on_two_processes_and_on_three_it_ends_on_one_as_if_nothing_had_been(tmp_path):
     folder = tmp_path / "killed"
     kill_on_ranks(2, train, folder, "--kill_at", "17")

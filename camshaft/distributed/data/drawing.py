@@ -102,5 +102,5 @@ def check_length(order: Order, dataset: Any) -> None:
     if length not in (None, order.num_samples):
         raise ValueError(
             f"the order is one of {order.num_samples} samples ({order.describe()}), but the dataset has {length}: make "
-            "it, or the loader, for as many samples as the dataset has"
+            "it for as many samples as the dataset has"
         )
