@@ -17,8 +17,6 @@ SCRIPT = Path(resume.__file__)
 SAMPLES, STEPS = 1797, 30  # of each of three epochs
 AUDIT = f"{SAMPLES} samples seen, {SAMPLES} once, 0 twice, 0 never"
 
-pytestmark = pytest.mark.timeout(85)  # several processes import torch and scikit-learn on a busy machine
-
 
 def train(folder: Path, *arguments: str) -> None:
     resume.training(idist.get_local_rank(), resume.parse(["--output", str(folder), *arguments]))
