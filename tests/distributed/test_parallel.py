@@ -110,6 +110,7 @@ def test_a_run_that_was_begun_already_is_told_and_left_alone():
         idist.finalize()
 
 
+@pytest.mark.jobs
 def test_within_a_run_that_the_user_began_the_function_runs_on_each_rank():
     assert run_on_ranks(2, in_a_run) == [(0, 0, 2, "gloo", (), {}), (1, 1, 2, "gloo", (), {})]
 

@@ -457,6 +457,7 @@ def run_script(tmp_path):
     return run
 
 
+@pytest.mark.jobs
 def test_a_script_runs_its_processes_whatever_surrounds_it_and_fails_when_they_do(run_script):
     with run_script(IN_SLURM) as script:
         try:

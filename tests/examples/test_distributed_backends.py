@@ -15,11 +15,9 @@ from tests.mpi.checking import LENIENT
 
 GLOO = ("--backend", "gloo")
 
-pytestmark = pytest.mark.timeout(85)  # four processes that import torch on a busy machine
+pytestmark = [pytest.mark.jobs, pytest.mark.timeout(170)]
 
 
-@pytest.mark.jobs
-@pytest.mark.timeout(170)
 @pytest.mark.parametrize(("ranks", "backend"), [(2, "gloo"), (4, "auto")])
 def test_new_processes_train_as_one_does(ranks, backend):
     arguments = ("--backend", backend, "--nproc_per_node", str(ranks))
@@ -36,8 +34,6 @@ def test_torchrun():
     assert_ten_steps(launch, *GLOO, shows="2 processes on cpu with gloo")
 
 
-@pytest.mark.jobs
-@pytest.mark.timeout(170)
 def test_the_launch_module_of_torch():
     launch = [sys.executable, "-m", "torch.distributed.launch", "--standalone", "--nproc_per_node", "2", "--use_env"]
     assert_ten_steps(launch, *GLOO, shows="2 processes on cpu with gloo")
@@ -48,8 +44,6 @@ def test_mpirun():
     assert_ten_steps(launch, "--backend", "mpi", shows="2 processes on cpu with mpi", environment=LENIENT)
 
 
-@pytest.mark.jobs
-@pytest.mark.timeout(170)
 def test_a_wide_residual_network_of_torchvision(tmp_path):
     program = tmp_path / "with_torchvision.py"
     program.write_text(
