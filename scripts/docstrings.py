@@ -8,7 +8,7 @@ from typing import Any
 import griffe
 
 EXAMPLE = re.compile(r"^( *)>>> (?:.+\n?)+", re.MULTILINE)  # up to an empty line
-ROLE = re.compile(r":(?:class|func|meth):(`[^`]+`)")
+ROLE = re.compile(r":(?:attr|class|func|meth):(`[^`]+`)")
 
 
 class Docstrings(griffe.Extension):  # type: ignore[misc]  # it has no types where the site is not built

@@ -6,6 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from camshaft.distributed.choice import choose
@@ -25,14 +26,11 @@ _FOR_PROCESSES = ("join", "daemon", "start_method", "hosts")
 class Parallel:
     """Run a function in one process, in the processes of a launcher, or in new processes.
 
-    =========================================  ==================================================================
-    arguments                                  what happens
-    =========================================  ==================================================================
-    none                                       :meth:`run` calls the function in this process
-    ``backend``                                a launcher (torchrun, srun, mpirun, horovodrun) started this process
-                                               and others: the backend is initialized for the ``with`` block
-    ``backend`` and ``nproc_per_node``         :meth:`run` starts the processes with :func:`spawn`
-    =========================================  ==================================================================
+    - Without arguments, :meth:`run` calls the function in this process.
+    - With ``backend``, a launcher (torchrun, srun, mpirun, horovodrun) started this process and others: the backend is
+      initialized for the ``with`` block.
+    - With ``backend`` and ``nproc_per_node``, :meth:`run` starts the processes with :func:`spawn`, and the script needs
+      ``if __name__ == "__main__":`` around it, as each of them imports the script.
 
     Args:
         backend: one of :func:`available_backends`, ``None``, or ``"auto"`` for the one that fits the launcher and the
@@ -48,6 +46,9 @@ class Parallel:
 
     Raises:
         ValueError: an argument is out of range, or is given without those that it needs.
+
+    Warns:
+        UserWarning: no backend is given to a process that a launcher started with others: each runs alone.
 
     >>> def training(local_rank, epochs):
     ...     return f"{epochs} epochs on local rank {local_rank}"
@@ -99,7 +100,9 @@ class Parallel:
             assert self.backend is not None
             initialize(self.backend, **self._options)
             self._log("%r is initialized, with %d processes", self.backend, get_world_size())
-        elif self.backend is not None:
+        elif self.backend is None:
+            _warn_if_started_with_others()
+        else:
             self._log("processes will be started for %r:", self.backend)
             for name, value in {"nproc_per_node": self._nproc_per_node, **self._options}.items():
                 self._log("    %s: %s", name, value)
@@ -159,3 +162,16 @@ def _for_initialize(options: dict[str, Any]) -> dict[str, Any]:
             stacklevel=3,
         )
     return {name: value for name, value in options.items() if name not in ignored}
+
+
+def _warn_if_started_with_others() -> None:
+    """Say that the processes of a launcher know nothing of each other: they may write the same files."""
+    launch = None
+    with suppress(RuntimeError):  # the environment contradicts itself, which matters to nobody here
+        launch = detect(os.environ)
+    if launch is not None and launch.topology.world_size > 1 == get_world_size():
+        warnings.warn(
+            f"a launcher started {launch.topology.world_size} processes, but backend is None, so each of them runs "
+            'alone: give backend="auto", or one by name, to let them work together',
+            stacklevel=3,
+        )

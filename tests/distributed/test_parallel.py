@@ -54,6 +54,15 @@ def test_without_a_backend_the_function_runs_here_and_its_value_is_given():
         assert parallel.run(give) == (0, 0, 1, None, (), {})
 
 
+def test_without_a_backend_a_process_of_several_is_told_that_it_runs_alone(monkeypatch):
+    for name, value in {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.warns(UserWarning, match="a launcher started 2 processes, but backend is None") as caught:
+        parallel = idist.Parallel().__enter__()
+    assert caught[0].filename == __file__
+    assert parallel.run(give)[:3] == (0, 0, 1)
+
+
 def test_without_a_backend_what_is_for_initialize_or_spawn_plays_no_part():
     with idist.Parallel(init_method="tcp://a:1", start_method="fork", unknown=3) as parallel:
         assert parallel.run(give)[3] is None
