@@ -81,7 +81,7 @@ def fail(local_rank: int, how: str) -> None:
             idist.finalize()
             raise LookupError("after all")
         if how == "linger":
-            os._exit = lambda code: time.sleep(100)  # type: ignore[assignment]  # as if mpiexec did not see its end
+            os._exit = lambda code: time.sleep(1000)  # type: ignore[assignment]  # as if mpiexec did not see its end
             idist.finalize()
             raise LookupError("at last")
         os.kill(os.getpid(), signal.SIGKILL)

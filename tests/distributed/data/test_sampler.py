@@ -143,7 +143,7 @@ def test_among_others_a_pass_nobody_numbered_is_the_same_one():
 # --- stops, and other numbers of ranks ---------------------------------------------------------------------------
 
 
-@settings(max_examples=30)
+@settings(max_examples=60)
 @given(st.data())
 def test_through_any_stops_and_changes_each_epoch_holds_every_sample_once(data):
     length = data.draw(st.integers(5, 50))
