@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.examples.weights import ROOT, run_for_weights
+
 FOLDER = ROOT / "examples" / "native"
 LIMIT = 150.0  # seconds for what takes a tenth of that where the cores are free
 
 
 def run(launch: Sequence[str], script: str, *arguments: str, **variables: str) -> tuple[str, list[Tensor]]:
     """Run a script, and give what it wrote and the weights that it ended with."""
-    with tempfile.TemporaryDirectory() as folder:
-        saved = Path(folder) / "weights.pt"
-        done = subprocess.run(
-            [*launch, str(FOLDER / script), *arguments, str(saved)],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **variables},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=LIMIT,
-        )
-        output = done.stdout.decode(errors="replace")
-        assert done.returncode == 0, output[-6000:]
-        return output, torch.load(saved, weights_only=True)
+    return run_for_weights([*launch, str(FOLDER / script), *arguments], variables, LIMIT)
 
 
 @cache

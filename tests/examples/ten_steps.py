@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -14,6 +11,7 @@ import torch
 from torch import Tensor
 
 from examples import distributed_backends
+from tests.examples.weights import run_for_weights
 
 EXAMPLE = Path(distributed_backends.__file__)
 SHORT = ("--model", "tiny", "--log_interval", "5")
@@ -28,19 +26,7 @@ def run(
     launch: Sequence[str], *arguments: str, environment: Mapping[str, str] | None = None, seconds: float = 80
 ) -> tuple[str, list[Tensor]]:
     """Run the example, and give what it wrote and the weights that it ended with."""
-    with tempfile.TemporaryDirectory() as folder:
-        saved = Path(folder) / "weights.pt"
-        done = subprocess.run(
-            [*launch, str(EXAMPLE), *SHORT, *arguments, "--weights", str(saved)],
-            cwd=EXAMPLE.parent.parent,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(environment or {})},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=seconds,
-        )
-        output = done.stdout.decode(errors="replace")
-        assert done.returncode == 0, output[-6000:]
-        return output, torch.load(saved, weights_only=True)
+    return run_for_weights([*launch, str(EXAMPLE), *SHORT, *arguments, "--weights"], environment or {}, seconds)
 
 
 @cache
