@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import platform
+import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -64,17 +65,18 @@ def seconds_of(function: Callable[[], object]) -> float:
 def interleave(contenders: Sequence[Contender], iterations: int, repetitions: int) -> dict[str, list[float]]:
     """Let the contenders take turns, and give the seconds per iteration of each in each round.
 
-    A drift of the machine meets all of them, and who begins changes from round to round. The first round only
+    A drift of the machine meets all of them, and the order changes from round to round, the same way each time and on
+    each rank: what one leaves to the next, such as freed memory, does not always meet the same one. The first round only
     warms up. What exists before is kept out of garbage collection, so that nobody pays for the size of another
     library; what a contender leaves behind in its own run, it pays for.
     """
     seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    order = random.Random(0)
     gc.collect()
     gc.freeze()
     try:
         for round_number in range(repetitions + 1):
-            start = round_number % len(contenders)
-            for contender in (*contenders[start:], *contenders[:start]):
+            for contender in order.sample(contenders, len(contenders)):
                 gc.collect()
                 taken = contender.per_iteration(iterations)
                 if round_number:

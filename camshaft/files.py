@@ -12,7 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from threading import current_thread, main_thread
+from typing import BinaryIO
 
 from camshaft.types import PathLike
 
@@ -22,6 +23,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]  # there is no such module
 
 _CHUNK_BYTES = 1 << 20
+_SUMMED_BYTES = 1 << 18  # at a time, which fit into the cache of a core
 
 
 def write_atomically(
@@ -84,49 +86,24 @@ def is_unused(file: BinaryIO) -> bool:
     return True
 
 
-class ChecksumWriter:
-    """Hands bytes on to a file, and takes their CRC-32 on the way: of large pieces while they are written, for nothing.
+def flush_and_sum(file: BinaryIO) -> str:
+    """Flush all that was written to a file to the disk, and give its checksum, which is taken meanwhile.
 
-    >>> import io
-    >>> with ChecksumWriter(io.BytesIO()) as writer:
-    ...     count = writer.write(b"weights")
-    >>> writer.size, writer.checksum
-    (7, 'crc32:1ad27358')
+    >>> import tempfile
+    >>> with tempfile.NamedTemporaryFile() as file:
+    ...     count = file.write(b"weights")
+    ...     flush_and_sum(file)
+    'crc32:1ad27358'
     """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.size = 0
-        self._file = file
-        self._sum = 0
-        self._helper = ThreadPoolExecutor(1, "camshaft-checksum")
-
-    def write(self, piece: Any) -> int:
-        """Write bytes, or whatever has the interface of a buffer."""
-        view = memoryview(piece)
-        self.size += view.nbytes
-        if view.nbytes < _CHUNK_BYTES:
-            self._sum = zlib.crc32(view, self._sum)
-            return self._file.write(view)
-        summed = self._helper.submit(zlib.crc32, view, self._sum)
-        try:
-            return self._file.write(view)
-        finally:
-            self._sum = summed.result()
-
-    def flush(self) -> None:
-        """Flush the file."""
-        self._file.flush()
-
-    @property
-    def checksum(self) -> str:
-        """That of all that was written so far."""
-        return f"crc32:{self._sum:08x}"
-
-    def __enter__(self) -> ChecksumWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._helper.shutdown()
+    file.flush()
+    if current_thread() is not main_thread():  # there is no hurry, and no new thread once the process is about to exit
+        os.fsync(file.fileno())
+        return checksum_of(file.name)
+    with ThreadPoolExecutor(1, "camshaft-flush") as helper:
+        flushed = helper.submit(os.fsync, file.fileno())
+        checksum = checksum_of(file.name)
+        flushed.result()
+    return checksum
 
 
 def hash_checkpoint(checkpoint_path: PathLike, output_dir: PathLike) -> tuple[Path, str]:
@@ -161,11 +138,11 @@ def hash_checkpoint(checkpoint_path: PathLike, output_dir: PathLike) -> tuple[Pa
 
 
 def checksum_of(path: PathLike) -> str:
-    """Give the checksum of a file, as :class:`ChecksumWriter` does."""
-    total = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            total = zlib.crc32(chunk, total)
+    """Give the CRC-32 of a file."""
+    total, chunk = 0, memoryview(bytearray(_SUMMED_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(chunk):
+            total = zlib.crc32(chunk[:count], total)
     return f"crc32:{total:08x}"
 
 

@@ -20,13 +20,16 @@ def recorder(name: str, runs: list[tuple[str, int]], share: float = 1.0) -> Cont
     return Contender(name, run, share)
 
 
-def test_contenders_take_turns_and_another_one_begins_each_round() -> None:
-    runs: list[tuple[str, int]] = []
-    interleave([recorder(name, runs) for name in "abc"], iterations=2, repetitions=3)
-    order = "".join(name for name, _ in runs)
-    warm_up, *rounds = (order[start : start + 3] for start in range(0, 12, 3))
-    assert warm_up == "abc"
-    assert rounds == ["bca", "cab", "abc"]
+def test_contenders_take_turns_in_orders_that_change_and_are_the_same_on_each_rank() -> None:
+    def orders() -> list[str]:
+        runs: list[tuple[str, int]] = []
+        interleave([recorder(name, runs) for name in "abc"], iterations=2, repetitions=29)
+        order = "".join(name for name, _ in runs)
+        return [order[start : start + 3] for start in range(0, 90, 3)]
+
+    assert {"".join(sorted(order)) for order in orders()} == {"abc"}
+    assert len(set(orders())) == 6
+    assert orders() == orders()
 
 
 def test_the_warm_up_is_not_measured() -> None:

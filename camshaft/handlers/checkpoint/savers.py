@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from camshaft.files import ChecksumWriter, remove_leftovers, write_atomically
+from camshaft.files import flush_and_sum, remove_leftovers, write_atomically
 from camshaft.handlers.checkpoint import manifest
 from camshaft.handlers.checkpoint.names import checkpoints_in
 from camshaft.handlers.checkpoint.weights import SUFFIX, as_weights, is_weights_file
@@ -129,10 +129,13 @@ class DiskSaver(BaseSaveHandler):
 
         def write(file: BinaryIO) -> None:
             nonlocal entry
-            with ChecksumWriter(file) as writer:
-                self._write(writer, checkpoint, is_weights_file(path))
+            if is_weights_file(path):
+                file.write(as_weights(checkpoint))
+            else:
+                torch.save(checkpoint, file, **self.kwargs)
+            checksum = flush_and_sum(file)
             self._saved_at = max(self._saved_at + 1, manifest.next_time(older))
-            entry = manifest.make_entry(path.name, writer.checksum, writer.size, self._saved_at, metadata)
+            entry = manifest.make_entry(path.name, checksum, file.tell(), self._saved_at, metadata)
 
         if self.atomic:
             write_atomically(path, write, before_rename=lambda: manifest.write_entry(path.parent, entry))
@@ -144,12 +147,6 @@ class DiskSaver(BaseSaveHandler):
         if self._is_first:
             self._is_first = False
             _warn_if_unloadable(path)
-
-    def _write(self, writer: ChecksumWriter, checkpoint: Any, only_weights: bool) -> None:
-        if only_weights:
-            writer.write(as_weights(checkpoint))
-        else:
-            torch.save(checkpoint, writer, **self.kwargs)  # type: ignore[arg-type]  # writing is all that it needs
 
 
 def _prepare(directory: Path, create: bool, require_empty: bool) -> None:
