@@ -66,8 +66,8 @@ def interleave(contenders: Sequence[Contender], iterations: int, repetitions: in
     """Let the contenders take turns, and give the seconds per iteration of each in each round.
 
     A drift of the machine meets all of them, and the order changes from round to round, the same way each time and on
-    each rank: what one leaves to the next, such as freed memory, does not always meet the same one. The first round only
-    warms up. What exists before is kept out of garbage collection, so that nobody pays for the size of another
+    each rank: what one leaves to the next, such as freed memory, does not always meet the same one. The first round
+    only warms up. What exists before is kept out of garbage collection, so that nobody pays for the size of another
     library; what a contender leaves behind in its own run, it pays for.
     """
     seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}

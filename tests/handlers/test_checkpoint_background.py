@@ -301,16 +301,16 @@ def test_what_begins_at_the_end_of_a_run_is_waited_for_at_once(tmp_path, event):
 def test_at_its_exit_the_process_waits(tmp_path):
     program = f"""
 import time, torch
-from camshaft.engine import Engine, Events
+from camshaft.engine import Engine
 from camshaft.handlers import Checkpoint, DiskSaver
 class Slow(DiskSaver):
     def __call__(self, *args):
         time.sleep(0.5)
         super().__call__(*args)
-evaluator = Engine(lambda engine, batch: None)
-checkpoint = Checkpoint({{"model": torch.nn.Linear(1, 1)}}, Slow({str(tmp_path)!r}), asynchronous=True)
-evaluator.add_event_handler(Events.COMPLETED, checkpoint)
-evaluator.run([1])
+engine = Engine(lambda engine, batch: None)
+engine.run([1])
+checkpoint = Checkpoint({{"model": torch.nn.Linear(1000, 1000)}}, Slow({str(tmp_path)!r}), asynchronous=True)
+checkpoint(engine)
 """
     subprocess.run([sys.executable, "-c", program], check=True)
     assert names(tmp_path) == ["model_1.pt"]
