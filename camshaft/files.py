@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from threading import current_thread, main_thread
+from threading import Event, current_thread, main_thread
 from typing import BinaryIO
 
 from camshaft.types import PathLike
@@ -24,6 +24,7 @@ except ImportError:  # Windows
 
 _CHUNK_BYTES = 1 << 20
 _SUMMED_BYTES = 1 << 18  # at a time, which fit into the cache of a core
+_LOOKS_AFTER = 0.005  # seconds, for more of a file
 
 
 def write_atomically(
@@ -86,24 +87,36 @@ def is_unused(file: BinaryIO) -> bool:
     return True
 
 
-def flush_and_sum(file: BinaryIO) -> str:
-    """Flush all that was written to a file to the disk, and give its checksum, which is taken meanwhile.
+def write_and_sum(file: BinaryIO, write: Callable[[BinaryIO], object]) -> str:
+    """Write a file from its beginning on and flush it to the disk; give its checksum, which is taken meanwhile.
+
+    Args:
+        file: new, and open for writing.
+        write: called with the file; writes to its end only.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile() as file:
-    ...     count = file.write(b"weights")
-    ...     flush_and_sum(file)
+    ...     write_and_sum(file, lambda file: file.write(b"weights"))
     'crc32:1ad27358'
     """
-    file.flush()
+
+    def flushed() -> None:
+        write(file)
+        file.flush()
+
     if current_thread() is not main_thread():  # there is no hurry, and no new thread once the process is about to exit
+        flushed()
         os.fsync(file.fileno())
         return checksum_of(file.name)
-    with ThreadPoolExecutor(1, "camshaft-flush") as helper:
-        flushed = helper.submit(os.fsync, file.fileno())
-        checksum = checksum_of(file.name)
-        flushed.result()
-    return checksum
+    is_written = Event()
+    with ThreadPoolExecutor(1, "camshaft-checksum") as helper:
+        checksum = helper.submit(checksum_of, file.name, is_written)
+        try:
+            flushed()
+        finally:
+            is_written.set()
+        os.fsync(file.fileno())
+    return checksum.result()
 
 
 def hash_checkpoint(checkpoint_path: PathLike, output_dir: PathLike) -> tuple[Path, str]:
@@ -137,12 +150,14 @@ def hash_checkpoint(checkpoint_path: PathLike, output_dir: PathLike) -> tuple[Pa
     return target, digest
 
 
-def checksum_of(path: PathLike) -> str:
-    """Give the CRC-32 of a file."""
-    total, chunk = 0, memoryview(bytearray(_SUMMED_BYTES))
+def checksum_of(path: PathLike, is_written: Event | None = None) -> str:
+    """Give the CRC-32 of a file, which may still be written to until ``is_written`` is set."""
+    total, chunk, is_whole = 0, memoryview(bytearray(_SUMMED_BYTES)), False
     with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(chunk):
-            total = zlib.crc32(chunk[:count], total)
+        while not is_whole:
+            is_whole = is_written is None or is_written.wait(_LOOKS_AFTER)
+            while count := file.readinto(chunk):
+                total = zlib.crc32(chunk[:count], total)
     return f"crc32:{total:08x}"
 
 

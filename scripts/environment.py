@@ -62,9 +62,10 @@ def shared_folder(parent: Path, name: str) -> Path:
 
 def fingerprint(name: str, folder: Path | None = None) -> str:
     """Digest all that decides what the environment contains; its place too, where it points to this clone."""
-    files = [ROOT / "setup.cfg", ROOT / ENVIRONMENTS[name][1], Path(__file__)]
-    files += [ROOT / SCRIPTS[name]] if name in SCRIPTS else []
-    parts = [name, sys.version, sys.base_prefix, str(folder), *(file.read_text("utf-8") for file in files)]
+    extras, constraints = ENVIRONMENTS[name]
+    files = [ROOT / constraints, Path(__file__), *([ROOT / SCRIPTS[name]] if name in SCRIPTS else [])]
+    parts = [name, sys.version, sys.base_prefix, str(folder), *requirements(extras)]
+    parts += [file.read_text("utf-8") for file in files]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

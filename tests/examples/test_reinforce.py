@@ -37,3 +37,19 @@ def test_a_push_moves_the_cart_one_way_and_the_pole_the_other() -> None:
     assert states[1, 0] > 0
     assert states[1, 2] < 0
     assert any(carts.step(torch.tensor([0, 1]))[1].all() for _ in range(20))
+
+
+def test_the_carts_of_gymnasium(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYGAME_HIDE_SUPPORT_PROMPT", "hide")  # as gymnasium does when it is imported
+    config = reinforce.parse(["--gymnasium", "--epochs", "1", "--epoch_length", "1", "--games", "4"])
+    (length,) = reinforce.training(0, config)
+    assert 8 <= length <= reinforce.LONGEST  # no cart of theirs falls over sooner
+
+    ours, theirs = reinforce.CartPoles(1), reinforce.Gymnasium(1, seed=0)
+    ours.reset()
+    ours.states = theirs.reset()
+    for push in (1, 0, 0, 1, 0):
+        expected, lost = theirs.step(torch.tensor([push]))
+        states, ours_lost = ours.step(torch.tensor([push]))
+        torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-6)
+        assert lost.tolist() == ours_lost.tolist() == [False]

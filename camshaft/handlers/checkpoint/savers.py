@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from camshaft.files import flush_and_sum, remove_leftovers, write_atomically
+from camshaft.files import remove_leftovers, write_and_sum, write_atomically
 from camshaft.handlers.checkpoint import manifest
 from camshaft.handlers.checkpoint.names import checkpoints_in
 from camshaft.handlers.checkpoint.weights import SUFFIX, as_weights, is_weights_file
@@ -129,11 +129,7 @@ class DiskSaver(BaseSaveHandler):
 
         def write(file: BinaryIO) -> None:
             nonlocal entry
-            if is_weights_file(path):
-                file.write(as_weights(checkpoint))
-            else:
-                torch.save(checkpoint, file, **self.kwargs)
-            checksum = flush_and_sum(file)
+            checksum = write_and_sum(file, lambda file: self._write(file, checkpoint, is_weights_file(path)))
             self._saved_at = max(self._saved_at + 1, manifest.next_time(older))
             entry = manifest.make_entry(path.name, checksum, file.tell(), self._saved_at, metadata)
 
@@ -147,6 +143,12 @@ class DiskSaver(BaseSaveHandler):
         if self._is_first:
             self._is_first = False
             _warn_if_unloadable(path)
+
+    def _write(self, file: BinaryIO, checkpoint: Any, only_weights: bool) -> None:
+        if only_weights:
+            file.write(as_weights(checkpoint))
+        else:
+            torch.save(checkpoint, file, **self.kwargs)
 
 
 def _prepare(directory: Path, create: bool, require_empty: bool) -> None:

@@ -1,0 +1,13 @@
+"""What the pages say of XLA runs."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.docs.titled import run, titled
+
+
+def test_gradients_are_clipped_after_they_are_averaged(tmp_path):
+    code = titled("reference/backends.md", "clip.py")
+    assert 'backend="xla-tpu"' in code
+    run([sys.executable], tmp_path / "clip.py", code)
