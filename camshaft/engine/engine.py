@@ -10,7 +10,7 @@ from typing import Any
 from camshaft.engine.control import Stoppable
 from camshaft.engine.data import check_iterable
 from camshaft.engine.loop import Run
-from camshaft.engine.position import Position, exact_batches, open_at, recounted, take_redo
+from camshaft.engine.position import Position, exact_batches, open_at, recounted, take_redo, warn_of_new_pass
 from camshaft.engine.resume import Request, Standing, has_target, positive, target_of
 from camshaft.engine.running import running
 from camshaft.engine.saved import Savable
@@ -264,6 +264,8 @@ class Engine(EventSource[Batch, Output], Stoppable, Savable):
         """Begin the first pass of a run, and tell how many batches of the pass are left out as already done."""
         assert self.state.dataloader is not None, "the feed asks only when there is data"
         if self._goes_on_at is None:
+            if self._loaded:
+                warn_of_new_pass(self.state.dataloader, self.iteration_in_epoch)
             return iter(self.state.dataloader), 0
         return open_at(self.state.dataloader, self._goes_on_at)
 

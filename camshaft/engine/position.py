@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from camshaft.engine.data import length_of
 from camshaft.engine.state import State
@@ -90,6 +90,16 @@ def recounted(state: State[Any, Any], data: Any, position: Position | None) -> t
         return None
     begun = (state.iteration - position.get("redo", 0)) // state.epoch_length + epoch - position["epoch"]
     return begun * length + left_out, length
+
+
+def warn_of_new_pass(data: Any, done: int) -> None:
+    """Warn where a saved run goes on in the middle of an epoch, and a loader of torch begins it from its beginning."""
+    if done and isinstance(data, DataLoader):
+        warnings.warn(
+            f"the run goes on after {done} iterations of an epoch, but its loader begins anew: in this epoch some "
+            "samples come twice and others never; make the loader by auto_dataloader, or use a DeterministicEngine",
+            stacklevel=2,
+        )
 
 
 def open_at(data: Any, position: Position) -> tuple[Iterator[Any], int]:

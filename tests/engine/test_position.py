@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -253,7 +254,18 @@ def test_sequences_and_loaders_of_torch_are_read_from_their_beginning_and_their_
         first = Recorder()
         first.engine.run(data, max_epochs=2)
         assert list(first.states[3]) == ["epoch_length", "iteration", "max_epochs"]
-        assert Recorder().resumed(first.states[3], data) == first.seen[:1]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert Recorder().resumed(first.states[3], data) == first.seen[:1]
+
+
+def test_a_loader_of_torch_that_begins_an_epoch_anew_says_so():
+    data = DataLoader(range(4), batch_size=2)
+    first = Recorder()
+    first.engine.run(data, max_epochs=2)
+    with pytest.warns(UserWarning, match=r"after 1 iterations of an epoch.*use a DeterministicEngine"):
+        Recorder().resumed(first.states[3], data)
+    assert len(Recorder().resumed(first.states[2], data)) == 2  # at the end of an epoch nothing is lost
 
 
 # --- the share of a batch ----------------------------------------------------------------------------------------

@@ -94,6 +94,7 @@ def test_any_data_with_a_sampler_is_told():
     assert Data.sampler.calls == [0, 1]
 
 
+@pytest.mark.filterwarnings("ignore:the run goes on after")
 @pytest.mark.parametrize("iteration", [0, 4, 5, 11])
 def test_the_number_is_right_after_a_resumption(iteration):
     loader, sampler = loader_with(Epochs, 4)
