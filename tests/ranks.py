@@ -118,8 +118,9 @@ class Rank:
 
     def start(self, *task: Any) -> None:
         arguments = (self.number, self._theirs, str(self._dump), *task)
-        self._process = context.Process(target=be_a_rank, args=arguments, daemon=True)
-        self._process.start()
+        process = context.Process(target=be_a_rank, args=arguments, daemon=True)
+        process.start()
+        self._process = process  # one that did not start cannot be ended
         self._theirs.close()
 
     def receive(self) -> None:

@@ -146,7 +146,11 @@ class Backend(ABC):
         return True
 
     def store(self) -> Store | None:
-        """Give a store that all ranks reach, for agreements off the device, or ``None``."""
+        """Give a store that all ranks reach, for agreements off the device, or ``None``.
+
+        Whoever waits in this object, by ``get`` of a key that is not there yet, keeps the agreements of this rank
+        waiting too: open another client, or use ``check`` first.
+        """
         return None
 
     def close(self) -> None:  # noqa: B027  # most have something to end, one process has not
