@@ -9,10 +9,9 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from threading import Event, current_thread, main_thread
+from threading import Event, Thread
 from typing import BinaryIO
 
 from camshaft.types import PathLike
@@ -100,23 +99,20 @@ def write_and_sum(file: BinaryIO, write: Callable[[BinaryIO], object]) -> str:
     'crc32:1ad27358'
     """
 
-    def flushed() -> None:
+    is_written, sums = Event(), []
+    helper = Thread(target=lambda: sums.append(checksum_of(file.name, is_written)), name="camshaft-sum", daemon=True)
+    try:
+        with suppress(RuntimeError):  # no thread can begin when the process ends, or when it has too many
+            helper.start()
         write(file)
         file.flush()
-
-    if current_thread() is not main_thread():  # there is no hurry, and no new thread once the process is about to exit
-        flushed()
+        is_written.set()
         os.fsync(file.fileno())
-        return checksum_of(file.name)
-    is_written = Event()
-    with ThreadPoolExecutor(1, "camshaft-checksum") as helper:
-        checksum = helper.submit(checksum_of, file.name, is_written)
-        try:
-            flushed()
-        finally:
-            is_written.set()
-        os.fsync(file.fileno())
-    return checksum.result()
+    finally:
+        is_written.set()  # wherever an interrupt came
+        if helper.is_alive():
+            helper.join()
+    return sums[0] if sums else checksum_of(file.name)
 
 
 def hash_checkpoint(checkpoint_path: PathLike, output_dir: PathLike) -> tuple[Path, str]:

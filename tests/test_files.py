@@ -4,13 +4,15 @@ import errno
 import hashlib
 import os
 import stat
+import threading
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
 
 from camshaft import files
-from camshaft.files import hash_checkpoint, write_atomically
+from camshaft.files import checksum_of, hash_checkpoint, write_and_sum, write_atomically
 
 
 def names(folder):
@@ -163,3 +165,46 @@ def test_without_a_file_nothing_is_made(tmp_path, name):
     with pytest.raises(FileNotFoundError, match="checkpoint_path must be an existing file, got"):
         hash_checkpoint(tmp_path / name, tmp_path / "new")
     assert names(tmp_path) == []
+
+
+# write_and_sum
+
+
+PIECES = [b"weights", b"x" * 3_000_000, b"", b"end"]
+
+
+def write_pieces(file):
+    for piece in PIECES:
+        file.write(piece)
+
+
+def summed(path, write=write_pieces):
+    with open(path, "wb") as file:
+        return write_and_sum(file, write)
+
+
+EXPECTED = f"crc32:{zlib.crc32(b''.join(PIECES)):08x}"
+
+
+def test_the_checksum_is_that_of_the_file(tmp_path):
+    assert summed(tmp_path / "file") == checksum_of(tmp_path / "file") == EXPECTED
+
+
+def test_where_no_thread_can_begin_the_checksum_is_taken_afterwards(tmp_path, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert summed(tmp_path / "file") == EXPECTED
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError, RuntimeError])
+def test_a_write_that_is_cut_off_leaves_no_thread(tmp_path, error):
+    def write(file):
+        write_pieces(file)
+        raise error
+
+    before = threading.enumerate()
+    with pytest.raises(error):
+        summed(tmp_path / "file", write)
+    assert threading.enumerate() == before

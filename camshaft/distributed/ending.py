@@ -106,7 +106,10 @@ class EndInStore:
         """Close the gate here, and tell the others."""
         with self._lock:
             self._is_closed = True
-        self._store.set("wanted", "")
+        try:
+            self._store.set("wanted", "")
+        except dist.DistError:  # the others have gone, and the store with them: this rank ends where it is
+            self._last = self._step
 
     def may_begin(self, step: int) -> bool:
         """Look whether the gate is closed; if so, wait for the last step."""

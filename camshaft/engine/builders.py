@@ -59,8 +59,9 @@ def supervised_training_step(
         clip_grad_norm: the largest norm of all gradients together.
         clip_grad_value: the largest absolute value of any element of a gradient.
         batch_weight: ``batch_weight(x, y)`` gives the weight of a batch among those of one step and of all
-            ranks: what the loss is a mean over, samples (``lambda x, y: len(y)``) or tokens. By default all
-            batches weigh the same.
+            ranks, of what ``prepare_batch`` made: what the loss is a mean over, samples (``lambda x, y: len(y)``),
+            tokens, or the sum of the weights in a weighted loss. By default the batches of a step weigh the same,
+            and those of the ranks by the samples that their loaders deal out.
 
     Returns:
         A function of an engine and a batch.

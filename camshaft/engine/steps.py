@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from camshaft.engine.accumulation import Accumulation, shared
 from camshaft.engine.lazy import LazyNumber
 from camshaft.engine.precision import Update
+from camshaft.errors import annotate
 from camshaft.tree import convert_tensor
 from camshaft.types import DeviceLike
 
@@ -27,7 +28,11 @@ def prepare_batch(batch: Any, device: DeviceLike | None = None, non_blocking: bo
     >>> prepare_batch((torch.ones(2), torch.zeros(2)))
     (tensor([1., 1.]), tensor([0., 0.]))
     """
-    x, y = batch
+    try:
+        x, y = batch
+    except (TypeError, ValueError) as error:
+        annotate(error, "a batch must be a pair of inputs and targets, or prepare_batch must make one of it")
+        raise
     return (
         x if device is None and isinstance(x, Tensor) else convert_tensor(x, device, non_blocking),
         y if device is None and isinstance(y, Tensor) else convert_tensor(y, device, non_blocking),

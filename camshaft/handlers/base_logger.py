@@ -80,6 +80,10 @@ class BaseLogger(ABC):
         if self.writes_here:
             attached = self.__dict__.setdefault("_attached", [])  # subclasses need not call __init__
             attached.extend(Attached.of(engine, log_handler, event) for event in events)
+            # an evaluator's points are the trainer's steps: what is beyond goes when that goes on
+            followed = getattr(getattr(log_handler, "global_step_transform", None), "engine", None)
+            if isinstance(followed, Engine) and followed is not engine:
+                followed.add_event_handler(Events.STARTED, self._run_started, order=-1)
         else:
             handle.remove()
         return handle
@@ -110,6 +114,14 @@ class BaseLogger(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} must define write_values()")
 
+    def write_new_values(self, values: Mapping[Path, Any], step: int) -> None:
+        """Write numbers but for those that an earlier job had written already, just before it was killed."""
+        if there := self.__dict__.get("_there"):
+            values = {path: value for path, value in values.items() if ("/".join(path), step) not in there}
+            if not values:
+                return
+        self.write_values(values, step)
+
     def write_histograms(self, tensors: Mapping[Path, Any], step: int) -> None:
         """Write how the elements of tensors are distributed; for subclasses that can show that."""
         raise NotImplementedError(f"{type(self).__name__} shows no histograms")
@@ -131,8 +143,9 @@ class BaseLogger(ABC):
     @abstractmethod
     def _create_opt_params_handler(self, *args: Any, **kwargs: Any) -> Callable[..., object]: ...
 
-    def _rewind(self, reached: Reached) -> None:  # noqa: B027  # not all have something to take back
-        """Take back what was written beyond the place where a run is taken up."""
+    def _rewind(self, reached: Reached) -> set[tuple[str, int]] | None:
+        """Take back what was written beyond the place where a run is taken up; name what is there of that very step."""
+        return None  # not all have something to take back
 
     def _begin(self) -> None:  # noqa: B027  # most loggers are given a new place by their users
         """Prepare for a job that does not go on with an earlier one."""
@@ -145,7 +158,7 @@ class BaseLogger(ABC):
         state["_run"] = engine.state.times
         reached = Reached(engine, state["_attached"])
         if engine.state.iteration > 0:
-            self._rewind(reached)
+            state["_there"] = self._rewind(reached)
         elif not state.get("_begun") and not reached.any:
             self._begin()
         state["_begun"] = True

@@ -7,6 +7,7 @@ import math
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from numbers import Integral, Real
 from typing import Any
 
 from camshaft.base import ResettableHandler, Serializable
@@ -21,7 +22,8 @@ __all__ = ["EarlyStopping"]
 class EarlyStopping(Serializable, ResettableHandler):
     """Ends training when a score has not improved for some evaluations; on all ranks at the same iteration.
 
-    Register it on an evaluator, mostly on ``COMPLETED``. NaN is no improvement, also where it comes first.
+    Register it on an evaluator, mostly on ``COMPLETED``. NaN is no improvement, also where it comes first. Saved after
+    it has ended a run, and loaded, it ends the next one as it starts, so that a job may be started again and again.
 
     Args:
         patience: how many evaluations without improvement there may be, the last of which ends training.
@@ -37,7 +39,8 @@ class EarlyStopping(Serializable, ResettableHandler):
 
     Raises:
         TypeError: ``score_function`` cannot be called, or ``trainer`` is no engine.
-        ValueError: ``patience`` is below 1, ``threshold`` below 0, or a mode is unknown.
+        ValueError: ``patience`` is not an integer of at least 1, ``threshold`` no number of at least 0, or a mode is
+            unknown.
 
     >>> from camshaft.engine import Events
     >>> trainer = Engine(lambda engine, batch: None)
@@ -81,17 +84,16 @@ class EarlyStopping(Serializable, ResettableHandler):
         self.threshold_mode = threshold_mode if min_delta_mode is None else min_delta_mode
         self.cumulative = cumulative if cumulative_delta is None else cumulative_delta
         self.mode = mode
-        if patience < 1:
-            raise ValueError(f"patience must be at least 1, got {patience!r}")
-        if not self.threshold >= 0:
-            raise ValueError(f"threshold must be at least 0, got {self.threshold!r}")
+        _check_numbers(patience, self.threshold)
         _check_mode("threshold_mode", self.threshold_mode, ("abs", "rel"))
         _check_mode("mode", mode, ("max", "min"))
         self.counter = 0
         self.best_score: float | None = None
         self.logger = logging.getLogger(__name__)
+        self._has_ended = False
         self._together = StopTogether()
         self._together.attach(trainer)
+        trainer.add_event_handler(Events.STARTED, self._end_again)
 
     def __call__(self, engine: Engine[Any, Any]) -> None:
         """Look at the score of an evaluation."""
@@ -120,6 +122,7 @@ class EarlyStopping(Serializable, ResettableHandler):
         """Forget the scores."""
         self.counter = 0
         self.best_score = None
+        self._has_ended = False
 
     def attach(
         self,
@@ -158,6 +161,13 @@ class EarlyStopping(Serializable, ResettableHandler):
         mode = state_dict.get("threshold_mode", self.threshold_mode)
         _check_mode("threshold_mode", mode, ("abs", "rel"))
         self.counter, self.best_score, self.threshold_mode = state_dict["counter"], state_dict["best_score"], mode
+        self._has_ended = self.counter >= self.patience
+
+    def _end_again(self, engine: Engine[Any, Any]) -> None:
+        if self._has_ended and engine.state.iteration:
+            self._has_ended = False
+            self.logger.warning("EarlyStopping: the run had ended already; to train on, call reset()")
+            engine.terminate()
 
     def _reset_if_new(self, engine: Engine[Any, Any]) -> None:
         if engine.state.iteration == 0 or engine.last_event_name != Events.STARTED:
@@ -183,6 +193,13 @@ _NEW_NAMES = {"min_delta": "threshold", "min_delta_mode": "threshold_mode", "cum
 
 def _warn_of(old: str, stacklevel: int = 3) -> None:
     warnings.warn(f"{old} is now called {_NEW_NAMES[old]}", DeprecationWarning, stacklevel=stacklevel)
+
+
+def _check_numbers(patience: Any, threshold: Any) -> None:
+    if not isinstance(patience, Integral) or patience < 1:
+        raise ValueError(f"patience must be an integer of at least 1, got {patience!r}")
+    if not isinstance(threshold, (int, float, Real)) or not threshold >= 0:  # type: ignore[operator]  # reals compare
+        raise ValueError(f"threshold must be a number of at least 0, got {threshold!r}")
 
 
 def _check_mode(name: str, mode: Any, allowed: tuple[str, str]) -> None:

@@ -173,15 +173,19 @@ class EMAHandler:
 
     def _pair_up(self) -> None:
         """Find the tensors of both models; again for each run, since they may have been replaced."""
-        ours: list[Tensor] = list(self.ema_model.parameters())
-        theirs: list[Tensor] = list(self.model.parameters())
+        ours: list[Tensor] = []
+        theirs: list[Tensor] = []
         copies: list[Tensor] = []
         values: list[Tensor] = []
+        pairs = [(*pair, True) for pair in zip(self.ema_model.parameters(), self.model.parameters(), strict=True)]
         if self.handle_buffers != "ema_train":
-            for copied, value in zip(self.ema_model.buffers(), self.model.buffers(), strict=True):
-                averages = self.handle_buffers == "update" and _is_continuous(value)
-                (ours if averages else copies).append(copied)
-                (theirs if averages else values).append(value)
+            averages = self.handle_buffers == "update"
+            buffers = zip(self.ema_model.buffers(), self.model.buffers(), strict=True)
+            pairs += [(*pair, averages) for pair in buffers]
+        for our, value, averages in pairs:
+            averages = averages and _is_continuous(value)  # whole numbers have no average
+            (ours if averages else copies).append(our)
+            (theirs if averages else values).append(value)
         self._averaged, self._taken_over = (ours, theirs), (copies, values)
 
 

@@ -92,7 +92,7 @@ class BaseOutputHandler(BaseHandler):
         """Write the values, all at once."""
         self.check(logger)
         values = self._setup_output_metrics_state_attrs(engine, log_text=self.logs_text)
-        logger.write_values(values, self.global_step(engine, event_name))
+        logger.write_new_values(values, self.global_step(engine, event_name))
 
     def global_step(self, engine: Engine[Any, Any], event_name: Any) -> int:
         """Give the step to write.
@@ -155,7 +155,7 @@ class BaseOptimizerParamsHandler(BaseHandler):
         values = {self.path(number): group[self.param_name] for number, group in groups}
         fetch(values)
         numbers = {path: float(value) for path, value in values.items()}
-        logger.write_values(numbers, self.global_step(engine, event_name))
+        logger.write_new_values(numbers, self.global_step(engine, event_name))
 
     def path(self, group: int) -> Path:
         """Name the parameter of a group."""
@@ -254,7 +254,7 @@ class BaseWeightsScalarHandler(BaseWeightsHandler):
         self.check(logger)
         values: dict[Any, Any] = {self.path(name): self.reduction(tensor) for name, tensor in self.tensors()}
         fetch(values)
-        logger.write_values(values, self.global_step(engine, event_name))
+        logger.write_new_values(values, self.global_step(engine, event_name))
 
 
 class WeightsHistHandler(BaseWeightsHandler):

@@ -79,6 +79,10 @@ class Reached:
         last = self(path)
         return last is not None and step > last
 
+    def is_there(self, path: Path, step: int) -> bool:
+        """Say whether a point is the last one before the place where the run goes on."""
+        return self(path) == step
+
     def _find(self, path: Path) -> int | None:
         claims = [(handler.claim(path), step) for handler, step in self._found]
         strongest = max((claim for claim, _ in claims), default=0)

@@ -15,6 +15,7 @@ from camshaft.engine.engine import Engine
 from camshaft.engine.event import Events
 from camshaft.engine.handle import RemovableEventHandle
 from camshaft.engine.lazy import LazyNumber
+from camshaft.errors import annotate
 from camshaft.handlers.checks import check_callable
 from camshaft.handlers.metric_exchange import members, over_all_ranks
 from camshaft.handlers.param_scheduler.base import continues_epoch
@@ -137,8 +138,12 @@ class AttachedMetrics(Serializable):
         positional, named = _arguments(output)
         if not self._is_placed:
             self._place((*positional, *named.values()))
-        for update in self._updates:
-            update(*positional, **named)
+        try:
+            for update in self._updates:
+                update(*positional, **named)
+        except TypeError as error:
+            annotate(error, f"the metrics {list(self.metrics)} take what output_transform gives, or else the output")
+            raise
         self._iteration = engine.state.iteration
 
     def _place(self, arguments: tuple[Any, ...]) -> None:

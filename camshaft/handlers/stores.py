@@ -8,7 +8,7 @@ from typing import Any
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import Events
 from camshaft.engine.lazy import LazyNumber
-from camshaft.handlers.checks import check_callable, check_text
+from camshaft.handlers.checks import check_callable, check_is_no_counter, check_text
 
 __all__ = ["EpochOutputStore"]
 
@@ -67,8 +67,11 @@ class EpochOutputStore:
 
         Raises:
             TypeError: ``name`` is no name.
+            ValueError: the engine counts by the attribute ``name``.
         """
         check_text("name", name, optional=True)
+        if name is not None:
+            check_is_no_counter("name", name, engine.state)
         engine.add_event_handler(Events.EPOCH_STARTED, self.reset)
         engine.add_event_handler(Events.ITERATION_COMPLETED, self.update)
         engine.add_event_handler(Events.EPOCH_COMPLETED, self._completed, name)

@@ -28,8 +28,8 @@ class Point(NamedTuple):
         return tuple(self.value.tag.split("/"))
 
 
-def rewind(writer: Any, reached: Reached) -> None:
-    """Hide what was written beyond the place where a run goes on.
+def rewind(writer: Any, reached: Reached) -> set[tuple[str, int]]:
+    """Hide what was written beyond the place where a run goes on; name what is there of its very step.
 
     TensorBoard forgets all points from one step on, whatever their name, when a new file says so. Where steps
     count different things, iterations of a trainer and epochs of its evaluators, this hides too much; what is
@@ -38,9 +38,10 @@ def rewind(writer: Any, reached: Reached) -> None:
     writer.flush()
     folder = Path(writer.file_writer.get_logdir())
     points = _points(folder, writer)
+    there = {("/".join(point.path), point.step) for point in points if reached.is_there(point.path, point.step)}
     beyond = [point for point in points if reached.is_beyond(point.path, point.step)]
     if not beyond:
-        return
+        return there
     first = min(point.step for point in beyond)
     good = [point for point in points if point.step >= first and not reached.is_beyond(point.path, point.step)]
     writer.close()
@@ -53,6 +54,7 @@ def rewind(writer: Any, reached: Reached) -> None:
         event.summary.value.append(point.value)
         file_writer.add_event(event, point.step, point.wall_time)
     writer.flush()
+    return there
 
 
 def _next_file(writer: Any, room_for: int) -> Any:

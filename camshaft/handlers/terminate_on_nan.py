@@ -113,8 +113,12 @@ def _leaves(output: Any) -> Iterator[Any]:
             yield from _leaves(value)
     elif isinstance(output, LazyNumber):
         yield output.peek()
-    else:
+    elif not isinstance(output, Tensor) or _has_plain_elements(output):
         yield output
+
+
+def _has_plain_elements(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
 def _is_finite(value: Any) -> bool:

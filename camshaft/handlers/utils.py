@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from camshaft.engine.engine import Engine
@@ -29,11 +30,17 @@ def global_step_from_engine(
     (2, 20, 2)
     """
 
-    def step(_: Any, event_name: Any) -> int:
-        event = event_name if custom_event_name is None else custom_event_name
-        state = engine.state
-        attribute = state.event_to_attr.get(event, fallback_attr)
+    return _StepOf(engine, custom_event_name, fallback_attr)
+
+
+@dataclass(frozen=True)
+class _StepOf:
+    engine: Engine[Any, Any]
+    event: Any
+    fallback_attr: str
+
+    def __call__(self, _: Any, event_name: Any) -> int:
+        state = self.engine.state
+        attribute = state.event_to_attr.get(event_name if self.event is None else self.event, self.fallback_attr)
         count: int = getattr(state, attribute)
         return count
-
-    return step

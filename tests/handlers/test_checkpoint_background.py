@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -326,6 +327,15 @@ def test_a_model_checkpoint_saves_in_the_background_too(tmp_path):
 def test_another_choice_is_refused(tmp_path):
     with pytest.raises(ValueError, match="when_busy must be 'wait' or 'skip', got 'drop'"):
         background({"part": Part()}, tmp_path, when_busy="drop")
+
+
+def test_tensors_that_begin_at_one_address_in_storages_of_their_own_are_copied_whole():
+    array = numpy.arange(8.0)
+    state = {"head": torch.from_numpy(array[:2]), "all": torch.from_numpy(array)}
+    copied, finish = Staging().copy(state)
+    finish()
+    assert copied["head"].tolist() == [0, 1]
+    assert copied["all"].tolist() == array.tolist()
 
 
 # --- on ranks ----------------------------------------------------------------------------------------------

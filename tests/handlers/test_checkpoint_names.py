@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from camshaft.engine import Engine
 from camshaft.engine.lazy import LazyNumber
-from camshaft.handlers import Checkpoint
+from camshaft.handlers import Checkpoint, DiskSaver
 from tests.handlers.parts import Memory, Part, at
 
 
@@ -125,3 +126,30 @@ def test_a_key_that_is_no_text_names_a_file_too():
     memory = Memory()
     Checkpoint({3: Part()}, memory)(at(1))
     assert list(memory.files) == ["3_1.pt"]
+
+
+@pytest.mark.parametrize("argument", ["filename_prefix", "filename_pattern"])
+def test_names_do_not_lead_out_of_the_directory(tmp_path, argument):
+    with pytest.raises(ValueError, match=f"{argument} must be a part of a file's name, without '/'"):
+        Checkpoint({"part": Part()}, tmp_path, **{argument: "../{name}.pt"})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pattern_that_is_none_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match=r"filename_pattern '\{name' is no pattern"):
+        Checkpoint({"part": Part()}, tmp_path, filename_pattern="{name")
+
+
+def test_a_score_with_a_slash_in_its_name_is_saved(tmp_path):
+    engine = Engine(lambda engine, batch: None)
+    engine.state.metrics["validation/accuracy"] = 0.5
+    checkpoint = Checkpoint({"a/b": Part()}, tmp_path, score_name="validation/accuracy")
+    checkpoint(engine)
+    assert checkpoint.last_checkpoint == tmp_path / "a_b_validation_accuracy=0.5000.pt"
+
+
+def test_the_record_of_a_handler_with_another_prefix_is_left_alone(tmp_path):
+    last = Checkpoint({"part": Part()}, DiskSaver(tmp_path), filename_prefix="last")
+    with pytest.warns(UserWarning, match=r"the record names \['best_part_1.pt'\], of a handler with another prefix"):
+        last.load_state_dict({"_saved": [(1, "best_part_1.pt"), (2, "last_part_2.pt")]})
+    assert last.state_dict() == {"_saved": [(2, "last_part_2.pt")]}

@@ -184,12 +184,28 @@ def test_what_could_not_be_loaded_again_is_told_at_the_first_save(tmp_path):
     saver({"part": Part()}, "b.pt")
 
 
-def test_an_entry_that_is_none_is_left_out(tmp_path):
+def test_an_entry_that_is_none_is_named_and_left_out(tmp_path):
     save(tmp_path, 1)
     (tmp_path / FOLDER / "broken.json").write_text("{")
     (tmp_path / FOLDER / "other.json").write_text('{"file": 3}')
-    assert [entry.file for entry in entries_of(tmp_path)] == [file_of(1)]
-    assert resume(tmp_path) == (1, file_of(1))
+    with pytest.warns(UserWarning, match=r"(broken|other)\.json' is damaged") as told:
+        assert [entry.file for entry in entries_of(tmp_path)] == [file_of(1)]
+    assert len(told) == 2
+    with pytest.warns(UserWarning, match="is damaged"):
+        assert resume(tmp_path) == (1, file_of(1))
+
+
+def test_a_flipped_bit_in_an_entry_is_named_and_its_checkpoint_is_still_the_newest(tmp_path):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    (entry,) = (tmp_path / FOLDER).glob(f"{file_of(2)}.*")
+    content = entry.read_text()
+    for old, new in (('"value"', '"valud"'), ('"saved_at": 1', '"saved_at": 0'), ('"size": ', '"size": 1')):
+        if old in content:
+            entry.write_text(content.replace(old, new, 1))
+            with pytest.warns(UserWarning, match="is damaged, so that nothing is known of its checkpoint"):
+                assert resume(tmp_path) == (2, file_of(2))
+    assert '"size": ' in content
 
 
 def test_while_one_file_is_replaced_both_the_old_and_the_new_are_good(tmp_path, monkeypatch):

@@ -142,9 +142,9 @@ def test_old_names_work_and_warn(old):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"patience": 0}, ValueError, "patience must be at least 1, got 0"),
-        ({"threshold": -1.0}, ValueError, "threshold must be at least 0, got -1.0"),
-        ({"threshold": math.nan}, ValueError, "threshold must be at least 0, got nan"),
+        ({"patience": 0}, ValueError, "patience must be an integer of at least 1, got 0"),
+        ({"threshold": -1.0}, ValueError, "threshold must be a number of at least 0, got -1.0"),
+        ({"threshold": math.nan}, ValueError, "threshold must be a number of at least 0, got nan"),
         ({"mode": "best"}, ValueError, "mode must be 'max' or 'min', got 'best'"),
         ({"threshold_mode": "x"}, ValueError, "threshold_mode must be 'abs' or 'rel', got 'x'"),
         ({"score_function": 3}, TypeError, "score_function must be callable, got 3"),
@@ -161,3 +161,33 @@ def test_a_score_that_is_no_number_is_named():
     trainer = Engine(lambda engine, batch: None)
     with pytest.raises(TypeError, match="score_function must give a number, got None of type NoneType"):
         EarlyStopping(1, lambda engine: None, trainer)(trainer)
+
+
+@pytest.mark.parametrize(("argument", "value"), [("patience", math.nan), ("patience", "3"), ("threshold", "x")])
+def test_what_is_no_number_is_refused_by_name(argument, value):
+    with pytest.raises(ValueError, match=f"{argument} must be"):
+        EarlyStopping(
+            **{"patience": 2, "score_function": len, "trainer": Engine(lambda engine, batch: None), argument: value}
+        )
+
+
+def test_a_job_that_ended_so_ends_at_once_when_it_is_started_again(caplog):
+    def job(states):
+        trainer = Engine(lambda engine, batch: None)
+        evaluator = Engine(lambda engine, batch: None)
+        stopping = EarlyStopping(2, lambda engine: 0.5, trainer)
+        stopping.attach(evaluator)
+        trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run([0]))
+        if states:
+            trainer.load_state_dict(states[0])
+            stopping.load_state_dict(states[1])
+        trainer.run(range(2), max_epochs=10)
+        return trainer, stopping
+
+    first, stopping = job(None)
+    assert first.state.epoch == 3
+    second, again = job((first.state_dict(), stopping.state_dict()))
+    assert (second.state.epoch, second.state.iteration) == (3, 6)
+    assert "the run had ended already" in caplog.text
+    again.reset()
+    assert second.run(max_epochs=5).epoch == 5

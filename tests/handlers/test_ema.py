@@ -308,3 +308,12 @@ def test_a_counter_of_the_engine_is_no_momentum():
     with pytest.raises(ValueError, match="name must not be 'iteration', by which the engine counts"):
         EMAHandler(nn.Linear(1, 1)).attach(trainer, name="iteration")
     assert trainer.run([0, 0]).iteration == 2
+
+
+def test_whole_numbers_among_the_parameters_are_taken_over():
+    model = torch.nn.Linear(1, 1, bias=False)
+    model.levels = torch.nn.Parameter(torch.tensor([1, 2], dtype=torch.int8), requires_grad=False)
+    ema = EMAHandler(model, momentum=0.5)
+    model.levels.copy_(torch.tensor([3, 4]))
+    ema.update(0.5)
+    assert ema.ema_model.levels.tolist() == [3, 4]

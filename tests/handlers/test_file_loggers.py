@@ -443,3 +443,36 @@ def test_on_ranks_only_the_first_writes_and_the_others_check_arguments():
         logger.path.unlink()
         folder.rmdir()
     assert not folder.exists()
+
+
+def evaluated(logger, state=None, killed=False):
+    """Log an evaluation after each epoch, and what was missed before a run goes on; save between the two, or do not."""
+    trainer, evaluator = Engine(lambda engine, batch: None), Engine(lambda engine, batch: None)
+    trainer.state.evaluated, states = 0, []
+    trainer.state_dict_user_keys.append("evaluated")
+
+    @trainer.on(Events.STARTED | Events.EPOCH_COMPLETED)
+    def evaluate(engine):
+        states.append(engine.state_dict())
+        if engine.state.evaluated < engine.state.epoch:
+            evaluator.state.metrics["accuracy"] = engine.state.epoch / 10
+            evaluator.run([0])
+            engine.state.evaluated = engine.state.epoch
+
+    step = global_step_from_engine(trainer)
+    logger.attach_output_handler(evaluator, Events.COMPLETED, "validation", ["accuracy"], global_step_transform=step)
+    if state:
+        trainer.load_state_dict(state)
+    trainer.run(range(2), max_epochs=2 if killed else 4)
+    return states
+
+
+@both
+@pytest.mark.parametrize("saved", [1, 2])
+def test_an_evaluation_that_is_made_again_after_a_kill_is_logged_once(kind, tmp_path, saved):
+    path = tmp_path / f"log{kind.suffix}"
+    with kind(path) as logger:
+        states = evaluated(logger, killed=True)
+    with kind(path) as logger:
+        evaluated(logger, states[saved])
+    assert curve(path, "validation/accuracy") == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]

@@ -160,3 +160,15 @@ def test_one_rank_alone_looks_at_the_directory_writes_and_removes(tmp_path):
     saver.remove(f"{1 + rank}.pt")
     torch.distributed.barrier()
     assert names(folder) == ["1.pt"]
+
+
+def test_a_rank_that_is_not_there_is_refused_when_it_should_save(tmp_path):
+    saver = DiskSaver(tmp_path, save_on_rank=1)
+    with pytest.raises(ValueError, match="save_on_rank must be a rank of the job, which has 1 processes, got 1"):
+        saver({}, "model.pt")
+
+
+def test_what_the_safe_reader_cannot_read_is_saved_with_a_warning(tmp_path):
+    with pytest.warns(UserWarning, match="is not loaded again without running code"):
+        DiskSaver(tmp_path, pickle_protocol=4)({"a": "text"}, "model.pt")
+    assert torch.load(tmp_path / "model.pt", weights_only=False) == {"a": "text"}

@@ -288,3 +288,10 @@ def test_a_limit_must_be_a_number_above_0(limit, error):
 def test_a_limit_may_be_any_number():
     assert TimeLimit(np.int64(3)).limit_sec == 3
     assert TimeLimit().limit_sec == 28800
+
+
+def test_tensors_without_plain_elements_are_not_looked_at():
+    sparse = torch.sparse_coo_tensor([[0]], [math.nan], (2,), check_invariants=True)
+    engine = Engine(lambda engine, batch: (sparse, 1.0))
+    engine.add_event_handler(Events.ITERATION_COMPLETED, TerminateOnNan())
+    assert engine.run(range(3)).iteration == 3

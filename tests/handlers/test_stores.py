@@ -83,3 +83,8 @@ def test_a_transform_that_cannot_be_called_is_refused():
 def test_a_name_that_is_none_is_refused():
     with pytest.raises(TypeError, match="name must be a str, got 3"):
         EpochOutputStore().attach(Engine(lambda engine, batch: None), 3)
+
+
+def test_a_name_that_the_engine_counts_by_is_refused():
+    with pytest.raises(ValueError, match="name must not be 'iteration'"):
+        EpochOutputStore().attach(Engine(lambda engine, batch: None), "iteration")

@@ -22,6 +22,7 @@ from camshaft.handlers.tensorboard_logger import (
     WeightsScalarHandler,
 )
 from tests.handlers.parts import Memory, Part, at
+from tests.handlers.test_file_loggers import evaluated
 from tests.ranks import on_ranks
 
 EPOCH_LENGTH = 4
@@ -237,3 +238,12 @@ def test_on_ranks_only_the_first_has_a_writer():
         from pathlib import Path
 
         assert [file.name for file in Path(folder).iterdir()] == (["0"] if rank == 0 else [])
+
+
+@pytest.mark.parametrize("saved", [1, 2])
+def test_an_evaluation_that_is_made_again_after_a_kill_is_logged_once(tmp_path, saved):
+    with TensorboardLogger(tmp_path) as logger:
+        states = evaluated(logger, killed=True)
+    with TensorboardLogger(tmp_path) as logger:
+        evaluated(logger, states[saved])
+    assert [event.step for event in reader(tmp_path).Scalars("validation/accuracy")] == [1, 2, 3, 4]

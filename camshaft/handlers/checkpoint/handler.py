@@ -13,7 +13,7 @@ from camshaft.handlers.checkpoint import record
 from camshaft.handlers.checkpoint.events import CheckpointEvents, announce
 from camshaft.handlers.checkpoint.later import Later
 from camshaft.handlers.checkpoint.loading import load_objects
-from camshaft.handlers.checkpoint.names import check_pattern, file_name, make_pattern, name_of
+from camshaft.handlers.checkpoint.names import check_pattern, check_stays, file_name, make_pattern, name_of
 from camshaft.handlers.checkpoint.objects import CHECKPOINTER, check_to_save, checkpoint_of, needs_all_ranks
 from camshaft.handlers.checkpoint.recorded import Recorded
 from camshaft.handlers.checkpoint.resuming import resume
@@ -29,8 +29,8 @@ SaveHandler = str | PathLike[str] | BaseSaveHandler | Callable[..., object]
 class Checkpoint(Recorded):
     """Saves objects whenever the event fires on which it is registered, and keeps ``n_saved`` of the files.
 
-    Without a score the newest are kept: each call must come with a larger step than those kept, or it saves
-    nothing. Call :meth:`reset` before an engine is run anew from 0, and give a handler on an evaluator, whose
+    Without a score the newest are kept: where there are ``n_saved`` already, a call with a step that is not larger
+    than the lowest of them saves nothing, unless ``greater_or_equal`` lets an equal one replace it. Call :meth:`reset` before an engine is run anew from 0, and give a handler on an evaluator, whose
     iteration is always the same, a ``global_step_transform`` or a score. With a score the best are kept; NaN is
     worse than any number.
 
@@ -108,6 +108,7 @@ class Checkpoint(Recorded):
         if n_saved is not None and (not isinstance(n_saved, int) or n_saved < 1):
             raise ValueError(f"n_saved must be None or at least 1, got {n_saved!r}")
         check_text("filename_prefix", filename_prefix)
+        check_stays("filename_prefix", filename_prefix)
         check_text("score_name", score_name, optional=True)
         check_text("filename_pattern", filename_pattern, optional=True)
         if filename_pattern is not None:
@@ -212,6 +213,23 @@ class Checkpoint(Recorded):
     resume = staticmethod(resume)
     get_default_score_fn = staticmethod(score_of_metric)
     setup_filename_pattern = staticmethod(make_pattern)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a record, in place of the one so far; files with another prefix are another handler's.
+
+        Raises:
+            TypeError: it is not a mapping.
+            ValueError: ``_saved`` is missing, or is not a list of pairs of a number and a file name.
+        """
+        super().load_state_dict(state_dict)
+        foreign = [item.filename for item in self._saved if not item.filename.startswith(self.filename_prefix)]
+        if foreign:
+            self._saved = [item for item in self._saved if item.filename not in foreign]
+            warnings.warn(
+                f"the record names {foreign}, of a handler with another prefix than {self.filename_prefix!r}: they "
+                "are left alone; give the records of handlers that share a directory names of their own in to_save",
+                stacklevel=2,
+            )
 
     def _global_step(self, engine: Engine[Any, Any]) -> Any:
         if self.global_step_transform is not None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import platform
 import time
+import warnings
+import zlib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from camshaft.version import __version__
 
 FOLDER = ".manifest"
 _FORMAT = 1
+_OWN = "checksum_of_entry"  # of all the rest
 
 
 @dataclass(frozen=True)
@@ -89,23 +92,47 @@ def write_entry(directory: Path, entry: Entry) -> None:
     """Add an entry; what is known of an older file of the same name stays."""
     folder = directory / FOLDER
     folder.mkdir(exist_ok=True)
-    text = json.dumps({"format": _FORMAT, **asdict(entry)}, indent=1) + "\n"
+    text = json.dumps({"format": _FORMAT, **asdict(entry), _OWN: _sum_of(entry)}, indent=1) + "\n"
     write_atomically(_path_of(directory, entry), lambda file: file.write(text.encode()))
 
 
 def entries_of(directory: Path, file: str | None = None) -> list[Entry]:
     """Read the entries of a directory, or those of one file of it: the newest first.
 
-    What is not an entry is left out.
+    One that is damaged is named in a warning, and left out.
     """
     found = []
     for path in (directory / FOLDER).glob("*.json" if file is None else f"{_escaped(file)}.*.json"):
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            content = json.loads(path.read_bytes())
-            found.append(Entry(**{field.name: content[field.name] for field in fields(Entry)}))
+        try:
+            found.append(_read(path))
+        except FileNotFoundError:  # removed meanwhile
+            pass
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            warnings.warn(f"'{path}' is damaged, so that nothing is known of its checkpoint: {error!r}", stacklevel=2)
     return sorted(
         (entry for entry in found if file is None or entry.file == file), key=lambda entry: entry.saved_at, reverse=True
     )
+
+
+def _read(path: Path) -> Entry:
+    content = json.loads(path.read_bytes())
+    entry = Entry(**{field.name: content[field.name] for field in fields(Entry)})
+    if content.get(_OWN, _sum_of(entry)) != _sum_of(entry):
+        raise ValueError("its content does not fit its checksum")
+    for name, kinds in (
+        ("file", str),
+        ("checksum", str),
+        ("size", int),
+        ("saved_at", int),
+        ("objects", (list, NoneType)),
+    ):
+        if not isinstance(getattr(entry, name), kinds):
+            raise TypeError(f"{name} is {getattr(entry, name)!r}")
+    return entry
+
+
+def _sum_of(entry: Entry) -> str:
+    return f"crc32:{zlib.crc32(json.dumps(asdict(entry), sort_keys=True).encode()):08x}"
 
 
 def remove_entries(directory: Path, entries: list[Entry]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from numbers import Integral
 from pathlib import Path
@@ -46,7 +47,12 @@ def check_pattern(pattern: str, objects: Mapping[str, Any], include_self: bool) 
     Traceback (most recent call last):
     KeyError: "filename_pattern '{epoch}.{ext}' uses {epoch}; ..."
     """
-    for _, field, _, _ in Formatter().parse(pattern):
+    check_stays("filename_pattern", pattern)
+    try:
+        fields = [field for _, field, _, _ in Formatter().parse(pattern)]
+    except ValueError as error:
+        raise ValueError(f"filename_pattern {pattern!r} is no pattern: {error}") from error
+    for field in fields:
         if field is not None and field not in FIELDS:
             known = ", ".join(f"{{{name}}}" for name in FIELDS)
             raise KeyError(f"filename_pattern {pattern!r} uses {{{field}}}; it may use {known}")
@@ -55,6 +61,18 @@ def check_pattern(pattern: str, objects: Mapping[str, Any], include_self: bool) 
             f"filename_pattern {pattern!r} is for the weights of one model, but to_save holds {list(objects)}"
             f"{' and the record of include_self' * include_self}; save the rest by another Checkpoint, to .pt files"
         )
+
+
+def check_stays(argument: str, text: str) -> None:
+    """Raise ``ValueError`` if a part of a file's name would lead to another directory.
+
+    >>> check_stays("filename_prefix", "../best")
+    Traceback (most recent call last):
+    ValueError: filename_prefix must be a part of a file's name, without '/', got '../best'
+    """
+    separators = [one for one in (os.sep, os.altsep) if one and one in text]
+    if separators:
+        raise ValueError(f"{argument} must be a part of a file's name, without {separators[0]!r}, got {text!r}")
 
 
 def checkpoints_in(directory: Path) -> list[Path]:
@@ -86,7 +104,11 @@ def file_name(pattern: str | None, **fields: Any) -> str:
     >>> parts = {"filename_prefix": "", "name": "model", "score": None, "score_name": None, "ext": "pt"}
     >>> file_name(None, global_step=3, **parts)
     'model_3.pt'
+    >>> file_name(None, global_step=3, **{**parts, "score": 0.5, "score_name": "validation/accuracy"})
+    'model_3_validation_accuracy=0.5000.pt'
     """
+    for key in ("name", "score_name"):  # metrics have names like "validation/accuracy"
+        fields[key] = fields[key] and fields[key].replace("/", "_").replace(os.sep, "_")
     score, score_name = fields["score"], fields["score_name"]
     if not (score is None or isinstance(score, str)):
         fields["score"] = score_text(score)

@@ -11,6 +11,7 @@ from camshaft.base import Serializable
 from camshaft.handlers.checkpoint import record
 from camshaft.handlers.checkpoint.claims import Claims
 from camshaft.handlers.checkpoint.savers import BaseSaveHandler, DiskSaver, takes_metadata
+from camshaft.handlers.checkpoint.writer import check_save_on_rank
 
 
 class Recorded(Serializable):
@@ -24,6 +25,7 @@ class Recorded(Serializable):
     _state_dict_all_req_keys = ("_saved",)
 
     def __init__(self, save_handler: BaseSaveHandler | Callable[..., object], save_on_rank: int | str) -> None:
+        check_save_on_rank(save_on_rank)
         self.save_handler = save_handler
         self.save_on_rank = save_on_rank
         self._saved: list[record.Item] = []

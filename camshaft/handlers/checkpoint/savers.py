@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import pickle
 import warnings
 import zipfile
 from abc import ABC, abstractmethod
@@ -17,7 +18,7 @@ from camshaft.files import remove_leftovers, write_and_sum, write_atomically
 from camshaft.handlers.checkpoint import manifest
 from camshaft.handlers.checkpoint.names import checkpoints_in
 from camshaft.handlers.checkpoint.weights import SUFFIX, as_weights, is_weights_file
-from camshaft.handlers.checkpoint.writer import check_save_on_rank, is_writer
+from camshaft.handlers.checkpoint.writer import check_save_on_rank, check_there_is, is_writer
 from camshaft.types import PathLike
 
 
@@ -104,6 +105,7 @@ class DiskSaver(BaseSaveHandler):
             TypeError: ``torch.save`` does not take the ``kwargs``.
         """
         if not self.writes:
+            check_there_is(self.save_on_rank)
             return
         path = self.dirname / filename
         try:
@@ -173,7 +175,11 @@ def _warn_if_unloadable(path: Path) -> None:
     """Warn of a file that nobody can load without running code from it, as long as that can be helped."""
     if is_weights_file(path) or not zipfile.is_zipfile(path):
         return
-    refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    try:
+        refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except pickle.UnpicklingError as error:  # a pickle_protocol that the safe reader does not know
+        warnings.warn(f"'{path}' is not loaded again without running code from the file: {error}", stacklevel=5)
+        return
     if refused:
         warnings.warn(
             f"'{path}' holds objects of {', '.join(sorted(refused))}, which are not loaded again without running code "

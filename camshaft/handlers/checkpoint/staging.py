@@ -33,13 +33,13 @@ class Staging:
         Returns:
             The copy, and a function that waits until all of it has arrived, in any thread.
         """
-        storages: dict[tuple[torch.device, int], UntypedStorage] = {}
+        storages: dict[tuple[torch.device, int, int], UntypedStorage] = {}
         copies: dict[int, Any] = {}
         for tensor in _tensors(state):
             if id(tensor) not in copies and _is_plain(tensor):
                 copies[id(tensor)] = self._copied(tensor, storages)
         del self._buffers[len(storages) :]
-        arrivals = [_mark(index) for index in {device.index for device, _ in storages if device.type == "cuda"}]
+        arrivals = [_mark(index) for index in {device.index for device, *_ in storages if device.type == "cuda"}]
 
         def finish() -> None:
             for arrival in arrivals:
@@ -47,11 +47,12 @@ class Staging:
 
         return copy.deepcopy(state, copies), finish
 
-    def _copied(self, tensor: Tensor, storages: dict[tuple[torch.device, int], UntypedStorage]) -> Tensor:
+    def _copied(self, tensor: Tensor, storages: dict[tuple[torch.device, int, int], UntypedStorage]) -> Tensor:
         if tensor.device.type not in ("cpu", "cuda"):
             return tensor.detach().cpu()
         storage = tensor.untyped_storage()
-        place = (storage.device, storage.data_ptr())
+        # the size too: arrays of NumPy that overlap begin at one address, and make storages of their own
+        place = (storage.device, storage.data_ptr(), storage.nbytes())
         if place not in storages:
             storages[place] = self._buffer(len(storages), storage)
         empty = torch.empty(0, dtype=tensor.dtype)

@@ -10,8 +10,18 @@ NODE = "node"
 
 def check_save_on_rank(save_on_rank: int | str) -> None:
     """Raise ``ValueError`` if this is neither a rank nor ``"node"``."""
-    if save_on_rank != NODE and (not isinstance(save_on_rank, int) or save_on_rank < 0):
+    is_rank = isinstance(save_on_rank, int) and not isinstance(save_on_rank, bool) and save_on_rank >= 0
+    if save_on_rank != NODE and not is_rank:
         raise ValueError(f"save_on_rank must be an integer >= 0 or {NODE!r}, got {save_on_rank!r}")
+
+
+def check_there_is(save_on_rank: int | str) -> None:
+    """Raise ``ValueError`` if no process of the job has this rank."""
+    if isinstance(save_on_rank, int) and save_on_rank >= get_world_size():
+        raise ValueError(
+            f"save_on_rank must be a rank of the job, which has {get_world_size()} processes, got {save_on_rank}: "
+            "nothing would be saved"
+        )
 
 
 def is_writer(save_on_rank: int | str) -> bool:
