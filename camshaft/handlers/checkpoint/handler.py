@@ -30,9 +30,9 @@ class Checkpoint(Recorded):
     """Saves objects whenever the event fires on which it is registered, and keeps ``n_saved`` of the files.
 
     Without a score the newest are kept: where there are ``n_saved`` already, a call with a step that is not larger
-    than the lowest of them saves nothing, unless ``greater_or_equal`` lets an equal one replace it. Call :meth:`reset` before an engine is run anew from 0, and give a handler on an evaluator, whose
-    iteration is always the same, a ``global_step_transform`` or a score. With a score the best are kept; NaN is
-    worse than any number.
+    than the lowest of them saves nothing, unless ``greater_or_equal`` lets an equal one replace it. Call :meth:`reset`
+    before an engine is run anew from 0, and give a handler on an evaluator, whose iteration is always the same, a
+    ``global_step_transform`` or a score. With a score the best are kept; NaN is worse than any number.
 
     A file is written first, then recorded, and only then the one it replaces is removed; a save that fails
     changes nothing. On ``EXCEPTION_RAISED`` it works too, but counts there as a handler of the exception, as any
