@@ -208,6 +208,45 @@ def test_a_flipped_bit_in_an_entry_is_named_and_its_checkpoint_is_still_the_newe
     assert '"size": ' in content
 
 
+def best_and_last(folder):
+    """Make a handler that keeps the best, and one that saves its record and what else a run needs."""
+    part = Part()
+    best = Checkpoint(
+        {"part": part}, DiskSaver(folder / "best", require_empty=False), score_function=lambda _: part.value
+    )
+    last = Checkpoint({"part": part, "best": best}, DiskSaver(folder / "last", require_empty=False))
+    return part, best, last
+
+
+def saved_after_the_best_was_replaced(folder):
+    part, best, last = best_and_last(folder)
+    part.value = 5
+    best(at(1))
+    last(at(1))
+    part.value = 9
+    best(at(2))  # which removes the file that the record in the checkpoint names; then the job is killed
+
+
+def test_a_record_forgets_files_that_the_run_went_on_to_remove(tmp_path):
+    saved_after_the_best_was_replaced(tmp_path)
+    part, best, _ = best_and_last(tmp_path)
+    Checkpoint.resume({"part": part, "best": best}, tmp_path / "last")
+    assert best.last_checkpoint is None
+    part.value = 4
+    best(at(2))
+    assert best.last_checkpoint == tmp_path / "best" / "part_4.pt"
+
+
+@on_ranks(2)
+def test_on_ranks_all_forget_the_same(tmp_path):
+    if idist.get_rank() == 0:
+        saved_after_the_best_was_replaced(tmp_path)
+    idist.barrier()
+    part, best, _ = best_and_last(tmp_path)
+    Checkpoint.resume({"part": part, "best": best}, tmp_path / "last")
+    assert best.state_dict() == {"_saved": []}
+
+
 def test_while_one_file_is_replaced_both_the_old_and_the_new_are_good(tmp_path, monkeypatch):
     saver = DiskSaver(tmp_path)
     saver({"value": 1}, "part.pt")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from camshaft.base import Serializable
+from camshaft.distributed import all_gather, get_world_size
 from camshaft.handlers.checkpoint import record
 from camshaft.handlers.checkpoint.claims import Claims
 from camshaft.handlers.checkpoint.savers import BaseSaveHandler, DiskSaver, takes_metadata
 from camshaft.handlers.checkpoint.writer import check_save_on_rank
+
+logger = logging.getLogger(__name__)
 
 
 class Recorded(Serializable):
@@ -62,6 +66,21 @@ class Recorded(Serializable):
         self._settle()
         self._saved = record.read_items(state_dict["_saved"])
         self._claims.renew()
+
+    def forget_missing(self) -> None:
+        """Take out of the record what is on no disk any more; all ranks call this, as :func:`resume` does.
+
+        The run that saved the record has gone on after that, and removed files for better ones.
+        """
+        if not isinstance(self.save_handler, DiskSaver):
+            return
+        there = {item.filename for item in self._saved if (self.save_handler.dirname / item.filename).exists()}
+        if get_world_size() > 1:
+            there = {name for (names,) in all_gather((there,)) for name in names}
+        gone = [item.filename for item in self._saved if item.filename not in there]
+        if gone:
+            self._saved = [item for item in self._saved if item.filename in there]
+            logger.info("%s were saved before, and are no longer in '%s'", gone, self.save_handler.dirname)
 
     @property
     def _writer(self) -> int | str:

@@ -16,6 +16,7 @@ from camshaft.handlers.checkpoint.loading import load_objects, read_checkpoint
 from camshaft.handlers.checkpoint.manifest import Entry, entries_of, problem_among
 from camshaft.handlers.checkpoint.names import checkpoints_in
 from camshaft.handlers.checkpoint.objects import check_objects
+from camshaft.handlers.checkpoint.recorded import Recorded
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,9 @@ def resume(
             for text in problems:
                 warnings.warn(f"{text}; going on from '{name}'", stacklevel=2)
             load_objects(to_load, read_checkpoint(folder / name, map_location), **kwargs)
+            for saved in to_load.values():
+                if isinstance(saved, Recorded):
+                    saved.forget_missing()
             logger.info("going on from the checkpoint '%s'", folder / name)
             return folder / name
         if problem:
