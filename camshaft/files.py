@@ -23,7 +23,7 @@ except ImportError:  # Windows
 
 _CHUNK_BYTES = 1 << 20
 _SUMMED_BYTES = 1 << 18  # at a time, which fit into the cache of a core
-_LOOKS_AFTER = 0.005  # seconds, for more of a file
+_LOOKS_EVERY = 0.005  # seconds, for more of a file
 
 
 def write_atomically(
@@ -90,7 +90,7 @@ def write_and_sum(file: BinaryIO, write: Callable[[BinaryIO], object]) -> str:
     """Write a file from its beginning on and flush it to the disk; give its checksum, which is taken meanwhile.
 
     Args:
-        file: new, and open for writing.
+        file: new, with a path, and open for writing.
         write: called with the file; writes to its end only.
 
     >>> import tempfile
@@ -98,9 +98,14 @@ def write_and_sum(file: BinaryIO, write: Callable[[BinaryIO], object]) -> str:
     ...     write_and_sum(file, lambda file: file.write(b"weights"))
     'crc32:1ad27358'
     """
+    is_written, sums = Event(), dict[int, str]()
 
-    is_written, sums = Event(), []
-    helper = Thread(target=lambda: sums.append(checksum_of(file.name, is_written)), name="camshaft-sum", daemon=True)
+    def follow() -> None:
+        with suppress(OSError):
+            size, checksum = _sum(file.name, is_written)
+            sums[size] = checksum
+
+    helper = Thread(target=follow, name="camshaft-checksum", daemon=True)
     try:
         with suppress(RuntimeError):  # no thread can begin when the process ends, or when it has too many
             helper.start()
@@ -112,7 +117,8 @@ def write_and_sum(file: BinaryIO, write: Callable[[BinaryIO], object]) -> str:
         is_written.set()  # wherever an interrupt came
         if helper.is_alive():
             helper.join()
-    return sums[0] if sums else checksum_of(file.name)
+    # a mount where the helper did not see all of it at once is read again
+    return sums.get(file.tell()) or checksum_of(file.name)
 
 
 def hash_checkpoint(checkpoint_path: PathLike, output_dir: PathLike) -> tuple[Path, str]:
@@ -146,15 +152,20 @@ def hash_checkpoint(checkpoint_path: PathLike, output_dir: PathLike) -> tuple[Pa
     return target, digest
 
 
-def checksum_of(path: PathLike, is_written: Event | None = None) -> str:
-    """Give the CRC-32 of a file, which may still be written to until ``is_written`` is set."""
-    total, chunk, is_whole = 0, memoryview(bytearray(_SUMMED_BYTES)), False
+def checksum_of(path: PathLike) -> str:
+    """Give the CRC-32 of a file."""
+    return _sum(path)[1]
+
+
+def _sum(path: PathLike, is_written: Event | None = None) -> tuple[int, str]:
+    """Give the size and the CRC-32 of a file, which may still be written to until ``is_written`` is set."""
+    size, total, chunk, is_whole = 0, 0, memoryview(bytearray(_SUMMED_BYTES)), False
     with open(path, "rb", buffering=0) as file:
         while not is_whole:
-            is_whole = is_written is None or is_written.wait(_LOOKS_AFTER)
+            is_whole = is_written is None or is_written.wait(_LOOKS_EVERY)
             while count := file.readinto(chunk):
-                total = zlib.crc32(chunk[:count], total)
-    return f"crc32:{total:08x}"
+                size, total = size + count, zlib.crc32(chunk[:count], total)
+    return size, f"crc32:{total:08x}"
 
 
 def _sha256(path: Path) -> str:

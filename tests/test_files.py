@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from camshaft import files
+from camshaft.files import _sum as sum_of_files
 from camshaft.files import checksum_of, hash_checkpoint, write_and_sum, write_atomically
 
 
@@ -208,3 +209,21 @@ def test_a_write_that_is_cut_off_leaves_no_thread(tmp_path, error):
     with pytest.raises(error):
         summed(tmp_path / "file", write)
     assert threading.enumerate() == before
+
+
+def test_a_file_that_was_not_seen_whole_at_once_is_read_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "camshaft.files._sum", lambda path, is_written=None: (3, "crc32:0") if is_written else whole(path)
+    )
+    whole = sum_of_files
+    assert summed(tmp_path / "file") == EXPECTED
+
+
+def test_a_helper_that_cannot_read_says_nothing(tmp_path, monkeypatch):
+    def refuse(path, is_written=None):
+        if is_written:
+            raise OSError(24, "Too many open files")
+        return sum_of_files(path)
+
+    monkeypatch.setattr("camshaft.files._sum", refuse)
+    assert summed(tmp_path / "file") == EXPECTED

@@ -109,7 +109,8 @@ class EndInStore:
         try:
             self._store.set("wanted", "")
         except dist.DistError:  # the others have gone, and the store with them: this rank ends where it is
-            self._last = self._step
+            self._last = self._step if self._last is None else self._last
+            self._is_known.set()
 
     def may_begin(self, step: int) -> bool:
         """Look whether the gate is closed; if so, wait for the last step."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from camshaft.engine.event import Events, FailureEvents
@@ -70,7 +70,8 @@ def place(error: BaseException, source: str, state: Any) -> None:
 
 def name_of(function: Callable[..., Any]) -> str:
     """Name a function, or whatever else is called, and its place, for a message."""
-    function = inspect.unwrap(function)  # of what decorators such as one_rank_only made of it
+    with suppress(ValueError):  # of wrappers without end
+        function = inspect.unwrap(function)  # of what decorators such as one_rank_only made of it
     code = getattr(function, "__code__", None)
     name = getattr(function, "__qualname__", None) or repr(function)
     return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"

@@ -7,13 +7,21 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from camshaft.engine.data import length_of
 from camshaft.engine.state import State
 from camshaft.types import Stateful
 
 Position = Mapping[str, Any]
+_PASSES = (SequentialSampler, RandomSampler, DistributedSampler)  # of torch's, which begin at their beginning
 
 
 def exact_batches(data: Any) -> Any:
@@ -94,7 +102,11 @@ def recounted(state: State[Any, Any], data: Any, position: Position | None) -> t
 
 def warn_of_new_pass(data: Any, done: int) -> None:
     """Warn where a saved run goes on in the middle of an epoch, and a loader of torch begins it from its beginning."""
-    if done and isinstance(data, DataLoader):
+    if not isinstance(data, DataLoader) or type(data.batch_sampler) is not BatchSampler:
+        return
+    sampler = data.sampler
+    is_own = not isinstance(sampler, _PASSES) or getattr(sampler, "replacement", False)
+    if not is_own and done % (length_of(data) or done + 1):
         warnings.warn(
             f"the run goes on after {done} iterations of an epoch, but its loader begins anew: in this epoch some "
             "samples come twice and others never; make the loader by auto_dataloader, or use a DeterministicEngine",

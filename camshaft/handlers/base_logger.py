@@ -6,8 +6,9 @@ methods of the logger.
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
@@ -22,7 +23,7 @@ from camshaft.handlers.log_handlers import (
     BaseWeightsHandler,
     BaseWeightsScalarHandler,
 )
-from camshaft.handlers.log_steps import Attached, Reached
+from camshaft.handlers.log_steps import Attached, Reached, engine_followed
 from camshaft.handlers.values import Path
 
 __all__ = [
@@ -47,6 +48,7 @@ class BaseLogger(ABC):
     """
 
     ranks: ClassVar[tuple[int, ...] | None] = (0,)
+    _already_written: Set[tuple[str, int]] = frozenset()  # names and steps, where a run goes on
 
     def attach(
         self,
@@ -81,9 +83,8 @@ class BaseLogger(ABC):
             attached = self.__dict__.setdefault("_attached", [])  # subclasses need not call __init__
             attached.extend(Attached.of(engine, log_handler, event) for event in events)
             # an evaluator's points are the trainer's steps: what is beyond goes when that goes on
-            followed = getattr(getattr(log_handler, "global_step_transform", None), "engine", None)
-            if isinstance(followed, Engine) and followed is not engine:
-                followed.add_event_handler(Events.STARTED, self._run_started, order=-1)
+            if (followed := engine_followed(log_handler)) is not None and followed is not engine:
+                followed.add_event_handler(Events.STARTED, self._follow, weakref.ref(engine), log_handler, order=-1)
         else:
             handle.remove()
         return handle
@@ -116,8 +117,8 @@ class BaseLogger(ABC):
 
     def write_new_values(self, values: Mapping[Path, Any], step: int) -> None:
         """Write numbers but for those that an earlier job had written already, just before it was killed."""
-        if there := self.__dict__.get("_there"):
-            values = {path: value for path, value in values.items() if ("/".join(path), step) not in there}
+        if self._already_written:
+            values = {path: one for path, one in values.items() if ("/".join(path), step) not in self._already_written}
             if not values:
                 return
         self.write_values(values, step)
@@ -143,9 +144,8 @@ class BaseLogger(ABC):
     @abstractmethod
     def _create_opt_params_handler(self, *args: Any, **kwargs: Any) -> Callable[..., object]: ...
 
-    def _rewind(self, reached: Reached) -> set[tuple[str, int]] | None:
-        """Take back what was written beyond the place where a run is taken up; name what is there of that very step."""
-        return None  # not all have something to take back
+    def _rewind(self, reached: Reached) -> None:  # noqa: B027  # not all have something to take back
+        """Take back what was written beyond the place where a run is taken up."""
 
     def _begin(self) -> None:  # noqa: B027  # most loggers are given a new place by their users
         """Prepare for a job that does not go on with an earlier one."""
@@ -158,10 +158,32 @@ class BaseLogger(ABC):
         state["_run"] = engine.state.times
         reached = Reached(engine, state["_attached"])
         if engine.state.iteration > 0:
-            state["_there"] = self._rewind(reached)
+            self._rewind(reached)
+            if self._already_written:
+                self._write_all_from(engine)
         elif not state.get("_begun") and not reached.any:
             self._begin()
         state["_begun"] = True
+
+    def _follow(
+        self,
+        trainer: Engine[Any, Any],
+        evaluator: weakref.ref[Engine[Any, Any]],
+        log_handler: Callable[..., object],
+    ) -> None:
+        """Go back with the trainer whose steps an evaluator's points are, as long as the handler is attached."""
+        engine = evaluator()
+        if engine is not None and engine.has_event_handler(log_handler):
+            self._run_started(trainer)
+
+    def _write_all_from(self, engine: Engine[Any, Any]) -> None:
+        """Write everything again from the first iteration on: what comes before may be there."""
+
+        def begin() -> None:
+            self._already_written = frozenset()
+            handle.remove()
+
+        handle = engine.add_event_handler(Events.ITERATION_STARTED, begin)
 
 
 class Forwarding:

@@ -164,10 +164,10 @@ class EarlyStopping(Serializable, ResettableHandler):
         self._has_ended = self.counter >= self.patience
 
     def _end_again(self, engine: Engine[Any, Any]) -> None:
-        if self._has_ended and engine.state.iteration:
-            self._has_ended = False
-            self.logger.warning("EarlyStopping: the run had ended already; to train on, call reset()")
-            engine.terminate()
+        has_ended, self._has_ended = self._has_ended, False
+        if has_ended and engine.state.iteration:
+            self.logger.warning("EarlyStopping: the patience had been used up already; to train on, call reset()")
+            engine.terminate()  # on each rank, as all have loaded the same count
 
     def _reset_if_new(self, engine: Engine[Any, Any]) -> None:
         if engine.state.iteration == 0 or engine.last_event_name != Events.STARTED:

@@ -118,16 +118,15 @@ class FileLogger(BaseLogger):
         self.close()
         self._file = FileIO(self.path, "ab")
 
-    def _rewind(self, reached: Reached) -> set[tuple[str, int]] | None:
+    def _rewind(self, reached: Reached) -> None:
         if not self.path.exists():
-            return None
+            return
         records = self._read(self.path.read_bytes())
         kept = [one for one in records if not any(reached.is_beyond(name, one[STEP]) for name in _paths(one))]
         if len(kept) < len(records):
             self._replace(kept)
-        return {
-            ("/".join(path), one[STEP]) for one in kept for path in _paths(one) if reached.is_there(path, one[STEP])
-        }
+        named = (("/".join(path), path, one[STEP]) for one in kept for path in _paths(one))
+        self._already_written = {(name, step) for name, path, step in named if reached.is_last(path, step)}
 
     def _begin(self) -> None:
         if not self.path.exists() or not self._read(self.path.read_bytes()):

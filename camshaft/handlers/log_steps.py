@@ -38,6 +38,17 @@ class Attached:
         except Exception:
             return None  # it may need what only exists when its event fires; that is told then
 
+    def counts_by(self, running: Engine[Any, Any]) -> bool:
+        """Say whether the steps may be those of an engine: they are not if they are known to be another one's."""
+        followed = engine_followed(self.handler())
+        return followed is None or followed is running
+
+
+def engine_followed(handler: Any) -> Engine[Any, Any] | None:
+    """Give the engine whose steps a handler writes, as ``global_step_from_engine`` tells, if it does so."""
+    followed = getattr(getattr(handler, "global_step_transform", None), "engine", None)
+    return followed if isinstance(followed, Engine) else None
+
 
 class Reached:
     """For each name in a log, the last step that a run which is about to go on has behind it.
@@ -61,11 +72,13 @@ class Reached:
     """
 
     def __init__(self, engine: Engine[Any, Any], attached: Iterable[Attached]) -> None:
-        found = [(one.handler(), one.step_on(engine)) for one in attached]
+        found = [(one, one.handler(), one.step_on(engine)) for one in attached]
         self._iteration = engine.state.iteration
-        self._found = [(handler, step) for handler, step in found if handler is not None]
+        self.any = any(step for _, handler, step in found if handler is not None)
+        self._found = [
+            (handler, step if one.counts_by(engine) else None) for one, handler, step in found if handler is not None
+        ]
         self.steps = tuple(step for _, step in self._found)
-        self.any = any(self.steps)
         self._known: dict[Path, int | None] = {}
 
     def __call__(self, path: Path) -> int | None:
@@ -79,7 +92,7 @@ class Reached:
         last = self(path)
         return last is not None and step > last
 
-    def is_there(self, path: Path, step: int) -> bool:
+    def is_last(self, path: Path, step: int) -> bool:
         """Say whether a point is the last one before the place where the run goes on."""
         return self(path) == step
 

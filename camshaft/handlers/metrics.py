@@ -142,7 +142,7 @@ class AttachedMetrics(Serializable):
             for update in self._updates:
                 update(*positional, **named)
         except TypeError as error:
-            annotate(error, f"the metrics {list(self.metrics)} take what output_transform gives, or else the output")
+            annotate(error, f"in update() of the metrics {list(self.metrics)}; output_transform makes its arguments")
             raise
         self._iteration = engine.state.iteration
 

@@ -38,7 +38,7 @@ def rewind(writer: Any, reached: Reached) -> set[tuple[str, int]]:
     writer.flush()
     folder = Path(writer.file_writer.get_logdir())
     points = _points(folder, writer)
-    there = {("/".join(point.path), point.step) for point in points if reached.is_there(point.path, point.step)}
+    there = {("/".join(point.path), point.step) for point in points if reached.is_last(point.path, point.step)}
     beyond = [point for point in points if reached.is_beyond(point.path, point.step)]
     if not beyond:
         return there

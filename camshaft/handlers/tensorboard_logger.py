@@ -102,8 +102,8 @@ class TensorboardLogger(Forwarding, BaseLogger):
         """Write what is still in memory, and close the files."""
         self.writer.close()
 
-    def _rewind(self, reached: Reached) -> set[tuple[str, int]]:
-        return tensorboard_files.rewind(self.writer, reached)
+    def _rewind(self, reached: Reached) -> None:
+        self._already_written = tensorboard_files.rewind(self.writer, reached)
 
     def _create_output_handler(self, *args: Any, **kwargs: Any) -> OutputHandler:
         return OutputHandler(*args, **kwargs)

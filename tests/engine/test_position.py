@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 import camshaft.distributed as idist
 from camshaft.engine import Engine, Events, create_supervised_trainer
@@ -266,6 +266,31 @@ def test_a_loader_of_torch_that_begins_an_epoch_anew_says_so():
     with pytest.warns(UserWarning, match=r"after 1 iterations of an epoch.*use a DeterministicEngine"):
         Recorder().resumed(first.states[3], data)
     assert len(Recorder().resumed(first.states[2], data)) == 2  # at the end of an epoch nothing is lost
+
+
+class CustomSampler(Sampler):
+    """A sampler of the user's, which may go on by itself."""
+
+    def __iter__(self):
+        return iter(range(6))
+
+    def __len__(self):
+        return 6
+
+
+@pytest.mark.parametrize(
+    ("loader", "length"),
+    [
+        (DataLoader(range(4), batch_size=2), 4),  # at the end of a pass
+        (DataLoader(range(6), batch_size=2, sampler=RandomSampler(range(6), replacement=True)), 3),
+        (DataLoader(range(6), batch_size=2, sampler=CustomSampler()), 3),
+        (DataLoader(range(6), batch_sampler=[[0, 1], [2, 3], [4, 5]]), 3),
+    ],
+)
+def test_where_nothing_is_lost_or_nobody_knows_there_is_no_warning(loader, length):
+    engine = Engine(lambda engine, batch: None)
+    engine.load_state_dict({"iteration": 2, "epoch_length": length, "max_epochs": 1})
+    assert engine.run(loader).iteration == length
 
 
 # --- the share of a batch ----------------------------------------------------------------------------------------

@@ -153,3 +153,18 @@ def test_the_record_of_a_handler_with_another_prefix_is_left_alone(tmp_path):
     with pytest.warns(UserWarning, match=r"the record names \['best_part_1.pt'\], of a handler with another prefix"):
         last.load_state_dict({"_saved": [(1, "best_part_1.pt"), (2, "last_part_2.pt")]})
     assert last.state_dict() == {"_saved": [(2, "last_part_2.pt")]}
+
+
+def test_a_pattern_without_the_prefix_keeps_its_record(tmp_path):
+    checkpoint = Checkpoint(
+        {"part": Part()}, DiskSaver(tmp_path), filename_prefix="best", filename_pattern="{name}_{global_step}.{ext}"
+    )
+    checkpoint.load_state_dict({"_saved": [(1, "part_1.pt")]})
+    assert checkpoint.state_dict() == {"_saved": [(1, "part_1.pt")]}
+
+
+def test_names_of_other_places_than_directories_may_have_slashes():
+    saved = []
+    checkpoint = Checkpoint({"part": Part()}, lambda state, name: saved.append(name), filename_prefix="runs/best")
+    checkpoint(at(1))
+    assert saved == ["runs/best_part_1.pt"]

@@ -188,6 +188,16 @@ def test_a_job_that_ended_so_ends_at_once_when_it_is_started_again(caplog):
     assert first.state.epoch == 3
     second, again = job((first.state_dict(), stopping.state_dict()))
     assert (second.state.epoch, second.state.iteration) == (3, 6)
-    assert "the run had ended already" in caplog.text
+    assert "the patience had been used up already" in caplog.text
     again.reset()
     assert second.run(max_epochs=5).epoch == 5
+
+
+def test_what_was_loaded_ends_no_later_run():
+    trainer, evaluator = Engine(lambda engine, batch: None), Engine(lambda engine, batch: None)
+    stopping = EarlyStopping(2, lambda engine: trainer.state.epoch, trainer)
+    evaluator.add_event_handler(Events.COMPLETED, stopping)
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run([0]))
+    stopping.load_state_dict({"counter": 2, "best_score": 0.5})
+    assert trainer.run(range(2), max_epochs=3).epoch == 3
+    assert trainer.run(max_epochs=6).epoch == 6

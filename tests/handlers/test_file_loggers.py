@@ -476,3 +476,59 @@ def test_an_evaluation_that_is_made_again_after_a_kill_is_logged_once(kind, tmp_
     with kind(path) as logger:
         evaluated(logger, states[saved])
     assert curve(path, "validation/accuracy") == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
+
+
+def logged_by_two(path, states=(None, None), epochs=3):
+    """Log two trainers, each with its evaluator, to one file."""
+    trainers = []
+    with CSVLogger(path) as logger:
+        for name in "ab":
+            trainer, evaluator = Engine(lambda engine, batch: None), Engine(lambda engine, batch: 1.0)
+            trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda _, evaluator=evaluator: evaluator.run([0]))
+            step = global_step_from_engine(trainer)
+            logger.attach_output_handler(
+                evaluator, Events.COMPLETED, name, output_transform=lambda output: output, global_step_transform=step
+            )
+            trainers.append(trainer)
+        for trainer, state in zip(trainers, states, strict=True):
+            if state:
+                trainer.load_state_dict(state)
+            trainer.run(range(2), max_epochs=epochs)
+    return [trainer.state_dict() for trainer in trainers]
+
+
+def test_a_run_that_goes_on_takes_nothing_of_another_trainer_back(tmp_path):
+    path = tmp_path / "log.csv"
+    states = logged_by_two(path)
+    logged_by_two(path, states, epochs=4)
+    for name in "ab":
+        assert [step for step, _ in curve(path, f"{name}/output")] == [1, 2, 3, 4]
+
+
+@both
+def test_what_was_there_at_a_resume_is_written_again_by_a_later_run(kind, tmp_path):
+    with kind(tmp_path / f"first{kind.suffix}") as logger:
+        states = evaluated(logger, killed=True)
+    path = tmp_path / f"first{kind.suffix}"
+    with kind(path) as logger:
+        evaluated(logger, states[2])
+        evaluated(logger)
+    assert [step for step, _ in curve(path, "validation/accuracy")] == [1, 2, 3, 4, 1, 2, 3, 4]
+
+
+def test_an_evaluator_that_is_no_longer_logged_takes_nothing_back(tmp_path):
+    trainer, evaluator = Engine(lambda engine, batch: None), Engine(lambda engine, batch: 1.0)
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run([0]))
+    with CSVLogger(tmp_path / "log.csv") as logger:
+        handle = logger.attach_output_handler(
+            evaluator,
+            Events.COMPLETED,
+            "a",
+            output_transform=lambda output: output,
+            global_step_transform=global_step_from_engine(trainer),
+        )
+        trainer.run(range(2), max_epochs=3)
+        handle.remove()
+    trainer.load_state_dict({"iteration": 2, "epoch_length": 2, "max_epochs": 3})
+    trainer.run(range(2))
+    assert [record["step"] for record in records(tmp_path / "log.csv")] == [1, 2, 3]

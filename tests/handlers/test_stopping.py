@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from camshaft import distributed as idist
+from camshaft.distributed.ending import CommonEnd
 from camshaft.engine import Engine, Events, create_supervised_trainer
 from camshaft.handlers import EarlyStopping, TerminateOnNan, TimeLimit
 from camshaft.handlers.stopping import StopTogether
@@ -295,3 +296,20 @@ def test_tensors_without_plain_elements_are_not_looked_at():
     engine = Engine(lambda engine, batch: (sparse, 1.0))
     engine.add_event_handler(Events.ITERATION_COMPLETED, TerminateOnNan())
     assert engine.run(range(3)).iteration == 3
+
+
+def test_a_stop_that_is_wanted_when_the_others_have_gone_ends_this_rank():
+    class Gone:
+        """A store whose process has ended."""
+
+        def check(self, keys):
+            return False
+
+        def set(self, key, value):
+            raise torch.distributed.DistNetworkError("Broken pipe")
+
+    end = CommonEnd(Gone(), rank=1, size=2, step=3)
+    end.want()
+    assert end.may_begin(3)
+    assert not end.may_begin(4)
+    end.leave()

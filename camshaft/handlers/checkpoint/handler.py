@@ -108,7 +108,6 @@ class Checkpoint(Recorded):
         if n_saved is not None and (not isinstance(n_saved, int) or n_saved < 1):
             raise ValueError(f"n_saved must be None or at least 1, got {n_saved!r}")
         check_text("filename_prefix", filename_prefix)
-        check_stays("filename_prefix", filename_prefix)
         check_text("score_name", score_name, optional=True)
         check_text("filename_pattern", filename_pattern, optional=True)
         if filename_pattern is not None:
@@ -117,6 +116,9 @@ class Checkpoint(Recorded):
             score_function = score_of_metric(score_name)
         if isinstance(save_handler, (str, PathLike)):
             save_handler = DiskSaver(save_handler, create_dir=True, save_on_rank=save_on_rank)
+        if isinstance(save_handler, DiskSaver):
+            check_stays("filename_prefix", filename_prefix)
+            check_stays("filename_pattern", filename_pattern or "")
         super().__init__(save_handler, save_on_rank)
         self.to_save = to_save
         self.filename_prefix = filename_prefix
@@ -222,7 +224,8 @@ class Checkpoint(Recorded):
             ValueError: ``_saved`` is missing, or is not a list of pairs of a number and a file name.
         """
         super().load_state_dict(state_dict)
-        foreign = [item.filename for item in self._saved if not item.filename.startswith(self.filename_prefix)]
+        begin = f"{self.filename_prefix}_" if self.filename_prefix and self.filename_pattern is None else ""
+        foreign = [item.filename for item in self._saved if not item.filename.startswith(begin)]
         if foreign:
             self._saved = [item for item in self._saved if item.filename not in foreign]
             warnings.warn(

@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import torch
@@ -92,23 +91,28 @@ def write_entry(directory: Path, entry: Entry) -> None:
     """Add an entry; what is known of an older file of the same name stays."""
     folder = directory / FOLDER
     folder.mkdir(exist_ok=True)
-    text = json.dumps({"format": _FORMAT, **asdict(entry), _OWN: _sum_of(entry)}, indent=1) + "\n"
+    content = {"format": _FORMAT, **asdict(entry)}
+    text = json.dumps({**content, _OWN: _sum_of(content)}, indent=1) + "\n"
     write_atomically(_path_of(directory, entry), lambda file: file.write(text.encode()))
 
 
-def entries_of(directory: Path, file: str | None = None) -> list[Entry]:
+def entries_of(directory: Path, file: str | None = None, damaged: list[str] | None = None) -> list[Entry]:
     """Read the entries of a directory, or those of one file of it: the newest first.
 
-    One that is damaged is named in a warning, and left out.
+    Args:
+        directory: of checkpoints.
+        file: the name of one.
+        damaged: a list that is told of entries that cannot be read; they are left out.
     """
     found = []
-    for path in (directory / FOLDER).glob("*.json" if file is None else f"{_escaped(file)}.*.json"):
+    for path in _paths(directory, file):
         try:
             found.append(_read(path))
         except FileNotFoundError:  # removed meanwhile
             pass
         except (OSError, ValueError, TypeError, KeyError) as error:
-            warnings.warn(f"'{path}' is damaged, so that nothing is known of its checkpoint: {error!r}", stacklevel=2)
+            if damaged is not None:
+                damaged.append(f"'{path}' cannot be read, so that nothing is known of its checkpoint: {error!r}")
     return sorted(
         (entry for entry in found if file is None or entry.file == file), key=lambda entry: entry.saved_at, reverse=True
     )
@@ -116,34 +120,34 @@ def entries_of(directory: Path, file: str | None = None) -> list[Entry]:
 
 def _read(path: Path) -> Entry:
     content = json.loads(path.read_bytes())
-    entry = Entry(**{field.name: content[field.name] for field in fields(Entry)})
-    if content.get(_OWN, _sum_of(entry)) != _sum_of(entry):
+    own = content.pop(_OWN, None)
+    if own is not None and own != _sum_of(content):
         raise ValueError("its content does not fit its checksum")
-    for name, kinds in (
-        ("file", str),
-        ("checksum", str),
-        ("size", int),
-        ("saved_at", int),
-        ("objects", (list, NoneType)),
-    ):
-        if not isinstance(getattr(entry, name), kinds):
-            raise TypeError(f"{name} is {getattr(entry, name)!r}")
+    entry = Entry(**{field.name: content[field.name] for field in fields(Entry)})
+    for name, kind in (("file", str), ("checksum", str), ("size", int), ("saved_at", int)):
+        if not isinstance(content[name], kind):
+            raise TypeError(f"{name} is {content[name]!r}")
     return entry
 
 
-def _sum_of(entry: Entry) -> str:
-    return f"crc32:{zlib.crc32(json.dumps(asdict(entry), sort_keys=True).encode()):08x}"
+def _sum_of(content: Mapping[str, Any]) -> str:
+    return f"crc32:{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
 
 
-def remove_entries(directory: Path, entries: list[Entry]) -> None:
-    """Forget entries."""
-    for entry in entries:
-        _path_of(directory, entry).unlink(missing_ok=True)
+def remove_entries(directory: Path, file: str, but: Entry | None = None) -> None:
+    """Forget what is known of a file, those entries too that cannot be read; one may stay."""
+    for path in _paths(directory, file):
+        if but is None or path != _path_of(directory, but):
+            path.unlink(missing_ok=True)
 
 
 def problem_of(path: Path) -> str | None:
     """Say what is wrong with a checkpoint; ``None`` if nothing is, or if nothing is known of it."""
-    return problem_among(entries_of(path.parent, path.name), path)
+    damaged: list[str] = []
+    problem = problem_among(entries_of(path.parent, path.name, damaged), path)
+    for text in damaged:
+        warnings.warn(text, stacklevel=3)
+    return problem
 
 
 def problem_among(entries: Sequence[Entry], path: Path) -> str | None:
@@ -160,5 +164,7 @@ def _path_of(directory: Path, entry: Entry) -> Path:
     return directory / FOLDER / f"{entry.file}.{entry.checksum.rpartition(':')[2]}.json"
 
 
-def _escaped(name: str) -> str:
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
+def _paths(directory: Path, file: str | None) -> list[Path]:
+    """Find the entries of a directory, or of one file of it."""
+    paths = (directory / FOLDER).glob("*.json")
+    return [path for path in paths if file is None or path.name.rpartition(".json")[0].rpartition(".")[0] == file]

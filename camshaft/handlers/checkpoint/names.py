@@ -47,7 +47,6 @@ def check_pattern(pattern: str, objects: Mapping[str, Any], include_self: bool) 
     Traceback (most recent call last):
     KeyError: "filename_pattern '{epoch}.{ext}' uses {epoch}; ..."
     """
-    check_stays("filename_pattern", pattern)
     try:
         fields = [field for _, field, _, _ in Formatter().parse(pattern)]
     except ValueError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -98,6 +98,15 @@ def needs_all_ranks(objects: Any) -> bool:
             return True
         return has_shards(list(objects.parameters())) if isinstance(objects, nn.Module) else False
     return any(needs_all_ranks(one) for one in (objects.values() if isinstance(objects, Mapping) else objects))
+
+
+def objects_in(container: Any) -> Iterator[Any]:
+    """Give the objects in nested mappings and sequences."""
+    if hasattr(container, "load_state_dict") or not is_container(container):
+        yield container
+        return
+    for one in container.values() if isinstance(container, Mapping) else container:
+        yield from objects_in(one)
 
 
 def is_container(value: Any) -> bool:

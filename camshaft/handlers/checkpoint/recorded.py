@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from camshaft.base import Serializable
-from camshaft.distributed import all_gather, get_world_size
 from camshaft.handlers.checkpoint import record
 from camshaft.handlers.checkpoint.claims import Claims
 from camshaft.handlers.checkpoint.savers import BaseSaveHandler, DiskSaver, takes_metadata
@@ -67,20 +66,18 @@ class Recorded(Serializable):
         self._saved = record.read_items(state_dict["_saved"])
         self._claims.renew()
 
-    def forget_missing(self) -> None:
-        """Take out of the record what is on no disk any more; all ranks call this, as :func:`resume` does.
+    def files_there(self) -> set[str]:
+        """Name the files of the record that this process finds, or that it cannot look for."""
+        saver = self.save_handler
+        names = {item.filename for item in self._saved}
+        return {name for name in names if not isinstance(saver, DiskSaver) or _may_exist(saver.dirname / name)}
 
-        The run that saved the record has gone on after that, and removed files for better ones.
-        """
-        if not isinstance(self.save_handler, DiskSaver):
-            return
-        there = {item.filename for item in self._saved if (self.save_handler.dirname / item.filename).exists()}
-        if get_world_size() > 1:
-            there = {name for (names,) in all_gather((there,)) for name in names}
-        gone = [item.filename for item in self._saved if item.filename not in there]
+    def forget_but(self, files: set[str]) -> None:
+        """Keep only these files in the record; the same on all ranks."""
+        gone = [item.filename for item in self._saved if item.filename not in files]
         if gone:
-            self._saved = [item for item in self._saved if item.filename in there]
-            logger.info("%s were saved before, and are no longer in '%s'", gone, self.save_handler.dirname)
+            self._saved = [item for item in self._saved if item.filename in files]
+            logger.info("%s were saved before, and are no longer there", gone)
 
     @property
     def _writer(self) -> int | str:
@@ -121,3 +118,10 @@ class Recorded(Serializable):
 
     def _settle(self) -> None:
         """Wait for what is under way."""
+
+
+def _may_exist(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # who may not look does not say that it is gone
+        return True

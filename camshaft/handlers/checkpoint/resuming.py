@@ -15,7 +15,7 @@ from camshaft.errors import DamagedCheckpointError
 from camshaft.handlers.checkpoint.loading import load_objects, read_checkpoint
 from camshaft.handlers.checkpoint.manifest import Entry, entries_of, problem_among
 from camshaft.handlers.checkpoint.names import checkpoints_in
-from camshaft.handlers.checkpoint.objects import check_objects
+from camshaft.handlers.checkpoint.objects import check_objects, objects_in
 from camshaft.handlers.checkpoint.recorded import Recorded
 
 logger = logging.getLogger(__name__)
@@ -99,9 +99,7 @@ def resume(
             for text in problems:
                 warnings.warn(f"{text}; going on from '{name}'", stacklevel=2)
             load_objects(to_load, read_checkpoint(folder / name, map_location), **kwargs)
-            for saved in to_load.values():
-                if isinstance(saved, Recorded):
-                    saved.forget_missing()
+            _forget_missing(to_load)
             logger.info("going on from the checkpoint '%s'", folder / name)
             return folder / name
         if problem:
@@ -118,13 +116,27 @@ def resume(
 def candidates_in(directory: Path) -> dict[str, Candidate]:
     """Find the checkpoints of a directory, by name."""
     entries: dict[str, list[Entry]] = {}
-    for entry in entries_of(directory):
+    damaged: list[str] = []
+    for entry in entries_of(directory, damaged=damaged):
         entries.setdefault(entry.file, []).append(entry)
     found = {file: Candidate(file, known[0].saved_at, tuple(known)) for file, known in entries.items()}
     for path in checkpoints_in(directory):
         if path.name not in found:
             found[path.name] = Candidate(path.name, path.stat().st_mtime_ns)
+    for text in damaged:
+        warnings.warn(text, stacklevel=3)
     return found
+
+
+def _forget_missing(to_load: Mapping[str, Any]) -> None:
+    """Take out of records what is on no disk any more: the run that saved them has gone on, and removed it."""
+    handlers = [one for one in objects_in(to_load) if isinstance(one, Recorded)]
+    if not handlers:
+        return
+    there = [handler.files_there() for handler in handlers]
+    everywhere = all_gather((there,)) if get_world_size() > 1 else [(there,)]
+    for handler, files in zip(handlers, zip(*(mine for (mine,) in everywhere), strict=True), strict=True):
+        handler.forget_but(set().union(*files))
 
 
 def _agreed(found: Mapping[str, Candidate], wanted: list[str]) -> list[str]:

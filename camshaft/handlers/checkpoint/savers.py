@@ -18,7 +18,7 @@ from camshaft.files import remove_leftovers, write_and_sum, write_atomically
 from camshaft.handlers.checkpoint import manifest
 from camshaft.handlers.checkpoint.names import checkpoints_in
 from camshaft.handlers.checkpoint.weights import SUFFIX, as_weights, is_weights_file
-from camshaft.handlers.checkpoint.writer import check_save_on_rank, check_there_is, is_writer
+from camshaft.handlers.checkpoint.writer import check_rank_exists, check_save_on_rank, is_writer
 from camshaft.types import PathLike
 
 
@@ -105,7 +105,7 @@ class DiskSaver(BaseSaveHandler):
             TypeError: ``torch.save`` does not take the ``kwargs``.
         """
         if not self.writes:
-            check_there_is(self.save_on_rank)
+            check_rank_exists(self.save_on_rank)
             return
         path = self.dirname / filename
         try:
@@ -122,7 +122,7 @@ class DiskSaver(BaseSaveHandler):
         if self.writes:
             path = self.dirname / filename
             # In this order: what is left when it is cut off in the middle is a whole file, not a missing one.
-            manifest.remove_entries(path.parent, manifest.entries_of(path.parent, path.name))
+            manifest.remove_entries(path.parent, path.name)
             path.unlink(missing_ok=True)
 
     def _save(self, path: Path, checkpoint: Any, metadata: Mapping[str, Any] | None) -> None:
@@ -141,7 +141,7 @@ class DiskSaver(BaseSaveHandler):
             with open(path, "wb") as file:
                 write(file)
             manifest.write_entry(path.parent, entry)
-        manifest.remove_entries(path.parent, [one for one in older if one.checksum != entry.checksum])
+        manifest.remove_entries(path.parent, path.name, but=entry)
         if self._is_first:
             self._is_first = False
             _warn_if_unloadable(path)

@@ -15,7 +15,7 @@ def check_save_on_rank(save_on_rank: int | str) -> None:
         raise ValueError(f"save_on_rank must be an integer >= 0 or {NODE!r}, got {save_on_rank!r}")
 
 
-def check_there_is(save_on_rank: int | str) -> None:
+def check_rank_exists(save_on_rank: int | str) -> None:
     """Raise ``ValueError`` if no process of the job has this rank."""
     if isinstance(save_on_rank, int) and save_on_rank >= get_world_size():
         raise ValueError(
