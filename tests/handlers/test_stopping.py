@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from camshaft import distributed as idist
-from camshaft.distributed.ending import CommonEnd
+from camshaft.distributed.ending import EndInStore
 from camshaft.engine import Engine, Events, create_supervised_trainer
 from camshaft.handlers import EarlyStopping, TerminateOnNan, TimeLimit
 from camshaft.handlers.stopping import StopTogether
@@ -308,7 +308,7 @@ def test_a_stop_that_is_wanted_when_the_others_have_gone_ends_this_rank():
         def set(self, key, value):
             raise torch.distributed.DistNetworkError("Broken pipe")
 
-    end = CommonEnd(Gone(), rank=1, size=2, step=3)
+    end = EndInStore(Gone(), rank=1, size=2, step=3)
     end.want()
     assert end.may_begin(3)
     assert not end.may_begin(4)
