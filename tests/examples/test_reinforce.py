@@ -39,6 +39,7 @@ def test_a_push_moves_the_cart_one_way_and_the_pole_the_other() -> None:
     assert any(carts.step(torch.tensor([0, 1]))[1].all() for _ in range(20))
 
 
+@pytest.mark.jobs
 def test_the_carts_of_gymnasium(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYGAME_HIDE_SUPPORT_PROMPT", "hide")  # as gymnasium does when it is imported
     config = reinforce.parse(["--gymnasium", "--epochs", "1", "--epoch_length", "1", "--games", "4"])

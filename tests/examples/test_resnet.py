@@ -70,6 +70,7 @@ def test_a_folder_of_images_and_a_network_of_torchvision(tmp_path: Path) -> None
         assert model(torch.randn(1, 3, size, size)).shape == (1, 7)
 
 
+@pytest.mark.jobs
 def test_images_of_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import_torchvision()
     from torchvision.datasets import CIFAR10
