@@ -154,12 +154,14 @@ class EarlyStopping(Serializable, ResettableHandler):
         """Take over what was remembered; states of older versions hold no ``threshold_mode``.
 
         Raises:
-            TypeError: it is not a mapping.
+            TypeError: it is not a mapping, or ``counter`` is not an integer.
             ValueError: ``counter`` or ``best_score`` is missing, or the mode is unknown.
         """
         super().load_state_dict(state_dict)
         mode = state_dict.get("threshold_mode", self.threshold_mode)
         _check_mode("threshold_mode", mode, ("abs", "rel"))
+        if not isinstance(state_dict["counter"], int):
+            raise TypeError(f"counter must be an integer, got {state_dict['counter']!r}")
         self.counter, self.best_score, self.threshold_mode = state_dict["counter"], state_dict["best_score"], mode
         self._has_ended = self.counter >= self.patience
 

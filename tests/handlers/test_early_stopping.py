@@ -201,3 +201,10 @@ def test_what_was_loaded_ends_no_later_run():
     stopping.load_state_dict({"counter": 2, "best_score": 0.5})
     assert trainer.run(range(2), max_epochs=3).epoch == 3
     assert trainer.run(max_epochs=6).epoch == 6
+
+
+def test_a_count_that_is_none_changes_nothing():
+    stopping = EarlyStopping(2, len, Engine(lambda engine, batch: None))
+    with pytest.raises(TypeError, match="counter must be an integer, got '2'"):
+        stopping.load_state_dict({"counter": "2", "best_score": 0.5})
+    assert (stopping.counter, stopping.best_score) == (0, None)
