@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from camshaft.engine.data import length_of
+from camshaft.engine.data import Position, exact_batches, length_of, open_at
 from camshaft.engine.engine import Engine
 from camshaft.engine.loop import Run
 from camshaft.engine.state import Batch, Output
@@ -169,33 +169,45 @@ class DeterministicEngine(Engine[Batch, Output]):
     def _prepare(self) -> None:
         self.state.seed = int(torch.randint(0, 10**9, (1,)).item())
 
-    def _open_data_at_position(self) -> tuple[Iterator[Any], int]:
+    def _open_first_pass(self, position: Position | None) -> tuple[Iterator[Any], int]:
         data = self.state.dataloader = _with_reproducible_batches(self.state.dataloader)
-        self._warn_if_epochs_drift(data)
-        iteration, length = self.state.iteration, length_of(data)
-        begun, position = divmod(iteration, length) if length else (0, iteration)
-        self._seed(begun)
-        sampler = getattr(data, "batch_sampler", None)
-        if isinstance(sampler, ReproducibleBatchSampler):
+        if exact_batches(data) is None:
+            self._warn_if_epochs_drift(data)
+        length = length_of(data)
+        number, place = self._pass_at(length)
+        self._seed(number)
+        sampler = exact_batches(data) or getattr(data, "batch_sampler", None)
+        if exact_batches(data) is not None:
+            sampler.set_epoch(number)
+            iterator, place = open_at(data, sampler.position(place) if position is None else position)
+        elif isinstance(sampler, ReproducibleBatchSampler):
             sampler.setup_batch_indices()
-            sampler.start_iteration = position
-            iterator: Iterator[Any] = iter(data)
+            sampler.start_iteration = place
+            iterator = iter(data)
         else:
-            iterator = self._skip(data, position)
+            iterator = self._skip(data, place)
         random_state = getattr(self.state, "rng_states", None)
-        if position and random_state is not None:
+        if place and random_state is not None:
             restore_random_state(random_state)
         self.state.rng_states = None
-        return iterator, position
+        return iterator, place
 
-    def _open_data(self, cut_after: int | None) -> Iterator[Any]:
+    def _open_pass(self, number: int, cut_after: int | None) -> Iterator[Any]:
         data = self.state.dataloader = _with_reproducible_batches(self.state.dataloader)
-        passes_of = max(1, cut_after if cut_after is not None else length_of(data) or 1)
-        self._seed(self.state.iteration // passes_of)
+        length = length_of(data)
+        self._seed(number if length else self.state.iteration // max(1, cut_after or 1))
         sampler = getattr(data, "batch_sampler", None)
         if isinstance(sampler, ReproducibleBatchSampler):
             sampler.setup_batch_indices()
         return iter(data)
+
+    def _pass_at(self, length: int | None) -> tuple[int, int]:
+        """Return the number of the pass that a run starts or resumes in, and the batches of it that are done."""
+        if length is None:
+            return 0, self.state.iteration
+        if length == self.state.epoch_length:  # also where epochs ended early
+            return self._progress.epoch, self._progress.done
+        return divmod(self.state.iteration, length)
 
     def _skip(self, data: Iterable[Any], count: int) -> Iterator[Any]:
         """Fetch batches that are already done, over as many passes as they take, and throw them away."""
@@ -231,7 +243,9 @@ def _with_reproducible_batches(data: Any) -> Any:
     sampler = getattr(data, "batch_sampler", None)
     if not isinstance(data, DataLoader) or not isinstance(sampler, BatchSampler):
         return data
-    if isinstance(sampler, ReproducibleBatchSampler) or isinstance(data.dataset, torch.utils.data.IterableDataset):
+    if isinstance(sampler, ReproducibleBatchSampler) or exact_batches(data) is not None:
+        return data
+    if isinstance(getattr(data, "dataset", None), torch.utils.data.IterableDataset):
         return data
     return update_dataloader(data, ReproducibleBatchSampler(sampler))
 

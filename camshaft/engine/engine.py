@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+from camshaft.base import Serializable
 from camshaft.engine.control import Stoppable
-from camshaft.engine.data import check_iterable
+from camshaft.engine.data import Position, check_iterable, exact_batches, open_at, recount, warn_of_new_pass
 from camshaft.engine.loop import Run
-from camshaft.engine.position import Position, exact_batches, open_at, recounted, take_redo, warn_of_new_pass
-from camshaft.engine.resume import Request, Standing, has_target, positive, target_of
+from camshaft.engine.progress import Origin, Progress, Request, has_target, positive, read, target_of
 from camshaft.engine.running import running
-from camshaft.engine.saved import Savable
 from camshaft.engine.signatures import check_process_function
 from camshaft.engine.source import EventSource
 from camshaft.engine.state import Batch, Output, State
 
 
-class Engine(EventSource[Batch, Output], Stoppable, Savable):
+class Engine(EventSource[Batch, Output], Stoppable, Serializable):
     """Runs a process function over data, in epochs of iterations, and fires events on the way.
 
     Args:
@@ -49,6 +51,9 @@ class Engine(EventSource[Batch, Output], Stoppable, Savable):
     epoch 2: 4
     """
 
+    _state_dict_all_req_keys = ("epoch_length",)
+    _state_dict_one_of_opt_keys = (("iteration", "epoch"), ("max_epochs", "max_iters"))
+
     def __init__(self, process_function: Callable[[Engine[Batch, Output], Batch], Output]) -> None:
         check_process_function(process_function)
         super().__init__()
@@ -56,19 +61,17 @@ class Engine(EventSource[Batch, Output], Stoppable, Savable):
         self.state_dict_user_keys: list[str] = []
         self._process_function = process_function
         self._state: State[Batch, Output] = State()
+        self._progress = Progress(origin=Origin.SET)  # where the last run, or the present one, started or ended
         self._run: Run | None = None
         self._next_data: Iterable[Any] | None = None
+        # What the engine wrote into the state by itself; the user did not ask for it, so it does not bind the next run.
         self._found_length: int | None = None
         self._derived_epochs: int | None = None
-        self._stood: Standing | None = None
-        self._loaded = False
-        self._position: Position | None = None
-        self._goes_on_at: Position | None = None
 
     @property
     def iteration_in_epoch(self) -> int:
-        """Iterations begun in the current epoch, 0 when no run is on."""
-        return 0 if self._run is None else self._run.done
+        """Iterations begun in the current epoch, 0 when there is no run."""
+        return 0 if self._run is None else self._run.begun
 
     @property
     def batch_share(self) -> float:
@@ -76,24 +79,24 @@ class Engine(EventSource[Batch, Output], Stoppable, Savable):
 
         The mean of a loss over this rank's batch times this, averaged over ranks as its gradients are, is the mean over
         all samples of the iteration: ``(loss * engine.batch_share).backward()``. It is computed, not communicated, and
-        is 1 where the data do not tell, and in a single process.
+        is 1 where the data do not say, and in a single process.
         """
-        return 1.0 if self._run is None else self._run.feed.share()
+        return 1.0 if self._run is None else self._run.data.share()
 
     def hold_position(self) -> None:
-        """Let a state that is saved from now on go back to the start of this iteration.
+        """Let a state that is saved from now on return to the start of this iteration.
 
-        This is for steps that collect gradients over several iterations, as those of supervised trainers do by
-        themselves: what was collected is not saved, so its batches are given again to a run that goes on from the
-        state. :meth:`release_position` when the gradients are in the weights.
+        This is for steps that accumulate gradients over several iterations, as those of supervised trainers do by
+        themselves: what was accumulated is not saved, so a run that resumes from the state repeats the iterations.
+        Call :meth:`release_position` when the gradients are in the weights; the end of an epoch does so too.
         """
         if self._run is not None:
-            self._run.feed.held_at = self.state.iteration - 1
+            self._run.held = self._run.begun - 1
 
     def release_position(self) -> None:
-        """Let a state that is saved from now on go on where the run is."""
+        """Let a state that is saved from now on resume where the run is."""
         if self._run is not None:
-            self._run.feed.held_at = None
+            self._run.held = None
 
     @property
     def state(self) -> State[Batch, Output]:
@@ -147,57 +150,67 @@ class Engine(EventSource[Batch, Output], Stoppable, Savable):
             run = self._continue(self._run, request)
         else:
             self._check_data(request.data)
-            run = self._resume(request) if request.reaches_beyond(self.state, self._reopens()) else self._begin(request)
+            start = self._start_of(request)
+            run = self._resume(request, start) if request.reaches_beyond(self.state, start) else self._begin(request)
         self._next_data = None
         self._proceed(run)
         return self.state
 
     def _begin(self, request: Request) -> Run:
-        if self._loaded and has_target(self.state):
+        if self._progress.origin is Origin.LOADED and has_target(self.state):
             warnings.warn(
-                f"the loaded state had reached its target of {target_of(self.state)}: the run begins anew; to go on, "
-                "give run a larger target",
+                f"the loaded state had reached its target of {target_of(self.state)}: the run starts from the beginning; "
+                "to continue, call run with a larger target",
                 stacklevel=3,
             )
         self._found_length = request.begin(self.state, self._found_length)
         self._drop_run()
-        self._stood, self._goes_on_at = Standing.of(self.state), None
         self.logger.info("Engine run starting with %s", target_of(self.state))
-        return self._start(request.data)
+        return self._start(request.data, Progress())
 
-    def _resume(self, request: Request) -> Run:
-        length_was_known = self.state.epoch_length is not None
-        reopens = self._reopens()
-        begins_anywhere = self._loaded or (reopens and exact_batches(request.data) is not None)
-        position = dict(self._position) if begins_anywhere and self._position is not None else None
-        recount = recounted(self.state, request.data, position)
-        found = request.resume(self.state, suspended=False)
-        redo = 0 if position is None else take_redo(position)
-        self._goes_on_at = position
-        if recount is not None:
-            self.state.iteration, self.state.epoch_length = recount
-            self.state.epoch = self.state.iteration // self.state.epoch_length
-            self.logger.info("The loader makes %d batches of an epoch now: iterations are counted anew", recount[1])
-        self.state.iteration -= redo if recount is None else 0
+    def _start_of(self, request: Request) -> Progress:
+        """Return where a run that does not start from the beginning continues."""
+        progress, state = self._standing(), self.state
+        if progress.origin is Origin.ENDED:  # also in the middle of an epoch, whose rest is then given up
+            return Progress(state.epoch, state.iteration)
+        same_data = request.data is state.dataloader
+        if progress.origin is Origin.FAILED and not (same_data or exact_batches(request.data)):
+            progress = replace(progress, position=None)
+        return progress if same_data else replace(progress, unfinished=())
+
+    def _standing(self) -> Progress:
+        """Return where the last run, or the loaded state, stands; the counters of the state if the user set them."""
+        state = self.state
+        if self._progress.counters == (state.iteration, state.epoch):
+            return self._progress
+        done = state.iteration % state.epoch_length if state.epoch_length else 0
+        return Progress(state.epoch, state.iteration, done, origin=Origin.SET)
+
+    def _resume(self, request: Request, start: Progress) -> Run:
+        state = self.state
+        counted_anew = None
+        if start.position is not None:
+            counted_anew = recount(request.data, start.position, start.epoch, state.epoch_length)
+        length_was_known = state.epoch_length is not None
+        found = request.resume(state, suspended=False)
         self._found_length = self._found_length if found is None else found
-        if reopens and recount is None:
-            assert self._stood is not None, "else nothing is taken up again"
-            self.state.epoch -= 1
-            self._stood = Standing.of(self.state, self._stood.done - redo)
-        elif (redo or not length_was_known) and self.state.epoch_length is not None:
-            self.state.epoch = self.state.iteration // self.state.epoch_length
+        if counted_anew is not None:
+            epoch, done, length = counted_anew
+            start = replace(start, epoch=epoch, done=done, iteration=epoch * length + done)
+            state.epoch_length = length
+            self.logger.info("The loader makes %d batches of an epoch now: iterations are counted anew", length)
+        elif not length_was_known:
+            start = start.in_epochs_of(state.epoch_length)
+        if start.position is not None and (lost := start.position.get("lost", 0)):
+            warnings.warn(
+                f"the state was saved in the middle of an iteration or of a window of accumulated gradients, to whose "
+                f"start its data cannot return: the gradients of {lost} batches are lost; save at the end of a window, "
+                "or use a loader of auto_dataloader with epochs that are passes",
+                stacklevel=3,
+            )
+        state.iteration, state.epoch = start.iteration, start.epoch
         self._log_resuming()
-        return self._start(request.data)
-
-    def _reopens(self) -> bool:
-        """Say whether the run stopped in the middle of the epoch that the state names, and stands there still."""
-        return self._stood is not None and self._stood.in_epoch and self._stood.is_at(self.state)
-
-    def _done_of_first_epoch(self) -> int:
-        """Count the iterations already done of the epoch that a run begins with."""
-        if self._stood is not None and self._stood.is_at(self.state):
-            return self._stood.done
-        return self.state.iteration % self.state.epoch_length if self.state.epoch_length else 0
+        return self._start(request.data, start)
 
     def _forget_derived_target(self) -> None:
         """Forget a number of epochs that only followed from a number of iterations, once that is gone."""
@@ -207,7 +220,7 @@ class Engine(EventSource[Batch, Output], Stoppable, Savable):
 
     def _continue(self, run: Run, request: Request) -> Run:
         request.resume(self.state, suspended=True)
-        if request.data is not None and not run.feed.begun:
+        if request.data is not None and not run.data.begun:
             self.state.dataloader = request.data
         self._log_resuming()
         return run
@@ -215,20 +228,18 @@ class Engine(EventSource[Batch, Output], Stoppable, Savable):
     def _log_resuming(self) -> None:
         state = self.state
         self.logger.info(
-            "Engine run resuming from iteration %d, epoch %d until %s",
-            state.iteration,
-            state.epoch,
-            target_of(state),
+            "Engine run resuming from iteration %d, epoch %d until %s", state.iteration, state.epoch, target_of(state)
         )
 
-    def _start(self, data: Iterable[Any] | None) -> Run:
+    def _start(self, data: Iterable[Any] | None, progress: Progress) -> Run:
         self._stops.clear()
         self.state.dataloader = data
+        self._progress = replace(progress, counters=(self.state.iteration, self.state.epoch))
         self._run = Run(self)
         return self._run
 
     def _proceed(self, run: Run) -> None:
-        """Let a run go on to its next pause or its end."""
+        """Let a run continue to its next pause or its end."""
         tracing = self.logger.isEnabledFor(logging.DEBUG)
         if tracing:
             self._dispatcher.trace(self.logger)
@@ -243,16 +254,15 @@ class Engine(EventSource[Batch, Output], Stoppable, Savable):
             if tracing:
                 self._dispatcher.trace(None)
             if ended:
-                self._remember(run)
+                self._progress = run.last_progress()
+                self._run = None
+                self._derived_epochs = self.state.max_epochs if self.state.max_iters is not None else None
 
-    def _remember(self, run: Run) -> None:
-        """Keep what a later call needs to know of a run that has ended."""
-        self._position = run.feed.position()
-        self._run, self._loaded = None, False
-        self._derived_epochs = self.state.max_epochs if self.state.max_iters is not None else None
-        if run.began_epochs:
-            unfinished = run.failed and run.in_epoch and run.done != self.state.epoch_length
-            self._stood = Standing.of(self.state, run.done if unfinished else 0, in_epoch=unfinished)
+    def _drop_run(self) -> None:
+        """Give up a paused run."""
+        if self._run is not None:
+            self._run.close()
+            self._run = None
 
     def _check_data(self, data: Iterable[Any] | None) -> None:
         """Refuse data that this kind of engine cannot run over; a subclass may do so, before anything changes."""
@@ -260,28 +270,32 @@ class Engine(EventSource[Batch, Output], Stoppable, Savable):
     def _prepare(self) -> None:
         """Do what belongs to the start of a run, before ``STARTED`` fires; for subclasses."""
 
-    def _open_data_at_position(self) -> tuple[Iterator[Any], int]:
-        """Begin the first pass of a run, and tell how many batches of the pass are left out as already done."""
-        assert self.state.dataloader is not None, "the feed asks only when there is data"
-        if self._goes_on_at is None:
-            if self._loaded:
-                warn_of_new_pass(self.state.dataloader, self.iteration_in_epoch)
-            return iter(self.state.dataloader), 0
-        return open_at(self.state.dataloader, self._goes_on_at)
+    def _open_first_pass(self, position: Position | None) -> tuple[Iterator[Any], int]:
+        """Start the first pass of a run; return it, and how many batches of it are left out as already done."""
+        data, progress = self.state.dataloader, self._progress
+        assert data is not None, "there are passes over data only"
+        if progress.unfinished:
+            iterator, left_out = open_at(data, position) if position is not None else (iter(data), 0)
+            return itertools.chain(progress.unfinished, iterator), left_out
+        if position is not None:
+            return open_at(data, position)
+        if progress.origin is Origin.LOADED:
+            warn_of_new_pass(data, self.iteration_in_epoch)
+        return iter(data), 0
 
-    def _open_data(self, cut_after: int | None) -> Iterator[Any]:
-        """Begin another pass; ``cut_after`` tells the length of the last epoch if that was cut short."""
-        assert self.state.dataloader is not None, "the feed asks only when there is data"
+    def _open_pass(self, number: int, cut_after: int | None) -> Iterator[Any]:
+        """Start another pass, ``number`` counted from 0; ``cut_after``: iterations of the epoch if it was cut short."""
+        assert self.state.dataloader is not None, "there are passes over data only"
         return iter(self.state.dataloader)
 
     def change_epoch_length(self, length: int) -> None:
         """Give epochs another length, from ``EPOCH_STARTED``; iterations are counted anew, as if all had had it."""
-        if self._run is None or not self._run.in_epoch or self._run.done:
+        if self._run is None or not self._run.in_epoch or self._run.begun:
             raise RuntimeError("change_epoch_length was called elsewhere than in EPOCH_STARTED of an epoch not begun")
         state, before = self.state, self.state.iteration
         state.epoch_length = positive("length", length)
         state.iteration = (state.epoch - 1) * length
-        self._run.feed.recount(state.iteration - before)
+        self._run.data.shift(state.iteration - before)
 
     def set_data(self, data: Iterable[Batch]) -> None:
         """Go on with other data: from the next fetch on in a run, else in the next run that is given none.
@@ -293,4 +307,67 @@ class Engine(EventSource[Batch, Output], Stoppable, Savable):
         if self._run is None:
             self._next_data = data
         else:
-            self._run.feed.replace(data)
+            self._run.data.replace(data)
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """Return the progress and the target, and what ``state_dict_user_keys`` names, to resume from later.
+
+        ``iteration`` counts completed iterations: one whose process function has not returned is repeated by the run
+        that resumes. ``epochs_completed`` and ``iterations_in_epoch``, the iterations completed in the epoch after
+        those, are there once a run has begun. Where the data can start in the middle of a pass, ``position`` is the
+        place: in loaders of ``auto_dataloader``, and in data with ``state_dict`` and ``load_state_dict``. In the middle
+        of a window of accumulated gradients, all of this is that of the start of the window.
+
+        >>> from camshaft.engine import Engine, Events
+        >>> engine = Engine(lambda engine, batch: None)
+        >>> dict(engine.state_dict())
+        {'epoch_length': None, 'iteration': 0, 'max_epochs': None}
+        >>> handle = engine.add_event_handler(Events.ITERATION_COMPLETED(once=4), engine.terminate)
+        >>> _ = engine.run(range(3), max_epochs=2)
+        >>> dict(engine.state_dict())
+        {'epoch_length': 3, 'iteration': 4, 'max_epochs': 2, 'epochs_completed': 1, 'iterations_in_epoch': 1}
+        """
+        progress = self._standing() if self._run is None else self._run.progress()
+        target = "max_epochs" if self.state.max_iters is None else "max_iters"
+        saved: OrderedDict[str, Any] = OrderedDict(epoch_length=self.state.epoch_length, iteration=progress.iteration)
+        saved.update((key, getattr(self.state, key)) for key in [target, *self.state_dict_user_keys])
+        if progress.origin is not Origin.SET:
+            saved.update(progress.items())
+        if progress.position is not None:
+            saved["position"] = progress.position
+        return saved
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over progress and target; the next ``run`` resumes from them. A paused run is given up.
+
+        Args:
+            state_dict: with ``epoch_length``, one of ``iteration`` and ``epoch`` (completed), one of
+                ``max_epochs`` and ``max_iters``, and the keys of ``state_dict_user_keys``. With ``position``, the next
+                run continues with the very next sample; without it, the data are read from their beginning.
+
+        Raises:
+            TypeError: not a mapping, or a number is not an integer.
+            ValueError: a key is missing, or a number is out of range; the engine is as before.
+            RuntimeError: the engine is in an epoch.
+
+        >>> from camshaft.engine import Engine
+        >>> engine = Engine(lambda engine, batch: None)
+        >>> engine.load_state_dict({"epoch": 3, "epoch_length": 10, "max_epochs": 5})
+        >>> engine.run(range(10)).iteration
+        50
+        """
+        if self._run is not None and self._run.active and self._run.in_epoch:
+            raise RuntimeError(
+                "load_state_dict was called in an epoch of the engine's own run: load before it, or in STARTED"
+            )
+        super().load_state_dict(state_dict)
+        if missing := [key for key in self.state_dict_user_keys if key not in state_dict]:
+            raise ValueError(f"state_dict lacks the user keys {missing}, it has {list(state_dict)}")
+        saved, state = read(state_dict), self.state
+        if self._run is not None and not self._run.active:
+            self._drop_run()
+        self._progress, self._found_length = saved.progress, None
+        state.iteration, state.epoch = saved.progress.iteration, saved.progress.epoch
+        state.epoch_length, state.max_epochs, state.max_iters = saved.epoch_length, saved.max_epochs, saved.max_iters
+        for key in self.state_dict_user_keys:
+            setattr(state, key, state_dict[key])

@@ -23,17 +23,19 @@ is a ``yield``: the run is a generator, and goes on from there when it is asked 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from dataclasses import replace
 from time import perf_counter
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
 from camshaft.engine.control import EPOCH_STOPS, Stop, StopEpoch, StopRun
+from camshaft.engine.data import DataIterator, exact_batches
 from camshaft.engine.event import Events
 from camshaft.engine.failures import THE_DATA, Reported, Shielded, carry_out, naming_the_data, place, report
-from camshaft.engine.feed import Feed
 from camshaft.engine.plan import Plan
-from camshaft.engine.resume import derived_max_epochs, elapsed, is_done, target_of
+from camshaft.engine.progress import Origin, Progress, derived_max_epochs, elapsed, is_done, target_of
+from camshaft.types import Stateful
 
 if TYPE_CHECKING:
     from camshaft.engine.engine import Engine
@@ -46,13 +48,21 @@ class Run:
     """One run of an engine, which can pause and be continued.
 
     Args:
-        engine: the engine, whose state already holds the targets of the run.
+        engine: the engine, whose state already holds the targets of the run, and whose progress is where it starts.
+
+    Attributes:
+        data: the live pass over the data.
+        begun: iterations begun in the epoch.
+        completed: those of them whose process function has returned.
+        held: iterations completed in the epoch that a saved state returns to, or ``None`` for the present ones.
+        in_epoch: whether an epoch has begun whose iterations are not over.
     """
 
     def __init__(self, engine: Engine[Any, Any]) -> None:
         self.engine = engine
-        self.feed = Feed(engine)
-        self.done = 0
+        self.data = DataIterator(engine)
+        self.begun = self.completed = 0
+        self.held: int | None = None
         self.in_epoch = False
         self.failed = False
         self.began_epochs = False
@@ -76,6 +86,42 @@ class Run:
     def close(self) -> None:
         """Give up a paused run without a trace."""
         self._main.close()
+
+    def progress(self) -> Progress:
+        """Return where the run stands."""
+        if not self.began_epochs:
+            return self.engine._standing()
+        return self._progress(back=self.begun - min(self.completed, self.completed if self.held is None else self.held))
+
+    def last_progress(self) -> Progress:
+        """Return where the run, which has ended, stands."""
+        counters = self.engine.state.iteration, self.engine.state.epoch
+        if not self.began_epochs:
+            return replace(self.engine._standing(), counters=counters)
+        progress = self.progress()
+        if not self.failed or progress.epoch == self.engine.state.epoch:
+            return replace(progress, origin=Origin.ENDED, counters=counters)
+        unfinished: tuple[Any, ...] = ()
+        data = self.engine.state.dataloader
+        if isinstance(data, Iterator | Stateful) and exact_batches(data) is None:  # it cannot return any batch again
+            if self.begun > self.completed or self.engine.last_event_name is Events.GET_BATCH_COMPLETED:
+                unfinished = (self.engine.state.batch,)
+            progress = self._progress(back=self.begun - self.completed, kept=bool(unfinished))
+        return replace(progress, origin=Origin.FAILED, counters=counters, unfinished=unfinished)
+
+    def _progress(self, back: int, kept: bool = False) -> Progress:
+        """Return where the run stood some iterations ago; ``kept``: the data need not return their batches."""
+        state = self.engine.state
+        back = back if self.in_epoch else 0
+        can_return = kept or self.data.can_return(back)
+        back, lost = (back, 0) if can_return else (0, back)
+        position = self.data.position(back)
+        if lost:
+            position = {**(position or {"batches": 0}), "lost": lost}
+        done = self.begun - back
+        if self.in_epoch and (state.epoch_length is None or done < state.epoch_length):
+            return Progress(state.epoch - 1, state.iteration - back, done, position)
+        return Progress(state.epoch, state.iteration - back, 0, position)
 
     # --- the run -------------------------------------------------------------------------------------------
 
@@ -129,16 +175,21 @@ class Run:
 
     def _epoch(self) -> Pauses:
         engine = self.engine
-        self.done = 0 if self.began_epochs else engine._done_of_first_epoch()
+        if self.began_epochs:
+            self.begun = self.completed = 0
+        else:  # the counters may have been changed, or a state loaded, in STARTED
+            start = engine._progress = engine._standing()
+            self.begun = self.completed = start.done
+            self.data.start = start.position
         self.in_epoch = self.began_epochs = True
         began = perf_counter()
         engine.state.epoch += 1
         with naming_the_data(engine):
-            self.feed.announce_if_over()
+            self.data.announce_if_over()
         if (yield from self._is_cut()):
-            self._fire(Events.TERMINATE_SINGLE_EPOCH, iter_counter=self.done)
-            self.feed.cut(self.done)
-        self.in_epoch = False
+            self._fire(Events.TERMINATE_SINGLE_EPOCH, iter_counter=self.begun)
+            self.data.cut(self.begun)
+        self.in_epoch, self.held = False, None
         engine.state.times["EPOCH_COMPLETED"] = perf_counter() - began
         skipped = Stop.SKIP_EPOCH_COMPLETED in engine._stops
         engine._stops -= EPOCH_STOPS
@@ -150,7 +201,7 @@ class Run:
         try:
             self._fire(Events.EPOCH_STARTED)
             yield from self._obey()
-            if self.feed.iterator is None:
+            if self.data.iterator is None:
                 self._open()
             yield from self._iterations()
         except StopEpoch:
@@ -167,21 +218,21 @@ class Run:
 
     def _iterations(self) -> Pauses:
         """Run the iterations of one epoch; no plan is asked to fire when nobody on it can be due."""
-        engine, feed, stops, step = self.engine, self.feed, self.engine._stops, self.engine._process_function
+        engine, data, stops, step = self.engine, self.data, self.engine._stops, self.engine._process_function
         starting, completed = self._plan(Events.ITERATION_STARTED), self._plan(Events.ITERATION_COMPLETED)
         fetching_event, starting_event = Events.GET_BATCH_STARTED, Events.ITERATION_STARTED
-        state = engine._state
+        state, begun = engine._state, self.begun
         try:
             while True:
                 state.batch = None
                 engine.last_event_name = fetching_event
-                if not feed.fetching.since < state.iteration < feed.fetching.due:
-                    feed.fetching.fire(engine)
+                if not data.fetching.since < state.iteration < data.fetching.due:
+                    data.fetching.fire(engine)
                 if stops:
                     yield from self._obey()
                 state = engine._state
                 try:
-                    batch = next(feed.iterator, _END)  # type: ignore[arg-type]  # the feed is open
+                    batch = next(data.iterator, _END)  # type: ignore[arg-type]  # the pass is open
                 except Exception as error:
                     place(error, THE_DATA, state)
                     raise
@@ -192,13 +243,13 @@ class Run:
                     state = engine._state
                 state.batch = batch
                 batch = state._output = None  # nothing else holds on to the batch and the output
-                if not feed.fetched.since < state.iteration < feed.fetched.due:
-                    feed.fetched.fire(engine)
+                if not data.fetched.since < state.iteration < data.fetched.due:
+                    data.fetched.fire(engine)
                 if stops:
                     yield from self._obey()
                 state = engine._state
                 state.iteration = iteration = state.iteration + 1
-                self.done += 1
+                self.begun = begun = begun + 1
                 engine.last_event_name = starting_event
                 if not starting.since < iteration < starting.due:
                     starting.fire(engine)
@@ -206,12 +257,13 @@ class Run:
                     yield from self._obey()
                 state = engine._state
                 state._output = step(engine, state.batch)
+                self.completed = begun
                 if not completed.since < state.iteration < completed.due:
                     completed.fire(engine)
                 if stops:
                     yield from self._obey()
                 state = engine._state
-                if state.epoch_length is not None and self.done >= state.epoch_length:
+                if state.epoch_length is not None and begun >= state.epoch_length:
                     return
                 if state.max_iters is not None and state.iteration >= state.max_iters:
                     stops.add(Stop.RUN)
@@ -249,10 +301,11 @@ class Run:
     def _refill(self) -> Generator[None, None, Any]:
         """Give the first batch of the next pass, or ``_END`` where the epoch ends instead."""
         engine = self.engine
+        self.data.ran_out()
         if engine.state.epoch_length is None:
             self._learn_length()
             return _END
-        self.feed.announce()
+        self.data.announce()
         self._fire(Events.DATALOADER_STOP_ITERATION)
         yield from self._obey()
         self._open()
@@ -264,21 +317,21 @@ class Run:
 
     def _open(self) -> None:
         with naming_the_data(self.engine):
-            left_out = self.feed.open()
+            left_out = self.data.open()
         if self.engine.state.epoch_length is None:  # the epoch is this pass
-            self.done = max(self.done, left_out)
+            self.begun = self.completed = max(self.begun, left_out)
 
     def _first_batch(self) -> Any:
         with naming_the_data(self.engine):
-            return next(self.feed.iterator, _END)  # type: ignore[arg-type]  # the feed is open
+            return next(self.data.iterator, _END)  # type: ignore[arg-type]  # the pass is open
 
     def _learn_length(self) -> None:
         """Take the first pass over data of unknown length for the length of an epoch."""
         engine, state = self.engine, self.engine.state
-        state.epoch_length = engine._found_length = self.done
+        state.epoch_length = engine._found_length = self.begun
         if state.max_iters is not None:
             state.max_epochs = derived_max_epochs(state)
-        self._starved = self.done == 0
+        self._starved = self.begun == 0
         if self._starved and state.max_iters is not None:
             self._warn_once()
 

@@ -182,13 +182,13 @@ SHORTENED = {"max_epochs": 3, "epoch_length": 3}
         (DATA, {"start": progress(7, 3, 3)}, [2, 2]),
         (DATA, {"start": progress(7, 4, 3)}, [2, 2, 3, 3, 3]),
         (Sizeless(*DATA), {"start": progress(7, 4, 2)}, [6]),
-        # an epoch that was cut short counts as long as it was, and one without iterations as one
-        (DATA, {"action": end_epoch(Events.ITERATION_COMPLETED), **SHORTENED}, [0, 1, 1, 1, 1, 1, 1]),
-        (DATA, {"action": end_epoch(Events.ITERATION_COMPLETED, 2), **SHORTENED}, [0, 0, 1, 1, 1, 1, 1, 1]),
+        # also after an epoch that ended early, however many iterations it had
+        (DATA, {"action": end_epoch(Events.ITERATION_COMPLETED), **SHORTENED}, [0, 1, 1, 1, 2, 2, 2]),
+        (DATA, {"action": end_epoch(Events.ITERATION_COMPLETED, 2), **SHORTENED}, [0, 0, 1, 1, 1, 2, 2, 2]),
         (DATA, {"action": end_epoch(Events.ITERATION_COMPLETED, 5), **SHORTENED}, [0, 0, 0, 1, 1, 2, 2, 2]),
-        (DATA, {"action": end_epoch(Events.GET_BATCH_STARTED), **SHORTENED}, [0, 0, 0, 1, 1, 1]),
-        (DATA, {"action": end_epoch(Events.GET_BATCH_STARTED, 4), **SHORTENED}, [0, 0, 0, 3, 3, 3]),
-        (DATA, {"action": end_epoch(Events.DATALOADER_STOP_ITERATION), **SHORTENED}, [0, 0, 0, 3, 3, 3]),
+        (DATA, {"action": end_epoch(Events.GET_BATCH_STARTED), **SHORTENED}, [1, 1, 1, 2, 2, 2]),
+        (DATA, {"action": end_epoch(Events.GET_BATCH_STARTED, 4), **SHORTENED}, [0, 0, 0, 2, 2, 2]),
+        (DATA, {"action": end_epoch(Events.DATALOADER_STOP_ITERATION), **SHORTENED}, [0, 0, 0, 2, 2, 2]),
     ],
 )
 def test_each_pass_is_seeded_by_its_number(data, arguments, expected):

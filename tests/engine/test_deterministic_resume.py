@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from io import BytesIO
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
+from camshaft.distributed import auto_dataloader, get_rank
+from camshaft.distributed.data import ExactBatchSampler
 from camshaft.engine import DeterministicEngine, Events
 from camshaft.engine.deterministic import ReproducibleBatchSampler
 from camshaft.utils import manual_seed
@@ -29,6 +32,7 @@ from tests.engine.loaders import (
     progress,
     saved_at_every_iteration,
 )
+from tests.threads import on_threads
 
 ALL_SAMPLERS = (*SAMPLERS, "backwards")
 DRIFT = "ignore:the sampler of the data has epochs of its own:UserWarning"
@@ -260,3 +264,60 @@ def test_random_states_are_forgotten_once_they_were_restored():
     assert engine.state.rng_states is not None
     engine.run(loader_of(8), max_epochs=3)
     assert engine.state.rng_states is None
+
+
+# --- loaders that can start at any sample ----------------------------------------------------------------------------
+
+
+def exact(size=11, **options):
+    return auto_dataloader(range(size), **{"batch_size": 3, "shuffle": True, "seed": 3, **options})
+
+
+@pytest.mark.parametrize("length", [None, 3, 6])
+@pytest.mark.parametrize("with_position", [True, False])
+def test_a_loader_of_auto_dataloader_is_resumed_without_a_list_of_its_indices(length, with_position):
+    def batches(state_dict=None):
+        data = exact(collate_fn=list)
+        seen = batches_of(data, 3, length, state_dict)
+        assert isinstance(data.batch_sampler, ExactBatchSampler)
+        return seen
+
+    whole, saved = saved_at_every_iteration(exact(collate_fn=list), 3, length)
+    assert [sorted(itertools.chain(*whole[begin : begin + 4])) for begin in (0, 4)] == [list(range(11))] * 2
+    for iteration in range(1, 3 * (length or 4)):
+        state_dict = dict(saved[iteration])
+        assert state_dict["position"]["consumed"] in (0, 3, 6, 9)
+        if not with_position:
+            del state_dict["position"]
+        assert batches(state_dict) == whole[iteration:], iteration
+
+
+def test_its_batch_sampler_is_used_as_it_is():
+    loader = exact()
+    engine = DeterministicEngine(lambda engine, batch: None)
+    assert engine.run(loader).dataloader is loader
+
+
+@on_threads(2)
+def test_a_rank_knows_the_share_of_its_batches():
+    shares = []
+    DeterministicEngine(lambda engine, batch: shares.append(engine.batch_share)).run(exact(7, batch_size=4))
+    assert shares == ([1.0, 2 / 3] if get_rank() == 0 else [1.0, 4 / 3])
+
+
+def test_a_loader_without_a_dataset_is_taken():
+    class Bare(DataLoader):
+        def __init__(self):
+            self.batch_sampler = BatchSampler(range(4), 2, False)
+
+        def __iter__(self):
+            return iter(self.batch_sampler)
+
+        def __len__(self):
+            return 2
+
+        def __setattr__(self, name, value):
+            object.__setattr__(self, name, value)
+
+    engine = DeterministicEngine(lambda engine, batch: batch)
+    assert engine.run(Bare(), max_epochs=2).iteration == 4

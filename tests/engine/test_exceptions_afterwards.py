@@ -18,11 +18,12 @@ def test_the_next_run_goes_on_with_the_rest_of_the_epoch(position, kind, epochs)
     at_position(engine, position, raising(kind("no")))
     with pytest.raises(kind):
         engine.run(DATA, max_epochs=EPOCHS)
-    begun = engine.state.iteration
+    completed = engine.state_dict()["iteration"]
+    assert completed == engine.state.iteration - (EVENTS[position] == "IS")
     trace.take()
     assert engine.run(DATA, max_epochs=epochs) is engine.state
     assert (engine.state.epoch, engine.state.iteration) == (epochs, epochs * len(DATA))
-    assert trace.words[1] == f"ES {begun // len(DATA) + 1}/{begun}"
+    assert trace.words[1] == f"ES {completed // len(DATA) + 1}/{completed}"
 
 
 @pytest.mark.parametrize("firing", [1, 2])
@@ -43,7 +44,7 @@ def test_after_an_error_in_an_only_epoch_the_next_run_goes_on_in_it():
         engine.run([1, 2, 3])
     trace.take()
     engine.run([1, 2, 3])
-    assert trace.take() == flat(f"S ES {IT} EC C")
+    assert trace.take() == flat(f"S ES {IT} {IT} EC C")
     assert engine.state.iteration == 3
 
 
@@ -80,7 +81,7 @@ def test_a_failed_run_is_saved_as_it_stands():
     other, trace = traced()
     other.load_state_dict(engine.state_dict())
     other.run(DATA)
-    assert trace.take() == flat(f"S ES {IT} EC C")
+    assert trace.take() == flat(f"S ES {IT} {IT} EC C")
 
 
 def test_a_run_that_failed_over_unsized_data_goes_on():
@@ -90,7 +91,7 @@ def test_a_run_that_failed_over_unsized_data_goes_on():
         engine.run(data)
     assert trace.batches == ["a", "b"]
     engine.run(data, epoch_length=4)
-    assert trace.batches == ["a", "b", "c", "d"]
+    assert trace.batches == ["a", "b", "b", "c", "d"]
     assert (engine.state.epoch, engine.state.iteration) == (1, 4)
 
 

@@ -133,7 +133,8 @@ def test_a_paused_run_is_seen_as_unfinished():
     state = engine.run(DATA, max_epochs=EPOCHS)
     assert (state.iteration, state.epoch, state.batch, state.output) == (3, 2, 1, 1)
     assert engine.last_event_name == Events.INTERRUPT
-    assert engine.state_dict() == {"epoch_length": 2, "iteration": 3, "max_epochs": EPOCHS}
+    counts = {"epochs_completed": 1, "iterations_in_epoch": 1}
+    assert engine.state_dict() == {"epoch_length": 2, "iteration": 3, "max_epochs": EPOCHS, **counts}
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 import camshaft.distributed as idist
-from camshaft.engine import Engine, Events, create_supervised_trainer
+from camshaft.engine import DeterministicEngine, Engine, Events, create_supervised_trainer
 
 SIZE = 11
 
@@ -31,9 +31,9 @@ def loader(batch_size=3, workers=0, seed=0, size=SIZE, **options):
 class Recorder:
     """An engine that notes its batches, and its state after each."""
 
-    def __init__(self):
+    def __init__(self, kind=Engine):
         self.seen, self.states = [], {}
-        self.engine = Engine(lambda engine, batch: self.seen.append(batch.tolist()))
+        self.engine = kind(lambda engine, batch: self.seen.append(batch.tolist()))
         self.engine.add_event_handler(Events.ITERATION_COMPLETED, self.keep)
 
     def keep(self, engine):
@@ -43,6 +43,41 @@ class Recorder:
         self.engine.load_state_dict(state_dict)
         self.engine.run(data, **arguments)
         return self.seen
+
+
+class Stream(IterableDataset):
+    reads = 0
+
+    def __init__(self, begin=0):
+        self.begin = begin
+
+    def __iter__(self):
+        Stream.reads += 1
+        return iter(range(self.begin, 10))
+
+
+def stream():
+    return idist.auto_dataloader(Stream(), batch_size=3)
+
+
+class Stateful(list):
+    """Data that know where they are, as the loader of torchdata does."""
+
+    def __init__(self, values):
+        super().__init__(values)
+        self.given = self.begin = 0
+
+    def __iter__(self):
+        self.given, self.begin = self.begin, 0
+        for value in list.__getitem__(self, slice(self.given, None)):
+            self.given += 1
+            yield value
+
+    def state_dict(self):
+        return {"given": self.given}
+
+    def load_state_dict(self, state_dict):
+        self.begin = state_dict["given"]
 
 
 @pytest.fixture(scope="module")
@@ -129,14 +164,115 @@ def test_epochs_that_are_no_passes_can_be_gone_on_with(epoch_length):
         assert seen == first.seen[iteration:], iteration
 
 
-def test_a_run_that_failed_goes_on_after_the_batch_that_it_failed_with(whole):
+@pytest.mark.parametrize("event", [Events.GET_BATCH_COMPLETED(once=5), Events.ITERATION_STARTED(once=6)])
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+@pytest.mark.parametrize("saved", [False, True])
+def test_an_iteration_that_did_not_complete_is_repeated(whole, event, error, saved):
+    def fail():
+        raise error
+
     recorder = Recorder()
-    failing = recorder.engine.add_event_handler(Events.ITERATION_STARTED(once=6), lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    failing = recorder.engine.add_event_handler(event, fail)
+    with pytest.raises(error):
         recorder.engine.run(loader(), max_epochs=7)
+    assert recorder.engine.state_dict()["iteration"] == 5
     failing.remove()
+    if saved:
+        recorder.engine.load_state_dict(recorder.engine.state_dict())
     recorder.engine.run(loader(), max_epochs=7)
-    assert recorder.seen == whole.seen[:5] + whole.seen[6:]
+    assert recorder.seen == whole.seen
+    assert recorder.engine.state.iteration == 28
+
+
+@pytest.mark.parametrize("event", [Events.ITERATION_STARTED(once=6), Events.EXCEPTION_RAISED])
+def test_a_state_saved_before_the_step_returned_repeats_the_iteration(whole, event):
+    states = []
+
+    def step(engine, batch):
+        if event is Events.EXCEPTION_RAISED and engine.state.iteration == 6:
+            raise ValueError("no")
+
+    engine = Engine(step)
+    engine.add_event_handler(event, lambda engine, *error: states.append(engine.state_dict()))
+    engine.add_event_handler(event, lambda engine, *error: engine.terminate())
+    engine.run(loader(), max_epochs=7)
+    assert states[0]["iteration"] == 5
+    assert Recorder().resumed(states[0], loader()) == whole.seen[5:]
+
+
+def test_an_iteration_that_an_error_handler_gave_up_is_not_repeated(whole):
+    recorder = Recorder()
+    recorder.engine.add_event_handler(Events.ITERATION_STARTED(once=6), lambda: 1 / 0)
+    recorder.engine.add_event_handler(Events.EXCEPTION_RAISED, lambda error: None)
+    recorder.engine.run(loader(), max_epochs=7)
+    resumed = Recorder().resumed(recorder.states[10], loader())
+    assert recorder.seen == [*recorder.seen[: -len(resumed)], *resumed]
+    assert recorder.states[10]["epochs_completed"] == 3
+
+
+@pytest.mark.parametrize("make", [iter, Stateful], ids=["iterator", "data with a state"])
+@pytest.mark.parametrize("event", [Events.GET_BATCH_COMPLETED(once=2), Events.ITERATION_STARTED(once=3)])
+def test_a_batch_that_the_data_cannot_return_again_is_kept_for_the_next_run(make, event):
+    engine, data = Engine(lambda engine, batch: seen.append(batch)), make(list(range(5)))
+    seen = []
+    failing = engine.add_event_handler(event, lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.run(data, epoch_length=5)
+    failing.remove()
+    engine.run(data)
+    assert seen == [0, 1, 2, 3, 4]
+    assert (engine.state.iteration, engine.state.epoch) == (5, 1)
+
+
+def test_data_that_cannot_return_the_batch_of_an_unfinished_iteration_say_what_is_lost():
+    engine = Engine(lambda engine, batch: None)
+    states = []
+    engine.add_event_handler(Events.ITERATION_STARTED(once=3), lambda engine: states.append(engine.state_dict()))
+    engine.run(Stateful(map(torch.tensor, range(5))))
+    with pytest.warns(UserWarning, match="the gradients of 1 batches are lost"):
+        seen = Recorder().resumed(states[0], Stateful(map(torch.tensor, range(5))))
+    assert seen == [3, 4]
+
+
+# --- epochs that end early ---------------------------------------------------------------------------------------
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    cuts=st.sets(st.integers(1, 20), max_size=4),
+    length=st.sampled_from([None, 3, 6]),
+    kind=st.sampled_from([Engine, DeterministicEngine]),
+    data=st.data(),
+)
+def test_a_run_whose_epochs_end_early_resumes_exactly_from_every_iteration(cuts, length, kind, data):
+    def run(state=None):
+        recorder = Recorder(kind)
+        at_once = Events.ITERATION_COMPLETED(event_filter=lambda engine, count: count in cuts)
+        recorder.engine.add_event_handler(at_once, recorder.engine.terminate_epoch)
+        if state is None:
+            recorder.engine.run(loader(), max_epochs=5, epoch_length=length)
+        else:
+            recorder.resumed(state, loader())
+        return recorder
+
+    whole = run()
+    iteration = data.draw(st.integers(1, len(whole.seen) - 1))
+    assume(iteration not in cuts)  # that state was saved before the epoch was ended
+    state = whole.states[iteration]
+    again = run(state)
+    assert again.seen == whole.seen[iteration:]
+    assert (again.engine.state.epoch, again.engine.state.iteration) == (5, len(whole.seen))
+
+
+def test_a_state_saved_at_the_end_of_an_epoch_after_one_that_ended_early_resumes_with_the_next(whole):
+    recorder, states = Recorder(), []
+    recorder.engine.add_event_handler(Events.ITERATION_COMPLETED(once=2), recorder.engine.terminate_epoch)
+    recorder.engine.add_event_handler(Events.EPOCH_COMPLETED, lambda engine: states.append(engine.state_dict()))
+    recorder.engine.run(loader(), max_epochs=4)
+    assert [(one["epochs_completed"], one["iterations_in_epoch"]) for one in states] == [(1, 0), (2, 0), (3, 0), (4, 0)]
+    again = Recorder()
+    assert again.resumed(states[1], loader()) == whole.seen[8:16]
+    assert again.engine.state.epoch == 4
 
 
 def test_an_epoch_number_that_a_handler_chooses_is_kept():
@@ -163,7 +299,7 @@ def test_an_epoch_number_that_a_handler_chooses_is_kept():
         (lambda: loader(seed=1), "saved with seed 0, the loader has seed 1"),
         (lambda: loader(size=12), "11 samples.*12 samples"),
         (lambda: loader(shuffle=False), "shuffled.*sequential"),
-        (lambda: DataLoader(range(SIZE), batch_size=3), "begins at any sample.*got DataLoader"),
+        (lambda: DataLoader(range(SIZE), batch_size=3), "starts at any sample.*got DataLoader"),
     ],
 )
 def test_other_data_are_refused_and_nothing_has_changed(whole, data, message):
@@ -185,31 +321,6 @@ def test_a_position_that_is_none_is_refused(whole):
 # --- other data --------------------------------------------------------------------------------------------------
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(10))
-
-
-class Stateful(list):
-    """Data that know where they are, as the loader of torchdata does."""
-
-    def __init__(self, values):
-        super().__init__(values)
-        self.given = self.begin = 0
-
-    def __iter__(self):
-        self.given, self.begin = self.begin, 0
-        for value in list.__getitem__(self, slice(self.given, None)):
-            self.given += 1
-            yield value
-
-    def state_dict(self):
-        return {"given": self.given}
-
-    def load_state_dict(self, state_dict):
-        self.begin = state_dict["given"]
-
-
 def test_data_with_a_state_of_their_own_are_exact():
     def data():
         return Stateful([torch.tensor(number) for number in range(5)])
@@ -220,13 +331,46 @@ def test_data_with_a_state_of_their_own_are_exact():
         assert Recorder().resumed(first.states[iteration], data()) == first.seen[iteration:]
 
 
-@pytest.mark.parametrize("data", [lambda: DataLoader(Stream(), batch_size=3), lambda: iter(DataLoader(Stream(), 3))])
-def test_other_streams_are_skipped_forward_with_a_warning_of_what_it_costs(data):
+def test_streams_of_auto_dataloader_are_skipped_forward_with_a_warning_of_what_it_costs():
     first = Recorder()
-    first.engine.run(data(), max_epochs=1)
+    first.engine.run(stream(), max_epochs=1)
     with pytest.warns(UserWarning, match="2 batches are loaded and thrown away"):
-        seen = Recorder().resumed({**first.states[2], "max_epochs": 1}, data())
+        seen = Recorder().resumed({**first.states[2], "max_epochs": 1}, stream())
     assert seen == first.seen[2:]
+
+
+PLAIN = {
+    "loader": lambda begin=0: DataLoader(Stream(begin), batch_size=3),
+    "iterator": lambda begin=0: iter(DataLoader(Stream(begin), batch_size=3)),
+    "generator": lambda begin=0: (batch for batch in DataLoader(Stream(begin), batch_size=3)),
+}
+
+
+@pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
+def test_a_stream_that_the_user_moved_forward_is_not_skipped_again(make):
+    first = Recorder()
+    first.engine.run(make(), max_epochs=1)
+    with pytest.warns(UserWarning, match="unless you have moved it forward"):
+        seen = Recorder().resumed({**first.states[2], "max_epochs": 1}, make(begin=6))
+    assert seen == first.seen[2:]
+
+
+@pytest.mark.parametrize("make", [*PLAIN.values(), lambda: stream()], ids=[*PLAIN, "auto_dataloader"])
+@pytest.mark.parametrize("epochs", [1, 2, 3])
+def test_at_the_end_of_an_epoch_over_data_of_unknown_length_nothing_is_skipped(make, epochs):
+    state, seen = None, []
+    for epoch in range(1, epochs + 2):
+        recorder, reads, ends = Recorder(), Stream.reads, []
+        if state is not None:
+            recorder.engine.load_state_dict({**state, "max_epochs": epoch})
+        recorder.engine.add_event_handler(
+            Events.EPOCH_COMPLETED, lambda engine, ends: ends.append(engine.state_dict()), ends
+        )
+        recorder.engine.run(make(), max_epochs=epoch)
+        assert Stream.reads == reads + 1
+        seen.append(recorder.seen)
+        (state,) = ends
+    assert seen == [[[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]] * (epochs + 1)
 
 
 class StatefulStream(Stateful):
@@ -235,11 +379,9 @@ class StatefulStream(Stateful):
     __len__ = None
 
 
-@pytest.mark.filterwarnings("ignore:the data cannot begin in the middle")
+@pytest.mark.filterwarnings("ignore:the data cannot start in the middle")
 @pytest.mark.parametrize("target", [{"max_epochs": 3}, {"max_iters": 11}])
-@pytest.mark.parametrize(
-    "data", [lambda: DataLoader(Stream(), batch_size=3), lambda: StatefulStream(map(torch.tensor, range(4)))]
-)
+@pytest.mark.parametrize("data", [lambda: stream(), lambda: StatefulStream(map(torch.tensor, range(4)))])
 def test_the_length_of_an_epoch_is_learned_right_in_a_pass_that_was_taken_up(data, target):
     first = Recorder()
     first.engine.run(data(), **target)
@@ -253,7 +395,7 @@ def test_sequences_and_loaders_of_torch_are_read_from_their_beginning_and_their_
     for data in ([torch.tensor(1), torch.tensor(2)], DataLoader(range(4), batch_size=2)):
         first = Recorder()
         first.engine.run(data, max_epochs=2)
-        assert list(first.states[3]) == ["epoch_length", "iteration", "max_epochs"]
+        assert "position" not in first.states[3]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             assert Recorder().resumed(first.states[3], data) == first.seen[:1]

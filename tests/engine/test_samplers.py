@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, TensorDataset
 
-from camshaft.engine import Engine, Events
+from camshaft.engine import DeterministicEngine, Engine, Events
 from tests.engine.traces import at, at_position, echo, traced
 
 
@@ -158,3 +160,11 @@ def test_a_loader_over_data_without_length_is_unsized():
     engine = Engine(echo)
     engine.run(DataLoader(Stream(), batch_size=2), max_epochs=2)
     assert (engine.state.epoch_length, engine.state.iteration) == (2, 4)
+
+
+@pytest.mark.parametrize("kind", [Engine, DeterministicEngine])
+def test_data_that_invent_attributes_have_no_endless_chain_of_samplers(kind):
+    data = MagicMock()
+    data.__iter__.side_effect = lambda: iter([1, 2])
+    data.__len__.return_value = 2
+    assert kind(echo).run(data, max_epochs=2).iteration == 4

@@ -110,7 +110,7 @@ def _iterable(
     size = topology.world_size
     options["batch_size"] = _per_rank(options.pop("batch_size", 1), size)
     if size == 1:
-        return DataLoader(dataset, **options)
+        return PlainLoader(dataset, **options)
     if callable(getattr(dataset, "shard", None)):
         dataset = sharded(dataset, topology.rank, size)
     else:

@@ -96,7 +96,10 @@ class EvenLoader(DataLoader[Any]):
 
     Attributes:
         plain: the same loader, which ends where its own data do.
+        is_skipped_forward: as of :class:`PlainLoader`.
     """
+
+    is_skipped_forward = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -19,10 +19,10 @@ Sample = TypeVar("Sample", covariant=True)
 
 
 class PlainLoader(DataLoader[Sample]):
-    """A ``DataLoader`` that ``auto_dataloader`` made and that cannot begin in the middle.
+    """A ``DataLoader`` that ``auto_dataloader`` made and that cannot start in the middle.
 
     Attributes:
-        is_skipped_forward: a run that goes on in the middle of a pass loads what it was given before, and throws it
+        is_skipped_forward: a run that resumes in the middle of a pass loads the batches it had before, and throws them
             away.
     """
 
