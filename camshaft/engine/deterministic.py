@@ -176,10 +176,10 @@ class DeterministicEngine(Engine[Batch, Output]):
         length = length_of(data)
         number, place = self._pass_at(length)
         self._seed(number)
-        sampler = exact_batches(data) or getattr(data, "batch_sampler", None)
-        if exact_batches(data) is not None:
-            sampler.set_epoch(number)
-            iterator, place = open_at(data, sampler.position(place) if position is None else position)
+        sampler = getattr(data, "batch_sampler", None)
+        if (exact := exact_batches(data)) is not None:
+            exact.set_epoch(number)
+            iterator, place = open_at(data, exact.position(place) if position is None else position)
         elif isinstance(sampler, ReproducibleBatchSampler):
             sampler.setup_batch_indices()
             sampler.start_iteration = place

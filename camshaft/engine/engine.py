@@ -159,8 +159,8 @@ class Engine(EventSource[Batch, Output], Stoppable, Serializable):
     def _begin(self, request: Request) -> Run:
         if self._progress.origin is Origin.LOADED and has_target(self.state):
             warnings.warn(
-                f"the loaded state had reached its target of {target_of(self.state)}: the run starts from the beginning; "
-                "to continue, call run with a larger target",
+                f"the loaded state had reached its target of {target_of(self.state)}: the run starts from the "
+                "beginning; to continue, call run with a larger target",
                 stacklevel=3,
             )
         self._found_length = request.begin(self.state, self._found_length)

@@ -1,4 +1,4 @@
-"""Where a run stands: what is saved and loaded, where the next run continues, and its arguments checked against that."""
+"""Where a run stands: what is saved and loaded, where the next run continues, and the checks of its arguments."""
 
 from __future__ import annotations
 
