@@ -89,7 +89,7 @@ class EarlyStopping(Serializable, ResettableHandler):
         _check_mode("mode", mode, ("max", "min"))
         self.counter = 0
         self.best_score: float | None = None
-        self.logger = logging.getLogger(__name__)
+        self.logger = logging.getLogger(f"{__name__}.{type(self).__name__}")
         self._has_ended = False
         self._together = StopTogether()
         self._together.attach(trainer)

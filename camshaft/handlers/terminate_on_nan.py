@@ -47,7 +47,7 @@ class TerminateOnNan:
     def __init__(self, output_transform: Callable[[Any], Any] = _same) -> None:
         check_callable("output_transform", output_transform)
         self._output_transform = output_transform
-        self.logger = logging.getLogger(__name__)
+        self.logger = logging.getLogger(f"{__name__}.{type(self).__name__}")
         self._together = StopTogether()
         self._has_engine = False
         self._later: _Answer | None = None

@@ -52,7 +52,7 @@ class FastaiLRFinder:
     """
 
     def __init__(self) -> None:
-        self.logger = logging.getLogger(f"{__name__}.{type(self).__name__}")
+        self.logger = logging.getLogger(f"camshaft.handlers.lr_finder.{type(self).__name__}")
         self._rates: list[list[float]] = []
         self._rates_now: list[float] = []
         self._losses: list[float] = []
