@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 
 from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import EventLike, Events, EventsList
+from camshaft.engine.event import EventLike, Events, events_in
 from camshaft.engine.handle import RemovableEventHandle
 from camshaft.handlers.log_handlers import (
     BaseHandler,
@@ -70,7 +70,7 @@ class BaseLogger(ABC):
         Raises:
             RuntimeError: nothing counts the event, so there is no step to write.
         """
-        events = list(event_name) if isinstance(event_name, EventsList) else [event_name]
+        events = events_in(event_name)
         for event in events:
             if event not in engine.state.event_to_attr:
                 known = ", ".join(str(getattr(one, "name", one)) for one in engine.state.event_to_attr)

@@ -9,7 +9,7 @@ from typing import Any
 
 from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import EventLike, Events, FailureEvents
+from camshaft.engine.event import EventLike, Events, FailureEvents, translated
 from camshaft.engine.handle import RemovableEventHandle
 from camshaft.handlers.base_logger import BaseLogger, joined
 from camshaft.handlers.optional import load_optional
@@ -98,6 +98,7 @@ class ProgressBar(BaseLogger):
             ValueError: the events are not two of those that fire once a run, an epoch or an iteration, in this
                 order, or the closing one has a filter.
         """
+        event_name, closing_event_name = translated(event_name), translated(closing_event_name)
         _check_events(engine, event_name, closing_event_name)
         values = Values(metric_names, output_transform, state_attributes)
         progress = Progress(self._make_bar, values, event_name, closing_event_name, self.tqdm_kwargs.get("desc"))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from camshaft.engine.engine import Engine
+from camshaft.engine.event import translated
 
 
 def global_step_from_engine(
@@ -41,6 +42,7 @@ class _StepOf:
 
     def __call__(self, _: Any, event_name: Any) -> int:
         state = self.engine.state
-        attribute = state.event_to_attr.get(event_name if self.event is None else self.event, self.fallback_attr)
+        event = translated(event_name if self.event is None else self.event)
+        attribute = state.event_to_attr.get(event, self.fallback_attr)
         count: int = getattr(state, attribute)
         return count

@@ -1,7 +1,8 @@
-"""Metrics of PyTorch-Ignite, which know nothing of this library, on its engines."""
+"""What comes from PyTorch-Ignite: its metrics and events work on the engines here, all else is refused by name."""
 
 from __future__ import annotations
 
+import io
 import warnings
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from camshaft.engine import Engine, Events, create_supervised_evaluator, create_supervised_trainer
+from camshaft.handlers import CSVLogger, ProgressBar, global_step_from_engine
 from tests.ranks import on_ranks
 
 
@@ -95,8 +97,46 @@ def test_their_events_mean_ours_with_their_filters(ignite):
 
 def test_an_event_that_is_not_known_here_is_refused(ignite):
     thing = ignite.engine.EventEnum("Other", {"THING": "thing"}).THING
-    with pytest.raises(ValueError, match="event must be an event of camshaft"):
-        Engine(lambda engine, batch: batch).add_event_handler(thing, print)
+    engine = Engine(lambda engine, batch: batch)
+    with pytest.raises(ValueError, match=r"unknown event Events\.THING: register it"):
+        engine.add_event_handler(thing, print)
+    with pytest.raises(TypeError, match="EventEnum comes from PyTorch-Ignite: use the one from camshaft.engine"):
+        engine.register_events(thing)
+
+
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda ours, theirs: theirs.ITERATION_COMPLETED(every=2) | theirs.COMPLETED,
+        lambda ours, theirs: ours.ITERATION_COMPLETED(every=2) | theirs.COMPLETED,
+        lambda ours, theirs: ours.ITERATION_COMPLETED(every=2) | (theirs.COMPLETED | theirs.TERMINATE),
+        lambda ours, theirs: (ours.ITERATION_COMPLETED(every=2) | ours.TERMINATE) | theirs.COMPLETED,
+    ],
+)
+def test_their_events_can_be_joined(ignite, join):
+    engine, seen = Engine(lambda engine, batch: batch), []
+    events = join(Events, ignite.engine.Events)
+    handle = engine.add_event_handler(events, lambda: seen.append(engine.last_event_name.name))
+    engine.run([1, 2, 3, 4])
+    assert seen == ["ITERATION_COMPLETED", "ITERATION_COMPLETED", "COMPLETED"]
+    handle.remove()
+    engine.on(events)(print)
+    assert engine.has_event_handler(print, events)
+    engine.remove_event_handler(print, events)
+    assert not engine.has_event_handler(print)
+
+
+def test_their_events_serve_loggers_and_bars(ignite, tmp_path):
+    engine, theirs = Engine(lambda engine, batch: batch), ignite.engine.Events
+    bar = io.StringIO()
+    ProgressBar(file=bar).attach(engine, event_name=theirs.EPOCH_COMPLETED, closing_event_name=theirs.COMPLETED)
+    with CSVLogger(tmp_path / "log.csv") as logger:
+        events = theirs.ITERATION_COMPLETED | theirs.EPOCH_COMPLETED
+        logger.attach_output_handler(engine, events, "run", output_transform=lambda output: output)
+        engine.run([1, 2], max_epochs=2)
+    assert len((tmp_path / "log.csv").read_text().splitlines()) > 4
+    assert "2/2" in bar.getvalue()
+    assert global_step_from_engine(engine, theirs.ITERATION_STARTED)(None, Events.COMPLETED) == 4
 
 
 @on_ranks(2)
