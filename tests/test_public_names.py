@@ -18,6 +18,7 @@ from camshaft.handlers import EarlyStopping, FastaiLRFinder, TerminateOnNan, Tim
 
 PUBLIC: dict[str, list[str]] = {
     "camshaft.base": ["ResettableHandler", "Serializable"],
+    "camshaft.base.mixins": ["ResettableHandler", "Serializable"],
     "camshaft.distributed": [
         "DistributedProxySampler",
         "Parallel",
@@ -112,6 +113,7 @@ PUBLIC: dict[str, list[str]] = {
         "EventsList",
         "RemovableEventHandle",
         "State",
+        "convert_tensor",
         "create_supervised_evaluator",
         "create_supervised_trainer",
         "supervised_evaluation_step",
@@ -126,6 +128,22 @@ PUBLIC: dict[str, list[str]] = {
         "ReproducibleBatchSampler",
         "keep_random_state",
         "update_dataloader",
+    ],
+    "camshaft.engine.engine": [
+        "CallableEventWithFilter",
+        "Engine",
+        "EventEnum",
+        "Events",
+        "EventsList",
+        "RemovableEventHandle",
+    ],
+    "camshaft.engine.events": [
+        "CallableEventWithFilter",
+        "EventEnum",
+        "Events",
+        "EventsList",
+        "RemovableEventHandle",
+        "State",
     ],
     "camshaft.exceptions": ["DamagedCheckpointError", "NotComputableError", "RankDivergenceError"],
     "camshaft.handlers": [
@@ -226,6 +244,23 @@ def test_a_star_import_gives_each_public_name_once(module: ModuleType) -> None:
 def test_each_public_name_is_documented(module: ModuleType) -> None:
     undocumented = [name for name in module.__all__ if not getattr(module, name).__doc__]
     assert undocumented == []
+
+
+@pytest.mark.parametrize(
+    ("statement", "instead"),
+    [
+        ("import camshaft.metrics", "ignite.metrics import"),
+        ("from camshaft import metrics", "attach_metrics"),
+        ("from camshaft.metrics.regression import MedianAbsoluteError", "attach_metrics"),
+        ("import camshaft.contrib", "camshaft.handlers"),
+        ("from camshaft import contrib", "camshaft.handlers"),
+        ("from camshaft.contrib.engines import common", "attach the handlers"),
+        ("from camshaft.contrib.handlers.tqdm_logger import ProgressBar", "camshaft.handlers"),
+    ],
+)
+def test_importing_what_is_not_here_says_what_to_use_instead(statement: str, instead: str) -> None:
+    with pytest.raises(ImportError, match=instead):
+        exec(statement)
 
 
 class MyEngine(Engine[Any, Any]):

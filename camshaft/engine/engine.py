@@ -9,6 +9,8 @@ from typing import Any
 
 from camshaft.engine.control import Stoppable
 from camshaft.engine.data import check_iterable
+from camshaft.engine.event import CallableEventWithFilter, EventEnum, Events, EventsList
+from camshaft.engine.handle import RemovableEventHandle
 from camshaft.engine.loop import Run
 from camshaft.engine.position import Position, exact_batches, open_at, recounted, take_redo, warn_of_new_pass
 from camshaft.engine.resume import Request, Standing, has_target, positive, target_of
@@ -17,6 +19,8 @@ from camshaft.engine.saved import Savable
 from camshaft.engine.signatures import check_process_function
 from camshaft.engine.source import EventSource
 from camshaft.engine.state import Batch, Output, State
+
+__all__ = ["CallableEventWithFilter", "Engine", "EventEnum", "Events", "EventsList", "RemovableEventHandle"]
 
 
 class Engine(EventSource[Batch, Output], Stoppable, Savable):
