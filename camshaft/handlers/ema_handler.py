@@ -26,7 +26,7 @@ class EMAWarmUp(StateParamScheduler):
     """Moves the momentum linearly from one value to another, and stays there.
 
     Args:
-        momentum_warmup: the momentum of the first call.
+        momentum_warmup: the momentum of the first call, from 0 to 1.
         warmup_iters: calls until it is ``momentum``.
         momentum: where it ends.
         param_name: the attribute of ``engine.state``.
@@ -49,7 +49,9 @@ class EMAWarmUp(StateParamScheduler):
         super().__init__(param_name, save_history, create_new)
         if not is_integer(warmup_iters) or warmup_iters < 1:
             raise ValueError(f"warmup_iters must be an integer of at least 1, got {warmup_iters!r}")
-        self.momentum_warmup = _checked_momentum("momentum_warmup", momentum_warmup)
+        if not isinstance(momentum_warmup, Real) or not 0 <= float(momentum_warmup) <= 1:
+            raise ValueError(f"momentum_warmup must be a number from 0 to 1, got {momentum_warmup!r}")
+        self.momentum_warmup = float(momentum_warmup)
         self.warmup_iters = warmup_iters
         self.momentum = _checked_momentum("momentum", momentum)
 
@@ -67,7 +69,7 @@ class EMAHandler:
     Args:
         model: the model that is trained, on its device already. From ``DistributedDataParallel`` it is taken out.
         momentum: the weight of the model in each update.
-        momentum_warmup: the momentum of the first update, if it is to move from there to ``momentum``.
+        momentum_warmup: the momentum of the first update, from 0 to 1, if it is to move from there to ``momentum``.
         warmup_iters: the number of updates after which it is ``momentum``.
         handle_buffers: ``"copy"`` takes the buffers of the model, ``"update"`` averages those that are not whole
             numbers, ``"ema_train"`` leaves them to ``ema_model``, which is in train mode then.

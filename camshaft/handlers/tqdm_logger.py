@@ -111,6 +111,12 @@ class ProgressBar(BaseLogger):
         ]
         return joined(handles, event_name, progress.advance, engine)
 
+    @property
+    def pbar(self) -> Any:
+        """The bar of tqdm that was opened last of those that are open, or ``None``."""
+        shown = [progress for progress in self._shown if progress.bar is not None]
+        return max(shown, key=lambda progress: progress.opened).bar if shown else None
+
     def attach_output_handler(
         self, engine: Engine[Any, Any], event_name: EventLike, *args: Any, **kwargs: Any
     ) -> RemovableEventHandle:

@@ -21,6 +21,7 @@ from camshaft.handlers.checks import check_callable
 from camshaft.handlers.lr_finder.drawing import draw
 from camshaft.handlers.lr_finder.restoring import restored
 from camshaft.handlers.lr_finder.sweep import Sweep, checked_number, checked_objects, present_rates, rates_of
+from camshaft.handlers.optional import load_optional
 from camshaft.handlers.param_scheduler.param import write
 
 _LAST = sys.maxsize  # of all handlers of an event
@@ -229,9 +230,10 @@ class FastaiLRFinder:
             ValueError: a number is negative.
             ModuleNotFoundError: matplotlib is not installed.
         """
+        pyplot = load_optional("matplotlib.pyplot", extra="plot", needed_by="FastaiLRFinder.plot")
         self._check_has_run()
         suggestion = self._steepest() if display_suggestion else None
-        return draw(self.get_results(), suggestion, skip_start, skip_end, log_lr, ax, **kwargs)
+        return draw(pyplot, self.get_results(), suggestion, skip_start, skip_end, log_lr, ax, **kwargs)
 
     def _steepest(self) -> int:
         """Find the point before the minimum with the steepest descent, from the one before to the one after it."""

@@ -61,6 +61,11 @@ class ParamGroupScheduler(Serializable):
         return [scheduler.optimizer for scheduler in self.schedulers]
 
     @property
+    def optimizer_param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups that the schedulers write to, one scheduler after the other."""
+        return [group for scheduler in self.schedulers for group in scheduler.optimizer_param_groups]
+
+    @property
     def param_name(self) -> list[str]:
         """What the schedulers schedule."""
         return [scheduler.param_name for scheduler in self.schedulers]
