@@ -54,4 +54,5 @@ def described(value: Any) -> str:
     if theirs is None:
         return text
     package = theirs.__module__.split(".")[1]
-    return f"{text}; {theirs.__name__} comes from PyTorch-Ignite: use the one from camshaft.{package}"
+    instead = f": use the one from camshaft.{package}" if package in ("distributed", "engine", "handlers") else ""
+    return f"{text}; {theirs.__name__} comes from PyTorch-Ignite{instead}"

@@ -16,6 +16,7 @@ from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import EventLike, Events, events_in
 from camshaft.engine.handle import RemovableEventHandle
+from camshaft.handlers.checks import check_engine
 from camshaft.handlers.log_handlers import (
     BaseHandler,
     BaseOptimizerParamsHandler,
@@ -70,6 +71,7 @@ class BaseLogger(ABC):
         Raises:
             RuntimeError: nothing counts the event, so there is no step to write.
         """
+        check_engine("engine", engine)
         events = events_in(event_name)
         for event in events:
             if event not in engine.state.event_to_attr:

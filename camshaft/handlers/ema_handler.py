@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import EventLike, Events
 from camshaft.engine.filters import is_integer
-from camshaft.handlers.checks import check_is_no_counter
+from camshaft.handlers.checks import check_engine, check_is_no_counter
 from camshaft.handlers.state_param_scheduler import StateParamScheduler
 
 __all__ = ["EMAHandler", "EMAWarmUp"]
@@ -140,6 +140,7 @@ class EMAHandler:
         Raises:
             ValueError: the engine counts by the attribute ``name``.
         """
+        check_engine("engine", engine)
         check_is_no_counter("name", name, engine.state)
         if not hasattr(engine.state, name):
             setattr(engine.state, name, self.momentum)

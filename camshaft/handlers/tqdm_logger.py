@@ -12,6 +12,7 @@ from camshaft.engine.engine import Engine
 from camshaft.engine.event import EventLike, Events, FailureEvents, translated
 from camshaft.engine.handle import RemovableEventHandle
 from camshaft.handlers.base_logger import BaseLogger, joined
+from camshaft.handlers.checks import check_engine
 from camshaft.handlers.optional import load_optional
 from camshaft.handlers.plain_bar import SECONDS, in_lines, is_terminal
 from camshaft.handlers.progress import Progress
@@ -98,6 +99,7 @@ class ProgressBar(BaseLogger):
             ValueError: the events are not two of those that fire once a run, an epoch or an iteration, in this
                 order, or the closing one has a filter.
         """
+        check_engine("engine", engine)
         event_name, closing_event_name = translated(event_name), translated(closing_event_name)
         _check_events(engine, event_name, closing_event_name)
         values = Values(metric_names, output_transform, state_attributes)

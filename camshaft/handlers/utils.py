@@ -8,6 +8,7 @@ from typing import Any
 
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import translated
+from camshaft.handlers.checks import check_engine
 
 
 def global_step_from_engine(
@@ -31,6 +32,7 @@ def global_step_from_engine(
     (2, 20, 2)
     """
 
+    check_engine("engine", engine)
     return _StepOf(engine, custom_event_name, fallback_attr)
 
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from camshaft.distributed import all_reduce, get_world_size
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import Events
-from camshaft.handlers.checks import check_callable
+from camshaft.handlers.checks import check_callable, check_engine
 from camshaft.handlers.lr_finder.drawing import draw
 from camshaft.handlers.lr_finder.restoring import restored
 from camshaft.handlers.lr_finder.sweep import Sweep, checked_number, checked_objects, present_rates, rates_of
@@ -96,6 +96,7 @@ class FastaiLRFinder:
             ValueError: a number is out of range, or there is no optimizer.
             RuntimeError: on entry, if the trainer is in the middle of a run.
         """
+        check_engine("trainer", trainer)
         objects = checked_objects(to_save)
         check_callable("output_transform", output_transform)
         optimizer: Optimizer = objects["optimizer"]

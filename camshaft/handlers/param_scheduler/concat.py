@@ -6,8 +6,11 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch.optim import lr_scheduler as native
+
 from camshaft.engine.engine import Engine
 from camshaft.engine.filters import is_integer
+from camshaft.errors import described
 from camshaft.handlers.checks import check_entries
 from camshaft.handlers.param_scheduler.arguments import check_sequence
 from camshaft.handlers.param_scheduler.base import continues_epoch
@@ -162,9 +165,10 @@ def _checked(schedulers: Any, durations: Any) -> list[int]:
     check_sequence("schedulers", schedulers)
     for scheduler in schedulers:
         if not isinstance(scheduler, (ParamScheduler, ParamGroupScheduler)):
+            hint = "; wrap it in LRScheduler" if isinstance(scheduler, native.LRScheduler) else ""
             raise TypeError(
                 "schedulers must hold objects of the classes ParamScheduler and ParamGroupScheduler, got "
-                f"{scheduler!r} of type {type(scheduler).__name__}"
+                f"{described(scheduler)}{hint}"
             )
     if len(schedulers) < 2:
         raise ValueError(f"schedulers must hold at least two, got {len(schedulers)}")
