@@ -45,7 +45,7 @@ def test_a_trainer_with_wrong_options_is_refused(options, error, named):
         ({"size": len}, r"metrics\['size'\]"),
         (
             {"size": type("Size", (), {"attach": len})},
-            r"metrics\['size'\] must be an object, got the class .*: pass Size\(\.\.\.\) instead",
+            "must be an object, got the class .*: pass Size",
         ),
         ({"size": type("Sum", (), {"compute": len})()}, "use camshaft.handlers.attach_metrics"),
     ],

@@ -146,7 +146,7 @@ def test_their_events_serve_loggers_and_bars(ignite, tmp_path):
 ENGINE = "Engine comes from PyTorch-Ignite: use the one from camshaft.engine"
 ATTACH = {
     "BasicTimeProfiler": lambda engine, path: handlers.BasicTimeProfiler().attach(engine),
-    "CSVLogger": lambda engine, path: CSVLogger(path).attach_output_handler(engine, Events.COMPLETED, "run", "all"),
+    "CSVLogger": lambda engine, path: log(engine, path),
     "EMAHandler": lambda engine, path: handlers.EMAHandler(torch.nn.Linear(1, 1)).attach(engine),
     "EarlyStopping": lambda engine, path: handlers.EarlyStopping(1, lambda engine: 0.0, engine),
     "EarlyStopping.attach": lambda engine, path: stopping().attach(engine),
@@ -173,6 +173,11 @@ ATTACH = {
 
 def nothing():
     return Engine(lambda engine, batch: None)
+
+
+def log(engine, path):
+    with CSVLogger(path) as logger:
+        logger.attach_output_handler(engine, Events.COMPLETED, "run", "all")
 
 
 def stopping():
@@ -211,9 +216,7 @@ def test_their_metrics_are_refused_where_those_of_torchmetrics_are_expected(igni
         handlers.RunningAverage(ignite.metrics.Accuracy())
     with pytest.raises(TypeError, match="must be an object, got the class .*: pass Accuracy"):
         create_supervised_evaluator(torch.nn.Linear(1, 1), {"accuracy": ignite.metrics.Accuracy})
-    with pytest.raises(
-        TypeError, match=r"Accuracy comes from PyTorch-Ignite; it registers .* attach\(engine, \.\.\.\)"
-    ):
+    with pytest.raises(TypeError, match=r"Accuracy comes from PyTorch-Ignite; it registers .* attach\(engine"):
         nothing().add_event_handler(Events.COMPLETED, ignite.metrics.Accuracy())
 
 
