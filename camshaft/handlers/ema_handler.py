@@ -49,9 +49,7 @@ class EMAWarmUp(StateParamScheduler):
         super().__init__(param_name, save_history, create_new)
         if not is_integer(warmup_iters) or warmup_iters < 1:
             raise ValueError(f"warmup_iters must be an integer of at least 1, got {warmup_iters!r}")
-        if not isinstance(momentum_warmup, Real) or not 0 <= float(momentum_warmup) <= 1:
-            raise ValueError(f"momentum_warmup must be a number from 0 to 1, got {momentum_warmup!r}")
-        self.momentum_warmup = float(momentum_warmup)
+        self.momentum_warmup = _checked_momentum("momentum_warmup", momentum_warmup, with_ends=True)
         self.warmup_iters = warmup_iters
         self.momentum = _checked_momentum("momentum", momentum)
 
@@ -196,7 +194,8 @@ def _is_continuous(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _checked_momentum(name: str, value: Any) -> float:
-    if not isinstance(value, Real) or not 0 < float(value) < 1:
-        raise ValueError(f"{name} must be a number between 0 and 1, both excluded, got {value!r}")
+def _checked_momentum(name: str, value: Any, with_ends: bool = False) -> float:
+    if not isinstance(value, Real) or not (0 < float(value) < 1 or (with_ends and value in (0, 1))):
+        ends = "included" if with_ends else "excluded"
+        raise ValueError(f"{name} must be a number between 0 and 1, both {ends}, got {value!r}")
     return float(value)

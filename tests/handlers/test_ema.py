@@ -265,7 +265,7 @@ def test_the_warm_up_can_be_looked_at_alone():
         ({"momentum_warmup": 0.1}, "given together"),
         ({"warmup_iters": 10}, "given together"),
         ({"momentum_warmup": 0.1, "warmup_iters": 0}, "warmup_iters must be"),
-        ({"momentum_warmup": 2, "warmup_iters": 3}, "momentum_warmup must be a number from 0 to 1"),
+        ({"momentum_warmup": 2, "warmup_iters": 3}, "momentum_warmup must be a number between 0 and 1, both included"),
         ({"momentum_warmup": -0.1, "warmup_iters": 3}, "momentum_warmup must be"),
         ({"momentum_warmup": float("nan"), "warmup_iters": 3}, "momentum_warmup must be"),
         ({"handle_buffers": "share"}, "handle_buffers must be one of"),
