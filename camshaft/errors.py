@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class NotComputableError(RuntimeError):
     """Say that a value cannot be computed yet, for example a mean over no samples.
@@ -33,3 +35,24 @@ def annotate(error: BaseException, text: str) -> None:
     else:
         # What add_note does since Python 3.11.
         error.__dict__.setdefault("__notes__", []).append(text)
+
+
+def ignite_class(value: Any) -> type | None:
+    """Return the class of PyTorch-Ignite that ``value`` is, or is an instance of; ``None`` if there is none."""
+    kind = value if isinstance(value, type) else type(value)
+    return next((base for base in kind.__mro__ if base.__module__.partition(".")[0] == "ignite"), None)
+
+
+def described(value: Any) -> str:
+    """Return ``value`` and its type for an error message, and what to import instead if it is PyTorch-Ignite's.
+
+    >>> described(3)
+    '3 of type int'
+    """
+    text = f"{value!r} of type {type(value).__name__}"
+    theirs = ignite_class(value)
+    if theirs is None:
+        return text
+    package = theirs.__module__.split(".")[1]
+    instead = f": use the one from camshaft.{package}" if package in ("distributed", "engine", "handlers") else ""
+    return f"{text}; {theirs.__name__} comes from PyTorch-Ignite{instead}"

@@ -17,10 +17,13 @@ ANNOTATED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.AnnAssign)
 
 LEAVES = (
     "camshaft.base",
+    "camshaft.base.mixins",
+    "camshaft.contrib",
     "camshaft.deprecation",
     "camshaft.errors",
     "camshaft.files",
     "camshaft.logs",
+    "camshaft.metrics",
     "camshaft.seeding",
     "camshaft.text",
     "camshaft.tree",

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import subprocess
 import sys
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
 
+from camshaft.engine import DeterministicEngine, Engine
+from camshaft.handlers import EarlyStopping, FastaiLRFinder, TerminateOnNan, TimeLimit
+
 PUBLIC: dict[str, list[str]] = {
     "camshaft.base": ["ResettableHandler", "Serializable"],
+    "camshaft.base.mixins": ["ResettableHandler", "Serializable"],
     "camshaft.distributed": [
         "DistributedProxySampler",
         "Parallel",
@@ -106,6 +113,7 @@ PUBLIC: dict[str, list[str]] = {
         "EventsList",
         "RemovableEventHandle",
         "State",
+        "convert_tensor",
         "create_supervised_evaluator",
         "create_supervised_trainer",
         "supervised_evaluation_step",
@@ -120,6 +128,22 @@ PUBLIC: dict[str, list[str]] = {
         "ReproducibleBatchSampler",
         "keep_random_state",
         "update_dataloader",
+    ],
+    "camshaft.engine.engine": [
+        "CallableEventWithFilter",
+        "Engine",
+        "EventEnum",
+        "Events",
+        "EventsList",
+        "RemovableEventHandle",
+    ],
+    "camshaft.engine.events": [
+        "CallableEventWithFilter",
+        "EventEnum",
+        "Events",
+        "EventsList",
+        "RemovableEventHandle",
+        "State",
     ],
     "camshaft.exceptions": ["DamagedCheckpointError", "NotComputableError", "RankDivergenceError"],
     "camshaft.handlers": [
@@ -220,6 +244,52 @@ def test_a_star_import_gives_each_public_name_once(module: ModuleType) -> None:
 def test_each_public_name_is_documented(module: ModuleType) -> None:
     undocumented = [name for name in module.__all__ if not getattr(module, name).__doc__]
     assert undocumented == []
+
+
+@pytest.mark.parametrize(
+    ("statement", "instead"),
+    [
+        ("import camshaft.metrics", "ignite.metrics import"),
+        ("from camshaft import metrics", "attach_metrics"),
+        ("from camshaft.metrics.regression import MedianAbsoluteError", "attach_metrics"),
+        ("import camshaft.contrib", "camshaft.handlers"),
+        ("from camshaft import contrib", "camshaft.handlers"),
+        ("from camshaft.contrib.engines import common", "attach the handlers"),
+        ("from camshaft.contrib.handlers.tqdm_logger import ProgressBar", "camshaft.handlers"),
+    ],
+)
+def test_importing_what_is_not_here_says_what_to_use_instead(statement: str, instead: str) -> None:
+    with pytest.raises(ImportError, match=instead):
+        exec(statement)
+
+
+class MyEngine(Engine[Any, Any]):
+    pass
+
+
+class MyStopping(EarlyStopping):
+    pass
+
+
+def step(engine: Engine[Any, Any], batch: Any) -> None: ...
+
+
+# Users silence or redirect loggers by name, so the names are public: the module of the public class, then the class.
+LOGGERS: list[tuple[str, Callable[[], Any]]] = [
+    ("camshaft.engine.engine.Engine", lambda: Engine(step)),
+    ("camshaft.engine.engine.DeterministicEngine", lambda: DeterministicEngine(step)),
+    ("camshaft.engine.engine.MyEngine", lambda: MyEngine(step)),
+    ("camshaft.handlers.early_stopping.EarlyStopping", lambda: EarlyStopping(1, lambda engine: 0.0, Engine(step))),
+    ("camshaft.handlers.early_stopping.MyStopping", lambda: MyStopping(1, lambda engine: 0.0, Engine(step))),
+    ("camshaft.handlers.terminate_on_nan.TerminateOnNan", TerminateOnNan),
+    ("camshaft.handlers.time_limit.TimeLimit", TimeLimit),
+    ("camshaft.handlers.lr_finder.FastaiLRFinder", FastaiLRFinder),
+]
+
+
+@pytest.mark.parametrize(("name", "make"), LOGGERS, ids=[name for name, _ in LOGGERS])
+def test_default_loggers_are_named_after_module_and_class(name: str, make: Callable[[], Any]) -> None:
+    assert make().logger is logging.getLogger(name)
 
 
 # Prints what importing the library did beyond what importing torch had done.

@@ -109,6 +109,11 @@ def auto_dataloader(dataset: Dataset[Any] | Sequence[Any], **kwargs: Any) -> Dat
     >>> auto_dataloader([1.0, 2.0, 3.0], batch_size=2).batch_size
     2
     """
+    if isinstance(dataset, DataLoader):
+        raise TypeError(
+            f"dataset must be a dataset, got the DataLoader {dataset!r}: pass loader.dataset, and the arguments of the "
+            "loader (batch_size, shuffle, collate_fn, ...) as keywords of auto_dataloader"
+        )
     backend = current()
     logger = logging.getLogger(f"{__name__}.auto_dataloader")
     device = backend.device.type

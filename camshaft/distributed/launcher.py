@@ -91,6 +91,7 @@ class Parallel:
         if backend is not None:
             module_of(backend)  # refuses one that is not there
         self.backend = backend
+        self.init_method = init_method
         self._nproc_per_node = nproc_per_node
         self._options = options
         self._entered = False

@@ -15,6 +15,7 @@ from camshaft.engine.handle import RemovableEventHandle
 from camshaft.engine.state import State
 from camshaft.engine.steps import prepare_batch as _prepare_batch  # noqa: F401  # its name in the public API
 from camshaft.engine.supervised import create_supervised_evaluator, create_supervised_trainer
+from camshaft.tree import convert_tensor
 
 __all__ = [
     "CallableEventWithFilter",
@@ -25,6 +26,7 @@ __all__ = [
     "EventsList",
     "RemovableEventHandle",
     "State",
+    "convert_tensor",
     "create_supervised_evaluator",
     "create_supervised_trainer",
     "supervised_evaluation_step",

@@ -12,13 +12,15 @@ from camshaft.engine.event import (
     EventEnum,
     EventLike,
     Events,
-    EventsList,
     FailureEvents,
     HandlerEvents,
+    events_in,
+    translated,
 )
 from camshaft.engine.plan import Plan, Registration, Wrapper
 from camshaft.engine.signatures import call_of
 from camshaft.engine.state import State
+from camshaft.errors import described
 
 _EXTRA: dict[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {
     Events.EXCEPTION_RAISED: ((None,), {}),
@@ -52,7 +54,9 @@ class Dispatcher:
             raise ValueError(f"event_to_attr must be a dict or None, got {event_to_attr!r}")
         for event in (*events, *(event_to_attr or {})):
             if not isinstance(event, (str, EventEnum)):
-                raise TypeError(f"an event to register must be a str or a member of an EventEnum, got {event!r}")
+                raise TypeError(
+                    f"an event to register must be a str or a member of an EventEnum, got {described(event)}"
+                )
         for attribute in (event_to_attr or {}).values():
             if not isinstance(attribute, str) or attribute in _NO_COUNTERS:
                 raise ValueError(
@@ -69,8 +73,9 @@ class Dispatcher:
 
     def knows(self, event: Any) -> bool:
         """Say whether an event is registered; those of ready-made handlers are as soon as somebody asks."""
+        event = translated(event)
         if not isinstance(event, (str, CallableEventWithFilter)):
-            return _is_foreign(event) and event.name in self.plans
+            return False
         if event not in self.plans and isinstance(event, CallableEventWithFilter):
             family = event._family
             if family is not None and issubclass(family, HandlerEvents):
@@ -84,7 +89,7 @@ class Dispatcher:
             ValueError: the event is not registered.
         """
         if self.knows(event):
-            return self.plans[event.name if _is_foreign(event) else event]
+            return self.plans[translated(event)]
         raise ValueError(_unknown(event, [getattr(one, "name", one) for one in self.plans]))
 
     def add(
@@ -145,7 +150,7 @@ class Dispatcher:
             plan.wrap(wrappers)
 
     def _each(self, event: EventLike, strict: bool = True) -> Iterator[tuple[Any, Plan]]:
-        for one in event if isinstance(event, EventsList) else (event,):
+        for one in events_in(event):
             if strict or self.knows(one):
                 yield one, self.plan(one)
 
@@ -169,16 +174,9 @@ class Dispatcher:
         return Registration(plan, handler, call, event_filter, args, kwargs, order)
 
 
-def _is_foreign(event: Any) -> bool:
-    """Say whether this looks like an event of PyTorch-Ignite, whose metrics mean by it the one of that name here."""
-    ours = isinstance(event, (str, CallableEventWithFilter))
-    return not ours and isinstance(getattr(event, "name", None), str) and hasattr(event, "filter")
-
-
 def _unknown(event: Any, known: list[str]) -> str:
     if not isinstance(event, (str, CallableEventWithFilter)):
-        kind = f"{type(event).__module__}.{type(event).__qualname__}"
-        return f"event must be an event of camshaft, its name, or several joined by |, got {event!r} of type {kind}"
+        return f"event must be an event of camshaft, its name, or several joined by |, got {described(event)}"
     name = str(getattr(event, "name", event))
     folded = {one.casefold(): one for one in known}
     close = get_close_matches(name.casefold(), folded, n=1)

@@ -13,12 +13,16 @@ from typing import Any
 from camshaft.base import Serializable
 from camshaft.engine.control import Stoppable
 from camshaft.engine.data import Position, check_iterable, exact_batches, open_at, recount, warn_of_new_pass
+from camshaft.engine.event import CallableEventWithFilter, EventEnum, Events, EventsList
+from camshaft.engine.handle import RemovableEventHandle
 from camshaft.engine.loop import Run
 from camshaft.engine.progress import Origin, Progress, Request, has_target, positive, read, target_of
 from camshaft.engine.running import running
 from camshaft.engine.signatures import check_process_function
 from camshaft.engine.source import EventSource
 from camshaft.engine.state import Batch, Output, State
+
+__all__ = ["CallableEventWithFilter", "Engine", "EventEnum", "Events", "EventsList", "RemovableEventHandle"]
 
 
 class Engine(EventSource[Batch, Output], Stoppable, Serializable):

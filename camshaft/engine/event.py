@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any, overload
 
 from camshaft.engine.filters import NEVER, Every, Once, Window, at_least, counts_for_once
+from camshaft.errors import ignite_class
 
 EventFilter = Callable[[Any, int], Any]
 
@@ -245,11 +246,25 @@ EventLike = CallableEventWithFilter | EventsList | str
 """What names one event or several: an event, its name, or a list of them."""
 
 
-def _events_of(events: EventLike) -> Iterable[CallableEventWithFilter | str]:
-    if isinstance(events, EventsList):
-        return events
-    if isinstance(events, (CallableEventWithFilter, str)):
-        return (events,)
+def translated(event: Any) -> Any:
+    """Return the event, or the list of events, that one of PyTorch-Ignite stands for; all else as it is."""
+    if isinstance(event, (CallableEventWithFilter, EventsList, str)) or ignite_class(event) is None:
+        return event
+    if isinstance(getattr(event, "name", None), str) and hasattr(event, "filter"):
+        return CallableEventWithFilter(event.value, event.filter, event.name)
+    return EventsList(map(translated, event)) if isinstance(event, Iterable) else event
+
+
+def events_in(events: EventLike) -> tuple[CallableEventWithFilter | str, ...]:
+    """Return the events that are joined in a list, or the only one."""
+    events = translated(events)
+    return tuple(events) if isinstance(events, EventsList) else (events,)
+
+
+def _events_of(events: EventLike) -> tuple[CallableEventWithFilter | str, ...]:
+    found = events_in(events)
+    if all(isinstance(event, (CallableEventWithFilter, str)) for event in found):
+        return found
     raise TypeError(f"only events, their names and lists of them can be joined by |, got {events!r}")
 
 

@@ -213,7 +213,7 @@ class Request:
         )
         wanted.max_epochs, wanted.max_iters = self.max_epochs or state.max_epochs, self.max_iters or state.max_iters
         if self.max_iters is not None:
-            wanted.max_epochs = derived_max_epochs(wanted)
+            wanted.max_epochs = derived_max_epochs(wanted) if wanted.max_epochs is not None else None
         return not is_done(wanted)
 
     def begin(self, state: State[Any, Any], found_length: int | None) -> int | None:

@@ -7,6 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from camshaft.errors import described
+
 
 @dataclass(frozen=True)
 class Call:
@@ -44,7 +48,7 @@ def call_of(
     False
     """
     if not callable(handler):
-        raise TypeError(f"handler must be callable, got {handler!r}")
+        raise TypeError(f"handler must be callable, got {described(handler)}{_alternative(handler)}")
     try:
         signature = inspect.signature(handler)
     except (TypeError, ValueError) as error:
@@ -55,6 +59,17 @@ def call_of(
             if _binds(signature, (*engine, *extra, *args), {**kwargs, **offered}):
                 return Call(takes_engine, takes_keywords)
     raise ValueError(_mismatch(handler, signature, event, extra, args, kwargs))
+
+
+def _alternative(handler: Any) -> str:
+    """Return what to register in place of an object that cannot be called, as the end of a message."""
+    if isinstance(handler, ReduceLROnPlateau):
+        return "; use camshaft.handlers.ReduceLROnPlateauScheduler, or write a function that calls step(metric)"
+    if isinstance(handler, LRScheduler):
+        return "; wrap it in camshaft.handlers.LRScheduler"
+    if callable(getattr(handler, "attach", None)):
+        return "; it registers its handlers itself: call its method attach(engine, ...)"
+    return ""
 
 
 def check_process_function(process_function: Any) -> None:

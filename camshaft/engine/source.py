@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
 
 from camshaft.engine.dispatch import Dispatcher
-from camshaft.engine.event import EventEnum, EventLike, Events, EventsList
+from camshaft.engine.event import EventEnum, EventLike, Events, events_in
 from camshaft.engine.handle import RemovableEventHandle
 from camshaft.engine.state import Batch, Output, State
 
@@ -168,7 +168,7 @@ class EventSource(Generic[Batch, Output]):
     def _checked(self, event_name: EventLike) -> EventLike:
         """Refuse events that are not known, before a handler is even looked at."""
         try:
-            for event in event_name if isinstance(event_name, EventsList) else (event_name,):
+            for event in events_in(event_name):
                 self._dispatcher.plan(event)
         except ValueError as error:
             self.logger.error("%s", error)

@@ -144,8 +144,12 @@ def _check_metrics(metrics: Any) -> None:
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics must be a mapping of names to metrics, got {metrics!r}")
     for name, metric in metrics.items():
+        if isinstance(metric, type):
+            made = f"{metric.__name__}(...)"
+            raise TypeError(f"metrics[{name!r}] must be an object, got the class {metric!r}: pass {made} instead")
         if not callable(getattr(metric, "attach", None)):
-            raise TypeError(f"metrics[{name!r}] must have attach(engine, name), got {metric!r}")
+            hint = ": use camshaft.handlers.attach_metrics" if callable(getattr(metric, "compute", None)) else ""
+            raise TypeError(f"metrics[{name!r}] must have attach(engine, name), got {metric!r}{hint}")
 
 
 def _mode(device: DeviceLike | None, amp_mode: str | None, scaler: Any, amp_dtype: torch.dtype | None) -> str | None:

@@ -14,8 +14,9 @@ from typing import Any, ClassVar, TypeVar
 
 from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import EventLike, Events, EventsList
+from camshaft.engine.event import EventLike, Events, events_in
 from camshaft.engine.handle import RemovableEventHandle
+from camshaft.handlers.checks import check_engine
 from camshaft.handlers.log_handlers import (
     BaseHandler,
     BaseOptimizerParamsHandler,
@@ -70,7 +71,8 @@ class BaseLogger(ABC):
         Raises:
             RuntimeError: nothing counts the event, so there is no step to write.
         """
-        events = list(event_name) if isinstance(event_name, EventsList) else [event_name]
+        check_engine("engine", engine)
+        events = events_in(event_name)
         for event in events:
             if event not in engine.state.event_to_attr:
                 known = ", ".join(str(getattr(one, "name", one)) for one in engine.state.event_to_attr)

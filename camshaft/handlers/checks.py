@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from camshaft.engine.engine import Engine
 from camshaft.engine.state import State
+from camshaft.errors import described
 
 
 def check_callable(name: str, value: Any) -> None:
     """Raise ``TypeError`` if something is given that cannot be called."""
     if value is not None and not callable(value):
         raise TypeError(f"{name} must be callable, got {value!r}")
+
+
+def check_engine(name: str, value: Any) -> None:
+    """Raise ``TypeError`` if something is not an engine of this library."""
+    if not isinstance(value, Engine):
+        raise TypeError(f"{name} must be an Engine, got {described(value)}")
 
 
 def check_text(name: str, value: Any, optional: bool = False) -> None:

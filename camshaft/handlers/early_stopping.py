@@ -14,6 +14,7 @@ from camshaft.base import ResettableHandler, Serializable
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import EventLike, Events
 from camshaft.engine.lazy import LazyNumber
+from camshaft.handlers.checks import check_engine
 from camshaft.handlers.stopping import StopTogether
 
 __all__ = ["EarlyStopping"]
@@ -70,8 +71,7 @@ class EarlyStopping(Serializable, ResettableHandler):
     ) -> None:
         if not callable(score_function):
             raise TypeError(f"score_function must be callable, got {score_function!r}")
-        if not isinstance(trainer, Engine):
-            raise TypeError(f"trainer must be an Engine, got {trainer!r} of type {type(trainer).__name__}")
+        check_engine("trainer", trainer)
         for old, value in (("min_delta", min_delta), ("min_delta_mode", min_delta_mode)):
             if value is not None:
                 _warn_of(old)
@@ -89,7 +89,7 @@ class EarlyStopping(Serializable, ResettableHandler):
         _check_mode("mode", mode, ("max", "min"))
         self.counter = 0
         self.best_score: float | None = None
-        self.logger = logging.getLogger(__name__)
+        self.logger = logging.getLogger(f"{__name__}.{type(self).__name__}")
         self._has_ended = False
         self._together = StopTogether()
         self._together.attach(trainer)
@@ -140,6 +140,9 @@ class EarlyStopping(Serializable, ResettableHandler):
                 resumed.
             reset_event: the event.
         """
+        check_engine("engine", engine)
+        if reset_engine is not None:
+            check_engine("reset_engine", reset_engine)
         engine.add_event_handler(event, self)
         if reset_engine is None:
             self.trainer.add_event_handler(reset_event, self._reset_if_new)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import EventLike, Events
 from camshaft.engine.filters import is_integer
-from camshaft.handlers.checks import check_is_no_counter
+from camshaft.handlers.checks import check_engine, check_is_no_counter
 from camshaft.handlers.state_param_scheduler import StateParamScheduler
 
 __all__ = ["EMAHandler", "EMAWarmUp"]
@@ -26,7 +26,7 @@ class EMAWarmUp(StateParamScheduler):
     """Moves the momentum linearly from one value to another, and stays there.
 
     Args:
-        momentum_warmup: the momentum of the first call.
+        momentum_warmup: the momentum of the first call, from 0 to 1.
         warmup_iters: calls until it is ``momentum``.
         momentum: where it ends.
         param_name: the attribute of ``engine.state``.
@@ -49,7 +49,7 @@ class EMAWarmUp(StateParamScheduler):
         super().__init__(param_name, save_history, create_new)
         if not is_integer(warmup_iters) or warmup_iters < 1:
             raise ValueError(f"warmup_iters must be an integer of at least 1, got {warmup_iters!r}")
-        self.momentum_warmup = _checked_momentum("momentum_warmup", momentum_warmup)
+        self.momentum_warmup = _checked_momentum("momentum_warmup", momentum_warmup, with_ends=True)
         self.warmup_iters = warmup_iters
         self.momentum = _checked_momentum("momentum", momentum)
 
@@ -67,7 +67,7 @@ class EMAHandler:
     Args:
         model: the model that is trained, on its device already. From ``DistributedDataParallel`` it is taken out.
         momentum: the weight of the model in each update.
-        momentum_warmup: the momentum of the first update, if it is to move from there to ``momentum``.
+        momentum_warmup: the momentum of the first update, from 0 to 1, if it is to move from there to ``momentum``.
         warmup_iters: the number of updates after which it is ``momentum``.
         handle_buffers: ``"copy"`` takes the buffers of the model, ``"update"`` averages those that are not whole
             numbers, ``"ema_train"`` leaves them to ``ema_model``, which is in train mode then.
@@ -138,6 +138,7 @@ class EMAHandler:
         Raises:
             ValueError: the engine counts by the attribute ``name``.
         """
+        check_engine("engine", engine)
         check_is_no_counter("name", name, engine.state)
         if not hasattr(engine.state, name):
             setattr(engine.state, name, self.momentum)
@@ -193,7 +194,8 @@ def _is_continuous(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _checked_momentum(name: str, value: Any) -> float:
-    if not isinstance(value, Real) or not 0 < float(value) < 1:
-        raise ValueError(f"{name} must be a number between 0 and 1, both excluded, got {value!r}")
+def _checked_momentum(name: str, value: Any, with_ends: bool = False) -> float:
+    if not isinstance(value, Real) or not (0 < float(value) < 1 or (with_ends and value in (0, 1))):
+        ends = "included" if with_ends else "excluded"
+        raise ValueError(f"{name} must be a number between 0 and 1, both {ends}, got {value!r}")
     return float(value)

@@ -13,7 +13,7 @@ import torch
 from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import Events
-from camshaft.handlers.checks import check_callable
+from camshaft.handlers.checks import check_callable, check_engine
 from camshaft.handlers.progress import num_epochs
 from camshaft.handlers.timing import Timer
 from camshaft.text import to_str_list
@@ -82,6 +82,7 @@ class FBResearchLogger:
             TypeError: ``output_transform`` is not callable, or ``optimizer`` has no ``param_groups``.
             ValueError: ``every`` is below 1.
         """
+        check_engine("engine", engine)
         check_callable("output_transform", output_transform)
         if optimizer is not None and not hasattr(optimizer, "param_groups"):
             raise TypeError(f"optimizer must be one of torch, got {optimizer!r} of type {type(optimizer).__name__}")

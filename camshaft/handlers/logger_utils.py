@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import Events
+from camshaft.errors import described
 from camshaft.handlers.base_logger import BaseLogger
+from camshaft.handlers.checks import check_engine
 from camshaft.handlers.clearml_logger import ClearMLLogger
 from camshaft.handlers.csv_logger import CSVLogger
 from camshaft.handlers.jsonl_logger import JSONLinesLogger
@@ -179,8 +181,7 @@ class Choice:
         trainer_metric_names: Names,
         evaluator_metric_names: Names,
     ) -> None:
-        if not isinstance(trainer, Engine):
-            raise TypeError(f"trainer must be an Engine, got {trainer!r} of type {type(trainer).__name__}")
+        check_engine("trainer", trainer)
         self.trainer = trainer
         self.optimizers = _by_tag("optimizers", optimizers, None, _is_optimizer)
         self.evaluators = _by_tag("evaluators", evaluators, "validation", lambda one: isinstance(one, Engine))
@@ -216,9 +217,7 @@ def _by_tag(name: str, given: Any, tag: str | None, fits: Callable[[Any], bool])
     found = dict(given) if isinstance(given, Mapping) else {} if given is None else {tag: given}
     for one in found.values():
         if not fits(one):
-            raise TypeError(
-                f"{name} must be one, or a mapping of tags to them, got {one!r} of type {type(one).__name__}"
-            )
+            raise TypeError(f"{name} must be one, or a mapping of tags to them, got {described(one)}")
     return found
 
 

@@ -15,8 +15,8 @@ from camshaft.engine.engine import Engine
 from camshaft.engine.event import Events
 from camshaft.engine.handle import RemovableEventHandle
 from camshaft.engine.lazy import LazyNumber
-from camshaft.errors import annotate
-from camshaft.handlers.checks import check_callable
+from camshaft.errors import annotate, ignite_class
+from camshaft.handlers.checks import check_callable, check_engine
 from camshaft.handlers.metric_exchange import members, over_all_ranks
 from camshaft.handlers.param_scheduler.base import continues_epoch
 from camshaft.handlers.values import fetch
@@ -66,12 +66,19 @@ def attach_metrics(
     >>> evaluator.run([(1, 2), (5, 2), (3, 3)]).metrics
     {'largest error': 3}
     """
-    if not isinstance(engine, Engine):
-        raise TypeError(f"engine must be an Engine, got {engine!r} of type {type(engine).__name__}")
+    check_engine("engine", engine)
     check_callable("output_transform", output_transform)
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics must be a mapping of names to metrics, got {metrics!r} of {type(metrics).__name__}")
     for name, metric in metrics.items():
+        if isinstance(metric, type):
+            made = f"{metric.__name__}(...)"
+            raise TypeError(f"metrics[{name!r}] must be an object, got the class {metric!r}: pass {made} instead")
+        if ignite_class(metric) is not None:
+            raise TypeError(
+                f"metrics[{name!r}] must be a metric of torchmetrics or of that form, got {metric!r}, which comes from "
+                f"PyTorch-Ignite: attach it by its own method, metric.attach(engine, {name!r})"
+            )
         if not all(callable(getattr(metric, method, None)) for method in _METHODS):
             raise TypeError(
                 f"metrics[{name!r}] must have reset(), update() and compute(), as those of torchmetrics, got "

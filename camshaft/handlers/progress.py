@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from numbers import Number
 from time import time
 from typing import Any
@@ -12,6 +13,8 @@ from camshaft.engine.event import Events
 from camshaft.engine.progress import derived_max_epochs
 from camshaft.engine.state import State
 from camshaft.handlers.values import Values
+
+_openings = count()
 
 
 class Progress:
@@ -23,6 +26,10 @@ class Progress:
         event: moves the bar on.
         closing_event: ends it.
         description: first part of the text before the bar; chosen if ``None``.
+
+    Attributes:
+        bar: the bar while it is open, else ``None``.
+        opened: grows with each bar that is opened, on any engine.
     """
 
     def __init__(
@@ -33,12 +40,13 @@ class Progress:
         self._course = Course(event)
         self._closing = Course(closing_event)
         self._description = description
-        self._bar: Any = None
+        self.bar: Any = None
+        self.opened = 0
         self._advanced = 0.0
 
     def advance(self, engine: Engine[Any, Any]) -> None:
         """Move the bar on; read the values and draw only when tqdm is going to."""
-        bar = self._bar
+        bar = self.bar
         if bar is None:
             self._open(engine)
             return
@@ -57,7 +65,7 @@ class Progress:
 
     def finish(self, engine: Engine[Any, Any]) -> None:
         """Fill the bar, and close it."""
-        bar = self._bar
+        bar = self.bar
         if bar is None:
             return
         if bar.total is None:
@@ -68,14 +76,14 @@ class Progress:
 
     def stop(self, engine: Engine[Any, Any]) -> None:
         """Close the bar where it stands, with the last values if it stays to be seen."""
-        bar = self._bar
+        bar = self.bar
         if bar is not None and not bar.disable and bar.leave and self._has_values(engine):
             self._show_values(engine)
         self.close()
 
     def fail(self) -> None:
         """Close the bar as it stood after the last advance: the step that failed is not there, nor is its time."""
-        bar = self._bar
+        bar = self.bar
         if bar is not None and not bar.disable:
             lost = time() - self._advanced
             bar.start_t += lost
@@ -84,14 +92,15 @@ class Progress:
 
     def close(self) -> None:
         """Close the bar, if it is open."""
-        bar, self._bar = self._bar, None
+        bar, self.bar = self.bar, None
         if bar is not None:
             bar.close()
 
     def _open(self, engine: Engine[Any, Any]) -> None:
         total = self._course.total(engine.state)
         position = self._course.position(engine, total)
-        bar = self._bar = self._make_bar(total=total, initial=position, desc=f"{self._text(engine)}: ")
+        self.opened = next(_openings)
+        bar = self.bar = self._make_bar(total=total, initial=position, desc=f"{self._text(engine)}: ")
         self._advanced = time()
         if not bar.disable and bar.delay <= 0 and self._values:
             self._show_values(engine)
@@ -114,10 +123,10 @@ class Progress:
     def _show_values(self, engine: Engine[Any, Any]) -> None:
         values = self._values.read(engine, text=True)
         texts = (f"{'_'.join(path)}={self._number(value)}" for path, value in values.items())
-        self._bar.set_postfix_str(", ".join(texts), refresh=False)
+        self.bar.set_postfix_str(", ".join(texts), refresh=False)
 
     def _number(self, value: Any) -> str:
-        return str(self._bar.format_num(value)) if isinstance(value, Number) else " ".join(str(value).split())
+        return str(self.bar.format_num(value)) if isinstance(value, Number) else " ".join(str(value).split())
 
 
 class Course:

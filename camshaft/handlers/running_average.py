@@ -14,7 +14,7 @@ from camshaft.base import Serializable
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import Events
 from camshaft.engine.lazy import LazyNumber
-from camshaft.handlers.checks import check_callable
+from camshaft.handlers.checks import check_callable, check_engine
 
 __all__ = ["RunningAverage"]
 
@@ -50,6 +50,11 @@ class RunningAverage(Serializable):
     _state_dict_all_req_keys = ("average",)
 
     def __init__(self, output_transform: Callable[[Any], Any] = _same, alpha: float = 0.98) -> None:
+        if callable(getattr(output_transform, "compute", None)):
+            raise TypeError(
+                f"output_transform must be a function of the output, got the metric {output_transform!r}: for a metric "
+                "of PyTorch-Ignite use ignite.metrics.RunningAverage, which attaches to engines of camshaft too"
+            )
         check_callable("output_transform", output_transform)
         if not isinstance(alpha, Real) or not 0 <= alpha < 1:
             raise ValueError(f"alpha must be a number from 0 to 1, 1 excluded, got {alpha!r}")
@@ -64,6 +69,7 @@ class RunningAverage(Serializable):
             engine: the trainer.
             name: what the average is called.
         """
+        check_engine("engine", engine)
         engine.add_event_handler(Events.STARTED, self._begin)
         # before bars and loggers, also those that were attached earlier
         engine.add_event_handler(Events.ITERATION_COMPLETED, self._update, name, order=-1)

@@ -12,6 +12,7 @@ from camshaft.distributed.guard import line_of_caller
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import Events, FailureEvents
 from camshaft.engine.handle import RemovableEventHandle
+from camshaft.handlers.checks import check_engine
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LAST = sys.maxsize  # of all handlers of an event
@@ -35,6 +36,7 @@ class StopTogether:
     def attach(self, engine: Engine[Any, Any]) -> None:
         """Watch the runs of an engine from now on; the one that is under way with :meth:`watch`."""
         if not self._has_engine:
+            check_engine("engine", engine)
             self._has_engine = True
             engine.add_event_handler(Events.STARTED, self._start)
 

@@ -8,7 +8,7 @@ from typing import Any
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import Events
 from camshaft.engine.lazy import LazyNumber
-from camshaft.handlers.checks import check_callable, check_is_no_counter, check_text
+from camshaft.handlers.checks import check_callable, check_engine, check_is_no_counter, check_text
 
 __all__ = ["EpochOutputStore"]
 
@@ -69,6 +69,7 @@ class EpochOutputStore:
             TypeError: ``name`` is no name.
             ValueError: the engine counts by the attribute ``name``.
         """
+        check_engine("engine", engine)
         check_text("name", name, optional=True)
         if name is not None:
             check_is_no_counter("name", name, engine.state)

@@ -15,7 +15,7 @@ from torch import Tensor
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import Events
 from camshaft.engine.lazy import LazyNumber
-from camshaft.handlers.checks import check_callable
+from camshaft.handlers.checks import check_callable, check_engine
 from camshaft.handlers.stopping import StopTogether
 
 __all__ = ["TerminateOnNan"]
@@ -47,7 +47,7 @@ class TerminateOnNan:
     def __init__(self, output_transform: Callable[[Any], Any] = _same) -> None:
         check_callable("output_transform", output_transform)
         self._output_transform = output_transform
-        self.logger = logging.getLogger(__name__)
+        self.logger = logging.getLogger(f"{__name__}.{type(self).__name__}")
         self._together = StopTogether()
         self._has_engine = False
         self._later: _Answer | None = None
@@ -55,6 +55,7 @@ class TerminateOnNan:
     def __call__(self, engine: Engine[Any, Any]) -> None:
         """Look at the output; end the run if it, or the one before, is not finite."""
         if not self._has_engine:
+            check_engine("engine", engine)
             self._has_engine = True
             engine.add_event_handler(Events.COMPLETED, self._look_back)
             engine.add_event_handler(Events.STARTED, self._forget)

@@ -16,6 +16,7 @@ from camshaft.engine.engine import Engine
 from camshaft.engine.event import EventLike, Events
 from camshaft.engine.handle import RemovableEventHandle
 from camshaft.handlers.base_logger import joined
+from camshaft.handlers.checks import check_engine
 from camshaft.handlers.flops import FlopCount, peak_of
 
 __all__ = ["Throughput"]
@@ -99,6 +100,7 @@ class Throughput:
         Returns:
             A handle that ends that.
         """
+        check_engine("engine", engine)
         if event_name is None:
             event_name = Events.ITERATION_COMPLETED(every=self._window) | Events.EPOCH_COMPLETED
         handles = [

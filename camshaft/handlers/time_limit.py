@@ -38,7 +38,7 @@ class TimeLimit:
             raise ValueError(f"limit_sec must be above 0, got {limit_sec!r}")
         self.limit_sec = limit_sec
         self.start_time = monotonic()
-        self.logger = logging.getLogger(__name__)
+        self.logger = logging.getLogger(f"{__name__}.{type(self).__name__}")
         self._together = StopTogether()
 
     def __call__(self, engine: Engine[Any, Any]) -> None:

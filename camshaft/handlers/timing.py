@@ -7,6 +7,7 @@ from typing import Any
 
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import EventLike, Events
+from camshaft.handlers.checks import check_engine
 
 __all__ = ["Timer"]
 
@@ -64,6 +65,7 @@ class Timer:
         Returns:
             This timer.
         """
+        check_engine("engine", engine)
         engine.add_event_handler(start, self._reset_paused if start_paused else self.reset)
         engine.add_event_handler(pause, self.pause)
         if resume is not None:

@@ -17,7 +17,7 @@ from camshaft.engine.engine import Engine
 from camshaft.engine.event import Events, FailureEvents
 from camshaft.engine.handle import RemovableEventHandle
 from camshaft.handlers.base_logger import joined
-from camshaft.handlers.checks import check_callable
+from camshaft.handlers.checks import check_callable, check_engine
 
 __all__ = ["TorchProfiler"]
 
@@ -99,6 +99,7 @@ class TorchProfiler:
 
     def attach(self, engine: Engine[Any, Any]) -> RemovableEventHandle:
         """Profile the runs of an engine; gives a handle that ends that."""
+        check_engine("engine", engine)
         leaving = Events.TERMINATE | Events.COMPLETED | Events.INTERRUPT
         handles = [
             engine.add_event_handler(Events.STARTED, self._start, order=_FIRST),

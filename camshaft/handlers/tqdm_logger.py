@@ -9,9 +9,10 @@ from typing import Any
 
 from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import EventLike, Events, FailureEvents
+from camshaft.engine.event import EventLike, Events, FailureEvents, translated
 from camshaft.engine.handle import RemovableEventHandle
 from camshaft.handlers.base_logger import BaseLogger, joined
+from camshaft.handlers.checks import check_engine
 from camshaft.handlers.optional import load_optional
 from camshaft.handlers.plain_bar import SECONDS, in_lines, is_terminal
 from camshaft.handlers.progress import Progress
@@ -98,6 +99,8 @@ class ProgressBar(BaseLogger):
             ValueError: the events are not two of those that fire once a run, an epoch or an iteration, in this
                 order, or the closing one has a filter.
         """
+        check_engine("engine", engine)
+        event_name, closing_event_name = translated(event_name), translated(closing_event_name)
         _check_events(engine, event_name, closing_event_name)
         values = Values(metric_names, output_transform, state_attributes)
         progress = Progress(self._make_bar, values, event_name, closing_event_name, self.tqdm_kwargs.get("desc"))
@@ -109,6 +112,12 @@ class ProgressBar(BaseLogger):
             engine.add_event_handler(FailureEvents.ERROR_MET, progress.fail),
         ]
         return joined(handles, event_name, progress.advance, engine)
+
+    @property
+    def pbar(self) -> Any:
+        """The bar of tqdm that was opened last of those that are open, or ``None``."""
+        shown = [progress for progress in self._shown if progress.bar is not None]
+        return max(shown, key=lambda progress: progress.opened).bar if shown else None
 
     def attach_output_handler(
         self, engine: Engine[Any, Any], event_name: EventLike, *args: Any, **kwargs: Any

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from camshaft.engine.engine import Engine
+from camshaft.engine.event import translated
+from camshaft.handlers.checks import check_engine
 
 
 def global_step_from_engine(
@@ -30,6 +32,7 @@ def global_step_from_engine(
     (2, 20, 2)
     """
 
+    check_engine("engine", engine)
     return _StepOf(engine, custom_event_name, fallback_attr)
 
 
@@ -41,6 +44,7 @@ class _StepOf:
 
     def __call__(self, _: Any, event_name: Any) -> int:
         state = self.engine.state
-        attribute = state.event_to_attr.get(event_name if self.event is None else self.event, self.fallback_attr)
+        event = translated(event_name if self.event is None else self.event)
+        attribute = state.event_to_attr.get(event, self.fallback_attr)
         count: int = getattr(state, attribute)
         return count

@@ -227,6 +227,14 @@ def test_what_is_no_model_or_optimizer_is_refused(thing):
         idist.auto_optim(thing)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_loader_is_refused_where_a_dataset_is_expected(world_size):
+    with at_rank(0, world_size):
+        for loader in (DataLoader([1, 2], 2), idist.auto_dataloader([1, 2])):
+            with pytest.raises(TypeError, match=r"got the DataLoader .*: pass loader\.dataset, and the arguments"):
+                idist.auto_dataloader(loader)
+
+
 def test_an_optimizer_is_given_back_as_it_is():
     optimizer = SGD(nn.Linear(1, 1).parameters(), lr=0.5)
     assert idist.auto_optim(optimizer) is optimizer

@@ -68,6 +68,12 @@ def test_without_a_backend_what_is_for_initialize_or_spawn_plays_no_part():
         assert parallel.run(give)[3] is None
 
 
+def test_the_init_method_is_an_attribute_like_the_backend():
+    assert idist.Parallel().init_method is None
+    parallel = idist.Parallel(backend="gloo", init_method="env://")
+    assert (parallel.backend, parallel.init_method) == ("gloo", "env://")
+
+
 def test_one_process_may_have_a_backend():
     with idist.Parallel("gloo", timeout=timedelta(seconds=30)) as parallel:
         assert parallel.run(give, 5) == (0, 0, 1, "gloo", (5,), {})

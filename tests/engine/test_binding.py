@@ -6,6 +6,8 @@ import functools
 import weakref
 
 import pytest
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from camshaft.engine import Engine, Events
 from tests.engine.traces import echo
@@ -179,9 +181,24 @@ def test_a_handler_whose_signature_cannot_be_read_is_refused(handler):
         Engine(echo).add_event_handler(EPOCH, handler)
 
 
-def test_a_handler_that_is_not_callable_is_refused():
-    with pytest.raises(TypeError, match="handler must be callable, got 3"):
-        Engine(echo).add_event_handler(EPOCH, 3)
+OPTIMIZER = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("handler", "message"),
+    [
+        (3, "3 of type int$"),
+        (StepLR(OPTIMIZER, 1), r"of type StepLR; wrap it in camshaft\.handlers\.LRScheduler$"),
+        (ReduceLROnPlateau(OPTIMIZER), "use camshaft.handlers.ReduceLROnPlateauScheduler, or"),
+        (
+            type("Clock", (), {"attach": echo})(),
+            r"of type Clock; it registers its handlers itself: .*attach\(engine",
+        ),
+    ],
+)
+def test_a_handler_that_is_not_callable_is_refused_and_the_message_says_what_to_do(handler, message):
+    with pytest.raises(TypeError, match=f"handler must be callable, got .*{message}"):
+        Engine(echo).add_event_handler(EPOCH, handler)
 
 
 def test_a_weak_reference_as_an_argument_stays_one():

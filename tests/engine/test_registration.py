@@ -63,7 +63,7 @@ def test_an_event_never_registered_is_refused_everywhere(event, caplog):
         ("epoch_started", "did you mean EPOCH_STARTED"),
         ("EPOCH_COMPLETD", "did you mean EPOCH_COMPLETED"),
         ("FOO", "register_events"),
-        (logging.INFO, "of type builtins.int"),
+        (logging.INFO, "of type int"),
     ],
 )
 def test_the_message_about_an_unknown_event_says_what_to_do(event, hint):

@@ -39,10 +39,12 @@ def test_after_a_finished_run_a_farther_target_goes_on():
     )
 
 
-def test_after_a_finished_run_a_farther_number_of_iterations_goes_on():
-    engine, _ = after(lambda engine: done(engine, max_iters=5))
-    engine.run(DATA, max_iters=7)
-    assert progress(engine) == (4, 7, None, 7)
+@pytest.mark.parametrize("farther", [6, 7])
+def test_after_a_finished_run_a_farther_number_of_iterations_goes_on(farther):
+    engine, trace = after(lambda engine: done(engine, max_iters=5))  # in the middle of epoch 3
+    engine.run(DATA, max_iters=farther)
+    assert trace.words[:2] == ["S 3/5", "ES 4/5"]
+    assert progress(engine) == (4, farther, None, farther)
 
 
 @pytest.mark.parametrize("before", BEFORE)

@@ -39,7 +39,16 @@ def test_a_trainer_with_wrong_options_is_refused(options, error, named):
 
 
 @pytest.mark.parametrize(
-    ("metrics", "named"), [([1], "metrics must be a mapping"), ({"size": len}, r"metrics\['size'\]")]
+    ("metrics", "named"),
+    [
+        ([1], "metrics must be a mapping"),
+        ({"size": len}, r"metrics\['size'\]"),
+        (
+            {"size": type("Size", (), {"attach": len})},
+            "must be an object, got the class .*: pass Size",
+        ),
+        ({"size": type("Sum", (), {"compute": len})()}, "use camshaft.handlers.attach_metrics"),
+    ],
 )
 def test_metrics_that_cannot_be_attached_are_refused(metrics, named):
     with pytest.raises(TypeError, match=named):

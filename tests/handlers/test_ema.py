@@ -178,6 +178,8 @@ def momenta(trainer, name="ema_momentum", iterations=5):
         (0.25, 0.75, 3, [0.25, 0.5, 0.75, 0.75, 0.75]),
         (0.75, 0.25, 5, [0.75, 0.625, 0.5, 0.375, 0.25]),
         (0.25, 0.75, 1, [0.25, 0.75, 0.75, 0.75, 0.75]),
+        (1.0, 0.5, 3, [1.0, 0.75, 0.5, 0.5, 0.5]),  # the average begins as a copy of the model
+        (0.0, 0.5, 3, [0.0, 0.25, 0.5, 0.5, 0.5]),
     ],
 )
 def test_the_momentum_warms_up_under_any_name(name, warmup, momentum, iterations, expected):
@@ -263,7 +265,9 @@ def test_the_warm_up_can_be_looked_at_alone():
         ({"momentum_warmup": 0.1}, "given together"),
         ({"warmup_iters": 10}, "given together"),
         ({"momentum_warmup": 0.1, "warmup_iters": 0}, "warmup_iters must be"),
-        ({"momentum_warmup": 2, "warmup_iters": 3}, "momentum_warmup must be"),
+        ({"momentum_warmup": 2, "warmup_iters": 3}, "momentum_warmup must be a number between 0 and 1, both included"),
+        ({"momentum_warmup": -0.1, "warmup_iters": 3}, "momentum_warmup must be"),
+        ({"momentum_warmup": float("nan"), "warmup_iters": 3}, "momentum_warmup must be"),
         ({"handle_buffers": "share"}, "handle_buffers must be one of"),
         ({"model": lambda x: x}, "model must be a torch.nn.Module"),
     ],

@@ -94,5 +94,11 @@ def test_negative_numbers_are_refused(name):
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'camshaft\[plot\]'"):
-        searched().plot()
+    for finder in (searched(), FastaiLRFinder()):
+        with pytest.raises(ModuleNotFoundError, match=r"pip install 'camshaft\[plot\]'"):
+            finder.plot()
+
+
+def test_without_a_search_there_is_nothing_to_draw(pyplot):
+    with pytest.raises(RuntimeError, match="no search yet"):
+        FastaiLRFinder().plot()

@@ -179,6 +179,7 @@ def test_what_was_attached_can_be_removed():
     [
         (([3],), "metrics must be a mapping"),
         (({"mean": 3},), r"metrics\['mean'\] must have reset\(\), update\(\) and compute\(\)"),
+        (({"list": list},), r"metrics\['list'\] must be an object, got the class .*: pass list\(\.\.\.\) instead"),
         (({}, "loss"), "output_transform must be callable"),
     ],
 )

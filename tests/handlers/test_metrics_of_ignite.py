@@ -1,14 +1,19 @@
-"""Metrics of PyTorch-Ignite, which know nothing of this library, on its engines."""
+"""What comes from PyTorch-Ignite: its metrics and events work on the engines here, all else is refused by name."""
 
 from __future__ import annotations
 
+import io
+import logging
 import warnings
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from camshaft import handlers
 from camshaft.engine import Engine, Events, create_supervised_evaluator, create_supervised_trainer
+from camshaft.handlers import CSVLogger, ProgressBar, global_step_from_engine
+from camshaft.handlers.logger_utils import setup_csv_logging
 from tests.ranks import on_ranks
 
 
@@ -17,6 +22,7 @@ def ignite():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it imports parts of torch that are deprecated
         import ignite.engine
+        import ignite.handlers
         import ignite.metrics
 
         return ignite
@@ -95,8 +101,123 @@ def test_their_events_mean_ours_with_their_filters(ignite):
 
 def test_an_event_that_is_not_known_here_is_refused(ignite):
     thing = ignite.engine.EventEnum("Other", {"THING": "thing"}).THING
-    with pytest.raises(ValueError, match="event must be an event of camshaft"):
-        Engine(lambda engine, batch: batch).add_event_handler(thing, print)
+    engine = Engine(lambda engine, batch: batch)
+    with pytest.raises(ValueError, match=r"unknown event Events\.THING: register it"):
+        engine.add_event_handler(thing, print)
+    with pytest.raises(TypeError, match="EventEnum comes from PyTorch-Ignite: use the one from camshaft.engine"):
+        engine.register_events(thing)
+
+
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda ours, theirs: theirs.ITERATION_COMPLETED(every=2) | theirs.COMPLETED,
+        lambda ours, theirs: ours.ITERATION_COMPLETED(every=2) | theirs.COMPLETED,
+        lambda ours, theirs: ours.ITERATION_COMPLETED(every=2) | (theirs.COMPLETED | theirs.TERMINATE),
+        lambda ours, theirs: (ours.ITERATION_COMPLETED(every=2) | ours.TERMINATE) | theirs.COMPLETED,
+    ],
+)
+def test_their_events_can_be_joined(ignite, join):
+    engine, seen = Engine(lambda engine, batch: batch), []
+    events = join(Events, ignite.engine.Events)
+    handle = engine.add_event_handler(events, lambda: seen.append(engine.last_event_name.name))
+    engine.run([1, 2, 3, 4])
+    assert seen == ["ITERATION_COMPLETED", "ITERATION_COMPLETED", "COMPLETED"]
+    handle.remove()
+    engine.on(events)(print)
+    assert engine.has_event_handler(print, events)
+    engine.remove_event_handler(print, events)
+    assert not engine.has_event_handler(print)
+
+
+def test_their_events_serve_loggers_and_bars(ignite, tmp_path):
+    engine, theirs = Engine(lambda engine, batch: batch), ignite.engine.Events
+    bar = io.StringIO()
+    ProgressBar(file=bar).attach(engine, event_name=theirs.EPOCH_COMPLETED, closing_event_name=theirs.COMPLETED)
+    with CSVLogger(tmp_path / "log.csv") as logger:
+        events = theirs.ITERATION_COMPLETED | theirs.EPOCH_COMPLETED
+        logger.attach_output_handler(engine, events, "run", output_transform=lambda output: output)
+        engine.run([1, 2], max_epochs=2)
+    assert len((tmp_path / "log.csv").read_text().splitlines()) > 4
+    assert "2/2" in bar.getvalue()
+    assert global_step_from_engine(engine, theirs.ITERATION_STARTED)(None, Events.COMPLETED) == 4
+
+
+ENGINE = "Engine comes from PyTorch-Ignite: use the one from camshaft.engine"
+ATTACH = {
+    "BasicTimeProfiler": lambda engine, path: handlers.BasicTimeProfiler().attach(engine),
+    "CSVLogger": lambda engine, path: log(engine, path),
+    "EMAHandler": lambda engine, path: handlers.EMAHandler(torch.nn.Linear(1, 1)).attach(engine),
+    "EarlyStopping": lambda engine, path: handlers.EarlyStopping(1, lambda engine: 0.0, engine),
+    "EarlyStopping.attach": lambda engine, path: stopping().attach(engine),
+    "EarlyStopping.attach.reset_engine": lambda engine, path: stopping().attach(nothing(), reset_engine=engine),
+    "EpochOutputStore": lambda engine, path: handlers.EpochOutputStore().attach(engine),
+    "ExpStateScheduler": lambda engine, path: handlers.ExpStateScheduler(1.0, 0.5, "x").attach(engine),
+    "FBResearchLogger": lambda engine, path: handlers.FBResearchLogger(logging.getLogger()).attach(engine, "run"),
+    "FastaiLRFinder": lambda engine, path: handlers.FastaiLRFinder().attach(engine, {"optimizer": sgd()}),
+    "HandlersTimeProfiler": lambda engine, path: handlers.HandlersTimeProfiler().attach(engine),
+    "PiecewiseLinear": lambda engine, path: handlers.PiecewiseLinear(sgd(), "lr", [(0, 1.0)]).attach(engine),
+    "ProgressBar": lambda engine, path: ProgressBar().attach(engine),
+    "RunningAverage": lambda engine, path: handlers.RunningAverage().attach(engine, "loss"),
+    "TerminateOnNan": lambda engine, path: handlers.TerminateOnNan()(engine),
+    "Throughput": lambda engine, path: handlers.Throughput().attach(engine),
+    "TimeLimit": lambda engine, path: handlers.TimeLimit()(engine),
+    "Timer": lambda engine, path: handlers.Timer().attach(engine),
+    "TorchProfiler": lambda engine, path: handlers.TorchProfiler(path).attach(engine),
+    "attach_metrics": lambda engine, path: handlers.attach_metrics(engine, {}),
+    "global_step_from_engine": lambda engine, path: global_step_from_engine(engine),
+    "setup_csv_logging": lambda engine, path: setup_csv_logging(path, engine),
+    "setup_csv_logging.evaluators": lambda engine, path: setup_csv_logging(path, nothing(), evaluators=engine),
+}
+
+
+def nothing():
+    return Engine(lambda engine, batch: None)
+
+
+def log(engine, path):
+    with CSVLogger(path) as logger:
+        logger.attach_output_handler(engine, Events.COMPLETED, "run", "all")
+
+
+def stopping():
+    return handlers.EarlyStopping(1, lambda engine: 0.0, nothing())
+
+
+def sgd():
+    return torch.optim.SGD([torch.zeros(1)], lr=0.1)
+
+
+@pytest.mark.parametrize("attach", ATTACH.values(), ids=ATTACH)
+def test_their_engines_are_refused_by_name(ignite, attach, tmp_path):
+    with pytest.raises(TypeError, match=f"must be .*{ENGINE}"):
+        attach(ignite.engine.Engine(lambda engine, batch: None), tmp_path / "log")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda theirs: handlers.ConcatScheduler([theirs, theirs], [1]),
+        lambda theirs: handlers.ParamGroupScheduler([theirs]),
+        lambda theirs: handlers.create_lr_scheduler_with_warmup(theirs, 0.0, 2),
+        lambda theirs: handlers.LRScheduler(theirs),
+    ],
+)
+def test_their_schedulers_are_refused_by_name(ignite, use):
+    theirs = ignite.handlers.PiecewiseLinear(sgd(), "lr", [(0, 1.0)])
+    with pytest.raises((TypeError, ValueError), match="PiecewiseLinear comes from PyTorch-Ignite: use the one from"):
+        use(theirs)
+
+
+def test_their_metrics_are_refused_where_those_of_torchmetrics_are_expected(ignite):
+    with pytest.raises(TypeError, match=r"comes from PyTorch-Ignite: .* metric\.attach\(engine, 'accuracy'\)"):
+        handlers.attach_metrics(nothing(), {"accuracy": ignite.metrics.Accuracy()})
+    with pytest.raises(TypeError, match="use ignite.metrics.RunningAverage"):
+        handlers.RunningAverage(ignite.metrics.Accuracy())
+    with pytest.raises(TypeError, match="must be an object, got the class .*: pass Accuracy"):
+        create_supervised_evaluator(torch.nn.Linear(1, 1), {"accuracy": ignite.metrics.Accuracy})
+    with pytest.raises(TypeError, match=r"Accuracy comes from PyTorch-Ignite; it registers .* attach\(engine"):
+        nothing().add_event_handler(Events.COMPLETED, ignite.metrics.Accuracy())
 
 
 @on_ranks(2)

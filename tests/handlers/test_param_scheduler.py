@@ -256,6 +256,13 @@ def test_a_cycle_that_shrinks_keeps_one_call():
     assert found == [1.0, 0.0, 1.0, 1.0, 1.0, 1.0]
 
 
+def test_a_total_cycle_includes_its_warm_up():
+    optimizer = sgd()
+    scheduler = LinearCyclicalScheduler(optimizer, "lr", 0.0, 1.0, 4, cycle_mult=2.0, warmup_duration=1, monotonic=True)
+    assert scheduler.total_cycle_size == 5
+    assert calls(scheduler, 7, lambda: scheduler.total_cycle_size) == [5, 5, 5, 5, 5, 10, 10]
+
+
 def test_cycles_are_counted():
     scheduler = CosineAnnealingScheduler(sgd(), "lr", 1.0, 0.0, 3, cycle_mult=2)
     for _ in range(10):

@@ -118,6 +118,35 @@ def test_a_chain_of_groups_shows_the_parameters_asked_for():
     assert [group["momentum"] for group in optimizer.param_groups] == [1 / 6, 0.9]
 
 
+@pytest.mark.parametrize(
+    ("names", "error", "message"),
+    [
+        ("abc", TypeError, "param_names must be a list or a tuple, got 'abc' of type str"),
+        (3, TypeError, "param_names must be a list or a tuple, got 3"),
+        ([1], ValueError, r"param_names must hold strings, got \[1\]"),
+        (["rl"], ValueError, "must be a parameter that all groups have, got 'rl'"),
+    ],
+)
+def test_parameters_that_cannot_be_shown_are_refused(names, error, message):
+    optimizer = sgd()
+    with pytest.raises(error, match=message):
+        ConcatScheduler.simulate_values(2, [ramp(optimizer), saw(optimizer)], [1], param_names=names)
+
+
+def test_the_parameters_to_show_may_be_a_tuple():
+    optimizer = sgd()
+    parts = [ramp(optimizer), saw(optimizer)]
+    rows = ConcatScheduler.simulate_values(2, parts, [3], param_names=["lr"])
+    assert ConcatScheduler.simulate_values(2, parts, [3], param_names=("lr",)) == rows
+
+
+def test_schedulers_side_by_side_have_the_groups_of_all():
+    one, other = sgd(0.1, 0.2), sgd(0.3)
+    scheduler = ParamGroupScheduler([ramp(one, param_group_index=1), saw(other)])
+    groups = scheduler.optimizer_param_groups
+    assert all(group is own for group, own in zip(groups, [one.param_groups[1], *other.param_groups], strict=True))
+
+
 def test_a_chain_in_one_group_leaves_the_others():
     optimizer = sgd(0.1, 0.2)
     parts = [ramp(optimizer, param_group_index=1), saw(optimizer, param_group_index=1)]
@@ -143,6 +172,7 @@ def test_history_of_a_chain():
     [
         (lambda one, two: (None, [1]), TypeError, "schedulers must be a list"),
         (lambda one, two: ([ramp(one), None], [1]), TypeError, "ParamScheduler and ParamGroupScheduler"),
+        (lambda one, two: ([native.StepLR(one, 1)] * 2, [1]), TypeError, "of type StepLR; wrap it in LRScheduler"),
         (lambda one, two: ([ramp(one)], []), ValueError, "at least two, got 1"),
         (lambda one, two: ([], []), ValueError, "at least two, got 0"),
         (lambda one, two: ([ramp(one), saw(one)], 1), TypeError, "durations must be a list or a tuple"),
@@ -289,6 +319,7 @@ def test_simulating_a_group_changes_nothing():
         (lambda one: (None, None), TypeError, "schedulers must be a list"),
         (lambda one: ([], None), ValueError, "at least one"),
         (lambda one: ([ramp(one), 1], None), ValueError, "objects of the class ParamScheduler, got 1"),
+        (lambda one: ([native.StepLR(one, 1)], None), ValueError, "of type StepLR; wrap it in LRScheduler"),
         (lambda one: ([ramp(one)], "a"), TypeError, "names must be a list or a tuple"),
         (lambda one: ([ramp(one)], [1]), ValueError, "names must hold strings"),
         (lambda one: ([ramp(one)], ["a", "b"]), ValueError, "one for each of 1 schedulers, got 2"),

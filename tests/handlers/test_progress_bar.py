@@ -273,6 +273,26 @@ def test_stopped_before_there_is_an_output_the_bar_keeps_the_values_it_has(termi
     assert terminal.lines == ["Iteration: 3/5, twice=6", ""]
 
 
+def test_the_bar_that_is_open_is_an_attribute(terminal):
+    bar, seen = bar_on(terminal), []
+    trainer, evaluator = trainer_of(), trainer_of()
+    assert bar.pbar is None
+    bar.attach(trainer)
+    bar.attach(evaluator)
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def evaluate():
+        seen.append((bar.pbar.n, bar.pbar.total))
+        evaluator.run([0, 0])
+
+    evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append((bar.pbar.n, bar.pbar.total)))
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: seen.append(bar.pbar))
+    trainer.run([1, 2, 3])
+    inner = [(1, 2), (2, 2)]
+    assert seen == [(1, 3), *inner, (2, 3), *inner, (3, 3), *inner, None]
+    assert bar.pbar is None
+
+
 def test_an_interrupted_run_goes_on_with_a_new_bar(terminal):
     trainer = stop_at_3(lambda engine: engine.interrupt())
     bar_on(terminal).attach(trainer)

@@ -140,3 +140,14 @@ def test_a_weight_out_of_range_is_refused(alpha):
 def test_a_transform_that_cannot_be_called_is_refused():
     with pytest.raises(TypeError, match="output_transform must be callable"):
         RunningAverage(output_transform="loss")
+
+
+def test_a_metric_is_refused_as_it_is_no_function_of_the_output():
+    class Accuracy:
+        def compute(self): ...
+
+        def __call__(self, y_pred, y): ...
+
+    for metric in (Accuracy(), Accuracy):
+        with pytest.raises(TypeError, match="got the metric .*use ignite.metrics.RunningAverage"):
+            RunningAverage(metric)

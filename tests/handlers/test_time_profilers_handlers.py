@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from camshaft.engine import Engine, Events
+from camshaft.engine import Engine, EventEnum, Events
 from camshaft.handlers import Checkpoint, HandlersTimeProfiler
 from camshaft.handlers.checkpoint import CheckpointEvents
 from tests.handlers.parts import Memory, Part
@@ -52,6 +52,30 @@ def test_results(engine, clock):
         ["Processing", "None", 10.0, (1.0, 0), (5.0, 1), 2.5, 1.91485],
         ["Dataflow", "None", 0.0, (0.0, 0), (0.0, 0), 0.0, 0.0],
     ]
+
+
+def test_the_times_are_there_by_event_and_handler(engine, clock):
+    class Own(EventEnum):
+        HALFWAY = "halfway"
+
+    def take(engine):
+        clock.take(engine.state.iteration)
+
+    profiler = engine.profiler
+    assert (profiler.dataflow_times, profiler.processing_times) == ([], [])
+    engine.register_events(Own.HALFWAY)
+    engine.add_event_handler(Events.EPOCH_COMPLETED, take)
+    engine.add_event_handler(Events.EPOCH_COMPLETED, take)
+    engine.add_event_handler(Own.HALFWAY, take)
+    engine.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: engine.fire_event(Own.HALFWAY))
+    engine.run([1, 5, 3])
+    (name,) = profiler.event_handlers_times[Events.EPOCH_COMPLETED]
+    assert name.endswith("take")
+    assert profiler.event_handlers_times[Events.EPOCH_COMPLETED] == {name: [3.0, 3.0]}
+    assert profiler.event_handlers_times[Own.HALFWAY] == {name: [2.0]}
+    assert profiler.event_handlers_times[Events.STARTED] == {}
+    assert profiler.processing_times == [1.0, 5.0, 3.0]
+    assert profiler.dataflow_times == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("event_filter", [{"every": 2}, {"event_filter": lambda engine, count: count % 2 == 0}])

@@ -6,10 +6,9 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from camshaft.handlers.optional import load_optional
-
 
 def draw(
+    pyplot: Any,
     results: dict[str, list[Any]],
     suggestion: int | None,
     skip_start: int,
@@ -22,7 +21,6 @@ def draw(
     for name, value in (("skip_start", skip_start), ("skip_end", skip_end)):
         if value < 0:
             raise ValueError(f"{name} must not be negative, got {value}")
-    pyplot = load_optional("matplotlib.pyplot", extra="plot", needed_by="FastaiLRFinder.plot")
     if ax is None:
         _, ax = pyplot.subplots(**kwargs)
     rows = [rate if isinstance(rate, list) else [rate] for rate in results["lr"]]

@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 from camshaft.distributed import all_reduce, get_world_size
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import Events
-from camshaft.handlers.checks import check_callable
+from camshaft.handlers.checks import check_callable, check_engine
 from camshaft.handlers.lr_finder.drawing import draw
 from camshaft.handlers.lr_finder.restoring import restored
 from camshaft.handlers.lr_finder.sweep import Sweep, checked_number, checked_objects, present_rates, rates_of
+from camshaft.handlers.optional import load_optional
 from camshaft.handlers.param_scheduler.param import write
 
 _LAST = sys.maxsize  # of all handlers of an event
@@ -52,7 +53,7 @@ class FastaiLRFinder:
     """
 
     def __init__(self) -> None:
-        self.logger = logging.getLogger(f"{__name__}.{type(self).__name__}")
+        self.logger = logging.getLogger(f"camshaft.handlers.lr_finder.{type(self).__name__}")
         self._rates: list[list[float]] = []
         self._rates_now: list[float] = []
         self._losses: list[float] = []
@@ -95,6 +96,7 @@ class FastaiLRFinder:
             ValueError: a number is out of range, or there is no optimizer.
             RuntimeError: on entry, if the trainer is in the middle of a run.
         """
+        check_engine("trainer", trainer)
         objects = checked_objects(to_save)
         check_callable("output_transform", output_transform)
         optimizer: Optimizer = objects["optimizer"]
@@ -229,9 +231,10 @@ class FastaiLRFinder:
             ValueError: a number is negative.
             ModuleNotFoundError: matplotlib is not installed.
         """
+        pyplot = load_optional("matplotlib.pyplot", extra="plot", needed_by="FastaiLRFinder.plot")
         self._check_has_run()
         suggestion = self._steepest() if display_suggestion else None
-        return draw(self.get_results(), suggestion, skip_start, skip_end, log_lr, ax, **kwargs)
+        return draw(pyplot, self.get_results(), suggestion, skip_start, skip_end, log_lr, ax, **kwargs)
 
     def _steepest(self) -> int:
         """Find the point before the minimum with the steepest descent, from the one before to the one after it."""

@@ -12,6 +12,7 @@ from camshaft.base import Serializable
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import EventLike, Events
 from camshaft.engine.handle import RemovableEventHandle
+from camshaft.handlers.checks import check_engine
 from camshaft.handlers.optional import load_optional
 
 
@@ -137,6 +138,7 @@ class SteppedScheduler(BaseParamScheduler):
         Returns:
             A handle that takes it off the engine.
         """
+        check_engine("engine", engine)
         return engine.add_event_handler(event, self)
 
     def __call__(self, engine: Engine[Any, Any] | None, name: str | None = None) -> None:

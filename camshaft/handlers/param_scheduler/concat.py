@@ -6,8 +6,12 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch.optim import lr_scheduler as native
+
 from camshaft.engine.engine import Engine
 from camshaft.engine.filters import is_integer
+from camshaft.errors import described
+from camshaft.handlers.checks import check_entries
 from camshaft.handlers.param_scheduler.arguments import check_sequence
 from camshaft.handlers.param_scheduler.base import continues_epoch
 from camshaft.handlers.param_scheduler.group import ParamGroupScheduler, load_all
@@ -125,7 +129,7 @@ class ConcatScheduler(ParamScheduler):
         num_events: int,
         schedulers: Sequence[ParamScheduler | ParamGroupScheduler],
         durations: Sequence[int],
-        param_names: Sequence[str] | str | None = None,
+        param_names: list[str] | tuple[str, ...] | None = None,
     ) -> list[list[Any]]:
         """List the values that a run would apply, and leave schedulers and optimizer as they are.
 
@@ -133,18 +137,26 @@ class ConcatScheduler(ParamScheduler):
             num_events: how many.
             schedulers: as for the class.
             durations: likewise.
-            param_names: the parameters to list; by default that of the schedulers.
+            param_names: the parameters to list, in a list or a tuple; by default that of the schedulers.
 
         Returns:
             For each call its index and the value of each parameter in each group that is scheduled.
+
+        Raises:
+            TypeError: ``param_names`` is neither a list nor a tuple.
+            ValueError: it holds something else than strings, or a parameter that a group does not have.
         """
         if param_names is not None:
-            check_sequence("param_names", [param_names] if isinstance(param_names, str) else param_names)
+            check_sequence("param_names", param_names)
+            if not all(isinstance(name, str) for name in param_names):
+                raise ValueError(f"param_names must hold strings, got {param_names!r}")
         _checked(schedulers, durations)
         with unchanged(schedulers):
             scheduler = cls(schedulers, durations)
-            names = [scheduler.param_name] if param_names is None else as_list(param_names)
+            names = as_list(scheduler.param_name) if param_names is None else param_names
             groups = scheduler.optimizer_param_groups
+            for name in names:
+                check_entries(name, groups)
             return rows_of(scheduler, num_events, lambda: [plain(group[name]) for name in names for group in groups])
 
 
@@ -153,9 +165,10 @@ def _checked(schedulers: Any, durations: Any) -> list[int]:
     check_sequence("schedulers", schedulers)
     for scheduler in schedulers:
         if not isinstance(scheduler, (ParamScheduler, ParamGroupScheduler)):
+            hint = "; wrap it in LRScheduler" if isinstance(scheduler, native.LRScheduler) else ""
             raise TypeError(
                 "schedulers must hold objects of the classes ParamScheduler and ParamGroupScheduler, got "
-                f"{scheduler!r} of type {type(scheduler).__name__}"
+                f"{described(scheduler)}{hint}"
             )
     if len(schedulers) < 2:
         raise ValueError(f"schedulers must hold at least two, got {len(schedulers)}")

@@ -73,6 +73,11 @@ class CyclicalScheduler(ParamScheduler):
         self.warmup_duration = whole("warmup_duration", warmup_duration, least=0)
         self.cycle = 0
 
+    @property
+    def total_cycle_size(self) -> int:
+        """The number of calls in the present cycle and its warm-up."""
+        return self.cycle_size + self.warmup_duration
+
     def _apply(self, engine: Engine[Any, Any] | None) -> None:
         if self.event_index >= self.cycle_size:
             self._move_on()
@@ -83,7 +88,7 @@ class CyclicalScheduler(ParamScheduler):
         """Take over what holds after the cycle, and after its warm-up."""
         if self.event_index == self.cycle_size:
             self.start_value *= self.start_value_mult
-        if self.event_index == self.cycle_size + self.warmup_duration:
+        if self.event_index == self.total_cycle_size:
             self.event_index = 0
             self.cycle_size = max(1, int(self.cycle_size * self.cycle_mult))
             self.warmup_duration = max(0, int(self.warmup_duration * self.cycle_mult))

@@ -6,8 +6,11 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch.optim import lr_scheduler as native
+
 from camshaft.base import Serializable
 from camshaft.engine.engine import Engine
+from camshaft.errors import described
 from camshaft.handlers.param_scheduler.arguments import check_sequence
 from camshaft.handlers.param_scheduler.param import ParamScheduler
 from camshaft.handlers.param_scheduler.simulation import rows_of, unchanged
@@ -59,6 +62,11 @@ class ParamGroupScheduler(Serializable):
     def optimizer(self) -> list[Any]:
         """The optimizers of the schedulers."""
         return [scheduler.optimizer for scheduler in self.schedulers]
+
+    @property
+    def optimizer_param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups that the schedulers write to, one scheduler after the other."""
+        return [group for scheduler in self.schedulers for group in scheduler.optimizer_param_groups]
 
     @property
     def param_name(self) -> list[str]:
@@ -154,7 +162,10 @@ def _check_schedulers(schedulers: Any) -> None:
         raise ValueError("schedulers must hold at least one, got none")
     for scheduler in schedulers:
         if not isinstance(scheduler, ParamScheduler):
-            raise ValueError(f"schedulers must hold objects of the class ParamScheduler, got {scheduler!r}")
+            hint = "; wrap it in LRScheduler" if isinstance(scheduler, native.LRScheduler) else ""
+            raise ValueError(
+                f"schedulers must hold objects of the class ParamScheduler, got {described(scheduler)}{hint}"
+            )
 
 
 def _checked_names(names: Any, count: int) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 from torch.optim import lr_scheduler as native
 
 from camshaft.engine.engine import Engine
+from camshaft.errors import described
 from camshaft.handlers.param_scheduler.param import ParamScheduler
 from camshaft.handlers.param_scheduler.simulation import rows_of, unchanged, unwarned
 
@@ -50,10 +51,7 @@ class LRScheduler(ParamScheduler):
                 "ReduceLROnPlateauScheduler(optimizer, metric_name, ...)"
             )
         if not isinstance(lr_scheduler, native.LRScheduler):
-            raise TypeError(
-                "lr_scheduler must be one of torch.optim.lr_scheduler, got "
-                f"{lr_scheduler!r} of type {type(lr_scheduler).__name__}"
-            )
+            raise TypeError(f"lr_scheduler must be one of torch.optim.lr_scheduler, got {described(lr_scheduler)}")
         super().__init__(lr_scheduler.optimizer, "lr", save_history)
         self.lr_scheduler = lr_scheduler
         self._steps_from = 0 if use_legacy else 1

@@ -8,6 +8,7 @@ from typing import Any
 from torch.optim import lr_scheduler as native
 
 from camshaft.engine.filters import is_integer
+from camshaft.errors import described
 from camshaft.handlers.param_scheduler.arguments import real
 from camshaft.handlers.param_scheduler.concat import ConcatScheduler
 from camshaft.handlers.param_scheduler.lr_scheduler import LRScheduler
@@ -93,8 +94,7 @@ def create_lr_scheduler_with_warmup(
     """
     if not isinstance(lr_scheduler, (ParamScheduler, native.LRScheduler)):
         raise TypeError(
-            "lr_scheduler must be a ParamScheduler or one of torch.optim.lr_scheduler, got "
-            f"{lr_scheduler!r} of type {type(lr_scheduler).__name__}"
+            f"lr_scheduler must be a ParamScheduler or one of torch.optim.lr_scheduler, got {described(lr_scheduler)}"
         )
     if not is_integer(warmup_duration):
         raise TypeError(f"warmup_duration must be an integer, got {warmup_duration!r}")

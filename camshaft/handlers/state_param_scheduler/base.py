@@ -9,7 +9,7 @@ from typing import Any
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import EventLike, Events
 from camshaft.engine.handle import RemovableEventHandle
-from camshaft.handlers.checks import check_is_no_counter
+from camshaft.handlers.checks import check_engine, check_is_no_counter
 from camshaft.handlers.param_scheduler.base import BaseParamScheduler, continues_epoch
 from camshaft.handlers.param_scheduler.simulation import rows_of
 
@@ -52,6 +52,7 @@ class StateParamScheduler(BaseParamScheduler):
         Raises:
             ValueError: the attribute should be a new one, and is there; or the engine counts by it.
         """
+        check_engine("engine", engine)
         state, name = engine.state, self.param_name
         check_is_no_counter("param_name", name, state)
         if hasattr(state, name):

@@ -11,6 +11,7 @@ from typing import Any
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import Events
 from camshaft.engine.handle import RemovableEventHandle
+from camshaft.handlers.checks import check_engine
 
 FIRST, LAST = -(2**100), 2**100
 """Orders of measuring hooks: before and after all handlers of an event, also those at ``sys.maxsize``."""
@@ -58,8 +59,7 @@ class Hooks:
             TypeError: it is no engine.
             ValueError: these measure another engine.
         """
-        if not isinstance(engine, Engine):
-            raise TypeError(f"engine must be an Engine, got {engine!r} of type {type(engine).__name__}")
+        check_engine("engine", engine)
         attached = self.engine
         if attached is engine:
             return False

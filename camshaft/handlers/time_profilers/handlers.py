@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any
 
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import FailureEvents
+from camshaft.engine.event import Events, FailureEvents
 from camshaft.engine.plan import Invocation, Registration
 from camshaft.handlers.time_profilers.flow import Flow, Hooks
 from camshaft.handlers.time_profilers.tables import Statistics, name_of, write_table
@@ -72,6 +72,24 @@ class HandlersTimeProfiler:
         engine = self._flow.detach()
         if engine is not None:
             engine._dispatcher.unwrap(self._timed)
+
+    @property
+    def processing_times(self) -> list[float]:
+        """Seconds of each call of the process function."""
+        return list(self._flow.processes.seconds)
+
+    @property
+    def dataflow_times(self) -> list[float]:
+        """Seconds that each batch took to come."""
+        return list(self._flow.fetches.seconds)
+
+    @property
+    def event_handlers_times(self) -> dict[Any, dict[str, list[float]]]:
+        """Seconds of each call, by event and by the name of the handler; several of one name share a list."""
+        times: dict[Any, dict[str, list[float]]] = {event: {} for event in Events}
+        for one in self._calls.values():
+            times.setdefault(one.event, {}).setdefault(one.handler, []).extend(one.seconds)
+        return times
 
     def get_results(self) -> list[Row]:
         """Give statistics in seconds, rounded to 5 digits; also in the middle of a run.
