@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,26 +23,14 @@ class Work(Protocol):
         """Whether it has ended."""
 
 
-class Group:
-    """Some of the ranks, in the order of their rank in the group.
-
-    Args:
-        ranks: their global ranks.
-        handle: what the backend made for them.
-    """
-
-    def __init__(self, ranks: Sequence[int], handle: Any) -> None:
-        self.ranks = tuple(ranks)
-        self.handle = handle
-
-    def __repr__(self) -> str:
-        return f"Group(ranks={list(self.ranks)})"
+Group: TypeAlias = Any
+"""A group in the backend's own terms, which users also hold: a torch process group, a Horovod process set, a list."""
 
 
 class Backend(ABC):
     """Moves tensors between ranks. Implementations translate; they do not decide.
 
-    A ``group`` of ``None`` means all ranks; this rank is a member of every group that is handed in. Ranks in
+    A ``group`` is ``None`` for all ranks, or a group that :meth:`ranks_of` knows and this rank is a member of. Ranks in
     arguments are global ones. Tensors are dense, contiguous and on :attr:`device`.
 
     Attributes:
@@ -126,7 +114,18 @@ class Backend(ABC):
 
     @abstractmethod
     def new_group(self, ranks: list[int], **options: Any) -> Group:
-        """Make a group; every rank calls this."""
+        """Make a group, which users get as it is; every rank calls this."""
+
+    @abstractmethod
+    def ranks_of(self, group: Any) -> Sequence[int] | None:
+        """Return the global ranks of a group, in the order of its members; ``None`` if it is not a group.
+
+        Returns an empty sequence for a group whose ranks this rank, as it is not a member, does not know.
+        """
+
+    def members(self, group: Group | None) -> Sequence[int]:
+        """Return the global ranks of a group; of ``None``, all ranks."""
+        return range(self.topology.world_size) if group is None else self.ranks_of(group) or ()
 
     @property
     def members_make_groups(self) -> bool:
@@ -136,10 +135,6 @@ class Backend(ABC):
     def group_of_members(self, ranks: list[int]) -> Group:
         """Make a group; only its members wait for each other, and all name it by the same ranks, once."""
         self.lack("groups that their members make alone")
-
-    def adopt_group(self, handle: Any) -> Group | None:
-        """Take a group of the underlying library for one of ours, or give ``None`` if it is none."""
-        return None
 
     def is_alive(self) -> bool:
         """Whether what was adopted is still there."""

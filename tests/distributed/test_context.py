@@ -127,5 +127,5 @@ def test_abandon_waits_for_nobody(tmp_path):
 
 def test_groups_have_the_timeout_of_the_run():
     idist.initialize("gloo", timeout=timedelta(seconds=33))
-    options = idist.new_group([0]).handle._get_backend(torch.device("cpu")).options
+    options = idist.new_group([0])._get_backend(torch.device("cpu")).options
     assert options._timeout == timedelta(seconds=33)

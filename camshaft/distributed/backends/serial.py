@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -77,5 +78,9 @@ class SerialBackend(Backend):
         return nn.DataParallel(model)
 
     def new_group(self, ranks: list[int], **options: Any) -> Group:
-        """Name the only rank."""
-        return Group(ranks, list(ranks))
+        """Return the list of the only rank."""
+        return ranks
+
+    def ranks_of(self, group: Any) -> Sequence[int] | None:
+        """Accept the list of the only rank."""
+        return group if isinstance(group, list) and group == [0] and type(group[0]) is int else None
