@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
 import time
 from datetime import timedelta
 
@@ -13,6 +15,7 @@ import torch.distributed as dist
 import camshaft.distributed as idist
 from camshaft.distributed import agreement, context
 from camshaft.distributed.topology import Topology
+from tests.distributed.launchers.environments import step
 from tests.distributed.test_ranks import Somewhere
 from tests.ranks import on_ranks
 
@@ -123,6 +126,15 @@ def test_abandon_waits_for_nobody(tmp_path):
         context.abandon()
     assert not dist.is_initialized()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the test destroys one
+
+
+def test_a_query_under_srun_starts_no_program_and_asks_no_name_server(monkeypatch):
+    for name, value in step(0, 0, [1]).items():
+        monkeypatch.setenv(name, value)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: pytest.fail(f"{args} was started"))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: pytest.fail(f"{args} was looked up"))
+    assert (idist.get_rank(), idist.get_world_size(), idist.get_nnodes()) == (0, 1, 1)
 
 
 def test_groups_have_the_timeout_of_the_run():
