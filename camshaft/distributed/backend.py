@@ -27,6 +27,11 @@ Group: TypeAlias = Any
 """A group in the backend's own terms, which users also hold: a torch process group, a Horovod process set, a list."""
 
 
+def accelerator() -> torch.device | None:
+    """Return the kind of accelerator that this process can use, without an index, or ``None``."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
 class Backend(ABC):
     """Moves tensors between ranks. Implementations translate; they do not decide.
 
@@ -39,12 +44,15 @@ class Backend(ABC):
         topology: where this process stands.
         device: where tensors are moved from and to.
         reductions: names of the reductions that it knows.
+        assumed: the numbers of :attr:`topology` that nothing tells this rank. Ranks may assume different ones, so a
+            query for one of them raises.
     """
 
     name: str | None
     model_name: str
     topology: Topology
     device: torch.device
+    assumed: tuple[str, ...] = ()
     reductions: tuple[str, ...] = ("SUM", "PRODUCT", "MIN", "MAX", "AND", "OR")
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from camshaft.distributed.backend import Backend, Group
+from camshaft.distributed.backend import Backend, Group, accelerator
 from camshaft.distributed.topology import Topology
 
 logger = logging.getLogger("camshaft.distributed.auto.auto_model")
@@ -29,9 +29,7 @@ class SerialBackend(Backend):
     @property
     def device(self) -> torch.device:  # type: ignore[override]  # asked for, so that importing asks no driver
         """The accelerator, if there is one."""
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+        return accelerator() or torch.device("cpu")
 
     @property
     def carrier(self) -> torch.device:

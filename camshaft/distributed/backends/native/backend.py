@@ -44,6 +44,7 @@ class NativeBackend(Backend):
         device: where tensors are moved from and to.
         interface: the network interface that gloo must be told, if it must.
         timeout: how long an operation of a group may take; torch's default if ``None``.
+        assumed: the numbers of ``topology`` that nothing tells.
     """
 
     model_name = "native-dist"
@@ -54,9 +55,11 @@ class NativeBackend(Backend):
         device: torch.device,
         interface: str | None = None,
         timeout: timedelta | None = None,
+        assumed: tuple[str, ...] = (),
     ) -> None:
         self.name = dist.get_backend()
         self.topology = topology
+        self.assumed = assumed
         self.device = device
         self._world = dist.group.WORLD
         self._carrier = _CPU if "cpu:" in dist.get_backend_config() else device
@@ -211,7 +214,7 @@ class NativeBackend(Backend):
             for tensor in (*model.parameters(), *model.buffers()):  # nothing to reduce, so torch does not wrap it
                 _take_from_first(tensor.detach())
             return model
-        if self.device.type == "cuda":
+        if self.device.type != "cpu":
             if "device_ids" in options:
                 raise ValueError(f"device_ids is chosen by auto_model, got {options['device_ids']!r}")
             options["device_ids"] = [self.device.index]
