@@ -90,7 +90,7 @@ def look(environ: Mapping[str, str]) -> Report:
         warnings.simplefilter("always")
         try:
             launch = detect(environ)
-            address = launch and launch.master_addr  # that of Slurm is looked up
+            address = None if launch is None else launch.master_addr  # that of Slurm is looked up
         except RuntimeError as failure:
             error = str(failure)
     notes = tuple(str(warning.message) for warning in caught)
