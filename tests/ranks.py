@@ -173,7 +173,8 @@ def call(
 ) -> Any:
     store = dist.TCPStore("127.0.0.1", port, size, is_master=False, timeout=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-    set_local_rank(rank)  # no launcher tells it here
+    set_local_rank(rank)  # no launcher tells it here, nor that all ranks are on one node
+    os.environ["LOCAL_WORLD_SIZE"] = str(size)
     try:
         return getattr(function, "__wrapped__", function)(*args, **kwargs)  # a decorated test, or any function
     finally:

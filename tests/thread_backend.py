@@ -6,13 +6,14 @@ import functools
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from camshaft.distributed.backend import Backend, Group
+from camshaft.distributed.backend import Backend
 from camshaft.distributed.topology import Topology
 
 REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -83,6 +84,19 @@ class Meeting:
             if self._over:
                 raise ReleasedError(self._over)
             self._changed.wait(max(0.0, self._deadline - time.monotonic()))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some of the ranks.
+
+    Args:
+        ranks: their numbers in the run.
+        handle: tells the group from others of the same ranks.
+    """
+
+    ranks: Sequence[int]
+    handle: str
 
 
 class ThreadBackend(Backend):
@@ -176,6 +190,9 @@ class ThreadBackend(Backend):
     def new_group(self, ranks: list[int], **options: Any) -> Group:
         self._exchange(f"new_group of {ranks}", None, None)
         return Group(ranks, handle=f"group {self._number('groups')}")
+
+    def ranks_of(self, group: Any) -> Sequence[int] | None:
+        return group.ranks if isinstance(group, Group) else None
 
     def wrap_model(self, model: nn.Module, sync_bn: bool, **options: Any) -> nn.Module:
         """Give the model the weights of rank 0, and all ranks the mean of the gradients."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,26 +23,19 @@ class Work(Protocol):
         """Whether it has ended."""
 
 
-class Group:
-    """Some of the ranks, in the order of their rank in the group.
+Group: TypeAlias = Any
+"""A group in the backend's own terms, which users also hold: a torch process group, a Horovod process set, a list."""
 
-    Args:
-        ranks: their global ranks.
-        handle: what the backend made for them.
-    """
 
-    def __init__(self, ranks: Sequence[int], handle: Any) -> None:
-        self.ranks = tuple(ranks)
-        self.handle = handle
-
-    def __repr__(self) -> str:
-        return f"Group(ranks={list(self.ranks)})"
+def accelerator() -> torch.device | None:
+    """Return the kind of accelerator that this process can use, without an index, or ``None``."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 class Backend(ABC):
     """Moves tensors between ranks. Implementations translate; they do not decide.
 
-    A ``group`` of ``None`` means all ranks; this rank is a member of every group that is handed in. Ranks in
+    A ``group`` is ``None`` for all ranks, or a group that :meth:`ranks_of` knows and this rank is a member of. Ranks in
     arguments are global ones. Tensors are dense, contiguous and on :attr:`device`.
 
     Attributes:
@@ -51,12 +44,15 @@ class Backend(ABC):
         topology: where this process stands.
         device: where tensors are moved from and to.
         reductions: names of the reductions that it knows.
+        assumed: the numbers of :attr:`topology` that nothing tells this rank. Ranks may assume different ones, so a
+            query for one of them raises.
     """
 
     name: str | None
     model_name: str
     topology: Topology
     device: torch.device
+    assumed: tuple[str, ...] = ()
     reductions: tuple[str, ...] = ("SUM", "PRODUCT", "MIN", "MAX", "AND", "OR")
 
     @property
@@ -126,7 +122,18 @@ class Backend(ABC):
 
     @abstractmethod
     def new_group(self, ranks: list[int], **options: Any) -> Group:
-        """Make a group; every rank calls this."""
+        """Make a group, which users get as it is; every rank calls this."""
+
+    @abstractmethod
+    def ranks_of(self, group: Any) -> Sequence[int] | None:
+        """Return the global ranks of a group, in the order of its members; ``None`` if it is not a group.
+
+        Returns an empty sequence for a group whose ranks this rank, as it is not a member, does not know.
+        """
+
+    def members(self, group: Group | None) -> Sequence[int]:
+        """Return the global ranks of a group; of ``None``, all ranks."""
+        return range(self.topology.world_size) if group is None else self.ranks_of(group) or ()
 
     @property
     def members_make_groups(self) -> bool:
@@ -136,10 +143,6 @@ class Backend(ABC):
     def group_of_members(self, ranks: list[int]) -> Group:
         """Make a group; only its members wait for each other, and all name it by the same ranks, once."""
         self.lack("groups that their members make alone")
-
-    def adopt_group(self, handle: Any) -> Group | None:
-        """Take a group of the underlying library for one of ours, or give ``None`` if it is none."""
-        return None
 
     def is_alive(self) -> bool:
         """Whether what was adopted is still there."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from camshaft.distributed import agreement, guard
 from camshaft.distributed.backend import Backend, Group
-from camshaft.distributed.groups import members, resolve
+from camshaft.distributed.groups import not_in_group, resolve
 from camshaft.errors import RankDivergenceError, annotate
 
 _OUR_OWN = (RankDivergenceError, NotImplementedError)
@@ -24,21 +24,18 @@ class Call:
 
     Attributes:
         group: the group, ``None`` for all ranks.
+        ranks: the global ranks of the group, in their order.
         is_member: whether this rank is one of them.
     """
 
-    __slots__ = ("_backend", "_collective", "group", "is_member")
+    __slots__ = ("_backend", "_collective", "group", "is_member", "ranks")
 
-    def __init__(self, collective: str, backend: Backend, group: Group | None, is_member: bool) -> None:
+    def __init__(self, collective: str, backend: Backend, group: Group | None, ranks: Sequence[int]) -> None:
         self._collective = collective
         self._backend = backend
         self.group = group
-        self.is_member = is_member
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The global ranks of the group, in their order."""
-        return members(self._backend, self.group)
+        self.ranks = ranks
+        self.is_member = group is None or self._rank in ranks
 
     @property
     def _rank(self) -> int:
@@ -47,9 +44,7 @@ class Call:
     def require_member(self) -> None:
         """Refuse a rank that is not in the group."""
         if not self.is_member:
-            raise RankDivergenceError(
-                f"{self._collective} was called on rank {self._rank}, which is not in its group {list(self.ranks)}"
-            )
+            raise not_in_group(self._collective, self._rank, self.ranks)
 
     def check_member(self, name: str, rank: int) -> int:
         """Give a rank argument as a plain integer, if it is in the group."""
@@ -107,7 +102,8 @@ class Call:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            annotate(error, f"in {self._collective} on rank {self._rank}, among the ranks {list(self.ranks)}")
+            among = f", among the ranks {list(self.ranks)}" if self.ranks else ""
+            annotate(error, f"in {self._collective} on rank {self._rank}{among}")
             is_of_library = isinstance(error, RuntimeError) and not isinstance(error, _OUR_OWN)
             if is_of_library and not agreement.enabled() and len(self.ranks) > 1:  # it may be that the calls differ
                 annotate(error, _HINT)
@@ -119,10 +115,7 @@ def find(collective: str, backend: Backend, group: Any) -> Call:
     Raises:
         ValueError: ``group`` is none.
     """
-    if group is None:
-        return Call(collective, backend, None, True)
-    found = resolve(backend, group)
-    return Call(collective, backend, found, backend.topology.rank in found.ranks)
+    return Call(collective, backend, *resolve(backend, group))
 
 
 def enter(

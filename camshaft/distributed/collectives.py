@@ -31,8 +31,8 @@ def all_reduce(tensor: T, op: str = "SUM", group: Any = None) -> T:
             ranks: an ``int`` is reduced as a 64-bit integer, a ``float`` in double precision, and ``True`` counts.
         op: ``"SUM"``, ``"PRODUCT"``, ``"MIN"``, ``"MAX"``, ``"AND"`` or ``"OR"`` (bitwise), as far as the backend
             has them.
-        group: ``None`` for all ranks, a list of ranks, or what :func:`new_group` gave. Who is not in it gets the
-            argument back.
+        group: ``None`` for all ranks, a list of ranks, or a group from :func:`new_group` or of the library below, such
+            as a process group of torch. Ranks outside of it get the argument back.
 
     Raises:
         TypeError: neither a tensor nor a number, or not one that can be reduced; on every rank, if the others have
@@ -170,8 +170,14 @@ def new_group(ranks: Sequence[int], **kwargs: Any) -> Any:
     """Make a group of some ranks; all ranks must call this, in the same order.
 
     Args:
-        ranks: global ranks, a list, tuple or range in any order; the group has them in theirs.
-        kwargs: what ``torch.distributed.new_group`` takes, as ``timeout``, as far as the backend knows it.
+        ranks: global ranks, a list, tuple or range in any order; the group orders them by rank.
+        kwargs: what ``torch.distributed.new_group`` takes, such as ``timeout``, as far as the backend supports it.
+
+    Returns:
+        What the library below calls a group, so that it can be passed there too, as in
+        ``DistributedDataParallel(model, process_group=group)``: a process group of torch, on the ranks outside of it
+        ``torch.distributed.GroupMember.NON_GROUP_MEMBER``; a process set of Horovod; ``[ranks]`` on XLA; the list of
+        ranks in a single process.
 
     Raises:
         TypeError: an argument is not known.
@@ -179,7 +185,7 @@ def new_group(ranks: Sequence[int], **kwargs: Any) -> Any:
         RankDivergenceError: not all ranks are here.
 
     >>> new_group([0])
-    Group(ranks=[0])
+    [0]
     """
     backend = current()
     return make(backend, checked_ranks(backend, ranks), **kwargs)

@@ -29,7 +29,7 @@ def all_gather_values(backend: Backend, value: Any, group: Group | None, wrong: 
     if longest > ROOM:
         flat = _gathered(backend, whole(data[0], longest, backend.carrier), longest, group)
         contents = _cut(flat, longest, lengths)
-    return _decoded(contents, group)
+    return _decoded(backend, contents, group)
 
 
 def gather_values(backend: Backend, value: Any, dst: int, group: Group | None) -> list[Any] | None:
@@ -40,7 +40,7 @@ def gather_values(backend: Backend, value: Any, dst: int, group: Group | None) -
     if longest > ROOM:
         stacked = backend.gather(whole(data[0], longest, backend.carrier).tensor, dst, group)
         contents = _cut(memoryview(bytes_of(stacked)), longest, lengths) if here else []
-    return _decoded(contents, group) if here else None
+    return _decoded(backend, contents, group) if here else None
 
 
 def broadcast_value(backend: Backend, value: Any, src: int, group: Group | None, wrong: Wrong = None) -> Any:
@@ -87,7 +87,7 @@ def all_to_all_values(backend: Backend, values: Sequence[Any], group: Group | No
         sent = whole(joined, len(joined), backend.carrier).tensor
         flat = memoryview(bytes_of(backend.all_to_all(sent, [len(one) for one in data], lengths, group)))
         contents = [flat[end - length : end] for end, length in zip(accumulate(lengths), lengths, strict=True)]
-    return [_placed(one, backend) for one in _decoded(contents, group)]
+    return [_placed(one, backend) for one in _decoded(backend, contents, group)]
 
 
 def _encoded(backend: Backend, values: Sequence[Any], wrong: Wrong = None) -> tuple[list[bytes], Wrong]:
@@ -102,8 +102,7 @@ def _encoded(backend: Backend, values: Sequence[Any], wrong: Wrong = None) -> tu
 
 def _gathered(backend: Backend, sent: Parcel, length: int, group: Group | None) -> memoryview:
     """Give the bytes of all ranks, one after the other, of which each sends so many."""
-    size = backend.topology.world_size if group is None else len(group.ranks)
-    received = empty(size * length, backend.carrier)
+    received = empty(len(backend.members(group)) * length, backend.carrier)
     backend.all_gather_into(received.tensor, sent.tensor, group)
     return received.read()
 
@@ -125,14 +124,13 @@ def _cut(flat: memoryview, size: int, lengths: Sequence[int]) -> list[memoryview
     return [flat[size * place : size * place + length] for place, length in enumerate(lengths)]
 
 
-def _decoded(contents: Sequence[memoryview], group: Group | None) -> list[Any]:
+def _decoded(backend: Backend, contents: Sequence[memoryview], group: Group | None) -> list[Any]:
     values: list[Any] = []
     try:
         for content in contents:
             values.append(decode(content))
     except TypeError as error:
-        place = len(values)
-        annotate(error, f"the value is that of rank {place if group is None else group.ranks[place]}")
+        annotate(error, f"the value is that of rank {backend.members(group)[len(values)]}")
         raise
     return values
 

@@ -6,13 +6,14 @@ import inspect
 import operator
 import weakref
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch.distributed as dist
 
 from camshaft.distributed import agreement
 from camshaft.distributed.backend import Backend, Group
 from camshaft.distributed.guard import check_all_present
+from camshaft.errors import RankDivergenceError
 
 _SEQUENCES = (list, tuple, range)
 _OPTIONS = tuple(inspect.signature(dist.new_group).parameters)[1:]
@@ -20,29 +21,35 @@ _NOT_FOR_GROUPS = ("undefined", "fake")
 _made: weakref.WeakKeyDictionary[Backend, dict[tuple[int, ...], Group]] = weakref.WeakKeyDictionary()
 
 
-@overload
-def resolve(backend: Backend, group: None) -> None: ...
-@overload
-def resolve(backend: Backend, group: Any) -> Group: ...
-def resolve(backend: Backend, group: Any) -> Group | None:
-    """Find the group that a user means: ``None`` for all ranks, ranks in a sequence, or a group made before.
+def resolve(backend: Backend, group: Any) -> tuple[Group | None, Sequence[int]]:
+    """Find the group that a user means, and its ranks.
 
-    Ranks are made into a group once. Its members must all name it then; the other ranks too, where the backend needs
-    them for that, and in the same order of calls.
+    Args:
+        backend: of this rank.
+        group: ``None`` for all ranks, a sequence of ranks, or a group in the backend's own terms. Ranks are made into
+            a group once. Its members must all name it then; the other ranks too, where the backend needs them for that,
+            and in the same order of calls.
 
     Raises:
-        ValueError: it is none of these, or a rank is out of range.
+        ValueError: it is none of these, the group was destroyed, or a rank is out of range.
         RankDivergenceError: the group is still to be made, and not all who must help run this part of the program.
     """
-    if group is None or isinstance(group, Group):
-        return group
-    if isinstance(group, _SEQUENCES):
-        ranks = checked_ranks(backend, group)
-        return _made.setdefault(backend, {}).get(tuple(ranks)) or _make_of_ranks(backend, ranks)
-    adopted = backend.adopt_group(group)
-    if adopted is None:
-        raise ValueError(f"group must be None, a list of ranks or a group from new_group, got {group!r}")
-    return adopted
+    if group is None:
+        return None, backend.members(None)
+    ranks = backend.ranks_of(group)
+    if ranks is not None:
+        return group, ranks
+    if not isinstance(group, _SEQUENCES):
+        raise ValueError(f"group must be None, a list of ranks or a group from new_group that exists, got {group!r}")
+    checked = checked_ranks(backend, group)
+    known = _known(backend, checked)
+    return (_make_of_ranks(backend, checked) if known is None else known), checked
+
+
+def _known(backend: Backend, ranks: list[int]) -> Group | None:
+    """Return the group that these ranks were made into, unless it was destroyed since."""
+    group = _made.setdefault(backend, {}).get(tuple(ranks))
+    return None if group is None or backend.ranks_of(group) is None else group
 
 
 def _make_of_ranks(backend: Backend, ranks: list[int]) -> Group:
@@ -65,10 +72,10 @@ def make(backend: Backend, ranks: list[int], /, **options: Any) -> Group:
     """
     if options:
         _check_options(options)
-    _meet(backend, members(backend, None), ranks)
+    _meet(backend, backend.members(None), ranks)
     group = backend.new_group(ranks, **options)
-    if not options:
-        _made.setdefault(backend, {}).setdefault(tuple(ranks), group)
+    if not options and _known(backend, ranks) is None:
+        _made[backend][tuple(ranks)] = group
     return group
 
 
@@ -92,6 +99,12 @@ def _check_options(options: dict[str, Any]) -> None:
         raise ValueError(f"backend must be one of {tuple(filter(dist.is_backend_available, known))}, got {backend!r}")
 
 
+def not_in_group(function: str, rank: int, ranks: Sequence[int]) -> RankDivergenceError:
+    """Return the error of a rank that calls what the members of a group alone may call."""
+    known = f" {list(ranks)}" if ranks else ""  # torch tells no rank the members of a group that it is not in
+    return RankDivergenceError(f"{function} was called on rank {rank}, which is not in its group{known}")
+
+
 def checked_ranks(backend: Backend, ranks: Any) -> list[int]:
     """Check a list of ranks, and give it in the order of the ranks, which is that of every group.
 
@@ -108,8 +121,3 @@ def checked_ranks(backend: Backend, ranks: Any) -> list[int]:
     if len(set(plain)) < len(plain) or not all(0 <= rank < size for rank in plain):
         raise ValueError(f"ranks must be different and in [0, {size}), got {ranks}")
     return sorted(plain)
-
-
-def members(backend: Backend, group: Group | None) -> Sequence[int]:
-    """List the global ranks of a group."""
-    return range(backend.topology.world_size) if group is None else group.ranks

@@ -17,11 +17,11 @@ from torch.nn import Parameter
 from camshaft.distributed.backend import Backend, Group, Work
 from camshaft.distributed.context import current
 from camshaft.distributed.encoding import decode, encode, to_bytes
-from camshaft.distributed.groups import members, resolve
+from camshaft.distributed.groups import not_in_group, resolve
 from camshaft.distributed.guard import check_all_present
 from camshaft.distributed.outbox import Transfer, pending
 from camshaft.distributed.placement import brought
-from camshaft.errors import RankDivergenceError, annotate
+from camshaft.errors import annotate
 
 _HEAD = struct.Struct("<qq?")  # bytes of the value, number of the message, whether a tensor follows
 _ROW = 512
@@ -235,10 +235,9 @@ def _route(function: str, name: str, other: int, tag: int, group: Any) -> tuple[
     rank = backend.topology.rank
     if not isinstance(tag, int) or not 0 <= tag < _MAX_TAG:
         raise ValueError(f"tag must be an integer in [0, {_MAX_TAG}), got {tag!r}")
-    found = resolve(backend, group)
-    ranks = members(backend, found)
+    found, ranks = resolve(backend, group)
     if rank not in ranks:
-        raise RankDivergenceError(f"{function} was called on rank {rank}, which is not in its group {list(ranks)}")
+        raise not_in_group(function, rank, ranks)
     if other not in ranks or other == rank:
         others = [member for member in ranks if member != rank]
         raise ValueError(f"{name} must be another rank of the group, one of {others}, got {other!r}")

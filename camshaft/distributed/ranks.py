@@ -21,6 +21,11 @@ from camshaft.distributed.guard import check_all_present, is_turn, line_of, line
 P = ParamSpec("P")
 R = TypeVar("R")
 logger = logging.getLogger("camshaft.distributed.utils")
+_NUMBERS = {
+    "local_world_size": "the number of processes on this node",
+    "num_nodes": "the number of nodes",
+    "node_rank": "the number of this node",
+}
 
 
 def get_rank() -> int:
@@ -47,18 +52,30 @@ def get_local_rank() -> int:
 
 
 def get_node_rank() -> int:
-    """Give the number of this node."""
-    return current().topology.node_rank
+    """Return the number of this node.
+
+    Raises:
+        RuntimeError: as for :func:`get_nnodes`.
+    """
+    return _told("node_rank")
 
 
 def get_nnodes() -> int:
-    """Give the number of nodes."""
-    return current().topology.num_nodes
+    """Return the number of nodes.
+
+    Raises:
+        RuntimeError: nothing tells it to this rank, of a process group that the script made itself.
+    """
+    return _told("num_nodes")
 
 
 def get_nproc_per_node() -> int:
-    """Give the number of processes on this node."""
-    return current().topology.local_world_size
+    """Return the number of processes on this node.
+
+    Raises:
+        RuntimeError: as for :func:`get_nnodes`.
+    """
+    return _told("local_world_size")
 
 
 def device() -> torch.device:
@@ -82,7 +99,9 @@ def hostname() -> str:
 
 
 def show_config() -> None:
-    """Log where this process stands, in ten records."""
+    """Log where this process stands, in ten records; ``unknown`` where a query would raise."""
+    topology, assumed = current().topology, current().assumed
+    known = {name: "unknown" if name in assumed else value for name, value in vars(topology).items()}
     lines = {
         "distributed configuration": model_name(),
         "backend": backend(),
@@ -91,9 +110,9 @@ def show_config() -> None:
         "world size": get_world_size(),
         "rank": get_rank(),
         "local rank": get_local_rank(),
-        "num processes per_node": get_nproc_per_node(),
-        "num nodes": get_nnodes(),
-        "node rank": get_node_rank(),
+        "num processes per_node": known["local_world_size"],
+        "num nodes": known["num_nodes"],
+        "node rank": known["node_rank"],
     }
     for name, value in lines.items():
         logger.info("%s: %s", name, value)
@@ -183,6 +202,20 @@ def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
     finally:
         if is_first:
             _meet(backend, "one_rank_first", rank)
+
+
+def _told(number: str) -> int:
+    """Return a number of the topology, unless it is only assumed: other ranks may assume another one."""
+    backend = current()
+    if number in backend.assumed:
+        raise RuntimeError(
+            f"{_NUMBERS[number]} is not known: the script made the process group itself, no variable tells how its "
+            "ranks are distributed over nodes, and a query must not wait for other ranks. Set LOCAL_WORLD_SIZE, "
+            "GROUP_RANK and GROUP_WORLD_SIZE as torchrun does, or let camshaft.distributed.initialize make the "
+            "process group, which compares the hosts of all ranks"
+        )
+    told: int = getattr(backend.topology, number)
+    return told
 
 
 def _meet(backend: Backend, where: str, rank: int, is_long: bool = False) -> None:

@@ -85,16 +85,17 @@ def look(environ: Mapping[str, str]) -> Report:
     >>> print(look({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}).sources["rank"])
     RANK=1
     """
-    launch, error = None, None
+    launch, address, error = None, None, None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             launch = detect(environ)
+            address = None if launch is None else launch.master_addr  # that of Slurm is looked up
         except RuntimeError as failure:
             error = str(failure)
     notes = tuple(str(warning.message) for warning in caught)
     report = Report(socket.gethostname(), versions(), devices(), backends(), notes=notes, error=error)
-    return report if error else _placed(report, launch, environ)
+    return report if error else _placed(report, launch, address, environ)
 
 
 def try_out(report: Report, name: str) -> list[Report]:
@@ -118,7 +119,7 @@ def try_out(report: Report, name: str) -> list[Report]:
     return reports or []
 
 
-def _placed(report: Report, launch: Launch | None, environ: Mapping[str, str]) -> Report:
+def _placed(report: Report, launch: Launch | None, host: str | None, environ: Mapping[str, str]) -> Report:
     """Add where the process stands."""
     available = [name for name, status in report.backends.items() if status.available]
     auto, why = choose(environ, launch, None, available)
@@ -127,7 +128,7 @@ def _placed(report: Report, launch: Launch | None, environ: Mapping[str, str]) -
         return replace(report, topology=Topology())
     assumed = dict.fromkeys(launch.assumed, "assumed, as nothing says it")
     follows = dict.fromkeys(asdict(launch.topology), "follows from the others")
-    address = f"{launch.master_addr}:{launch.master_port}" if launch.master_addr else None
+    address = f"{host}:{launch.master_port}" if host else None
     sources = {**follows, **assumed, **launch.sources}
     return replace(report, launcher=launch.launcher, address=address, topology=launch.topology, sources=sources)
 

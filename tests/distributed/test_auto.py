@@ -207,7 +207,8 @@ def test_one_process_without_a_run_uses_all_gpus_and_says_so(monkeypatch, caplog
             super().__init__()
             self.module = module
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(nn, "DataParallel", Wrapped)
     caplog.set_level(logging.INFO, logger="camshaft.distributed.auto.auto_model")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
 import time
+from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
@@ -12,7 +15,11 @@ import torch.distributed as dist
 
 import camshaft.distributed as idist
 from camshaft.distributed import agreement, context
+from camshaft.distributed.backends.native import start
+from camshaft.distributed.backends.native.backend import NativeBackend
+from camshaft.distributed.launchers import Launch
 from camshaft.distributed.topology import Topology
+from tests.distributed.launchers.environments import step
 from tests.distributed.test_ranks import Somewhere
 from tests.ranks import on_ranks
 
@@ -125,7 +132,181 @@ def test_abandon_waits_for_nobody(tmp_path):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the test destroys one
 
 
+def test_a_query_under_srun_starts_no_program_and_asks_no_name_server(monkeypatch):
+    for name, value in step(0, 0, [1]).items():
+        monkeypatch.setenv(name, value)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: pytest.fail(f"{args} was started"))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: pytest.fail(f"{args} was looked up"))
+    assert (idist.get_rank(), idist.get_world_size(), idist.get_nnodes()) == (0, 1, 1)
+
+
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+QUERIES = (idist.get_nnodes, idist.get_node_rank, idist.get_nproc_per_node)
+
+
+@contextmanager
+def told(**variables):
+    """Set the variables of a place, and no others of them."""
+    before = {name: os.environ.pop(name) for name in PLACE if name in os.environ}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    try:
+        yield
+    finally:
+        for name in variables:
+            os.environ.pop(name, None)
+        os.environ.update(before)
+
+
+@on_ranks(6)
+def test_ranks_that_are_not_told_how_many_nodes_there_are_do_not_guess():
+    """On three nodes with two processes each, ranks 0, 2 and 4 would infer 1, 3 and 2 nodes."""
+    dist.barrier()
+    rank = dist.get_rank()
+    variables = {"RANK": rank, "WORLD_SIZE": 6, "LOCAL_RANK": rank % 2}
+    for hint, environment in ((rank % 2, {}), (None, variables), (None, {"LOCAL_RANK": rank % 2})):
+        context._local_rank = hint
+        with told(**environment), use_fresh_adoption():
+            assert (idist.get_rank(), idist.get_local_rank(), idist.get_world_size()) == (rank, rank % 2, 6)
+            for query in QUERIES:
+                with pytest.raises(RuntimeError, match="is not known: .* Set LOCAL_WORLD_SIZE"):
+                    query()
+            idist.show_config()
+    whole = {**variables, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": rank // 2, "GROUP_WORLD_SIZE": 3}
+    with told(**whole), use_fresh_adoption():
+        assert [query() for query in QUERIES] == [3, rank // 2, 2]
+
+
+@contextmanager
+def use_fresh_adoption():
+    """Let the context adopt the process group anew, as in a process that has not asked before."""
+    before, context._process = context._process, context._serial
+    try:
+        yield
+    finally:
+        context._process = before
+
+
+@on_ranks(2)
+def test_a_local_rank_that_nothing_tells_is_taken_from_the_rank_with_a_warning():
+    dist.barrier()
+    context._local_rank = None
+    with told(), use_fresh_adoption(), pytest.warns(UserWarning, match="nothing tells .* set_local_rank first"):
+        assert idist.get_local_rank() == dist.get_rank()
+
+
+@on_ranks(2)
+def test_variables_of_another_run_are_not_those_of_the_group():
+    dist.barrier()
+    rank = dist.get_rank()
+    with told(RANK=3, WORLD_SIZE=4, LOCAL_RANK=3, LOCAL_WORLD_SIZE=4), use_fresh_adoption():
+        assert (idist.get_local_rank(), idist.get_world_size()) == (rank, 2)  # as set_local_rank told
+    with told(LOCAL_RANK=7), use_fresh_adoption():
+        assert idist.get_local_rank() == rank
+
+
+def see(monkeypatch, kind, count):
+    """Let torch see so many devices of a kind."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: kind is not None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: kind and torch.device(kind))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "config", "local_rank", "device"),
+    [
+        ("cuda", 4, "cuda:nccl", 3, "cuda:3"),
+        ("cuda", 1, "cuda:nccl", 3, "cuda:0"),  # each process sees its own GPU alone
+        ("cuda", 2, "cuda:nccl", 3, "cuda:1"),
+        ("cuda", 1, "cpu:gloo,cuda:gloo", 1, "cuda:0"),
+        ("cuda", 4, "cpu:gloo,cuda:nccl", 2, "cuda:2"),
+        ("xpu", 4, "xpu:xccl", 2, "xpu:2"),
+        ("hpu", 2, "hpu:hccl", 1, "hpu:1"),
+        ("xpu", 4, "cpu:gloo,cuda:gloo", 2, "cpu"),
+        ("mps", 1, "cpu:gloo,cuda:gloo", 0, "cpu"),
+        ("cuda", 0, "cpu:gloo,cuda:gloo", 0, "cpu"),
+        (None, 0, "cpu:gloo,cuda:gloo", 0, "cpu"),
+    ],
+)
+def test_a_process_has_one_of_the_accelerators_that_it_sees(monkeypatch, kind, count, config, local_rank, device):
+    see(monkeypatch, kind, count)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: config)
+    assert start.device_of(local_rank) == torch.device(device)
+
+
+@on_ranks(2)
+def test_a_rank_that_sees_one_gpu_alone_adopts_a_group_and_has_that_gpu():
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as monkeypatch, use_fresh_adoption():
+        see(monkeypatch, "cuda", 1)
+        assert (idist.get_rank(), idist.get_local_rank()) == (dist.get_rank(), dist.get_rank())
+        assert idist.device() == torch.device("cuda", 0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("fails", [False, True])
+def test_ranks_that_see_one_gpu_each_begin_a_run_on_it(fails, tmp_path):
+    dist.barrier()
+    rank, chosen = dist.get_rank(), []
+    idist.finalize()
+
+    def meet(backend, group):
+        if fails:
+            raise dist.DistBackendError("Duplicate GPU detected")
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        see(monkeypatch, "cuda", 1)
+        monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+        monkeypatch.setattr(NativeBackend, "barrier", meet)
+        place = {"init_method": f"file://{tmp_path}/store", "rank": rank, "world_size": 2}
+        if fails:
+            with pytest.raises(dist.DistBackendError, match="Duplicate GPU detected") as raised:
+                idist.initialize("gloo", **place)
+            assert f"rank {rank} uses cuda:0, one of 1 that it sees, and 2 processes" in "".join(notes_of(raised.value))
+            assert not dist.is_initialized()
+        else:
+            idist.initialize("gloo", **place)
+            assert chosen == [idist.device()] == [torch.device("cuda", 0)]
+            assert (idist.get_nnodes(), idist.get_nproc_per_node(), idist.get_local_rank()) == (1, 2, rank)
+            idist.finalize()
+
+
+@on_ranks(2)
+def test_a_rank_that_was_told_less_than_another_asks_for_the_hosts_alone(tmp_path):
+    dist.barrier()
+    rank = dist.get_rank()
+    idist.finalize()
+    if rank == 0:
+        launch = Launch("horovodrun", Topology(world_size=2, local_world_size=2), host="n")
+    else:
+        launch = Launch("horovodrun", Topology(rank=1, world_size=2), assumed=("num_nodes",), host="n")
+    backend = start.begin("gloo", launch, None, init_method=f"file://{tmp_path}/store")
+    assert backend.topology == Topology(rank, 2, rank, 2, 0, 1)
+    backend.barrier(None)
+    backend.close()
+
+
+def notes_of(error):
+    return [str(error), *getattr(error, "__notes__", ())]
+
+
+@pytest.mark.parametrize(("kind", "device"), [("xpu", "xpu"), ("cuda", "cuda"), ("mps", "mps"), (None, "cpu")])
+def test_a_single_process_has_the_accelerator_of_the_machine(monkeypatch, kind, device):
+    see(monkeypatch, kind, 1)
+    assert idist.device() == torch.device(device)
+
+
+def test_a_backend_whose_devices_are_missing_is_refused_by_their_kind(monkeypatch):
+    see(monkeypatch, "xpu", 1)
+    with pytest.raises(RuntimeError, match="backend 'nccl' needs a CUDA device, and there is none"):
+        start.check_options("nccl", {})
+    start.check_options("xccl", {})
+    see(monkeypatch, None, 0)
+    with pytest.raises(RuntimeError, match="backend 'xccl' needs a xpu device"):
+        start.check_options("xccl", {})
+
+
 def test_groups_have_the_timeout_of_the_run():
     idist.initialize("gloo", timeout=timedelta(seconds=33))
-    options = idist.new_group([0]).handle._get_backend(torch.device("cpu")).options
+    options = idist.new_group([0])._get_backend(torch.device("cpu")).options
     assert options._timeout == timedelta(seconds=33)

@@ -1,11 +1,14 @@
-"""Groups that a list of ranks names: their members make them, in any order, and wait for nobody else."""
+"""Groups are those of torch; a list of ranks names one that its members make, in any order, waiting for nobody else."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import camshaft.distributed as idist
 from camshaft.distributed import agreement
@@ -94,3 +97,88 @@ def test_a_backend_that_torch_does_not_have_is_refused():
             idist.new_group([0], backend=backend)
     for backend in (None, "gloo", "cpu:gloo"):
         assert idist.all_reduce(1, group=idist.new_group([0, 1], backend=backend)) == 2
+
+
+@on_ranks(3, limit=20)
+def test_torch_takes_a_group_of_ours_as_one_of_its_own():
+    rank = idist.get_rank()
+    group = idist.new_group([2, 0])
+    tensor = torch.tensor([rank + 1.0])
+    if rank == 1:
+        assert group == dist.GroupMember.NON_GROUP_MEMBER
+        with pytest.warns(UserWarning, match="does not belong to"):
+            dist.all_reduce(tensor, group=group)
+        assert tensor.item() == 2
+        with pytest.raises(
+            RankDivergenceError, match=r"reduce was called on rank 1, which is not in its group\nin reduce on rank 1$"
+        ):
+            idist.reduce(1, 0, group=group)
+        return
+    assert isinstance(group, dist.ProcessGroup)
+    assert (group.size(), group.rank()) == (2, rank // 2)
+    dist.all_reduce(tensor, group=group)
+    assert tensor.item() == 4
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, rank + 1.0)
+    parallel = nn.parallel.DistributedDataParallel(model, process_group=group)
+    parallel(torch.tensor([[rank + 1.0]])).sum().backward()
+    assert (model.weight.item(), model.weight.grad.item()) == (1, 2)  # rank 0's weight, and the mean of 1 and 3
+
+
+def use_everywhere(group, ranks):
+    """Pass a group to every function that takes one, on its members."""
+    rank = idist.get_rank()
+    first, last = ranks[0], ranks[-1]
+    idist.barrier(group=group)
+    assert idist.all_reduce(torch.tensor([1.0]), group=group).item() == len(ranks)
+    assert idist.all_reduce(1, "MAX", group=group) == 1
+    assert idist.all_reduce(torch.tensor([1j]), group=group).item() == len(ranks) * 1j
+    assert idist.all_gather(rank, group=group) == ranks
+    assert idist.all_gather(torch.tensor(rank), group=group).tolist() == ranks
+    shapes = [(1,)] * len(ranks)
+    assert torch.cat(idist.all_gather_tensors_with_shapes(torch.tensor([rank]), shapes, group=group)).tolist() == ranks
+    assert idist.broadcast(f"of {rank}", last, group=group) == f"of {last}"
+    assert idist.reduce(1, first, group=group) == (len(ranks) if rank == first else None)
+    assert idist.gather(rank, first, group=group) == (ranks if rank == first else None)
+    assert idist.scatter(ranks if rank == last else None, last, group=group) == rank
+    assert idist.reduce_scatter(torch.ones(len(ranks), 1), group=group).item() == len(ranks)
+    assert idist.all_to_all([rank] * len(ranks), group=group) == ranks
+    if rank == first:
+        idist.send("hello", last, group=group)
+    if rank == last:
+        assert idist.recv(first, group=group) == "hello"
+
+
+@on_ranks(3, limit=30)
+@pytest.mark.parametrize("debug", [False, True])
+def test_groups_of_torch_are_taken_everywhere(debug):
+    agreement.enable(20 if debug else None)
+    rank = idist.get_rank()
+    some = dist.new_group([2, 0])
+    mesh = init_device_mesh("cpu", (3,))
+    for group, ranks in ((some, [0, 2]), (dist.group.WORLD, [0, 1, 2]), (mesh.get_group(), [0, 1, 2])):
+        if rank in ranks:
+            use_everywhere(group, ranks)
+        else:
+            assert idist.all_gather(rank, group=group) == rank
+    agreement.enable(None)
+    dist.barrier()
+
+
+@on_ranks(2, limit=20)
+def test_a_group_that_the_user_destroyed_is_refused_and_its_ranks_make_another_one():
+    group = idist.new_group([0, 1])
+    assert idist.all_reduce(1, group=[1, 0]) == 2  # the same group
+    dist.destroy_process_group(group)
+    with pytest.raises(ValueError, match="group must be None, a list of ranks or a group from new_group that exists"):
+        idist.all_reduce(1, group=group)
+    assert idist.all_reduce(1, group=[1, 0]) == 2
+
+
+def test_a_single_process_has_the_list_of_its_rank_for_a_group():
+    group = idist.new_group(range(1))
+    assert group == [0]
+    assert idist.all_reduce(3, group=group) == 3
+    assert idist.all_gather("a", group=group) == ["a"]
+    idist.barrier(group=group)
+    assert idist.broadcast("a", group=group) == idist.scatter(["a"], group=group) == "a"

@@ -28,6 +28,12 @@ class Somewhere(SerialBackend):
     def barrier(self, group):
         self.barriers.append(group)
 
+    def new_group(self, ranks, **options):
+        return frozenset(ranks)
+
+    def ranks_of(self, group):
+        return sorted(group) if isinstance(group, frozenset) else None
+
 
 @contextmanager
 def at_rank(rank, world_size=4):

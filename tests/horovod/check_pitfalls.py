@@ -159,7 +159,7 @@ def process_sets_that_the_user_made_are_groups() -> None:
         equal(idist.all_reduce(5, group=mine), 5)
         if rank == 0:
             equal(idist.all_gather("a", group=mine), ["a"])
-        equal(idist.new_group([0]).ranks, (0,))
+        equal(list(idist.new_group([0]).ranks), [0])
     with pytest.raises(ValueError, match="group must be None, a list of ranks or a group from new_group"):
         idist.all_reduce(1, group=hvd.ProcessSet([0]))  # of which Horovod was not told
 

@@ -145,7 +145,7 @@ def a_model_is_trained_in_one_group_while_the_others_do_something_else() -> None
     rank, size = place()
     group = idist.new_group([0])
     model = Weighted()
-    optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), RATE), process_set=group.handle)
+    optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), RATE), process_set=group)
     if rank == 0:
         x, y = data_of([[4]])[0][0]
         squared(model(x), y).backward()

@@ -57,6 +57,26 @@ def a_list_of_ranks_is_made_into_a_group_by_its_members_alone() -> None:
 
 
 @check
+def what_new_group_makes_is_a_process_group_that_torch_takes() -> None:
+    rank, size = place()
+    idist.set_local_rank(rank)
+    group = idist.new_group([size - 1, 0])
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, rank + 1.0)
+    if rank in (0, size - 1):
+        assert isinstance(group, MPIGroup)
+        assert group.size() == 2
+        tensor = torch.tensor([float(rank)])
+        dist.all_reduce(tensor, group=group)
+        same(tensor, torch.tensor([size - 1.0]))
+        assert idist.all_gather(rank, group=group) == [0, size - 1]
+        parallel = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
+        parallel(torch.tensor([[1.0 if rank == 0 else 3.0]])).sum().backward()
+        assert model.weight.grad is not None
+        same(torch.stack([model.weight.detach(), model.weight.grad]).flatten(), torch.tensor([1.0, 2.0]))
+
+
+@check
 def groups_of_the_same_ranks_do_not_mix() -> None:
     first, second = dist.new_group(), dist.new_group()
     one, two = torch.ones(1), torch.full((1,), 10.0)

@@ -39,6 +39,7 @@ def leave() -> int:
     rank = dist.get_rank()
     dist.barrier()  # so that all have come to it
     dist.destroy_process_group()
+    os.environ.pop("LOCAL_WORLD_SIZE", None)  # that of the ranks of a test
     return rank
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from camshaft.distributed.backend import Backend, Group
+from camshaft.distributed.backend import Backend, Group, accelerator
 from camshaft.distributed.topology import Topology
 
 logger = logging.getLogger("camshaft.distributed.auto.auto_model")
@@ -28,9 +29,7 @@ class SerialBackend(Backend):
     @property
     def device(self) -> torch.device:  # type: ignore[override]  # asked for, so that importing asks no driver
         """The accelerator, if there is one."""
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+        return accelerator() or torch.device("cpu")
 
     @property
     def carrier(self) -> torch.device:
@@ -77,5 +76,9 @@ class SerialBackend(Backend):
         return nn.DataParallel(model)
 
     def new_group(self, ranks: list[int], **options: Any) -> Group:
-        """Name the only rank."""
-        return Group(ranks, list(ranks))
+        """Return the list of the only rank."""
+        return ranks
+
+    def ranks_of(self, group: Any) -> Sequence[int] | None:
+        """Accept the list of the only rank."""
+        return group if isinstance(group, list) and group == [0] and type(group[0]) is int else None

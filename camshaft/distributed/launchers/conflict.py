@@ -36,8 +36,8 @@ def settle(launch: Launch, by_hand: Launch) -> Launch:
         RuntimeError: neither is so.
     """
     if _agree(launch, by_hand):
-        address, port = by_hand.master_addr or launch.master_addr, by_hand.master_port
-        return replace(launch, master_addr=address, master_port=launch.master_port if port is None else port)
+        address, port = by_hand.address or launch.address, by_hand.master_port
+        return replace(launch, address=address, master_port=launch.master_port if port is None else port)
     if _may_have_started(launch, by_hand):
         return by_hand
     raise _contradiction(launch, by_hand)

@@ -26,7 +26,8 @@ def detect(
 
     Args:
         environ: the variables of the environment, such as ``os.environ``; it is only read.
-        expand: lists the hosts of a list of Slurm's; by default with ``scontrol`` if there is one.
+        expand: lists the hosts of a list of Slurm's; by default with ``scontrol`` if there is one. Like ``resolves``,
+            it is called when ``master_addr`` is read, not before: the place of a process needs neither.
         resolves: whether a host name has an address.
 
     Raises:

@@ -33,7 +33,7 @@ def read(environ: Mapping[str, str]) -> Launch | None:
     return build(
         "horovodrun",
         said,
-        master_addr=master_addr(environ),
+        address=master_addr(environ),
         master_port=master_port(environ),
         host=environ.get("HOROVOD_HOSTNAME"),
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from camshaft.distributed.launchers.completion import complete
@@ -20,7 +21,8 @@ class Launch:
         launcher: ``"torchrun"``, ``"horovodrun"``, ``"openmpi"``, ``"mpich"``, ``"slurm"``, or ``"environment"``
             for variables set by hand.
         topology: the place of this process.
-        master_addr: where rank 0 listens, ``None`` where nobody says.
+        address: where rank 0 listens, or what looks it up, as that may need other programs and name servers; ``None``
+            where nobody says.
         master_port: the port it listens on, ``None`` where nobody says.
         restart_count: how often the launcher has started the processes again, ``None`` where it does not.
         agent_store: whether the launcher itself keeps the store at that address, also over restarts.
@@ -34,7 +36,7 @@ class Launch:
 
     launcher: str
     topology: Topology
-    master_addr: str | None = None
+    address: str | Callable[[], str] | None = None
     master_port: int | None = None
     restart_count: int | None = None
     agent_store: bool = False
@@ -42,6 +44,15 @@ class Launch:
     host: str | None = None
     assumed: tuple[str, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def master_addr(self) -> str | None:
+        """Where rank 0 listens, looked up by whoever asks first; ``None`` where nobody says.
+
+        Raises:
+            RuntimeError: the launcher names no host.
+        """
+        return self.address() if callable(self.address) else self.address
 
 
 def build(launcher: str, said: Mapping[str, Number], **others: Any) -> Launch:

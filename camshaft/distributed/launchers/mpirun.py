@@ -57,4 +57,4 @@ def _launch(
     if not (said := place(environ, names)):
         return None
     address, port = master_addr(environ), master_port(environ)
-    return build(launcher, said, master_addr=address, master_port=port, mpi=True, host=environ.get(host))
+    return build(launcher, said, address=address, master_port=port, mpi=True, host=environ.get(host))

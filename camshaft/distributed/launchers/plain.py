@@ -40,7 +40,7 @@ def read(environ: Mapping[str, str]) -> Launch | None:
     return build(
         "environment",
         said,
-        master_addr=master_addr(environ),
+        address=master_addr(environ),
         master_port=master_port(environ),
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )

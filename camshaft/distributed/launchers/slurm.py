@@ -6,6 +6,7 @@ though it sees how many tasks the job may start.
 
 from __future__ import annotations
 
+import functools
 import re
 import socket
 import subprocess
@@ -75,8 +76,8 @@ def read(
 
     Args:
         environ: the variables.
-        expand: lists the hosts of a list of Slurm's.
-        resolves: whether a host name has an address.
+        expand: lists the hosts of a list of Slurm's; called when the address is asked for.
+        resolves: whether a host name has an address; the same.
 
     Raises:
         RuntimeError: a variable is missing or wrong, or they contradict each other.
@@ -133,7 +134,8 @@ def _with_address(
 ) -> Launch:
     if by_hand := plain.read_beside("srun", environ, RENDEZVOUS):
         return settle(launch, by_hand)
-    return replace(launch, master_addr=_address(environ, expand, resolves), master_port=_port(environ))
+    find = functools.partial(_address, dict(environ), expand, resolves)
+    return replace(launch, address=find, master_port=_port(environ))
 
 
 def _port(environ: Mapping[str, str]) -> int:

@@ -145,6 +145,20 @@ def test_steps_of_a_job_and_of_its_neighbours_take_different_ports():
     assert all(15_000 <= port < 32_768 for port in ports)
 
 
+def test_the_address_is_looked_up_once_and_only_for_whoever_asks():
+    asked = []
+
+    def expand(nodelist):
+        asked.append(nodelist)
+        return ["n1"]
+
+    launch = read(step(1, 1, [2]), expand=expand, resolves=lambda host: asked.append(host) or True)
+    assert three(launch) == (1, 1, 2)
+    assert asked == []
+    assert launch.master_addr == launch.master_addr == "n1"
+    assert asked == ["n[1-1]", "n1"]
+
+
 def test_a_host_name_without_an_address_gives_way_to_the_host_of_srun():
     environ = step(0, 0, [1, 1])
     assert read(environ).master_addr == "n1"
@@ -158,7 +172,7 @@ def test_a_host_name_without_an_address_gives_way_to_the_host_of_srun():
 )
 def test_a_list_without_hosts_is_refused(nodelist, message):
     with pytest.raises(RuntimeError, match=f"SLURM_STEP_NODELIST {message}"):
-        read(step(0, 0, [1], SLURM_STEP_NODELIST=nodelist))
+        read(step(0, 0, [1], SLURM_STEP_NODELIST=nodelist)).master_addr  # noqa: B018  # it is looked up here
 
 
 SCONTROL = {

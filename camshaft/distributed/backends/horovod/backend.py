@@ -8,6 +8,7 @@ next operation of its kind, which is begun when this one has ended.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -124,20 +125,20 @@ class HorovodBackend(Backend):
         known = self._hvd.mpi_ops._basics._get_process_set_ids_and_ranks()
         for number, members in known.items():
             if members == ranks:
-                return Group(ranks, _process_set(self._hvd, ranks, number))
+                return _process_set(self._hvd, ranks, number)
         try:
-            return Group(ranks, self._hvd.add_process_set(ranks))
+            return self._hvd.add_process_set(ranks)
         except ValueError as error:
             raise RuntimeError(
                 "Horovod was initialized without process sets, which groups are made of: let "
                 "camshaft.distributed.initialize('horovod') do it, or call hvd.init(process_sets='dynamic')"
             ) from error
 
-    def adopt_group(self, handle: Any) -> Group | None:
-        """Take a process set of Horovod."""
-        if not isinstance(handle, self._hvd.ProcessSet) or handle.process_set_id is None:
+    def ranks_of(self, group: Any) -> Sequence[int] | None:
+        """Return the ranks of a process set that Horovod was told of."""
+        if not isinstance(group, self._hvd.ProcessSet) or group.process_set_id is None:
             return None
-        return Group(handle.ranks, handle)
+        return tuple(group.ranks)
 
     def is_alive(self) -> bool:
         """Whether Horovod is still initialized, with the same ranks: an elastic run changes them."""
@@ -169,10 +170,10 @@ class HorovodBackend(Backend):
         return wait(self._hvd, begin(*args, name=name, **kwargs), name, self._seconds)
 
     def _set(self, group: Group | None) -> Any:
-        return self._hvd.global_process_set if group is None else group.handle
+        return self._hvd.global_process_set if group is None else group
 
-    def _ranks(self, group: Group | None) -> tuple[int, ...]:
-        return tuple(range(self.topology.world_size)) if group is None else group.ranks
+    def _ranks(self, group: Group | None) -> Sequence[int]:
+        return range(self.topology.world_size) if group is None else tuple(group.ranks)
 
     def _size(self, group: Group | None) -> int:
         return self.topology.world_size if group is None else len(group.ranks)

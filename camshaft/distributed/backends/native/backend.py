@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -43,6 +44,7 @@ class NativeBackend(Backend):
         device: where tensors are moved from and to.
         interface: the network interface that gloo must be told, if it must.
         timeout: how long an operation of a group may take; torch's default if ``None``.
+        assumed: the numbers of ``topology`` that nothing tells.
     """
 
     model_name = "native-dist"
@@ -53,9 +55,11 @@ class NativeBackend(Backend):
         device: torch.device,
         interface: str | None = None,
         timeout: timedelta | None = None,
+        assumed: tuple[str, ...] = (),
     ) -> None:
         self.name = dist.get_backend()
         self.topology = topology
+        self.assumed = assumed
         self.device = device
         self._world = dist.group.WORLD
         self._carrier = _CPU if "cpu:" in dist.get_backend_config() else device
@@ -73,7 +77,7 @@ class NativeBackend(Backend):
 
     def messages_at(self, group: Group | None) -> torch.device:
         """The CPU: nccl tells no messages apart, and two ranks that send to each other would wait for ever."""
-        if "cpu:" not in dist.get_backend_config(_handle(group)):
+        if "cpu:" not in dist.get_backend_config(group):
             self.lack("send and recv", "gloo and mpi, also in a group, new_group(ranks, backend='gloo'),")
         return _CPU
 
@@ -83,34 +87,33 @@ class NativeBackend(Backend):
             return reduced_in_another(tensor, op, lambda other, op: self.all_reduce(other, op, group))
         if op != "SUM" and tensor.is_complex():
             self._check_complex(tensor, op)
-            root = 0 if group is None else group.ranks[0]
+            root = 0 if group is None else dist.get_global_rank(group, 0)
             return self.broadcast(self.reduce(tensor, root, op, group), root, group)  # as torch refuses this op here
-        dist.all_reduce(tensor, _REDUCTIONS[op], _handle(group))
+        dist.all_reduce(tensor, _REDUCTIONS[op], group)
         return tensor
 
     def all_gather(self, tensor: Tensor, group: Group | None) -> Tensor:
         """Gather into one tensor."""
-        handle = _handle(group)
         sent = as_bytes(tensor) if tensor.dtype in NOT_MOVED else tensor
-        out = sent.new_empty((dist.get_world_size(handle), *sent.shape))
-        _all_gather_single(out.view(-1), sent.view(-1), handle)
+        out = sent.new_empty((dist.get_world_size(group), *sent.shape))
+        _all_gather_single(out.view(-1), sent.view(-1), group)
         return out if sent is tensor else out.view(tensor.dtype).squeeze(-1)
 
     def all_gather_into(self, out: Tensor, tensor: Tensor, group: Group | None) -> None:
         """Gather into one tensor that is there."""
         if tensor.dtype in NOT_MOVED:
             out, tensor = as_bytes(out), as_bytes(tensor)
-        _all_gather_single(out, tensor, _handle(group))
+        _all_gather_single(out, tensor, group)
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None) -> Tensor:
         """Broadcast in place."""
-        dist.broadcast(as_bytes(tensor) if tensor.dtype in NOT_MOVED else tensor, src, _handle(group))
+        dist.broadcast(as_bytes(tensor) if tensor.dtype in NOT_MOVED else tensor, src, group)
         return tensor
 
     def barrier(self, group: Group | None) -> None:
         """Wait for the others; nccl is told the device, so that it need not guess."""
         device_ids = [self.device.index] if self.name == "nccl" and self.device.index is not None else None
-        dist.barrier(_handle(group), device_ids=device_ids)
+        dist.barrier(group, device_ids=device_ids)
 
     def reduce(self, tensor: Tensor, dst: int, op: str, group: Group | None) -> Tensor:
         """Reduce in place."""
@@ -118,25 +121,24 @@ class NativeBackend(Backend):
             return reduced_in_another(tensor, op, lambda other, op: self.reduce(other, dst, op, group))
         if op != "SUM":
             self._check_complex(tensor, op)
-        dist.reduce(tensor, dst, _REDUCTIONS[op], _handle(group))
+        dist.reduce(tensor, dst, _REDUCTIONS[op], group)
         return tensor
 
     def gather(self, tensor: Tensor, dst: int, group: Group | None) -> Tensor:
         """Gather into the rows of one tensor."""
-        handle = _handle(group)
         sent = as_bytes(tensor) if tensor.dtype in NOT_MOVED else tensor
         if self.topology.rank != dst:
-            dist.gather(sent, None, dst, handle)
+            dist.gather(sent, None, dst, group)
             return tensor
-        out = sent.new_empty((dist.get_world_size(handle), *sent.shape))
-        dist.gather(sent, list(out.unbind()), dst, handle)
+        out = sent.new_empty((dist.get_world_size(group), *sent.shape))
+        dist.gather(sent, list(out.unbind()), dst, group)
         return out if sent is tensor else out.view(tensor.dtype).squeeze(-1)
 
     def scatter(self, tensors: Tensor | None, out: Tensor, src: int, group: Group | None) -> Tensor:
         """Scatter the rows of one tensor."""
         received = as_bytes(out) if out.dtype in NOT_MOVED else out
         rows = None if tensors is None else list((tensors if received is out else as_bytes(tensors)).unbind())
-        dist.scatter(received, rows, src, _handle(group))
+        dist.scatter(received, rows, src, group)
         return out
 
     def reduce_scatter(self, tensors: Tensor, op: str, group: Group | None) -> Tensor:
@@ -146,29 +148,29 @@ class NativeBackend(Backend):
         if op != "SUM":
             self._check_complex(tensors, op)
         out = torch.empty_like(tensors[0])
-        _reduce_scatter_single(out.view(-1), tensors.view(-1), _REDUCTIONS[op], _handle(group))
+        _reduce_scatter_single(out.view(-1), tensors.view(-1), _REDUCTIONS[op], group)
         return out
 
     def all_to_all(self, tensor: Tensor, sends: list[int], receives: list[int], group: Group | None) -> Tensor:
         """Exchange the parts of one tensor."""
         sent = as_bytes(tensor) if tensor.dtype in NOT_MOVED else tensor
         out = sent.new_empty((sum(receives), *sent.shape[1:]))
-        dist.all_to_all_single(out, sent, receives, sends, _handle(group))
+        dist.all_to_all_single(out, sent, receives, sends, group)
         return out if sent is tensor else out.view(tensor.dtype).squeeze(-1)
 
     def send(self, tensor: Tensor, dst: int, tag: int, group: Group | None) -> Work:
         """Begin to send."""
-        work = _begun(dist.isend(tensor, dst, _handle(group), tag))
+        work = _begun(dist.isend(tensor, dst, group, tag))
         return work if self.name == "mpi" else Sending(work, self._watchers[dst])
 
     def receive(self, tensor: Tensor, src: int, tag: int, group: Group | None) -> Work:
         """Begin to receive."""
-        return _begun(dist.irecv(tensor, src, _handle(group), tag))
+        return _begun(dist.irecv(tensor, src, group, tag))
 
     def new_group(self, ranks: list[int], **options: Any) -> Group:
         """Make a process group."""
         with gloo_on(self._interface):
-            return Group(ranks, dist.new_group(ranks, **{"timeout": self._timeout, **options}))
+            return dist.new_group(ranks, **{"timeout": self._timeout, **options})
 
     @property
     def members_make_groups(self) -> bool:
@@ -178,15 +180,14 @@ class NativeBackend(Backend):
     def group_of_members(self, ranks: list[int]) -> Group:
         """Make a process group without the other ranks."""
         with gloo_on(self._interface):
-            return Group(ranks, make_among_members(ranks, self._timeout))
+            return make_among_members(ranks, self._timeout)
 
-    def adopt_group(self, handle: Any) -> Group | None:
-        """Take a process group of torch, or what torch gives instead to ranks that are not in it."""
-        if isinstance(handle, type(_NO_MEMBER)) and handle == _NO_MEMBER:
-            return Group((), handle)
-        if not isinstance(handle, dist.ProcessGroup):
-            return None
-        return Group(dist.get_process_group_ranks(handle), handle)
+    def ranks_of(self, group: Any) -> Sequence[int] | None:
+        """Return the ranks of a process group that exists; none for what torch returns to ranks outside of it."""
+        if isinstance(group, dist.ProcessGroup):
+            ranks = _torch_world.pg_group_ranks.get(group)  # a dictionary in the order of the members
+            return None if ranks is None else tuple(ranks)
+        return () if isinstance(group, type(_NO_MEMBER)) and group == _NO_MEMBER else None
 
     def is_alive(self) -> bool:
         """Whether the process group is still the default one."""
@@ -213,7 +214,7 @@ class NativeBackend(Backend):
             for tensor in (*model.parameters(), *model.buffers()):  # nothing to reduce, so torch does not wrap it
                 _take_from_first(tensor.detach())
             return model
-        if self.device.type == "cuda":
+        if self.device.type != "cpu":
             if "device_ids" in options:
                 raise ValueError(f"device_ids is chosen by auto_model, got {options['device_ids']!r}")
             options["device_ids"] = [self.device.index]
@@ -245,10 +246,6 @@ def _is_wrapped(model: nn.Module) -> bool:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     sharded = () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
     return isinstance(inner, (nn.parallel.DistributedDataParallel, *sharded))
-
-
-def _handle(group: Group | None) -> Any:
-    return None if group is None else group.handle
 
 
 def _begun(work: Any) -> Work:

@@ -12,14 +12,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from camshaft.distributed.backend import accelerator
 from camshaft.distributed.backends.native.backend import NativeBackend
 from camshaft.distributed.backends.native.network import find_interface, gloo_on
 from camshaft.distributed.backends.native.store import store_of
 from camshaft.distributed.launchers import Launch, detect
+from camshaft.distributed.launchers.completion import complete
+from camshaft.distributed.launchers.variables import numbers
 from camshaft.distributed.topology import Topology
+from camshaft.errors import annotate
 
 logger = logging.getLogger("camshaft.distributed.utils")
 _PASSED_ON = frozenset(inspect.signature(dist.init_process_group).parameters) - {"backend", "store", "group_name"}
+_BESIDE_RANK = {
+    "local_rank": ("LOCAL_RANK",),
+    "local_world_size": ("LOCAL_WORLD_SIZE",),
+    "node_rank": ("GROUP_RANK",),
+    "num_nodes": ("GROUP_WORLD_SIZE",),
+}
 
 
 def create(name: str, local_rank: int | None = None, **options: Any) -> NativeBackend:
@@ -50,8 +60,11 @@ def check_options(name: str, options: dict[str, Any]) -> None:
     known = {option for option in _PASSED_ON if not option.startswith("_")} | {"device"}
     if unknown := sorted(set(options) - known):
         raise TypeError(f"{unknown} are not known for backend {name!r}, but {sorted(known)} are")
-    if name == "nccl" and not torch.cuda.is_available():
-        raise RuntimeError("backend 'nccl' needs a CUDA device, and there is none; 'gloo' works on the CPU")
+    kinds = dist.Backend.backend_capability.get(name, ["cpu"])
+    here = accelerator()
+    if "cpu" not in kinds and (here is None or here.type not in kinds):
+        needed = " or ".join(kinds).replace("cuda", "CUDA")
+        raise RuntimeError(f"backend {name!r} needs a {needed} device, and there is none; 'gloo' works on the CPU")
 
 
 def begin(name: str, launch: Launch | None, local_rank: int | None, **options: Any) -> NativeBackend:
@@ -60,14 +73,14 @@ def begin(name: str, launch: Launch | None, local_rank: int | None, **options: A
         raise RuntimeError("a default process group exists already: it is used as it is, without initialize")
     device = options.pop("device", None)
     place = _place(launch, options.pop("rank", None), options.pop("world_size", None), options.get("init_method"))
-    if launch is not None and not launch.assumed and device is None:
-        device = device_of(name, launch.topology)  # before anybody waits for this rank
     interface = _begin(name, launch, place, options)
     try:
-        backend = NativeBackend(*_standing(launch, local_rank, device), interface, options.get("timeout"))
-        if backend.device.type == "cuda":
-            torch.cuda.set_device(backend.device)
-        backend.barrier(None)
+        topology = _standing(launch)
+        chosen = device_of(topology.local_rank) if device is None else torch.device(device)
+        backend = NativeBackend(topology, chosen, interface, options.get("timeout"))
+        if (here := accelerator()) is not None and chosen.type == here.type:
+            torch.accelerator.set_device_index(chosen)
+        _meet_on_devices(backend)
     except BaseException:
         dist.destroy_process_group()
         raise
@@ -78,33 +91,42 @@ def adopt(local_rank: int | None = None) -> NativeBackend | None:
     """Take over the default process group if there is one, without any communication."""
     if dist.distributed_c10d.GroupMember.WORLD is None or dist.get_backend() == "xla":
         return None  # the runtime of XLA knows more than torch's group over it
-    rank, size = dist.get_rank(), dist.get_world_size()
-    try:
-        launch = detect(os.environ)
-    except RuntimeError:  # contradictory or incomplete, but whoever made the group knew who this is
-        launch = None
-    if launch is not None and (launch.topology.rank, launch.topology.world_size) == (rank, size):
-        topology = launch.topology
-    else:
-        topology = _guessed(rank, size, local_rank)
-    return NativeBackend(topology, device_of(dist.get_backend(), topology))
+    topology, assumed = _inferred(dist.get_rank(), dist.get_world_size(), local_rank)
+    if "local_rank" in assumed:
+        warnings.warn(
+            f"nothing tells which process of its node rank {topology.rank} is: its local rank is taken to be "
+            f"{topology.local_rank}, as on a single node; start with torchrun, or call set_local_rank first",
+            stacklevel=6,
+        )
+    bound: torch.device | None = getattr(dist.group.WORLD, "bound_device_id", None)
+    return NativeBackend(topology, bound or device_of(topology.local_rank), assumed=assumed)
 
 
-def device_of(backend: str, topology: Topology) -> torch.device:
-    """Choose the device of a process: its own GPU, where there is one for it, else the CPU.
+def device_of(local_rank: int) -> torch.device:
+    """Choose the device of a process: one of the accelerators that it sees, if the process group works there.
 
-    Raises:
-        RuntimeError: nccl has not a GPU for each process of the node; all of them see it.
+    A process may see all accelerators of its node, or only its own (``srun --gpus-per-task=1``, Kubernetes), and
+    nothing tells which. So the local rank is taken modulo the number of those that it sees.
     """
-    local_rank, local_size = topology.local_rank, topology.local_world_size
-    if not torch.cuda.is_available():
+    kind, count = accelerator(), torch.accelerator.device_count()
+    if kind is None or count == 0 or f"{kind.type}:" not in dist.get_backend_config():
         return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if local_rank < count and (backend != "nccl" or local_size <= count):
-        return torch.device("cuda", local_rank)
-    if backend == "nccl":
-        raise RuntimeError(f"backend 'nccl' needs a GPU for each process of a node, got {count} for {local_size}")
-    return torch.device("cpu")
+    return torch.device(kind.type, local_rank % count)
+
+
+def _meet_on_devices(backend: NativeBackend) -> None:
+    """Wait for all ranks on their devices; where that fails, note whether processes of a node may share one."""
+    try:
+        backend.barrier(None)
+    except RuntimeError as error:
+        count, size = torch.accelerator.device_count(), backend.topology.local_world_size
+        if backend.device.type != "cpu" and count < size:
+            annotate(
+                error,
+                f"rank {backend.topology.rank} uses {backend.device}, one of {count} that it sees, and {size} "
+                f"processes run on its node: with backend {backend.name!r} each needs a device of its own",
+            )
+        raise
 
 
 def _place(launch: Launch | None, rank: Any, size: Any, init_method: str | None) -> tuple[int, int]:
@@ -138,33 +160,45 @@ def _set(options: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in options.items() if value is not None}
 
 
-def _standing(launch: Launch | None, local_rank: int | None, device: Any) -> tuple[Topology, torch.device]:
-    """Find the topology of a group that has just begun, asking the others for what no variable tells."""
+def _standing(launch: Launch | None) -> Topology:
+    """Find the topology of a group that has just begun, asking the others for what no variable tells.
+
+    They meet in the store: a collective would need the device, which is chosen by the answer. Every rank names its host
+    there, as a launcher may tell some ranks more than others (horovodrun).
+    """
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"camshaft/host/{dist.get_rank()}", (launch and launch.host) or socket.gethostname())
     if launch is not None and not launch.assumed:
-        topology = launch.topology
-    else:
-        hosts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(hosts, (launch and launch.host) or socket.gethostname())
-        topology = Topology.from_hosts(dist.get_rank(), hosts)
-    chosen = device_of(dist.get_backend(), topology) if device is None else torch.device(device)
-    return topology, chosen
+        return launch.topology
+    hosts = [store.get(f"camshaft/host/{rank}").decode() for rank in range(dist.get_world_size())]
+    return Topology.from_hosts(dist.get_rank(), hosts)
 
 
-def _guessed(rank: int, size: int, local_rank: int | None) -> Topology:
-    if local_rank is None and "LOCAL_RANK" in os.environ:
-        local_rank = int(os.environ["LOCAL_RANK"])
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or (size if local_rank in (None, rank) else 0)
-    if local_rank is None and size > 1:
-        warnings.warn(
-            "nothing tells which process of its node this is: all are taken to be on one node; start with torchrun, or "
-            "call set_local_rank first",
-            stacklevel=4,
-        )
-    local_rank = rank if local_rank is None else local_rank
-    if not local_size:  # ranks of a node are neighbours, the same number on each
-        begin = rank - local_rank
-        local_size = begin if begin else max(local_rank + 1, size)
-    return Topology(
-        rank=rank, world_size=size, local_rank=local_rank, local_world_size=min(local_size, size),
-        node_rank=rank // local_size, num_nodes=-(-size // local_size),
-    )  # fmt: skip
+def _inferred(rank: int, size: int, local_rank: int | None) -> tuple[Topology, tuple[str, ...]]:
+    """Infer the place of a rank of a group that somebody else made, and what of it nothing tells, without asking.
+
+    Raises:
+        ValueError: ``local_rank`` is out of range.
+    """
+    known = {"rank": rank, "world_size": size}
+    if local_rank is not None:
+        known["local_rank"] = local_rank
+    try:
+        return complete({**known, **_told_by_environment(rank, size)})
+    except ValueError:  # the variables are those of another run
+        return complete(known)
+
+
+def _told_by_environment(rank: int, size: int) -> dict[str, int]:
+    """Read the numbers of a place, also where rank and world size are missing, as whoever made the group knew them."""
+    try:
+        launch = detect(os.environ)
+    except RuntimeError:  # contradictory or incomplete
+        launch = None
+    if launch is not None:
+        is_this_run = (launch.topology.rank, launch.topology.world_size) == (rank, size)
+        return {what: getattr(launch.topology, what) for what in launch.sources} if is_this_run else {}
+    try:
+        return {what: number.value for what, number in numbers(os.environ, _BESIDE_RANK).items()}
+    except RuntimeError:  # one is not a number
+        return {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -97,13 +97,18 @@ class XlaBackend(Backend):
         return torch.cat([row[:length] for row, length in zip(exchanged, receives, strict=True)])
 
     def new_group(self, ranks: list[int], **options: Any) -> Group:
-        """Name the ranks in a way that XLA takes: parts that hold all ranks, of the same size if possible."""
+        """Return a list that holds the list of the ranks."""
         if options:
             raise TypeError(f"new_group knows no options on {self.name!r}, got {sorted(options)}")
-        ranks = sorted(ranks)
-        others = [rank for rank in range(self.topology.world_size) if rank not in ranks]
-        step = 1 if len(others) % len(ranks) else len(ranks)
-        return Group(ranks, [ranks, *(others[start : start + step] for start in range(0, len(others), step))])
+        return [ranks]
+
+    def ranks_of(self, group: Any) -> Sequence[int] | None:
+        """Return the ranks in ``[ranks]``."""
+        if not isinstance(group, list) or len(group) != 1 or not isinstance(group[0], list) or not group[0]:
+            return None
+        all_ranks = range(self.topology.world_size)
+        is_of_ranks = all(type(rank) is int and rank in all_ranks for rank in group[0])
+        return sorted(group[0]) if is_of_ranks and len(set(group[0])) == len(group[0]) else None
 
     def is_alive(self) -> bool:
         """Whether no process group of torch has come up since, which is what the user means then."""
@@ -148,11 +153,11 @@ class XlaBackend(Backend):
         if op in _BITWISE:  # XLA has them on few devices
             return functools.reduce(_BITWISE[op], self._gathered(tensor, group).unbind())
         wide = tensor.to(_WIDER.get(tensor.dtype, tensor.dtype))
-        reduced: Tensor = self._model.all_reduce(_REDUCTIONS[op], wide, groups=_parts(group))
+        reduced: Tensor = self._model.all_reduce(_REDUCTIONS[op], wide, groups=self._parts(group))
         return reduced
 
     def _gathered(self, tensor: Tensor, group: Group | None) -> Tensor:
-        size, flat, parts = self._size(group), tensor.reshape(-1), _parts(group)
+        size, flat, parts = self._size(group), tensor.reshape(-1), self._parts(group)
         if parts is None or len(set(map(len, parts))) == 1:
             rows = self._model.all_gather(flat, groups=parts, pin_layout=False)  # a vector has one layout only
         else:
@@ -187,14 +192,19 @@ class XlaBackend(Backend):
         return torch.tensor(values).to(self.device)
 
     def _size(self, group: Group | None) -> int:
-        return self.topology.world_size if group is None else len(group.ranks)
+        return self.topology.world_size if group is None else len(group[0])
 
     def _place(self, group: Group | None) -> int:
-        return self.topology.rank if group is None else group.ranks.index(self.topology.rank)
+        return self.topology.rank if group is None else sorted(group[0]).index(self.topology.rank)
 
-
-def _parts(group: Group | None) -> list[list[int]] | None:
-    return None if group is None else group.handle
+    def _parts(self, group: Group | None) -> list[list[int]] | None:
+        """Partition all ranks, as XLA demands, into the group and parts of the same size, or of one rank each."""
+        if group is None:
+            return None
+        ranks = sorted(group[0])
+        others = [rank for rank in range(self.topology.world_size) if rank not in ranks]
+        step = 1 if len(others) % len(ranks) else len(ranks)
+        return [ranks, *(others[start : start + step] for start in range(0, len(others), step))]
 
 
 def _check(tensor: Tensor, op: str) -> None:
