@@ -7,6 +7,7 @@ the script at the end is started as users start theirs.
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 import traceback
+import weakref
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -336,6 +338,94 @@ def test_a_port_that_is_in_use_is_an_error():
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
     with pytest.raises(ProcessRaisedException, match=f"(?i)process 0 failed(.|\n)*{store.port}(.|\n)*in use"):
         start("gloo", tell, ("",), nproc_per_node=2, master_port=store.port)
+
+
+# --- notebooks ---------------------------------------------------------------------------------------------------
+
+SETUP = """
+import gc
+import torch
+import camshaft.distributed as idist
+from datetime import timedelta
+
+options = {"nproc_per_node": 2, "start_method": "fork", "timeout": timedelta(seconds=30)}
+torch.set_num_threads(2)
+data = torch.ones(400, 400)
+data @ data
+"""
+WRONG = """
+def training(local_rank):
+    idist.barrier()
+    if local_rank == 1:
+        raise ValueError("no data")
+    idist.barrier()
+
+idist.spawn("gloo", training, (), **options)
+"""
+CORRECTED = """
+def training(local_rank):
+    gc.collect()
+    result = data @ data
+    idist.all_reduce(result)
+    assert result[0, 0] == 800
+
+idist.spawn("gloo", training, (), **options)
+"""
+
+
+def be_a_notebook(times, outcomes):
+    """Run cells as IPython does, which keeps the last error, and report what they raised."""
+    namespace = {"__name__": "__main__"}
+    for cell in (SETUP, *times * (WRONG, CORRECTED)):
+        try:
+            exec(compile(cell, "cell", "exec"), namespace)
+        except Exception as error:
+            sys.last_value = error
+            outcomes.send(str(error))
+        else:
+            outcomes.send(None)
+
+
+def test_a_cell_that_failed_runs_once_it_is_corrected_however_often():
+    outcomes, theirs = context.Pipe(duplex=False)
+    notebook = context.Process(target=be_a_notebook, args=(3, theirs))
+    notebook.start()
+    theirs.close()
+    try:
+        assert received_by(outcomes) is None
+        for _ in range(3):
+            assert "ValueError: no data" in received_by(outcomes)
+            assert received_by(outcomes) is None
+    finally:
+        notebook.kill()
+        notebook.join()
+        outcomes.close()
+
+
+def received_by(connection):
+    assert connection.poll(30), "it hangs"
+    return connection.recv()
+
+
+def test_no_store_is_open_when_processes_are_forked_or_once_their_run_has_failed(monkeypatch):
+    stores = []
+
+    class Store(dist.TCPStore):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            (run,) = native_processes._running
+            assert len(run.processes) == 2
+            stores.append(weakref.ref(self))
+
+    monkeypatch.setattr(native_processes, "TCPStore", Store)
+    gc.disable()  # what a cycle refers to lives on
+    try:
+        with pytest.raises(ProcessRaisedException) as caught:  # the traceback refers to all that was there
+            start("gloo", fail, ("raises",), nproc_per_node=2)
+        assert [store() for store in stores] == [None]
+    finally:
+        gc.enable()
+    assert caught.value.error_index == 1
 
 
 # --- the end of the one who started them -------------------------------------------------------------------------

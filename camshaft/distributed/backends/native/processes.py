@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import signal
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from torch._C._distributed_c10d import Store
+import torch
+from torch._C._distributed_c10d import Store, TCPStore
 from torch.multiprocessing.spawn import ProcessException, ProcessExitedException, ProcessRaisedException
 
 from camshaft.distributed.lifeline import GRACE
@@ -37,28 +40,46 @@ class Report:
 
 
 class Processes:
-    """Processes that end together.
+    """Processes that end together, and the store that they meet at."""
 
-    Args:
-        store: what they meet at, kept as long as they run.
-    """
-
-    def __init__(self, store: Store | None = None) -> None:
+    def __init__(self) -> None:
         self.processes: list[BaseProcess] = []
-        self._store = store
+        self._listener: socket.socket | None = None
+        self._store: Store | None = None
         self._connections: dict[Any, int] = {}
         self._reports: dict[int, Report] = {}
-        self._failure: ProcessException | None = None
+        self._failure: Callable[[], ProcessException] | None = None
         self._over = False
         _running.add(self)
+
+    def listen(self) -> tuple[str, int]:
+        """Reserve an address on this machine for the store, which :meth:`open_store` then opens there."""
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN)
+        host, port = self._listener.getsockname()
+        return host, port
+
+    def open_store(self) -> None:
+        """Open the store, if an address was reserved; all processes have been started.
+
+        A TCPStore has a thread, which does not exist in a forked process, and whoever destroys the copy there waits
+        for that thread forever. So nothing is forked while the store of these processes exists, only :meth:`end` has
+        to let go of it, and no other name may refer to it: the traceback of a failure would keep it alive.
+        """
+        if self._listener is not None:
+            host, port = self._listener.getsockname()
+            options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": self._listener.detach()}
+            self._store = TCPStore(host, port, **options)
 
     def start(self, context: Any, target: Callable[..., None], args: tuple[Any, ...], daemon: bool) -> None:
         """Start one more, which calls ``target(local_rank, connection, *args)``; it sends a report if it fails."""
         local_rank = len(self.processes)
         ours, theirs = context.Pipe(duplex=False)
         self._connections[ours] = local_rank
+        arguments = (local_rank, theirs, *args)
+        if context.get_start_method() == "fork":
+            target, arguments = _run_forked, (self._listener, target, *arguments)
         try:
-            process = context.Process(target=target, args=(local_rank, theirs, *args), daemon=daemon)
+            process = context.Process(target=target, args=arguments, daemon=daemon)
             process.start()
         finally:
             theirs.close()
@@ -92,7 +113,7 @@ class Processes:
             self.end()
             raise
         if self._failure is not None:
-            raise self._failure
+            raise self._failure()  # a new one: with its traceback, one that was kept would refer to itself
         return True
 
     def end(self, spared: BaseProcess | None = None) -> None:
@@ -109,6 +130,8 @@ class Processes:
         for connection in self._connections:
             connection.close()
         self._connections.clear()
+        if self._listener is not None:
+            self._listener.close()  # of no effect if the store has taken it over
         self._store = None
         self._over = True
         _running.discard(self)
@@ -151,18 +174,30 @@ class Processes:
             self._failure = self._reported(rank, self._reports[rank])
             self.end(spared=self.processes[rank])  # it may have something to write before it ends
 
-    def _exited(self, rank: int, code: int) -> ProcessException:
+    def _exited(self, rank: int, code: int) -> Callable[[], ProcessException]:
         name = next((number.name for number in signal.Signals if number == -code), None)
         how = (
             f"was ended by {name or f'signal {-code}'}" if code < 0 else f"exited with code {code} without an exception"
         )
-        return ProcessExitedException(f"process {rank} {how}", rank, self._pid(rank), code, name)
+        return partial(ProcessExitedException, f"process {rank} {how}", rank, self._pid(rank), code, name)
 
-    def _reported(self, rank: int, report: Report) -> ProcessException:
+    def _reported(self, rank: int, report: Report) -> Callable[[], ProcessException]:
         if report.code is not None:
             text = f"process {rank} exited with code {report.code}:\n{report.text}"
-            return ProcessExitedException(text, rank, self._pid(rank), report.code)
-        return ProcessRaisedException(f"\n\n-- process {rank} failed:\n{report.text}", rank, self._pid(rank))
+            return partial(ProcessExitedException, text, rank, self._pid(rank), report.code)
+        return partial(ProcessRaisedException, f"\n\n-- process {rank} failed:\n{report.text}", rank, self._pid(rank))
 
     def _pid(self, rank: int) -> int:
         return self.processes[rank].pid or 0
+
+
+def _run_forked(listener: socket.socket | None, target: Callable[..., None], *args: Any) -> None:
+    """Call ``target(*args)`` in a process that was forked, without what cannot be used there.
+
+    The threads of OpenMP, which torch computes with, do not exist here if the parent has used them, and the first
+    parallel operation would wait for them forever. DataLoader workers compute with one thread for the same reason.
+    """
+    if listener is not None:
+        listener.close()
+    torch.set_num_threads(1)
+    target(*args)

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torch._C._distributed_c10d import TCPStore
-
 from camshaft.distributed import context
 from camshaft.distributed.backends.native.processes import Processes, Report
 from camshaft.distributed.backends.native.start import begin, check_options
@@ -108,19 +106,18 @@ def spawn(
     _check_importable(function, processes_of.get_start_method())
     if init_method is not None:
         options["init_method"] = init_method
-    store = None
-    if init_method is None or init_method.startswith("env://"):
-        if nnodes == 1 and master_port is None:  # the port is taken before anybody is told of it
-            master_addr = "127.0.0.1"
-            store = TCPStore(master_addr, 0, nproc_per_node, is_master=True, wait_for_workers=False)
-            master_port = store.port
-        master_addr = master_addr or "127.0.0.1"
-    port = None if master_port is None else int(master_port)
-    plan = Plan(name, nproc_per_node, nnodes, node_rank or 0, master_addr, port, store is not None, debug, options)
-    processes = Processes(store)
+    processes, hosted = Processes(), False
     try:
+        if init_method is None or init_method.startswith("env://"):
+            if nnodes == 1 and master_port is None:  # the port is taken before anybody is told of it
+                master_addr, master_port = processes.listen()
+                hosted = True
+            master_addr = master_addr or "127.0.0.1"
+        port = None if master_port is None else int(master_port)
+        plan = Plan(name, nproc_per_node, nnodes, node_rank or 0, master_addr, port, hosted, debug, options)
         for _ in range(nproc_per_node):
             processes.start(processes_of, _run, (plan, function, args, kwargs), daemon)
+        processes.open_store()
     except BaseException as error:
         processes.end()
         if isinstance(error, (AttributeError, TypeError, pickle.PicklingError)):
