@@ -208,6 +208,56 @@ def test_join_waits_as_long_as_it_is_told(tmp_path):
     assert not any(process.is_alive() for process in processes.processes)
 
 
+def close_all_and_end_later(local_rank, reports):
+    os.closerange(3, 1000)
+    time.sleep(0.3)
+    os._exit(0)
+
+
+def leave_a_child_behind(local_rank, reports, folder):
+    if (pid := os.fork()) == 0:
+        time.sleep(1000)
+    Path(folder, "0 of 1").write_text(str(pid))
+    os._exit(3)
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """Count how often processes are looked for."""
+    calls, really_wait = [], native_processes.wait
+    monkeypatch.setattr(native_processes, "wait", lambda *args: calls.append(args) or really_wait(*args))
+    return calls
+
+
+def test_join_sleeps_while_a_process_has_closed_its_descriptors(looks):
+    processes = native_processes.Processes()
+    processes.start(multiprocessing.get_context("fork"), close_all_and_end_later, (), daemon=False)
+    assert processes.join() is True
+    assert len(looks) < 100
+
+
+def test_join_returns_when_the_exit_code_of_a_process_went_to_somebody_else(looks):
+    processes = native_processes.Processes()
+    processes.start(multiprocessing.get_context("fork"), close_all_and_end_later, (), daemon=False)
+    (process,) = processes.processes
+    os.waitpid(process.pid, 0)
+    assert processes.join() is True
+    assert len(looks) < 100
+    process._popen.returncode = 0  # else multiprocessing believes that it still runs
+
+
+def test_join_does_not_wait_for_what_a_process_leaves_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(native_processes, "_LOOK", 0.05)
+    processes = native_processes.Processes()
+    try:
+        processes.start(multiprocessing.get_context("fork"), leave_a_child_behind, (str(tmp_path),), daemon=False)
+        with pytest.raises(ProcessExitedException, match="process 0 exited with code 3"):
+            processes.join()
+        assert len(processes_in(tmp_path)) == 1
+    finally:
+        end_all_in(tmp_path)
+
+
 # --- what goes wrong ---------------------------------------------------------------------------------------------
 
 

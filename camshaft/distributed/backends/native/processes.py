@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import time
@@ -19,6 +20,8 @@ from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
 from camshaft.distributed.lifeline import GRACE
 
 _SETTLE = 0.3  # seconds in which a failure and what follows from it in other processes may come in any order
+_LOOK = 1.0  # seconds, at most, between two looks for exit codes
+_PAUSE = 0.02  # the same where a process has closed the descriptor that would tell of its end
 
 # Those that run, and the store that they meet at, live on when nobody holds them: join=False
 _running: set[Processes] = set()
@@ -48,6 +51,7 @@ class Processes:
         self._store: Store | None = None
         self._connections: dict[Any, int] = {}
         self._reports: dict[int, Report] = {}
+        self._silent: set[int] = set()  # sentinels that have nothing more to tell
         self._failure: Callable[[], ProcessException] | None = None
         self._over = False
         _running.add(self)
@@ -118,15 +122,15 @@ class Processes:
 
     def end(self, spared: BaseProcess | None = None) -> None:
         """End those that still run: all but the spared one are asked to, and none has more than a few seconds."""
-        for process in self.processes:
+        for process in self._alive():
             if process is not spared:
                 process.terminate()
         deadline = time.monotonic() + GRACE
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.exitcode is None:
-                process.kill()
-                process.join()
+        while self._alive() and (left := deadline - time.monotonic()) > 0:
+            self._look(left)
+        for process in self._alive():
+            process.kill()
+            process.join()
         for connection in self._connections:
             connection.close()
         self._connections.clear()
@@ -137,14 +141,34 @@ class Processes:
         _running.discard(self)
 
     def _alive(self) -> list[BaseProcess]:
-        return [process for process in self.processes if process.exitcode is None]
+        return [process for process in self.processes if not self._has_ended(process)]
+
+    def _has_ended(self, process: BaseProcess) -> bool:
+        if process.exitcode is not None:
+            return True
+        if process.sentinel not in self._silent:
+            return False
+        try:
+            os.kill(process.pid or 0, 0)
+        except ProcessLookupError:  # the exit code went to somebody else, to nobody where SIGCHLD is ignored
+            return True
+        return False
 
     def _look(self, seconds: float | None) -> None:
-        """Wait until one has ended or said something."""
-        watched = [*(process.sentinel for process in self._alive()), *self._connections]
-        for ready in wait(watched, seconds) if watched else ():
+        """Wait until a process has ended or sent something, but never longer than for the given time.
+
+        A sentinel is ready once all that hold its other end have closed it. A process may do so long before it ends,
+        and is then looked for from time to time; its own children may do so long after.
+        """
+        alive = self._alive()
+        watched = [process.sentinel for process in alive if process.sentinel not in self._silent]
+        longest = _LOOK if len(watched) == len(alive) else _PAUSE
+        longest = longest if seconds is None else min(seconds, longest)
+        for ready in wait([*watched, *self._connections], longest if alive else 0):
             if ready in self._connections:
                 self._receive(ready)
+            else:
+                self._silent.add(ready)
 
     def _receive(self, connection: Any) -> None:
         local_rank = self._connections.pop(connection)
