@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from camshaft.distributed.backend import Backend, Group, Work
+from camshaft.distributed.calls import raise_if_some_left
 from camshaft.distributed.context import current
 from camshaft.distributed.encoding import decode, encode, to_bytes
 from camshaft.distributed.groups import members, resolve
@@ -214,6 +215,7 @@ def _say_where(error: BaseException, function: str, direction: str, other: int, 
     note = f"in {function} on rank {backend.topology.rank}, {direction} rank {other}, tag {tag}"
     if note not in getattr(error, "__notes__", ()):
         annotate(error, note)
+    raise_if_some_left(error, backend, [other], note)
 
 
 def _begin(function: str, value: Any, dst: int, tag: int, group: Any) -> tuple[Backend, list[Transfer]]:

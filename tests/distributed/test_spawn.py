@@ -11,6 +11,8 @@ import gc
 import json
 import multiprocessing
 import os
+import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ import weakref
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,9 +30,12 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 import camshaft.distributed as idist
+from camshaft.distributed import context as idist_context
 from camshaft.distributed import lifeline
+from camshaft.distributed.backends.horovod import spawning as horovod_spawning
 from camshaft.distributed.backends.native import processes as native_processes
 from camshaft.distributed.backends.native import spawning as native_spawn
+from camshaft.distributed.backends.xla import spawning as xla_spawning
 from tests.guards import children, is_running
 from tests.ranks import context
 
@@ -108,6 +114,35 @@ HOW = {
     "exits at once": lambda: os._exit(5),
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
 }
+
+
+def leave(local_rank, how, what):
+    """Let the second process leave in some way while the first waits for it."""
+    LEAVE[how]() if local_rank == 1 else WAIT[what]()
+
+
+LEAVE = {
+    "returns": lambda: None,
+    "exits": lambda: sys.exit(0),
+    "finalizes": idist.finalize,
+    "exits at once": lambda: os._exit(0),
+}
+WAIT = {
+    "collective": lambda: idist.all_reduce(1),
+    "object": lambda: idist.all_gather("text"),
+    "recv": lambda: idist.recv(1),
+    "send": lambda: idist.send(1, 1),
+    "torch": lambda: dist.all_reduce(torch.ones(1)),
+}
+
+
+def note_what_the_others_learn(local_rank, folder):
+    if local_rank == 1:
+        raise ValueError("no data\n" + "x" * 1000)
+    try:
+        idist.barrier()
+    finally:
+        Path(folder, "learnt").write_text(traceback.format_exc())
 
 
 def exit_well(local_rank):
@@ -196,6 +231,39 @@ def test_processes_may_begin_anew_with_what_the_environment_says():
 def test_debug_mode_reaches_the_processes():
     with pytest.raises(ProcessRaisedException, match="RankDivergenceError: the ranks do different things"):
         start("gloo", in_debug_mode, (), nproc_per_node=2, debug=True)
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    """Note how backends that are not installed here would begin."""
+    calls = []
+    monkeypatch.setattr(idist_context, "initialize", lambda backend, **options: calls.append((backend, options)))
+    monkeypatch.setattr(idist_context, "install", lambda create, debug: calls.append(debug) or idist_context.current())
+    return calls
+
+
+def test_debug_mode_reaches_the_processes_of_horovod(monkeypatch, begun):
+    monkeypatch.setattr(horovod_spawning, "launcher", lambda: lambda task, num_proc, hosts: task())
+    monkeypatch.setattr(horovod_spawning, "pickler", lambda: pickle)
+    monkeypatch.setattr(horovod_spawning, "rendezvous", lambda: SimpleNamespace(RendezvousServer=None))
+    horovod_spawning.spawn("horovod", print, (), {}, debug=True)
+    assert begun == [("horovod", {"timeout": None, "debug": True})]
+
+
+def test_debug_mode_reaches_the_process_of_xla(monkeypatch, begun):
+    runtime = SimpleNamespace(device_type=lambda: "CPU")
+    here = SimpleNamespace(spawn=lambda function, task, **options: function(0, *task))
+    distributed = SimpleNamespace(xla_multiprocessing=here)
+    modules = {
+        "torch_xla": SimpleNamespace(distributed=distributed, runtime=runtime),
+        "torch_xla.distributed": distributed,
+        "torch_xla.distributed.xla_multiprocessing": here,
+        "torch_xla.runtime": runtime,
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    xla_spawning.spawn("xla-tpu", print, (), {}, debug=True)
+    assert begun == [True]
 
 
 def test_join_waits_as_long_as_it_is_told(tmp_path):
@@ -305,6 +373,35 @@ def test_the_failure_is_told_again():
 
 def test_to_exit_well_is_no_failure():
     start("gloo", exit_well, (), nproc_per_node=2)
+
+
+LEFT = "rank 1 has left the run without an error; every rank must take part in each collective"
+
+
+@pytest.mark.parametrize(
+    ("how", "what", "text"),
+    [
+        ("returns", "collective", f"RankDivergenceError: {LEFT}, in all_reduce on rank 0, among the ranks \\[0, 1\\]"),
+        ("exits", "object", f"RankDivergenceError: {LEFT}, in all_gather on rank 0"),
+        ("finalizes", "recv", f"RankDivergenceError: {LEFT}, in recv on rank 0, from rank 1, tag 0"),
+        ("returns", "send", f"RankDivergenceError: {LEFT}, in send on rank 0, to rank 1, tag 0"),
+        ("returns", "torch", f"RuntimeError(.|\\n)*{LEFT}"),
+        ("exits at once", "collective", "-- process 1 had exited with code 0 before"),
+    ],
+)
+def test_a_process_that_leaves_without_an_error_while_others_wait_for_it_is_named(how, what, text, monkeypatch):
+    monkeypatch.setattr(native_processes, "_SETTLE", 30.0)  # as soon as both have ended it is over
+    with pytest.raises(ProcessRaisedException, match=f"process 0 failed(.|\n)*{text}"):
+        start("gloo", leave, (how, what), nproc_per_node=2)
+
+
+def test_the_others_learn_what_a_process_failed_with(tmp_path):
+    with pytest.raises(ProcessRaisedException, match="process 1 failed"):
+        start("gloo", note_what_the_others_learn, (str(tmp_path),), nproc_per_node=2)
+    wait_until((tmp_path / "learnt").exists)
+    (line,) = re.findall("RankDivergenceError: (.*)", (tmp_path / "learnt").read_text())
+    assert line.startswith("rank 1 has failed with ValueError: no data xxx")
+    assert len(line) < 400
 
 
 def test_a_process_that_is_deaf_to_a_request_to_end_is_killed(tmp_path, monkeypatch):

@@ -189,13 +189,14 @@ class Processes:
             self._look(left)
         self._look(0)
         codes = {rank: process.exitcode for rank, process in enumerate(self.processes) if process.exitcode}
+        ended = [rank for rank, process in enumerate(self.processes) if process.exitcode == 0]
         silent = sorted(codes.keys() - self._reports.keys())
         if silent:  # the others could only notice
             self._failure = self._exited(silent[0], codes[silent[0]])
             self.end()
         else:
             rank = min(self._reports, key=lambda rank: self._reports[rank])
-            self._failure = self._reported(rank, self._reports[rank])
+            self._failure = self._reported(rank, self._reports[rank], ended)
             self.end(spared=self.processes[rank])  # it may have something to write before it ends
 
     def _exited(self, rank: int, code: int) -> Callable[[], ProcessException]:
@@ -205,11 +206,13 @@ class Processes:
         )
         return partial(ProcessExitedException, f"process {rank} {how}", rank, self._pid(rank), code, name)
 
-    def _reported(self, rank: int, report: Report) -> Callable[[], ProcessException]:
+    def _reported(self, rank: int, report: Report, ended: list[int]) -> Callable[[], ProcessException]:
+        """Describe a failure, and which processes had ended well by then, as the one that failed may need them."""
+        text = "".join([report.text, *(f"\n-- process {other} had exited with code 0 before" for other in ended)])
         if report.code is not None:
-            text = f"process {rank} exited with code {report.code}:\n{report.text}"
+            text = f"process {rank} exited with code {report.code}:\n{text}"
             return partial(ProcessExitedException, text, rank, self._pid(rank), report.code)
-        return partial(ProcessRaisedException, f"\n\n-- process {rank} failed:\n{report.text}", rank, self._pid(rank))
+        return partial(ProcessRaisedException, f"\n\n-- process {rank} failed:\n{text}", rank, self._pid(rank))
 
     def _pid(self, rank: int) -> int:
         return self.processes[rank].pid or 0

@@ -16,6 +16,7 @@ from typing import Any
 from camshaft.distributed import context
 from camshaft.distributed.backends.native.processes import Processes, Report
 from camshaft.distributed.backends.native.start import begin, check_options
+from camshaft.distributed.calls import annotate_departures
 from camshaft.distributed.launchers import Launch
 from camshaft.distributed.lifeline import end_with_parent
 from camshaft.distributed.nodes import check_nodes
@@ -160,8 +161,9 @@ def _run(
         _call(function, local_rank, *args, **kwargs)
         context.finalize()
     except BaseException as error:  # also KeyboardInterrupt, which would be told on the screen only
+        annotate_departures(error, context.current())
         code = _exit_code(error) if isinstance(error, SystemExit) else None
-        reports.send(Report(time.monotonic(), code, _shortened(traceback.format_exc())))
+        reports.send(Report(time.monotonic(), code, _shortened(_text_of(error))))
         context.abandon()
         sys.exit(1 if code is None else code)
 
@@ -177,6 +179,12 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
 
 def _exit_code(error: SystemExit) -> int:
     return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+
+
+def _text_of(error: BaseException) -> str:
+    """Format an error that is being handled, with its notes, which Python 3.10 leaves out."""
+    notes = getattr(error, "__notes__", ()) if sys.version_info < (3, 11) else ()
+    return "".join([traceback.format_exc(), *(f"{note}\n" for note in notes)])
 
 
 def _shortened(text: str) -> str:

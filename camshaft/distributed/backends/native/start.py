@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from camshaft.distributed.backends.native.backend import NativeBackend
+from camshaft.distributed.backends.native.meeting import Attendance
 from camshaft.distributed.backends.native.network import find_interface, gloo_on
 from camshaft.distributed.backends.native.store import store_of
 from camshaft.distributed.launchers import Launch, detect
@@ -62,9 +63,10 @@ def begin(name: str, launch: Launch | None, local_rank: int | None, **options: A
     place = _place(launch, options.pop("rank", None), options.pop("world_size", None), options.get("init_method"))
     if launch is not None and not launch.assumed and device is None:
         device = device_of(name, launch.topology)  # before anybody waits for this rank
-    interface = _begin(name, launch, place, options)
+    interface, attendance = _begin(name, launch, place, options)
     try:
-        backend = NativeBackend(*_standing(launch, local_rank, device), interface, options.get("timeout"))
+        standing = _standing(launch, local_rank, device)
+        backend = NativeBackend(*standing, interface, options.get("timeout"), attendance)
         if backend.device.type == "cuda":
             torch.cuda.set_device(backend.device)
         backend.barrier(None)
@@ -121,8 +123,10 @@ def _place(launch: Launch | None, rank: Any, size: Any, init_method: str | None)
     return rank, size
 
 
-def _begin(name: str, launch: Launch | None, place: tuple[int, int], options: dict[str, Any]) -> str | None:
-    """Make the process group, and tell the network interface that gloo needed to be told."""
+def _begin(
+    name: str, launch: Launch | None, place: tuple[int, int], options: dict[str, Any]
+) -> tuple[str | None, Attendance]:
+    """Make the process group; return the network interface that gloo needed to be told, and who attends the run."""
     method = options.pop("init_method", None)
     rank, size = place
     timeout = options.get("timeout") or dist.default_pg_timeout
@@ -131,7 +135,7 @@ def _begin(name: str, launch: Launch | None, place: tuple[int, int], options: di
     interface = None if on_one_node else find_interface(store, rank, size)
     with gloo_on(interface):
         dist.init_process_group(name, store=store, rank=rank, world_size=size, **_set(options))
-    return interface
+    return interface, Attendance(store, rank)
 
 
 def _set(options: dict[str, Any]) -> dict[str, Any]:
