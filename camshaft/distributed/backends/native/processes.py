@@ -51,7 +51,7 @@ class Processes:
         self._store: Store | None = None
         self._connections: dict[Any, int] = {}
         self._reports: dict[int, Report] = {}
-        self._silent: set[int] = set()  # sentinels that have nothing more to tell
+        self._silent: set[Any] = set()  # sentinels that have nothing more to tell
         self._failure: Callable[[], ProcessException] | None = None
         self._over = False
         _running.add(self)
@@ -71,8 +71,8 @@ class Processes:
         """
         if self._listener is not None:
             host, port = self._listener.getsockname()
-            options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": self._listener.detach()}
-            self._store = TCPStore(host, port, **options)
+            number = self._listener.detach()
+            self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=number)
 
     def start(self, context: Any, target: Callable[..., None], args: tuple[Any, ...], daemon: bool) -> None:
         """Start one more, which calls ``target(local_rank, connection, *args)``; it sends a report if it fails."""

@@ -70,7 +70,8 @@ def begin(name: str, launch: Launch | None, local_rank: int | None, **options: A
         if backend.device.type == "cuda":
             torch.cuda.set_device(backend.device)
         backend.barrier(None)
-    except BaseException:
+    except BaseException as error:
+        attendance.leave(error)
         dist.destroy_process_group()
         raise
     return backend
