@@ -103,10 +103,35 @@ class Call:
     ) -> None:
         if error is not None:
             among = f", among the ranks {list(self.ranks)}" if self.ranks else ""
-            annotate(error, f"in {self._collective} on rank {self._rank}{among}")
+            where = f"in {self._collective} on rank {self._rank}{among}"
+            annotate(error, where)
+            raise_if_some_left(error, self._backend, self.ranks, where)
             is_of_library = isinstance(error, RuntimeError) and not isinstance(error, _OUR_OWN)
             if is_of_library and not agreement.enabled() and len(self.ranks) > 1:  # it may be that the calls differ
                 annotate(error, _HINT)
+
+
+def raise_if_some_left(error: BaseException, backend: Backend, ranks: Sequence[int], where: str) -> None:
+    """Raise a better error where a library fails because ranks have left the run: it only says who hung up.
+
+    Raises:
+        RankDivergenceError: some of the ranks have left.
+    """
+    if isinstance(error, RuntimeError) and not isinstance(error, _OUR_OWN) and (text := departures(backend, ranks)):
+        raise RankDivergenceError(f"{text}, {where}") from error
+
+
+def annotate_departures(error: BaseException, backend: Backend) -> None:
+    """Note on an error from anywhere, the backward pass of DDP say, which ranks have left the run."""
+    is_of_library = isinstance(error, RuntimeError) and not isinstance(error, _OUR_OWN)
+    if is_of_library and (text := departures(backend, range(backend.topology.world_size))):
+        annotate(error, text)
+
+
+def departures(backend: Backend, ranks: Sequence[int]) -> str:
+    """Describe which of the ranks have left the run, and how; empty if none has."""
+    found = "; ".join(f"rank {rank} {how}" for rank, how in backend.left(ranks).items())
+    return found and f"{found}; every rank must take part in each collective"
 
 
 def find(collective: str, backend: Backend, group: Any) -> Call:

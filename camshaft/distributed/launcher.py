@@ -9,8 +9,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from camshaft.distributed.calls import annotate_departures
 from camshaft.distributed.choice import choose
-from camshaft.distributed.context import abandon, finalize, initialize
+from camshaft.distributed.context import abandon, current, finalize, initialize
 from camshaft.distributed.launchers import detect
 from camshaft.distributed.launchers.torchrun import record
 from camshaft.distributed.nodes import NODES, check_count, check_nodes
@@ -117,6 +118,7 @@ class Parallel:
             if error is None:
                 finalize()
             else:
+                annotate_departures(error, current())
                 if isinstance(error, Exception):
                     record(error)
                 abandon()  # the others may not be there any more

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+import weakref
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from camshaft.distributed.backend import Backend, Group, Work
+from camshaft.distributed.calls import raise_if_some_left
 from camshaft.distributed.context import current
 from camshaft.distributed.encoding import decode, encode, to_bytes
 from camshaft.distributed.groups import not_in_group, resolve
@@ -60,7 +62,7 @@ def send(value: Any, dst: int, tag: int = 0, group: Any = None) -> None:
             for work, _ in begun:
                 work.wait()
     except BaseException as error:
-        _say_where(error, "send", f"to rank {dst}", tag)
+        _say_where(error, "send", "to", dst, tag)
         raise
 
 
@@ -76,7 +78,7 @@ def isend(value: Any, dst: int, tag: int = 0, group: Any = None) -> Sending:
         backend, begun = _begin("isend", value, dst, tag, group)
         pending(backend).to(dst).keep(begun)
     except BaseException as error:
-        _say_where(error, "isend", f"to rank {dst}", tag)
+        _say_where(error, "isend", "to", dst, tag)
         raise
     return Sending()
 
@@ -128,24 +130,40 @@ class Receiving:
         self._place = backend.messages_at(group)
         self._row = torch.empty(_ROW, dtype=torch.uint8, device=self._place)
         self._work: Work | None = backend.receive(self._row, src, 2 * tag, group)
-        pending(backend).awaited[id(self._row)] = (self._work, self._row)
+        under_way, key = pending(backend), id(self._row)
+        under_way.awaited[key] = (self._work, self._row)
+        self._drop = weakref.finalize(self, under_way.drop, key)
+        self._drop.atexit = False
         self._value: Any = None
-        self._unfit: str | None = None
+        self._error: BaseException | None = None
 
     def wait(self) -> Any:
         """Wait for the value, and give it."""
         try:
             if self._work is not None:
-                self._work.wait()
-                self._work = None
-                self._value = self._read()
-                del pending(self._backend).awaited[id(self._row)]
-            if self._unfit is not None:
-                raise ValueError(f"out must be {self._unfit}")
+                self._wait_and_read(self._work)
+            if self._error is not None:
+                raise self._error
         except BaseException as error:
-            _say_where(error, self._function, f"from rank {self._src}", self._tag)
+            _say_where(error, self._function, "from", self._src, self._tag)
             raise
         return self._value
+
+    def _wait_and_read(self, work: Work) -> None:
+        """Wait for the row, and read the value, or the error that everybody gets who waits for it."""
+        try:
+            work.wait()
+        except Exception as error:
+            self._work, self._error = None, error
+            self._drop()
+            return
+        self._work = None
+        self._drop.detach()
+        del pending(self._backend).awaited[id(self._row)]
+        try:
+            self._value = self._read()
+        except BaseException as error:
+            self._error = error
 
     def _read(self) -> Any:
         row = to_bytes(self._row.view(1, -1))[0]
@@ -170,16 +188,14 @@ class Receiving:
         if out is None:
             return value
         if not isinstance(value, Tensor):
-            self._unfit = f"None, as rank {self._src} sent a value of type {type(value).__name__}"
-        elif (out.shape, out.dtype) != (value.shape, value.dtype):
-            self._unfit = (
-                f"of shape {tuple(value.shape)} and {value.dtype}, as rank {self._src} sent it, "
+            raise ValueError(f"out must be None, as rank {self._src} sent a value of type {type(value).__name__}")
+        if (out.shape, out.dtype) != (value.shape, value.dtype):
+            raise ValueError(
+                f"out must be of shape {tuple(value.shape)} and {value.dtype}, as rank {self._src} sent it, "
                 f"got shape {tuple(out.shape)} and {out.dtype}"
             )
-        else:
-            with torch.no_grad():
-                return out.copy_(value)
-        return None
+        with torch.no_grad():
+            return out.copy_(value)
 
 
 def _begin_to_receive(function: str, src: int, tag: int, group: Any, out: Tensor | None) -> Receiving:
@@ -189,15 +205,17 @@ def _begin_to_receive(function: str, src: int, tag: int, group: Any, out: Tensor
         backend, found = _route(function, "src", src, tag, group)
         return Receiving(function, backend, src, tag, found, out)
     except BaseException as error:
-        _say_where(error, function, f"from rank {src}", tag)
+        _say_where(error, function, "from", src, tag)
         raise
 
 
-def _say_where(error: BaseException, function: str, other: str, tag: int) -> None:
+def _say_where(error: BaseException, function: str, direction: str, other: int, tag: int) -> None:
     """Note which message an error is of, once: some raise the same one each time that somebody waits."""
-    note = f"in {function} on rank {current().topology.rank}, {other}, tag {tag}"
+    backend = current()
+    note = f"in {function} on rank {backend.topology.rank}, {direction} rank {other}, tag {tag}"
     if note not in getattr(error, "__notes__", ()):
         annotate(error, note)
+    raise_if_some_left(error, backend, [other], note)
 
 
 def _begin(function: str, value: Any, dst: int, tag: int, group: Any) -> tuple[Backend, list[Transfer]]:

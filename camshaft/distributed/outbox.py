@@ -79,16 +79,22 @@ class Pending:
     """What one rank has under way.
 
     Attributes:
-        awaited: buffers that are to be filled, also when their users have dropped them: what fills them does not ask.
+        awaited: the transfers that are to fill a buffer and that somebody holds a handle of.
     """
 
     def __init__(self) -> None:
         self.awaited: dict[int, Transfer] = {}
+        self._dropped: list[Transfer] = []
         self._outboxes: dict[int, Outbox] = {}
 
     def to(self, dst: int) -> Outbox:
         """Give what is under way to a rank."""
         return self._outboxes.setdefault(dst, Outbox(dst))
+
+    def drop(self, key: int) -> None:
+        """Await a transfer no more, but keep its buffer, which may still be written to."""
+        if (transfer := self.awaited.pop(key, None)) is not None:
+            self._dropped = [*(kept for kept in self._dropped if not kept[0].is_completed()), transfer]
 
     def drain(self) -> None:
         """Wait until all that was sent has left.

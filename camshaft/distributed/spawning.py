@@ -30,8 +30,10 @@ def spawn(
         nproc_per_node: number of processes.
         kwargs: by backend. For those of torch: ``nnodes``, ``node_rank``, ``master_addr`` and ``master_port`` (a free
             port by default, on one node), ``init_method``, what :func:`initialize` takes, and ``join``, ``daemon``,
-            ``start_method`` for the processes. ``"mpi"``: ``timeout`` and ``device``. ``"horovod"``: ``hosts`` and what
-            ``horovod.run`` takes. ``"xla-tpu"``: ``start_method`` and what ``initialize`` takes.
+            ``start_method`` for the processes, ``"fork"`` in a notebook, where each then computes with one thread: the
+            threads of a parent that has computed do not survive a fork. ``"mpi"``: ``timeout`` and ``device``.
+            ``"horovod"``: ``hosts``, ``timeout`` and what ``horovod.run`` takes. ``"xla-tpu"``: ``start_method`` and
+            ``spmd``. All take ``debug``, as :func:`initialize` does.
 
     Returns:
         ``None``; with ``join=False`` an object whose ``join(timeout=None)`` waits for the processes.

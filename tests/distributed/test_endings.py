@@ -1,7 +1,8 @@
-"""Debug mode when a rank ends its process: the others do not wait for it, and show a table, also if it was rank 0."""
+"""When a rank ends its process the others learn which one, also if it was rank 0, and debug mode shows a table."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,10 +20,12 @@ import sys
 from datetime import timedelta
 import camshaft.distributed as idist
 
-rank, who, how, address = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-idist.initialize("gloo", debug=True, init_method=address, rank=rank, world_size=2, timeout=timedelta(seconds=300))
+rank, who, how, debug, address = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4] == "debug", sys.argv[5]
+idist.initialize("gloo", debug=debug, init_method=address, rank=rank, world_size=2, timeout=timedelta(seconds=300))
 if rank == who and how == "raise":
     raise LookupError("the cause")
+if rank == who and how == "exit":
+    sys.exit()
 if rank == who and how == "finalize":
     idist.finalize()
 else:
@@ -30,24 +33,48 @@ else:
 """
 
 
-@pytest.mark.parametrize("how", ["raise", "finalize"])
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_that_ends_before_its_first_collective_is_shown(who: int, how: str) -> None:
-    """Long before the run's timeout; rank 0 serves the store."""
+def run(who: int, how: str, mode: str) -> tuple[list[str], list[int]]:
+    """Run two ranks, of which one ends; return what both wrote to standard error, and their exit codes."""
     address = f"tcp://127.0.0.1:{free_port()}"
     command = [sys.executable, "-c", PROGRAM]
     processes = [
-        subprocess.Popen([*command, str(rank), str(who), how, address], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(rank), str(who), how, mode, address], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        )
         for rank in range(2)
     ]
     try:
-        texts = [process.communicate(timeout=100)[1] for process in processes]
+        return [process.communicate(timeout=100)[1] for process in processes], [one.returncode for one in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait()
+
+
+@pytest.mark.parametrize("how", ["raise", "finalize"])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_ends_before_its_first_collective_is_shown(who: int, how: str) -> None:
+    """Long before the run's timeout; rank 0 serves the store."""
+    texts, codes = run(who, how, "debug")
     table = texts[1 - who].split("RankDivergenceError: some ranks never come:\n")[1].splitlines()
     rows = [line.split("]: ")[-1].split() for line in table]  # torch names the rank before each line
     assert rows[1 + who][:3] == [str(who), "has", "ended"]
     assert rows[2 - who][:2] == [str(1 - who), "all_reduce"]
-    assert processes[who].returncode == (how == "raise")
+    assert codes[who] == (how == "raise")
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("raise", "has failed with LookupError: the cause"),
+        ("exit", "has left the run without an error"),
+        ("finalize", "has left the run without an error"),
+    ],
+)
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_ends_is_named_without_debug_mode(who: int, how: str, text: str) -> None:
+    texts, codes = run(who, how, "plain")
+    gone = "has left the run, or its launcher has, as the store is gone"  # with rank 0, before it could be read
+    assert re.search(f"RankDivergenceError: rank {who} ({text}|{gone})", texts[1 - who]), texts[1 - who]
+    assert "which rank" not in texts[1 - who]
+    assert codes[who] == (how == "raise")

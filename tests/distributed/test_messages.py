@@ -252,6 +252,59 @@ def test_a_handle_that_is_dropped_takes_its_message_with_it_and_no_other():
     idist.barrier()
 
 
+class Unreadable:
+    """A value that cannot be decoded."""
+
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+@on_ranks(2)
+def test_a_value_that_cannot_be_decoded_raises_whenever_it_is_waited_for_and_is_under_way_no_more():
+    if idist.get_rank() == 0:
+        idist.send(Unreadable(), 1)
+    else:
+        coming = idist.irecv(0)
+        for _ in range(2):
+            with pytest.raises(TypeError, match="cannot be unpickled here(.|\n)*no number"):
+                coming.wait()
+        assert outbox.pending(current()).awaited == {}
+    idist.barrier()
+
+
+@on_ranks(2)
+def test_send_waits_again_once_what_was_to_come_has_failed_or_its_handle_is_dropped():
+    other, under_way = 1 - idist.get_rank(), outbox.pending(current())
+    if idist.get_rank() == 0:
+        coming = idist.irecv(other, tag=1)
+        idist.send("does not wait", other)
+        assert len(under_way.to(other)) == 1
+        del coming
+        assert under_way.awaited == {}
+        idist.send("waits", other)
+        assert len(under_way.to(other)) == 1
+        gc.collect()
+        idist.barrier()
+        assert idist.recv(other, tag=1) == "second"  # the first has filled the buffer of the handle that was dropped
+    else:
+        assert [idist.recv(other), idist.recv(other)] == ["does not wait", "waits"]
+        idist.barrier()
+        idist.send("first", other, tag=1)
+        idist.send("second", other, tag=1)
+    idist.barrier()
+
+
+def test_a_buffer_whose_handle_is_dropped_is_kept_until_it_has_been_filled():
+    under_way, first, second = outbox.Pending(), Work(), Work()
+    under_way.awaited.update({1: (first, torch.empty(1)), 2: (second, torch.empty(1))})
+    under_way.drop(1)
+    assert [work for work, _ in under_way._dropped] == [first]
+    first.end.set()
+    under_way.drop(2)
+    assert [work for work, _ in under_way._dropped] == [second]
+    assert under_way.awaited == {}
+
+
 # --- who may talk to whom ----------------------------------------------------------------------------------------
 
 
@@ -382,6 +435,7 @@ def test_what_waiting_for_a_message_raises_tells_which_one():
         with pytest.raises(RuntimeError) as caught:  # of gloo: the other has gone
             call()
         assert where in caught.value.__notes__
+    assert outbox.pending(current()).awaited == {}
 
 
 @on_ranks(2)

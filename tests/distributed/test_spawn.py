@@ -7,17 +7,22 @@ the script at the end is started as users start theirs.
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import multiprocessing
 import os
+import pickle
+import re
 import signal
 import subprocess
 import sys
 import time
 import traceback
+import weakref
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,9 +30,12 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 import camshaft.distributed as idist
+from camshaft.distributed import context as idist_context
 from camshaft.distributed import lifeline
+from camshaft.distributed.backends.horovod import spawning as horovod_spawning
 from camshaft.distributed.backends.native import processes as native_processes
 from camshaft.distributed.backends.native import spawning as native_spawn
+from camshaft.distributed.backends.xla import spawning as xla_spawning
 from tests.guards import children, is_running
 from tests.ranks import context
 
@@ -106,6 +114,35 @@ HOW = {
     "exits at once": lambda: os._exit(5),
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
 }
+
+
+def leave(local_rank, how, what):
+    """Let the second process leave in some way while the first waits for it."""
+    LEAVE[how]() if local_rank == 1 else WAIT[what]()
+
+
+LEAVE = {
+    "returns": lambda: None,
+    "exits": lambda: sys.exit(0),
+    "finalizes": idist.finalize,
+    "exits at once": lambda: os._exit(0),
+}
+WAIT = {
+    "collective": lambda: idist.all_reduce(1),
+    "object": lambda: idist.all_gather("text"),
+    "recv": lambda: idist.recv(1),
+    "send": lambda: idist.send(1, 1),
+    "torch": lambda: dist.all_reduce(torch.ones(1)),
+}
+
+
+def note_what_the_others_learn(local_rank, folder):
+    if local_rank == 1:
+        raise ValueError("no data\n" + "x" * 1000)
+    try:
+        idist.barrier()
+    finally:
+        Path(folder, "learnt").write_text(traceback.format_exc())
 
 
 def exit_well(local_rank):
@@ -196,6 +233,39 @@ def test_debug_mode_reaches_the_processes():
         start("gloo", in_debug_mode, (), nproc_per_node=2, debug=True)
 
 
+@pytest.fixture
+def begun(monkeypatch):
+    """Note how backends that are not installed here would begin."""
+    calls = []
+    monkeypatch.setattr(idist_context, "initialize", lambda backend, **options: calls.append((backend, options)))
+    monkeypatch.setattr(idist_context, "install", lambda create, debug: calls.append(debug) or idist_context.current())
+    return calls
+
+
+def test_debug_mode_reaches_the_processes_of_horovod(monkeypatch, begun):
+    monkeypatch.setattr(horovod_spawning, "launcher", lambda: lambda task, num_proc, hosts: task())
+    monkeypatch.setattr(horovod_spawning, "pickler", lambda: pickle)
+    monkeypatch.setattr(horovod_spawning, "rendezvous", lambda: SimpleNamespace(RendezvousServer=None))
+    horovod_spawning.spawn("horovod", print, (), {}, debug=True)
+    assert begun == [("horovod", {"timeout": None, "debug": True})]
+
+
+def test_debug_mode_reaches_the_process_of_xla(monkeypatch, begun):
+    runtime = SimpleNamespace(device_type=lambda: "CPU")
+    here = SimpleNamespace(spawn=lambda function, task, **options: function(0, *task))
+    distributed = SimpleNamespace(xla_multiprocessing=here)
+    modules = {
+        "torch_xla": SimpleNamespace(distributed=distributed, runtime=runtime),
+        "torch_xla.distributed": distributed,
+        "torch_xla.distributed.xla_multiprocessing": here,
+        "torch_xla.runtime": runtime,
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    xla_spawning.spawn("xla-tpu", print, (), {}, debug=True)
+    assert begun == [True]
+
+
 def test_join_waits_as_long_as_it_is_told(tmp_path):
     processes = start("gloo", hang, (str(tmp_path), "asleep"), nproc_per_node=2, join=False)
     assert processes.join(timeout=0) is False
@@ -204,6 +274,56 @@ def test_join_waits_as_long_as_it_is_told(tmp_path):
     processes.end()
     assert processes.join() is True
     assert not any(process.is_alive() for process in processes.processes)
+
+
+def close_all_and_end_later(local_rank, reports):
+    os.closerange(3, 1000)
+    time.sleep(0.3)
+    os._exit(0)
+
+
+def leave_a_child_behind(local_rank, reports, folder):
+    if (pid := os.fork()) == 0:
+        time.sleep(1000)
+    Path(folder, "0 of 1").write_text(str(pid))
+    os._exit(3)
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """Count how often processes are looked for."""
+    calls, really_wait = [], native_processes.wait
+    monkeypatch.setattr(native_processes, "wait", lambda *args: calls.append(args) or really_wait(*args))
+    return calls
+
+
+def test_join_sleeps_while_a_process_has_closed_its_descriptors(looks):
+    processes = native_processes.Processes()
+    processes.start(multiprocessing.get_context("fork"), close_all_and_end_later, (), daemon=False)
+    assert processes.join() is True
+    assert len(looks) < 100
+
+
+def test_join_returns_when_the_exit_code_of_a_process_went_to_somebody_else(looks):
+    processes = native_processes.Processes()
+    processes.start(multiprocessing.get_context("fork"), close_all_and_end_later, (), daemon=False)
+    (process,) = processes.processes
+    os.waitpid(process.pid, 0)
+    assert processes.join() is True
+    assert len(looks) < 100
+    process._popen.returncode = 0  # else multiprocessing believes that it still runs
+
+
+def test_join_does_not_wait_for_what_a_process_leaves_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(native_processes, "_LOOK", 0.05)
+    processes = native_processes.Processes()
+    try:
+        processes.start(multiprocessing.get_context("fork"), leave_a_child_behind, (str(tmp_path),), daemon=False)
+        with pytest.raises(ProcessExitedException, match="process 0 exited with code 3"):
+            processes.join()
+        assert len(processes_in(tmp_path)) == 1
+    finally:
+        end_all_in(tmp_path)
 
 
 # --- what goes wrong ---------------------------------------------------------------------------------------------
@@ -253,6 +373,35 @@ def test_the_failure_is_told_again():
 
 def test_to_exit_well_is_no_failure():
     start("gloo", exit_well, (), nproc_per_node=2)
+
+
+LEFT = "rank 1 has left the run without an error; every rank must take part in each collective"
+
+
+@pytest.mark.parametrize(
+    ("how", "what", "text"),
+    [
+        ("returns", "collective", f"RankDivergenceError: {LEFT}, in all_reduce on rank 0, among the ranks \\[0, 1\\]"),
+        ("exits", "object", f"RankDivergenceError: {LEFT}, in all_gather on rank 0"),
+        ("finalizes", "recv", f"RankDivergenceError: {LEFT}, in recv on rank 0, from rank 1, tag 0"),
+        ("returns", "send", f"RankDivergenceError: {LEFT}, in send on rank 0, to rank 1, tag 0"),
+        ("returns", "torch", f"RuntimeError(.|\\n)*{LEFT}"),
+        ("exits at once", "collective", "-- process 1 had exited with code 0 before"),
+    ],
+)
+def test_a_process_that_leaves_without_an_error_while_others_wait_for_it_is_named(how, what, text, monkeypatch):
+    monkeypatch.setattr(native_processes, "_SETTLE", 30.0)  # as soon as both have ended it is over
+    with pytest.raises(ProcessRaisedException, match=f"process 0 failed(.|\n)*{text}"):
+        start("gloo", leave, (how, what), nproc_per_node=2)
+
+
+def test_the_others_learn_what_a_process_failed_with(tmp_path):
+    with pytest.raises(ProcessRaisedException, match="process 1 failed"):
+        start("gloo", note_what_the_others_learn, (str(tmp_path),), nproc_per_node=2)
+    wait_until((tmp_path / "learnt").exists)
+    (line,) = re.findall("RankDivergenceError: (.*)", (tmp_path / "learnt").read_text())
+    assert line.startswith("rank 1 has failed with ValueError: no data xxx")
+    assert len(line) < 400
 
 
 def test_a_process_that_is_deaf_to_a_request_to_end_is_killed(tmp_path, monkeypatch):
@@ -336,6 +485,94 @@ def test_a_port_that_is_in_use_is_an_error():
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
     with pytest.raises(ProcessRaisedException, match=f"(?i)process 0 failed(.|\n)*{store.port}(.|\n)*in use"):
         start("gloo", tell, ("",), nproc_per_node=2, master_port=store.port)
+
+
+# --- notebooks ---------------------------------------------------------------------------------------------------
+
+SETUP = """
+import gc
+import torch
+import camshaft.distributed as idist
+from datetime import timedelta
+
+options = {"nproc_per_node": 2, "start_method": "fork", "timeout": timedelta(seconds=30)}
+torch.set_num_threads(2)
+data = torch.ones(400, 400)
+data @ data
+"""
+WRONG = """
+def training(local_rank):
+    idist.barrier()
+    if local_rank == 1:
+        raise ValueError("no data")
+    idist.barrier()
+
+idist.spawn("gloo", training, (), **options)
+"""
+CORRECTED = """
+def training(local_rank):
+    gc.collect()
+    result = data @ data
+    idist.all_reduce(result)
+    assert result[0, 0] == 800
+
+idist.spawn("gloo", training, (), **options)
+"""
+
+
+def be_a_notebook(times, outcomes):
+    """Run cells as IPython does, which keeps the last error, and report what they raised."""
+    namespace = {"__name__": "__main__"}
+    for cell in (SETUP, *times * (WRONG, CORRECTED)):
+        try:
+            exec(compile(cell, "cell", "exec"), namespace)
+        except Exception as error:
+            sys.last_value = error
+            outcomes.send(str(error))
+        else:
+            outcomes.send(None)
+
+
+def test_a_cell_that_failed_runs_once_it_is_corrected_however_often():
+    outcomes, theirs = context.Pipe(duplex=False)
+    notebook = context.Process(target=be_a_notebook, args=(3, theirs))
+    notebook.start()
+    theirs.close()
+    try:
+        assert received_by(outcomes) is None
+        for _ in range(3):
+            assert "ValueError: no data" in received_by(outcomes)
+            assert received_by(outcomes) is None
+    finally:
+        notebook.kill()
+        notebook.join()
+        outcomes.close()
+
+
+def received_by(connection):
+    assert connection.poll(30), "it hangs"
+    return connection.recv()
+
+
+def test_no_store_is_open_when_processes_are_forked_or_once_their_run_has_failed(monkeypatch):
+    stores = []
+
+    class Store(dist.TCPStore):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            (run,) = native_processes._running
+            assert len(run.processes) == 2
+            stores.append(weakref.ref(self))
+
+    monkeypatch.setattr(native_processes, "TCPStore", Store)
+    gc.disable()  # what a cycle refers to lives on
+    try:
+        with pytest.raises(ProcessRaisedException) as caught:  # the traceback refers to all that was there
+            start("gloo", fail, ("raises",), nproc_per_node=2)
+        assert [store() for store in stores] == [None]
+    finally:
+        gc.enable()
+    assert caught.value.error_index == 1
 
 
 # --- the end of the one who started them -------------------------------------------------------------------------

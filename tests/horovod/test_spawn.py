@@ -53,6 +53,15 @@ def test_each_process_runs_the_function_within_the_backend(tmp_path: Path) -> No
     assert os.environ["PYTHONPATH"] == path
 
 
+def call_another_collective(local_rank: int) -> None:
+    idist.all_gather(1) if local_rank else idist.barrier()
+
+
+def test_debug_mode_reaches_the_processes() -> None:
+    with pytest.raises(ProcessRaisedException, match="RankDivergenceError: the ranks do different things"):
+        idist.spawn("horovod", call_another_collective, (), nproc_per_node=2, debug=True)
+
+
 def fail(local_rank: int, how: str) -> None:
     """Let rank 1 fail while rank 0 waits for it."""
     if local_rank == 1:

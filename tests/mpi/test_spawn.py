@@ -70,6 +70,15 @@ def test_in_a_job_of_slurm_the_processes_are_started_here(monkeypatch: pytest.Mo
     assert [(tmp_path / rank).exists() for rank in "01"] == [True, True]
 
 
+def call_another_collective(local_rank: int) -> None:
+    idist.all_gather(1) if local_rank else idist.barrier()
+
+
+def test_debug_mode_reaches_the_processes() -> None:
+    with pytest.raises(ProcessRaisedException, match="RankDivergenceError: the ranks do different things"):
+        spawn(call_another_collective, debug=True)
+
+
 def fail(local_rank: int, how: str) -> None:
     """Let rank 1 fail while rank 0 is busy, for longer than the test may take."""
     if local_rank == 1:

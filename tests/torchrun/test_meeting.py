@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import pytest
 from torch.distributed import DistStoreError, HashStore
 
+from camshaft.distributed.backends.native import meeting
 from camshaft.distributed.backends.native.meeting import meet
 
 PATIENCE, IMPATIENCE = 20.0, 0.3
@@ -82,6 +84,70 @@ def test_rank_0_is_missed() -> None:
     (error,) = (future.exception() for future in come(HashStore(), (1,), 2, IMPATIENCE))
     assert isinstance(error, DistStoreError)
     assert "rank 0 did not come to the test" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("came", "reported"),
+    [
+        ((0, 2), ["rank 0 has waited 0.05 s for ranks that have not reached initialize: 1, 3"]),
+        ((1,), ["rank 1 has waited 0.05 s for rank 0, which has not reached initialize"]),
+    ],
+)
+def test_the_log_names_who_is_missing_long_before_the_timeout(
+    came: tuple[int, ...], reported: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(meeting, "REPORT_AFTER", 0.05)
+    come(HashStore(), came, 4, IMPATIENCE)
+    assert caplog.messages == reported
+
+
+def test_rank_0_is_missed_also_where_the_dead_have_met(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = HashStore()
+    come(store, (0, 1, 2), 3)
+    monkeypatch.setattr(meeting, "REPORT_AFTER", 0.05)
+    come(store, (1, 2), 3, IMPATIENCE)
+    assert sorted(caplog.messages) == [
+        f"rank {rank} has waited 0.05 s for rank 0, which has not reached initialize" for rank in (1, 2)
+    ]
+
+
+def test_who_has_left_and_how_is_published_in_the_order_in_which_they_left() -> None:
+    store = HashStore()
+    ranks = [meeting.Attendance(store, rank) for rank in range(4)]
+    assert ranks[0].left(range(4)) == {}
+    ranks[3].leave(SystemExit(3))
+    ranks[1].leave(None)
+    ranks[2].leave(SystemExit())
+    well = "has left the run without an error"
+    assert list(ranks[0].left(range(4)).items()) == [(3, "has failed with SystemExit: 3"), (1, well), (2, well)]
+    assert list(ranks[2].left([3, 2, 0])) == [3]
+    ranks[0].leave(None)
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, asked = Event(), []
+
+    class Silent(HashStore):
+        """A store whose server has gone with its machine."""
+
+        def add(self, key: str, value: int) -> int:
+            asked.append(key)
+            answers.wait(PATIENCE)
+            return super().add(key, value)
+
+        def check(self, keys: list[str]) -> bool:
+            asked.append(*keys)
+            answers.wait(PATIENCE)
+            return super().check(keys)
+
+    monkeypatch.setattr(meeting, "_PATIENCE", 0.1)
+    attendance = meeting.Attendance(Silent(), 1)
+    assert attendance.left([0]) == {}
+    attendance.leave(None)
+    assert asked == ["left/0", "left"]
+    answers.set()
 
 
 def test_two_processes_with_the_same_rank_do_not_both_get_in() -> None:

@@ -14,6 +14,7 @@ import torch_xla
 import torch_xla.distributed.xla_multiprocessing as multiprocessing
 
 import camshaft.distributed as idist
+from camshaft.distributed import agreement
 from camshaft.distributed.backends.xla import spawning as xla_spawn
 from camshaft.utils import manual_seed
 from tests.xla.processes import call_alone, run
@@ -120,6 +121,20 @@ def spawn_here_and_elsewhere():
     assert context() == SERIAL
 
 
+def spawn_in_debug_mode():
+    with pytest.raises(AssertionError, match="debug is on"):
+        idist.spawn("xla-tpu", assert_debug_is_off, (), debug=True)
+    idist.spawn("xla-tpu", assert_debug_is_off, (), debug=False)
+
+
+def assert_debug_is_off(local_rank):
+    assert not agreement.enabled(), "debug is on"
+
+
+def test_debug_mode_reaches_the_function():
+    call_alone(spawn_in_debug_mode)
+
+
 def test_spawn_runs_a_function_in_this_process_if_there_is_one_device():
     output = call_alone(spawn_here_and_elsewhere)
     lines = [line.split() for line in output.splitlines() if line.startswith("told")]
@@ -129,7 +144,7 @@ def test_spawn_runs_a_function_in_this_process_if_there_is_one_device():
 
 def spawn_new():
     for wanted in ((1, 1), (2, 1), (1, 2)):
-        task = ("xla-tpu", tell, ("new",), {}, wanted, False)
+        task = ("xla-tpu", tell, ("new",), {}, wanted, False, None)
         print("parent", os.getpid())
         if wanted == (1, 1):
             multiprocessing.spawn(xla_spawn._run, task, start_method="fork")

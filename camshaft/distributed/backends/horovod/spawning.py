@@ -80,6 +80,7 @@ def spawn(
     nnodes: int = 1,
     node_rank: int = 0,
     timeout: timedelta | None = None,
+    debug: bool | None = None,
     **options: Any,
 ) -> None:
     """Start the processes with ``horovod.run``, and wait for them; see :func:`camshaft.distributed.spawn`.
@@ -94,6 +95,7 @@ def spawn(
         nnodes: 1, as Horovod starts the processes of all nodes from one.
         node_rank: 0.
         timeout: how long an operation may take, as for ``initialize``.
+        debug: argument of ``initialize``.
         options: for ``horovod.run``.
 
     Raises:
@@ -111,7 +113,7 @@ def spawn(
     if unknown := sorted(set(options) - known):
         raise TypeError(f"{unknown} are not known to horovod.run, but {sorted(known)} are")
     try:
-        work = pickler().dumps((function, args, kwargs, {"timeout": timeout}))
+        work = pickler().dumps((function, args, kwargs, {"timeout": timeout, "debug": debug}))
     except Exception as error:
         raise TypeError(f"fn and its arguments must be picklable, got {function!r}, {args!r}, {kwargs!r}") from error
     with _signals_kept(), _servers_ended(), tempfile.TemporaryDirectory(prefix="camshaft-") as folder:

@@ -30,7 +30,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from camshaft.distributed import context
 from camshaft.distributed.lifeline import GRACE, end_with_parent
 
-_OPTIONS = ("device", "timeout")
+_OPTIONS = ("debug", "device", "timeout")
 # Within a job of Slurm the mpiexec of MPICH would use srun, which waits for the step that this process is in, and
 # that of Open MPI the nodes of the job. What the user has set counts first.
 _ON_THIS_MACHINE = {"HYDRA_LAUNCHER": "fork", "PRTE_MCA_ras": "^slurm"}
@@ -59,7 +59,7 @@ def spawn(
         nproc_per_node: number of processes.
         nnodes: 1.
         node_rank: 0.
-        options: ``timeout`` and ``device``, for ``initialize``.
+        options: ``timeout``, ``device`` and ``debug``, for ``initialize``.
 
     Raises:
         TypeError: an option is not known, or the function and its arguments cannot be pickled.

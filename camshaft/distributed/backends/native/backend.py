@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import Store
 from camshaft.distributed.backend import Backend, Group, Work
 from camshaft.distributed.backends.native.dtypes import FLOAT8, NOT_MOVED, NOT_REDUCED, as_bytes, reduced_in_another
 from camshaft.distributed.backends.native.grouping import can_make_among_members, make_among_members
+from camshaft.distributed.backends.native.meeting import Attendance
 from camshaft.distributed.backends.native.network import gloo_on
 from camshaft.distributed.backends.native.sending import Sending, Watcher
 from camshaft.distributed.topology import Topology
@@ -45,6 +46,7 @@ class NativeBackend(Backend):
         interface: the network interface that gloo must be told, if it must.
         timeout: how long an operation of a group may take; torch's default if ``None``.
         assumed: the numbers of ``topology`` that nothing tells.
+        attendance: which ranks have left the run, where this is known.
     """
 
     model_name = "native-dist"
@@ -55,6 +57,7 @@ class NativeBackend(Backend):
         device: torch.device,
         interface: str | None = None,
         timeout: timedelta | None = None,
+        attendance: Attendance | None = None,
         assumed: tuple[str, ...] = (),
     ) -> None:
         self.name = dist.get_backend()
@@ -68,6 +71,7 @@ class NativeBackend(Backend):
             self.reductions = tuple(op for op in _REDUCTIONS if op not in ("AND", "OR"))  # nccl has none of bits
         self._interface = interface
         self._timeout = timeout
+        self._attendance = attendance
         self._watchers: defaultdict[int, Watcher] = defaultdict(Watcher)
 
     @property
@@ -198,8 +202,14 @@ class NativeBackend(Backend):
         store: Store = dist.distributed_c10d._get_default_store()
         return store
 
+    def left(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Look into the store of the run."""
+        return {} if self._attendance is None else self._attendance.left(ranks)
+
     def close(self) -> None:
-        """Destroy the process group."""
+        """Destroy the process group; the other ranks learn before that this one has left."""
+        if self._attendance is not None:
+            self._attendance.leave(sys.exc_info()[1])
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -1,17 +1,27 @@
-"""How ranks that share a store find each other there, whatever earlier processes have left in it."""
+"""How ranks that share a store find each other there, whatever earlier processes have left in it, and who has left."""
 
 from __future__ import annotations
 
+import atexit
 import json
+import logging
+import os
+import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from threading import Thread
 
 from torch._C._distributed_c10d import Store
-from torch.distributed import DistStoreError
+from torch.distributed import DistNetworkError, DistStoreError
 
 _OPEN = "camshaft/meeting"
 _LONGEST_PAUSE = 0.5
+_PATIENCE = 2.0  # seconds for a store that does not answer, as its machine is gone perhaps
+_LENGTH = 200  # characters of an error that the other ranks are told
+REPORT_AFTER = 10.0  # seconds until the log names the ranks that are missing
+logger = logging.getLogger("camshaft.distributed.utils")
 _last = ""  # the meeting that this process was at
 
 
@@ -48,7 +58,12 @@ def _open(store: Store, size: int, deadline: float, where: str) -> str:
     name = uuid.uuid4().hex
     store.set(_OPEN, name)
     awaited = list(range(1, size))
-    for _ in attempts(deadline):
+
+    def report() -> None:
+        missing = _list(_absent(store, name, range(1, size)))
+        logger.warning("rank 0 has waited %g s for ranks that have not reached initialize: %s", REPORT_AFTER, missing)
+
+    for _ in attempts(deadline, report):
         while awaited and store.check([_key(name, awaited[-1])]):
             awaited.pop()
         if not awaited:
@@ -67,7 +82,12 @@ def _open(store: Store, size: int, deadline: float, where: str) -> str:
 def _join(store: Store, rank: int, size: int, deadline: float, where: str) -> str:
     """Come to the meeting that is open, and to the next one if nobody calls: what the other ranks do."""
     name, mark = "", uuid.uuid4().hex
-    for _ in attempts(deadline):
+
+    def report() -> None:
+        if not name or not _absent(store, name, range(1, size)):  # else rank 0 is there, and reports who is not
+            report_first_missing(rank)
+
+    for _ in attempts(deadline, report):
         try:
             if (found := _read(store, _OPEN)) != name:
                 name = found
@@ -87,11 +107,83 @@ def _join(store: Store, rank: int, size: int, deadline: float, where: str) -> st
     raise DistStoreError(f"rank 0 did not come {where}, or it met another process as rank {rank}")
 
 
-def attempts(deadline: float) -> Iterator[None]:
-    """Give turns with ever longer pauses between them; a wait of the store's own that expires prints a warning.
+def report_first_missing(rank: int) -> None:
+    """Log that rank 0, whom all others wait for, has not come yet."""
+    logger.warning("rank %d has waited %g s for rank 0, which has not reached initialize", rank, REPORT_AFTER)
+
+
+class Attendance:
+    """Which ranks have left a run, published in its store: the others see no more than a closed connection.
+
+    A rank leaves when its process group is closed, at the latest when Python exits.
 
     Args:
-        deadline: when to end, as a time of ``time.monotonic``; the first turn is given in any case.
+        store: of this run alone.
+        rank: of this process.
+    """
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._process = os.getpid()
+        atexit.register(self._leave_at_exit)
+
+    def leave(self, error: BaseException | None) -> None:
+        """Publish that this rank takes part in nothing more, and which error made it leave."""
+        atexit.unregister(self._leave_at_exit)
+        if os.getpid() == self._process:  # a forked child is not a rank
+            _within_patience(lambda: self._publish(_how(error)))
+
+    def left(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Return how those of the ranks have left that have, in the order in which they did."""
+        found: dict[int, tuple[int, str]] = {}
+
+        def read() -> None:
+            try:
+                for rank in ranks:
+                    if rank != self._rank and (text := _read(self._store, f"left/{rank}")):
+                        found[rank] = tuple(json.loads(text))
+            except DistNetworkError:
+                if self._rank != 0 and 0 in ranks:
+                    found[0] = (0, "has left the run, or its launcher has, as the store is gone")
+
+        _within_patience(read)
+        return {rank: how for rank, (_, how) in sorted(found.items(), key=lambda item: item[1])}
+
+    def _publish(self, how: str) -> None:
+        number = self._store.add("left", 1)
+        self._store.set(f"left/{self._rank}", json.dumps((number, how)))
+        self._store.add("left", 0)  # whose answer says that the store has the rest too
+
+    def _leave_at_exit(self) -> None:
+        self.leave(getattr(sys, "last_value", None))
+
+
+def _how(error: BaseException | None) -> str:
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return "has left the run without an error"
+    text = " ".join(str(error).split())
+    return f"has failed with {type(error).__name__}: {text[:_LENGTH]}{'...' * (len(text) > _LENGTH)}"
+
+
+def _within_patience(ask: Callable[[], None]) -> None:
+    """Ask the store, but wait no longer than a moment: who serves it may have gone."""
+
+    def run() -> None:
+        with suppress(RuntimeError):
+            ask()
+
+    thread = Thread(target=run, name="camshaft-attendance", daemon=True)
+    thread.start()
+    thread.join(_PATIENCE)
+
+
+def attempts(deadline: float, report: Callable[[], None] | None = None) -> Iterator[None]:
+    """Yield with ever longer pauses in between; a wait of the store's own that expires prints a warning.
+
+    Args:
+        deadline: when to end, as a time of ``time.monotonic``; there is one attempt in any case.
+        report: called once if the attempts take long.
     """
     begin = time.monotonic()
     while True:
@@ -99,6 +191,9 @@ def attempts(deadline: float) -> Iterator[None]:
         now = time.monotonic()
         if now >= deadline:
             return
+        if report is not None and now - begin >= REPORT_AFTER:
+            report()
+            report = None
         time.sleep(min(0.001 + (now - begin) / 10, _LONGEST_PAUSE, deadline - now))
 
 
@@ -115,5 +210,8 @@ def _absent(store: Store, name: str, ranks: Sequence[int]) -> list[int]:
 
 
 def _incomplete(absent: Sequence[int], size: int, where: str) -> DistStoreError:
-    ranks = ", ".join(map(str, absent[:10])) + (", ..." if len(absent) > 10 else "")
-    return DistStoreError(f"{size - len(absent)} of {size} ranks came {where}; missing: {ranks}")
+    return DistStoreError(f"{size - len(absent)} of {size} ranks came {where}; missing: {_list(absent)}")
+
+
+def _list(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:10])) + (", ..." if len(ranks) > 10 else "")

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torch._C._distributed_c10d import TCPStore
-
 from camshaft.distributed import context
 from camshaft.distributed.backends.native.processes import Processes, Report
 from camshaft.distributed.backends.native.start import begin, check_options
+from camshaft.distributed.calls import annotate_departures
 from camshaft.distributed.launchers import Launch
 from camshaft.distributed.lifeline import end_with_parent
 from camshaft.distributed.nodes import check_nodes
@@ -108,19 +107,18 @@ def spawn(
     _check_importable(function, processes_of.get_start_method())
     if init_method is not None:
         options["init_method"] = init_method
-    store = None
-    if init_method is None or init_method.startswith("env://"):
-        if nnodes == 1 and master_port is None:  # the port is taken before anybody is told of it
-            master_addr = "127.0.0.1"
-            store = TCPStore(master_addr, 0, nproc_per_node, is_master=True, wait_for_workers=False)
-            master_port = store.port
-        master_addr = master_addr or "127.0.0.1"
-    port = None if master_port is None else int(master_port)
-    plan = Plan(name, nproc_per_node, nnodes, node_rank or 0, master_addr, port, store is not None, debug, options)
-    processes = Processes(store)
+    processes, hosted = Processes(), False
     try:
+        if init_method is None or init_method.startswith("env://"):
+            if nnodes == 1 and master_port is None:  # the port is taken before anybody is told of it
+                master_addr, master_port = processes.listen()
+                hosted = True
+            master_addr = master_addr or "127.0.0.1"
+        port = None if master_port is None else int(master_port)
+        plan = Plan(name, nproc_per_node, nnodes, node_rank or 0, master_addr, port, hosted, debug, options)
         for _ in range(nproc_per_node):
             processes.start(processes_of, _run, (plan, function, args, kwargs), daemon)
+        processes.open_store()
     except BaseException as error:
         processes.end()
         if isinstance(error, (AttributeError, TypeError, pickle.PicklingError)):
@@ -163,8 +161,9 @@ def _run(
         _call(function, local_rank, *args, **kwargs)
         context.finalize()
     except BaseException as error:  # also KeyboardInterrupt, which would be told on the screen only
+        annotate_departures(error, context.current())
         code = _exit_code(error) if isinstance(error, SystemExit) else None
-        reports.send(Report(time.monotonic(), code, _shortened(traceback.format_exc())))
+        reports.send(Report(time.monotonic(), code, _shortened(_text_of(error))))
         context.abandon()
         sys.exit(1 if code is None else code)
 
@@ -180,6 +179,12 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
 
 def _exit_code(error: SystemExit) -> int:
     return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+
+
+def _text_of(error: BaseException) -> str:
+    """Format an error that is being handled, with its notes, which Python 3.10 leaves out."""
+    notes = getattr(error, "__notes__", ()) if sys.version_info < (3, 11) else ()
+    return "".join([traceback.format_exc(), *(f"{note}\n" for note in notes)])
 
 
 def _shortened(text: str) -> str:

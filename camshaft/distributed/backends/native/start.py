@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from camshaft.distributed.backend import accelerator
 from camshaft.distributed.backends.native.backend import NativeBackend
+from camshaft.distributed.backends.native.meeting import Attendance
 from camshaft.distributed.backends.native.network import find_interface, gloo_on
 from camshaft.distributed.backends.native.store import store_of
 from camshaft.distributed.launchers import Launch, detect
@@ -73,15 +74,16 @@ def begin(name: str, launch: Launch | None, local_rank: int | None, **options: A
         raise RuntimeError("a default process group exists already: it is used as it is, without initialize")
     device = options.pop("device", None)
     place = _place(launch, options.pop("rank", None), options.pop("world_size", None), options.get("init_method"))
-    interface = _begin(name, launch, place, options)
+    interface, attendance = _begin(name, launch, place, options)
     try:
         topology = _standing(launch)
         chosen = device_of(topology.local_rank) if device is None else torch.device(device)
-        backend = NativeBackend(topology, chosen, interface, options.get("timeout"))
+        backend = NativeBackend(topology, chosen, interface, options.get("timeout"), attendance)
         if (here := accelerator()) is not None and chosen.type == here.type:
             torch.accelerator.set_device_index(chosen)
         _meet_on_devices(backend)
-    except BaseException:
+    except BaseException as error:
+        attendance.leave(error)
         dist.destroy_process_group()
         raise
     return backend
@@ -143,8 +145,10 @@ def _place(launch: Launch | None, rank: Any, size: Any, init_method: str | None)
     return rank, size
 
 
-def _begin(name: str, launch: Launch | None, place: tuple[int, int], options: dict[str, Any]) -> str | None:
-    """Make the process group, and tell the network interface that gloo needed to be told."""
+def _begin(
+    name: str, launch: Launch | None, place: tuple[int, int], options: dict[str, Any]
+) -> tuple[str | None, Attendance]:
+    """Make the process group; return the network interface that gloo needed to be told, and who attends the run."""
     method = options.pop("init_method", None)
     rank, size = place
     timeout = options.get("timeout") or dist.default_pg_timeout
@@ -153,7 +157,7 @@ def _begin(name: str, launch: Launch | None, place: tuple[int, int], options: di
     interface = None if on_one_node else find_interface(store, rank, size)
     with gloo_on(interface):
         dist.init_process_group(name, store=store, rank=rank, world_size=size, **_set(options))
-    return interface
+    return interface, Attendance(store, rank)
 
 
 def _set(options: dict[str, Any]) -> dict[str, Any]:

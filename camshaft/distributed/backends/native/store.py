@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store,
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.rendezvous import rendezvous
 
+from camshaft.distributed.backends.native import meeting
 from camshaft.distributed.backends.native.meeting import Left, attempts, meet
 from camshaft.distributed.launchers import Launch
 from camshaft.distributed.launchers.variables import master_addr, master_port
@@ -150,8 +151,14 @@ def _connect(address: Address, rank: int, size: int, timeout: timedelta) -> Stor
             opened.set_exception(error)
 
     threading.Thread(target=open_store, name="camshaft-store", daemon=True).start()
+    limit = timeout.total_seconds()
     try:
-        return opened.result(timeout.total_seconds())
+        if address.hosted and not listens and limit > meeting.REPORT_AFTER:
+            wait([opened], meeting.REPORT_AFTER)
+            if not opened.done():
+                meeting.report_first_missing(rank)
+                limit -= meeting.REPORT_AFTER
+        return opened.result(limit)
     except Exception as error:
         if "EADDRINUSE" in str(error):
             what = f"cannot open {address}: the port is in use; choose another one"

@@ -21,6 +21,7 @@ def spawn(
     master_port: int | str | None = None,
     start_method: str = "fork",
     spmd: bool = False,
+    debug: bool | None = None,
     **options: Any,
 ) -> None:
     """Start the processes of this node, and wait for them; see :func:`camshaft.distributed.spawn`.
@@ -33,6 +34,7 @@ def spawn(
         node_rank: of no use, as ``master_addr`` and ``master_port`` are.
         start_method: of ``multiprocessing``.
         spmd: one process for all devices.
+        debug: argument of ``initialize``.
         options: none.
 
     Raises:
@@ -40,7 +42,9 @@ def spawn(
         ValueError: there cannot be so many processes.
     """
     if options:
-        raise TypeError(f"spawn knows nnodes, node_rank, start_method and spmd for {name!r}, got {sorted(options)}")
+        raise TypeError(
+            f"spawn knows nnodes, node_rank, start_method, spmd and debug for {name!r}, got {sorted(options)}"
+        )
     import torch_xla.distributed.xla_multiprocessing as multiprocessing
     import torch_xla.runtime as runtime
 
@@ -50,7 +54,7 @@ def spawn(
             f"nproc_per_node must be 1 {'with spmd=True' if spmd else f'on XLA devices of type {kind!r}'}, got "
             f"{nproc_per_node}; spmd=True makes one process use all devices"
         )
-    task = (name, function, args, kwargs, (nproc_per_node, nnodes), spmd)
+    task = (name, function, args, kwargs, (nproc_per_node, nnodes), spmd, debug)
     if spmd:
         _run(0, *task)
     else:
@@ -65,9 +69,10 @@ def _run(
     kwargs: dict[str, Any],
     wanted: tuple[int, int],
     spmd: bool,
+    debug: bool | None,
 ) -> None:
     """What each process does."""
-    context.install(lambda: create(name, spmd=spmd))
+    context.install(lambda: create(name, spmd=spmd), debug)
     try:
         topology = context.current().topology
         found = topology.local_world_size, topology.num_nodes
