@@ -158,7 +158,8 @@ class Accumulation:
         a mean over all of the mesh is the mean over those that do.
         """
         if self._groups is None:
-            wrappers = self._model.modules() if isinstance(self._model, torch.nn.Module) else [self._model]
+            modules = self._model.modules() if isinstance(self._model, torch.nn.Module) else [self._model]
+            wrappers = (one for one in modules if hasattr(one, "no_sync"))  # synchronized batch norm has a group too
             wrapper = next((one for one in wrappers if getattr(one, "process_group", None) is not None), None)
             parameters = (one for group in self.update.optimizer.param_groups for one in group["params"])
             meshes = [one.device_mesh for one in parameters if hasattr(one, "device_mesh")]
