@@ -275,7 +275,7 @@ def test_samplers_of_the_user_that_draw_alike_go_on_as_before():
 
 @on_ranks(2)
 def test_after_the_run_nobody_is_asked():
-    loader = idist.auto_dataloader(range(12 + idist.get_rank()), batch_size=4)
+    loader = idist.auto_dataloader(range(12 - idist.get_rank()), batch_size=4)
     dist.destroy_process_group()
     assert len(list(loader)) == 3
 
