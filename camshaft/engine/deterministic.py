@@ -71,21 +71,27 @@ class ReproducibleBatchSampler(BatchSampler):
         self._drawn = False
 
     def setup_batch_indices(self) -> None:
-        """Draw the batches of the next pass, ahead of it."""
+        """Draw the batches of the pass that has begun, before its first batch is taken."""
         self.batch_indices = list(self.batch_sampler)
         self._drawn = True
 
     def __iter__(self) -> Iterator[Any]:
-        if not self._drawn:
-            self.setup_batch_indices()
+        self._drawn = False
         return self._batches()
 
     def _batches(self) -> Iterator[Any]:
-        # A loader with workers asks for two iterators and uses the second: what was drawn and where to start hold
-        # until the first batch is taken.
-        start, self.start_iteration, self._drawn = self.start_iteration or 0, None, False
+        # Drawn with the first batch, after the seed that a loader draws for its workers, as PyTorch-Ignite does it. A
+        # loader with workers asks for two iterators and uses the second: where to start holds until the first batch.
+        if not self._drawn:
+            self.setup_batch_indices()
+        start, self.start_iteration = self.start_iteration or 0, None
         self.batch_indices = self.batch_indices[start:]
         yield from self.batch_indices
+
+    def _draw(self) -> None:
+        """Draw now what a pass that has begun would draw with its first batch, unless it has done so."""
+        if not self._drawn:
+            self.setup_batch_indices()
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
@@ -177,9 +183,9 @@ class DeterministicEngine(Engine[Batch, Output]):
         self._seed(begun)
         sampler = getattr(data, "batch_sampler", None)
         if isinstance(sampler, ReproducibleBatchSampler):
-            sampler.setup_batch_indices()
             sampler.start_iteration = position
             iterator: Iterator[Any] = iter(data)
+            sampler._draw()
         else:
             iterator = self._skip(data, position)
         random_state = getattr(self.state, "rng_states", None)
@@ -192,10 +198,12 @@ class DeterministicEngine(Engine[Batch, Output]):
         data = self.state.dataloader = _with_reproducible_batches(self.state.dataloader)
         passes_of = max(1, cut_after if cut_after is not None else length_of(data) or 1)
         self._seed(self.state.iteration // passes_of)
-        sampler = getattr(data, "batch_sampler", None)
+        if getattr(data, "_iterator", None) is not None:  # its workers stay, and their seed is not drawn again
+            torch.empty((), dtype=torch.int64).random_(generator=getattr(data, "generator", None))
+        sampler, iterator = getattr(data, "batch_sampler", None), iter(data)
         if isinstance(sampler, ReproducibleBatchSampler):
-            sampler.setup_batch_indices()
-        return iter(data)
+            sampler._draw()
+        return iterator
 
     def _skip(self, data: Iterable[Any], count: int) -> Iterator[Any]:
         """Fetch batches that are already done, over as many passes as they take, and throw them away."""
