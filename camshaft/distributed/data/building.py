@@ -37,7 +37,7 @@ def make_loader(
     sampler, batch_size = options.pop("sampler", None), options.pop("batch_size", 1)
     if not _can_be_dealt(sampler, batch_size, topology):
         if batch_size is None and size > 1 and not isinstance(sampler, DistributedSampler):
-            return _without_batches(dataset, sampler, options, topology)
+            return _without_batches(dataset, sampler, options, seed, topology)
         return PlainLoader(dataset, batch_size=_per_rank(batch_size, size), sampler=sampler, **options)
     chosen = {name: options.pop(name, default) for name, default in (("shuffle", None), ("drop_last", False))}
     DataLoader(dataset, batch_size=batch_size, sampler=cast(Any, sampler), **chosen)  # torch finds what contradicts
@@ -45,7 +45,8 @@ def make_loader(
     if sampler is None:
         shuffle = size > 1 if shuffle is None else shuffle
         sampler = (Shuffled if shuffle else Sequential)(_length(dataset))
-        logger.info("the samples are dealt out to %d ranks, with shuffle=%s and seed=%d", size, shuffle, seed)
+        chosen_seed = "torch.initial_seed() of rank 0" if seed is None else seed
+        logger.info("the samples are dealt out to %d ranks, with shuffle=%s and seed=%s", size, shuffle, chosen_seed)
     total = batch_size if batch_size >= size else batch_size * size
     length = sampler.length if isinstance(sampler, Order) else length_of(sampler)
     if chosen["drop_last"] and length < total:
@@ -67,9 +68,7 @@ def _checked_seed(options: dict[str, Any]) -> Any:
     if not isinstance(generator, torch.Generator | None):
         raise TypeError(f"generator must be a torch.Generator or None, got {generator!r}")
     seed = options.pop("seed", None)
-    if seed is not None:
-        return seed
-    return 0 if generator is None else generator.initial_seed()
+    return generator.initial_seed() if seed is None and generator is not None else seed
 
 
 def _exact(dataset: Dataset[Any], options: dict[str, Any]) -> Loader[Any]:
@@ -83,7 +82,7 @@ def _exact(dataset: Dataset[Any], options: dict[str, Any]) -> Loader[Any]:
 
 
 def _with_batches_of_the_user(
-    dataset: Dataset[Any], options: dict[str, Any], seed: int, topology: Topology
+    dataset: Dataset[Any], options: dict[str, Any], seed: int | None, topology: Topology
 ) -> DataLoader[Any]:
     sampler = options["batch_sampler"]
     alone = topology.world_size == 1 and not isinstance(dataset, IterableDataset)
@@ -137,12 +136,12 @@ def _can_be_dealt(sampler: Any, batch_size: Any, topology: Topology) -> bool:
 
 
 def _without_batches(
-    dataset: Dataset[Any], sampler: Any, options: dict[str, Any], topology: Topology
+    dataset: Dataset[Any], sampler: Any, options: dict[str, Any], seed: int | None, topology: Topology
 ) -> DataLoader[Any]:
     """Deal out single samples, in torch's way."""
     size, rank, shuffle = topology.world_size, topology.rank, options.pop("shuffle", None)
     dealt = (
-        DistributedSampler(dataset, size, rank, shuffle=shuffle is None or bool(shuffle))
+        DistributedSampler(dataset, size, rank, shuffle=shuffle is None or bool(shuffle), seed=(seed or 0) % 2**62)
         if sampler is None
         else DistributedProxySampler(sampler if isinstance(sampler, Sampler) else _Given(sampler), size, rank)
     )

@@ -206,6 +206,31 @@ def test_a_position_may_be_told_while_the_pass_goes_on_and_the_next_is_announced
     assert one.position(0)["consumed"] == 0
 
 
+def test_without_a_seed_the_order_follows_from_that_of_torch_and_a_resumed_one_from_the_position():
+    drawn = []
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        (one,) = samplers(Shuffled(30), 4, 1, seed=None)
+        assert one.seed == seed
+        drawn.append(list(one))
+    assert drawn[0] == drawn[2] != drawn[1]
+    position = one.position(3)
+    torch.manual_seed(7)
+    for source in (Shuffled(30), RandomSampler(range(30))):
+        (other,) = samplers(source, 4, 1, seed=None)
+        len(other)  # draws for the seed of now
+        with pytest.raises(ValueError, match="seed of the position must be an integer, got None"):
+            other.seek({**position, "order": other._describe(), "seed": None})
+        with pytest.raises(ValueError, match="saved with other data"):
+            other.seek({**position, "order": "another"})
+        assert other.seed == 7
+        assert other.seek({**position, "order": other._describe()}) == (0, 3)
+        assert other.seed == 1
+        (same,) = samplers(source, 4, 1, seed=1)
+        assert list(other) == list(same)[3:]
+        assert list(other) == list(same)
+
+
 def test_where_too_little_is_left_for_a_larger_batch_the_next_epoch_begins():
     (one,) = samplers(Shuffled(10), 4, 1, drop_last=True)
     assert one.seek({**one.position(0), "consumed": 8}) == (1, 0)
@@ -215,7 +240,7 @@ def test_where_too_little_is_left_for_a_larger_batch_the_next_epoch_begins():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seed": 1}, "saved with seed 1, the loader has seed 0.*give auto_dataloader seed=1"),
+        ({"seed": 1}, "saved with seed 1, the loader has seed 0.*pass seed=1 to auto_dataloader"),
         ({"order": "shuffled, 11 samples, version 1"}, "saved with other data.*11 samples.*10 samples"),
         ({"consumed": -1}, "consumed of the position must be an integer of at least 0, got -1"),
         ({"epoch": "1"}, "epoch of the position must be"),
