@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+import weakref
 from collections.abc import Iterator, Sized
 from typing import Any, cast
 
@@ -18,6 +19,8 @@ from camshaft.distributed.data.orders import Order, Sequential, Shuffled
 from camshaft.distributed.data.sampler import ExactBatchSampler
 from camshaft.distributed.sampling import DistributedProxySampler, length_of
 from camshaft.distributed.topology import Topology
+
+_warned: weakref.WeakSet[type] = weakref.WeakSet()  # classes of iterable datasets
 
 
 def make_loader(
@@ -114,7 +117,26 @@ def _iterable(
         dataset = sharded(dataset, topology.rank, size)
     else:
         logger.info("an iterable dataset is used as it is: it must give each rank its own data")
+        if topology.rank == 0:
+            _warn_of_whole_stream(dataset, size)
     return EvenLoader(dataset, **options)
+
+
+def _warn_of_whole_stream(dataset: IterableDataset[Any], size: int) -> None:
+    """Warn, once for each class, that every rank may read all of an iterable dataset."""
+    kind = type(dataset)
+    pipes: Any = getattr(torch.utils.data, "IterDataPipe", ())  # whose sharding_filter torch applies on each rank
+    if kind in _warned or isinstance(dataset, pipes):
+        return
+    _warned.add(kind)
+    warnings.warn(
+        f"{kind.__name__} has no method shard(num_shards, index), so each of the {size} ranks, and each of its workers, "
+        "reads all of it, unless it splits itself: return the part of the index-th of num_shards readers from such a "
+        "method, for example itertools.islice(samples, index, None, num_shards), and auto_dataloader calls it for each "
+        "rank and worker; or split the samples in __iter__, by the index get_rank() * num_workers + worker_id (of "
+        "torch.utils.data.get_worker_info()) of get_world_size() * num_workers readers, and ignore this warning",
+        stacklevel=5,
+    )
 
 
 def _can_be_dealt(sampler: Any, batch_size: Any, topology: Topology) -> bool:
