@@ -200,7 +200,8 @@ class DeterministicEngine(Engine[Batch, Output]):
         self._seed(self.state.iteration // passes_of)
         if getattr(data, "_iterator", None) is not None:  # its workers stay, and their seed is not drawn again
             torch.empty((), dtype=torch.int64).random_(generator=getattr(data, "generator", None))
-        sampler, iterator = getattr(data, "batch_sampler", None), iter(data)
+        sampler = getattr(data, "batch_sampler", None)
+        iterator: Iterator[Any] = iter(data)
         if isinstance(sampler, ReproducibleBatchSampler):
             sampler._draw()
         return iterator

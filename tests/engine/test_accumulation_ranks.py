@@ -221,7 +221,9 @@ def test_weights_of_batches_are_averaged_over_the_ranks_that_gradients_are_avera
         windows = [[batches[index] for batches in data for index in window] for window in [(0, 1), (2, 3)]]
         big = [tuple(torch.cat(parts) for parts in zip(*window, strict=True)) for window in windows]
         trainer_of(alone, 1)[0].run(big, max_epochs=2)
-        torch.testing.assert_close(wrapped(inputs), alone(inputs), atol=1e-8, rtol=0, msg=lambda text: f"{wrap}: {text}")
+        torch.testing.assert_close(
+            wrapped(inputs), alone(inputs), atol=1e-8, rtol=0, msg=lambda text, wrap=wrap: f"{wrap}: {text}"
+        )
 
 
 @on_ranks(2)

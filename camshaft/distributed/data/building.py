@@ -130,7 +130,7 @@ def _warn_of_whole_stream(dataset: IterableDataset[Any], size: int) -> None:
         return
     _warned.add(kind)
     warnings.warn(
-        f"{kind.__name__} has no method shard(num_shards, index), so each of the {size} ranks, and each of its workers, "
+        f"{kind.__name__} has no method shard(num_shards, index), so each of the {size} ranks and each of its workers "
         "reads all of it, unless it splits itself: return the part of the index-th of num_shards readers from such a "
         "method, for example itertools.islice(samples, index, None, num_shards), and auto_dataloader calls it for each "
         "rank and worker; or split the samples in __iter__, by the index get_rank() * num_workers + worker_id (of "

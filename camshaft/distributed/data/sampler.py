@@ -42,8 +42,8 @@ class ExactBatchSampler(BatchSampler):
 
     Nothing is padded, repeated or dropped, so the sizes of batches may differ by one between ranks. The order is a
     function of seed and epoch; which samples make up a step does not depend on the number of ranks, up to half the
-    batch size, as long as the batch size of all together stays the same (see :class:`EvenDeal`). An order of ours is read in blocks: memory and start-up do not grow
-    with the length of the data.
+    batch size, as long as the batch size of all together stays the same. An order of ours is read in blocks: memory and
+    start-up do not grow with the length of the data.
 
     Args:
         source: an :class:`Order`; or a sampler, or a batch sampler whose batches are those of all ranks together.

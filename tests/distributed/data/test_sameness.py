@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 import camshaft.distributed as idist
-from camshaft.distributed.data import ExactBatchSampler, Sequential, Shuffled
-from camshaft.distributed.data import sameness
+from camshaft.distributed.data import ExactBatchSampler, Sequential, Shuffled, sameness
 from camshaft.engine import Engine, Events
 from camshaft.errors import RankDivergenceError
 from tests.ranks import on_ranks
@@ -379,7 +378,9 @@ def test_a_rank_whose_loader_rank_0_does_not_make_logs_and_raises():
         logging.getLogger(sameness.__name__).addHandler(log)
         sameness._SILENCE = 0.0
         store.set_timeout(timedelta(seconds=0.3))
-        with pytest.raises(RankDivergenceError, match=r"waited 0.3 s for rank 0 to make the loader that rank 1 makes at"):
+        with pytest.raises(
+            RankDivergenceError, match=r"waited 0.3 s for rank 0 to make the loader that rank 1 makes at"
+        ):
             next(iter(loader))
         assert len(log.messages) == 1
         assert "pass seed= to auto_dataloader" in log.messages[0]
@@ -393,7 +394,9 @@ def test_after_the_run_a_seed_that_was_never_asked_for_is_missed():
     seed = loader.batch_sampler.seed if idist.get_rank() == 0 else None
     dist.destroy_process_group()
     if seed is None:
-        with pytest.raises(RankDivergenceError, match="only rank 0 knows: read the loader during the run, or pass seed="):
+        with pytest.raises(
+            RankDivergenceError, match="only rank 0 knows: read the loader during the run, or pass seed="
+        ):
             next(iter(loader))
 
 
