@@ -79,8 +79,9 @@ def auto_dataloader(dataset: Dataset[Any] | Sequence[Any], **kwargs: Any) -> Dat
 
     Each sample of an epoch is given to one rank, once: nothing is padded, repeated or dropped, and every rank makes as
     many batches, so the sizes of batches may differ by one between ranks; :attr:`Engine.batch_share` makes up for it in
-    training. The order is a function of ``seed`` and epoch, which an engine announces; an engine that is saved and
-    loaded goes on with the very next sample, also on another number of ranks.
+    training. Which samples make up a step follows from ``seed``, epoch and step alone, on any number of ranks up to
+    half the batch size; beyond that, a last step of fewer samples than ranks joins the one before. An engine announces
+    the epoch; one that is saved and loaded resumes with the very next sample, also on another number of ranks.
 
     With more ranks than one, ``batch_size`` is that of all ranks together, or of each if it is smaller than their
     number; ``num_workers`` is that of a node, divided by its processes and rounded up; and the samples are
@@ -92,7 +93,8 @@ def auto_dataloader(dataset: Dataset[Any] | Sequence[Any], **kwargs: Any) -> Dat
     Args:
         dataset: what to load.
         kwargs: for ``torch.utils.data.DataLoader``; ``pin_memory`` is on by default if the device is a GPU.
-            Besides, ``seed``: any integer, the same on all ranks; that of ``generator`` by default, else 0.
+            Besides, ``seed``: any integer, the same on all ranks. By default it is that of ``generator``, else rank 0's
+            ``torch.initial_seed()``, on all ranks; it is saved with the position, and a resumed run takes it over.
             ``sampler`` may be an :class:`Order <camshaft.distributed.data.Order>`, such as
             ``ShuffledWindows(len(dataset), 1000)``; other samplers, also plain sequences of indices, are drawn for a
             whole epoch, alike on all ranks, and dealt out.

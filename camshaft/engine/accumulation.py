@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable
@@ -48,6 +49,7 @@ class Accumulation:
         self._weigh = weigh
         self._pending = 0
         self._next: int | None = None
+        self._groups: list[Any] | None = None  # found in the first step
         self._latest: float | Tensor = 0.0
         self._weight: float | Tensor = 0.0
         self._synchronized = self._whole = True
@@ -133,19 +135,42 @@ class Accumulation:
     # --- ranks ---------------------------------------------------------------------------------------------
 
     def _share_of_weight(self) -> float | Tensor:
-        group = getattr(self._model, "process_group", None)
+        groups = self._groups_of_gradients()
         reduce = getattr(self.update.optimizer, "reduce_as_gradients", None)
-        if group is None and reduce is None:
+        if not groups and reduce is None:
             return 1 / self._weight
         parameter = next(iter(self.update.parameters()))
         total = torch.as_tensor(self._weight, dtype=torch.float64).to(parameter.device, non_blocking=True).reshape(())
-        if group is None:
+        if not groups:
             assert reduce is not None, "there is one of them"
             mean: Tensor = reduce(total)
         else:
-            torch.distributed.all_reduce(total, group=group)
-            mean = total / group.size()  # the ranks' gradients were averaged, not summed
+            for group in groups:
+                torch.distributed.all_reduce(total, group=group)
+            mean = total / math.prod(group.size() for group in groups)  # gradients were averaged, not summed
         return 1 / mean
+
+    def _groups_of_gradients(self) -> list[Any]:
+        """Return the process groups that gradients are averaged over, one after the other.
+
+        ``fully_shard`` leaves the class of parameters as the only trace: they are distributed tensors on a mesh. Ranks
+        of a mesh that do not divide the data, as in tensor parallelism, have the same batches and the same weights, so
+        a mean over all of the mesh is the mean over those that do.
+        """
+        if self._groups is None:
+            modules = self._model.modules() if isinstance(self._model, torch.nn.Module) else [self._model]
+            wrappers = (one for one in modules if hasattr(one, "no_sync"))  # synchronized batch norm has a group too
+            wrapper = next((one for one in wrappers if getattr(one, "process_group", None) is not None), None)
+            parameters = (one for group in self.update.optimizer.param_groups for one in group["params"])
+            meshes = [one.device_mesh for one in parameters if hasattr(one, "device_mesh")]
+            if wrapper is not None:  # DistributedDataParallel, or FullyShardedDataParallel, perhaps over nodes too
+                groups = [wrapper.process_group, getattr(wrapper, "_inter_node_pg", None)]
+                self._groups = [group for group in groups if group is not None]
+            elif meshes:
+                self._groups = max(meshes, key=lambda mesh: mesh.size()).get_all_groups()
+            else:
+                self._groups = []
+        return self._groups
 
     def _average_over_ranks(self) -> bool:
         group = getattr(self._model, "process_group", None)

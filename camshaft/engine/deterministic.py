@@ -71,21 +71,27 @@ class ReproducibleBatchSampler(BatchSampler):
         self._drawn = False
 
     def setup_batch_indices(self) -> None:
-        """Draw the batches of the next pass, ahead of it."""
+        """Draw the batches of the pass that has begun, before its first batch is taken."""
         self.batch_indices = list(self.batch_sampler)
         self._drawn = True
 
     def __iter__(self) -> Iterator[Any]:
-        if not self._drawn:
-            self.setup_batch_indices()
+        self._drawn = False
         return self._batches()
 
     def _batches(self) -> Iterator[Any]:
-        # A loader with workers asks for two iterators and uses the second: what was drawn and where to start hold
-        # until the first batch is taken.
-        start, self.start_iteration, self._drawn = self.start_iteration or 0, None, False
+        # Drawn with the first batch, after the seed that a loader draws for its workers, as PyTorch-Ignite does it. A
+        # loader with workers asks for two iterators and uses the second: where to start holds until the first batch.
+        if not self._drawn:
+            self.setup_batch_indices()
+        start, self.start_iteration = self.start_iteration or 0, None
         self.batch_indices = self.batch_indices[start:]
         yield from self.batch_indices
+
+    def _draw(self) -> None:
+        """Draw now what a pass that has begun would draw with its first batch, unless it has done so."""
+        if not self._drawn:
+            self.setup_batch_indices()
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
@@ -181,9 +187,9 @@ class DeterministicEngine(Engine[Batch, Output]):
             exact.set_epoch(number)
             iterator, place = open_at(data, exact.position(place) if position is None else position)
         elif isinstance(sampler, ReproducibleBatchSampler):
-            sampler.setup_batch_indices()
             sampler.start_iteration = place
             iterator = iter(data)
+            sampler._draw()
         else:
             iterator = self._skip(data, place)
         random_state = getattr(self.state, "rng_states", None)
@@ -196,10 +202,13 @@ class DeterministicEngine(Engine[Batch, Output]):
         data = self.state.dataloader = _with_reproducible_batches(self.state.dataloader)
         length = length_of(data)
         self._seed(number if length else self.state.iteration // max(1, cut_after or 1))
+        if isinstance(data, DataLoader) and data._iterator is not None:  # workers stay: their seed is not drawn again
+            torch.empty((), dtype=torch.int64).random_(generator=data.generator)
         sampler = getattr(data, "batch_sampler", None)
+        iterator: Iterator[Any] = iter(data)
         if isinstance(sampler, ReproducibleBatchSampler):
-            sampler.setup_batch_indices()
-        return iter(data)
+            sampler._draw()
+        return iterator
 
     def _pass_at(self, length: int | None) -> tuple[int, int]:
         """Return the number of the pass that a run starts or resumes in, and the batches of it that are done."""

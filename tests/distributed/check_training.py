@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -122,4 +123,5 @@ def auto_dataloader_gives_every_rank_all_of_an_iterable_dataset() -> None:
         def __iter__(self) -> Iterator[int]:
             return iter(range(5))
 
+    warnings.filterwarnings("ignore", "Numbers has no method shard")
     equal(drawn(idist.auto_dataloader(Numbers())), sorted([*range(5)] * size))

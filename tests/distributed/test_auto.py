@@ -26,6 +26,7 @@ from torch.utils.data import (
 
 import camshaft.distributed as idist
 from camshaft.distributed.data import ExactBatchSampler, Sequential, Shuffled, ShuffledWindows, Weighted
+from camshaft.distributed.data.sameness import SharedSeed
 from camshaft.distributed.topology import Topology
 from camshaft.engine import Engine, Events
 from tests.distributed.test_ranks import Somewhere, at_rank
@@ -247,6 +248,12 @@ def test_an_optimizer_is_given_back_as_it_is():
 
 PLACE = Topology(rank=5, world_size=8, local_rank=1, local_world_size=4, node_rank=1, num_nodes=2)
 LOGGER = "camshaft.distributed.auto.auto_dataloader"
+
+
+@pytest.fixture(autouse=True)
+def no_broadcasts(monkeypatch):
+    """Let places without other ranks have a seed; ranks of their own processes do not see this."""
+    monkeypatch.setattr(SharedSeed, "_broadcast", lambda seed: 0)
 
 
 @pytest.fixture
@@ -508,6 +515,29 @@ def test_an_iterable_dataset_is_the_business_of_the_user_and_the_log_says_so(on_
     assert "it must give each rank its own data" in caplog.text
 
 
+@on_ranks(2)
+def test_rank_0_warns_once_for_each_kind_of_iterable_dataset_that_does_not_say_how_it_is_split():
+    class Other(Stream):
+        pass
+
+    class Pipe(getattr(torch.utils.data, "IterDataPipe", Sharded)):  # torch splits it, if it says so
+        def __init__(self):
+            pass
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for dataset in (Stream(), Stream(), Other(), Sharded(range(4)), Pipe()):
+            idist.auto_dataloader(dataset, batch_size=2)
+    told = [str(warning.message) for warning in caught]
+    assert [message.split()[0] for message in told] == [["Stream", "Other"], []][idist.get_rank()]
+    assert all("each of the 2 ranks" in one and "islice(samples, index, None, num_shards)" in one for one in told)
+    assert {warning.filename for warning in caught} <= {__file__}
+
+
+def test_one_process_reads_a_stream_without_a_warning():
+    assert len(list(idist.auto_dataloader(Stream()))) == 10
+
+
 class Sharded(IterableDataset):
     def __init__(self, numbers):
         self.numbers = numbers
@@ -522,6 +552,7 @@ class Sharded(IterableDataset):
 @on_ranks(3)
 def test_streams_are_split_if_they_say_how_and_all_ranks_end_at_the_same_step():
     rank = idist.get_rank()
+    warnings.filterwarnings("ignore", "Stream has no method shard")
     loader = idist.auto_dataloader(Sharded(range(11)), batch_size=3)
     for _ in range(2):
         assert [batch.tolist() for batch in loader] == [[rank], [rank + 3], [rank + 6]]

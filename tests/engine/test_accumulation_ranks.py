@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from camshaft.distributed import auto_dataloader
 from camshaft.engine import Events
 from tests.engine.traces import Sizeless, at
-from tests.engine.windows import Weighted, batches_of, expected, samples, squared, trainer_of, weights_of
+from tests.engine.windows import RATE, Weighted, batches_of, expected, samples, squared, trainer_of, weights_of
 from tests.ranks import on_ranks, run_on_ranks
 
 SIZES = [(4,) * 6, (4,) * 6]  # of the batches of each rank
@@ -111,6 +115,115 @@ def test_the_gradient_of_all_ranks_is_clipped(action):
     windows = [[0, 1, 2], [3], [0, 1, 2], [3, 4, 5]] if action else [[0, 1, 2], [3, 4, 5]] * 2
     weights = expected(union(SIZES, windows), lambda parameters: nn.utils.clip_grad_norm_(parameters, LIMIT))
     check(results, weights, 3 if action else 4, 4, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("weighed", [False, True], ids=["even batches", "uneven batches by weight"])
+@on_ranks(2)
+def test_ranks_that_shard_the_model_step_like_one_process_on_all_their_batches(weighed):
+    from torch.distributed.fsdp import fully_shard  # takes a second
+
+    sizes, options = (UNEVEN, {"batch_weight": samples}) if weighed else (SIZES, {})
+    own = data_of(sizes)[torch.distributed.get_rank()]
+    for name, (case, windows, _) in CASES.items():
+        if "fails_at" in case:
+            continue
+        model, data, action = Weighted(), own[: case.get("count", 6)], case.get("action")
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        trainer, steps = trainer_of(model, case["size"], clip_grad_norm=LIMIT, **options)
+        if action is not None:
+            at(trainer, Events.ITERATION_COMPLETED, ACTIONS[action], 4)
+        trainer.run(data if case.get("sized", True) else Sizeless(*data), max_epochs=2)
+        if action == "pause":
+            trainer.run(data, max_epochs=2)
+        whole = torch.cat([parameter.full_tensor().detach().flatten() for parameter in model.parameters()])
+        weights = expected(union(sizes, windows), lambda parameters: nn.utils.clip_grad_norm_(parameters, LIMIT))
+        torch.testing.assert_close(whole, weights, atol=1e-8, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+        assert len(steps) == len(windows), name
+
+
+@on_ranks(2)
+def test_ranks_that_shard_the_model_and_have_batches_of_different_sizes_step_like_one_process():
+    from torch.distributed.fsdp import fully_shard
+
+    [(x, y)] = batches_of(7)
+    for size, windows in ((1, [[0], [1]]), (2, [[0, 1]])):
+        model, alone = Weighted(), Weighted()
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        shares = []
+        trainer, _ = trainer_of(model, size)
+        at(trainer, Events.ITERATION_COMPLETED, lambda engine, shares=shares: shares.append(engine.batch_share), 2)
+        trainer.run(auto_dataloader(torch.utils.data.TensorDataset(x, y), batch_size=4, shuffle=False))
+        assert shares[0] != 1.0
+        optimizer = torch.optim.SGD(alone.parameters(), RATE)
+        for window in windows:
+            optimizer.zero_grad()
+            for batch in window:
+                (squared(alone(x[batch * 4 :][:4]), y[batch * 4 :][:4]) / len(window)).backward()
+            optimizer.step()
+        whole = torch.cat([parameter.full_tensor().detach().flatten() for parameter in model.parameters()])
+        torch.testing.assert_close(whole, weights_of(alone), atol=1e-8, rtol=0)
+
+
+class Small(nn.Sequential):
+    """A model whose layers can be split over ranks."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1), nn.Tanh())
+        self.double()
+
+
+def sharded_and_replicated(model):
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
+def sharded_and_tensor_parallel(model):
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return fully_shard(model, mesh=mesh["data"])
+
+
+def sharded_in_the_older_way(model):
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    options = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "use_orig_params": True}
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), device_mesh=mesh, **options)
+
+
+def wrapped_inside(model):
+    return nn.Sequential(DistributedDataParallel(model))
+
+
+WRAPPERS = {  # and the number of ranks that divide the data
+    sharded_and_replicated: 4,
+    sharded_and_tensor_parallel: 2,
+    sharded_in_the_older_way: 4,
+    wrapped_inside: 4,
+}
+
+
+@on_ranks(4)
+def test_weights_of_batches_are_averaged_over_the_ranks_that_gradients_are_averaged_over():
+    sizes = [(5, 1, 2, 3), (1, 4, 2, 1), (2, 2, 7, 1), (3, 1, 1, 1)]
+    inputs = batches_of(3)[0][0]
+    for wrap, divide in WRAPPERS.items():
+        torch.manual_seed(0)
+        alone = Small()
+        wrapped = wrap(copy.deepcopy(alone))
+        data = data_of(sizes[:divide])
+        own = data[torch.distributed.get_rank() * divide // 4]
+        trainer, _ = trainer_of(wrapped, 2, batch_weight=samples)
+        trainer.run(own, max_epochs=2)
+        windows = [[batches[index] for batches in data for index in window] for window in [(0, 1), (2, 3)]]
+        big = [tuple(torch.cat(parts) for parts in zip(*window, strict=True)) for window in windows]
+        trainer_of(alone, 1)[0].run(big, max_epochs=2)
+        torch.testing.assert_close(
+            wrapped(inputs), alone(inputs), atol=1e-8, rtol=0, msg=lambda text, wrap=wrap: f"{wrap}: {text}"
+        )
 
 
 @on_ranks(2)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import random
+import warnings
 
 import numpy
 import pytest
@@ -89,18 +91,55 @@ def test_a_start_holds_for_one_pass_and_does_not_change_the_length():
     assert list(sampler) == sampler.batch_indices == [[0, 1], [2, 3], [4]]
 
 
-def test_all_batches_of_a_pass_are_drawn_before_the_first_is_given():
+def test_all_batches_of_a_pass_are_drawn_with_the_first_or_on_request():
     sampler = ReproducibleBatchSampler(BatchSampler(RandomSampler(range(50)), 5, drop_last=False))
     manual_seed(SEED)
     expected = list(sampler)
     manual_seed(SEED)
     batches = iter(sampler)
+    first = next(batches)
     manual_seed(SEED + 1)
-    assert list(batches) == expected == sampler.batch_indices
+    assert [first, *batches] == expected == sampler.batch_indices
     assert list(sampler) != expected
+    batches = iter(sampler)
     manual_seed(SEED)
     sampler.setup_batch_indices()
-    assert sampler.batch_indices == expected
+    manual_seed(SEED + 1)
+    assert list(batches) == expected == sampler.batch_indices
+
+
+@pytest.fixture(scope="module")
+def ignite():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it imports parts of torch that are deprecated
+        return importlib.import_module("ignite.engine.deterministic")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("resumed_at", [0, 1, 3, 7])
+def test_the_order_for_a_seed_is_that_of_pytorch_ignite(workers, resumed_at, ignite):
+    def drawn_by(kind):
+        seen = []
+        engine = kind(lambda engine, batch: seen.append(batch.tolist()))
+        state = {"iteration": resumed_at, "epoch_length": 3, "max_epochs": 3, "rng_states": None}
+        if resumed_at:
+            engine.load_state_dict(state)
+        manual_seed(SEED)
+        engine.run(DataLoader(range(6), batch_size=2, shuffle=True, num_workers=workers), max_epochs=3)
+        return seen
+
+    theirs = drawn_by(ignite.DeterministicEngine)
+    assert len(theirs) == 9 - resumed_at
+    assert drawn_by(DeterministicEngine) == theirs
+
+
+def test_the_order_of_a_reproducible_batch_sampler_in_a_loader_is_that_of_pytorch_ignite(ignite):
+    passes = []
+    for kind in (ignite.ReproducibleBatchSampler, ReproducibleBatchSampler):
+        manual_seed(SEED)
+        loader = DataLoader(range(9), batch_sampler=kind(BatchSampler(RandomSampler(range(9)), 2, drop_last=False)))
+        passes.append([batch.tolist() for _ in range(2) for batch in loader])
+    assert passes[0] == passes[1]
 
 
 # --- keep_random_state ---------------------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ def test_a_resumed_run_keeps_its_length_whatever_the_data_is():
     assert trace.batches == [1, 2, 3]
 
 
-@pytest.mark.filterwarnings("ignore:the run resumes after 2 iterations of an epoch, but a generator")
+@pytest.mark.filterwarnings("ignore:the run resumes after 2 iterations of an epoch, but a list_iterator")
 @pytest.mark.parametrize(
     "arguments", [{"data": range(4)}, {"data": unsized(range(9)), "epoch_length": 4}, {"epoch_length": 4}]
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+import weakref
 from collections.abc import Iterator, Sized
 from typing import Any, cast
 
@@ -18,6 +19,8 @@ from camshaft.distributed.data.orders import Order, Sequential, Shuffled
 from camshaft.distributed.data.sampler import ExactBatchSampler
 from camshaft.distributed.sampling import DistributedProxySampler, length_of
 from camshaft.distributed.topology import Topology
+
+_warned: weakref.WeakSet[type] = weakref.WeakSet()  # classes of iterable datasets
 
 
 def make_loader(
@@ -37,7 +40,7 @@ def make_loader(
     sampler, batch_size = options.pop("sampler", None), options.pop("batch_size", 1)
     if not _can_be_dealt(sampler, batch_size, topology):
         if batch_size is None and size > 1 and not isinstance(sampler, DistributedSampler):
-            return _without_batches(dataset, sampler, options, topology)
+            return _without_batches(dataset, sampler, options, seed, topology)
         return PlainLoader(dataset, batch_size=_per_rank(batch_size, size), sampler=sampler, **options)
     chosen = {name: options.pop(name, default) for name, default in (("shuffle", None), ("drop_last", False))}
     DataLoader(dataset, batch_size=batch_size, sampler=cast(Any, sampler), **chosen)  # torch finds what contradicts
@@ -45,7 +48,8 @@ def make_loader(
     if sampler is None:
         shuffle = size > 1 if shuffle is None else shuffle
         sampler = (Shuffled if shuffle else Sequential)(_length(dataset))
-        logger.info("the samples are dealt out to %d ranks, with shuffle=%s and seed=%d", size, shuffle, seed)
+        chosen_seed = "torch.initial_seed() of rank 0" if seed is None else seed
+        logger.info("the samples are dealt out to %d ranks, with shuffle=%s and seed=%s", size, shuffle, chosen_seed)
     total = batch_size if batch_size >= size else batch_size * size
     length = sampler.length if isinstance(sampler, Order) else length_of(sampler)
     if chosen["drop_last"] and length < total:
@@ -67,9 +71,7 @@ def _checked_seed(options: dict[str, Any]) -> Any:
     if not isinstance(generator, torch.Generator | None):
         raise TypeError(f"generator must be a torch.Generator or None, got {generator!r}")
     seed = options.pop("seed", None)
-    if seed is not None:
-        return seed
-    return 0 if generator is None else generator.initial_seed()
+    return generator.initial_seed() if seed is None and generator is not None else seed
 
 
 def _exact(dataset: Dataset[Any], options: dict[str, Any]) -> Loader[Any]:
@@ -83,7 +85,7 @@ def _exact(dataset: Dataset[Any], options: dict[str, Any]) -> Loader[Any]:
 
 
 def _with_batches_of_the_user(
-    dataset: Dataset[Any], options: dict[str, Any], seed: int, topology: Topology
+    dataset: Dataset[Any], options: dict[str, Any], seed: int | None, topology: Topology
 ) -> DataLoader[Any]:
     sampler = options["batch_sampler"]
     alone = topology.world_size == 1 and not isinstance(dataset, IterableDataset)
@@ -115,7 +117,26 @@ def _iterable(
         dataset = sharded(dataset, topology.rank, size)
     else:
         logger.info("an iterable dataset is used as it is: it must give each rank its own data")
+        if topology.rank == 0:
+            _warn_of_whole_stream(dataset, size)
     return EvenLoader(dataset, **options)
+
+
+def _warn_of_whole_stream(dataset: IterableDataset[Any], size: int) -> None:
+    """Warn, once for each class, that every rank may read all of an iterable dataset."""
+    kind = type(dataset)
+    pipes: Any = getattr(torch.utils.data, "IterDataPipe", ())  # whose sharding_filter torch applies on each rank
+    if kind in _warned or isinstance(dataset, pipes):
+        return
+    _warned.add(kind)
+    warnings.warn(
+        f"{kind.__name__} has no method shard(num_shards, index), so each of the {size} ranks and each of its workers "
+        "reads all of it, unless it splits itself: return the part of the index-th of num_shards readers from such a "
+        "method, for example itertools.islice(samples, index, None, num_shards), and auto_dataloader calls it for each "
+        "rank and worker; or split the samples in __iter__, by the index get_rank() * num_workers + worker_id (of "
+        "torch.utils.data.get_worker_info()) of get_world_size() * num_workers readers, and ignore this warning",
+        stacklevel=5,
+    )
 
 
 def _can_be_dealt(sampler: Any, batch_size: Any, topology: Topology) -> bool:
@@ -137,12 +158,12 @@ def _can_be_dealt(sampler: Any, batch_size: Any, topology: Topology) -> bool:
 
 
 def _without_batches(
-    dataset: Dataset[Any], sampler: Any, options: dict[str, Any], topology: Topology
+    dataset: Dataset[Any], sampler: Any, options: dict[str, Any], seed: int | None, topology: Topology
 ) -> DataLoader[Any]:
     """Deal out single samples, in torch's way."""
     size, rank, shuffle = topology.world_size, topology.rank, options.pop("shuffle", None)
     dealt = (
-        DistributedSampler(dataset, size, rank, shuffle=shuffle is None or bool(shuffle))
+        DistributedSampler(dataset, size, rank, shuffle=shuffle is None or bool(shuffle), seed=(seed or 0) % 2**62)
         if sampler is None
         else DistributedProxySampler(sampler if isinstance(sampler, Sampler) else _Given(sampler), size, rank)
     )

@@ -57,7 +57,11 @@ class Deal(ABC):
 
 @dataclass(frozen=True)
 class EvenDeal(Deal):
-    """Steps of one size; what is left at the end makes a smaller one, or enlarges the last if it is too little.
+    """Steps of one size, of which the last may be smaller, but not by more than half.
+
+    Where less than half a step is left for the last one, it shares what the last two have evenly. So the steps follow
+    from the length and the batch size alone, for any number of ranks up to half the batch size, rounded up. With more
+    ranks than that, the last step may have less than one sample for each: then it joins the one before.
 
     Args:
         begin: the first position that is left.
@@ -71,7 +75,7 @@ class EvenDeal(Deal):
 
     >>> deal = EvenDeal(0, 9, 4, ranks=2)
     >>> [deal.bounds(step) for step in range(deal.steps)]
-    [(0, 4), (4, 9)]
+    [(0, 4), (4, 7), (7, 9)]
     """
 
     begin: int
@@ -92,33 +96,46 @@ class EvenDeal(Deal):
     def steps(self) -> int:
         """The number of steps."""
         full, rest = divmod(self.end - self.begin, self.batch_size)
-        return full if self.drop_last or (full and rest < self.ranks) else full + (rest > 0)
+        return full if self.drop_last or self._last > self.batch_size else full + (rest > 0)
+
+    @cached_property
+    def _last(self) -> int:
+        """The samples of the last step."""
+        full, rest = divmod(self.end - self.begin, self.batch_size)
+        if self.drop_last or not rest:
+            return self.batch_size
+        if not full:
+            return rest
+        last = rest if 2 * rest >= self.batch_size else (self.batch_size + rest) // 2
+        return last if last >= self.ranks else self.batch_size + rest
 
     def bounds(self, step: int) -> tuple[int, int]:
         """Give the first position of a step, and that after its last."""
         begin = self.begin + step * self.batch_size
-        is_last = step == self.steps - 1 and not self.drop_last
-        return begin, self.end if is_last else begin + self.batch_size
+        if self.drop_last:
+            return begin, begin + self.batch_size
+        last = self.end - self._last
+        return (last, self.end) if step == self.steps - 1 else (begin, min(begin + self.batch_size, last))
 
     def positions(self, steps: range, rank: int) -> tuple[Tensor, list[int]]:
         """Give the positions of a rank in steps that follow each other, and how many there are in each."""
-        alike = range(steps.start, min(steps.stop, self.steps - 1))  # the last may be of another size
+        alike = range(steps.start, max(steps.start, min(steps.stop, self.steps - 2)))
         first, last = (number * self.batch_size // self.ranks for number in (rank, rank + 1))
         begins = torch.arange(alike.start, alike.stop).mul_(self.batch_size).add_(self.begin)
-        positions = (begins.unsqueeze(1) + torch.arange(first, last)).flatten()
+        positions = [(begins.unsqueeze(1) + torch.arange(first, last)).flatten()]
         sizes = [last - first] * len(alike)
-        if steps.stop == self.steps:
-            begin, end = self.part(self.steps - 1, rank)
-            positions = torch.cat([positions, torch.arange(begin, end)])
+        for step in range(alike.stop, steps.stop):  # the last two may be of other sizes
+            begin, end = self.part(step, rank)
+            positions.append(torch.arange(begin, end))
             sizes.append(end - begin)
-        return positions, sizes
+        return torch.cat(positions), sizes
 
     def samples_of(self, rank: int) -> int:
-        """Count what a rank gets in all steps, of which all but the last are alike."""
-        if self.steps == 0:
-            return 0
-        (begin, end), (first, last) = self.part(0, rank), self.part(self.steps - 1, rank)
-        return (self.steps - 1) * (end - begin) + last - first
+        """Count what a rank gets in all steps, of which all but the last two are alike."""
+        alike = max(0, self.steps - 2)
+        begin, end = self.part(0, rank) if alike else (0, 0)
+        rest = (self.part(step, rank) for step in range(alike, self.steps))
+        return alike * (end - begin) + sum(last - first for first, last in rest)
 
 
 class DealOfBatches(Deal):

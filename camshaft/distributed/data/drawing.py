@@ -11,6 +11,7 @@ from zlib import crc32
 import torch
 
 from camshaft.distributed.data.orders import Order
+from camshaft.distributed.data.randomness import key_of
 from camshaft.seeding import manual_seed, preserved_random_state
 
 
@@ -32,13 +33,16 @@ class Drawn:
         own = (getattr(part, "generator", None) for part in chain_of(sampler))
         generators = [generator for generator in own if isinstance(generator, torch.Generator)]
         states = [generator.get_state() for generator in generators]
-        with preserved_random_state():
-            manual_seed(seed + epoch)
-            for generator in generators:
-                generator.manual_seed((seed + epoch) % 2**63)
-            given = [list(batch) for batch in sampler] if batches else [list(sampler)]
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+        key = key_of(seed, epoch)
+        try:
+            with preserved_random_state():
+                manual_seed(key)
+                for generator in generators:
+                    generator.manual_seed(key)
+                given = [list(batch) for batch in sampler] if batches else [list(sampler)]
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
         self.epoch = epoch
         self.sizes = [len(batch) for batch in given]
         self.samples = [sample for batch in given for sample in batch]

@@ -23,8 +23,13 @@ class ExactSampler(DistributedProxySampler):
     def __init__(self, batches: ExactBatchSampler) -> None:
         self.batches, self.sampler = batches, cast(Any, batches.source)
         self.num_replicas, self.rank = batches.num_replicas, batches.rank
-        self.seed, self.drop_last = batches.seed, batches.drop_last
+        self.drop_last = batches.drop_last
         self.shuffle = not isinstance(batches.source, Sequential)
+
+    @property
+    def seed(self) -> int:  # type: ignore[override]  # that of the batches
+        """What the order follows from."""
+        return self.batches.seed
 
     @property
     def epoch(self) -> int:  # type: ignore[override]  # that of the batches

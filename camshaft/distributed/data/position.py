@@ -8,14 +8,14 @@ from typing import Any
 _NAMES = ("epoch", "consumed", "seed", "order", "steps")
 
 
-def check_position(position: Mapping[str, Any], *, seed: int, order: str) -> None:
+def check_position(position: Mapping[str, Any], *, seed: int | None, order: str) -> None:
     """Refuse a position that is none, or that is one in other data.
 
     Args:
         position: ``epoch``, the number of the pass over the data; ``consumed``, the samples of it that all ranks
             together have used; ``seed`` and ``order``, what the order of the samples follows from; ``steps``, the
             batches of a whole pass on each rank.
-        seed: of the loader that is to go on.
+        seed: of the loader that is to go on; ``None`` if any will do.
         order: that of the loader, described.
 
     Raises:
@@ -26,16 +26,18 @@ def check_position(position: Mapping[str, Any], *, seed: int, order: str) -> Non
     for name in ("epoch", "consumed"):
         if not isinstance(position[name], int) or position[name] < 0:
             raise ValueError(f"{name} of the position must be an integer of at least 0, got {position[name]!r}")
+    if not isinstance(position["seed"], int):
+        raise ValueError(f"seed of the position must be an integer, got {position['seed']!r}")
     if position["order"] != order:
         raise ValueError(
             f"the position was saved with other data: their order was {position['order']!r}, that of the loader is "
             f"{order!r}; go on with the same data and shuffle= (on by default among several ranks only), or begin "
             "a new epoch: leave 'position' out of the state dict"
         )
-    if position["seed"] != seed:
+    if seed is not None and position["seed"] != seed:
         raise ValueError(
             f"the position was saved with seed {position['seed']}, the loader has seed {seed}: other samples would be "
-            f"left; give auto_dataloader seed={position['seed']}"
+            f"left; pass seed={position['seed']} to auto_dataloader, or none, to take over that of the position"
         )
 
 

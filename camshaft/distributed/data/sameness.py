@@ -1,9 +1,12 @@
-"""Whether all ranks read the same data: compared when a pass begins, in the store of the run, and without waiting."""
+"""What all ranks read alike: the seed they share, and a comparison of the rest, in the store of the run."""
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import sys
+import time
 import weakref
 from collections import Counter
 from collections.abc import Mapping
@@ -13,11 +16,20 @@ from itertools import count
 from operator import index
 from typing import Any
 
+import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from camshaft.distributed.backend import Backend
+from camshaft.distributed.collectives import broadcast
 from camshaft.distributed.context import current
+from camshaft.distributed.guard import alone, check_all_present, line_of_caller
+from camshaft.errors import RankDivergenceError
 
+_PAUSE = 0.05  # seconds between questions to the store for a seed that is not there yet
+_SILENCE = 10.0  # seconds after which a rank logs that it waits
+_logger = logging.getLogger(__name__)
+_seeds: weakref.WeakKeyDictionary[Backend, Counter[str]] = weakref.WeakKeyDictionary()
+_SEEDS = "camshaft/seeds"
 _runs = count(1)  # of this process: a store may be older than the run
 _made: weakref.WeakKeyDictionary[Backend, tuple[int, Counter[str]]] = weakref.WeakKeyDictionary()
 
@@ -104,6 +116,84 @@ class Sameness:
         told = f"the ranks do not read the same data, so samples would be given twice or never: {told}"
         store.set("first", json.dumps([None, rank, told]))
         return told
+
+
+class SharedSeed:
+    """The seed of loaders that are given none: rank 0's ``torch.initial_seed()`` at the time the loader is made.
+
+    Rank 0 writes it to the store of the run without waiting for anyone. Every other rank reads it when it is first
+    needed, which is when a pass begins, unless a saved position holds the seed; only then does it wait for rank 0 to
+    make the loader. So making a loader never blocks where there is a store. Where there is none, it costs one
+    broadcast, deferred to the first use inside of ``one_rank_first``.
+
+    Ranks identify a loader by the line of the user's code that makes it, and by how many were made there before. A
+    loader that is made in a part of the program that only some ranks run, as in ``one_rank_only``, takes the seed of
+    its own rank.
+    """
+
+    def __init__(self) -> None:
+        backend, here = current(), alone.get()
+        self._own = torch.initial_seed()
+        self._value: int | None = None
+        if here is not None and here.turn is None:
+            self._value = self._own
+            return
+        line = line_of_caller().rpartition(os.sep)[2]  # folders may differ between nodes
+        made = _seeds.setdefault(backend, Counter())
+        made[line] += 1
+        self._backend, self._line, self._key = weakref.ref(backend), line, f"{line}/{made[line]}"
+        store = _store_of(backend)
+        self._is_broadcast = store is None
+        if store is None:
+            self._value = None if here else self._broadcast()
+        elif backend.topology.rank == 0:
+            self._value = self._own
+            PrefixStore(_SEEDS, store).set(self._key, str(self._value))
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (self.value,)
+
+    @property
+    def value(self) -> int:
+        """The seed; asks the store for it once, or waits until rank 0 has made the loader.
+
+        Raises:
+            RankDivergenceError: rank 0 does not make the loader, or the run has ended.
+        """
+        if self._value is None:
+            self._value = self._broadcast() if self._is_broadcast else self._read()
+        return self._value
+
+    def _broadcast(self) -> int:
+        return int(broadcast(str(self._own), src=0))  # as text: numbers travel with 63 bits, and seeds have 64
+
+    def _read(self) -> int:
+        backend = self._backend()
+        store = None if backend is None else _store_of(backend)
+        if backend is None or store is None:
+            raise RankDivergenceError(
+                f"the run has ended before this rank has read the seed of the loader made at {self._line}, which only "
+                "rank 0 knows: read the loader during the run, or pass seed= to auto_dataloader"
+            )
+        seeds, rank = PrefixStore(_SEEDS, store), backend.topology.rank
+        try:
+            began, patience, has_logged = time.monotonic(), store.timeout.total_seconds(), False  # type: ignore[attr-defined]  # torch's stubs lack it
+            while not seeds.check([self._key]):
+                check_all_present("the seed of a loader", [0], rank)
+                waited = time.monotonic() - began
+                what = f"rank 0 to make the loader that rank {rank} makes at {self._line}, whose seed it chooses"
+                if waited > patience:
+                    raise RankDivergenceError(
+                        f"waited {patience:g} s for {what}: make the loader on the same line on all ranks, or pass "
+                        "seed= to auto_dataloader"
+                    )
+                if waited > _SILENCE and not has_logged:
+                    has_logged = True
+                    _logger.warning("waiting for %s; pass seed= to auto_dataloader if rank 0 makes none", what)
+                time.sleep(_PAUSE)
+            return int(seeds.get(self._key))
+        except torch.distributed.DistNetworkError as error:
+            raise RankDivergenceError("the process that holds the store of this run has ended") from error
 
 
 def _store_of(backend: Backend) -> Store | None:

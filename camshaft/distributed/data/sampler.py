@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, Sampler
 
 from camshaft.distributed.context import current
@@ -18,7 +20,7 @@ from camshaft.distributed.data.orders import Order
 from camshaft.distributed.data.permutation import BLOCK
 from camshaft.distributed.data.position import check_drawn, check_position
 from camshaft.distributed.data.randomness import check_seed
-from camshaft.distributed.data.sameness import Sameness
+from camshaft.distributed.data.sameness import Sameness, SharedSeed
 from camshaft.distributed.sampling import length_of
 
 _FIRST = 1 << 10  # indices that are read at first, so that a pass begins soon
@@ -28,6 +30,7 @@ _FIRST = 1 << 10  # indices that are read at first, so that a pass begins soon
 class _Pass:
     """A pass over the data: which epoch it is, and how what is left of it is dealt."""
 
+    seed: int
     epoch: int
     left_out: int  # batches that a resumed run had before
     deal: Deal
@@ -38,16 +41,17 @@ class ExactBatchSampler(BatchSampler):
     """Deal the samples of each epoch to ranks in batches: each sample once, as many batches on every rank.
 
     Nothing is padded, repeated or dropped, so the sizes of batches may differ by one between ranks. The order is a
-    function of seed and epoch; which samples make up a step does not depend on the number of ranks, as long as the
-    batch size of all together stays the same. An order of ours is read in blocks: memory and start-up do not grow
-    with the length of the data.
+    function of seed and epoch; which samples make up a step does not depend on the number of ranks, up to half the
+    batch size, as long as the batch size of all together stays the same. An order of ours is read in blocks: memory and
+    start-up do not grow with the length of the data.
 
     Args:
         source: an :class:`Order`; or a sampler, or a batch sampler whose batches are those of all ranks together.
             These are drawn for a whole epoch, with random numbers that follow from seed and epoch, on every rank.
         batch_size: samples of a step, of all ranks together; ``None`` for a batch sampler, which has its own.
         drop_last: leave out a last step that is smaller.
-        seed: any integer, the same on all ranks.
+        seed: any integer, the same on all ranks. ``None``: ``torch.initial_seed()`` of rank 0, or the seed of the
+            position that a run resumes from.
         num_replicas: number of ranks; that of the present context if ``None``.
         rank: number of this one; that of the present context if ``None``.
 
@@ -72,7 +76,7 @@ class ExactBatchSampler(BatchSampler):
         batch_size: int | None,
         drop_last: bool = False,
         *,
-        seed: int = 0,
+        seed: int | None = 0,
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
@@ -90,20 +94,23 @@ class ExactBatchSampler(BatchSampler):
                 f"batch_size must be at least the number of ranks, {self.num_replicas}, as that of all ranks together, "
                 f"got {batch_size}"
             )
-        check_seed(seed)
+        if seed is not None:
+            check_seed(seed)
+            seed = operator.index(seed)
         self.source = source
         self.dataset: Any = None
         self.total_batch_size = batch_size
         self.batch_size = 1 if batch_size is None else batch_size // self.num_replicas
         self.drop_last = drop_last
-        self.seed = seed
+        shared = self.num_replicas > 1 and (self.rank, self.num_replicas) == (topology.rank, topology.world_size)
+        self._is_seed_given = seed is not None
+        self._seed: int | SharedSeed = seed if seed is not None else SharedSeed() if shared else torch.initial_seed()
         self._epoch = 0
         self.sampler: Any = source if self.num_replicas == 1 and isinstance(source, Sampler) else ExactSampler(self)
         self._begin = self._left_out = 0
         self._told, self._moved = True, False
         self._pass: _Pass | None = None
         self._drawn: Drawn | None = None
-        shared = self.num_replicas > 1 and (self.rank, self.num_replicas) == (topology.rank, topology.world_size)
         self._sameness = Sameness() if shared else None
         if isinstance(source, Order):
             self._deal(0)
@@ -111,6 +118,11 @@ class ExactBatchSampler(BatchSampler):
             length = length_of(source)
             if batch_size is not None:
                 EvenDeal(0, length, batch_size, self.num_replicas, drop_last)  # checks it before anything is drawn
+
+    @property
+    def seed(self) -> int:
+        """What the order follows from; without one of its own, a rank may wait for rank 0 to make the sampler."""
+        return self._seed.value if isinstance(self._seed, SharedSeed) else self._seed
 
     @property
     def epoch(self) -> int:
@@ -155,7 +167,7 @@ class ExactBatchSampler(BatchSampler):
                 begin, end = end, end + size
                 if number == steps and self._sameness is not None:
                     self._sameness.end()
-                yield Indices(samples[begin:end], self.seed, now.epoch)
+                yield Indices(samples[begin:end], now.seed, now.epoch)
             step, most = step + count, min(4 * most, BLOCK)
 
     def _check_length(self) -> None:
@@ -164,14 +176,14 @@ class ExactBatchSampler(BatchSampler):
             check_length(self.source, self.dataset)
 
     def _next_pass(self) -> _Pass:
-        return _Pass(self.epoch, self._left_out, self._deal(self._begin), self._drawn)
+        return _Pass(self.seed, self.epoch, self._left_out, self._deal(self._begin), self._drawn)
 
     def _compare(self, sameness: Sameness, now: _Pass) -> None:
         """See that the other ranks deal out the same: what each gets is a part of that."""
         if self._moved:
             sameness.move(now.epoch, self._begin)
         source = {
-            "seed": self.seed,
+            "seed": now.seed,
             "order": self._describe(),
             "batch_size": self.total_batch_size,
             "drop_last": self.drop_last,
@@ -187,7 +199,7 @@ class ExactBatchSampler(BatchSampler):
         assert isinstance(self.source, Order), "all else is drawn"
         assert isinstance(now.deal, EvenDeal), "an order has no batches of its own"
         positions, sizes = now.deal.positions(steps, self.rank)
-        return self.source.at(self.seed, now.epoch, positions).tolist(), sizes
+        return self.source.at(now.seed, now.epoch, positions).tolist(), sizes
 
     def _deal(self, begin: int) -> Deal:
         """Deal what is left of the next epoch."""
@@ -227,7 +239,7 @@ class ExactBatchSampler(BatchSampler):
         position = {
             "epoch": now.epoch + over,
             "consumed": consumed,
-            "seed": self.seed,
+            "seed": now.seed,
             "order": self._describe(),
             "steps": len(self),
         }
@@ -237,7 +249,8 @@ class ExactBatchSampler(BatchSampler):
         """Let the next pass begin where another run stood.
 
         Args:
-            position: what :meth:`position` gave, on any number of ranks and with any batch size.
+            position: what :meth:`position` gave, on any number of ranks and with any batch size. A sampler that was
+                given no seed takes over that of the position.
 
         Returns:
             The number of the pass, and how many batches of it are left out.
@@ -247,8 +260,10 @@ class ExactBatchSampler(BatchSampler):
                 has changed.
         """
         self._check_length()
-        check_position(position, seed=self.seed, order=self._describe())
-        before, drawn, begin = self._epoch, self._drawn, position["consumed"]
+        check_position(position, seed=self.seed if self._is_seed_given else None, order=self._describe())
+        before, seed, drawn, begin = self._epoch, self._seed, self._drawn, position["consumed"]
+        if not self._is_seed_given:
+            self._seed, self._drawn = position["seed"], None
         self._go_to(position["epoch"])
         try:
             left = self._deal(begin).steps
@@ -256,7 +271,7 @@ class ExactBatchSampler(BatchSampler):
                 check_drawn(position, self._fingerprints(), type(self.source).__name__)
         except Exception:
             self._go_to(before)
-            self._drawn = drawn
+            self._seed, self._drawn = seed, drawn
             raise
         if left == 0:  # too little for a step of this size, and drop_last
             self._go_to(self._epoch + 1)

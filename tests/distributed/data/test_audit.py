@@ -55,14 +55,14 @@ def prepare_to_be_killed_with_workers() -> None:
 
 # --- what was given ----------------------------------------------------------------------------------------------
 
-LENGTH = 83  # ten steps of 8, and 3 samples: a step on 2 and 3 ranks, but too few for one on 4
+LENGTH = 83  # sixteen steps of 5, and 3 samples: a step on 2 and 3 ranks, but too few for one on 4
 
 
 def note_what_is_given(folder: Path, job: int, workers: int, kill_at: int | None) -> None:
     """Write down the samples of each step; every third iteration, save where the run stands."""
     prepare_to_be_killed_with_workers()
     loader = idist.auto_dataloader(
-        list(range(LENGTH)), batch_size=8, shuffle=True, seed=3, num_workers=workers * idist.get_world_size(),
+        list(range(LENGTH)), batch_size=5, shuffle=True, seed=3, num_workers=workers * idist.get_world_size(),
         persistent_workers=workers > 0,
     )  # fmt: skip
     with open(folder / f"{job}-{idist.get_rank()}.jsonl", "w", buffering=1) as notes:
@@ -100,7 +100,7 @@ def test_killed_on_2_and_4_ranks_the_last_3_have_given_each_sample_once(tmp_path
 
     states = [json.loads((tmp_path / f"{job}.state").read_text()) for job in (0, 1)]
     assert [state["iteration"] for state in states] == [6, 12]
-    assert [state["epoch_length"] for state in states] == [11, 10]
+    assert [state["epoch_length"] for state in states] == [17, 16]
     ends = [state["iteration"] for state in states] + [float("inf")]
     given = sum((given_by(tmp_path, job, until) for job, until in enumerate(ends)), Counter())
     assert given == Counter((epoch, index) for epoch in range(1, EPOCHS + 1) for index in range(LENGTH))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+from datetime import timedelta
 from functools import partial
 from unittest import mock
 
@@ -12,9 +14,11 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 import camshaft.distributed as idist
-from camshaft.distributed.data import ExactBatchSampler, Sequential, Shuffled
+from camshaft.distributed.data import ExactBatchSampler, Sequential, Shuffled, sameness
 from camshaft.engine import Engine, Events
+from camshaft.errors import RankDivergenceError
 from tests.ranks import on_ranks
+from tests.threads import run_on_threads
 
 
 class Own(Sampler):
@@ -148,7 +152,7 @@ def test_engines_raise_when_one_rank_goes_on_and_the_other_begins():
 
 @on_ranks(2)
 def test_a_pass_costs_two_questions_at_most_and_leaves_one_key():
-    loader = idist.auto_dataloader(range(12), batch_size=2)
+    loader = idist.auto_dataloader(range(12), batch_size=2, seed=0)
     store = dist.distributed_c10d._get_default_store()
     idist.barrier()
     before = store.num_keys()
@@ -175,6 +179,10 @@ class Counted:
     def compare_set(self, *arguments):
         Counted.asked += 1
         return self.store.compare_set(*arguments)
+
+    def __getattr__(self, name):
+        Counted.asked += 1
+        return getattr(self.store, name)
 
 
 # --- what one rank may do alone ----------------------------------------------------------------------------------
@@ -275,7 +283,7 @@ def test_samplers_of_the_user_that_draw_alike_go_on_as_before():
 
 @on_ranks(2)
 def test_after_the_run_nobody_is_asked():
-    loader = idist.auto_dataloader(range(12 + idist.get_rank()), batch_size=4)
+    loader = idist.auto_dataloader(range(12 - idist.get_rank()), batch_size=4, seed=0)
     dist.destroy_process_group()
     assert len(list(loader)) == 3
 
@@ -286,3 +294,139 @@ def test_plain_loaders_raise_too():
     batches = ExactBatchSampler(Shuffled(12), 4, seed=rank)
     found = one_after_the_other(lambda: len(list(DataLoader(range(12), batch_sampler=batches))))
     assert found == 3 if rank == 0 else "seed is 0 on rank 0, but 1 on rank 1" in found
+
+
+# --- the seed of rank 0 ------------------------------------------------------------------------------------------
+
+
+def make(**options):
+    return idist.auto_dataloader(range(12), batch_size=4, **options)
+
+
+def given(loader):
+    return [index for batch in loader for index in batch.tolist()]
+
+
+@on_ranks(2)
+def test_loaders_without_a_seed_share_that_of_torch_on_rank_0():
+    rank, orders = idist.get_rank(), set()
+    for seed in (5, 6, 2**64 - 1, 5):
+        torch.manual_seed(seed - rank)
+        for options in ({}, {"sampler": RandomSampler(range(12))}, {"shuffle": False}):
+            loader = make(**options)
+            torch.manual_seed(100 + rank)  # it counts what torch was seeded with when the loader was made
+            parts = idist.all_gather(given(loader))
+            assert sorted(parts[0] + parts[1]) == list(range(12))
+            assert loader.batch_sampler.seed == loader.sampler.seed == seed
+            assert copy.deepcopy(loader).batch_sampler.seed == seed
+            torch.manual_seed(seed - rank)
+            orders.add((*options, str(parts)))
+    assert len(orders) == 3 + 3 + 1, "shuffled by three seeds, drawn by three, and as they are"
+
+
+@on_ranks(2)
+def test_a_rank_asks_for_the_seed_once_and_making_a_loader_waits_for_nobody():
+    rank = idist.get_rank()
+    with mock.patch("camshaft.distributed.data.sameness.PrefixStore", Counted):
+        if rank == 1:
+            loader = make()
+            assert Counted.asked == 0
+            idist.barrier()  # rank 0 makes it now
+            idist.barrier()
+            assert loader.batch_sampler.seed == loader.batch_sampler.seed == torch.initial_seed()
+            assert Counted.asked == 2, "whether it is there, and what it is"
+        else:
+            idist.barrier()
+            loader = make()
+            assert Counted.asked == 1
+            assert loader.batch_sampler.seed == torch.initial_seed()
+            assert Counted.asked == 1
+            idist.barrier()
+    idist.barrier()
+
+
+@on_ranks(2)
+def test_a_loader_that_is_made_on_one_rank_alone_waits_for_nobody():
+    rank = idist.get_rank()
+    torch.manual_seed(rank)
+
+    @idist.one_rank_only(rank=1)
+    def evaluate():
+        return make().batch_sampler.seed
+
+    assert evaluate() == (None, 1)[rank]
+    idist.barrier()
+    with idist.one_rank_first():
+        loader = make()
+    assert loader.batch_sampler.seed == 0
+    idist.barrier()
+
+
+class Log(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.messages = []
+
+    def emit(self, record):
+        self.messages.append(record.getMessage())
+
+
+@on_ranks(2)
+def test_a_rank_whose_loader_rank_0_does_not_make_logs_and_raises():
+    if idist.get_rank() == 1:
+        loader, store, log = make(), dist.distributed_c10d._get_default_store(), Log()
+        logging.getLogger(sameness.__name__).addHandler(log)
+        sameness._SILENCE = 0.0
+        store.set_timeout(timedelta(seconds=0.3))
+        with pytest.raises(
+            RankDivergenceError, match=r"waited 0.3 s for rank 0 to make the loader that rank 1 makes at"
+        ):
+            next(iter(loader))
+        assert len(log.messages) == 1
+        assert "pass seed= to auto_dataloader" in log.messages[0]
+        store.set_timeout(timedelta(seconds=30))
+    idist.barrier()
+
+
+@on_ranks(2)
+def test_after_the_run_a_seed_that_was_never_asked_for_is_missed():
+    loader = make()
+    seed = loader.batch_sampler.seed if idist.get_rank() == 0 else None
+    dist.destroy_process_group()
+    if seed is None:
+        with pytest.raises(
+            RankDivergenceError, match="only rank 0 knows: read the loader during the run, or pass seed="
+        ):
+            next(iter(loader))
+
+
+def seeds_without_a_store():
+    with idist.one_rank_first():
+        first = make()
+    return make().batch_sampler.seed, first.batch_sampler.seed
+
+
+def test_where_there_is_no_store_the_seed_is_broadcast(monkeypatch):
+    monkeypatch.setattr(torch, "initial_seed", lambda: 5 + idist.get_rank())
+    assert run_on_threads(2, seeds_without_a_store) == [(5, 5)] * 2
+
+
+@on_ranks(2)
+def test_a_saved_position_holds_the_seed():
+    rank = idist.get_rank()
+    torch.manual_seed(3)
+    whole, part, rest = [], [], []
+    Engine(lambda engine, batch: whole.extend(batch.tolist())).run(make(), max_epochs=2)
+    engine = Engine(lambda engine, batch: part.extend(batch.tolist()))
+    engine.add_event_handler(Events.ITERATION_COMPLETED(once=2), engine.terminate)
+    engine.run(make(), max_epochs=2)
+    state = engine.state_dict()
+    torch.manual_seed(4)
+    resumed = Engine(lambda engine, batch: rest.extend(batch.tolist()))
+    resumed.load_state_dict(state)
+    if rank == 1:
+        loader = make()
+        loader.batch_sampler.seek(state["position"])  # without the seed of rank 0, which is not there yet
+    idist.barrier()
+    resumed.run(loader if rank == 1 else make(), max_epochs=2)
+    assert part + rest == whole

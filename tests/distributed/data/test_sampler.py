@@ -68,25 +68,36 @@ def test_the_tail_of_the_whole_is_dropped_on_request(run):
     assert all(sum(map(len, step)) == batch_size for step in steps)
 
 
-@given(st.integers(4, 80), st.integers(4, 20), st.integers(0, 5), st.integers(0, 2**70))
+@given(st.integers(7, 80), st.integers(7, 20), st.integers(0, 5), st.integers(0, 2**70))
 def test_what_makes_up_a_step_does_not_depend_on_the_number_of_ranks(length, batch_size, epoch, seed):
     wanted = None
-    for ranks in (1, 2, 3, 4):
+    for ranks in (1, 2, 3, 4, (batch_size + 1) // 2):
+        if ranks > length:
+            continue
         made = samplers(Shuffled(length), batch_size, ranks, seed=seed)
         for one in made:
             one.set_epoch(epoch)
         steps = [list(itertools.chain(*step)) for step in passes(made)]
-        if ranks == 1:
-            wanted = steps
-        rest = length % batch_size
-        if 0 < rest < ranks and length > batch_size:  # too few for a step of their own: they join the one before
-            assert steps == [*wanted[:-2], wanted[-2] + wanted[-1]]
-        else:
-            assert steps == wanted
+        wanted = wanted or steps
+        assert steps == wanted
 
 
-def test_with_batches_of_one_the_last_step_holds_two_samples_on_some_ranks():
-    assert passes(samplers(Sequential(5), 2, 2)) == [([0], [1]), ([2], [3, 4])]
+@pytest.mark.parametrize(
+    ("length", "sizes"), [(16, [8, 8]), (17, [8, 5, 4]), (19, [8, 6, 5]), (20, [8, 8, 4]), (9, [5, 4]), (3, [3])]
+)
+def test_a_tiny_last_step_is_evened_out_with_the_one_before(length, sizes):
+    for ranks in (1, 2, 3):
+        assert [sum(map(len, step)) for step in passes(samplers(Sequential(length), 8, ranks))] == sizes
+
+
+@given(settings_of_a_run())
+def test_a_last_step_of_fewer_samples_than_ranks_joins_the_one_before(run):
+    length, batch_size, ranks = run
+    alone = [len(batch) for batch in samplers(Sequential(length), batch_size, 1)[0]]
+    if alone[-1] < ranks:
+        assert ranks > (batch_size + 1) // 2
+        alone[-2:] = [sum(alone[-2:])]
+    assert [sum(map(len, step)) for step in passes(samplers(Sequential(length), batch_size, ranks))] == alone
 
 
 @given(settings_of_a_run())
@@ -195,6 +206,31 @@ def test_a_position_may_be_told_while_the_pass_goes_on_and_the_next_is_announced
     assert one.position(0)["consumed"] == 0
 
 
+def test_without_a_seed_the_order_follows_from_that_of_torch_and_a_resumed_one_from_the_position():
+    drawn = []
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        (one,) = samplers(Shuffled(30), 4, 1, seed=None)
+        assert one.seed == seed
+        drawn.append(list(one))
+    assert drawn[0] == drawn[2] != drawn[1]
+    position = one.position(3)
+    torch.manual_seed(7)
+    for source in (Shuffled(30), RandomSampler(range(30))):
+        (other,) = samplers(source, 4, 1, seed=None)
+        len(other)  # draws for the seed of now
+        with pytest.raises(ValueError, match="seed of the position must be an integer, got None"):
+            other.seek({**position, "order": other._describe(), "seed": None})
+        with pytest.raises(ValueError, match="saved with other data"):
+            other.seek({**position, "order": "another"})
+        assert other.seed == 7
+        assert other.seek({**position, "order": other._describe()}) == (0, 3)
+        assert other.seed == 1
+        (same,) = samplers(source, 4, 1, seed=1)
+        assert list(other) == list(same)[3:]
+        assert list(other) == list(same)
+
+
 def test_where_too_little_is_left_for_a_larger_batch_the_next_epoch_begins():
     (one,) = samplers(Shuffled(10), 4, 1, drop_last=True)
     assert one.seek({**one.position(0), "consumed": 8}) == (1, 0)
@@ -204,7 +240,7 @@ def test_where_too_little_is_left_for_a_larger_batch_the_next_epoch_begins():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seed": 1}, "saved with seed 1, the loader has seed 0.*give auto_dataloader seed=1"),
+        ({"seed": 1}, "saved with seed 1, the loader has seed 0.*pass seed=1 to auto_dataloader"),
         ({"order": "shuffled, 11 samples, version 1"}, "saved with other data.*11 samples.*10 samples"),
         ({"consumed": -1}, "consumed of the position must be an integer of at least 0, got -1"),
         ({"epoch": "1"}, "epoch of the position must be"),
@@ -247,6 +283,34 @@ def test_a_sampler_is_drawn_alike_on_all_ranks_and_dealt_once(make):
     again = passes(made)
     assert sorted(samples(again)) == list(range(17))
     assert (again == steps) == isinstance(made[0].source, SequentialSampler)
+
+
+def test_each_seed_and_epoch_has_an_order_of_its_own():
+    drawn = {}
+    for seed, epoch in itertools.product(range(-2, 3), range(5)):
+        for make in (lambda: RandomSampler(range(99)), lambda: RandomSampler(range(99), generator=torch.Generator())):
+            (one,) = samplers(make(), 99, 1, seed=seed)
+            one.set_epoch(epoch)
+            drawn.setdefault(tuple(*one), []).append((seed, epoch))
+    assert all(len(set(same)) == 1 for same in drawn.values())
+
+
+class Failing(RandomSampler):
+    """Draws from its own generator and from those of the process, and fails."""
+
+    def __iter__(self):
+        next(super().__iter__())
+        torch.rand(1)
+        raise OSError("no index")
+
+
+def test_a_sampler_that_raises_leaves_all_generators_as_they_were():
+    generator = torch.Generator().manual_seed(3)
+    (one,) = samplers(Failing(range(9), generator=generator), 3, 1)
+    before = generator.get_state(), torch.get_rng_state()
+    with pytest.raises(OSError, match="no index"):
+        list(one)
+    assert all(map(torch.equal, before, (generator.get_state(), torch.get_rng_state())))
 
 
 def test_a_weighted_sampler_gives_over_ranks_what_it_gives_alone():
