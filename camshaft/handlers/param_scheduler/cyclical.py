@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from camshaft.engine.engine import Engine
@@ -72,6 +73,9 @@ class CyclicalScheduler(ParamScheduler):
         self.end_value_mult = real("end_value_mult", end_value_mult)
         self.warmup_duration = whole("warmup_duration", warmup_duration, least=0)
         self.cycle = 0
+
+    def _from_ignite(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"warmup_duration": self.warmup_duration, **state_dict}  # which versions before 0.4.13 lack
 
     def _apply(self, engine: Engine[Any, Any] | None) -> None:
         if self.event_index >= self.cycle_size:
@@ -149,6 +153,9 @@ class LinearCyclicalScheduler(CyclicalScheduler):
         if self.warmup_duration and not monotonic:
             raise ValueError(f"warmup_duration must be 0 unless monotonic=True, got {warmup_duration}")
         self.monotonic = monotonic
+
+    def _from_ignite(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"monotonic": self.monotonic, **super()._from_ignite(state_dict)}
 
     def get_param(self) -> float:
         """Compute the value for ``event_index``."""
