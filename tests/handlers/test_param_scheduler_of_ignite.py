@@ -7,7 +7,6 @@ import functools
 import warnings
 
 import pytest
-from torch.optim import lr_scheduler as native
 
 import camshaft.handlers
 from camshaft.engine import Engine, Events

@@ -14,7 +14,6 @@ from camshaft.engine.event import EventLike, Events
 from camshaft.engine.handle import RemovableEventHandle
 from camshaft.handlers.optional import load_optional
 
-
 _EPOCH_STARTED = Events.EPOCH_STARTED  # looked up once: a member of an enumeration is found slowly
 
 
