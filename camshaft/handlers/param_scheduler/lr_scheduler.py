@@ -60,8 +60,7 @@ class LRScheduler(ParamScheduler):
         self.lr_scheduler = lr_scheduler
         self._steps_from = 0 if use_legacy else 1
         self._has_stepped = False
-        if type(lr_scheduler).step is not native.LRScheduler.step or "step" in vars(lr_scheduler):
-            self._step = self._step_as_it_defines  # type: ignore[method-assign]
+        self._has_own_step = type(lr_scheduler).step is not native.LRScheduler.step or "step" in vars(lr_scheduler)
         if use_legacy:
             warnings.warn(
                 "a scheduler with use_legacy=True must be attached to Events.ITERATION_COMPLETED: it steps in its "
@@ -71,35 +70,35 @@ class LRScheduler(ParamScheduler):
 
     def _apply(self, engine: Engine[Any, Any] | None) -> None:
         # Many schedulers compute the next rates from those in the groups, where a warm-up may have written others.
-        rates = self.lr_scheduler.get_last_lr()
+        scheduler, groups = self.lr_scheduler, self.optimizer.param_groups
+        rates = scheduler.get_last_lr()
         if rates is not None:
-            for group, rate in zip(self.optimizer.param_groups, rates):  # noqa: B905  # the step checks the lengths
+            for group, rate in zip(groups, rates):  # noqa: B905  # the step checks the lengths
                 if group["lr"] is not rate:
                     write(group, "lr", rate)
-        if self.event_index >= self._steps_from:
-            self._step()
-
-    def _step(self) -> None:
-        """Do what ``step()`` of torch does, but for its warnings and its other ways to be called."""
-        scheduler = self.lr_scheduler
+        if self.event_index < self._steps_from:
+            return
+        if self._has_own_step:
+            self._step_as_it_defines()
+            return
+        # what step() of torch does, without its warnings and its other ways to be called
         scheduler._step_count += 1
         scheduler._get_lr_called_within_step = True
         try:
             scheduler.last_epoch += 1
-            rates = scheduler.get_lr()
+            rates = scheduler._last_lr = scheduler.get_lr()
         finally:
             scheduler._get_lr_called_within_step = False
-        groups = self.optimizer.param_groups
         if len(rates) != len(groups):
             raise ValueError(f"lr_scheduler must be made for {len(groups)} parameter groups, got {len(rates)} rates")
-        last = scheduler._last_lr = list(rates)
-        for index, group in enumerate(groups):
-            if type(last[index]) is float and type(group["lr"]) is float:
-                group["lr"] = last[index]
+        for group, rate in zip(groups, rates):  # noqa: B905  # checked
+            if type(rate) is float and type(group["lr"]) is float:
+                group["lr"] = rate
             else:
-                write(group, "lr", last[index])
-                if isinstance(group["lr"], Tensor):
-                    last[index] = group["lr"].clone()  # a copy, as others may change the rate in place
+                self._write(list(rates))
+                last = [group["lr"] for group in groups]  # of tensors copies, as others may change the rates in place
+                scheduler._last_lr = [one.clone() if isinstance(one, Tensor) else one for one in last]
+                break
 
     def _step_as_it_defines(self) -> None:
         with nullcontext() if self._has_stepped else unwarned():
