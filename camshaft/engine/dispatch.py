@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from typing import Any
 
+import torch.distributed as dist
+
 from camshaft.engine.event import (
     CallableEventWithFilter,
     EventEnum,
@@ -103,6 +105,8 @@ class Dispatcher:
         """Register a handler on an event, or on each of a list; all are checked before the first is registered."""
         if not isinstance(order, int):
             raise TypeError(f"order must be an int, got {order!r}")
+        if translated(event) is not event:  # one of PyTorch-Ignite
+            _check_metric(getattr(handler, "__self__", None))
         made = [(plan, self._registration(plan, one, handler, args, kwargs, order)) for one, plan in self._each(event)]
         for plan, registration in made:
             plan.add(registration)
@@ -172,6 +176,24 @@ class Dispatcher:
         extra, keywords = _EXTRA.get(plan.event, ((), {}))
         call = call_of(handler, plan.event, extra, keywords, args, kwargs)
         return Registration(plan, handler, call, event_filter, args, kwargs, order)
+
+
+def _check_metric(owner: Any) -> None:
+    """Refuse metrics of PyTorch-Ignite that collect samples, as ``ROC_AUC``, in a job of several ranks.
+
+    They gather the samples as if every rank had the same number. Where the numbers differ, gloo ends the process, and
+    MPI leaves samples out.
+    """
+    inner = getattr(owner, "metrics", None)  # of a group
+    for one in (owner, *(inner.values() if isinstance(inner, dict) else ())):
+        collects = any(isinstance(getattr(one, name, None), list) for name in ("_predictions", "_y_pred"))
+        if collects and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            name = type(one).__name__
+            raise RuntimeError(
+                f"{name} of PyTorch-Ignite must not be attached in a job of {dist.get_world_size()} ranks: it gathers "
+                "samples as if every rank had the same number, and fails or leaves some out where they differ; use "
+                "camshaft.handlers.attach_metrics with a metric of torchmetrics, such as BinaryAUROC instead of ROC_AUC"
+            )
 
 
 def _unknown(event: Any, known: list[str]) -> str:

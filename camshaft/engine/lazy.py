@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numbers
 import operator
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -57,6 +58,59 @@ class LazyNumber:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _same, (self.read(),)
+
+
+class Results(dict[str, Any]):
+    """Results by name. A :class:`LazyNumber` among them becomes the number when it is read.
+
+    So code that takes nothing but numbers, such as ``json.dumps`` and ``torch.tensor``, gets them, and who only writes
+    does not wait for the device.
+
+    >>> import torch
+    >>> results = Results(loss=LazyNumber(torch.tensor(0.25)))
+    >>> type(results["loss"]), dict(results), results.copy()
+    (<class 'float'>, {'loss': 0.25}, {'loss': 0.25})
+    """
+
+    def _read(self) -> None:
+        for name, value in super().items():
+            if isinstance(value, LazyNumber):
+                self[name] = value.read()
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        if isinstance(value, LazyNumber):
+            self[name] = value = value.read()
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()  # a dict of its own kind would be copied with what is still on its way
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the value of a name."""
+        return self[name] if name in self else default  # noqa: SIM401  # which calls this method
+
+    def items(self) -> Any:
+        """Return the names and values."""
+        self._read()
+        return super().items()
+
+    def values(self) -> Any:
+        """Return the values."""
+        self._read()
+        return super().values()
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """Remove a name, and return its value."""
+        self._read()
+        return super().pop(name, *default)
+
+    def copy(self) -> Results:
+        """Return a copy."""
+        return Results(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (list(self.items()),)  # which can be loaded with weights_only=True
 
 
 def _same(value: Any) -> Any:

@@ -7,7 +7,7 @@ from numbers import Number
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from camshaft.engine.event import CallableEventWithFilter, Events
-from camshaft.engine.lazy import LazyNumber
+from camshaft.engine.lazy import LazyNumber, Results
 
 Batch = TypeVar("Batch")
 Output = TypeVar("Output")
@@ -75,7 +75,7 @@ class State(Generic[Batch, Output]):
             "max_iters": None,
             "output": None,
             "batch": None,
-            "metrics": {},
+            "metrics": Results(),
             "dataloader": None,
             "seed": None,
             "times": {Events.EPOCH_COMPLETED.name: None, Events.COMPLETED.name: None},
@@ -131,7 +131,9 @@ class State(Generic[Batch, Output]):
 
 
 def _shown(value: Any) -> str:
-    return str(value) if isinstance(value, (Number, str)) else str(type(value))
+    if isinstance(value, (Number, str)):
+        return str(value)
+    return str(dict if isinstance(value, Results) else type(value))
 
 
 def _names(state: State[Any, Any]) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
+from collections.abc import Mapping
 from copy import deepcopy
 from numbers import Real
 from typing import Any
@@ -11,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from camshaft.base import Serializable
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import EventLike, Events
 from camshaft.engine.filters import is_integer
+from camshaft.handlers.checkpoint.objects import unwrap
 from camshaft.handlers.checks import check_engine, check_is_no_counter
 from camshaft.handlers.state_param_scheduler import StateParamScheduler
 
@@ -59,10 +63,10 @@ class EMAWarmUp(StateParamScheduler):
         return self.momentum if part >= 1 else self.momentum_warmup + (self.momentum - self.momentum_warmup) * part
 
 
-class EMAHandler:
+class EMAHandler(Serializable):
     """Keeps an average of a model that follows it slowly: ``ema = (1 - momentum) * ema + momentum * model``.
 
-    It has no state of its own. Save ``ema_model``, and with a warm-up ``momentum_scheduler``.
+    Its state is that of ``ema_model``, and with a warm-up that of ``momentum_scheduler``. Each can also be saved alone.
 
     Args:
         model: the model that is trained, on its device already. From ``DistributedDataParallel`` it is taken out.
@@ -91,6 +95,8 @@ class EMAHandler:
     >>> ema.ema_model.weight.item(), state.ema_momentum
     (3.0, 0.5)
     """
+
+    _state_dict_all_req_keys = ("ema_model", "momentum_scheduler")
 
     def __init__(
         self,
@@ -154,6 +160,38 @@ class EMAHandler:
             engine.add_event_handler(event, scheduler)
         engine.add_event_handler(Events.STARTED, self._pair_up)
         engine.add_event_handler(event, self._update, name)
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """Return the state of ``ema_model``, and that of ``momentum_scheduler`` or None."""
+        scheduler: EMAWarmUp | None = getattr(self, "momentum_scheduler", None)
+        return OrderedDict(
+            ema_model=unwrap(self.ema_model).state_dict(),
+            momentum_scheduler=None if scheduler is None else scheduler.state_dict(),
+        )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a state.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned.
+
+        Raises:
+            TypeError: it is not a mapping.
+            ValueError: a key is missing, or only one of the two handlers has a warm-up.
+            RuntimeError: it is of another model.
+        """
+        super().load_state_dict(state_dict)
+        scheduler: EMAWarmUp | None = getattr(self, "momentum_scheduler", None)
+        warmup = state_dict["momentum_scheduler"]
+        if (scheduler is None) != (warmup is None):
+            raise ValueError(
+                "state_dict must be that of an EMAHandler with the same warm-up, got "
+                f"that of one {'without' if warmup is None else 'with'} a warm-up: pass the same momentum_warmup and "
+                "warmup_iters, or load state_dict['ema_model'] into ema_model"
+            )
+        unwrap(self.ema_model).load_state_dict(state_dict["ema_model"])
+        if scheduler is not None:
+            scheduler.load_state_dict(warmup)
 
     def _update(self, engine: Engine[Any, Any], name: str) -> None:
         self.update(getattr(engine.state, name))

@@ -13,7 +13,7 @@ from torch import Tensor
 from camshaft.base import Serializable
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import Events
-from camshaft.engine.lazy import LazyNumber
+from camshaft.engine.lazy import LazyNumber, Results
 from camshaft.handlers.checks import check_callable, check_engine
 
 __all__ = ["RunningAverage"]
@@ -26,8 +26,8 @@ def _same(output: Any) -> Any:
 class RunningAverage(Serializable):
     """Averages an output exponentially: ``average = alpha * average + (1 - alpha) * value``, from the first value on.
 
-    A value on a GPU is averaged there, and nothing waits: what is in ``engine.state.metrics`` is a number that is
-    fetched when a progress bar or a log line reads it. It is the average of this rank.
+    A value on a GPU is averaged there, and nothing waits: the number is fetched when a progress bar, a log line or your
+    own code reads ``engine.state.metrics``. It is the average of this rank.
 
     Args:
         output_transform: called with the output of an iteration, gives a number or a tensor with one element. The loss
@@ -77,6 +77,8 @@ class RunningAverage(Serializable):
     def _begin(self, engine: Engine[Any, Any]) -> None:
         if engine.state.iteration == 0:
             self._average = None
+        if not isinstance(engine.state.metrics, Results):  # as a user, or a loaded state, has set it
+            engine.state.metrics = Results(engine.state.metrics)
 
     def _update(self, engine: Engine[Any, Any], name: str) -> None:
         # not `state.output`, which waits for the device

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import Events
 from camshaft.engine.lazy import LazyNumber
 from camshaft.handlers.checks import check_callable, check_engine, check_is_no_counter, check_text
+from camshaft.handlers.values import fetch
 
 __all__ = ["EpochOutputStore"]
 
@@ -21,7 +24,7 @@ class EpochOutputStore:
     """Keeps the outputs of an epoch in a list, a new one for each epoch.
 
     Tensors are kept as they are: cut them from their graph, and move them off the GPU, in ``output_transform`` if
-    memory matters. Numbers that are still on their way from a GPU are waited for at the end of the epoch.
+    memory matters. Numbers that are still on their way from a GPU are fetched together at the end of the epoch.
 
     Args:
         output_transform: called with the output of an iteration, gives what is kept.
@@ -53,8 +56,15 @@ class EpochOutputStore:
         self.data.append(self.output_transform(engine.state._output))
 
     def store(self, engine: Engine[Any, Any]) -> list[Any]:
-        """Give the list; its numbers have arrived then."""
-        self.data[:] = [one.read() if isinstance(one, LazyNumber) else one for one in self.data]
+        """Return the list, with the numbers that were still on their way."""
+        on_their_way = {
+            index: one.peek().reshape(()) if isinstance(one.peek(), Tensor) else one.peek()
+            for index, one in enumerate(self.data)
+            if isinstance(one, LazyNumber)
+        }
+        fetch(on_their_way)
+        for index, number in on_their_way.items():
+            self.data[index] = number
         return self.data
 
     def attach(self, engine: Engine[Any, Any], name: str | None = None) -> None:

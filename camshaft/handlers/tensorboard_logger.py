@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from camshaft.engine.engine import Engine
@@ -17,11 +19,10 @@ from camshaft.handlers.base_logger import (
     BaseWeightsScalarHandler,
     Forwarding,
     Silence,
-    joined,
 )
 from camshaft.handlers.checkpoint.events import CheckpointEvents
 from camshaft.handlers.log_handlers import WeightsHistHandler as BaseWeightsHistHandler
-from camshaft.handlers.log_steps import Reached
+from camshaft.handlers.log_steps import Reached, engine_followed
 from camshaft.handlers.optional import load_optional
 from camshaft.handlers.utils import global_step_from_engine
 from camshaft.handlers.values import Path
@@ -44,8 +45,8 @@ class TensorboardLogger(Forwarding, BaseLogger):
     A run that goes on in the directory of an earlier one hides what lies beyond the place where it goes on.
 
     Args:
-        args: for the ``SummaryWriter`` of tensorboardX if that is installed, else of torch.
-        kwargs: the same, such as ``log_dir``.
+        args: for the ``SummaryWriter`` of torch, which needs tensorboard, else for that of tensorboardX.
+        kwargs: the same, such as ``log_dir``, which may also be called ``logdir``, as in tensorboardX.
 
     Attributes:
         writer: the ``SummaryWriter``; unknown attributes of the logger are looked up there.
@@ -68,6 +69,8 @@ class TensorboardLogger(Forwarding, BaseLogger):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         writer_class = _writer_class()
+        if "logdir" in kwargs:
+            kwargs["log_dir"] = kwargs.pop("logdir")
         self.writer: Any = writer_class(*args, **kwargs) if self.writes_here else Silence()
 
     def attach(
@@ -80,13 +83,15 @@ class TensorboardLogger(Forwarding, BaseLogger):
     ) -> RemovableEventHandle:
         """Call ``log_handler(engine, logger, event_name, ...)``; see :meth:`BaseLogger.attach`.
 
-        What was logged before a checkpoint is on the disk when the run goes on from there.
+        What was logged before a checkpoint of the engine, or of the one whose steps the handler writes, is on the disk
+        when that checkpoint is. This holds until the end of the engine, also after the handler was removed.
         """
         handle = super().attach(engine, log_handler, event_name, *args, **kwargs)
-        if not self.writes_here:
-            return handle
-        flushing = engine.add_event_handler(CheckpointEvents.SAVED_CHECKPOINT, self.writer.flush)
-        return joined([handle, flushing], event_name, log_handler, engine)
+        saved = CheckpointEvents.SAVED_CHECKPOINT
+        for one in (engine, engine_followed(log_handler)) if self.writes_here else ():
+            if one is not None and not one.has_event_handler(self.writer.flush, saved):
+                one.add_event_handler(saved, self.writer.flush)
+        return handle
 
     def write_values(self, values: Mapping[Path, Any], step: int) -> None:
         """Write a scalar for each value."""
@@ -150,7 +155,14 @@ class GradsHistHandler(WeightsHistHandler):
 
 def _writer_class() -> Any:
     try:
-        return import_module("tensorboardX").SummaryWriter
-    except ModuleNotFoundError:
         load_optional("tensorboard", extra="tensorboard", needed_by="TensorboardLogger")
-        return import_module("torch.utils.tensorboard").SummaryWriter
+    except ModuleNotFoundError:
+        if find_spec("tensorboardX") is None:
+            raise
+        warnings.warn(
+            "TensorboardLogger uses tensorboardX, whose flush() does not write all points: those from before a "
+            "checkpoint may be lost when the process is killed; pip install 'camshaft[tensorboard]'",
+            stacklevel=3,
+        )
+        return import_module("tensorboardX").SummaryWriter
+    return import_module("torch.utils.tensorboard").SummaryWriter

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from camshaft.engine import Engine, Events
-from camshaft.handlers import EMAHandler, ExpStateScheduler, LambdaStateScheduler
+from camshaft.handlers import Checkpoint, DiskSaver, EMAHandler, ExpStateScheduler, LambdaStateScheduler
 from camshaft.handlers.ema_handler import EMAWarmUp
 from tests.ranks import on_ranks
 
@@ -212,6 +212,52 @@ def test_the_warm_up_goes_on_after_a_resume():
     trainer = trainer_of(second.model)
     second.attach(trainer)
     assert momenta(trainer, iterations=2) == [0.5, 0.75]
+
+
+@pytest.mark.parametrize("warmup", [{}, {"momentum_warmup": 0.25, "warmup_iters": 4}], ids=["plain", "warm-up"])
+def test_it_is_saved_and_resumed_like_other_objects(tmp_path, warmup):
+    def make():
+        model = Buffered()
+        set_to(model, 0.0)
+        ema = EMAHandler(model, 0.75, **warmup)
+        trainer = trainer_of(model)
+        ema.attach(trainer)
+        return trainer, model, ema
+
+    whole = make()
+    whole[0].run([1.0, 2.0, 3.0, 4.0])
+    trainer, model, ema = make()
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED(once=2),
+        Checkpoint({"trainer": trainer, "model": model, "ema": ema}, DiskSaver(tmp_path, require_empty=False)),
+    )
+    trainer.run([1.0, 2.0, 3.0, 4.0], max_epochs=1)
+    trainer, model, ema = make()
+    assert Checkpoint.resume({"trainer": trainer, "model": model, "ema": ema}, tmp_path)
+    trainer.run([3.0, 4.0])  # what is left of the epoch
+    expected = whole[2].state_dict()
+    assert ema.state_dict()["momentum_scheduler"] == expected["momentum_scheduler"]
+    torch.testing.assert_close(ema.state_dict()["ema_model"], expected["ema_model"])
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch.compile brings that along
+def test_the_state_of_a_compiled_model_has_the_names_of_the_plain_one():
+    plain, compiled = EMAHandler(nn.Linear(1, 1)), EMAHandler(torch.compile(nn.Linear(1, 1)))
+    assert list(compiled.state_dict()["ema_model"]) == list(plain.state_dict()["ema_model"])
+    compiled.load_state_dict(plain.state_dict())
+    assert values(compiled.ema_model) == values(plain.ema_model)
+
+
+def test_a_state_with_another_warm_up_is_refused_and_changes_nothing():
+    plain, warming = EMAHandler(nn.Linear(1, 1)), EMAHandler(nn.Linear(1, 1), 0.75, 0.25, 3)
+    before = values(plain.ema_model), values(warming.ema_model)
+    with pytest.raises(ValueError, match="must be that of an EMAHandler with the same warm-up, got that of one with a"):
+        plain.load_state_dict(warming.state_dict())
+    with pytest.raises(ValueError, match="got that of one without a warm-up"):
+        warming.load_state_dict(plain.state_dict())
+    with pytest.raises(ValueError, match="state_dict must hold 'momentum_scheduler'"):
+        plain.load_state_dict({"ema_model": plain.ema_model.state_dict()})
+    assert (values(plain.ema_model), values(warming.ema_model)) == before
 
 
 def test_without_a_warm_up_there_is_no_scheduler():

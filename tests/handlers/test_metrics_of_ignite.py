@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import logging
 import warnings
@@ -14,6 +15,7 @@ from camshaft import handlers
 from camshaft.engine import Engine, Events, create_supervised_evaluator, create_supervised_trainer
 from camshaft.handlers import CSVLogger, ProgressBar, global_step_from_engine
 from camshaft.handlers.logger_utils import setup_csv_logging
+from tests.mpi.checking import mpirun
 from tests.ranks import on_ranks
 
 
@@ -218,6 +220,49 @@ def test_their_metrics_are_refused_where_those_of_torchmetrics_are_expected(igni
         create_supervised_evaluator(torch.nn.Linear(1, 1), {"accuracy": ignite.metrics.Accuracy})
     with pytest.raises(TypeError, match=r"Accuracy comes from PyTorch-Ignite; it registers .* attach\(engine"):
         nothing().add_event_handler(Events.COMPLETED, ignite.metrics.Accuracy())
+
+
+def refuses_metrics_that_collect_samples():
+    """Check on each rank what is refused, and that nothing is left behind by it."""
+    from camshaft.distributed import get_rank
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from ignite.metrics import Accuracy, EpochMetric, MeanAveragePrecision, MetricGroup
+        from ignite.metrics.regression import MedianAbsoluteError
+
+        engine = Engine(lambda engine, batch: batch)
+        count = EpochMetric(lambda predictions, targets: float(len(predictions)), check_compute_fn=False)
+        for metric in (count, count * 2, MedianAbsoluteError(), MeanAveragePrecision(), MetricGroup({"count": count})):
+            with pytest.raises(RuntimeError, match="must not be attached in a job of 2 ranks.* torchmetrics"):
+                metric.attach(engine, "metric")
+        Accuracy().attach(engine, "accuracy")
+        size = (4, 3)[get_rank()]
+        batch = torch.ones(size), torch.full((size,), get_rank())
+        assert engine.run([batch]).metrics == {"accuracy": pytest.approx(3 / 7)}
+
+
+def test_one_process_may_collect_samples(ignite):
+    engine = Engine(lambda engine, batch: batch)
+    count = ignite.metrics.EpochMetric(lambda predictions, targets: len(predictions), check_compute_fn=False)
+    count.attach(engine, "count")
+    assert engine.run([(torch.ones(4), torch.ones(4)), (torch.ones(3), torch.ones(3))]).metrics == {"count": 7}
+
+
+@on_ranks(2)
+def test_over_gloo_metrics_that_collect_samples_are_refused():
+    refuses_metrics_that_collect_samples()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py")
+def test_over_mpi_metrics_that_collect_samples_are_refused():
+    code = (
+        "import camshaft.distributed as idist; from tests.handlers import test_metrics_of_ignite as tests\n"
+        "with idist.Parallel(backend='mpi') as parallel:\n"
+        "    parallel.run(lambda local_rank: tests.refuses_metrics_that_collect_samples())"
+    )
+    ran = mpirun(2, "-c", code, seconds=60)
+    assert ran.returncode == 0, ran.stdout[-6000:]
 
 
 @on_ranks(2)

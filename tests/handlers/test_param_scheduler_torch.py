@@ -120,6 +120,52 @@ def test_gradients_may_be_collected_before_the_first_step():
     trainer.run(range(8))
 
 
+@each
+def test_the_state_of_the_scheduler_is_that_of_torch_after_each_step(make):
+    optimizer, other = sgd(0.5, 0.1), sgd(0.5, 0.1)
+    scheduler, plain = LRScheduler(make(optimizer)), make(other)
+    scheduler(None)
+    for _ in range(8):
+        optimizer.step()
+        other.step()
+        scheduler(None)
+        plain.step()
+        assert reread_state(scheduler.lr_scheduler) == reread_state(plain)
+        assert scheduler.lr_scheduler.get_last_lr() == plain.get_last_lr()
+
+
+def reread_state(scheduler):
+    return {name: value for name, value in scheduler.state_dict().items() if name not in ("_schedulers", "lr_lambdas")}
+
+
+def test_a_call_enters_no_context_and_looks_for_no_warnings(monkeypatch):
+    """What ``step()`` of torch does besides computing the rates takes most of its time."""
+    scheduler = LRScheduler(native.StepLR(sgd(0.5, 0.1), 3, gamma=0.1))
+    monkeypatch.setattr(native.LRScheduler, "step", lambda self: pytest.fail("step() was called"))
+    assert calls(scheduler, 4, lambda: scheduler.get_param()[0]) == [0.5, 0.5, 0.5, pytest.approx(0.05)]
+
+
+def test_a_step_of_a_users_own_is_called():
+    class Own(native.ExponentialLR):
+        def step(self):
+            super().step()
+            self.optimizer.param_groups[0]["lr"] += 1
+            self._last_lr = [self.optimizer.param_groups[0]["lr"]]
+
+    scheduler = LRScheduler(Own(sgd(0.5), 0.5))
+    assert run_with(scheduler, scheduler.optimizer, 3) == natively(lambda optimizer: Own(optimizer, 0.5), sgd(0.5), 3)
+
+
+def test_another_number_of_groups_than_at_the_start_is_refused():
+    optimizer = sgd(0.5)
+    scheduler = LRScheduler(native.ExponentialLR(optimizer, 0.5))
+    scheduler(None)
+    optimizer.add_param_group({"params": [torch.zeros(1)], "lr": 1.0})
+    scheduler.lr_scheduler.get_lr = lambda: [0.25]
+    with pytest.raises(ValueError, match="must be made for 2 parameter groups, got 1 rates"):
+        scheduler(None)
+
+
 def test_history_has_the_rate_of_each_group():
     optimizer = sgd(0.5, 0.1)
     scheduler = LRScheduler(native.ExponentialLR(optimizer, 0.5), save_history=True)

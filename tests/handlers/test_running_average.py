@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import json
 import weakref
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from camshaft.engine import Engine, Events, create_supervised_trainer
 from camshaft.engine.lazy import LazyNumber
 from camshaft.handlers import ProgressBar, RunningAverage
+from tests.handlers.schedules import reread
 
 
 def echo(engine, batch):
@@ -43,6 +46,42 @@ def test_numbers_and_tensors_may_mix(numbers, alpha, are_tensors):
         expected = expected if number is numbers[0] else alpha * expected + (1 - alpha) * number
         if len(set(numbers)) == len(numbers):
             assert float(average) == pytest.approx(expected, abs=1e-6)
+
+
+def test_what_is_read_is_a_number_of_python():
+    """Also where json and torch look into the dict, or copy it."""
+    engine = Engine(echo)
+    RunningAverage(alpha=0.5).attach(engine, "mean")
+    engine.state.metrics = {"own": 1.0}  # as users do
+    engine.state_dict_user_keys.append("metrics")
+    for read in (
+        json.dumps,
+        lambda metrics: json.dumps(dict(metrics)),
+        lambda metrics: json.dumps({**metrics}),
+        lambda metrics: json.dumps(metrics.copy()),
+        lambda metrics: json.dumps(copy.deepcopy(metrics)),
+        lambda metrics: json.dumps({"own": metrics.get("own"), "mean": metrics.get("mean")}),
+        lambda metrics: json.dumps(dict(zip(metrics, torch.tensor([*metrics.values()]).tolist(), strict=True))),
+        lambda metrics: json.dumps({"own": metrics["own"], "mean": torch.tensor([metrics["mean"]]).item()}),
+        lambda metrics: json.dumps({"own": metrics["own"], "mean": metrics.pop("mean")}),
+        lambda metrics: json.dumps(reread(engine.state_dict())["metrics"]),
+    ):
+        metrics = engine.run([torch.tensor(4.0), torch.tensor(2.0)]).metrics
+        assert read(metrics) == '{"own": 1.0, "mean": 3.0}'
+    assert metrics.get("none", 7) == metrics.pop("none", 7) == 7
+
+
+def test_a_metric_is_waited_for_when_it_is_read_and_not_before(monkeypatch):
+    engine, reads, read = Engine(echo), [], LazyNumber.read
+    monkeypatch.setattr(LazyNumber, "read", lambda number: reads.append(number) or read(number))
+    for name in ("first", "second"):
+        RunningAverage().attach(engine, name)
+    metrics = engine.run([torch.tensor(4.0), torch.tensor(2.0)]).metrics
+    assert "first" in metrics
+    assert list(metrics) == ["first", "second"]
+    assert reads == []
+    assert metrics["first"] == metrics["first"]
+    assert len(reads) == 1
 
 
 def test_whole_numbers_and_half_precision_are_averaged_exactly():

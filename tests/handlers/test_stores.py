@@ -65,12 +65,13 @@ def test_tensors_are_kept_as_they_are():
 
 def test_numbers_are_waited_for_at_the_end_of_the_epoch_and_not_before(monkeypatch):
     reads = []
-    read = LazyNumber.read
-    monkeypatch.setattr(LazyNumber, "read", lambda self: reads.append(engine.last_event_name) or read(self))
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(LazyNumber, "read", lambda self: pytest.fail("a number was read alone"))
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(engine.last_event_name) or tolist(self))
     engine, store = Engine(lambda engine, batch: LazyNumber(torch.tensor(batch))), EpochOutputStore()
     store.attach(engine, "losses")
     state = engine.run([0.5, 0.25])
-    assert reads == [Events.EPOCH_COMPLETED] * 2
+    assert reads == [Events.EPOCH_COMPLETED]
     assert state.losses == [0.5, 0.25]
     assert all(type(loss) is float for loss in state.losses)
 
@@ -88,3 +89,15 @@ def test_a_name_that_is_none_is_refused():
 def test_a_name_that_the_engine_counts_by_is_refused():
     with pytest.raises(ValueError, match="name must not be 'iteration'"):
         EpochOutputStore().attach(Engine(lambda engine, batch: None), "iteration")
+
+
+def test_losses_on_their_way_are_fetched_together(monkeypatch):
+    """One by one, each of them would wait for the device."""
+    transfers, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: transfers.append(tensor) or tolist(tensor))
+    store = EpochOutputStore()
+    engine = Engine(lambda engine, batch: LazyNumber(batch))
+    store.attach(engine)
+    engine.run([*(torch.tensor(float(number)) for number in range(100)), torch.tensor([7.0])])
+    assert store.data == [*map(float, range(100)), 7.0]
+    assert len(transfers) == 1

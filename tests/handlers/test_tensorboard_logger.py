@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib.machinery
 import pickle
 import sys
+import types
 
 import pytest
 import torch
@@ -190,6 +192,26 @@ def test_what_was_logged_before_a_checkpoint_is_on_the_disk_then(tmp_path, monke
         assert seen == [3]
 
 
+def test_many_handlers_flush_once_at_a_checkpoint(tmp_path, monkeypatch):
+    """Also for evaluators whose points are the trainer's steps."""
+    trainer, evaluator = Engine(lambda engine, batch: batch), Engine(lambda engine, batch: batch)
+    seen = []
+    with TensorboardLogger(log_dir=tmp_path) as logger:
+        monkeypatch.setattr(SummaryWriter, "flush", lambda writer: seen.append(trainer.state.iteration))
+        step = global_step_from_engine(trainer)
+        for number in range(10):
+            logger.attach_output_handler(evaluator, Events.COMPLETED, f"{number}", "all", global_step_transform=step)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(every=2), Checkpoint({"part": Part()}, Memory()))
+        trainer.run(range(5))
+        assert seen == [2, 4]
+        for number in range(10):
+            handle = logger.attach_output_handler(trainer, Events.COMPLETED, f"{number}", "all")
+        handle.remove()
+        trainer.run(range(5), max_epochs=2)
+        assert seen == [2, 4, 5, 6, 8, 10]  # in 5 it reads what is there of the run that continues
+        monkeypatch.undo()
+
+
 # --- the logger itself -------------------------------------------------------------------------------------
 
 
@@ -222,6 +244,25 @@ def test_without_tensorboard_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'camshaft\[tensorboard\]'"):
         TensorboardLogger()
+
+
+@pytest.mark.parametrize("name", ["log_dir", "logdir"])
+def test_the_writer_of_torch_is_preferred(tmp_path, monkeypatch, name):
+    """That of tensorboardX flushes only what its thread has fetched: a kill loses points from before a checkpoint."""
+    monkeypatch.setitem(sys.modules, "tensorboardX", types.ModuleType("tensorboardX"))
+    with TensorboardLogger(**{name: tmp_path}) as logger:
+        assert isinstance(logger.writer, SummaryWriter)
+
+
+def test_the_writer_of_tensorboardx_comes_with_a_warning(monkeypatch):
+    other = types.ModuleType("tensorboardX")
+    other.SummaryWriter = lambda **options: types.SimpleNamespace(options=options)
+    other.__spec__ = importlib.machinery.ModuleSpec("tensorboardX", None)
+    monkeypatch.setitem(sys.modules, "tensorboardX", other)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.warns(UserWarning, match="may be lost when the process is killed; pip install") as caught:
+        assert TensorboardLogger(log_dir="here").writer.options == {"log_dir": "here"}
+    assert caught[0].filename == __file__
 
 
 @on_ranks(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import tracemalloc
 
 import pytest
 import torch
@@ -177,3 +178,17 @@ def test_the_report(engine, capsys):
     assert "- Events.STARTED: ['Clock.taking.<locals>.handler']\n30.00000\n" in text
     assert "GET_BATCH" not in text
     assert text.index("Events.STARTED") < text.index("Events.EPOCH_STARTED") < text.index("Events.COMPLETED")
+
+
+def test_an_iteration_takes_no_more_memory_than_its_six_times():
+    """Eight bytes each, besides what the arrays hold in reserve."""
+    engine, profiler = Engine(lambda engine, batch: None), BasicTimeProfiler()
+    profiler.attach(engine)
+    tracemalloc.start()
+    try:
+        engine.run(range(1000), max_epochs=20)
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert profiler.total_num_iters == 20_000
+    assert taken / 20_000 < 6 * 8 * 9 / 8 + 8

@@ -1,4 +1,4 @@
-"""The tests of TensorboardLogger once more, with the writer of tensorboardX, which wins where it is installed."""
+"""The tests of TensorboardLogger once more, with the writer of tensorboardX, used without tensorboard."""
 
 from __future__ import annotations
 
@@ -7,8 +7,20 @@ import time
 import pytest
 import tensorboardX
 
-from camshaft.handlers import TensorboardLogger
+from camshaft.handlers import TensorboardLogger, tensorboard_logger
 from tests.handlers import test_tensorboard_logger as with_torch
+
+pytestmark = pytest.mark.filterwarnings("ignore:TensorboardLogger uses tensorboardX")
+
+
+@pytest.fixture(autouse=True)
+def without_tensorboard(monkeypatch):
+    load = tensorboard_logger.load_optional
+
+    def fail(module, **options):
+        return load("no_such_module" if module == "tensorboard" else module, **options)
+
+    monkeypatch.setattr(tensorboard_logger, "load_optional", fail)
 
 
 @pytest.fixture(autouse=True)
@@ -25,5 +37,5 @@ test_times = with_torch.test_points_that_are_written_again_keep_their_times
 
 
 def test_its_writer_is_taken(tmp_path):
-    with TensorboardLogger(logdir=tmp_path) as logger:
+    with TensorboardLogger(log_dir=tmp_path) as logger:
         assert isinstance(logger.writer, tensorboardX.SummaryWriter)

@@ -15,6 +15,8 @@ from camshaft.engine.handle import RemovableEventHandle
 from camshaft.handlers.checks import check_engine
 from camshaft.handlers.optional import load_optional
 
+_EPOCH_STARTED = Events.EPOCH_STARTED  # looked up once: a member of an enumeration is found slowly
+
 
 class BaseParamScheduler(Serializable, ABC):
     """Gives a parameter a value each time it is called.
@@ -95,15 +97,20 @@ class BaseParamScheduler(Serializable, ABC):
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state.
+        """Continue from a state.
 
         Args:
-            state_dict: what :meth:`state_dict` gave.
+            state_dict: what :meth:`state_dict` returned, here or in PyTorch-Ignite.
 
         Raises:
             TypeError: it is not a mapping.
-            ValueError: an attribute is missing, or does not fit; the scheduler is as before.
+            ValueError: an attribute is missing, or does not fit; the scheduler is unchanged.
         """
+        if isinstance(state_dict, Mapping) and "save_history" in state_dict:  # which ours never holds
+            try:
+                state_dict = self._from_ignite(state_dict)
+            except (AttributeError, LookupError, TypeError) as error:
+                raise ValueError(f"state_dict must be that of a {type(self).__name__}, got {state_dict}") from error
         super().load_state_dict(state_dict)
         before = self.state_dict()
         try:
@@ -111,6 +118,14 @@ class BaseParamScheduler(Serializable, ABC):
         except Exception as error:
             self._restore(before)
             raise ValueError(f"state_dict must be that of a {type(self).__name__} made alike: {error!r}") from error
+
+    def _from_ignite(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Convert the state of PyTorch-Ignite's scheduler of this name, so that the next call continues its values.
+
+        Raises:
+            ValueError: this scheduler cannot continue them.
+        """
+        return state_dict
 
     def _restore(self, state_dict: Mapping[str, Any]) -> None:
         kept = getattr(self, "optimizer", None)
@@ -151,12 +166,15 @@ class SteppedScheduler(BaseParamScheduler):
         Raises:
             ValueError: the value is not a possible one; what is scheduled is as before.
         """
-        if self.event_index and engine is not None and continues_epoch(engine):
+        if engine is not None and engine.last_event_name is _EPOCH_STARTED and self._continues(engine):
             return
         self._apply(engine)
         if self._save_history and engine is not None:
             self._record(engine, name or self.param_name, self._written())
         self.event_index += 1
+
+    def _continues(self, engine: Engine[Any, Any]) -> bool:
+        return self.event_index > 0 and continues_epoch(engine)
 
     @abstractmethod
     def _apply(self, engine: Engine[Any, Any] | None) -> None:

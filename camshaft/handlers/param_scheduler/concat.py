@@ -13,7 +13,6 @@ from camshaft.engine.filters import is_integer
 from camshaft.errors import described
 from camshaft.handlers.checks import check_entries
 from camshaft.handlers.param_scheduler.arguments import check_sequence
-from camshaft.handlers.param_scheduler.base import continues_epoch
 from camshaft.handlers.param_scheduler.group import ParamGroupScheduler, load_all
 from camshaft.handlers.param_scheduler.param import ParamScheduler, plain
 from camshaft.handlers.param_scheduler.simulation import as_list, rows_of, unchanged
@@ -86,7 +85,7 @@ class ConcatScheduler(ParamScheduler):
             engine: whose state keeps the history.
             name: the name in the history, instead of those of the schedulers.
         """
-        if self.event_index and engine is not None and continues_epoch(engine):
+        if engine is not None and self._continues(engine):
             return
         if self._current_duration == 0:
             self._scheduler_index += 1
@@ -115,6 +114,13 @@ class ConcatScheduler(ParamScheduler):
         saved["durations"] = list(self.durations)
         saved["schedulers"] = [scheduler.state_dict() for scheduler in self.schedulers]
         return saved
+
+    def _from_ignite(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        index, left = state_dict["_scheduler_index"], state_dict["_current_duration"]
+        durations = state_dict["durations"]
+        is_last = index == len(durations)  # whose calls are counted down from -1 there
+        calls = sum(durations[:index]) + (-1 - left if is_last else durations[index] - left)
+        return {**state_dict, "event_index": calls, "_current_duration": -1 if is_last else left}
 
     def _restore(self, state_dict: Mapping[str, Any]) -> None:
         load_all(self.schedulers, state_dict["schedulers"])

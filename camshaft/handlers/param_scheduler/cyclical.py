@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from camshaft.engine.engine import Engine
@@ -77,6 +78,9 @@ class CyclicalScheduler(ParamScheduler):
     def total_cycle_size(self) -> int:
         """The number of calls in the present cycle and its warm-up."""
         return self.cycle_size + self.warmup_duration
+
+    def _from_ignite(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"warmup_duration": self.warmup_duration, **state_dict}  # which versions before 0.4.13 lack
 
     def _apply(self, engine: Engine[Any, Any] | None) -> None:
         if self.event_index >= self.cycle_size:
@@ -154,6 +158,9 @@ class LinearCyclicalScheduler(CyclicalScheduler):
         if self.warmup_duration and not monotonic:
             raise ValueError(f"warmup_duration must be 0 unless monotonic=True, got {warmup_duration}")
         self.monotonic = monotonic
+
+    def _from_ignite(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"monotonic": self.monotonic, **super()._from_ignite(state_dict)}
 
     def get_param(self) -> float:
         """Compute the value for ``event_index``."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
+from torch import Tensor
 from torch.optim import lr_scheduler as native
 
 from camshaft.engine.engine import Engine
 from camshaft.errors import described
-from camshaft.handlers.param_scheduler.param import ParamScheduler
+from camshaft.handlers.param_scheduler.param import ParamScheduler, write
 from camshaft.handlers.param_scheduler.simulation import rows_of, unchanged, unwarned
 
 
@@ -56,6 +58,7 @@ class LRScheduler(ParamScheduler):
         self.lr_scheduler = lr_scheduler
         self._steps_from = 0 if use_legacy else 1
         self._has_stepped = False
+        self._has_own_step = type(lr_scheduler).step is not native.LRScheduler.step or "step" in vars(lr_scheduler)
         if use_legacy:
             warnings.warn(
                 "a scheduler with use_legacy=True must be attached to Events.ITERATION_COMPLETED: it steps in its "
@@ -64,21 +67,60 @@ class LRScheduler(ParamScheduler):
             )
 
     def _apply(self, engine: Engine[Any, Any] | None) -> None:
-        # Many schedulers go on from what is in the groups, where a warm-up or a loaded state may have put something.
-        self._write(self.lr_scheduler.get_last_lr())
+        # Many schedulers compute the next rates from those in the groups, where a warm-up may have written others.
+        scheduler, groups = self.lr_scheduler, self.optimizer.param_groups
+        rates = scheduler.get_last_lr()
+        if rates is not None:
+            for group, rate in zip(groups, rates):  # noqa: B905  # the step checks the lengths
+                if group["lr"] is not rate:
+                    write(group, "lr", rate)
         if self.event_index < self._steps_from:
             return
-        if self._has_stepped:
-            self.lr_scheduler.step()
+        if self._has_own_step:
+            self._step_as_it_defines()
             return
-        with unwarned():
+        # what step() of torch does, without its warnings and its other ways to be called
+        scheduler._step_count += 1
+        scheduler._get_lr_called_within_step = True
+        try:
+            scheduler.last_epoch += 1
+            rates = scheduler._last_lr = scheduler.get_lr()
+        finally:
+            scheduler._get_lr_called_within_step = False
+        if len(rates) != len(groups):
+            raise ValueError(f"lr_scheduler must be made for {len(groups)} parameter groups, got {len(rates)} rates")
+        for group, rate in zip(groups, rates):  # noqa: B905  # checked
+            if type(rate) is float and type(group["lr"]) is float:
+                group["lr"] = rate
+            else:
+                self._write(list(rates))
+                last = [group["lr"] for group in groups]  # of tensors copies, as others may change the rates in place
+                scheduler._last_lr = [one.clone() if isinstance(one, Tensor) else one for one in last]
+                break
+
+    def _step_as_it_defines(self) -> None:
+        with nullcontext() if self._has_stepped else unwarned():
             self.lr_scheduler.step()
         self._has_stepped = True
 
     def get_param(self) -> Any:
-        """Give the rates now, a list if there are several groups."""
+        """Return the current rate, or a list of them if there are several groups."""
         rates = self.lr_scheduler.get_last_lr()
+        if rates is None:
+            rates = self._written()
         return rates[0] if len(rates) == 1 else rates
+
+    def _from_ignite(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        saved, calls = state_dict["lr_scheduler"], state_dict["event_index"]
+        steps = saved["last_epoch"] if isinstance(saved, Mapping) else calls  # what is wrapped counts twice
+        saved = wrapped_state(saved)
+        if calls:
+            # There the next call, not the previous one, makes the step to `last_epoch`, with a `_step_count` of 1. The
+            # rates of the previous one are in the optimizer alone, which may be loaded later: None stands for them.
+            saved = {**saved, "last_epoch": steps - 1, "_step_count": 0, "_last_lr": None}
+        elif self._steps_from == 0:
+            saved = {**saved, "last_epoch": 0}
+        return {**state_dict, "lr_scheduler": saved}
 
     def _restore(self, state_dict: Mapping[str, Any]) -> None:
         super()._restore(state_dict)
@@ -101,3 +143,8 @@ class LRScheduler(ParamScheduler):
         scheduler = cls(lr_scheduler, **{**kwargs, "save_history": False})
         with unchanged([scheduler]):
             return rows_of(scheduler, num_events, scheduler._columns)
+
+
+def wrapped_state(saved: Any) -> Mapping[str, Any]:
+    """Return the state of a scheduler of torch in one of PyTorch-Ignite, which has an object for warm restarts."""
+    return saved if isinstance(saved, Mapping) else saved._lr_scheduler.state_dict()

@@ -80,7 +80,8 @@ class ParamScheduler(SteppedScheduler):
 
     def _write(self, value: Any) -> None:
         """Write a value into all groups, or one of a list into each."""
-        groups, name = self.optimizer_param_groups, self.param_name
+        groups = self.optimizer.param_groups if self.param_group_index is None else self.optimizer_param_groups
+        name = self.param_name
         if not isinstance(value, list):
             for group in groups:
                 write(group, name, value)
@@ -126,7 +127,7 @@ _NOT_SIMULATED = frozenset({"optimizer", "param_group_index", "save_history"})
 def write(group: dict[str, Any], name: str, value: Any) -> None:
     """Set an entry of a parameter group; a tensor stays the same tensor, as compiled steps hold on to it."""
     current = group.get(name)
-    if not isinstance(current, Tensor):
+    if type(current) is float or not isinstance(current, Tensor):  # the second question takes several times as long
         group[name] = value
     elif isinstance(value, Tensor):
         current.copy_(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -100,6 +100,12 @@ class ReduceLROnPlateauScheduler(ParamScheduler):
         """Give the rates now, a list if there are several groups."""
         rates = [group["lr"] for group in self.optimizer_param_groups]
         return rates[0] if len(rates) == 1 else rates
+
+    def _from_ignite(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        # There the lower bounds are zero whatever was passed, and a method of the handler is part of the state.
+        own = ("min_lrs", "default_min_lr", "_reduce_lr")
+        saved = {name: value for name, value in state_dict["scheduler"].items() if name not in own}
+        return {**state_dict, "scheduler": saved}
 
     @classmethod
     def simulate_values(  # type: ignore[override]  # it needs metrics

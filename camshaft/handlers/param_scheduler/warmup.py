@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from torch.optim import lr_scheduler as native
@@ -11,7 +12,7 @@ from camshaft.engine.filters import is_integer
 from camshaft.errors import described
 from camshaft.handlers.param_scheduler.arguments import real
 from camshaft.handlers.param_scheduler.concat import ConcatScheduler
-from camshaft.handlers.param_scheduler.lr_scheduler import LRScheduler
+from camshaft.handlers.param_scheduler.lr_scheduler import LRScheduler, wrapped_state
 from camshaft.handlers.param_scheduler.param import ParamScheduler
 from camshaft.handlers.param_scheduler.simulation import unchanged
 
@@ -108,12 +109,54 @@ def create_lr_scheduler_with_warmup(
     if warmup_end_value is not None:
         ends = [real("warmup_end_value", warmup_end_value)] * len(ends)
     warmup = LinearWarmup(main.optimizer, main.param_name, start, ends, int(warmup_duration), main.param_group_index)
-    is_same = all(math.isclose(end, first, rel_tol=1e-6) for end, first in zip(ends, _first_values(main), strict=True))
-    parts, durations = [warmup, main], [int(warmup_duration) - is_same]
+    parts, durations = [warmup, main], [int(warmup_duration) - _are_close(ends, _first_values(main))]
     if output_simulated_values is not None:
         rows = ConcatScheduler.simulate_values(len(output_simulated_values), parts, durations)
         output_simulated_values[:] = rows
-    return ConcatScheduler(parts, durations, save_history)
+    return ChainWithWarmup(parts, durations, save_history)
+
+
+class ChainWithWarmup(ConcatScheduler):
+    """A warm-up and a scheduler."""
+
+    def _from_ignite(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        warmup, main = (state_dict["schedulers"][index] for index in (0, 1))
+        groups = [state for _, state in warmup["schedulers"]]  # piecewise linear, one for each parameter group
+        ends = [state["values"][1] for state in groups]
+        lasts = {state["milestones"][1] for state in groups}
+        duration = durations = max(lasts) + 1
+        if "lr_scheduler" in main:  # whose first rate belongs to the warm-up there
+            durations -= _are_close(ends, wrapped_state(main["lr_scheduler"])["_last_lr"])
+        calls = groups[0]["event_index"]
+        is_over = state_dict["_scheduler_index"] > 0 or calls > durations
+        if not is_over and len(lasts) > 1:
+            raise ValueError(
+                "state_dict must not be of a warm-up whose length differs between parameter groups, as PyTorch-Ignite "
+                f"makes it, got the milestones {[state['milestones'] for state in groups]}: load the state from after "
+                "the warm-up"
+            )
+        if "lr_scheduler" in main and not main["event_index"]:
+            first = {**wrapped_state(main["lr_scheduler"]), "last_epoch": 0}
+            main = {"event_index": int(is_over), "param_name": main["param_name"], "lr_scheduler": first}
+        warmed = {
+            "event_index": durations if is_over else calls,
+            "param_name": groups[0]["param_name"],
+            "start_value": groups[0]["values"][0],
+            "end_values": ends,
+            "duration": duration,
+        }
+        return {
+            **state_dict,
+            "event_index": warmed["event_index"] + is_over * main["event_index"],
+            "durations": [durations],
+            "_current_duration": -1 if is_over else durations - calls,
+            "_scheduler_index": int(is_over),
+            "schedulers": [warmed, main],
+        }
+
+
+def _are_close(ends: list[Any], firsts: list[Any]) -> bool:
+    return all(math.isclose(end, first, rel_tol=1e-6) for end, first in zip(ends, firsts, strict=True))
 
 
 def _first_values(scheduler: ParamScheduler) -> list[Any]:

@@ -10,7 +10,7 @@ from camshaft.engine.engine import Engine
 from camshaft.engine.event import EventLike, Events
 from camshaft.engine.handle import RemovableEventHandle
 from camshaft.handlers.checks import check_engine, check_is_no_counter
-from camshaft.handlers.param_scheduler.base import BaseParamScheduler, continues_epoch
+from camshaft.handlers.param_scheduler.base import _EPOCH_STARTED, BaseParamScheduler, continues_epoch
 from camshaft.handlers.param_scheduler.simulation import rows_of
 
 
@@ -76,7 +76,7 @@ class StateParamScheduler(BaseParamScheduler):
         Args:
             engine: whose state is set, and keeps the history.
         """
-        if not (self.event_index and continues_epoch(engine)):
+        if engine.last_event_name is not _EPOCH_STARTED or not (self.event_index and continues_epoch(engine)):
             self.event_index += 1
         value = self.get_param()
         setattr(engine.state, self.param_name, value)

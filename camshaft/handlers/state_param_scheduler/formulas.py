@@ -79,10 +79,7 @@ class ExpStateScheduler(StateParamScheduler):
 
     def get_param(self) -> float:
         """Compute the value for ``event_index``."""
-        return self.initial_value * self.gamma ** self._num_factors()
-
-    def _num_factors(self) -> int:
-        return self.event_index
+        return float(self.initial_value * self.gamma**self.event_index)
 
 
 class StepStateScheduler(ExpStateScheduler):
@@ -112,8 +109,9 @@ class StepStateScheduler(ExpStateScheduler):
         super().__init__(initial_value, gamma, param_name, save_history, create_new)
         self.step_size = whole("step_size", step_size, least=1)
 
-    def _num_factors(self) -> int:
-        return self.event_index // self.step_size
+    def get_param(self) -> float:
+        """Compute the value for ``event_index``."""
+        return float(self.initial_value * self.gamma ** (self.event_index // self.step_size))
 
 
 class MultiStepStateScheduler(ExpStateScheduler):
@@ -144,5 +142,6 @@ class MultiStepStateScheduler(ExpStateScheduler):
         check_sequence("milestones", milestones)
         self.milestones = sorted(whole("a milestone", milestone, least=0) for milestone in milestones)
 
-    def _num_factors(self) -> int:
-        return bisect_right(self.milestones, self.event_index)
+    def get_param(self) -> float:
+        """Compute the value for ``event_index``."""
+        return float(self.initial_value * self.gamma ** bisect_right(self.milestones, self.event_index))

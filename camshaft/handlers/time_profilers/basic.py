@@ -126,7 +126,7 @@ class BasicTimeProfiler:
         in the row where they fired, or that follows, so that each column adds up to the total.
         """
         flow, size = self._flow, self.total_num_iters
-        columns = {"epoch": flow.epochs.tolist(), "iteration": flow.iterations.tolist()}
+        columns = {"epoch": list(flow.epochs), "iteration": list(flow.iterations)}
         times = {
             "processing_stats": flow.processes,
             "dataflow_stats": flow.fetches,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
 from typing import Any
 
@@ -19,6 +19,47 @@ FIRST, LAST = -(2**100), 2**100
 Hook = tuple[Any, Callable[..., object], int]
 
 
+class Counts:
+    """Integers of which most exceed the one before by ``step``: only the others take memory.
+
+    >>> counts = Counts(step=1)
+    >>> for one in (4, 5, 6, 9, 10):
+    ...     counts.append(one)
+    >>> list(counts), len(counts), len(counts._starts)
+    ([4, 5, 6, 9, 10], 5, 2)
+    """
+
+    __slots__ = ("_expected", "_firsts", "_size", "_starts", "_step")
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self._starts, self._firsts = array("q"), array("q")
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget them."""
+        del self._starts[:], self._firsts[:]
+        self._size = 0
+        self._expected: int | None = None
+
+    def append(self, value: int) -> None:
+        """Add one."""
+        if value != self._expected:
+            self._starts.append(self._size)
+            self._firsts.append(value)
+        self._size += 1
+        self._expected = value + self._step
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[int]:
+        ends = [*self._starts[1:], self._size]
+        for start, end, first in zip(self._starts, ends, self._firsts, strict=True) if self._size else ():
+            for index in range(end - start):
+                yield first + index * self._step
+
+
 class Samples:
     """Seconds that something took, each with the row (the iteration of the run) that it belongs to."""
 
@@ -26,11 +67,12 @@ class Samples:
 
     def __init__(self) -> None:
         self.seconds = array("d")
-        self.rows = array("q")
+        self.rows = Counts(step=1)
 
     def clear(self) -> None:
         """Forget them."""
-        del self.seconds[:], self.rows[:]
+        del self.seconds[:]
+        self.rows.clear()
 
     def column(self, size: int) -> list[float]:
         """Give the seconds of each of so many rows; what was measured around the first and last is theirs too."""
@@ -107,7 +149,7 @@ class Flow(Hooks):
         super().__init__()
         self._started = started
         self.fetches, self.processes = Samples(), Samples()
-        self.epochs, self.iterations = array("q"), array("q")
+        self.epochs, self.iterations = Counts(step=0), Counts(step=1)
         self.nested = self._nested_before = 0.0
         self._began: float | None = None
         self._stopped = 0.0
@@ -127,7 +169,8 @@ class Flow(Hooks):
         """Begin a run: forget the one before."""
         self.fetches.clear()
         self.processes.clear()
-        del self.epochs[:], self.iterations[:]
+        self.epochs.clear()
+        self.iterations.clear()
         self._began = None
         self._started(engine)
 
