@@ -162,6 +162,7 @@ def _prepare(directory: Path, create: bool, require_empty: bool) -> None:
         raise ValueError(f"dirname must be an existing directory, got '{directory}', which {problem}")
     if not os.access(directory, os.W_OK | os.X_OK):
         raise PermissionError(f"dirname must be writable, got '{directory}', where this process may not write")
+    manifest.check_folder(directory)
     found = sorted(path.name for path in checkpoints_in(directory)) if require_empty else []
     if found:
         raise ValueError(
