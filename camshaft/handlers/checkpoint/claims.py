@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import count
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -17,7 +18,7 @@ class Claims:
     since is not to be touched. Paths are absolute, and without links.
 
     >>> first, second = Claims(), Claims()
-    >>> first.claim(Path("model_10.pt"))
+    >>> first.take(Path("model_10.pt"))
     >>> second.is_free(Path("model_10.pt")), Claims().is_free(Path("model_10.pt"))
     (False, True)
     """
@@ -35,17 +36,28 @@ class Claims:
         owner = _owners.get(path)
         return owner is None or owner is self or owner._claimed.get(path, 0) < self._since
 
-    def claim(self, path: Path) -> None:
+    def claim(self, path: Path, is_over: bool) -> None:
         """Note that this handler saves a file.
 
+        Args:
+            path: of the file.
+            is_over: whether the run is over, so that an error would come too late and cost what is to be saved.
+
         Raises:
-            ValueError: another one has.
+            ValueError: another handler has saved it, and the run goes on.
         """
         if not self.is_free(path):
-            raise ValueError(
+            problem = (
                 f"two handlers save to '{path}', where one would overwrite and remove what is the other's: give one of "
                 "them another filename_prefix, score_name or directory, or use one handler for both events"
             )
+            if not is_over:
+                raise ValueError(problem)
+            warnings.warn(f"{problem}. The run is over, so the file was overwritten", stacklevel=4)
+        self.take(path)
+
+    def take(self, path: Path) -> None:
+        """Make a file this handler's."""
         _owners[path] = self
         self._claimed[path] = next(_moments)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import stat
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,6 +14,7 @@ from typing import Any
 
 from camshaft.distributed import all_gather, get_local_rank, get_world_size
 from camshaft.errors import DamagedCheckpointError
+from camshaft.files import is_regular
 from camshaft.handlers.checkpoint.loading import load_objects, read_checkpoint
 from camshaft.handlers.checkpoint.manifest import MISSING, Entry, entries_of, problem_of
 from camshaft.handlers.checkpoint.names import checkpoints_in
@@ -49,7 +49,7 @@ class Candidate:
     def problem(self, directory: Path, wanted: list[str]) -> str | None:
         """Return what is wrong with the file, or ``None``; an empty text if it only holds something else."""
         path = directory / self.file
-        if not _is_regular(path):
+        if not is_regular(path):
             return _NOT_REGULAR if os.path.lexists(path) else MISSING
         if self.entries:
             return problem_of(path)
@@ -136,24 +136,23 @@ def candidates_in(directory: Path, damaged: list[str]) -> dict[str, Candidate]:
     entries: dict[str, list[Entry]] = {}
     for entry in entries_of(directory, damaged=damaged):
         entries.setdefault(entry.file, []).append(entry)
-    found = {file: Candidate(file, known[0].saved_at, tuple(known)) for file, known in entries.items()}
+    found = {file: Candidate(file, _saved_at(directory / file, known), tuple(known)) for file, known in entries.items()}
     for path in checkpoints_in(directory):
         if path.name not in found:
             with suppress(FileNotFoundError):  # removed meanwhile
                 # a link or a pipe comes last: it is named if there is nothing else
-                found[path.name] = Candidate(path.name, path.lstat().st_mtime_ns if _is_regular(path) else -1)
+                found[path.name] = Candidate(path.name, path.lstat().st_mtime_ns if is_regular(path) else -1)
     return found
+
+
+def _saved_at(path: Path, entries: list[Entry]) -> int:
+    """Return when a file was saved: of several entries, as a save that replaced it left them, that of its content."""
+    whole = (entry.saved_at for entry in entries if len(entries) > 1 and entry.problem(path) is None)
+    return next(whole, entries[0].saved_at)
 
 
 def _has_all(content: Any, wanted: list[str]) -> bool:
     return len(wanted) == 1 or (isinstance(content, Mapping) and set(wanted) <= content.keys())
-
-
-def _is_regular(path: Path) -> bool:
-    try:
-        return stat.S_ISREG(path.lstat().st_mode)
-    except OSError:
-        return False
 
 
 def _warn(texts: list[str]) -> None:
