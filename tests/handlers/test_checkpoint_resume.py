@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -284,13 +285,13 @@ def interrupt(monkeypatch, act, when):
     looks = []
     for name in ("entries_of", "checkpoints_in", "problem_of", "read_checkpoint"):
 
-        def look(*args, _inner=getattr(resuming, name), _name=name, **kwargs):
-            looks.append(_name)
+        def look(inner, name, *args, **kwargs):
+            looks.append(name)
             if when(len(looks)):
                 act()
-            return _inner(*args, **kwargs)
+            return inner(*args, **kwargs)
 
-        monkeypatch.setattr(resuming, name, look)
+        monkeypatch.setattr(resuming, name, partial(look, getattr(resuming, name), name))
     return looks
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from weakref import WeakValueDictionary
+from weakref import WeakMethod, WeakValueDictionary
 
 _owners: WeakValueDictionary[Path, Claims] = WeakValueDictionary()
 _moments = count()
@@ -17,13 +18,17 @@ class Claims:
     What another handler saved before this one was made may be taken over: so a run is resumed. What it has saved
     since is not to be touched. Paths are absolute, and without links.
 
+    Args:
+        wait: a method of the handler that waits until what it saves is on the disk.
+
     >>> first, second = Claims(), Claims()
     >>> first.take(Path("model_10.pt"))
     >>> second.is_free(Path("model_10.pt")), Claims().is_free(Path("model_10.pt"))
     (False, True)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wait: Callable[[], None] | None = None) -> None:
+        self._wait = None if wait is None else WeakMethod(wait)
         self._claimed: dict[Path, int] = {}
         self.renew()
 
@@ -57,7 +62,10 @@ class Claims:
         self.take(path)
 
     def take(self, path: Path) -> None:
-        """Make a file this handler's."""
+        """Make a file this handler's, once nobody else is saving it."""
+        owner = _owners.get(path)
+        if owner is not None and owner is not self and owner._wait is not None and (wait := owner._wait()):
+            wait()
         _owners[path] = self
         self._claimed[path] = next(_moments)
 

@@ -55,8 +55,8 @@ class Checkpoint(Recorded):
             Modules are taken out of ``DataParallel``, ``DistributedDataParallel`` and ``torch.compile``.
         save_handler: a directory, for a :class:`DiskSaver`; or a ``BaseSaveHandler``; or a function that is
             called with the checkpoint, the file name and, if it takes that, the metadata.
-        filename_prefix: first part of the file names. With a ``DiskSaver``, ``"best/run"`` leads to the folder ``best`` of
-            its directory, which must exist.
+        filename_prefix: first part of the file names. With a ``DiskSaver``, ``"best/run"`` leads to the folder
+            ``best`` in its directory, which must exist.
         score_function: called with the engine, gives a number; the larger, the better.
         score_name: of the score, for the file names. Without ``score_function`` the metric of this name is it.
         n_saved: how many to keep; ``None`` for all.
@@ -260,7 +260,7 @@ class Checkpoint(Recorded):
         has_step = self.score_function is None or self.global_step_transform is not None
         score = None if self.score_function is None else -1000.0
         try:
-            name = self._filename(name_of(self.to_save), score, 10**9 if has_step else None)
+            name = self._filename(name_of(self.to_save) if self.to_save else "", score, 10**9 if has_step else None)
         except ValueError:  # the pattern is for steps of another kind
             return
         check_length("filename_prefix", directory / name)
@@ -309,3 +309,7 @@ class Checkpoint(Recorded):
     def _settle(self) -> None:
         if self._later is not None:
             self._later.settle()
+
+    def _wait(self) -> None:
+        if self._later is not None:
+            self._later.wait()

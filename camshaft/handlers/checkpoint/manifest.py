@@ -4,8 +4,8 @@ It is a folder of small files, one per checkpoint, each written before its check
 process is killed, a file that can be seen is described by its own entry or is the previous one, whose entry is still
 there. Several writers may share a directory.
 
-An entry is named ``<checkpoint>.<checksum>.json``. The name decides which file it describes, and not the content: a name
-that was read from a directory leads nowhere else, and the checksum survives damage to the content.
+An entry is named ``<checkpoint>.<checksum>.json``. The name decides which file it describes, not the content: a
+name that was read from a directory leads nowhere else, and the checksum survives damage to the content.
 """
 
 from __future__ import annotations
@@ -161,7 +161,8 @@ def _read(path: Path, file: str, checksum: str) -> Entry:
     objects = content.get("objects")
     if objects is not None and not (isinstance(objects, list) and all(isinstance(one, str) for one in objects)):
         raise ValueError(f"objects is {objects!r}")
-    return Entry(**{field.name: content.get(field.name) for field in fields(Entry)})
+    known: dict[str, Any] = {field.name: content.get(field.name) for field in fields(Entry)}
+    return Entry(**known)
 
 
 def _changed_at(path: Path) -> int:
@@ -214,7 +215,7 @@ def _path_of(directory: Path, entry: Entry) -> Path:
 
 
 def _named(directory: Path, file: str | None) -> list[tuple[Path, str, str]]:
-    """Find the entries of a directory, or of one file of it, with the file and the checksum that their names contain."""
+    """Find the entries of a directory, or of one file of it, with the file and the checksum in their names."""
     folder = directory / FOLDER
     try:
         names = [] if folder.is_symlink() else os.listdir(folder)

@@ -32,7 +32,7 @@ class Recorded(Serializable):
         self.save_handler = save_handler
         self.save_on_rank = save_on_rank
         self._saved: list[record.Item] = []
-        self._claims = Claims()
+        self._claims = Claims(self._wait)
 
     @property
     def save_handler(self) -> BaseSaveHandler | Callable[..., object]:
@@ -119,7 +119,10 @@ class Recorded(Serializable):
         return self._saved
 
     def _settle(self) -> None:
-        """Wait for what is under way."""
+        """Wait for what is under way, and raise its error."""
+
+    def _wait(self) -> None:
+        """Wait for what is under way, and leave its error to those who began it."""
 
 
 def _may_exist(path: Path) -> bool:

@@ -67,9 +67,9 @@ def resume(
 ) -> Path | None:
     """Load objects from the newest checkpoint of a directory that is whole and holds them; the same on all ranks.
 
-    A checkpoint that is damaged, truncated or missing is named in a warning, and the one before it is taken. Nodes with
-    disks of their own take the newest checkpoint that all of them have. All ranks must call this. A job that saves to the
-    directory and prunes it may be running.
+    A checkpoint that is damaged, truncated or missing is named in a warning, and the one before it is taken. Nodes
+    with disks of their own take the newest checkpoint that all of them have. All ranks must call this. A job that
+    saves to the directory and prunes it may be running.
 
     Args:
         to_load: objects with ``load_state_dict()``, by name, as they were saved. Give the handler that saves too,
@@ -188,7 +188,7 @@ def _agreed(found: Mapping[str, Candidate], wanted: list[str]) -> list[str]:
 def _agreed_content(
     candidate: Candidate | None, path: Path, wanted: list[str], map_location: Any
 ) -> tuple[str | None, Any]:
-    """Verify a candidate, once on each node, and read it on every rank; return what is wrong on any, and the content."""
+    """Verify a candidate, once on each node, and read it on every rank; return what is wrong, and the content."""
     content: Any = None
     problem = _agreed_text(None if candidate is None else candidate.problem(path.parent, wanted))
     if problem is None:

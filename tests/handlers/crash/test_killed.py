@@ -105,7 +105,7 @@ MODES = {
     "two": {"n_saved": 2},
     "all": {"n_saved": None},
     "one name": {"filename_pattern": "last.pt"},
-    "best": {"n_saved": 2, "score_function": lambda engine: [3, 2, 1, 3][engine.state.iteration % 4]},
+    "best": {"n_saved": 2, "score_function": lambda engine: [3, 3, 2, 1][engine.state.iteration % 4]},
 }
 
 
