@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import resource
 import stat
@@ -176,6 +177,24 @@ def test_a_rank_that_the_job_does_not_have_is_refused_at_construction(tmp_path):
     for make in (DiskSaver, lambda folder, save_on_rank: Checkpoint({"a": Part()}, print, save_on_rank=save_on_rank)):
         with pytest.raises(ValueError, match="save_on_rank must be a rank of the job, which has 2 processes, got 2"):
             make(tmp_path, save_on_rank=2)
+
+
+# --- the manifest ------------------------------------------------------------------------------------------
+
+
+def test_patterns_do_not_show_the_manifest_and_it_is_never_the_last(tmp_path):
+    saver = DiskSaver(tmp_path)
+    for step in (1, 2):
+        saver({}, f"Model_{step}.pt")
+    expected = ["Model_1.pt", "Model_2.pt"]
+    assert sorted(map(os.path.basename, glob.glob(f"{tmp_path}/*"))) == expected
+    assert sorted(path.name for path in tmp_path.glob("**/*.pt")) == expected
+    assert sorted(os.listdir(tmp_path))[-1] == max(os.listdir(tmp_path)) == "Model_2.pt"
+
+
+def test_the_migration_page_says_first_that_a_plain_listing_shows_it():
+    page = (Path(__file__).parents[2] / "docs" / "migrating" / "from-ignite.md").read_text()
+    assert "`.manifest`" in page.partition("What behaves differently")[0]
 
 
 # --- what may be removed -----------------------------------------------------------------------------------
