@@ -319,6 +319,22 @@ def test_beside_a_trainer_that_prunes_the_newest_is_loaded_without_a_warning(
     assert len(looks) >= min(first, 4)
 
 
+def test_a_file_that_is_replaced_while_it_is_verified_is_not_damaged(tmp_path, monkeypatch):
+    saver = DiskSaver(tmp_path)
+    saver({"value": 1}, "part.pt")
+    real, values = manifest.checksum_of, iter([2])
+
+    def replaced_first(path):
+        for value in values:
+            saver({"value": value}, "part.pt")
+        return real(path)
+
+    monkeypatch.setattr(manifest, "checksum_of", replaced_first)
+    part = Part()
+    Checkpoint.load_objects({"part": part}, tmp_path / "part.pt")
+    assert part.value == 2
+
+
 def test_a_trainer_that_never_rests_does_not_keep_resume_from_ending(tmp_path, monkeypatch):
     save(tmp_path, 1)
     steps = iter(range(2, 10_000))

@@ -22,8 +22,6 @@ from camshaft.handlers.checkpoint.objects import check_objects, objects_in
 from camshaft.handlers.checkpoint.recorded import Recorded
 
 logger = logging.getLogger(__name__)
-
-
 _ATTEMPTS = 100
 _NOT_REGULAR = "is not a regular file, and links are not followed"
 
