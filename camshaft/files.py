@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 import shutil
+import stat
 import time
 import zlib
 from collections.abc import Callable
@@ -67,7 +68,7 @@ def write_atomically(
 
 def remove_leftovers(directory: Path) -> None:
     """Remove what processes that were killed while they wrote have left in a directory."""
-    for temporary in directory.glob(".camshaft-*.tmp"):
+    for temporary in filter(is_regular, directory.glob(".camshaft-*.tmp")):
         with suppress(OSError), open(temporary, "rb+") as file:
             status = os.fstat(file.fileno())
             may_be_new = status.st_size == 0 and time.time() - status.st_mtime < 60  # and about to be locked
@@ -174,6 +175,14 @@ def _sha256(path: Path) -> str:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def is_regular(path: Path) -> bool:
+    """Return whether a path is a regular file: not a directory, a link, a pipe or a device."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
 
 
 def flush_directory(directory: Path) -> None:

@@ -106,7 +106,15 @@ def _mismatch(
         *(f"{name}={value!r}" for name, value in kwargs.items()),
     ]
     offered = ", ".join(given) or "nothing more"
+    missing = [
+        f"{name}=..."
+        for name, parameter in list(signature.parameters.items())[1 + len(extra) + len(args) :]
+        if parameter.default is parameter.empty and name not in kwargs
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+    names = ", ".join(name.removesuffix("=...") for name in missing)
+    hint = f"; it also requires {names}: add_event_handler(event, handler, {', '.join(missing)})" if missing else ""
     return (
         f"handler {handler!r} with the signature {signature} cannot be called on {event!r}: it is given the engine "
-        f"(or not, if it does not take it) and {offered}"
+        f"(or not, if it does not take it) and {offered}{hint}"
     )

@@ -97,3 +97,31 @@ def test_a_name_that_is_no_longer_used_is_free(tmp_path):
     first(at(2))
     second(at(1))
     assert names(tmp_path) == ["model_1.pt", "model_2.pt"]
+
+
+@pytest.mark.parametrize("options", [{}, {"asynchronous": True}])
+@pytest.mark.parametrize("event", [Events.COMPLETED, Events.TERMINATE, Events.EXCEPTION_RAISED, "evaluator"])
+def test_when_the_run_is_over_the_second_of_two_saves_with_a_warning(tmp_path, event, options):
+    part = Part(1)
+    every, last = (handler(tmp_path, n_saved=2, **options) for _ in range(2))
+    every.to_save = last.to_save = {"model": part}
+    trainer = Engine(lambda engine, batch: 1 / 0 if event == Events.EXCEPTION_RAISED and batch == 3 else None)
+    trainer.add_event_handler(Events.ITERATION_STARTED, every)
+    if event == Events.TERMINATE:
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), trainer.terminate)
+    evaluator = Engine(lambda engine, batch: None)
+    evaluator.state.iteration = 2
+    ending = Events.COMPLETED if event == "evaluator" else event
+    if event == "evaluator":
+        evaluator.add_event_handler(Events.STARTED, lambda engine: setattr(engine.state, "iteration", 3))
+        evaluator.add_event_handler(Events.COMPLETED, last)
+    trainer.add_event_handler(ending, lambda *_: setattr(part, "value", 5))
+    trainer.add_event_handler(ending, (lambda: evaluator.run([0])) if event == "evaluator" else last)
+    with pytest.warns(UserWarning, match=r"two handlers save to .*The run is over, so the file was overwritten"):
+        trainer.run([1, 2, 3, 4])
+    assert last.last_checkpoint.exists()
+    assert load(last.last_checkpoint) == {"value": 5}
+    every(at(9))
+    every(at(10))
+    assert every.last_checkpoint.exists()
+    assert last.last_checkpoint.exists()  # it is no longer the first one's to prune

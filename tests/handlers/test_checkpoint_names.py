@@ -7,8 +7,8 @@ import torch
 
 from camshaft.engine import Engine
 from camshaft.engine.lazy import LazyNumber
-from camshaft.handlers import Checkpoint, DiskSaver
-from tests.handlers.parts import Memory, Part, at
+from camshaft.handlers import Checkpoint, DiskSaver, ModelCheckpoint
+from tests.handlers.parts import Memory, Part, at, names
 
 
 def name(engine, **options):
@@ -128,11 +128,67 @@ def test_a_key_that_is_no_text_names_a_file_too():
     assert list(memory.files) == ["3_1.pt"]
 
 
-@pytest.mark.parametrize("argument", ["filename_prefix", "filename_pattern"])
-def test_names_do_not_lead_out_of_the_directory(tmp_path, argument):
-    with pytest.raises(ValueError, match=f"{argument} must be a part of a file's name, without '/'"):
-        Checkpoint({"part": Part()}, tmp_path, **{argument: "../{name}.pt"})
+@pytest.mark.parametrize("prefix", ["../best", "best/../../x", "/tmp/best", ".."])
+def test_a_prefix_does_not_lead_out_of_the_directory(tmp_path, prefix):
+    with pytest.raises(ValueError, match="filename_prefix must stay in the directory, got"):
+        Checkpoint({"part": Part()}, tmp_path, filename_prefix=prefix)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pattern_leads_to_no_other_directory(tmp_path):
+    with pytest.raises(ValueError, match="filename_pattern must be a part of a file's name, without '/'"):
+        Checkpoint({"part": Part()}, tmp_path, filename_pattern="../{name}.pt")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("pattern", [None, "{filename_prefix}-{name}-{global_step}.pt"])
+def test_a_prefix_may_lead_to_a_folder_that_exists(tmp_path, pattern):
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / ".camshaft-killed.tmp").write_text("half")
+    checkpoint = Checkpoint({"part": Part()}, tmp_path, filename_prefix="best/x", filename_pattern=pattern)
+    for step in (1, 2):
+        checkpoint(at(step))
+    expected = "x-part-2.pt" if pattern else "x_part_2.pt"
+    assert checkpoint.last_checkpoint == tmp_path / "best" / expected
+    assert names(tmp_path) == ["best"]
+    assert names(tmp_path / "best") == [expected]
+    assert Checkpoint.resume({"part": Part()}, tmp_path / "best") == tmp_path / "best" / expected
+    again = Checkpoint(
+        {"part": Part()}, DiskSaver(tmp_path), filename_prefix="best/x", filename_pattern=pattern, n_saved=1
+    )
+    again.load_state_dict(checkpoint.state_dict())
+    again(at(3))
+    assert names(tmp_path / "best") == [expected.replace("2", "3")]
+
+
+def test_a_folder_that_is_missing_is_reported_at_construction(tmp_path):
+    with pytest.raises(ValueError, match=r"filename_prefix 'best/x' needs the folder '.*best', which does not exist"):
+        ModelCheckpoint(tmp_path, "best/x")
+
+
+def test_a_prefix_with_a_folder_needs_to_come_first(tmp_path):
+    (tmp_path / "best").mkdir()
+    with pytest.raises(ValueError, match=r"filename_pattern must start with \{filename_prefix\}, got"):
+        Checkpoint({"part": Part()}, tmp_path, filename_prefix="best/x", filename_pattern="{name}-{filename_prefix}.pt")
+
+
+@pytest.mark.parametrize("letter", ["p", "\N{LATIN SMALL LETTER E WITH ACUTE}"])
+def test_a_name_that_will_be_too_long_is_refused_at_construction(tmp_path, letter):
+    width = len(letter.encode())
+    with pytest.raises(ValueError, match=r"filename_prefix is too long: a file name such as .* has 25\d bytes"):
+        Checkpoint({"model": Part()}, tmp_path, letter * ((256 - len("_model_1000000000.pt")) // width))
+    with pytest.raises(ValueError, match="filename_prefix is too long"):
+        ModelCheckpoint(tmp_path, letter * (236 // width))
+    longest = letter * ((241 - len("_model_1000000000.pt")) // width)
+    Checkpoint({"model": Part()}, tmp_path, longest)(at(1_999_999_999))
+    assert len(list(tmp_path.glob("*.pt"))) == 1
+
+
+def test_a_name_that_is_too_long_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match=r"filename is too long: .* has 242 bytes, and the disk takes 241"):
+        DiskSaver(tmp_path)({}, "m" * 242)
+    assert list(tmp_path.iterdir()) == []
+    DiskSaver(tmp_path)({}, "m" * 241)
 
 
 def test_a_pattern_that_is_none_is_refused_by_name(tmp_path):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
+import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +18,9 @@ from torch import nn
 from camshaft import distributed as idist
 from camshaft.engine import Engine, Events
 from camshaft.errors import DamagedCheckpointError
+from camshaft.files import checksum_of
 from camshaft.handlers import Checkpoint, DiskSaver
+from camshaft.handlers.checkpoint import manifest, resuming
 from camshaft.handlers.checkpoint.manifest import FOLDER, entries_of
 from tests.handlers.parts import Part, at, linear, names, weight
 from tests.ranks import on_ranks
@@ -123,7 +128,7 @@ def test_whichever_bit_flips_the_one_before_is_taken_and_the_damaged_one_named(t
     folder = tmp_path_factory.mktemp("bits")
     save(folder, 1, 2)
     flip_a_bit(folder / file_of(2), position)
-    with pytest.warns(UserWarning, match=r"checkpoint_2.pt' is damaged: .*going on from 'checkpoint_1.pt'"):
+    with pytest.warns(UserWarning, match=r"checkpoint_2.pt' is damaged: .*resuming from 'checkpoint_1.pt'"):
         assert resume(folder) == (1, file_of(1))
 
 
@@ -133,7 +138,7 @@ def test_whichever_bit_flips_the_one_before_is_taken_and_the_damaged_one_named(t
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), r"has [\d,]+ bytes instead of [\d,]+"),
         (lambda path: path.write_bytes(b""), "has 0 bytes instead of"),
         (lambda path: path.unlink(), "is not there"),
-        (lambda path: (path.unlink(), path.mkdir()), "bytes instead of|cannot be read"),
+        (lambda path: (path.unlink(), path.mkdir()), "is not a regular file"),
     ],
 )
 def test_a_file_that_was_cut_off_or_is_gone_is_named_and_the_one_before_is_taken(tmp_path, harm, message):
@@ -184,32 +189,288 @@ def test_what_could_not_be_loaded_again_is_told_at_the_first_save(tmp_path):
     saver({"part": Part()}, "b.pt")
 
 
-def test_an_entry_that_is_none_is_named_and_left_out(tmp_path):
-    save(tmp_path, 1)
-    (tmp_path / FOLDER / "broken.json").write_text("{")
-    (tmp_path / FOLDER / "other.json").write_text('{"file": 3}')
-    assert [entry.file for entry in entries_of(tmp_path)] == [file_of(1)]
-    with pytest.warns(UserWarning, match=r"(broken|other)\.json' cannot be read") as told:
-        assert resume(tmp_path) == (1, file_of(1))
-    assert len(told) == 2
+def entry_of(folder, step):
+    (entry,) = (folder / FOLDER).glob(f"{file_of(step)}.*")
+    return entry
 
 
-@pytest.mark.parametrize(("old", "new"), [('"other"', '"odder"'), ('"saved_at": 1', '"saved_at": 0'), ("2.pt", "3.pt")])
-def test_a_flipped_bit_in_an_entry_is_named_and_its_checkpoint_is_still_the_newest(tmp_path, old, new):
-    save(tmp_path, 1)
-    save(tmp_path, 2)
-    (entry,) = (tmp_path / FOLDER).glob(f"{file_of(2)}.*")
-    assert old in entry.read_text()
-    entry.write_text(entry.read_text().replace(old, new, 1))
-    with pytest.warns(UserWarning, match="cannot be read, so that nothing is known of its checkpoint"):
+MALFORMED = {
+    "nothing": "",
+    "half": "{",
+    "a number": "3",
+    "null": "null",
+    "NaN": "NaN",
+    "a list": "[]",
+    "a text": '"file"',
+    "another object": '{"file": 3}',
+    "deep nesting": "[" * 100_000,
+    "deep nesting in it": '{"file": ' * 50_000,
+    "a huge file": " " * (1 << 20) + "{}",
+    "no text": b"\xff\xfe",
+}
+WRONG = {
+    "file": [3, None, "checkpoint_1.pt", "../checkpoint_2.pt", "/dev/zero", ""],
+    "checksum": [None, "crc32:00000000", 5],
+    "size": [None, True, -1, 1.5, "3", 10**30],
+    "saved_at": [None, False, -1, float("nan"), 10**30, []],
+    "objects": [3, [3], [["part"]], {"part": 1}, "part"],
+}
+
+
+def forged(text, field, value):
+    """Change a field of an entry, and its checksum with it."""
+    content = {**json.loads(text), field: value}
+    del content["checksum_of_entry"]
+    return json.dumps({**content, "checksum_of_entry": manifest._sum_of(content)})
+
+
+def harms():
+    for name, text in MALFORMED.items():
+        yield pytest.param(lambda _, text=text: text, id=name)
+    for field, values in WRONG.items():
+        for value in values:
+            yield pytest.param(lambda text, f=field, v=value: forged(text, f, v), id=f"{field} {value!r}")
+    for old, new in (('"other"', '"odder"'), ('"saved_at": 1', '"saved_at": 0'), ("2.pt", "3.pt")):
+        yield pytest.param(lambda text, old=old, new=new: text.replace(old, new, 1), id=f"{old} to {new}")
+
+
+@pytest.mark.parametrize("harm", list(harms()))
+def test_an_entry_that_is_malformed_is_named_and_its_checkpoint_is_still_verified(tmp_path, harm):
+    save(tmp_path, 1, 2)
+    entry = entry_of(tmp_path, 2)
+    damaged = harm(entry.read_text())
+    entry.write_bytes(damaged if isinstance(damaged, bytes) else damaged.encode())
+    with pytest.warns(UserWarning, match=r"checkpoint_2\.pt\.[0-9a-f]{8}\.json' cannot be read, so that only its name"):
         assert resume(tmp_path) == (2, file_of(2))
-    with pytest.warns(UserWarning, match="cannot be read"):
+    with pytest.warns(UserWarning, match="cannot be read, so that only its name is used"):
         Checkpoint.load_objects({"part": Part()}, tmp_path / file_of(2))
     saver = DiskSaver(tmp_path, require_empty=False)
+    flip_a_bit(tmp_path / file_of(2), 700)
+    with pytest.warns(UserWarning, match=r"checkpoint_2\.pt' is damaged|cannot be read, so that only"):
+        assert resume(tmp_path) == (1, file_of(1))
+    with (
+        pytest.warns(UserWarning, match="cannot be read"),
+        pytest.raises(DamagedCheckpointError, match="checkpoint_2.pt' is damaged"),
+    ):
+        Checkpoint.load_objects({"part": Part()}, tmp_path / file_of(2))
     saver({"value": 3}, file_of(2))
-    assert len(list((tmp_path / FOLDER).glob(f"{file_of(2)}.*"))) == 1
+    assert entry_of(tmp_path, 2)
     saver.remove(file_of(2))
     assert not list((tmp_path / FOLDER).glob(f"{file_of(2)}.*"))
+
+
+def test_a_damaged_entry_does_not_tell_which_objects_there_are_so_the_file_is_asked(tmp_path):
+    save(tmp_path, 1)
+    Checkpoint({"best": Part(7)}, DiskSaver(tmp_path, require_empty=False))(at(2))
+    (entry,) = (tmp_path / FOLDER).glob("best_2.pt.*")
+    entry.write_text("3")
+    part = Part()
+    with pytest.warns(UserWarning, match="cannot be read"):
+        assert Checkpoint.resume({"part": part, "other": Part()}, tmp_path).name == file_of(1)
+
+
+def test_files_of_the_manifest_that_are_no_entries_do_not_matter(tmp_path):
+    save(tmp_path, 1)
+    for name in ("broken.json", "...00000000.json", "..00000000.json", ".json", "notes.txt"):
+        (tmp_path / FOLDER / name).write_text("{")
+    assert [entry.file for entry in entries_of(tmp_path)] == [file_of(1)]
+    assert resume(tmp_path) == (1, file_of(1))
+
+
+# --- beside a trainer that saves and prunes ------------------------------------------------------------------
+
+
+def interrupt(monkeypatch, act, when):
+    """Act before each look of ``resume`` at the disk for whose number ``when`` holds; return the looks so far."""
+    looks = []
+    for name in ("entries_of", "checkpoints_in", "problem_of", "read_checkpoint"):
+
+        def look(inner, name, *args, **kwargs):
+            looks.append(name)
+            if when(len(looks)):
+                act()
+            return inner(*args, **kwargs)
+
+        monkeypatch.setattr(resuming, name, partial(look, getattr(resuming, name), name))
+    return looks
+
+
+@pytest.mark.parametrize("pattern", [None, "fixed.pt"])
+@pytest.mark.parametrize("n_saved", [1, 2])
+@pytest.mark.parametrize("first", range(1, 7))
+@pytest.mark.parametrize("count", [1, 2, 10])
+def test_beside_a_trainer_that_prunes_the_newest_is_loaded_without_a_warning(
+    tmp_path, monkeypatch, pattern, n_saved, first, count
+):
+    part = Part()
+    saver = DiskSaver(tmp_path, require_empty=False)
+    checkpoint = Checkpoint({"part": part, "other": Part()}, saver, n_saved=n_saved, filename_pattern=pattern)
+
+    def train():
+        part.value += 1
+        checkpoint(at(part.value))
+
+    for _ in range(3):
+        train()
+    looks = interrupt(monkeypatch, train, lambda number: first <= number < first + count)
+    value, name = resume(tmp_path)
+    assert value >= 3
+    assert name == (pattern or file_of(value))
+    assert len(looks) >= min(first, 4)
+
+
+def test_a_file_that_is_replaced_while_it_is_verified_is_not_damaged(tmp_path, monkeypatch):
+    saver = DiskSaver(tmp_path)
+    saver({"value": 1}, "part.pt")
+    real, values = manifest.checksum_of, iter([2])
+
+    def replaced_first(path):
+        for value in values:
+            saver({"value": value}, "part.pt")
+        return real(path)
+
+    monkeypatch.setattr(manifest, "checksum_of", replaced_first)
+    part = Part()
+    Checkpoint.load_objects({"part": part}, tmp_path / "part.pt")
+    assert part.value == 2
+
+
+def test_a_trainer_that_never_rests_does_not_keep_resume_from_ending(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    steps = iter(range(2, 10_000))
+
+    def train():
+        for path in tmp_path.glob("*.pt"):
+            DiskSaver(tmp_path, require_empty=False).remove(path.name)
+        save(tmp_path, next(steps))
+
+    monkeypatch.setattr(resuming, "_ATTEMPTS", 5)
+    looks = interrupt(monkeypatch, train, lambda number: looks[-1] == "problem_of")
+    with pytest.warns(UserWarning, match="nothing was loaded, as there is no checkpoint to resume from"):
+        assert resume(tmp_path) == (0, None)
+    assert looks.count("problem_of") == 5
+
+
+@on_ranks(2)
+def test_on_ranks_all_list_again_when_one_finds_the_file_gone(tmp_path, monkeypatch):
+    rank = idist.get_rank()
+    if rank == 0:
+        save(tmp_path, 1)
+    idist.barrier()
+    read = resuming.read_checkpoint
+    reads = []
+
+    def vanish(path, map_location=None):
+        reads.append(path.name)
+        if rank == 1 and len(reads) == 1:
+            DiskSaver(tmp_path, require_empty=False, save_on_rank=1).remove(file_of(1))
+            save(tmp_path, 2, save_on_rank=1)
+            raise FileNotFoundError(path)
+        return read(path, map_location)
+
+    monkeypatch.setattr(resuming, "read_checkpoint", vanish)
+    assert resume(tmp_path) == (2, file_of(2))
+    assert len(reads) == 2
+
+
+# --- hostile folders ---------------------------------------------------------------------------------------
+
+
+def write_entry(folder, file, checksum="crc32:00000000", size=0, name=None):
+    """Write an entry as an attacker would."""
+    content = {"format": 1, "file": file, "checksum": checksum, "size": size, "saved_at": 2**62, "objects": None}
+    text = json.dumps({**content, "checksum_of_entry": manifest._sum_of(content)})
+    (folder / FOLDER / (name or f"{file}.{checksum[-8:]}.json")).write_text(text)
+
+
+@pytest.mark.parametrize("kind", ["parent", "absolute", "device"])
+def test_an_entry_names_a_file_of_its_folder_or_nothing(tmp_path, kind):
+    folder = tmp_path / "checkpoints"
+    save(folder, 1)
+    secret = tmp_path / "secret.pt"
+    torch.save({"part": {"value": 666}}, secret)
+    file = {"parent": "../secret.pt", "absolute": str(secret), "device": "/dev/zero"}[kind]
+    write_entry(folder, file, checksum_of(secret), secret.stat().st_size, name="checkpoint_2.pt.01234567.json")
+    with pytest.warns(UserWarning, match="its content does not match its name"):
+        assert resume(folder) == (1, file_of(1))
+
+
+def as_pipe(path, folder):
+    os.mkfifo(path)
+
+
+def as_link(path, folder):
+    path.symlink_to(folder / "secret.pt")
+
+
+def as_device(path, folder):
+    path.symlink_to("/dev/zero")
+
+
+def as_folder(path, folder):
+    path.mkdir()
+
+
+KINDS = [as_pipe, as_link, as_device, as_folder]
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+@pytest.mark.parametrize("make", KINDS)
+def test_only_regular_files_are_opened(tmp_path, make, is_listed):
+    folder = tmp_path / "checkpoints"
+    save(folder, 1)
+    secret = tmp_path / "secret.pt"
+    torch.save({"part": {"value": 666}}, secret)
+    make(folder / "evil.pt", tmp_path)
+    if is_listed:
+        write_entry(folder, "evil.pt", checksum_of(secret), secret.stat().st_size)
+        with pytest.warns(UserWarning, match=r"evil.pt' is not a regular file, and links are not followed"):
+            assert resume(folder) == (1, file_of(1))
+    else:
+        assert resume(folder) == (1, file_of(1))
+    DiskSaver(folder, require_empty=False).remove(file_of(1))
+    with pytest.raises(DamagedCheckpointError, match=r"evil.pt' is not a regular file"):
+        resume(folder)
+
+
+@pytest.mark.parametrize("make", [as_pipe, as_device])
+def test_loading_by_path_does_not_hang_on_what_an_entry_says_of_a_pipe(tmp_path, make):
+    save(tmp_path, 1)
+    make(tmp_path / "evil.pt", tmp_path)
+    write_entry(tmp_path, "evil.pt")
+    with pytest.raises(DamagedCheckpointError, match="is not a regular file"):
+        Checkpoint.load_objects({"part": Part()}, tmp_path / "evil.pt")
+
+
+def test_a_link_that_the_user_names_is_followed(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / "latest").symlink_to(tmp_path / file_of(1))
+    part = Part()
+    Checkpoint.load_objects({"part": part}, tmp_path / "latest")
+    assert part.value == 1
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_entries_that_are_no_regular_files_are_not_opened(tmp_path, make):
+    save(tmp_path, 1, 2)
+    entry = entry_of(tmp_path, 2)
+    entry.unlink()
+    make(entry, tmp_path)
+    with pytest.warns(UserWarning, match="it is not a regular file"):
+        assert resume(tmp_path) == (2, file_of(2))
+
+
+def test_a_manifest_that_is_a_link_is_neither_read_nor_written(tmp_path):
+    folder, other = tmp_path / "checkpoints", tmp_path / "other"
+    save(other, 1)
+    save(folder, 2)
+    shutil.rmtree(folder / FOLDER)
+    (folder / FOLDER).symlink_to(other / FOLDER)
+    assert resume(folder) == (2, file_of(2))
+    before = sorted((other / FOLDER).iterdir())
+    with pytest.raises(NotADirectoryError, match="the manifest of the checkpoints, .* is a symbolic link"):
+        DiskSaver(folder, require_empty=False)
+    assert sorted((other / FOLDER).iterdir()) == before
 
 
 def best_and_last(folder):

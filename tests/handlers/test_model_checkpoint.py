@@ -33,10 +33,10 @@ def test_they_may_be_given_by_name_and_differ_between_events(tmp_path):
 
 
 def test_the_directory_is_that_of_a_disk_saver_with_its_arguments(tmp_path):
-    handler = ModelCheckpoint(tmp_path / "a", atomic=False, save_on_rank=3, _use_new_zipfile_serialization=False)
+    handler = ModelCheckpoint(tmp_path / "a", atomic=False, save_on_rank="node", _use_new_zipfile_serialization=False)
     saver = handler.save_handler
     assert isinstance(saver, DiskSaver)
-    assert (saver.atomic, saver.save_on_rank, handler.save_on_rank) == (False, 3, 3)
+    assert (saver.atomic, saver.save_on_rank, handler.save_on_rank) == (False, "node", "node")
     assert saver.kwargs == {"_use_new_zipfile_serialization": False}
     (tmp_path / "model_1.pt").touch()
     with pytest.raises(ValueError, match="does not exist"):
@@ -57,7 +57,9 @@ def test_the_order_of_the_arguments_is_part_of_the_interface():
 @pytest.mark.parametrize(
     ("to_save", "error", "message"),
     [
-        ({}, RuntimeError, "to_save must hold at least one object"),
+        ({}, RuntimeError, "to_save must hold at least one object, got {}"),
+        ([], RuntimeError, r"to_save must hold at least one object, got \[\]"),
+        (3, TypeError, "to_save must be a mapping"),
         ([Part()], TypeError, "to_save must be a mapping"),
         ({"model": 3}, TypeError, r"to_save\['model'\] must have state_dict"),
         ({"checkpointer": Part()}, ValueError, "'checkpointer'"),
@@ -69,7 +71,9 @@ def test_objects_that_cannot_be_saved_are_refused(tmp_path, to_save, error, mess
 
 
 def test_without_objects_it_cannot_be_registered(tmp_path):
-    with pytest.raises(ValueError, match="cannot be called"):
+    with pytest.raises(
+        ValueError, match=r"it also requires to_save: add_event_handler\(event, handler, to_save=\.\.\.\)"
+    ):
         at().add_event_handler(Events.EPOCH_COMPLETED, ModelCheckpoint(tmp_path))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import resource
 import stat
@@ -10,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from camshaft.handlers import DiskSaver
+from camshaft.handlers import Checkpoint, DiskSaver
 from camshaft.handlers.checkpoint import BaseSaveHandler
-from tests.handlers.parts import load, names
+from tests.handlers.parts import Part, at, load, names
 from tests.ranks import on_ranks
 
 BIG = {"weight": torch.zeros(100_000)}
@@ -162,10 +163,121 @@ def test_one_rank_alone_looks_at_the_directory_writes_and_removes(tmp_path):
     assert names(folder) == ["1.pt"]
 
 
-def test_a_rank_that_is_not_there_is_refused_when_it_should_save(tmp_path):
-    saver = DiskSaver(tmp_path, save_on_rank=1)
-    with pytest.raises(ValueError, match="save_on_rank must be a rank of the job, which has 1 processes, got 1"):
-        saver({}, "model.pt")
+def test_a_single_process_saves_whatever_the_rank_with_a_warning(tmp_path):
+    with pytest.warns(UserWarning, match="save_on_rank is 1, but the job has a single process: rank 0 saves"):
+        checkpoint = Checkpoint({"model": Part(3)}, tmp_path, save_on_rank=1, n_saved=1)
+    for step in (1, 2):
+        checkpoint(at(step))
+    assert names(tmp_path) == ["model_2.pt"]
+    assert load(checkpoint.last_checkpoint) == {"value": 3}
+
+
+@on_ranks(2)
+def test_a_rank_that_the_job_does_not_have_is_refused_at_construction(tmp_path):
+    for make in (DiskSaver, lambda folder, save_on_rank: Checkpoint({"a": Part()}, print, save_on_rank=save_on_rank)):
+        with pytest.raises(ValueError, match="save_on_rank must be a rank of the job, which has 2 processes, got 2"):
+            make(tmp_path, save_on_rank=2)
+
+
+# --- the manifest ------------------------------------------------------------------------------------------
+
+
+def test_patterns_do_not_show_the_manifest_and_it_is_never_the_last(tmp_path):
+    saver = DiskSaver(tmp_path)
+    for step in (1, 2):
+        saver({}, f"Model_{step}.pt")
+    expected = ["Model_1.pt", "Model_2.pt"]
+    assert sorted(map(os.path.basename, glob.glob(f"{tmp_path}/*"))) == expected
+    assert sorted(path.name for path in tmp_path.glob("**/*.pt")) == expected
+    assert sorted(os.listdir(tmp_path))[-1] == max(os.listdir(tmp_path)) == "Model_2.pt"
+
+
+def test_the_migration_page_says_first_that_a_plain_listing_shows_it():
+    page = (Path(__file__).parents[2] / "docs" / "migrating" / "from-ignite.md").read_text()
+    assert "`.manifest`" in page.partition("What behaves differently")[0]
+
+
+# --- what may be removed -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["../train.py", "/etc/passwd", "a/../../train.py"])
+def test_names_that_lead_out_of_the_directory_are_refused(tmp_path, name):
+    (tmp_path / "train.py").touch()
+    saver = DiskSaver(tmp_path / "checkpoints")
+    for act in (saver.remove, lambda name: saver({}, name)):
+        with pytest.raises(ValueError, match="filename must stay in the directory, got"):
+            act(name)
+    assert names(tmp_path) == ["checkpoints", "train.py"]
+    assert names(saver.dirname) == []
+
+
+def test_only_what_the_manifest_lists_is_removed(tmp_path):
+    saver = DiskSaver(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "folder").mkdir()
+    for name in ("train.py", "folder", ""):
+        with pytest.warns(UserWarning, match="is not removed: the manifest lists no such checkpoint"):
+            saver.remove(name)
+    assert names(tmp_path) == ["folder", "train.py"]
+
+
+def test_a_link_in_place_of_a_checkpoint_is_not_removed_nor_what_it_leads_to(tmp_path):
+    saver = DiskSaver(tmp_path)
+    saver({}, "model.pt")
+    (tmp_path / "model.pt").rename(tmp_path / "precious")
+    (tmp_path / "model.pt").symlink_to(tmp_path / "precious")
+    with pytest.warns(UserWarning, match="is not removed"):
+        saver.remove("model.pt")
+    assert names(tmp_path) == ["model.pt", "precious"]
+
+
+def load_and_save(checkpoint, record):
+    checkpoint.load_state_dict({"_saved": record})
+    checkpoint(at(2))
+
+
+@pytest.mark.parametrize("name", ["train.py", "sub/model_1.pt", "link/model_1.pt"])
+def test_a_hostile_record_removes_nothing(tmp_path, name):
+    (tmp_path / "elsewhere").mkdir()
+    folder = tmp_path / "checkpoints"
+    checkpoint = Checkpoint({"model": Part()}, folder, n_saved=1)
+    (folder / "link").symlink_to(tmp_path / "elsewhere")
+    (folder / "sub").mkdir()
+    (folder / "train.py").touch()
+    for other in (folder / "sub", tmp_path / "elsewhere"):
+        DiskSaver(other)({}, "model_1.pt")
+    with pytest.warns(UserWarning, match="they are left alone|is not removed"):
+        load_and_save(checkpoint, [(1, name)])
+    assert (folder / name).exists()
+
+
+def test_pipes_among_what_killed_processes_left_are_not_opened(tmp_path):
+    os.mkfifo(tmp_path / ".camshaft-pipe.tmp")
+    DiskSaver(tmp_path)
+
+
+class Renaming(DiskSaver):
+    """Saves under one name, whatever it is asked for, as MONAI's CheckpointSaver does."""
+
+    def __call__(self, checkpoint, filename, metadata=None):
+        super().__call__(checkpoint=checkpoint, filename="best.pt", metadata=metadata)
+
+    def remove(self, filename):
+        super().remove(filename="best.pt")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("n_saved", [1, 2])
+def test_pruning_never_removes_the_file_that_was_just_written(tmp_path, n_saved, asynchronous):
+    part = Part()
+    saver = Renaming(tmp_path, require_empty=False, atomic=False)
+    checkpoint = Checkpoint({"part": part}, saver, n_saved=n_saved, asynchronous=asynchronous)
+    for part.value in range(1, 5):
+        checkpoint(at(part.value))
+        assert checkpoint.state_dict()["_saved"][-1][0] == part.value
+        assert load(tmp_path / "best.pt") == {"value": part.value}
+    saver.remove("whatever")
+    assert names(tmp_path) == []
 
 
 def test_what_the_safe_reader_cannot_read_is_saved_with_a_warning(tmp_path):

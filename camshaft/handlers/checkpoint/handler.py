@@ -9,11 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from camshaft.engine.engine import Engine
+from camshaft.engine.event import Events
+from camshaft.engine.running import outermost
 from camshaft.handlers.checkpoint import record
 from camshaft.handlers.checkpoint.events import CheckpointEvents, announce
 from camshaft.handlers.checkpoint.later import Later
 from camshaft.handlers.checkpoint.loading import load_objects
-from camshaft.handlers.checkpoint.names import check_pattern, check_stays, file_name, make_pattern, name_of
+from camshaft.handlers.checkpoint.names import (
+    check_folder,
+    check_length,
+    check_pattern,
+    check_stays,
+    file_name,
+    folder_of,
+    make_pattern,
+    name_of,
+)
 from camshaft.handlers.checkpoint.objects import CHECKPOINTER, check_to_save, checkpoint_of, needs_all_ranks
 from camshaft.handlers.checkpoint.recorded import Recorded
 from camshaft.handlers.checkpoint.resuming import resume
@@ -22,6 +33,7 @@ from camshaft.handlers.checkpoint.scores import ScoreFunction, score_of_metric
 from camshaft.handlers.checkpoint.writer import is_writer
 from camshaft.handlers.checks import check_callable, check_text
 
+_ENDS = Events.TERMINATE | Events.COMPLETED | Events.INTERRUPT | Events.EXCEPTION_RAISED
 StepTransform = Callable[[Engine[Any, Any], Any], Any]
 SaveHandler = str | PathLike[str] | BaseSaveHandler | Callable[..., object]
 
@@ -43,7 +55,8 @@ class Checkpoint(Recorded):
             Modules are taken out of ``DataParallel``, ``DistributedDataParallel`` and ``torch.compile``.
         save_handler: a directory, for a :class:`DiskSaver`; or a ``BaseSaveHandler``; or a function that is
             called with the checkpoint, the file name and, if it takes that, the metadata.
-        filename_prefix: first part of the file names.
+        filename_prefix: first part of the file names. With a ``DiskSaver``, ``"best/run"`` leads to the folder
+            ``best`` in its directory, which must exist.
         score_function: called with the engine, gives a number; the larger, the better.
         score_name: of the score, for the file names. Without ``score_function`` the metric of this name is it.
         n_saved: how many to keep; ``None`` for all.
@@ -117,8 +130,8 @@ class Checkpoint(Recorded):
         if isinstance(save_handler, (str, PathLike)):
             save_handler = DiskSaver(save_handler, create_dir=True, save_on_rank=save_on_rank)
         if isinstance(save_handler, DiskSaver):
-            check_stays("filename_prefix", filename_prefix)
             check_stays("filename_pattern", filename_pattern or "")
+            check_folder(filename_prefix, filename_pattern, save_handler.dirname, save_handler.writes)
         super().__init__(save_handler, save_on_rank)
         self.to_save = to_save
         self.filename_prefix = filename_prefix
@@ -131,6 +144,8 @@ class Checkpoint(Recorded):
         self.greater_or_equal = greater_or_equal
         self.ext = "pt"
         self._later = Later(when_busy) if asynchronous else None
+        if isinstance(save_handler, DiskSaver):
+            self._check_length(save_handler.dirname)
 
     @property
     def last_checkpoint(self) -> str | Path | None:
@@ -153,8 +168,9 @@ class Checkpoint(Recorded):
         """Save, if the score or the step is large enough.
 
         Raises:
-            ValueError: ``score_function`` or ``global_step_transform`` does not give a number, or another handler has
-                saved to the same file since this one was made.
+            ValueError: ``score_function`` or ``global_step_transform`` does not return a number, or another handler has
+                saved to the same file since this one was made. When the run is over, as on ``COMPLETED``, the latter is
+                a warning, and the file is overwritten.
         """
         later = self._later
         if later is not None and later.is_busy(may_skip=not needs_all_ranks(self.to_save)):
@@ -177,7 +193,7 @@ class Checkpoint(Recorded):
             if dropped is not None:
                 self._remove(dropped)
 
-        self._claim(filename)
+        self._claim(filename, is_over=(outermost() or engine).last_event_name in _ENDS)
         if later is None or not self._has_work:
             save(checkpoint)
             announce(engine)
@@ -225,7 +241,8 @@ class Checkpoint(Recorded):
         """
         super().load_state_dict(state_dict)
         begin = f"{self.filename_prefix}_" if self.filename_prefix and self.filename_pattern is None else ""
-        foreign = [item.filename for item in self._saved if not item.filename.startswith(begin)]
+        names = [item.filename for item in self._saved]
+        foreign = [name for name in names if not name.startswith(begin) or self._is_elsewhere(name)]
         if foreign:
             self._saved = [item for item in self._saved if item.filename not in foreign]
             warnings.warn(
@@ -233,6 +250,20 @@ class Checkpoint(Recorded):
                 "are left alone; give the records of handlers that share a directory names of their own in to_save",
                 stacklevel=2,
             )
+
+    def _is_elsewhere(self, filename: str) -> bool:
+        """Return whether a file of a record lies in another folder than those that this handler saves."""
+        return isinstance(self.save_handler, DiskSaver) and folder_of(filename) != folder_of(self.filename_prefix)
+
+    def _check_length(self, directory: Path) -> None:
+        """Raise if names will be too long when the steps have ten digits."""
+        has_step = self.score_function is None or self.global_step_transform is not None
+        score = None if self.score_function is None else -1000.0
+        try:
+            name = self._filename(name_of(self.to_save) if self.to_save else "", score, 10**9 if has_step else None)
+        except ValueError:  # the pattern is for steps of another kind
+            return
+        check_length("filename_prefix", directory / name)
 
     def _global_step(self, engine: Engine[Any, Any]) -> Any:
         if self.global_step_transform is not None:
@@ -278,3 +309,7 @@ class Checkpoint(Recorded):
     def _settle(self) -> None:
         if self._later is not None:
             self._later.settle()
+
+    def _wait(self) -> None:
+        if self._later is not None:
+            self._later.wait()

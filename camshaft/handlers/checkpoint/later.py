@@ -79,6 +79,10 @@ class Later:
             self._leave()
             self._background.settle()
 
+    def wait(self) -> None:
+        """Wait for the save under way, if there is one; its error is raised later."""
+        self._background.wait()
+
     def _look(self) -> None:
         if self._background.is_over:
             self.settle()

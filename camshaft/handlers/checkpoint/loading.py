@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -53,7 +54,11 @@ def load_objects(
     check_objects(dict(to_load), "load_state_dict", "to_load")
     content: Any = checkpoint
     if isinstance(checkpoint, (str, PathLike)):
-        if problem := problem_of(Path(checkpoint)):
+        damaged: list[str] = []
+        problem = problem_of(Path(checkpoint), damaged)
+        for text in damaged:
+            warnings.warn(text, stacklevel=2)
+        if problem:
             raise DamagedCheckpointError(f"the checkpoint '{checkpoint!s}' {problem}")
         content = read_checkpoint(checkpoint, map_location)
     elif not isinstance(checkpoint, Mapping):

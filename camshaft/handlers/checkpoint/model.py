@@ -9,7 +9,7 @@ from typing import Any
 
 from camshaft.engine.engine import Engine
 from camshaft.handlers.checkpoint.handler import Checkpoint, StepTransform
-from camshaft.handlers.checkpoint.objects import check_to_save
+from camshaft.handlers.checkpoint.objects import check_to_save, is_container
 from camshaft.handlers.checkpoint.savers import DiskSaver
 from camshaft.handlers.checkpoint.scores import ScoreFunction
 
@@ -99,8 +99,8 @@ class ModelCheckpoint(Checkpoint):
                 "to_save is missing: register a ModelCheckpoint with its objects, "
                 "engine.add_event_handler(event, handler, {'model': model})"
             ) from given
-        if isinstance(given, Mapping) and not given:
-            raise RuntimeError("to_save must hold at least one object, got an empty mapping")
+        if is_container(given) and not given:
+            raise RuntimeError(f"to_save must hold at least one object, got {given!r}")
         check_to_save(given, self.include_self)
         self.to_save = given
         super().__call__(engine)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from numbers import Integral
-from pathlib import Path
+from pathlib import Path, PurePath
 from string import Formatter
 from typing import Any
 
+from camshaft.handlers.checkpoint.manifest import SUFFIX_LENGTH
 from camshaft.handlers.checkpoint.weights import SUFFIX, is_weights_file
 
 FIELDS = ("filename_prefix", "name", "score", "score_name", "global_step", "ext")
@@ -65,13 +66,69 @@ def check_pattern(pattern: str, objects: Mapping[str, Any], include_self: bool) 
 def check_stays(argument: str, text: str) -> None:
     """Raise ``ValueError`` if a part of a file's name would lead to another directory.
 
-    >>> check_stays("filename_prefix", "../best")
+    >>> check_stays("filename_pattern", "../{name}")
     Traceback (most recent call last):
-    ValueError: filename_prefix must be a part of a file's name, without '/', got '../best'
+    ValueError: filename_pattern must be a part of a file's name, without '/', got '../{name}'
     """
     separators = [one for one in (os.sep, os.altsep) if one and one in text]
     if separators:
         raise ValueError(f"{argument} must be a part of a file's name, without {separators[0]!r}, got {text!r}")
+
+
+def check_inside(argument: str, text: str) -> None:
+    """Raise ``ValueError`` if the name of a file would lead out of its directory.
+
+    >>> check_inside("filename_prefix", "../best")
+    Traceback (most recent call last):
+    ValueError: filename_prefix must stay in the directory, got '../best'
+    """
+    path = PurePath(text)
+    if path.anchor or ".." in path.parts:
+        raise ValueError(f"{argument} must stay in the directory, got {text!r}")
+
+
+def check_folder(prefix: str, pattern: str | None, directory: Path, is_used: bool) -> None:
+    """Raise ``ValueError`` if a prefix leads to a folder of the directory that files cannot be written to.
+
+    Args:
+        prefix: of file names, such as ``"best/model"``.
+        pattern: of file names, if there is one.
+        directory: where the files go.
+        is_used: whether this process writes there.
+    """
+    check_inside("filename_prefix", prefix)
+    folder = directory / folder_of(prefix)
+    if folder != directory and pattern is not None and not pattern.startswith("{filename_prefix}"):
+        raise ValueError(
+            f"filename_prefix {prefix!r} contains a folder, so filename_pattern must start with {{filename_prefix}}, "
+            f"got {pattern!r}"
+        )
+    if is_used and not folder.is_dir():
+        raise ValueError(f"filename_prefix {prefix!r} needs the folder '{folder}', which does not exist: create it")
+
+
+def folder_of(name: str) -> str:
+    """Return the folder within the directory to which a name, or a prefix of names, leads.
+
+    >>> folder_of("best/model_10.pt"), folder_of("best/"), folder_of("model_10.pt")
+    ('best', 'best', '')
+    """
+    return os.path.dirname(name)
+
+
+def check_length(argument: str, path: Path) -> None:
+    """Raise ``ValueError`` if the name of a file, or that of its entry in the manifest, is too long for the disk."""
+    try:
+        most = os.pathconf(path.parent, "PC_NAME_MAX")
+    except (AttributeError, OSError, ValueError):  # Windows, or a file system that does not tell
+        most = 255
+    most -= SUFFIX_LENGTH
+    length = len(os.fsencode(path.name))
+    if length > most:
+        raise ValueError(
+            f"{argument} is too long: a file name such as {path.name!r} has {length} bytes, and the disk takes {most}, "
+            f"besides {SUFFIX_LENGTH} for its entry in the manifest"
+        )
 
 
 def checkpoints_in(directory: Path) -> list[Path]:

@@ -32,7 +32,7 @@ class Recorded(Serializable):
         self.save_handler = save_handler
         self.save_on_rank = save_on_rank
         self._saved: list[record.Item] = []
-        self._claims = Claims()
+        self._claims = Claims(self._wait)
 
     @property
     def save_handler(self) -> BaseSaveHandler | Callable[..., object]:
@@ -95,10 +95,10 @@ class Recorded(Serializable):
             return (self.save_handler.dirname / filename).resolve()
         return None
 
-    def _claim(self, filename: str) -> None:
+    def _claim(self, filename: str, is_over: bool) -> None:
         """Make sure that a file may be written, before anything is done about it."""
         if path := self._path(filename):
-            self._claims.claim(path)
+            self._claims.claim(path, is_over)
 
     def _store(self, checkpoint: Any, filename: str, metadata: Mapping[str, Any]) -> None:
         self.save_handler(checkpoint, filename, *([metadata] if self._takes_metadata else []))
@@ -108,7 +108,9 @@ class Recorded(Serializable):
         path = self._path(filename)
         if path is not None and not self._claims.release(path):
             return
-        if isinstance(self.save_handler, BaseSaveHandler):
+        if isinstance(self.save_handler, DiskSaver):
+            self.save_handler.prune(filename)
+        elif isinstance(self.save_handler, BaseSaveHandler):
             self.save_handler.remove(filename)
 
     def _settled(self) -> list[record.Item]:
@@ -117,7 +119,10 @@ class Recorded(Serializable):
         return self._saved
 
     def _settle(self) -> None:
-        """Wait for what is under way."""
+        """Wait for what is under way, and raise its error."""
+
+    def _wait(self) -> None:
+        """Wait for what is under way, and leave its error to those who began it."""
 
 
 def _may_exist(path: Path) -> bool:

@@ -1,10 +1,12 @@
-"""Going on from the newest checkpoint that is whole."""
+"""Resuming from the newest checkpoint that is whole."""
 
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -12,18 +14,21 @@ from typing import Any
 
 from camshaft.distributed import all_gather, get_local_rank, get_world_size
 from camshaft.errors import DamagedCheckpointError
+from camshaft.files import is_regular
 from camshaft.handlers.checkpoint.loading import load_objects, read_checkpoint
-from camshaft.handlers.checkpoint.manifest import Entry, entries_of, problem_among
+from camshaft.handlers.checkpoint.manifest import MISSING, Entry, entries_of, problem_of
 from camshaft.handlers.checkpoint.names import checkpoints_in
 from camshaft.handlers.checkpoint.objects import check_objects, objects_in
 from camshaft.handlers.checkpoint.recorded import Recorded
 
 logger = logging.getLogger(__name__)
+_ATTEMPTS = 100
+_NOT_REGULAR = "is not a regular file, and links are not followed"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A checkpoint to go on from, if it is whole.
+    """A checkpoint to resume from, if it is whole.
 
     Args:
         file: its name.
@@ -36,20 +41,23 @@ class Candidate:
     entries: tuple[Entry, ...] = ()
 
     def holds(self, wanted: list[str]) -> bool:
-        """Say whether all that is wanted is in it, as far as that is known without a look into it."""
+        """Return whether it may hold all that is wanted, as far as that is known without reading it."""
         return all(entry.objects is None or set(wanted) <= set(entry.objects) for entry in self.entries)
 
     def problem(self, directory: Path, wanted: list[str]) -> str | None:
-        """Say what is wrong with the file, or ``None``; an empty text if it is just not one that is looked for."""
+        """Return what is wrong with the file, or ``None``; an empty text if it only holds something else."""
         path = directory / self.file
+        if not is_regular(path):
+            return _NOT_REGULAR if os.path.lexists(path) else MISSING
         if self.entries:
-            return problem_among(self.entries, path)
+            return problem_of(path)
         try:
             content = read_checkpoint(path)
+        except FileNotFoundError:
+            return MISSING
         except Exception as error:  # whatever is in the file
             return f"cannot be read: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        is_it = len(wanted) == 1 or (isinstance(content, Mapping) and set(wanted) <= content.keys())
-        return None if is_it else ""
+        return None if _has_all(content, wanted) else ""
 
 
 def resume(
@@ -57,8 +65,9 @@ def resume(
 ) -> Path | None:
     """Load objects from the newest checkpoint of a directory that is whole and holds them; the same on all ranks.
 
-    One that is damaged, cut off or gone is named in a warning, and the one before is taken. All ranks call this.
-    Nodes with disks of their own take the newest that all of them have.
+    A checkpoint that is damaged, truncated or missing is named in a warning, and the one before it is taken. Nodes
+    with disks of their own take the newest checkpoint that all of them have. All ranks must call this. A job that
+    saves to the directory and prunes it may be running.
 
     Args:
         to_load: objects with ``load_state_dict()``, by name, as they were saved. Give the handler that saves too,
@@ -69,12 +78,13 @@ def resume(
         kwargs: such as ``strict=False``, handed to ``load_state_dict`` of modules.
 
     Returns:
-        The file, or ``None`` if there is none yet, so that the run begins anew.
+        The file, or ``None`` if there is none yet, so that the run starts from the beginning. A job that was killed
+        during its very first save has none, and a warning names what it left.
 
     Raises:
         TypeError: ``to_load`` is not a mapping of such objects.
         ValueError: ``directory`` is a file.
-        DamagedCheckpointError: there are checkpoints, and none is whole.
+        DamagedCheckpointError: there are checkpoints, and none of them is whole.
 
     >>> import tempfile, torch
     >>> from camshaft.handlers import DiskSaver
@@ -91,41 +101,65 @@ def resume(
     folder, wanted = Path(directory).expanduser(), list(to_load)
     if folder.is_file():
         raise ValueError(f"directory must be one of checkpoints, got the file '{folder}'; load that by load_objects")
-    problems: list[str] = []
-    found = candidates_in(folder) if get_local_rank() == 0 else {}
-    for name in _agreed(found, wanted):
-        problem = _agreed_problem(found.get(name), folder, wanted)
-        if problem is None:
-            for text in problems:
-                warnings.warn(f"{text}; going on from '{name}'", stacklevel=2)
-            load_objects(to_load, read_checkpoint(folder / name, map_location), **kwargs)
-            _forget_missing(to_load)
-            logger.info("going on from the checkpoint '%s'", folder / name)
-            return folder / name
-        if problem:
-            problems.append(f"the checkpoint '{folder / name}' {problem}")
-    if problems:
-        raise DamagedCheckpointError("no checkpoint is whole:\n" + "\n".join(problems))
-    if found:
-        warnings.warn(
-            f"nothing was loaded: of the {len(found)} checkpoints in '{folder}' none holds {wanted}", stacklevel=2
-        )
+    for attempt in range(_ATTEMPTS):
+        damaged: list[str] = []
+        found = candidates_in(folder, damaged) if get_local_rank() == 0 else {}
+        problems: dict[str, str] = {}
+        for name in _agreed(found, wanted):
+            problem, content = _agreed_content(found.get(name), folder / name, wanted, map_location)
+            if problem is None:
+                _warn([*damaged, *(f"{text}; resuming from '{name}'" for text in _named(problems, folder))])
+                load_objects(to_load, content, **kwargs)
+                _forget_missing(to_load)
+                logger.info("resuming from the checkpoint '%s'", folder / name)
+                return folder / name
+            problems[name] = problem
+            if attempt + 1 < _ATTEMPTS and _agreed_change(found, folder):
+                break  # a trainer that saves to this directory has gone on meanwhile
+        else:
+            break
+    _warn(damaged)
+    texts = _named(problems, folder)
+    if any(text not in ("", MISSING) for text in problems.values()):
+        raise DamagedCheckpointError("no checkpoint is whole:\n" + "\n".join(texts))
+    if texts:
+        _warn(["nothing was loaded, as there is no checkpoint to resume from: " + "; ".join(texts)])
+    elif found:
+        _warn([f"nothing was loaded: of the {len(found)} checkpoints in '{folder}' none holds {wanted}"])
     return None
 
 
-def candidates_in(directory: Path) -> dict[str, Candidate]:
-    """Find the checkpoints of a directory, by name."""
+def candidates_in(directory: Path, damaged: list[str]) -> dict[str, Candidate]:
+    """Find the checkpoints of a directory, by name; problems of the manifest are appended to ``damaged``."""
     entries: dict[str, list[Entry]] = {}
-    damaged: list[str] = []
     for entry in entries_of(directory, damaged=damaged):
         entries.setdefault(entry.file, []).append(entry)
-    found = {file: Candidate(file, known[0].saved_at, tuple(known)) for file, known in entries.items()}
+    found = {file: Candidate(file, _saved_at(directory / file, known), tuple(known)) for file, known in entries.items()}
     for path in checkpoints_in(directory):
         if path.name not in found:
-            found[path.name] = Candidate(path.name, path.stat().st_mtime_ns)
-    for text in damaged:
-        warnings.warn(text, stacklevel=3)
+            with suppress(FileNotFoundError):  # removed meanwhile
+                # a link or a pipe comes last: it is named if there is nothing else
+                found[path.name] = Candidate(path.name, path.lstat().st_mtime_ns if is_regular(path) else -1)
     return found
+
+
+def _saved_at(path: Path, entries: list[Entry]) -> int:
+    """Return when a file was saved: of several entries, as a save that replaced it left them, that of its content."""
+    whole = (entry.saved_at for entry in entries if len(entries) > 1 and entry.problem(path) is None)
+    return next(whole, entries[0].saved_at)
+
+
+def _has_all(content: Any, wanted: list[str]) -> bool:
+    return len(wanted) == 1 or (isinstance(content, Mapping) and set(wanted) <= content.keys())
+
+
+def _warn(texts: list[str]) -> None:
+    for text in texts:
+        warnings.warn(text, stacklevel=3)
+
+
+def _named(problems: Mapping[str, str], directory: Path) -> list[str]:
+    return [f"the checkpoint '{directory / name}' {problem}" for name, problem in problems.items() if problem]
 
 
 def _forget_missing(to_load: Mapping[str, Any]) -> None:
@@ -149,9 +183,30 @@ def _agreed(found: Mapping[str, Candidate], wanted: list[str]) -> list[str]:
     return sorted(mine, key=lambda file: (mine[file], file), reverse=True)
 
 
-def _agreed_problem(candidate: Candidate | None, directory: Path, wanted: list[str]) -> str | None:
-    """Look into a candidate, once on each node, and give what is wrong on any."""
-    problem = None if candidate is None else candidate.problem(directory, wanted)
+def _agreed_content(
+    candidate: Candidate | None, path: Path, wanted: list[str], map_location: Any
+) -> tuple[str | None, Any]:
+    """Verify a candidate, once on each node, and read it on every rank; return what is wrong, and the content."""
+    content: Any = None
+    problem = _agreed_text(None if candidate is None else candidate.problem(path.parent, wanted))
+    if problem is None:
+        try:
+            content = read_checkpoint(path, map_location)
+            problem = None if _has_all(content, wanted) else ""  # a damaged entry does not tell
+        except FileNotFoundError:
+            problem = MISSING
+        problem = _agreed_text(problem)
+    return problem, content
+
+
+def _agreed_text(text: str | None) -> str | None:
+    """Return a text that any rank has."""
     if get_world_size() == 1:
-        return problem
-    return next((text for (text,) in all_gather((problem,)) if text is not None), None)
+        return text
+    return next((text for (text,) in all_gather((text,)) if text is not None), None)
+
+
+def _agreed_change(found: Mapping[str, Candidate], directory: Path) -> bool:
+    """Return whether, on any node, the checkpoints are no longer those that were found."""
+    is_first = get_local_rank() == 0
+    return _agreed_text("changed" if is_first and candidates_in(directory, []) != found else None) is not None

@@ -14,11 +14,11 @@ from typing import Any, BinaryIO
 
 import torch
 
-from camshaft.files import remove_leftovers, write_and_sum, write_atomically
+from camshaft.files import is_regular, remove_leftovers, write_and_sum, write_atomically
 from camshaft.handlers.checkpoint import manifest
-from camshaft.handlers.checkpoint.names import checkpoints_in
+from camshaft.handlers.checkpoint.names import check_inside, check_length, checkpoints_in
 from camshaft.handlers.checkpoint.weights import SUFFIX, as_weights, is_weights_file
-from camshaft.handlers.checkpoint.writer import check_rank_exists, check_save_on_rank, is_writer
+from camshaft.handlers.checkpoint.writer import check_save_on_rank, is_writer, warn_if_alone
 from camshaft.types import PathLike
 
 
@@ -37,7 +37,7 @@ class BaseSaveHandler(ABC):
 
     @abstractmethod
     def remove(self, filename: str) -> None:
-        """Remove a checkpoint stored earlier."""
+        """Remove a checkpoint stored earlier; called after the one that takes its place was stored."""
 
 
 class DiskSaver(BaseSaveHandler):
@@ -59,7 +59,8 @@ class DiskSaver(BaseSaveHandler):
         kwargs: handed to ``torch.save``.
 
     Raises:
-        ValueError: ``dirname`` is not an existing directory or not empty, or ``save_on_rank`` is not a rank.
+        ValueError: ``dirname`` is not an existing directory or not empty, or ``save_on_rank`` is not a rank of the job.
+            In a job of a single process that process saves, whatever the rank, with a warning.
         PermissionError: the directory is not writable.
 
     >>> import tempfile
@@ -80,16 +81,19 @@ class DiskSaver(BaseSaveHandler):
         **kwargs: Any,
     ) -> None:
         check_save_on_rank(save_on_rank)
+        warn_if_alone(save_on_rank)
         self.dirname = Path(dirname).expanduser()
         self.atomic = atomic
         self.save_on_rank = save_on_rank
         self.kwargs = kwargs
         self._saved_at = 0
+        self._tidied: set[Path] = set()
+        self._newest: Path | None = None
+        self._kept: Path | None = None
         self._is_first = True
         if self.writes:
             _prepare(self.dirname, create_dir, require_empty)
-            remove_leftovers(self.dirname)
-            remove_leftovers(self.dirname / manifest.FOLDER)
+            self._tidy(self.dirname)
             self._saved_at = manifest.next_time(manifest.entries_of(self.dirname))
 
     @property
@@ -102,14 +106,17 @@ class DiskSaver(BaseSaveHandler):
 
         Raises:
             OSError: the disk is full, or the directory is gone.
+            ValueError: ``filename`` leads out of the directory, or is too long.
             TypeError: ``torch.save`` does not take the ``kwargs``.
         """
         if not self.writes:
-            check_rank_exists(self.save_on_rank)
+            check_save_on_rank(self.save_on_rank)  # the handler may be older than the job
             return
-        path = self.dirname / filename
+        path = self._path(filename)
+        check_length("filename", path)
         try:
             self._save(path, checkpoint, metadata)
+            self._newest = path
         except (OSError, RuntimeError) as error:
             cause = error.__context__ if isinstance(error, RuntimeError) else error
             if not isinstance(cause, OSError) or cause.errno is None or cause.filename is not None:
@@ -118,14 +125,49 @@ class DiskSaver(BaseSaveHandler):
             raise OSError(cause.errno, cause.strerror, str(path)) from error
 
     def remove(self, filename: str) -> None:
-        """Delete a file of the directory; one that is gone already is none to worry about."""
-        if self.writes:
-            path = self.dirname / filename
-            # In this order: what is left when it is cut off in the middle is a whole file, not a missing one.
-            manifest.remove_entries(path.parent, path.name)
+        """Delete a checkpoint of the directory; one that is gone already is not an error.
+
+        Only regular files that the manifest lists are deleted. Another file is left alone, with a warning.
+
+        Raises:
+            ValueError: ``filename`` leads out of the directory.
+        """
+        if not self.writes:
+            return
+        path = self._path(filename)
+        if path == self._kept:
+            return
+        # In this order: when it is cut off in the middle, the manifest still knows what is left.
+        if manifest.is_known(path.parent, path.name) and (is_regular(path) or not os.path.lexists(path)):
             path.unlink(missing_ok=True)
+            manifest.remove_entries(path.parent, path.name)
+        elif os.path.lexists(path):
+            warnings.warn(f"'{path}' is not removed: the manifest lists no such checkpoint", stacklevel=2)
+
+    def prune(self, filename: str) -> None:
+        """Remove a checkpoint that is no longer kept, unless it is the file that was just written.
+
+        A subclass may map several names to one file, which must outlive the names that it had before.
+        """
+        self._kept = self._newest
+        try:
+            self.remove(filename)
+        finally:
+            self._kept = None
+
+    def _path(self, filename: str) -> Path:
+        check_inside("filename", filename)
+        return self.dirname / filename
+
+    def _tidy(self, directory: Path) -> None:
+        """Remove what killed processes left, when this handler first uses a directory."""
+        if directory not in self._tidied:
+            self._tidied.add(directory)
+            remove_leftovers(directory)
+            remove_leftovers(directory / manifest.FOLDER)
 
     def _save(self, path: Path, checkpoint: Any, metadata: Mapping[str, Any] | None) -> None:
+        self._tidy(path.parent)
         older = manifest.entries_of(path.parent, path.name)
         entry: manifest.Entry
 
@@ -162,6 +204,7 @@ def _prepare(directory: Path, create: bool, require_empty: bool) -> None:
         raise ValueError(f"dirname must be an existing directory, got '{directory}', which {problem}")
     if not os.access(directory, os.W_OK | os.X_OK):
         raise PermissionError(f"dirname must be writable, got '{directory}', where this process may not write")
+    manifest.check_folder(directory)
     found = sorted(path.name for path in checkpoints_in(directory)) if require_empty else []
     if found:
         raise ValueError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 from camshaft.distributed import all_gather, get_local_rank, get_rank, get_world_size
 
 NODE = "node"
@@ -9,31 +11,38 @@ NODE = "node"
 
 
 def check_save_on_rank(save_on_rank: int | str) -> None:
-    """Raise ``ValueError`` if this is neither a rank nor ``"node"``."""
+    """Raise ``ValueError`` if this is neither a rank of the job nor ``"node"``."""
     is_rank = isinstance(save_on_rank, int) and not isinstance(save_on_rank, bool) and save_on_rank >= 0
     if save_on_rank != NODE and not is_rank:
         raise ValueError(f"save_on_rank must be an integer >= 0 or {NODE!r}, got {save_on_rank!r}")
-
-
-def check_rank_exists(save_on_rank: int | str) -> None:
-    """Raise ``ValueError`` if no process of the job has this rank."""
-    if isinstance(save_on_rank, int) and save_on_rank >= get_world_size():
+    size = get_world_size()
+    if isinstance(save_on_rank, int) and size > 1 and save_on_rank >= size:
         raise ValueError(
-            f"save_on_rank must be a rank of the job, which has {get_world_size()} processes, got {save_on_rank}: "
-            "nothing would be saved"
+            f"save_on_rank must be a rank of the job, which has {size} processes, got {save_on_rank}: nothing would be "
+            "saved"
+        )
+
+
+def warn_if_alone(save_on_rank: int | str) -> None:
+    """Warn if the rank that is to write does not exist because the job is a single process, which then writes."""
+    if get_world_size() == 1 and save_on_rank not in (0, NODE):
+        warnings.warn(
+            f"save_on_rank is {save_on_rank}, but the job has a single process: rank 0 saves instead", stacklevel=3
         )
 
 
 def is_writer(save_on_rank: int | str) -> bool:
-    """Say whether this process writes."""
+    """Return whether this process writes; the only process of a job always does."""
+    if get_world_size() == 1:
+        return True
     return get_local_rank() == 0 if save_on_rank == NODE else get_rank() == save_on_rank
 
 
 def writers(save_on_rank: int | str) -> list[int]:
-    """Give the ranks that write; with ``"node"`` all ranks take part."""
-    if isinstance(save_on_rank, int):
-        return [save_on_rank]
+    """Return the ranks that write; with ``"node"`` all ranks must call this."""
     if get_world_size() == 1:
         return [0]
+    if isinstance(save_on_rank, int):
+        return [save_on_rank]
     firsts: list[int] = all_gather(int(get_local_rank() == 0))
     return [rank for rank, is_first in enumerate(firsts) if is_first]
