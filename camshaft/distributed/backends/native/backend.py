@@ -14,7 +14,12 @@ from torch._C._distributed_c10d import Store
 
 from camshaft.distributed.backend import Backend, Group, Work
 from camshaft.distributed.backends.native.dtypes import FLOAT8, NOT_MOVED, NOT_REDUCED, as_bytes, reduced_in_another
-from camshaft.distributed.backends.native.grouping import can_make_among_members, make_among_members
+from camshaft.distributed.backends.native.grouping import (
+    can_make_among_members,
+    end_groups,
+    make_among_members,
+    register,
+)
 from camshaft.distributed.backends.native.network import gloo_on
 from camshaft.distributed.backends.native.sending import Sending, Watcher
 from camshaft.distributed.topology import Topology
@@ -58,6 +63,7 @@ class NativeBackend(Backend):
         self.topology = topology
         self.device = device
         self._world = dist.group.WORLD
+        register(self._world)
         self._carrier = _CPU if "cpu:" in dist.get_backend_config() else device
         self._not_reduced = NOT_REDUCED - FLOAT8 if "nccl" in dist.get_backend_config() else NOT_REDUCED
         if "nccl" in dist.get_backend_config() and device.type == "cuda":
@@ -198,9 +204,9 @@ class NativeBackend(Backend):
         return store
 
     def close(self) -> None:
-        """Destroy the process group."""
+        """Destroy the process groups."""
         if dist.is_initialized():
-            dist.destroy_process_group()
+            end_groups()
 
     def wrap_model(self, model: nn.Module, sync_bn: bool, **options: Any) -> nn.Module:
         """Wrap in ``DistributedDataParallel``."""
