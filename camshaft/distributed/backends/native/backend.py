@@ -16,6 +16,7 @@ from camshaft.distributed.backend import Backend, Group, Work
 from camshaft.distributed.backends.native.dtypes import FLOAT8, NOT_MOVED, NOT_REDUCED, as_bytes, reduced_in_another
 from camshaft.distributed.backends.native.grouping import (
     can_make_among_members,
+    connected,
     end_groups,
     make_among_members,
     register,
@@ -174,7 +175,8 @@ class NativeBackend(Backend):
     def new_group(self, ranks: list[int], **options: Any) -> Group:
         """Make a process group."""
         with gloo_on(self._interface):
-            return Group(ranks, dist.new_group(ranks, **{"timeout": self._timeout, **options}))
+            handle = dist.new_group(ranks, **{"timeout": self._timeout, **options})
+        return Group(ranks, connected(handle))
 
     @property
     def members_make_groups(self) -> bool:

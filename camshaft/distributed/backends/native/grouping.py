@@ -64,7 +64,22 @@ def make_among_members(ranks: list[int], timeout: timedelta | None) -> Any:
     make: Any = c10d._new_process_group_helper
     handle, _ = make(len(ranks), ranks.index(rank), ranks, dist.Backend(backend), store, name, timeout=timeout)
     _world.pg_group_ranks[handle] = {member: place for place, member in enumerate(ranks)}
-    return handle
+    return connected(handle)
+
+
+def connected(group: Any) -> Any:
+    """Wait until all members of a new gloo group are connected with each other, and return the group.
+
+    A member returns from the making of the group when it is connected itself. If it leaves the group then, its
+    process ends say, others that still connect fail with "Connection closed by peer".
+
+    Args:
+        group: a process group of torch, or what torch gives to ranks that are not in it.
+    """
+    gloo = None if group == dist.GroupMember.NON_GROUP_MEMBER else _gloo_of(group)
+    if gloo is not None:
+        gloo.barrier().wait()
+    return group
 
 
 def register(group: Any) -> None:
