@@ -6,7 +6,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-
 from torch._C._distributed_c10d import Store
 
 import camshaft.distributed as idist
