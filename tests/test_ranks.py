@@ -89,13 +89,17 @@ def leave_at_once(late):
 
 
 def leave_a_new_group_at_once(late):
+    rank = dist.get_rank()
     idist.new_group([0, 1])
-    return dist.get_rank()
+    idist.finalize()
+    return rank
 
 
 def leave_a_list_of_ranks_at_once(late):
+    rank = dist.get_rank()
     idist.broadcast(late, src=1 - late, group=[0, 1])
-    return dist.get_rank()
+    idist.finalize()
+    return rank
 
 
 @pytest.mark.parametrize("late", [0, 1])
