@@ -173,6 +173,7 @@ def call(
 ) -> Any:
     store = dist.TCPStore("127.0.0.1", port, size, is_master=False, timeout=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    dist.barrier()  # a rank that returns before its peers have connected to it would break their connections
     set_local_rank(rank)  # no launcher tells it here, nor that all ranks are on one node
     os.environ["LOCAL_WORLD_SIZE"] = str(size)
     try:

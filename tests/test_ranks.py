@@ -6,7 +6,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
+import camshaft.distributed as idist
 from tests.ranks import on_ranks, run_on_ranks
 
 
@@ -30,6 +32,80 @@ def stand_still():
 def die():
     if dist.get_rank() == 1:
         os._exit(3)
+
+
+class LateStore(Store):
+    """A store that takes its time to tell the addresses of the other ranks."""
+
+    def __init__(self, store):
+        super().__init__()
+        self._store = store
+
+    def set(self, key, value):
+        self._store.set(key, value)
+
+    def get(self, key):
+        time.sleep(0.5)
+        return self._store.get(key)
+
+    def add(self, key, value):
+        return self._store.add(key, value)
+
+    def check(self, keys):
+        return self._store.check(keys)
+
+    def wait(self, keys, *timeout):
+        self._store.wait(keys, *timeout)
+
+    def has_extended_api(self):
+        return False
+
+
+class Late:
+    """An argument with which a rank connects to the others late, from the moment at which it is unpickled."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def __reduce__(self):
+        return connect_late, (self.rank,)
+
+
+def connect_late(late):
+    """Patch this process, and give what the test is called with there."""
+    init_process_group = dist.init_process_group
+
+    def init_late(*args, store, rank, **kwargs):
+        if rank == late:
+            store = connect_late.store = LateStore(store)  # torch keeps only the part that is in C++
+        init_process_group(*args, store=store, rank=rank, **kwargs)
+
+    dist.init_process_group = init_late
+    return late
+
+
+def leave_at_once(late):
+    return dist.get_rank()
+
+
+def leave_a_new_group_at_once(late):
+    rank = dist.get_rank()
+    idist.new_group([0, 1])
+    idist.finalize()
+    return rank
+
+
+def leave_a_list_of_ranks_at_once(late):
+    rank = dist.get_rank()
+    idist.broadcast(late, src=1 - late, group=[0, 1])
+    idist.finalize()
+    return rank
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("leave", [leave_at_once, leave_a_new_group_at_once, leave_a_list_of_ranks_at_once])
+def test_a_rank_that_leaves_a_group_at_once_does_not_break_one_that_connects_late(leave, late):
+    assert run_on_ranks(2, leave, Late(late)) == [0, 1]
 
 
 def test_every_rank_returns_its_result_in_the_order_of_the_ranks():

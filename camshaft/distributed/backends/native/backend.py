@@ -15,7 +15,13 @@ from torch._C._distributed_c10d import Store
 
 from camshaft.distributed.backend import Backend, Group, Work
 from camshaft.distributed.backends.native.dtypes import FLOAT8, NOT_MOVED, NOT_REDUCED, as_bytes, reduced_in_another
-from camshaft.distributed.backends.native.grouping import can_make_among_members, make_among_members
+from camshaft.distributed.backends.native.grouping import (
+    can_make_among_members,
+    connected,
+    end_groups,
+    make_among_members,
+    register,
+)
 from camshaft.distributed.backends.native.meeting import Attendance
 from camshaft.distributed.backends.native.network import gloo_on
 from camshaft.distributed.backends.native.sending import Sending, Watcher
@@ -65,6 +71,7 @@ class NativeBackend(Backend):
         self.assumed = assumed
         self.device = device
         self._world = dist.group.WORLD
+        register(self._world)
         self._carrier = _CPU if "cpu:" in dist.get_backend_config() else device
         self._not_reduced = NOT_REDUCED - FLOAT8 if "nccl" in dist.get_backend_config() else NOT_REDUCED
         if "nccl" in dist.get_backend_config() and device.type == "cuda":
@@ -174,7 +181,7 @@ class NativeBackend(Backend):
     def new_group(self, ranks: list[int], **options: Any) -> Group:
         """Make a process group."""
         with gloo_on(self._interface):
-            return dist.new_group(ranks, **{"timeout": self._timeout, **options})
+            return connected(dist.new_group(ranks, **{"timeout": self._timeout, **options}))
 
     @property
     def members_make_groups(self) -> bool:
@@ -207,11 +214,11 @@ class NativeBackend(Backend):
         return {} if self._attendance is None else self._attendance.left(ranks)
 
     def close(self) -> None:
-        """Destroy the process group; the other ranks learn before that this one has left."""
+        """Destroy the process groups; the other ranks learn before that this one has left."""
         if self._attendance is not None:
             self._attendance.leave(sys.exc_info()[1])
         if dist.is_initialized():
-            dist.destroy_process_group()
+            end_groups()
 
     def wrap_model(self, model: nn.Module, sync_bn: bool, **options: Any) -> nn.Module:
         """Wrap in ``DistributedDataParallel``."""
