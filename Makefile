@@ -10,7 +10,7 @@ ARGS ?=
 ENVIRONMENT = $(PYTHON) scripts/environment.py
 PATIENT = -o timeout=180 -o faulthandler_timeout=240  # each of these tests starts several Pythons with torch
 TWO = -n 2 --dist worksteal  # at a time, as they mostly wait
-MANY = -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist loadfile  # as in scripts/check
+MANY = -n $$(($$(getconf _NPROCESSORS_ONLN) + 2)) --dist loadfile  # as in scripts/check
 
 .PHONY: demo test test-torch test-jobs test-openmpi test-xla test-horovod test-hosts test-slurm test-restarts test-loggers test-browser test-docs site bench format clean
 
