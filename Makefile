@@ -10,8 +10,9 @@ ARGS ?=
 ENVIRONMENT = $(PYTHON) scripts/environment.py
 PATIENT = -o timeout=180 -o faulthandler_timeout=240  # each of these tests starts several Pythons with torch
 TWO = -n 2 --dist worksteal  # at a time, as they mostly wait
+MANY = -n $$(($$(getconf _NPROCESSORS_ONLN) + 2)) --dist loadfile  # as in scripts/check
 
-.PHONY: demo test test-jobs test-openmpi test-xla test-horovod test-hosts test-slurm test-restarts test-loggers test-browser test-docs site bench format clean
+.PHONY: demo test test-torch test-jobs test-openmpi test-xla test-horovod test-hosts test-slurm test-restarts test-loggers test-browser test-docs site bench format clean
 
 demo:
 	@$(ENVIRONMENT) dev python examples/mnist.py $(ARGS)
@@ -19,9 +20,16 @@ demo:
 test:
 	@$(ENVIRONMENT) dev scripts/check $(ARGS)
 
+# the tests with another torch, next to other libraries that many people have installed: make test-torch VERSION=2.15.0
+# Format, lint and types are left to `make test`: none of them runs anything with torch.
+test-torch:
+	@$(if $(VERSION),,$(error which torch? make test-torch VERSION=2.15.0))
+	@OMP_NUM_THREADS=1 $(ENVIRONMENT) torch-$(VERSION) python -m pytest $(MANY) --ignore tests/engine/test_typing.py $(ARGS)
+
 # what starts Python several times: jobs of torchrun and mpirun that fail, end early or are killed, and benchmarks
+# (a file stays in one process: all tests of a file may share one job)
 test-jobs:
-	@$(ENVIRONMENT) dev python -m pytest -m jobs $(PATIENT) $(TWO) tests $(ARGS)
+	@$(ENVIRONMENT) dev python -m pytest -m jobs $(PATIENT) -n 2 --dist loadfile tests $(ARGS)
 
 # what `make test` runs with MPICH (ARGS="-m jobs" for what `make test-jobs` runs); an environment holds one MPI library
 test-openmpi:

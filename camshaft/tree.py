@@ -82,7 +82,7 @@ def convert_tensor(x: T, device: DeviceLike | None = None, non_blocking: bool = 
 def to_onehot(indices: torch.Tensor, num_classes: int) -> torch.Tensor:
     """Turn class indices of shape ``(N, ...)`` into one-hot vectors of shape ``(N, num_classes, ...)``.
 
-    The result is ``uint8`` on the device of ``indices``. Works under ``torch.jit.script`` as well.
+    The result is ``uint8`` on the device of ``indices``.
 
     Raises:
         TypeError: ``indices`` are not integers.
@@ -94,8 +94,7 @@ def to_onehot(indices: torch.Tensor, num_classes: int) -> torch.Tensor:
     """
     if indices.is_floating_point() or indices.is_complex():
         raise TypeError(f"indices must be a tensor of integers, got dtype {indices.dtype}")
-    shape = list(indices.shape)
-    shape.insert(1, num_classes)
+    shape = (*indices.shape[:1], num_classes, *indices.shape[1:])
     onehot = torch.zeros(shape, dtype=torch.uint8, device=indices.device)
     return onehot.scatter_(1, indices.to(torch.int64).unsqueeze(1), 1)
 

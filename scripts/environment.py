@@ -6,6 +6,8 @@
 Without a command, only the environment's folder is printed. It is `.venv` (`.venv-NAME` for the others) in
 the clone, with camshaft installed in editable mode. With CAMSHAFT_ENV_DIR set, it lies in that folder instead
 and can be shared by many clones: it then holds only what camshaft needs, and the clone is put on PYTHONPATH.
+
+`torch-VERSION` is `dev` with that version of torch, next to the libraries of the extra `compat`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import fcntl
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -35,6 +38,8 @@ ENVIRONMENTS = {
     "horovod": (("test",), "constraints-horovod.txt"),
     "loggers": (("test", "loggers"), "constraints-loggers.txt"),
 }
+OTHER_TORCH = re.compile(r"torch-(\d+\.\d+\.\d+)")
+CHOSEN_BY_TORCH = ("torch", "torchvision", "sympy")  # each torch needs versions of its own
 SCRIPTS = {"horovod": "scripts/build_horovod.py"}  # what builds and installs more, for environments that need it
 MARKER = "camshaft-environment"  # the file in a folder of ours that says what the folder was built from
 DAYS_KEPT = 7  # a shared environment that nobody used for so long goes away
@@ -62,9 +67,8 @@ def shared_folder(parent: Path, name: str) -> Path:
 
 def fingerprint(name: str, folder: Path | None = None) -> str:
     """Digest all that decides what the environment contains; its place too, where it points to this clone."""
-    extras, constraints = ENVIRONMENTS[name]
-    files = [ROOT / constraints, Path(__file__), *([ROOT / SCRIPTS[name]] if name in SCRIPTS else [])]
-    parts = [name, sys.version, sys.base_prefix, str(folder), *requirements(extras)]
+    files = [Path(__file__), *([ROOT / SCRIPTS[name]] if name in SCRIPTS else [])]
+    parts = [name, sys.version, sys.base_prefix, str(folder), *requirements(name), constraints(name)]
     parts += [file.read_text("utf-8") for file in files]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -89,16 +93,17 @@ def locked(folder: Path) -> Iterator[None]:
 
 def build(folder: Path, name: str, *, shared: bool) -> None:
     """Build the environment; the marker is completed last, so that a half-built one is never used."""
-    extras, constraints = ENVIRONMENTS[name]
     started = time.monotonic()
-    report(f"building {folder} with Python {sys.version.split()[0]} from {constraints}")
+    report(f"building {folder} with Python {sys.version.split()[0]}")
     make_room(folder)
     venv.create(folder, symlinks=True, with_pip=True)
-    pip_install(folder, "--constraint", str(ROOT / constraints), "setuptools", *requirements(extras))
+    pins = folder / "constraints.txt"
+    pins.write_text(constraints(name), "utf-8")
+    pip_install(folder, "--constraint", str(pins), "setuptools", *requirements(name))
     if not shared:
         pip_install(folder, "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
     if name in SCRIPTS:
-        run_script(folder, ROOT / SCRIPTS[name], "--constraint", str(ROOT / constraints))
+        run_script(folder, ROOT / SCRIPTS[name], "--constraint", str(pins))
     (folder / MARKER).write_text(fingerprint(name, folder), "utf-8")
     if shared:
         remove_unused(folder.parent)
@@ -117,8 +122,23 @@ def make_room(folder: Path) -> None:
     (folder / MARKER).touch()
 
 
-def requirements(extras: tuple[str, ...]) -> list[str]:
-    """List what camshaft and these extras of it need, as setup.cfg says."""
+def is_known(name: str) -> bool:
+    return name in ENVIRONMENTS or OTHER_TORCH.fullmatch(name) is not None
+
+
+def constraints(name: str) -> str:
+    """Return the versions that the environment is built with, as lines for pip."""
+    other = OTHER_TORCH.fullmatch(name)
+    text = (ROOT / ("constraints.txt" if other else ENVIRONMENTS[name][1])).read_text("utf-8")
+    if other is None:
+        return text
+    kept = [line for line in text.splitlines() if line.partition("==")[0] not in CHOSEN_BY_TORCH]
+    return "\n".join([f"torch=={other[1]}", *kept, ""])
+
+
+def requirements(name: str) -> list[str]:
+    """List what camshaft and the extras of this environment need, as setup.cfg says."""
+    extras = ("dev", "compat") if OTHER_TORCH.fullmatch(name) else ENVIRONMENTS[name][0]
     config = configparser.RawConfigParser()
     config.read(ROOT / "setup.cfg", "utf-8")
     optional = config["options.extras_require"]
@@ -128,7 +148,8 @@ def requirements(extras: tuple[str, ...]) -> list[str]:
 
 def pip_install(folder: Path, *arguments: str) -> None:
     pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    subprocess.run([*pip, *arguments], check=True)
+    # our versions are complete: what the machine's own configuration of pip constrains could only contradict them
+    subprocess.run([*pip, *arguments], env=os.environ | {"PIP_CONSTRAINT": os.devnull}, check=True)
 
 
 def run_script(folder: Path, script: Path, *arguments: str) -> None:
@@ -146,6 +167,8 @@ def remove_unused(parent: Path) -> None:
 
 def run_inside(folder: Path, command: tuple[str, ...], *, shared: bool) -> None:
     """Become the command, with the environment activated for it."""
+    # the tests start Python hundreds of times, and each would compile all that it imports
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["VIRTUAL_ENV"] = str(folder)
     os.environ["PATH"] = os.pathsep.join([str(folder / "bin"), os.environ["PATH"]])
     if shared:
@@ -161,8 +184,8 @@ if __name__ == "__main__":
     if sys.version_info < (3, 10):  # noqa: UP036 - this file is what tells that the Python found is too old
         version = sys.version.split()[0]
         sys.exit(f"Python 3.10 or newer is needed, this is {version}: try make PYTHON=python3.12, say")
-    if len(sys.argv) < 2 or sys.argv[1] not in ENVIRONMENTS:
-        sys.exit(f"usage: environment.py {{{','.join(ENVIRONMENTS)}}} [COMMAND ...]")
+    if len(sys.argv) < 2 or not is_known(sys.argv[1]):
+        sys.exit(f"usage: environment.py {{{','.join(ENVIRONMENTS)},torch-VERSION}} [COMMAND ...]")
     try:
         main(*sys.argv[1:])
     except subprocess.CalledProcessError as error:

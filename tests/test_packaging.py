@@ -57,13 +57,18 @@ def test_torch_is_all_that_is_needed(metadata: Message) -> None:
     assert metadata["Requires-Python"] == ">=3.10"
 
 
+def test_the_gate_runs_the_tests_with_the_oldest_torch_that_may_be_installed(metadata: Message) -> None:
+    (oldest,) = re.findall(r"(?m)^OLDEST=(\S+)", (ROOT / ".ci" / "run").read_text("utf-8"))
+    assert f"torch>={oldest.removesuffix('.0')}" in metadata.get_all("Requires-Dist", [])
+
+
 def test_the_licence_is_in_the_wheel(wheel: ZipFile, metadata: Message) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
     assert metadata["License-Expression"] == "Apache-2.0"
 
 
 # extras that not every machine can have, or that are not for users: they are no part of `all`
-APART = {"benchmarks", "dev", "docs", "examples", "loggers", "mpi", "openmpi", "test", "xla"}
+APART = {"benchmarks", "compat", "dev", "docs", "examples", "loggers", "mpi", "openmpi", "test", "xla"}
 
 
 @pytest.fixture(scope="module")

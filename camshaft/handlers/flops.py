@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import Events, FailureEvents
 from camshaft.engine.handle import RemovableEventHandle
+
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
 
 PEAK_FLOPS = {
     "GB200": 2.5e15,
@@ -70,6 +72,8 @@ class FlopCount:
 
     def _begin(self) -> None:
         if self._count is None:
+            from torch.utils.flop_counter import FlopCounterMode  # imports triton, where that is installed
+
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()  # type: ignore[no-untyped-call]  # torch does not say
 
