@@ -6,6 +6,7 @@ import numbers
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from typing import Any
 
 from torch import Tensor
@@ -108,6 +109,11 @@ class Results(dict[str, Any]):
     def copy(self) -> Results:
         """Return a copy."""
         return Results(self)
+
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Results:
+        return Results(deepcopy(dict(self.items()), memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, (list(self.items()),)  # which can be loaded with weights_only=True
