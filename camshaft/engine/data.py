@@ -282,6 +282,8 @@ class DataIterator:
             return position
         if isinstance(data, Stateful):
             return {"batches": batches, "state": data.state_dict()} if batches and not over else None
+        if isinstance(getattr(getattr(data, "batch_sampler", None), "start_iteration", ()), int | None):
+            return {"epoch": self._number + over, "batches": 0 if over else batches}  # a ReproducibleBatchSampler
         if not getattr(data, "is_skipped_forward", False) or (self._length is None and not batches):
             return None
         return {"batches": 0 if over else batches, "steps": self._length}

@@ -180,7 +180,7 @@ class DeterministicEngine(Engine[Batch, Output]):
         if exact_batches(data) is None:
             self._warn_if_epochs_drift(data)
         length = length_of(data)
-        number, place = self._pass_at(length)
+        number, place = self._pass_at(length, position)
         self._seed(number)
         sampler = getattr(data, "batch_sampler", None)
         if (exact := exact_batches(data)) is not None:
@@ -210,8 +210,10 @@ class DeterministicEngine(Engine[Batch, Output]):
             sampler._draw()
         return iterator
 
-    def _pass_at(self, length: int | None) -> tuple[int, int]:
+    def _pass_at(self, length: int | None, position: Position | None) -> tuple[int, int]:
         """Return the number of the pass that a run starts or resumes in, and the batches of it that are done."""
+        if position is not None and {"epoch", "batches"} <= set(position):
+            return position["epoch"], position["batches"]
         if length is None:
             return 0, self.state.iteration
         if length == self.state.epoch_length:  # also where epochs ended early

@@ -180,7 +180,7 @@ class Engine(EventSource[Batch, Output], Stoppable, Serializable):
         same_data = request.data is state.dataloader
         if progress.origin is Origin.FAILED and not (same_data or exact_batches(request.data)):
             progress = replace(progress, position=None)
-        return progress if same_data else replace(progress, unfinished=())
+        return progress if same_data else replace(progress, unfinished=None)
 
     def _standing(self) -> Progress:
         """Return where the last run, or the loaded state, stands; the counters of the state if the user set them."""
@@ -207,9 +207,9 @@ class Engine(EventSource[Batch, Output], Stoppable, Serializable):
             start = start.in_epochs_of(state.epoch_length)
         if start.position is not None and (lost := start.position.get("lost", 0)):
             warnings.warn(
-                f"the state was saved in the middle of an iteration or of a window of accumulated gradients, to whose "
-                f"start its data cannot return: the gradients of {lost} batches are lost; save at the end of a window, "
-                "or use a loader of auto_dataloader with epochs that are passes",
+                "the run resumes from the middle of an iteration or of a window of accumulated gradients, whose start "
+                f"its data cannot return to: {lost} {'batch is' if lost == 1 else 'batches are'} lost; save at the end "
+                "of a window, or use a loader of auto_dataloader with epochs that are passes",
                 stacklevel=3,
             )
         state.iteration, state.epoch = start.iteration, start.epoch
@@ -278,14 +278,12 @@ class Engine(EventSource[Batch, Output], Stoppable, Serializable):
         """Start the first pass of a run; return it, and how many batches of it are left out as already done."""
         data, progress = self.state.dataloader, self._progress
         assert data is not None, "there are passes over data only"
-        if progress.unfinished:
-            iterator, left_out = open_at(data, position) if position is not None else (iter(data), 0)
+        iterator, left_out = open_at(data, position) if position is not None else (iter(data), 0)
+        if progress.unfinished is not None:
             return itertools.chain(progress.unfinished, iterator), left_out
-        if position is not None:
-            return open_at(data, position)
-        if progress.origin is Origin.LOADED:
+        if position is None and progress.origin in (Origin.LOADED, Origin.FAILED):
             warn_of_new_pass(data, self.iteration_in_epoch)
-        return iter(data), 0
+        return iterator, left_out
 
     def _open_pass(self, number: int, cut_after: int | None) -> Iterator[Any]:
         """Start another pass, ``number`` counted from 0; ``cut_after``: iterations of the epoch if it was cut short."""
@@ -332,6 +330,7 @@ class Engine(EventSource[Batch, Output], Stoppable, Serializable):
         {'epoch_length': 3, 'iteration': 4, 'max_epochs': 2, 'epochs_completed': 1, 'iterations_in_epoch': 1}
         """
         progress = self._standing() if self._run is None else self._run.progress()
+        progress = progress.elsewhere(self.state.epoch_length)
         target = "max_epochs" if self.state.max_iters is None else "max_iters"
         saved: OrderedDict[str, Any] = OrderedDict(epoch_length=self.state.epoch_length, iteration=progress.iteration)
         saved.update((key, getattr(self.state, key)) for key in [target, *self.state_dict_user_keys])

@@ -91,6 +91,8 @@ class Run:
         """Return where the run stands."""
         if not self.began_epochs:
             return self.engine._standing()
+        if self._keeps_batches() and self.engine.last_event_name is Events.GET_BATCH_COMPLETED:
+            return self._progress_with_batch()
         return self._progress(back=self.begun - min(self.completed, self.completed if self.held is None else self.held))
 
     def last_progress(self) -> Progress:
@@ -101,13 +103,25 @@ class Run:
         progress = self.progress()
         if not self.failed or progress.epoch == self.engine.state.epoch:
             return replace(progress, origin=Origin.ENDED, counters=counters)
-        unfinished: tuple[Any, ...] = ()
+        if self._keeps_batches():
+            progress = self._progress_with_batch()
+        return replace(progress, origin=Origin.FAILED, counters=counters)
+
+    def _keeps_batches(self) -> bool:
+        """Return whether the data cannot return a batch again that the run was given."""
         data = self.engine.state.dataloader
-        if isinstance(data, Iterator | Stateful) and exact_batches(data) is None:  # it cannot return any batch again
-            if self.begun > self.completed or self.engine.last_event_name is Events.GET_BATCH_COMPLETED:
-                unfinished = (self.engine.state.batch,)
-            progress = self._progress(back=self.begun - self.completed, kept=bool(unfinished))
-        return replace(progress, origin=Origin.FAILED, counters=counters, unfinished=unfinished)
+        return isinstance(data, Iterator | Stateful) and exact_batches(data) is None
+
+    def _progress_with_batch(self) -> Progress:
+        """Return where the run stands, with the batch of its unfinished iteration, if there is one."""
+        is_unfinished = self.begun > self.completed or self.engine.last_event_name is Events.GET_BATCH_COMPLETED
+        progress = self._progress(back=self.begun - self.completed, kept=True)
+        if progress.position is None and not isinstance(self.engine.state.dataloader, Iterator):
+            return progress  # the pass is read from its beginning
+        if self.held is not None and self.held < self.completed:
+            lost = self.completed - self.held
+            progress = replace(progress, position={**(progress.position or {"batches": 0}), "lost": lost})
+        return replace(progress, unfinished=(self.engine.state.batch,) if is_unfinished else ())
 
     def _progress(self, back: int, kept: bool = False) -> Progress:
         """Return where the run stood some iterations ago; ``kept``: the data need not return their batches."""

@@ -36,7 +36,8 @@ class Progress:
         position: the place in the data, or ``None`` to read them from their beginning.
         origin: how the engine came here.
         counters: ``state.iteration`` and ``state.epoch`` at that moment; if the user changes them, they count.
-        unfinished: the batch of an iteration that failed, where the data cannot return it again.
+        unfinished: the batch of an iteration that failed, or nothing, before what the same data return next; ``None``
+            where the data start at ``position``.
     """
 
     epoch: int = 0
@@ -45,13 +46,22 @@ class Progress:
     position: Position | None = None
     origin: Origin = Origin.ENDED
     counters: tuple[int, int] = (0, 0)
-    unfinished: tuple[Any, ...] = ()
+    unfinished: tuple[Any, ...] | None = None
 
     def in_epochs_of(self, length: int | None) -> Progress:
         """Return the progress when the length of an epoch has become known only now."""
         if length is None or self.done < length:
             return self
         return replace(self, epoch=self.epoch + self.done // length, done=self.done % length)
+
+    def elsewhere(self, length: int | None) -> Progress:
+        """Return the progress for another process, which cannot repeat an iteration whose batch is kept in this one."""
+        if not self.unfinished or self.position is None:
+            return self
+        position = {**self.position, "batches": self.position.get("batches", 0) + 1}
+        position["lost"] = self.position.get("lost", 0) + 1
+        counted = replace(self, iteration=self.iteration + 1, done=self.done + 1, position=position, unfinished=None)
+        return counted.in_epochs_of(length)
 
     def items(self) -> dict[str, int]:
         """Return the counts that a state dict holds besides ``iteration``."""

@@ -172,5 +172,5 @@ def test_of_lists_which_are_read_from_their_beginning_a_whole_window_is_made():
 
 @pytest.mark.parametrize("data", [lambda: Stateful(batches_of(3, 3, 3)), lambda: loader(batch_size=16)])
 def test_data_that_cannot_go_back_so_far_say_what_is_lost(data):
-    with pytest.warns(UserWarning, match="the gradients of 2 batches are lost"):
+    with pytest.warns(UserWarning, match="2 batches are lost"):
         resumed_on(data, 5, epoch_length=6)

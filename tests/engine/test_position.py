@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 import camshaft.distributed as idist
 from camshaft.engine import DeterministicEngine, Engine, Events, create_supervised_trainer
+from camshaft.utils import manual_seed
 
 SIZE = 11
 
@@ -211,7 +212,15 @@ def test_an_iteration_that_an_error_handler_gave_up_is_not_repeated(whole):
 
 
 @pytest.mark.parametrize("make", [iter, Stateful], ids=["iterator", "data with a state"])
-@pytest.mark.parametrize("event", [Events.GET_BATCH_COMPLETED(once=2), Events.ITERATION_STARTED(once=3)])
+@pytest.mark.parametrize(
+    "event",
+    [
+        Events.GET_BATCH_COMPLETED(once=2),
+        Events.ITERATION_STARTED(once=3),
+        Events.ITERATION_STARTED(once=1),
+        Events.GET_BATCH_STARTED(once=2),
+    ],
+)
 def test_a_batch_that_the_data_cannot_return_again_is_kept_for_the_next_run(make, event):
     engine, data = Engine(lambda engine, batch: seen.append(batch)), make(list(range(5)))
     seen = []
@@ -224,14 +233,33 @@ def test_a_batch_that_the_data_cannot_return_again_is_kept_for_the_next_run(make
     assert (engine.state.iteration, engine.state.epoch) == (5, 1)
 
 
-def test_data_that_cannot_return_the_batch_of_an_unfinished_iteration_say_what_is_lost():
+@pytest.mark.parametrize("event", [Events.GET_BATCH_COMPLETED(once=2), Events.ITERATION_STARTED(once=3)])
+@pytest.mark.parametrize("failed", [False, True])
+def test_data_that_cannot_return_the_batch_of_an_unfinished_iteration_say_what_is_lost(event, failed):
     engine = Engine(lambda engine, batch: None)
     states = []
-    engine.add_event_handler(Events.ITERATION_STARTED(once=3), lambda engine: states.append(engine.state_dict()))
-    engine.run(Stateful(map(torch.tensor, range(5))))
-    with pytest.warns(UserWarning, match="the gradients of 1 batches are lost"):
+    engine.add_event_handler(event, lambda engine: states.append(engine.state_dict()))
+    if failed:
+        engine.add_event_handler(event, lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.run(Stateful(map(torch.tensor, range(5))))
+        states = [engine.state_dict()]
+    else:
+        engine.run(Stateful(map(torch.tensor, range(5))))
+    with pytest.warns(UserWarning, match="1 batch is lost"):
         seen = Recorder().resumed(states[0], Stateful(map(torch.tensor, range(5))))
     assert seen == [3, 4]
+
+
+def test_a_loader_that_starts_from_the_beginning_after_an_error_says_so():
+    engine = Engine(lambda engine, batch: None)
+    failing = engine.add_event_handler(Events.ITERATION_STARTED(once=3), lambda: 1 / 0)
+    data = DataLoader(range(12), batch_size=2)
+    with pytest.raises(ZeroDivisionError):
+        engine.run(data)
+    failing.remove()
+    with pytest.warns(UserWarning, match="after 2 iterations of an epoch, but its loader starts from the beginning"):
+        engine.run(data)
 
 
 # --- epochs that end early ---------------------------------------------------------------------------------------
@@ -241,12 +269,18 @@ def test_data_that_cannot_return_the_batch_of_an_unfinished_iteration_say_what_i
 @given(
     cuts=st.sets(st.integers(1, 20), max_size=4),
     length=st.sampled_from([None, 3, 6]),
-    kind=st.sampled_from([Engine, DeterministicEngine]),
+    kind=st.sampled_from(["Engine", "DeterministicEngine", "of torch"]),
     data=st.data(),
 )
 def test_a_run_whose_epochs_end_early_resumes_exactly_from_every_iteration(cuts, length, kind, data):
+    def loader():
+        if kind == "of torch":
+            return DataLoader(range(SIZE), batch_size=3, shuffle=True)
+        return idist.auto_dataloader(range(SIZE), batch_size=3, shuffle=True, seed=0)
+
     def run(state=None):
-        recorder = Recorder(kind)
+        manual_seed(17)
+        recorder = Recorder(Engine if kind == "Engine" else DeterministicEngine)
         at_once = Events.ITERATION_COMPLETED(event_filter=lambda engine, count: count in cuts)
         recorder.engine.add_event_handler(at_once, recorder.engine.terminate_epoch)
         if state is None:
