@@ -76,6 +76,12 @@ def exact_batches(data: Any) -> Any:
     return sampler if callable(getattr(kind, "position", None)) and callable(getattr(kind, "seek", None)) else None
 
 
+def can_start_anywhere(data: Any) -> bool:
+    """Return whether data can start at a position, also new data in the place of those that it was of."""
+    is_exact = exact_batches(data) is not None
+    return is_exact or isinstance(data, Stateful) or getattr(data, "is_skipped_forward", False)
+
+
 # --- the place in the data ---------------------------------------------------------------------------------------
 
 
@@ -117,14 +123,15 @@ def warn_of_new_pass(data: Any, done: int) -> None:
             "with auto_dataloader, which skips forward, or use a loader with state_dict and load_state_dict",
             stacklevel=2,
         )
-    if not isinstance(data, DataLoader) or type(data.batch_sampler) is not BatchSampler:
+    if not isinstance(data, DataLoader):
         return
     sampler = data.sampler
-    if isinstance(sampler, _REREAD) and not getattr(sampler, "replacement", False):
+    is_reread = isinstance(sampler, _REREAD) and not getattr(sampler, "replacement", False)
+    if exact_batches(data) is not None or (type(data.batch_sampler) is BatchSampler and is_reread):
         warnings.warn(
             f"the run resumes after {done} iterations of an epoch, but its loader starts from the beginning: in this "
-            "epoch some samples are seen twice and others never; make the loader with auto_dataloader, or use a "
-            "DeterministicEngine",
+            "epoch some samples are seen twice and others never; make the loader with auto_dataloader and load a state "
+            "with its position, or use a DeterministicEngine",
             stacklevel=2,
         )
 
@@ -184,7 +191,9 @@ class DataIterator:
         self._number = -1
         self._first_iteration = 0
         self._length: int | None = None
-        self._shares: Callable[[int], float] | None = None
+        self._exact: Any = None  # the batch sampler, if it can start at any sample,
+        self._pass: dict[str, Any] = {}  # and its pass, which others that read the same loader do not change
+        self._shares: Callable[..., float] | None = None
 
     def open(self) -> int:
         """Start a pass; return how many batches of it are left out, as the run had them before."""
@@ -194,16 +203,15 @@ class DataIterator:
             self.fetching = self.fetched = _SILENT
             return 0
         self.announce()
-        skipped = 0
+        number, skipped = self.next_number(), 0
         if self.begun:
-            self.iterator = engine._open_pass(self.next_number(), self.cut_after)
+            self.iterator = engine._open_pass(number, self.cut_after)
         else:
             self.iterator, skipped = engine._open_first_pass(self.start)
-        self.begun, self.cut_after = True, None
+        self._number, self.begun, self.cut_after = number, True, None
         self._opened()
         length = length_of(engine.state.dataloader)
         if self.start is not None:
-            self._number = self.start.get("epoch", self._number)
             length = self.start.get("steps") if length is None else length
             self.start = None
         self._first_iteration = engine.state.iteration - skipped
@@ -226,11 +234,13 @@ class DataIterator:
         previous, state.dataloader = state.dataloader, data
         if self.iterator is not None:
             self.announce()
+            number = self.next_number()
             try:
-                self.iterator = self.engine._open_pass(self.next_number(), None)
+                self.iterator = self.engine._open_pass(number, None)
             except BaseException:
                 state.dataloader = previous
                 raise
+            self._number = number
             self._opened()
             self._first_iteration, self._length = state.iteration, length_of(data)
 
@@ -255,6 +265,9 @@ class DataIterator:
 
     def next_number(self) -> int:
         """Return the number of the next pass: from the counters, so that resumed runs agree, and never one twice."""
+        if not self.begun and self.start is not None and "epoch" in self.start:
+            number: int = self.start["epoch"]
+            return number
         state = self.engine.state
         length = length_of(state.dataloader)
         by_epoch = not length or length == state.epoch_length
@@ -276,29 +289,28 @@ class DataIterator:
             return self.start
         batches = self._given() - back
         over = self.iterator is None or (self._length is not None and batches >= self._length)
-        sampler = exact_batches(data)
-        if sampler is not None:
-            position: Position = sampler.position(batches, over=over)
+        if self._exact is not None:
+            position: Position = self._exact.position(batches, over=over, **self._pass)
             return position
         if isinstance(data, Stateful):
             return {"batches": batches, "state": data.state_dict()} if batches and not over else None
-        if isinstance(getattr(getattr(data, "batch_sampler", None), "start_iteration", ()), int | None):
-            return {"epoch": self._number + over, "batches": 0 if over else batches}  # a ReproducibleBatchSampler
-        if not getattr(data, "is_skipped_forward", False) or (self._length is None and not batches):
+        is_skipped = self.engine._has_positions or getattr(data, "is_skipped_forward", False)
+        if not is_skipped or (self._length is None and not batches):
             return None
-        return {"batches": 0 if over else batches, "steps": self._length}
+        return {"epoch": self._number + over, "batches": 0 if over else batches, "steps": self._length}
 
     def share(self) -> float:
         """Return the size of this rank's batch over the mean size of those of all ranks."""
-        return 1.0 if self._shares is None else self._shares(self._given() - 1)
+        return 1.0 if self._shares is None else self._shares(self._given() - 1, **self._pass)
 
     def _given(self) -> int:
         """Count the batches of this pass that the run was given."""
         return self.engine.state.iteration - self._first_iteration
 
     def _opened(self) -> None:
-        sampler = exact_batches(self.engine.state.dataloader)
+        sampler = self._exact = exact_batches(self.engine.state.dataloader)
+        self._pass = {"of": sampler.current_pass()} if hasattr(sampler, "current_pass") else {}
         self._shares = sampler.share if sampler is not None and sampler.num_replicas > 1 else None
         plans = self.engine._dispatcher.plans
         self.fetching, self.fetched = plans[Events.GET_BATCH_STARTED], plans[Events.GET_BATCH_COMPLETED]
-        self._number, self._announced = self.next_number(), None
+        self._announced = None

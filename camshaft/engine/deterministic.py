@@ -145,6 +145,8 @@ class DeterministicEngine(Engine[Batch, Output]):
     True
     """
 
+    _has_positions = True
+
     def __init__(self, process_function: Callable[[Engine[Batch, Output], Batch], Output]) -> None:
         super().__init__(process_function)
         self.state_dict_user_keys.append("rng_states")
@@ -176,6 +178,8 @@ class DeterministicEngine(Engine[Batch, Output]):
         self.state.seed = int(torch.randint(0, 10**9, (1,)).item())
 
     def _open_first_pass(self, position: Position | None) -> tuple[Iterator[Any], int]:
+        if self._progress.unfinished is not None or (position is not None and "state" in position):
+            return super()._open_first_pass(position)
         data = self.state.dataloader = _with_reproducible_batches(self.state.dataloader)
         if exact_batches(data) is None:
             self._warn_if_epochs_drift(data)
@@ -185,7 +189,9 @@ class DeterministicEngine(Engine[Batch, Output]):
         sampler = getattr(data, "batch_sampler", None)
         if (exact := exact_batches(data)) is not None:
             exact.set_epoch(number)
-            iterator, place = open_at(data, exact.position(place) if position is None else position)
+            if position is None:
+                position = exact.position(place, **({"of": exact.next_pass()} if hasattr(exact, "next_pass") else {}))
+            iterator, place = open_at(data, position)
         elif isinstance(sampler, ReproducibleBatchSampler):
             sampler.start_iteration = place
             iterator = iter(data)
@@ -213,7 +219,8 @@ class DeterministicEngine(Engine[Batch, Output]):
     def _pass_at(self, length: int | None, position: Position | None) -> tuple[int, int]:
         """Return the number of the pass that a run starts or resumes in, and the batches of it that are done."""
         if position is not None and {"epoch", "batches"} <= set(position):
-            return position["epoch"], position["batches"]
+            batches: int = position["batches"]
+            return (self.state.iteration - batches if length is None else position["epoch"]), batches
         if length is None:
             return 0, self.state.iteration
         if length == self.state.epoch_length:  # also where epochs ended early

@@ -12,7 +12,7 @@ from typing import Any
 
 from camshaft.base import Serializable
 from camshaft.engine.control import Stoppable
-from camshaft.engine.data import Position, check_iterable, exact_batches, open_at, recount, warn_of_new_pass
+from camshaft.engine.data import Position, can_start_anywhere, check_iterable, open_at, recount, warn_of_new_pass
 from camshaft.engine.event import CallableEventWithFilter, EventEnum, Events, EventsList
 from camshaft.engine.handle import RemovableEventHandle
 from camshaft.engine.loop import Run
@@ -55,6 +55,7 @@ class Engine(EventSource[Batch, Output], Stoppable, Serializable):
     epoch 2: 4
     """
 
+    _has_positions = False  # whether it finds its place in data that cannot start in the middle
     _state_dict_all_req_keys = ("epoch_length",)
     _state_dict_one_of_opt_keys = (("iteration", "epoch"), ("max_epochs", "max_iters"))
 
@@ -178,7 +179,7 @@ class Engine(EventSource[Batch, Output], Stoppable, Serializable):
         if progress.origin is Origin.ENDED:  # also in the middle of an epoch, whose rest is then given up
             return Progress(state.epoch, state.iteration)
         same_data = request.data is state.dataloader
-        if progress.origin is Origin.FAILED and not (same_data or exact_batches(request.data)):
+        if progress.origin is Origin.FAILED and not (same_data or can_start_anywhere(request.data)):
             progress = replace(progress, position=None)
         return progress if same_data else replace(progress, unfinished=None)
 

@@ -200,10 +200,12 @@ class Run:
         engine.state.epoch += 1
         with naming_the_data(engine):
             self.data.announce_if_over()
-        if (yield from self._is_cut()):
-            self._fire(Events.TERMINATE_SINGLE_EPOCH, iter_counter=self.begun)
+        is_cut = yield from self._is_cut()
+        if is_cut:
             self.data.cut(self.begun)
         self.in_epoch, self.held = False, None
+        if is_cut:
+            self._fire(Events.TERMINATE_SINGLE_EPOCH, iter_counter=self.begun)
         engine.state.times["EPOCH_COMPLETED"] = perf_counter() - began
         skipped = Stop.SKIP_EPOCH_COMPLETED in engine._stops
         engine._stops -= EPOCH_STOPS

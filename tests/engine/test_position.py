@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
 import camshaft.distributed as idist
 from camshaft.engine import DeterministicEngine, Engine, Events, create_supervised_trainer
@@ -249,6 +249,63 @@ def test_data_that_cannot_return_the_batch_of_an_unfinished_iteration_say_what_i
     with pytest.warns(UserWarning, match="1 batch is lost"):
         seen = Recorder().resumed(states[0], Stateful(map(torch.tensor, range(5))))
     assert seen == [3, 4]
+
+
+@pytest.mark.parametrize("event", [Events.EPOCH_COMPLETED, Events.ITERATION_COMPLETED(every=2)])
+@pytest.mark.parametrize("kind", [Engine, DeterministicEngine])
+def test_the_place_stays_when_an_evaluator_reads_the_same_loader(kind, event):
+    def run(state=None):
+        recorder, data = Recorder(kind), loader()
+        evaluator = Engine(lambda engine, batch: None)
+        recorder.engine.add_event_handler(event, lambda: evaluator.run(data), order=-1)
+        manual_seed(17)
+        if state is None:
+            recorder.engine.run(data, max_epochs=4)
+        else:
+            recorder.resumed(state, data)
+        return recorder
+
+    whole = run()
+    assert sorted(joined(whole.seen[8:12])) == list(range(SIZE))
+    for iteration in (3, 4, 10, 12):
+        assert run(whole.states[iteration]).seen == whole.seen[iteration:], iteration
+
+
+def test_a_deterministic_engine_that_runs_again_over_the_same_loader_has_another_epoch():
+    recorder, data = Recorder(DeterministicEngine), loader()
+    recorder.engine.run(data, max_epochs=1)
+    recorder.engine.run(data, max_epochs=2)
+    assert recorder.seen[:4] != recorder.seen[4:]
+    assert sorted(joined(recorder.seen[4:])) == list(range(SIZE))
+
+
+def test_a_state_without_a_position_warns_on_a_loader_that_could_start_anywhere():
+    engine = Engine(lambda engine, batch: None)
+    engine.load_state_dict({"iteration": 5, "epoch_length": 4, "max_epochs": 2})
+    with pytest.warns(UserWarning, match="load a state with its position"):
+        engine.run(loader())
+
+
+def test_a_state_saved_when_an_epoch_was_ended_resumes_with_the_next():
+    recorder, states = Recorder(), []
+    recorder.engine.add_event_handler(Events.ITERATION_COMPLETED(once=2), recorder.engine.terminate_epoch)
+    recorder.engine.add_event_handler(
+        Events.TERMINATE_SINGLE_EPOCH, lambda engine: states.append(copy.deepcopy(engine.state_dict()))
+    )
+    recorder.engine.run(loader(), max_epochs=2)
+    assert Recorder().resumed(states[0], loader()) == recorder.seen[2:]
+
+
+def test_a_loader_with_a_sampler_of_torch_resumes_in_the_pass_that_it_was_in():
+    def make():
+        data = range(8)
+        return idist.auto_dataloader(data, sampler=DistributedSampler(data, 1, 0), batch_size=2)
+
+    recorder = Recorder()
+    recorder.engine.add_event_handler(Events.ITERATION_COMPLETED(once=1), recorder.engine.terminate_epoch)
+    recorder.engine.run(make(), max_epochs=3, epoch_length=6)
+    with pytest.warns(UserWarning, match="are loaded and thrown away"):
+        assert Recorder().resumed(recorder.states[9], make()) == recorder.seen[9:]
 
 
 def test_a_loader_that_starts_from_the_beginning_after_an_error_says_so():

@@ -146,6 +146,7 @@ class ExactBatchSampler(BatchSampler):
         return self._deal(0).steps
 
     def __iter__(self) -> Iterator[Indices]:
+        self._pass = None  # until its first batch is read
         return self._batches()
 
     def _batches(self) -> Iterator[Indices]:
@@ -153,7 +154,7 @@ class ExactBatchSampler(BatchSampler):
         self._check_length()
         if not self._told and self.num_replicas == 1:
             self._epoch += 1  # nobody else to part from
-        now = self._next_pass()
+        now: _Pass = self.next_pass()
         if self._sameness is not None:
             self._compare(self._sameness, now)
         self._pass = now
@@ -175,7 +176,8 @@ class ExactBatchSampler(BatchSampler):
         if isinstance(self.source, Order):
             check_length(self.source, self.dataset)
 
-    def _next_pass(self) -> _Pass:
+    def next_pass(self) -> Any:
+        """Return the pass that starts next, for ``share`` and ``position``."""
         return _Pass(self.seed, self.epoch, self._left_out, self._deal(self._begin), self._drawn)
 
     def _compare(self, sameness: Sameness, now: _Pass) -> None:
@@ -220,19 +222,32 @@ class ExactBatchSampler(BatchSampler):
 
     # --- where a run stands --------------------------------------------------------------------------------
 
-    def share(self, batch: int) -> float:
-        """Give the size of this rank's batch, the ``batch``-th of this pass from 0, over the mean over ranks."""
-        assert self._pass is not None, "a pass has begun"
-        return self._pass.deal.share(batch - self._pass.left_out, self.rank)
+    def current_pass(self) -> Any:
+        """Return the pass that was started last, or else the next one: a value for ``share`` and ``position``.
 
-    def position(self, batches: int, *, over: bool = False) -> dict[str, Any]:
-        """Tell where a run stands; see :func:`check_position`.
+        Whoever reads a pass keeps it, as others may start one over the same loader meanwhile.
+        """
+        return self._pass or self.next_pass()
+
+    def share(self, batch: int, of: Any = None) -> float:
+        """Return the size of this rank's batch, the ``batch``-th of a pass from 0, over the mean over ranks.
 
         Args:
-            batches: those of this pass that it was given, or had left out as done before.
-            over: the rest of the pass is given up.
+            batch: counted from 0.
+            of: the pass; the current one by default.
         """
-        now = self._pass or self._next_pass()
+        now: _Pass = of or self.current_pass()
+        return now.deal.share(batch - now.left_out, self.rank)
+
+    def position(self, batches: int, *, over: bool = False, of: Any = None) -> dict[str, Any]:
+        """Return the place of a run; see :func:`check_position`.
+
+        Args:
+            batches: those of the pass that the run was given, or had left out as done before.
+            over: the rest of the pass is given up.
+            of: the pass; the current one by default.
+        """
+        now: _Pass = of or self.current_pass()
         step = batches - now.left_out
         over = over or step >= now.deal.steps
         consumed = 0 if over else now.deal.bounds(step)[0]
@@ -241,7 +256,7 @@ class ExactBatchSampler(BatchSampler):
             "consumed": consumed,
             "seed": now.seed,
             "order": self._describe(),
-            "steps": len(self),
+            "steps": now.left_out + now.deal.steps,
         }
         return {**position, "drawn": now.drawn.fingerprint} if consumed and now.drawn is not None else position
 
@@ -277,6 +292,7 @@ class ExactBatchSampler(BatchSampler):
             self._go_to(self._epoch + 1)
             begin, left = 0, len(self)
         self._begin, self._left_out, self._told, self._moved = begin, len(self) - left, True, True
+        self._pass = None
         return self.epoch, self._left_out
 
     def _fingerprints(self) -> Iterator[str]:
