@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -156,6 +157,51 @@ def test_when_none_is_whole_that_is_an_error_which_names_each(tmp_path):
     with pytest.raises(DamagedCheckpointError, match=r"(?s)checkpoint_2.pt' is not there.*checkpoint_1.pt' is damaged"):
         Checkpoint.resume({"part": part}, tmp_path)
     assert part.value == 5
+
+
+def break_disk(monkeypatch, ending):
+    """Let the system refuse to look at paths with this ending, as a network mount may for a while."""
+
+    def broken(inner, path, *args, **kwargs):
+        if str(path).endswith(ending):
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return inner(path, *args, **kwargs)
+
+    for name in ("lstat", "stat", "listdir", "scandir"):
+        monkeypatch.setattr(os, name, partial(broken, getattr(os, name)))
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_file_that_the_disk_does_not_show_for_a_while_does_not_count_as_missing(tmp_path, monkeypatch, is_listed):
+    save(tmp_path, 1, 2)
+    if not is_listed:
+        shutil.rmtree(tmp_path / FOLDER)
+    with monkeypatch.context() as broken:
+        break_disk(broken, file_of(2))
+        with pytest.warns(UserWarning, match=r"checkpoint_2.pt' cannot be read: .*Stale file handle.*; resuming from"):
+            assert resume(tmp_path) == (1, file_of(1))
+    (tmp_path / file_of(1)).unlink()
+    break_disk(monkeypatch, ".pt")
+    with pytest.raises(DamagedCheckpointError, match=r"checkpoint_2.pt' cannot be read: .*Stale file handle"):
+        resume(tmp_path)
+
+
+@pytest.mark.parametrize("ending", ["checkpoints", FOLDER])
+def test_a_directory_that_cannot_be_listed_does_not_count_as_empty(tmp_path, monkeypatch, ending):
+    folder = tmp_path / "checkpoints"
+    save(folder, 1)
+    break_disk(monkeypatch, ending)
+    with pytest.raises(OSError, match=r"the checkpoints in '.*checkpoints' cannot be listed: .*Stale file handle"):
+        resume(folder)
+
+
+@on_ranks(2)
+def test_on_ranks_all_report_a_directory_that_one_cannot_list(tmp_path, monkeypatch):
+    if idist.get_rank() == 0:
+        save(tmp_path, 1)
+        break_disk(monkeypatch, FOLDER)
+    with pytest.raises(OSError, match="cannot be listed: .*Stale file handle"):
+        resume(tmp_path)
 
 
 def test_loading_a_damaged_file_by_its_path_is_an_error_too(tmp_path):

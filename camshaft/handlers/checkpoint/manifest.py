@@ -219,7 +219,7 @@ def _named(directory: Path, file: str | None) -> list[tuple[Path, str, str]]:
     folder = directory / FOLDER
     try:
         names = [] if folder.is_symlink() else os.listdir(folder)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     found = [(name, match) for name in names if (match := _NAME.fullmatch(name)) and match["file"] not in (".", "..")]
     return [(folder / name, match["file"], match["sum"]) for name, match in found if file in (None, match["file"])]

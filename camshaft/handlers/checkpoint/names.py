@@ -132,8 +132,12 @@ def check_length(argument: str, path: Path) -> None:
 
 
 def checkpoints_in(directory: Path) -> list[Path]:
-    """List the files of a directory that are checkpoints, by their names."""
-    return [path for path in directory.glob("*") if path.suffix in (".pt", SUFFIX)]
+    """List the files of a directory that are checkpoints, by their names; none if it does not exist."""
+    try:
+        names = os.listdir(directory)  # a glob would hide an error of the disk
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [directory / name for name in names if PurePath(name).suffix in (".pt", SUFFIX)]
 
 
 def score_text(score: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,7 +15,6 @@ from typing import Any
 
 from camshaft.distributed import all_gather, get_local_rank, get_world_size
 from camshaft.errors import DamagedCheckpointError
-from camshaft.files import is_regular
 from camshaft.handlers.checkpoint.loading import load_objects, read_checkpoint
 from camshaft.handlers.checkpoint.manifest import MISSING, Entry, entries_of, problem_of
 from camshaft.handlers.checkpoint.names import checkpoints_in
@@ -23,6 +23,7 @@ from camshaft.handlers.checkpoint.recorded import Recorded
 
 logger = logging.getLogger(__name__)
 _ATTEMPTS = 100
+_NEWEST = 2**63  # later than any time that a checkpoint may have
 _NOT_REGULAR = "is not a regular file, and links are not followed"
 
 
@@ -47,8 +48,13 @@ class Candidate:
     def problem(self, directory: Path, wanted: list[str]) -> str | None:
         """Return what is wrong with the file, or ``None``; an empty text if it only holds something else."""
         path = directory / self.file
-        if not is_regular(path):
-            return _NOT_REGULAR if os.path.lexists(path) else MISSING
+        try:
+            if not stat.S_ISREG(path.lstat().st_mode):
+                return _NOT_REGULAR
+        except FileNotFoundError:
+            return MISSING
+        except OSError as error:
+            return f"cannot be read: {error}"
         if self.entries:
             return problem_of(path)
         try:
@@ -85,6 +91,7 @@ def resume(
         TypeError: ``to_load`` is not a mapping of such objects.
         ValueError: ``directory`` is a file.
         DamagedCheckpointError: there are checkpoints, and none of them is whole.
+        OSError: the directory cannot be read.
 
     >>> import tempfile, torch
     >>> from camshaft.handlers import DiskSaver
@@ -99,11 +106,11 @@ def resume(
         raise TypeError(f"to_load must be a mapping, got {to_load!r} of type {type(to_load).__name__}")
     check_objects(dict(to_load), "load_state_dict", "to_load")
     folder, wanted = Path(directory).expanduser(), list(to_load)
-    if folder.is_file():
+    if os.path.isfile(folder):  # no error: one that this rank alone sees is raised on all ranks below
         raise ValueError(f"directory must be one of checkpoints, got the file '{folder}'; load that by load_objects")
     for attempt in range(_ATTEMPTS):
         damaged: list[str] = []
-        found = candidates_in(folder, damaged) if get_local_rank() == 0 else {}
+        found = _listed(folder, damaged)
         problems: dict[str, str] = {}
         for name in _agreed(found, wanted):
             problem, content = _agreed_content(found.get(name), folder / name, wanted, map_location)
@@ -138,8 +145,34 @@ def candidates_in(directory: Path, damaged: list[str]) -> dict[str, Candidate]:
     for path in checkpoints_in(directory):
         if path.name not in found:
             with suppress(FileNotFoundError):  # removed meanwhile
-                # a link or a pipe comes last: it is named if there is nothing else
-                found[path.name] = Candidate(path.name, path.lstat().st_mtime_ns if is_regular(path) else -1)
+                found[path.name] = Candidate(path.name, _changed_at(path))
+    return found
+
+
+def _changed_at(path: Path) -> int:
+    """Return when a file that the manifest does not list was changed."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        raise
+    except OSError:  # it comes first, so that a warning names it
+        return _NEWEST
+    # a link or a pipe comes last: it is named if there is nothing else
+    return status.st_mtime_ns if stat.S_ISREG(status.st_mode) else -1
+
+
+def _listed(directory: Path, damaged: list[str]) -> dict[str, Candidate]:
+    """Find the checkpoints, on the first rank of each node; a directory that cannot be read is an error on all."""
+    found: dict[str, Candidate] = {}
+    failure: OSError | None = None
+    if get_local_rank() == 0:
+        try:
+            found = candidates_in(directory, damaged)
+        except OSError as error:
+            failure = error
+    problem = _agreed_text(None if failure is None else str(failure))
+    if problem is not None:
+        raise OSError(f"the checkpoints in '{directory}' cannot be listed: {problem}") from failure
     return found
 
 
@@ -208,5 +241,4 @@ def _agreed_text(text: str | None) -> str | None:
 
 def _agreed_change(found: Mapping[str, Candidate], directory: Path) -> bool:
     """Return whether, on any node, the checkpoints are no longer those that were found."""
-    is_first = get_local_rank() == 0
-    return _agreed_text("changed" if is_first and candidates_in(directory, []) != found else None) is not None
+    return _agreed_text("changed" if _listed(directory, []) != found else None) is not None
