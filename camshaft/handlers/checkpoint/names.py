@@ -122,12 +122,12 @@ def check_length(argument: str, path: Path) -> None:
         most = os.pathconf(path.parent, "PC_NAME_MAX")
     except (AttributeError, OSError, ValueError):  # Windows, or a file system that does not tell
         most = 255
-    most -= SUFFIX_LENGTH
+    most = (most if most > 0 else 255) - SUFFIX_LENGTH  # some file systems return 0, or -1 for no limit
     length = len(os.fsencode(path.name))
     if length > most:
         raise ValueError(
-            f"{argument} is too long: a file name such as {path.name!r} has {length} bytes, and the disk takes {most}, "
-            f"besides {SUFFIX_LENGTH} for its entry in the manifest"
+            f"{argument} is too long: a file name such as {path.name!r} has {length} bytes, and at most {most} "
+            f"are allowed, because its manifest entry adds {SUFFIX_LENGTH}"
         )
 
 
