@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from camshaft.distributed import all_gather, get_local_rank, get_world_size
-from camshaft.errors import DamagedCheckpointError
+from camshaft.errors import DamagedCheckpointError, annotate
 from camshaft.handlers.checkpoint.loading import load_objects, read_checkpoint
 from camshaft.handlers.checkpoint.manifest import MISSING, Entry, entries_of, problem_of
 from camshaft.handlers.checkpoint.names import checkpoints_in
@@ -62,7 +62,7 @@ class Candidate:
         except FileNotFoundError:
             return MISSING
         except Exception as error:  # whatever is in the file
-            return f"cannot be read: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            return _unreadable(error)
         return None if _has_all(content, wanted) else ""
 
 
@@ -112,8 +112,9 @@ def resume(
         damaged: list[str] = []
         found = _listed(folder, damaged)
         problems: dict[str, str] = {}
+        first_failure: Exception | None = None
         for name in _agreed(found, wanted):
-            problem, content = _agreed_content(found.get(name), folder / name, wanted, map_location)
+            problem, content, failure = _agreed_content(found.get(name), folder / name, wanted, map_location)
             if problem is None:
                 _warn([*damaged, *(f"{text}; resuming from '{name}'" for text in _named(problems, folder))])
                 load_objects(to_load, content, **kwargs)
@@ -121,12 +122,16 @@ def resume(
                 logger.info("resuming from the checkpoint '%s'", folder / name)
                 return folder / name
             problems[name] = problem
+            first_failure = first_failure or failure
             if attempt + 1 < _ATTEMPTS and _agreed_change(found, folder):
                 break  # a trainer that saves to this directory has gone on meanwhile
         else:
             break
     _warn(damaged)
     texts = _named(problems, folder)
+    if first_failure is not None:
+        annotate(first_failure, "no checkpoint can be loaded:\n" + "\n".join(texts))
+        raise first_failure
     if any(text not in ("", MISSING) for text in problems.values()):
         raise DamagedCheckpointError("no checkpoint is whole:\n" + "\n".join(texts))
     if texts:
@@ -218,9 +223,14 @@ def _agreed(found: Mapping[str, Candidate], wanted: list[str]) -> list[str]:
 
 def _agreed_content(
     candidate: Candidate | None, path: Path, wanted: list[str], map_location: Any
-) -> tuple[str | None, Any]:
-    """Verify a candidate, once on each node, and read it on every rank; return what is wrong, and the content."""
+) -> tuple[str | None, Any, Exception | None]:
+    """Verify a candidate, once on each node, and read it on every rank.
+
+    Returns:
+        What is wrong, the same on all ranks; the content; and the error that reading it raised on this rank.
+    """
     content: Any = None
+    failure: Exception | None = None
     problem = _agreed_text(None if candidate is None else candidate.problem(path.parent, wanted))
     if problem is None:
         try:
@@ -228,8 +238,14 @@ def _agreed_content(
             problem = None if _has_all(content, wanted) else ""  # a damaged entry does not tell
         except FileNotFoundError:
             problem = MISSING
+        except Exception as error:  # the others must not wait for this rank
+            problem, failure = _unreadable(error), error
         problem = _agreed_text(problem)
-    return problem, content
+    return problem, content, failure
+
+
+def _unreadable(error: Exception) -> str:
+    return f"cannot be read: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _agreed_text(text: str | None) -> str | None:
