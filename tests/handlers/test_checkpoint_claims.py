@@ -117,7 +117,7 @@ def test_when_the_run_is_over_the_second_of_two_saves_with_a_warning(tmp_path, e
         evaluator.add_event_handler(Events.COMPLETED, last)
     trainer.add_event_handler(ending, lambda *_: setattr(part, "value", 5))
     trainer.add_event_handler(ending, (lambda: evaluator.run([0])) if event == "evaluator" else last)
-    with pytest.warns(UserWarning, match=r"two handlers save to .*The run is over, so the file was overwritten"):
+    with pytest.warns(UserWarning, match=r"two handlers save to .*The run is over, so the file is overwritten"):
         trainer.run([1, 2, 3, 4])
     assert last.last_checkpoint.exists()
     assert load(last.last_checkpoint) == {"value": 5}

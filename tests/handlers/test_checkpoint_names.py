@@ -175,9 +175,12 @@ def test_a_prefix_with_a_folder_needs_to_come_first(tmp_path):
 @pytest.mark.parametrize("letter", ["p", "\N{LATIN SMALL LETTER E WITH ACUTE}"])
 def test_a_name_that_will_be_too_long_is_refused_at_construction(tmp_path, letter):
     width = len(letter.encode())
-    with pytest.raises(ValueError, match=r"filename_prefix is too long: a file name such as .* has 25\d bytes"):
+    with pytest.raises(
+        ValueError,
+        match=r"filename_prefix, score_name or filename_pattern is too long: a file name such as .* has 25\d bytes",
+    ):
         Checkpoint({"model": Part()}, tmp_path, letter * ((256 - len("_model_1000000000.pt")) // width))
-    with pytest.raises(ValueError, match="filename_prefix is too long"):
+    with pytest.raises(ValueError, match="filename_prefix, score_name or filename_pattern is too long"):
         ModelCheckpoint(tmp_path, letter * (236 // width))
     longest = letter * ((241 - len("_model_1000000000.pt")) // width)
     Checkpoint({"model": Part()}, tmp_path, longest)(at(1_999_999_999))
@@ -185,10 +188,26 @@ def test_a_name_that_will_be_too_long_is_refused_at_construction(tmp_path, lette
 
 
 def test_a_name_that_is_too_long_is_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(ValueError, match=r"filename is too long: .* has 242 bytes, and the disk takes 241"):
+    with pytest.raises(
+        ValueError, match=r"filename is too long: .* has 242 bytes, and at most 241 are allowed, because its manifest"
+    ):
         DiskSaver(tmp_path)({}, "m" * 242)
     assert list(tmp_path.iterdir()) == []
     DiskSaver(tmp_path)({}, "m" * 241)
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_file_system_that_reports_no_limit_takes_names_of_the_usual_length(tmp_path, monkeypatch, limit):
+    monkeypatch.setattr("os.pathconf", lambda *args: limit)
+    DiskSaver(tmp_path)({}, "model.pt")
+    with pytest.raises(ValueError, match="at most 241 are allowed"):
+        DiskSaver(tmp_path, require_empty=False)({}, "m" * 242)
+
+
+def test_a_record_with_nul_in_a_file_name_is_refused(tmp_path):
+    checkpoint = Checkpoint({"part": Part()}, tmp_path)
+    with pytest.raises(ValueError, match="a file name must not contain NUL"):
+        checkpoint.load_state_dict({"_saved": [(1, "a\0b.pt")]})
 
 
 def test_a_pattern_that_is_none_is_refused_by_name(tmp_path):

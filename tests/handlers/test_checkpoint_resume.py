@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -71,6 +72,60 @@ def test_a_clock_that_goes_backwards_changes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("time.time_ns", lambda: 1)
     save(tmp_path, 30, 40)
     assert resume(tmp_path) == (40, file_of(40))
+
+
+@pytest.mark.parametrize("prefix", ["", "best/"])
+def test_a_clock_that_goes_backwards_changes_nothing_in_a_folder_of_the_prefix(tmp_path, monkeypatch, prefix):
+    (tmp_path / "best").mkdir()
+    DiskSaver(tmp_path)({"value": 1}, f"{prefix}part_1.pt")
+    monkeypatch.setattr("time.time_ns", lambda: 1)
+    DiskSaver(tmp_path, require_empty=False)({"value": 2}, f"{prefix}part_2.pt")
+    assert resume(tmp_path / prefix) == (2, "part_2.pt")
+
+
+def test_an_absurd_time_in_an_entry_does_not_spoil_later_ones(tmp_path):
+    save(tmp_path, 1)
+    entry = entry_of(tmp_path, 1)
+    entry.write_text(forged(entry.read_text(), "saved_at", 2**63 - 1))
+    save(tmp_path, 2)
+    with pytest.warns(UserWarning, match="saved_at is 9223372036854775807") as caught:
+        assert resume(tmp_path) == (2, file_of(2))
+    assert len(caught) == 1
+
+
+def list_file(folder, file):
+    """Let the manifest list a file as it is."""
+    size = (folder / file).stat().st_size
+    manifest.write_entry(folder, manifest.make_entry(file, checksum_of(folder / file), size, 2**61, None))
+
+
+def test_a_listed_file_that_cannot_be_loaded_is_named_and_the_one_before_is_taken(tmp_path):
+    save(tmp_path, 1)
+    torch.save({"part": Evil()}, tmp_path / "evil.pt")
+    list_file(tmp_path, "evil.pt")
+    with pytest.warns(UserWarning, match=r"evil.pt' cannot be read: UnpicklingError: .*; resuming from 'checkpoint_1"):
+        assert resume(tmp_path) == (1, file_of(1))
+    (tmp_path / file_of(1)).unlink()
+    with pytest.raises(pickle.UnpicklingError, match="weights_only") as raised:
+        resume(tmp_path)
+    assert "checkpoint_1.pt' is not there" in "".join(raised.value.__notes__)
+
+
+@on_ranks(2)
+def test_on_ranks_a_file_that_one_cannot_load_is_passed_over_on_all(tmp_path, monkeypatch):
+    if idist.get_rank() == 0:
+        save(tmp_path, 1, 2)
+    idist.barrier()
+    read = resuming.read_checkpoint
+
+    def fail(path, map_location=None):
+        if idist.get_rank() == 1 and path.name == file_of(2):
+            raise MemoryError("too much")
+        return read(path, map_location)
+
+    monkeypatch.setattr(resuming, "read_checkpoint", fail)
+    with pytest.warns(UserWarning, match=r"checkpoint_2.pt' cannot be read: MemoryError: too much; resuming from"):
+        assert resume(tmp_path) == (1, file_of(1))
 
 
 def test_files_of_plain_torch_save_without_a_manifest_are_found_too(tmp_path):
@@ -158,6 +213,51 @@ def test_when_none_is_whole_that_is_an_error_which_names_each(tmp_path):
     assert part.value == 5
 
 
+def break_disk(monkeypatch, ending):
+    """Let the system refuse to look at paths with this ending, as a network mount may for a while."""
+
+    def broken(inner, path, *args, **kwargs):
+        if str(path).endswith(ending):
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return inner(path, *args, **kwargs)
+
+    for name in ("lstat", "stat", "listdir", "scandir"):
+        monkeypatch.setattr(os, name, partial(broken, getattr(os, name)))
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_file_that_the_disk_does_not_show_for_a_while_does_not_count_as_missing(tmp_path, monkeypatch, is_listed):
+    save(tmp_path, 1, 2)
+    if not is_listed:
+        shutil.rmtree(tmp_path / FOLDER)
+    with monkeypatch.context() as broken:
+        break_disk(broken, file_of(2))
+        with pytest.warns(UserWarning, match=r"checkpoint_2.pt' cannot be read: .*Stale file handle.*; resuming from"):
+            assert resume(tmp_path) == (1, file_of(1))
+    (tmp_path / file_of(1)).unlink()
+    break_disk(monkeypatch, ".pt")
+    with pytest.raises(DamagedCheckpointError, match=r"checkpoint_2.pt' cannot be read: .*Stale file handle"):
+        resume(tmp_path)
+
+
+@pytest.mark.parametrize("ending", ["checkpoints", FOLDER])
+def test_a_directory_that_cannot_be_listed_does_not_count_as_empty(tmp_path, monkeypatch, ending):
+    folder = tmp_path / "checkpoints"
+    save(folder, 1)
+    break_disk(monkeypatch, ending)
+    with pytest.raises(OSError, match=r"the checkpoints in '.*checkpoints' cannot be listed: .*Stale file handle"):
+        resume(folder)
+
+
+@on_ranks(2)
+def test_on_ranks_all_report_a_directory_that_one_cannot_list(tmp_path, monkeypatch):
+    if idist.get_rank() == 0:
+        save(tmp_path, 1)
+        break_disk(monkeypatch, FOLDER)
+    with pytest.raises(OSError, match="cannot be listed: .*Stale file handle"):
+        resume(tmp_path)
+
+
 def test_loading_a_damaged_file_by_its_path_is_an_error_too(tmp_path):
     save(tmp_path, 1)
     flip_a_bit(tmp_path / file_of(1), 300)
@@ -212,7 +312,7 @@ WRONG = {
     "file": [3, None, "checkpoint_1.pt", "../checkpoint_2.pt", "/dev/zero", ""],
     "checksum": [None, "crc32:00000000", 5],
     "size": [None, True, -1, 1.5, "3", 10**30],
-    "saved_at": [None, False, -1, float("nan"), 10**30, []],
+    "saved_at": [None, False, -1, float("nan"), 10**30, 2**63 - 1, []],
     "objects": [3, [3], [["part"]], {"part": 1}, "part"],
 }
 
@@ -378,7 +478,7 @@ def test_on_ranks_all_list_again_when_one_finds_the_file_gone(tmp_path, monkeypa
 
 def write_entry(folder, file, checksum="crc32:00000000", size=0, name=None):
     """Write an entry as an attacker would."""
-    content = {"format": 1, "file": file, "checksum": checksum, "size": size, "saved_at": 2**62, "objects": None}
+    content = {"format": 1, "file": file, "checksum": checksum, "size": size, "saved_at": 2**61, "objects": None}
     text = json.dumps({**content, "checksum_of_entry": manifest._sum_of(content)})
     (folder / FOLDER / (name or f"{file}.{checksum[-8:]}.json")).write_text(text)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from camshaft.handlers import Checkpoint, DiskSaver
+from camshaft.handlers import Checkpoint, DiskSaver, ModelCheckpoint
 from camshaft.handlers.checkpoint import BaseSaveHandler
 from tests.handlers.parts import Part, at, load, names
 from tests.ranks import on_ranks
@@ -163,6 +163,13 @@ def test_one_rank_alone_looks_at_the_directory_writes_and_removes(tmp_path):
     assert names(folder) == ["1.pt"]
 
 
+@pytest.mark.parametrize("make", [DiskSaver, ModelCheckpoint, lambda *args, **kw: Checkpoint({}, *args, **kw)])
+def test_the_warning_of_a_single_process_points_at_the_line_of_the_user(tmp_path, make):
+    with pytest.warns(UserWarning, match="the job has a single process") as caught:
+        make(tmp_path, save_on_rank=1)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
 def test_a_single_process_saves_whatever_the_rank_with_a_warning(tmp_path):
     with pytest.warns(UserWarning, match="save_on_rank is 1, but the job has a single process: rank 0 saves"):
         checkpoint = Checkpoint({"model": Part(3)}, tmp_path, save_on_rank=1, n_saved=1)
@@ -226,7 +233,7 @@ def test_a_link_in_place_of_a_checkpoint_is_not_removed_nor_what_it_leads_to(tmp
     saver({}, "model.pt")
     (tmp_path / "model.pt").rename(tmp_path / "precious")
     (tmp_path / "model.pt").symlink_to(tmp_path / "precious")
-    with pytest.warns(UserWarning, match="is not removed"):
+    with pytest.warns(UserWarning, match="is not removed: it is not a regular file"):
         saver.remove("model.pt")
     assert names(tmp_path) == ["model.pt", "precious"]
 

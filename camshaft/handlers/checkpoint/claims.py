@@ -58,7 +58,7 @@ class Claims:
             )
             if not is_over:
                 raise ValueError(problem)
-            warnings.warn(f"{problem}. The run is over, so the file was overwritten", stacklevel=4)
+            warnings.warn(f"{problem}. The run is over, so the file is overwritten", stacklevel=4)
         self.take(path)
 
     def take(self, path: Path) -> None:

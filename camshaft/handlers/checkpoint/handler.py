@@ -263,7 +263,7 @@ class Checkpoint(Recorded):
             name = self._filename(name_of(self.to_save) if self.to_save else "", score, 10**9 if has_step else None)
         except ValueError:  # the pattern is for steps of another kind
             return
-        check_length("filename_prefix", directory / name)
+        check_length("filename_prefix, score_name or filename_pattern", directory / name)
 
     def _global_step(self, engine: Engine[Any, Any]) -> Any:
         if self.global_step_transform is not None:

@@ -32,6 +32,7 @@ _FORMAT = 1
 _OWN = "checksum_of_entry"  # of all the rest
 _NAME = re.compile(r"(?P<file>.+)\.(?P<sum>[0-9a-f]+)\.json", re.DOTALL)
 _LONGEST_ENTRY = 1 << 20  # bytes
+_TOO_LARGE = 2**62  # as nanoseconds the year 2116, which a later entry would have to exceed
 SUFFIX_LENGTH = len(".01234567.json")
 """How much longer the name of an entry is than that of its checkpoint."""
 MISSING = "is not there: it was removed, or its save was interrupted"
@@ -156,7 +157,7 @@ def _read(path: Path, file: str, checksum: str) -> Entry:
         raise ValueError("its content does not match its name")
     for name in ("size", "saved_at"):
         value = content[name]
-        if type(value) is not int or not 0 <= value < 2**63:
+        if type(value) is not int or not 0 <= value < _TOO_LARGE:
             raise ValueError(f"{name} is {value!r}")
     objects = content.get("objects")
     if objects is not None and not (isinstance(objects, list) and all(isinstance(one, str) for one in objects)):
@@ -219,7 +220,7 @@ def _named(directory: Path, file: str | None) -> list[tuple[Path, str, str]]:
     folder = directory / FOLDER
     try:
         names = [] if folder.is_symlink() else os.listdir(folder)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     found = [(name, match) for name in names if (match := _NAME.fullmatch(name)) and match["file"] not in (".", "..")]
     return [(folder / name, match["file"], match["sum"]) for name, match in found if file in (None, match["file"])]

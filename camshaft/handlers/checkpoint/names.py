@@ -122,18 +122,22 @@ def check_length(argument: str, path: Path) -> None:
         most = os.pathconf(path.parent, "PC_NAME_MAX")
     except (AttributeError, OSError, ValueError):  # Windows, or a file system that does not tell
         most = 255
-    most -= SUFFIX_LENGTH
+    most = (most if most > 0 else 255) - SUFFIX_LENGTH  # some file systems return 0, or -1 for no limit
     length = len(os.fsencode(path.name))
     if length > most:
         raise ValueError(
-            f"{argument} is too long: a file name such as {path.name!r} has {length} bytes, and the disk takes {most}, "
-            f"besides {SUFFIX_LENGTH} for its entry in the manifest"
+            f"{argument} is too long: a file name such as {path.name!r} has {length} bytes, and at most {most} "
+            f"are allowed, because its manifest entry adds {SUFFIX_LENGTH}"
         )
 
 
 def checkpoints_in(directory: Path) -> list[Path]:
-    """List the files of a directory that are checkpoints, by their names."""
-    return [path for path in directory.glob("*") if path.suffix in (".pt", SUFFIX)]
+    """List the files of a directory that are checkpoints, by their names; none if it does not exist."""
+    try:
+        names = os.listdir(directory)  # a glob would hide an error of the disk
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [directory / name for name in names if PurePath(name).suffix in (".pt", SUFFIX)]
 
 
 def score_text(score: Any) -> str:

@@ -96,4 +96,6 @@ def _text(filename: Any) -> str:
     path = PurePath(filename)
     if path.is_absolute() or ".." in path.parts:
         raise ValueError(f"a file name must stay in its directory, got {filename!r}")  # files of a record are removed
+    if "\0" in filename:
+        raise ValueError(f"a file name must not contain NUL, got {filename!r}")
     return filename

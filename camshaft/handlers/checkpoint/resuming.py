@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from camshaft.distributed import all_gather, get_local_rank, get_world_size
-from camshaft.errors import DamagedCheckpointError
-from camshaft.files import is_regular
+from camshaft.errors import DamagedCheckpointError, annotate
 from camshaft.handlers.checkpoint.loading import load_objects, read_checkpoint
 from camshaft.handlers.checkpoint.manifest import MISSING, Entry, entries_of, problem_of
 from camshaft.handlers.checkpoint.names import checkpoints_in
@@ -23,6 +23,7 @@ from camshaft.handlers.checkpoint.recorded import Recorded
 
 logger = logging.getLogger(__name__)
 _ATTEMPTS = 100
+_NEWEST = 2**63  # later than any time that a checkpoint may have
 _NOT_REGULAR = "is not a regular file, and links are not followed"
 
 
@@ -47,8 +48,13 @@ class Candidate:
     def problem(self, directory: Path, wanted: list[str]) -> str | None:
         """Return what is wrong with the file, or ``None``; an empty text if it only holds something else."""
         path = directory / self.file
-        if not is_regular(path):
-            return _NOT_REGULAR if os.path.lexists(path) else MISSING
+        try:
+            if not stat.S_ISREG(path.lstat().st_mode):
+                return _NOT_REGULAR
+        except FileNotFoundError:
+            return MISSING
+        except OSError as error:
+            return f"cannot be read: {error}"
         if self.entries:
             return problem_of(path)
         try:
@@ -56,7 +62,7 @@ class Candidate:
         except FileNotFoundError:
             return MISSING
         except Exception as error:  # whatever is in the file
-            return f"cannot be read: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            return _unreadable(error)
         return None if _has_all(content, wanted) else ""
 
 
@@ -85,6 +91,7 @@ def resume(
         TypeError: ``to_load`` is not a mapping of such objects.
         ValueError: ``directory`` is a file.
         DamagedCheckpointError: there are checkpoints, and none of them is whole.
+        OSError: the directory cannot be read.
 
     >>> import tempfile, torch
     >>> from camshaft.handlers import DiskSaver
@@ -99,14 +106,15 @@ def resume(
         raise TypeError(f"to_load must be a mapping, got {to_load!r} of type {type(to_load).__name__}")
     check_objects(dict(to_load), "load_state_dict", "to_load")
     folder, wanted = Path(directory).expanduser(), list(to_load)
-    if folder.is_file():
+    if os.path.isfile(folder):  # no error: one that this rank alone sees is raised on all ranks below
         raise ValueError(f"directory must be one of checkpoints, got the file '{folder}'; load that by load_objects")
     for attempt in range(_ATTEMPTS):
         damaged: list[str] = []
-        found = candidates_in(folder, damaged) if get_local_rank() == 0 else {}
+        found = _listed(folder, damaged)
         problems: dict[str, str] = {}
+        first_failure: Exception | None = None
         for name in _agreed(found, wanted):
-            problem, content = _agreed_content(found.get(name), folder / name, wanted, map_location)
+            problem, content, failure = _agreed_content(found.get(name), folder / name, wanted, map_location)
             if problem is None:
                 _warn([*damaged, *(f"{text}; resuming from '{name}'" for text in _named(problems, folder))])
                 load_objects(to_load, content, **kwargs)
@@ -114,12 +122,16 @@ def resume(
                 logger.info("resuming from the checkpoint '%s'", folder / name)
                 return folder / name
             problems[name] = problem
+            first_failure = first_failure or failure
             if attempt + 1 < _ATTEMPTS and _agreed_change(found, folder):
                 break  # a trainer that saves to this directory has gone on meanwhile
         else:
             break
     _warn(damaged)
     texts = _named(problems, folder)
+    if first_failure is not None:
+        annotate(first_failure, "no checkpoint can be loaded:\n" + "\n".join(texts))
+        raise first_failure
     if any(text not in ("", MISSING) for text in problems.values()):
         raise DamagedCheckpointError("no checkpoint is whole:\n" + "\n".join(texts))
     if texts:
@@ -138,8 +150,34 @@ def candidates_in(directory: Path, damaged: list[str]) -> dict[str, Candidate]:
     for path in checkpoints_in(directory):
         if path.name not in found:
             with suppress(FileNotFoundError):  # removed meanwhile
-                # a link or a pipe comes last: it is named if there is nothing else
-                found[path.name] = Candidate(path.name, path.lstat().st_mtime_ns if is_regular(path) else -1)
+                found[path.name] = Candidate(path.name, _changed_at(path))
+    return found
+
+
+def _changed_at(path: Path) -> int:
+    """Return when a file that the manifest does not list was changed."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        raise
+    except OSError:  # it comes first, so that a warning names it
+        return _NEWEST
+    # a link or a pipe comes last: it is named if there is nothing else
+    return status.st_mtime_ns if stat.S_ISREG(status.st_mode) else -1
+
+
+def _listed(directory: Path, damaged: list[str]) -> dict[str, Candidate]:
+    """Find the checkpoints, on the first rank of each node; a directory that cannot be read is an error on all."""
+    found: dict[str, Candidate] = {}
+    failure: OSError | None = None
+    if get_local_rank() == 0:
+        try:
+            found = candidates_in(directory, damaged)
+        except OSError as error:
+            failure = error
+    problem = _agreed_text(None if failure is None else str(failure))
+    if problem is not None:
+        raise OSError(f"the checkpoints in '{directory}' cannot be listed: {problem}") from failure
     return found
 
 
@@ -185,9 +223,14 @@ def _agreed(found: Mapping[str, Candidate], wanted: list[str]) -> list[str]:
 
 def _agreed_content(
     candidate: Candidate | None, path: Path, wanted: list[str], map_location: Any
-) -> tuple[str | None, Any]:
-    """Verify a candidate, once on each node, and read it on every rank; return what is wrong, and the content."""
+) -> tuple[str | None, Any, Exception | None]:
+    """Verify a candidate, once on each node, and read it on every rank.
+
+    Returns:
+        What is wrong, the same on all ranks; the content; and the error that reading it raised on this rank.
+    """
     content: Any = None
+    failure: Exception | None = None
     problem = _agreed_text(None if candidate is None else candidate.problem(path.parent, wanted))
     if problem is None:
         try:
@@ -195,8 +238,14 @@ def _agreed_content(
             problem = None if _has_all(content, wanted) else ""  # a damaged entry does not tell
         except FileNotFoundError:
             problem = MISSING
+        except Exception as error:  # the others must not wait for this rank
+            problem, failure = _unreadable(error), error
         problem = _agreed_text(problem)
-    return problem, content
+    return problem, content, failure
+
+
+def _unreadable(error: Exception) -> str:
+    return f"cannot be read: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _agreed_text(text: str | None) -> str | None:
@@ -208,5 +257,4 @@ def _agreed_text(text: str | None) -> str | None:
 
 def _agreed_change(found: Mapping[str, Candidate], directory: Path) -> bool:
     """Return whether, on any node, the checkpoints are no longer those that were found."""
-    is_first = get_local_rank() == 0
-    return _agreed_text("changed" if is_first and candidates_in(directory, []) != found else None) is not None
+    return _agreed_text("changed" if _listed(directory, []) != found else None) is not None

@@ -94,7 +94,6 @@ class DiskSaver(BaseSaveHandler):
         if self.writes:
             _prepare(self.dirname, create_dir, require_empty)
             self._tidy(self.dirname)
-            self._saved_at = manifest.next_time(manifest.entries_of(self.dirname))
 
     @property
     def writes(self) -> bool:
@@ -138,11 +137,13 @@ class DiskSaver(BaseSaveHandler):
         if path == self._kept:
             return
         # In this order: when it is cut off in the middle, the manifest still knows what is left.
-        if manifest.is_known(path.parent, path.name) and (is_regular(path) or not os.path.lexists(path)):
+        is_known = manifest.is_known(path.parent, path.name)
+        if is_known and (is_regular(path) or not os.path.lexists(path)):
             path.unlink(missing_ok=True)
             manifest.remove_entries(path.parent, path.name)
         elif os.path.lexists(path):
-            warnings.warn(f"'{path}' is not removed: the manifest lists no such checkpoint", stacklevel=2)
+            reason = "it is not a regular file" if is_known else "the manifest lists no such checkpoint"
+            warnings.warn(f"'{path}' is not removed: {reason}", stacklevel=2)
 
     def prune(self, filename: str) -> None:
         """Remove a checkpoint that is no longer kept, unless it is the file that was just written.
@@ -160,11 +161,12 @@ class DiskSaver(BaseSaveHandler):
         return self.dirname / filename
 
     def _tidy(self, directory: Path) -> None:
-        """Remove what killed processes left, when this handler first uses a directory."""
+        """At the first use of a directory, remove what killed processes left and look up its newest entry."""
         if directory not in self._tidied:
             self._tidied.add(directory)
             remove_leftovers(directory)
             remove_leftovers(directory / manifest.FOLDER)
+            self._saved_at = max(self._saved_at, manifest.next_time(manifest.entries_of(directory)))
 
     def _save(self, path: Path, checkpoint: Any, metadata: Mapping[str, Any] | None) -> None:
         self._tidy(path.parent)

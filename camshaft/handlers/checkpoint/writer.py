@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 from camshaft.distributed import all_gather, get_local_rank, get_rank, get_world_size
@@ -26,8 +27,11 @@ def check_save_on_rank(save_on_rank: int | str) -> None:
 def warn_if_alone(save_on_rank: int | str) -> None:
     """Warn if the rank that is to write does not exist because the job is a single process, which then writes."""
     if get_world_size() == 1 and save_on_rank not in (0, NODE):
+        level, frame = 1, sys._getframe()
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(f"{__package__}."):
+            level, frame = level + 1, frame.f_back  # a Checkpoint may construct the DiskSaver
         warnings.warn(
-            f"save_on_rank is {save_on_rank}, but the job has a single process: rank 0 saves instead", stacklevel=3
+            f"save_on_rank is {save_on_rank}, but the job has a single process: rank 0 saves instead", stacklevel=level
         )
 
 
