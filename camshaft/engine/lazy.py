@@ -116,10 +116,6 @@ class Results(dict[str, Any]):
         super().setdefault(name, default)
         return self[name]
 
-    def __or__(self, other: Any) -> Any:
-        self._read()
-        return super().__or__(other)
-
     def copy(self) -> Results:
         """Return a copy."""
         return Results(self)
