@@ -53,6 +53,17 @@ def described(value: Any) -> str:
     theirs = ignite_class(value)
     if theirs is None:
         return text
-    package = theirs.__module__.split(".")[1]
+    package = theirs.__module__.partition(".")[2].partition(".")[0]
     instead = f": use the one from camshaft.{package}" if package in ("distributed", "engine", "handlers") else ""
     return f"{text}; {theirs.__name__} comes from PyTorch-Ignite{instead}"
+
+
+def check_is_no_class(name: str, value: Any) -> None:
+    """Raise ``TypeError`` if a class is given where an object is needed.
+
+    >>> check_is_no_class("metrics['mean']", float)
+    Traceback (most recent call last):
+    TypeError: metrics['mean'] must be an object, got the class <class 'float'>: pass float(...) instead
+    """
+    if isinstance(value, type):
+        raise TypeError(f"{name} must be an object, got the class {value!r}: pass {value.__name__}(...) instead")

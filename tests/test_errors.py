@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from camshaft.errors import NotComputableError, annotate
+from camshaft.errors import NotComputableError, annotate, described
 from camshaft.exceptions import NotComputableError as FromTheApi
 
 
@@ -25,3 +25,8 @@ def test_annotate_keeps_notes_in_order_and_the_message(error):
     annotate(error, "second")
     assert error.__notes__ == ["first", "second"]
     assert str(error) == "broken"
+
+
+def test_a_class_of_the_top_module_of_ignite_is_described():
+    theirs = type("Theirs", (), {"__module__": "ignite"})
+    assert described(theirs()).endswith("of type Theirs; Theirs comes from PyTorch-Ignite")

@@ -157,7 +157,7 @@ class Backend(ABC):
         return None
 
     def left(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return how those of the ranks have left the run that have, as far as this is known."""
+        """Return how each rank that has left the run left it, as far as this is known."""
         return {}
 
     def close(self) -> None:  # noqa: B027  # most have something to end, one process has not

@@ -92,7 +92,7 @@ class Pending:
         return self._outboxes.setdefault(dst, Outbox(dst))
 
     def drop(self, key: int) -> None:
-        """Await a transfer no more, but keep its buffer, which may still be written to."""
+        """Stop waiting for a transfer, but keep its buffer, which may still be written to."""
         if (transfer := self.awaited.pop(key, None)) is not None:
             self._dropped = [*(kept for kept in self._dropped if not kept[0].is_completed()), transfer]
 

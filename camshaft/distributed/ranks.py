@@ -209,10 +209,10 @@ def _told(number: str) -> int:
     backend = current()
     if number in backend.assumed:
         raise RuntimeError(
-            f"{_NUMBERS[number]} is not known: the script made the process group itself, no variable tells how its "
-            "ranks are distributed over nodes, and a query must not wait for other ranks. Set LOCAL_WORLD_SIZE, "
-            "GROUP_RANK and GROUP_WORLD_SIZE as torchrun does, or let camshaft.distributed.initialize make the "
-            "process group, which compares the hosts of all ranks"
+            f"{_NUMBERS[number]} is not known: the script made the process group itself, no environment "
+            "variable says how its ranks are distributed over nodes, and a query must not wait for other ranks. Set "
+            "LOCAL_WORLD_SIZE, GROUP_RANK and GROUP_WORLD_SIZE as torchrun does, or let "
+            "camshaft.distributed.initialize make the process group, which compares the hosts of all ranks"
         )
     told: int = getattr(backend.topology, number)
     return told

@@ -106,6 +106,16 @@ class Results(dict[str, Any]):
         self._read()
         return super().pop(name, *default)
 
+    def popitem(self) -> tuple[str, Any]:
+        """Remove the name that was added last, and return it with its value."""
+        self._read()
+        return super().popitem()
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        """Return the value of a name, which is the default if it had none."""
+        super().setdefault(name, default)
+        return self[name]
+
     def copy(self) -> Results:
         """Return a copy."""
         return Results(self)

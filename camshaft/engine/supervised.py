@@ -22,6 +22,7 @@ from camshaft.engine.engine import Engine
 from camshaft.engine.precision import device_type_of
 from camshaft.engine.steps import PrepareBatch, Step, call_model, identity, loss_value, predictions_and_targets
 from camshaft.engine.steps import prepare_batch as _prepare_batch
+from camshaft.errors import check_is_no_class
 from camshaft.types import DeviceLike
 
 _AMP_MODES = (None, "amp", "apex")
@@ -144,9 +145,7 @@ def _check_metrics(metrics: Any) -> None:
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics must be a mapping of names to metrics, got {metrics!r}")
     for name, metric in metrics.items():
-        if isinstance(metric, type):
-            made = f"{metric.__name__}(...)"
-            raise TypeError(f"metrics[{name!r}] must be an object, got the class {metric!r}: pass {made} instead")
+        check_is_no_class(f"metrics[{name!r}]", metric)
         if not callable(getattr(metric, "attach", None)):
             hint = ": use camshaft.handlers.attach_metrics" if callable(getattr(metric, "compute", None)) else ""
             raise TypeError(f"metrics[{name!r}] must have attach(engine, name), got {metric!r}{hint}")

@@ -15,7 +15,7 @@ from camshaft.engine.engine import Engine
 from camshaft.engine.event import Events
 from camshaft.engine.handle import RemovableEventHandle
 from camshaft.engine.lazy import LazyNumber
-from camshaft.errors import annotate, ignite_class
+from camshaft.errors import annotate, check_is_no_class, ignite_class
 from camshaft.handlers.checks import check_callable, check_engine
 from camshaft.handlers.metric_exchange import members, over_all_ranks
 from camshaft.handlers.param_scheduler.base import continues_epoch
@@ -71,9 +71,7 @@ def attach_metrics(
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics must be a mapping of names to metrics, got {metrics!r} of {type(metrics).__name__}")
     for name, metric in metrics.items():
-        if isinstance(metric, type):
-            made = f"{metric.__name__}(...)"
-            raise TypeError(f"metrics[{name!r}] must be an object, got the class {metric!r}: pass {made} instead")
+        check_is_no_class(f"metrics[{name!r}]", metric)
         if ignite_class(metric) is not None:
             raise TypeError(
                 f"metrics[{name!r}] must be a metric of torchmetrics or of that form, got {metric!r}, which comes from "

@@ -702,3 +702,15 @@ def test_samples_without_batches_are_dealt_out_and_filled_up():
     with pytest.warns(UserWarning, match="some are repeated; give a batch_size"):
         loader = idist.auto_dataloader(range(5), batch_size=None, shuffle=False)
     assert idist.all_gather(list(loader)) == [[0, 2, 4], [1, 3, 0]]
+
+
+@on_ranks(2)
+def test_samples_without_batches_are_shuffled_by_the_seed_of_rank_0():
+    def drawn(chosen, **options):
+        torch.manual_seed(chosen + idist.get_rank())
+        with pytest.warns(UserWarning, match="some are repeated"):
+            parts = idist.all_gather(list(idist.auto_dataloader(range(20), batch_size=None, shuffle=True, **options)))
+        assert sorted(parts[0] + parts[1]) == list(range(20))
+        return parts
+
+    assert drawn(5) == drawn(5) == drawn(9, seed=5) != drawn(7)

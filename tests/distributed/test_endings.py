@@ -26,9 +26,11 @@ if rank == who and how == "raise":
     raise LookupError("the cause")
 if rank == who and how == "exit":
     sys.exit()
+if rank == who and how == "exit with a code":
+    sys.exit(3)
 if rank == who and how == "finalize":
     idist.finalize()
-else:
+elif rank != who or how != "return":
     idist.all_reduce(1)
 """
 
@@ -67,14 +69,14 @@ def test_a_rank_that_ends_before_its_first_collective_is_shown(who: int, how: st
     ("how", "text"),
     [
         ("raise", "has failed with LookupError: the cause"),
-        ("exit", "has left the run without an error"),
+        *((how, "has exited: it returned, or called sys.exit\\(\\)") for how in ("return", "exit", "exit with a code")),
         ("finalize", "has left the run without an error"),
     ],
 )
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_ends_is_named_without_debug_mode(who: int, how: str, text: str) -> None:
     texts, codes = run(who, how, "plain")
-    gone = "has left the run, or its launcher has, as the store is gone"  # with rank 0, before it could be read
+    gone = "or its launcher has left the run: the store is unreachable"  # with rank 0, before it could be read
     assert re.search(f"RankDivergenceError: rank {who} ({text}|{gone})", texts[1 - who]), texts[1 - who]
     assert "which rank" not in texts[1 - who]
-    assert codes[who] == (how == "raise")
+    assert codes[who] == {"raise": 1, "exit with a code": 3}.get(how, 0)

@@ -716,3 +716,20 @@ def test_a_script_that_is_killed_takes_its_processes_with_it(run_script, tmp_pat
         finally:
             script.kill()
             end_all_in(tmp_path)
+
+
+def test_a_store_that_cannot_be_opened_leaves_no_descriptor(monkeypatch):
+    descriptors = []
+
+    def fail_to_open(*args, master_listen_fd, **options):
+        descriptors.append(master_listen_fd)
+        raise RuntimeError("no store")
+
+    monkeypatch.setattr(native_processes, "TCPStore", fail_to_open)
+    processes = native_processes.Processes()
+    processes.listen()
+    with pytest.raises(RuntimeError, match="no store"):
+        processes.open_store()
+    processes.end()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(*descriptors)

@@ -13,7 +13,7 @@ import numpy
 import pytest
 import torch
 
-from camshaft.engine.lazy import LazyNumber
+from camshaft.engine.lazy import LazyNumber, Results
 
 
 class Counting(torch.Tensor):
@@ -161,3 +161,17 @@ def test_the_loss_is_not_changed_by_what_is_computed_with_the_number():
 @pytest.mark.parametrize("shape", [(1,), (1, 1)])
 def test_one_element_in_any_shape_is_enough(shape):
     assert LazyNumber(torch.full(shape, 4.0)) == 4.0
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda results: results.setdefault("loss", 0),
+        lambda results: results.popitem()[1],
+        lambda results: (results | {})["loss"],
+        lambda results: ({} | results)["loss"],
+    ],
+)
+def test_whatever_reads_results_gets_numbers(read):
+    assert type(read(Results(loss=LazyNumber(torch.tensor(0.25))))) is float
+    assert Results().setdefault("loss", 1) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Event
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -148,6 +148,18 @@ def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Monk
     attendance.leave(None)
     assert asked == ["left/0", "left"]
     answers.set()
+
+
+def test_a_rank_leaves_also_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    store = HashStore()
+    attendance, other = meeting.Attendance(store, 1), meeting.Attendance(store, 0)
+    monkeypatch.setattr(Thread, "start", refuse)
+    attendance.leave(None)
+    assert other.left([1]) == {1: "has left the run without an error"}
+    other.leave(None)
 
 
 def test_two_processes_with_the_same_rank_do_not_both_get_in() -> None:

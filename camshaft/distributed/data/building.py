@@ -16,6 +16,7 @@ from camshaft.distributed.data.ending import EvenLoader
 from camshaft.distributed.data.iterable import sharded
 from camshaft.distributed.data.loader import Loader, PlainLoader
 from camshaft.distributed.data.orders import Order, Sequential, Shuffled
+from camshaft.distributed.data.sameness import SharedSeed
 from camshaft.distributed.data.sampler import ExactBatchSampler
 from camshaft.distributed.sampling import DistributedProxySampler, length_of
 from camshaft.distributed.topology import Topology
@@ -163,7 +164,7 @@ def _without_batches(
     """Deal out single samples, in torch's way."""
     size, rank, shuffle = topology.world_size, topology.rank, options.pop("shuffle", None)
     dealt = (
-        DistributedSampler(dataset, size, rank, shuffle=shuffle is None or bool(shuffle), seed=(seed or 0) % 2**62)
+        _Shared(dataset, size, rank, shuffle is None or bool(shuffle), seed)
         if sampler is None
         else DistributedProxySampler(sampler if isinstance(sampler, Sampler) else _Given(sampler), size, rank)
     )
@@ -174,6 +175,18 @@ def _without_batches(
         stacklevel=4,
     )
     return loader
+
+
+class _Shared(DistributedSampler[Any]):
+    """A ``DistributedSampler`` that takes the seed of rank 0 if it is given none, when its first pass begins."""
+
+    def __init__(self, dataset: Any, size: int, rank: int, shuffle: bool, seed: int | None) -> None:
+        super().__init__(dataset, size, rank, shuffle=shuffle)
+        self._seed = SharedSeed() if seed is None and shuffle else seed or 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.seed = (self._seed.value if isinstance(self._seed, SharedSeed) else self._seed) % 2**62
+        return super().__iter__()
 
 
 class _Given(Sampler[Any]):

@@ -37,7 +37,7 @@ def check_position(position: Mapping[str, Any], *, seed: int | None, order: str)
     if seed is not None and position["seed"] != seed:
         raise ValueError(
             f"the position was saved with seed {position['seed']}, the loader has seed {seed}: other samples would be "
-            f"left; pass seed={position['seed']} to auto_dataloader, or none, to take over that of the position"
+            f"left; pass seed={position['seed']} to auto_dataloader, or omit seed to use the saved one"
         )
 
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -79,6 +80,7 @@ class NativeBackend(Backend):
         self._interface = interface
         self._timeout = timeout
         self._attendance = attendance
+        self._ranks: WeakKeyDictionary[Any, tuple[dict[int, int], tuple[int, ...]]] = WeakKeyDictionary()
         self._watchers: defaultdict[int, Watcher] = defaultdict(Watcher)
 
     @property
@@ -197,7 +199,12 @@ class NativeBackend(Backend):
         """Return the ranks of a process group that exists; none for what torch returns to ranks outside of it."""
         if isinstance(group, dist.ProcessGroup):
             ranks = _torch_world.pg_group_ranks.get(group)  # a dictionary in the order of the members
-            return None if ranks is None else tuple(ranks)
+            if ranks is None:  # destroyed, or of no run
+                return None
+            known = self._ranks.get(group)
+            if known is None or known[0] is not ranks:
+                self._ranks[group] = known = ranks, tuple(ranks)
+            return known[1]
         return () if isinstance(group, type(_NO_MEMBER)) and group == _NO_MEMBER else None
 
     def is_alive(self) -> bool:

@@ -70,8 +70,8 @@ def make_among_members(ranks: list[int], timeout: timedelta | None) -> Any:
 def connected(group: Any) -> Any:
     """Wait until all members of a new gloo group are connected with each other, and return the group.
 
-    A member returns from the making of the group when it is connected itself. If it leaves the group then, its
-    process ends say, others that still connect fail with "Connection closed by peer".
+    A member returns from the making of the group when it is connected itself. If it leaves the group then,
+    for example because its process ends, others that still connect fail with "Connection closed by peer".
 
     Args:
         group: a process group of torch, or what torch gives to ranks that are not in it.

@@ -108,7 +108,7 @@ def _join(store: Store, rank: int, size: int, deadline: float, where: str) -> st
 
 
 def report_first_missing(rank: int) -> None:
-    """Log that rank 0, whom all others wait for, has not come yet."""
+    """Log that rank 0 has not joined yet."""
     logger.warning("rank %d has waited %g s for rank 0, which has not reached initialize", rank, REPORT_AFTER)
 
 
@@ -130,12 +130,10 @@ class Attendance:
 
     def leave(self, error: BaseException | None) -> None:
         """Publish that this rank takes part in nothing more, and which error made it leave."""
-        atexit.unregister(self._leave_at_exit)
-        if os.getpid() == self._process:  # a forked child is not a rank
-            _within_patience(lambda: self._publish(_how(error)))
+        self._leave(_how(error))
 
     def left(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return how those of the ranks have left that have, in the order in which they did."""
+        """Return how each of the ranks that have left did so, in the order in which they left."""
         found: dict[int, tuple[int, str]] = {}
 
         def read() -> None:
@@ -145,10 +143,15 @@ class Attendance:
                         found[rank] = tuple(json.loads(text))
             except DistNetworkError:
                 if self._rank != 0 and 0 in ranks:
-                    found[0] = (0, "has left the run, or its launcher has, as the store is gone")
+                    found[0] = (0, "or its launcher has left the run: the store is unreachable")
 
         _within_patience(read)
         return {rank: how for rank, (_, how) in sorted(found.items(), key=lambda item: item[1])}
+
+    def _leave(self, how: str) -> None:
+        atexit.unregister(self._leave_at_exit)
+        if os.getpid() == self._process:  # a forked child is not a rank
+            _within_patience(lambda: self._publish(how))
 
     def _publish(self, how: str) -> None:
         number = self._store.add("left", 1)
@@ -156,7 +159,8 @@ class Attendance:
         self._store.add("left", 0)  # whose answer says that the store has the rest too
 
     def _leave_at_exit(self) -> None:
-        self.leave(getattr(sys, "last_value", None))
+        error = getattr(sys, "last_value", None)  # which Python does not set for SystemExit
+        self._leave("has exited: it returned, or called sys.exit()" if error is None else _how(error))
 
 
 def _how(error: BaseException | None) -> str:
@@ -174,8 +178,12 @@ def _within_patience(ask: Callable[[], None]) -> None:
             ask()
 
     thread = Thread(target=run, name="camshaft-attendance", daemon=True)
-    thread.start()
-    thread.join(_PATIENCE)
+    try:
+        thread.start()
+    except RuntimeError:  # Python 3.12.0 and 3.12.1 start no threads in atexit handlers
+        run()
+    else:
+        thread.join(_PATIENCE)
 
 
 def attempts(deadline: float, report: Callable[[], None] | None = None) -> Iterator[None]:

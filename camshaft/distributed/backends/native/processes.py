@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
@@ -72,7 +73,12 @@ class Processes:
         if self._listener is not None:
             host, port = self._listener.getsockname()
             number = self._listener.detach()
-            self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=number)
+            try:
+                self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=number)
+            except BaseException:
+                with suppress(OSError):  # the store may have taken it over, and closed it
+                    os.close(number)
+                raise
 
     def start(self, context: Any, target: Callable[..., None], args: tuple[Any, ...], daemon: bool) -> None:
         """Start one more, which calls ``target(local_rank, connection, *args)``; it sends a report if it fails."""
@@ -207,7 +213,7 @@ class Processes:
         return partial(ProcessExitedException, f"process {rank} {how}", rank, self._pid(rank), code, name)
 
     def _reported(self, rank: int, report: Report, ended: list[int]) -> Callable[[], ProcessException]:
-        """Describe a failure, and which processes had ended well by then, as the one that failed may need them."""
+        """Describe a failure, and which processes had exited with code 0 by then; the failure may be a consequence."""
         text = "".join([report.text, *(f"\n-- process {other} had exited with code 0 before" for other in ended)])
         if report.code is not None:
             text = f"process {rank} exited with code {report.code}:\n{text}"

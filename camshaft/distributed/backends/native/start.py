@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from camshaft.distributed.backend import accelerator
 from camshaft.distributed.backends.native.backend import NativeBackend
+from camshaft.distributed.backends.native.grouping import end_groups
 from camshaft.distributed.backends.native.meeting import Attendance
 from camshaft.distributed.backends.native.network import find_interface, gloo_on
 from camshaft.distributed.backends.native.store import store_of
@@ -84,7 +85,7 @@ def begin(name: str, launch: Launch | None, local_rank: int | None, **options: A
         _meet_on_devices(backend)
     except BaseException as error:
         attendance.leave(error)
-        dist.destroy_process_group()
+        end_groups()
         raise
     return backend
 
@@ -96,8 +97,8 @@ def adopt(local_rank: int | None = None) -> NativeBackend | None:
     topology, assumed = _inferred(dist.get_rank(), dist.get_world_size(), local_rank)
     if "local_rank" in assumed:
         warnings.warn(
-            f"nothing tells which process of its node rank {topology.rank} is: its local rank is taken to be "
-            f"{topology.local_rank}, as on a single node; start with torchrun, or call set_local_rank first",
+            f"the local rank of rank {topology.rank} is unknown; assuming {topology.local_rank}, as on a single node; "
+            "start with torchrun, or call set_local_rank first",
             stacklevel=6,
         )
     bound: torch.device | None = getattr(dist.group.WORLD, "bound_device_id", None)
@@ -165,7 +166,7 @@ def _set(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _standing(launch: Launch | None) -> Topology:
-    """Find the topology of a group that has just begun, asking the others for what no variable tells.
+    """Find the topology of a group that has just begun, exchanging host names where the environment is incomplete.
 
     They meet in the store: a collective would need the device, which is chosen by the answer. Every rank names its host
     there, as a launcher may tell some ranks more than others (horovodrun).
