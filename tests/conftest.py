@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from tests.guards import GUARDS
 
 settings.register_profile("camshaft", deadline=None)  # nothing here depends on how fast a machine is
 settings.load_profile("camshaft")
+
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else torch starts processes that outlive a test
 
 # they have environments of their own (make test-xla, test-horovod, test-loggers, test-docs)
 collect_ignore = [

@@ -55,6 +55,7 @@ OPTIONAL = (
     "mpi4py",
     "numpy",
     "tensorboardX",
+    "torch.utils.flop_counter",
     "torch.utils.tensorboard",
     "torch_xla",
     "tqdm",

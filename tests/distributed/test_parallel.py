@@ -312,6 +312,11 @@ HOROVODRUN = {
 }
 ALL = ("nccl", "gloo", "mpi", "xla-tpu", "horovod")
 WITHOUT_NCCL = ("gloo", "mpi")
+ONE_MPS = (
+    "there are 1 mps devices for 1 processes"
+    if "mps" in torch.distributed.Backend.default_device_backend_map
+    else "torch knows no backend for mps"  # before 2.7
+)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +327,7 @@ WITHOUT_NCCL = ("gloo", "mpi")
         ({}, 2, ("cuda", 2), ALL, "nccl", "there are 2 cuda devices for 2 processes"),
         ({}, 2, ("cuda", 1), ALL, "gloo", "there are 1 cuda devices for 2 processes"),
         ({}, 2, ("cuda", 2), WITHOUT_NCCL, "gloo", "'nccl' is not available for cuda"),
-        ({}, 1, ("mps", 1), ALL, "gloo", "there are 1 mps devices for 1 processes"),
+        ({}, 1, ("mps", 1), ALL, "gloo", ONE_MPS),
         ({}, 1, ("xpu", 4), (*ALL, "xccl"), "xccl", "there are 4 xpu devices for 1 processes"),
         ({}, 1, ("vulkan", 1), ALL, "gloo", "torch knows no backend for vulkan"),
         (TORCHRUN, None, None, ALL, "gloo", "there is no accelerator"),

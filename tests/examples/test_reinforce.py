@@ -11,7 +11,7 @@ from examples import reinforce
 def test_the_pole_stays_up_for_longer(capsys: pytest.CaptureFixture[str]) -> None:
     lengths = reinforce.training(0, reinforce.parse(["--epochs", "3", "--games", "16"]))
     assert len(lengths) == 3
-    assert lengths[-1] > 3 * lengths[0]
+    assert lengths[-1] > 2 * lengths[0]
     assert f"epoch 3: the pole stays up for {lengths[-1]:.0f} moves" in capsys.readouterr().out
 
 

@@ -12,7 +12,9 @@ from camshaft import distributed as idist
 from camshaft.engine import Engine, Events
 from camshaft.handlers import Checkpoint, DiskSaver
 from tests.handlers.parts import at, load
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, shards
+
+pytestmark = shards
 
 
 def make(seed=0, sharded=True):
