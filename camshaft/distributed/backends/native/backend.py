@@ -161,7 +161,7 @@ class NativeBackend(Backend):
         if op != "SUM":
             self._check_complex(tensors, op)
             if tensors.device.type == "cpu":  # gloo of torch 2.6 takes the sum, whatever op it is given
-                return self.all_reduce(tensors.clone(), op, group)[dist.get_rank(_handle(group))].clone()
+                return self.all_reduce(tensors.clone(), op, group)[dist.get_rank(group)].clone()
         out = torch.empty_like(tensors[0])
         _reduce_scatter_single(out.view(-1), tensors.view(-1), _REDUCTIONS[op], group)
         return out
