@@ -89,11 +89,11 @@ def among_two_devices(local_rank):
     model = idist.auto_model(model_with_batch_norm())
     assert {layout(tensor) for tensor in model.state_dict().values()} <= set(WHOLE)
 
-    odd = torch.arange(5.0)
+    odd = torch.arange(7.0)
     batches = list(idist.auto_dataloader(odd, batch_size=4))
     assert [layout(batch) for batch in batches] == ["{devices=[2]0,1}", WHOLE[1]]
     assert torch.cat([batch.cpu() for batch in batches]).equal(odd)
-    assert batches[1].mean().item() == 4.0
+    assert batches[1].mean().item() == 5.0
 
 
 def test_values_are_those_of_one_process_and_uneven_batches_are_put_on_both_devices():
