@@ -53,7 +53,7 @@ def test_the_version_comes_from_the_package(metadata: Message) -> None:
 
 def test_torch_is_all_that_is_needed(metadata: Message) -> None:
     needs = [need for need in metadata.get_all("Requires-Dist", []) if "extra ==" not in need]
-    assert needs == ["torch>=2.6"]
+    assert needs == ["torch>=2.7"]
     assert metadata["Requires-Python"] == ">=3.10"
 
 

@@ -309,7 +309,7 @@ WITHOUT_NCCL = ("gloo", "mpi")
 ONE_MPS = (
     "there are 1 mps devices for 1 processes"
     if "mps" in torch.distributed.Backend.default_device_backend_map
-    else "torch knows no backend for mps"  # before 2.7
+    else "torch knows no backend for mps"  # 2.7
 )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # torch does not declare the last one
+from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
     AllToAllOptions,
@@ -21,7 +21,6 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # torch 
     ReduceScatterOptions,
     ScatterOptions,
     Store,
-    _create_work_from_future,
 )
 
 from camshaft.distributed.backends.mpi import collectives as mpi
@@ -30,9 +29,6 @@ from camshaft.distributed.backends.mpi.work import Operation, Transfer
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-# Callers in C++ let go of the Python half of an operation before torch 2.7 and then wait for ever.
-_CALLERS_KEEP_OPERATIONS = torch.__version__ >= "2.7"
 
 _ALLREDUCE = AllreduceOptions()
 _REDUCE = ReduceOptions()
@@ -253,8 +249,7 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
     # --- how they begin ------------------------------------------------------------------------------------
 
     def _collective(self, name: str, transfers: list[Transfer], results: list[Any], opts: Any) -> dist.Work:
-        begun = self._begin(name, transfers, results, self.attendance.count_collective(), opts.timeout)
-        return begun if _CALLERS_KEEP_OPERATIONS else _create_work_from_future(begun.get_future())
+        return self._begin(name, transfers, results, self.attendance.count_collective(), opts.timeout)
 
     def _begin(
         self,
