@@ -31,9 +31,6 @@ import torch.distributed as dist
 
 from camshaft.distributed import set_local_rank
 
-# fully_shard on the CPU
-shards = pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="this torch shards on GPUs only")
-
 LIMIT = 30.0  # seconds that a test may take on its ranks
 PATIENCE = 3.0  # seconds that the others get when one rank has failed
 ENDED = "ended with exit code"

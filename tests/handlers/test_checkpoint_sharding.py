@@ -12,9 +12,7 @@ from camshaft import distributed as idist
 from camshaft.engine import Engine, Events
 from camshaft.handlers import Checkpoint, DiskSaver
 from tests.handlers.parts import at, load
-from tests.ranks import on_ranks, shards
-
-pytestmark = shards
+from tests.ranks import on_ranks
 
 
 def make(seed=0, sharded=True):
