@@ -21,7 +21,12 @@ pytestmark = pytest.mark.timeout(170)
 
 @pytest.mark.jobs
 def test_torch_alone():
-    assert_same_weights(TORCHRUN, "with_ddp.py", shows="2 processes with gloo")
+    for attempt in range(1, 4):  # gloo's threads may abort a process of torch alone when Python shuts down
+        try:
+            return assert_same_weights(TORCHRUN, "with_ddp.py", shows="2 processes with gloo")
+        except AssertionError as error:
+            if attempt == 3 or "SIGABRT" not in str(error):
+                raise
 
 
 @pytest.mark.jobs
