@@ -111,10 +111,11 @@ def device_of(local_rank: int) -> torch.device:
     A process may see all accelerators of its node, or only its own (``srun --gpus-per-task=1``, Kubernetes), and
     nothing tells which. So the local rank is taken modulo the number of those that it sees.
     """
-    kind, count = accelerator(), torch.accelerator.device_count()
-    if kind is None or count == 0 or f"{kind.type}:" not in dist.get_backend_config():
+    kind = accelerator()
+    if kind is None or f"{kind.type}:" not in dist.get_backend_config():
         return torch.device("cpu")
-    return torch.device(kind.type, local_rank % count)
+    count = torch.accelerator.device_count()  # fails without a driver in builds of torch 2.7 for CUDA
+    return torch.device(kind.type, local_rank % count) if count else torch.device("cpu")
 
 
 def _meet_on_devices(backend: NativeBackend) -> None:
@@ -122,8 +123,8 @@ def _meet_on_devices(backend: NativeBackend) -> None:
     try:
         backend.barrier(None)
     except RuntimeError as error:
-        count, size = torch.accelerator.device_count(), backend.topology.local_world_size
-        if backend.device.type != "cpu" and count < size:
+        size = backend.topology.local_world_size
+        if backend.device.type != "cpu" and (count := torch.accelerator.device_count()) < size:
             annotate(
                 error,
                 f"rank {backend.topology.rank} uses {backend.device}, one of {count} that it sees, and {size} "
