@@ -31,7 +31,7 @@ def resolve(backend: Backend, group: Any) -> tuple[Group | None, Sequence[int]]:
             and in the same order of calls.
 
     Raises:
-        ValueError: it is none of these, the group was destroyed, or a rank is out of range.
+        ValueError: it is not one of these, the group was destroyed, or a rank is out of range.
         RankDivergenceError: the group is still to be made, and not all who must help run this part of the program.
     """
     if group is None:
