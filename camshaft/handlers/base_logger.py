@@ -14,8 +14,7 @@ from typing import Any, ClassVar, TypeVar
 
 from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import EventLike, Events, events_in
-from camshaft.engine.handle import RemovableEventHandle
+from camshaft.engine.events import EventLike, Events, RemovableEventHandle, events_in
 from camshaft.handlers.checks import check_engine
 from camshaft.handlers.log_handlers import (
     BaseHandler,

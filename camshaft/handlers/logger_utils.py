@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import Events
+from camshaft.engine.events import Events
 from camshaft.errors import described
 from camshaft.handlers.base_logger import BaseLogger
 from camshaft.handlers.checks import check_engine

@@ -12,14 +12,14 @@ from torch import Tensor
 from camshaft.base import Serializable
 from camshaft.distributed import get_rank, get_world_size
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import Events
-from camshaft.engine.handle import RemovableEventHandle
+from camshaft.engine.events import Events, RemovableEventHandle
 from camshaft.engine.lazy import LazyNumber
-from camshaft.errors import annotate, check_is_no_class, ignite_class
+from camshaft.errors import annotate, check_is_no_class
 from camshaft.handlers.checks import check_callable, check_engine
 from camshaft.handlers.metric_exchange import members, over_all_ranks
 from camshaft.handlers.param_scheduler.base import continues_epoch
 from camshaft.handlers.values import fetch
+from camshaft.ignite import ignite_class
 
 __all__ = ["AttachedMetrics", "attach_metrics"]
 

@@ -9,7 +9,7 @@ from time import time
 from typing import Any
 
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import Events
+from camshaft.engine.events import Events
 from camshaft.engine.progress import derived_max_epochs
 from camshaft.engine.state import State
 from camshaft.handlers.values import Values

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from camshaft.base import Serializable
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import Events
+from camshaft.engine.events import Events
 from camshaft.engine.lazy import LazyNumber, Results
 from camshaft.handlers.checks import check_callable, check_engine
 

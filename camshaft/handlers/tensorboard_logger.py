@@ -9,8 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import EventLike
-from camshaft.engine.handle import RemovableEventHandle
+from camshaft.engine.events import EventLike, RemovableEventHandle
 from camshaft.handlers import tensorboard_files
 from camshaft.handlers.base_logger import (
     BaseLogger,

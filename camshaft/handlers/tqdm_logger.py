@@ -9,8 +9,7 @@ from typing import Any
 
 from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import EventLike, Events, FailureEvents, translated
-from camshaft.engine.handle import RemovableEventHandle
+from camshaft.engine.events import EventLike, Events, FailureEvents, RemovableEventHandle, translated
 from camshaft.handlers.base_logger import BaseLogger, joined
 from camshaft.handlers.checks import check_engine
 from camshaft.handlers.optional import load_optional

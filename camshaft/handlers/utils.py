@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import translated
+from camshaft.engine.events import translated
 from camshaft.handlers.checks import check_engine
 
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from camshaft.distributed import all_reduce, get_world_size
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import Events
+from camshaft.engine.events import Events
 from camshaft.handlers.checks import check_callable, check_engine
 from camshaft.handlers.lr_finder.drawing import draw
 from camshaft.handlers.lr_finder.restoring import restored

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from camshaft.engine.filters import is_integer
 from camshaft.handlers.param_scheduler.param import plain
+from camshaft.types import is_integer
 
 STEP_MODES = ("exp", "linear")
 

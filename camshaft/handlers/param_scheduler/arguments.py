@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
-from camshaft.engine.filters import is_integer
+from camshaft.types import is_integer
 
 
 def real(name: str, value: Any) -> float:

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 
 from camshaft.base import Serializable
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import EventLike, Events
-from camshaft.engine.handle import RemovableEventHandle
+from camshaft.engine.events import EventLike, Events, RemovableEventHandle
 from camshaft.handlers.checks import check_engine
 from camshaft.handlers.optional import load_optional
 

@@ -10,10 +10,9 @@ from torch.utils.data import BatchSampler, DataLoader
 from camshaft.distributed.data.sampler import ExactBatchSampler
 from camshaft.engine.data import length_of
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import EventLike, Events
-from camshaft.engine.filters import is_integer
-from camshaft.engine.handle import RemovableEventHandle
+from camshaft.engine.events import EventLike, Events, RemovableEventHandle
 from camshaft.handlers.param_scheduler.base import SteppedScheduler
+from camshaft.types import is_integer
 
 
 class BatchSizeScheduler(SteppedScheduler):

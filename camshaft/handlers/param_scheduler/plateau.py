@@ -10,8 +10,7 @@ from typing import Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import EventLike, Events
-from camshaft.engine.handle import RemovableEventHandle
+from camshaft.engine.events import EventLike, Events, RemovableEventHandle
 from camshaft.handlers.param_scheduler.arguments import real
 from camshaft.handlers.param_scheduler.param import ParamScheduler
 from camshaft.handlers.param_scheduler.simulation import rows_of, spare_optimizer

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch.optim import lr_scheduler as native
 
-from camshaft.engine.filters import is_integer
 from camshaft.errors import described
 from camshaft.handlers.param_scheduler.arguments import real
 from camshaft.handlers.param_scheduler.concat import ConcatScheduler
 from camshaft.handlers.param_scheduler.lr_scheduler import LRScheduler, wrapped_state
 from camshaft.handlers.param_scheduler.param import ParamScheduler
 from camshaft.handlers.param_scheduler.simulation import unchanged
+from camshaft.types import is_integer
 
 
 class LinearWarmup(ParamScheduler):
