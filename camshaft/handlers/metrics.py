@@ -16,9 +16,9 @@ from camshaft.engine.event import Events
 from camshaft.engine.handle import RemovableEventHandle
 from camshaft.engine.lazy import LazyNumber
 from camshaft.errors import annotate, check_is_no_class, ignite_class
-from camshaft.handlers.checks import check_callable, check_engine
 from camshaft.handlers.metric_exchange import members, over_all_ranks
 from camshaft.handlers.param_scheduler.base import continues_epoch
+from camshaft.handlers.utils import check_callable, check_engine
 from camshaft.handlers.values import fetch
 
 __all__ = ["AttachedMetrics", "attach_metrics"]

@@ -14,7 +14,7 @@ from camshaft.base import Serializable
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import Events
 from camshaft.engine.lazy import LazyNumber, Results
-from camshaft.handlers.checks import check_callable, check_engine
+from camshaft.handlers.utils import check_callable, check_engine
 
 __all__ = ["RunningAverage"]
 

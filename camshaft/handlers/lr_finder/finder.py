@@ -17,12 +17,11 @@ from torch.optim import Optimizer
 from camshaft.distributed import all_reduce, get_world_size
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import Events
-from camshaft.handlers.checks import check_callable, check_engine
 from camshaft.handlers.lr_finder.drawing import draw
 from camshaft.handlers.lr_finder.restoring import restored
 from camshaft.handlers.lr_finder.sweep import Sweep, checked_number, checked_objects, present_rates, rates_of
-from camshaft.handlers.optional import load_optional
 from camshaft.handlers.param_scheduler.param import write
+from camshaft.handlers.utils import check_callable, check_engine, load_optional
 
 _LAST = sys.maxsize  # of all handlers of an event
 

@@ -12,8 +12,7 @@ from camshaft.base import Serializable
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import EventLike, Events
 from camshaft.engine.handle import RemovableEventHandle
-from camshaft.handlers.checks import check_engine
-from camshaft.handlers.optional import load_optional
+from camshaft.handlers.utils import check_engine, load_optional
 
 _EPOCH_STARTED = Events.EPOCH_STARTED  # looked up once: a member of an enumeration is found slowly
 

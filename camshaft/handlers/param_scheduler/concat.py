@@ -11,11 +11,11 @@ from torch.optim import lr_scheduler as native
 from camshaft.engine.engine import Engine
 from camshaft.engine.filters import is_integer
 from camshaft.errors import described
-from camshaft.handlers.checks import check_entries
 from camshaft.handlers.param_scheduler.arguments import check_sequence
 from camshaft.handlers.param_scheduler.group import ParamGroupScheduler, load_all
 from camshaft.handlers.param_scheduler.param import ParamScheduler, plain
 from camshaft.handlers.param_scheduler.simulation import as_list, rows_of, unchanged
+from camshaft.handlers.utils import check_entries
 
 
 class ConcatScheduler(ParamScheduler):

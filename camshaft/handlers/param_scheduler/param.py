@@ -9,9 +9,9 @@ from torch import Tensor
 
 from camshaft.engine.engine import Engine
 from camshaft.engine.filters import is_integer
-from camshaft.handlers.checks import check_entries
 from camshaft.handlers.param_scheduler.base import SteppedScheduler
 from camshaft.handlers.param_scheduler.simulation import rows_of, spare_optimizer
+from camshaft.handlers.utils import check_entries
 
 
 class ParamScheduler(SteppedScheduler):

@@ -9,9 +9,9 @@ from typing import Any
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import EventLike, Events
 from camshaft.engine.handle import RemovableEventHandle
-from camshaft.handlers.checks import check_engine, check_is_no_counter
 from camshaft.handlers.param_scheduler.base import _EPOCH_STARTED, BaseParamScheduler, continues_epoch
 from camshaft.handlers.param_scheduler.simulation import rows_of
+from camshaft.handlers.utils import check_engine, check_is_no_counter
 
 
 class StateParamScheduler(BaseParamScheduler):
