@@ -16,6 +16,7 @@ from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import EventLike, Events, events_in
 from camshaft.engine.handle import RemovableEventHandle
+from camshaft.engine.order import Order
 from camshaft.handlers.checks import check_engine
 from camshaft.handlers.log_handlers import (
     BaseHandler,
@@ -79,14 +80,16 @@ class BaseLogger(ABC):
                 raise RuntimeError(f"event_name must be an event that is counted, got {event!r}; counted are {known}")
         handles = [engine.add_event_handler(event, log_handler, self, event, *args, **kwargs) for event in events]
         # before the handlers, which may write at STARTED
-        handles.append(engine.add_event_handler(Events.STARTED, self._run_started, order=-1))
+        handles.append(engine.add_event_handler(Events.STARTED, self._run_started, order=Order.RESULTS))
         handle = joined(handles, event_name, log_handler, engine)
         if self.writes_here:
             attached = self.__dict__.setdefault("_attached", [])  # subclasses need not call __init__
             attached.extend(Attached.of(engine, log_handler, event) for event in events)
             # an evaluator's points are the trainer's steps: what is beyond goes when that goes on
             if (followed := engine_followed(log_handler)) is not None and followed is not engine:
-                followed.add_event_handler(Events.STARTED, self._follow, weakref.ref(engine), log_handler, order=-1)
+                followed.add_event_handler(
+                    Events.STARTED, self._follow, weakref.ref(engine), log_handler, order=Order.RESULTS
+                )
         else:
             handle.remove()
         return handle

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 from camshaft.engine.engine import Engine
@@ -53,3 +55,36 @@ def check_entries(param_name: str, groups: Iterable[Mapping[str, Any]]) -> None:
                 f"param_name must be a parameter that all groups have, got {param_name!r}; one has {known}; one of "
                 "your own must be in the groups before it is used here"
             )
+
+
+def check_sequence(name: str, value: Any) -> None:
+    """Raise ``TypeError`` if an argument is not a list, a tuple, or another sequence; a string is not accepted."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise TypeError(f"{name} must be a list or a tuple, got {described(value)}")
+
+
+def number(name: str, value: Any) -> float:
+    """Return an argument as a float, after checking that it is a finite number.
+
+    >>> number("start_value", 1)
+    1.0
+    """
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, got {described(value)}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    return float(value)
+
+
+def integer(name: str, value: Any, least: int) -> int:
+    """Return an argument as an int, after checking that it is an integer of at least ``least``.
+
+    >>> integer("warmup", 0, least=1)
+    Traceback (most recent call last):
+    ValueError: warmup must be at least 1, got 0
+    """
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, got {described(value)}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    return int(value)
