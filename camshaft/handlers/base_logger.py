@@ -17,7 +17,6 @@ from camshaft.engine.engine import Engine
 from camshaft.engine.event import EventLike, Events, events_in
 from camshaft.engine.handle import RemovableEventHandle
 from camshaft.engine.order import Order
-from camshaft.handlers.checks import check_engine
 from camshaft.handlers.log_handlers import (
     BaseHandler,
     BaseOptimizerParamsHandler,
@@ -26,6 +25,7 @@ from camshaft.handlers.log_handlers import (
     BaseWeightsScalarHandler,
 )
 from camshaft.handlers.log_steps import Attached, Reached, engine_followed
+from camshaft.handlers.utils import check_engine, joined
 from camshaft.handlers.values import Path
 
 __all__ = [
@@ -220,11 +220,3 @@ class Silence:
 
     def __bool__(self) -> bool:
         return False
-
-
-def joined(
-    handles: list[RemovableEventHandle], event_name: Any, handler: Callable[..., object], engine: Engine[Any, Any]
-) -> RemovableEventHandle:
-    """Make one handle of several on the same engine."""
-    registrations = tuple(number for handle in handles for number in handle.registrations)
-    return RemovableEventHandle(event_name, handler, engine, registrations)

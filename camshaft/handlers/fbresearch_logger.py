@@ -13,9 +13,9 @@ import torch
 from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import Events
-from camshaft.handlers.checks import check_callable, check_engine
 from camshaft.handlers.progress import num_epochs
 from camshaft.handlers.timing import Timer
+from camshaft.handlers.utils import check_callable, check_engine
 from camshaft.text import to_str_list
 
 __all__ = ["FBResearchLogger"]

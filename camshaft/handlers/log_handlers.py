@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from camshaft.engine.engine import Engine
-from camshaft.handlers.checks import check_callable, check_entries, check_text
+from camshaft.handlers.utils import check_callable, check_entries, check_text
 from camshaft.handlers.values import Path, Values, fetch
 
 Whitelist = list[str] | Callable[[str, nn.Parameter], bool]

@@ -14,13 +14,12 @@ from camshaft.engine.engine import Engine
 from camshaft.engine.event import Events
 from camshaft.errors import described
 from camshaft.handlers.base_logger import BaseLogger
-from camshaft.handlers.checks import check_engine
 from camshaft.handlers.clearml_logger import ClearMLLogger
 from camshaft.handlers.csv_logger import CSVLogger
 from camshaft.handlers.jsonl_logger import JSONLinesLogger
 from camshaft.handlers.mlflow_logger import MLflowLogger
 from camshaft.handlers.tensorboard_logger import TensorboardLogger
-from camshaft.handlers.utils import global_step_from_engine
+from camshaft.handlers.utils import check_engine, global_step_from_engine
 from camshaft.handlers.wandb_logger import WandBLogger
 from camshaft.types import PathLike
 

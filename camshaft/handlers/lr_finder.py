@@ -19,9 +19,8 @@ from camshaft.engine.engine import Engine
 from camshaft.engine.event import Events
 from camshaft.engine.order import Order
 from camshaft.errors import described
-from camshaft.handlers.checks import check_callable, check_engine, integer, number
-from camshaft.handlers.optional import load_optional
 from camshaft.handlers.param_scheduler.base import plain, write
+from camshaft.handlers.utils import check_callable, check_engine, integer, load_optional, number
 from camshaft.seeding import preserved_random_state
 
 __all__ = ["FastaiLRFinder"]

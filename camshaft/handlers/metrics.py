@@ -17,9 +17,8 @@ from camshaft.engine.handle import RemovableEventHandle
 from camshaft.engine.lazy import LazyNumber
 from camshaft.engine.order import Order
 from camshaft.errors import annotate, check_is_no_class, ignite_class
-from camshaft.handlers.checks import check_callable, check_engine
 from camshaft.handlers.metric_exchange import members, over_all_ranks
-from camshaft.handlers.param_scheduler.base import resumes_epoch
+from camshaft.handlers.utils import check_callable, check_engine, resumes_epoch
 from camshaft.handlers.values import fetch
 
 __all__ = ["AttachedMetrics", "attach_metrics"]

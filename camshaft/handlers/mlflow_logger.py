@@ -17,9 +17,8 @@ from camshaft.handlers.base_logger import (
     Silence,
 )
 from camshaft.handlers.log_steps import Reached
-from camshaft.handlers.optional import load_optional
 from camshaft.handlers.services import Outbox, answers
-from camshaft.handlers.utils import global_step_from_engine
+from camshaft.handlers.utils import global_step_from_engine, load_optional
 from camshaft.handlers.values import Path
 
 __all__ = ["MLflowLogger", "OptimizerParamsHandler", "OutputHandler", "global_step_from_engine"]

@@ -15,7 +15,7 @@ from camshaft.engine.engine import Engine
 from camshaft.engine.event import Events
 from camshaft.engine.lazy import LazyNumber, Results
 from camshaft.engine.order import Order
-from camshaft.handlers.checks import check_callable, check_engine
+from camshaft.handlers.utils import check_callable, check_engine
 
 __all__ = ["RunningAverage"]
 

@@ -23,8 +23,7 @@ from camshaft.handlers.base_logger import (
 from camshaft.handlers.checkpoint.events import CheckpointEvents
 from camshaft.handlers.log_handlers import WeightsHistHandler as BaseWeightsHistHandler
 from camshaft.handlers.log_steps import Reached, engine_followed
-from camshaft.handlers.optional import load_optional
-from camshaft.handlers.utils import global_step_from_engine
+from camshaft.handlers.utils import global_step_from_engine, load_optional
 from camshaft.handlers.values import Path
 
 __all__ = [

@@ -11,12 +11,10 @@ from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import EventLike, Events, FailureEvents, translated
 from camshaft.engine.handle import RemovableEventHandle
-from camshaft.handlers.base_logger import BaseLogger, joined
-from camshaft.handlers.checks import check_engine
-from camshaft.handlers.optional import load_optional
+from camshaft.handlers.base_logger import BaseLogger
 from camshaft.handlers.plain_bar import SECONDS, in_lines, is_terminal
 from camshaft.handlers.progress import Progress
-from camshaft.handlers.utils import global_step_from_engine
+from camshaft.handlers.utils import check_engine, global_step_from_engine, joined, load_optional
 from camshaft.handlers.values import Values
 
 __all__ = ["ProgressBar", "global_step_from_engine"]

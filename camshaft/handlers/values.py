@@ -12,7 +12,7 @@ import torch
 
 from camshaft.engine.engine import Engine
 from camshaft.engine.lazy import LazyNumber
-from camshaft.handlers.checks import check_callable
+from camshaft.handlers.utils import check_callable
 
 Path = tuple[str, ...]
 

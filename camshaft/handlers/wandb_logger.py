@@ -14,8 +14,7 @@ from camshaft.handlers.base_logger import (
     Forwarding,
     Silence,
 )
-from camshaft.handlers.optional import load_optional
-from camshaft.handlers.utils import global_step_from_engine
+from camshaft.handlers.utils import global_step_from_engine, load_optional
 from camshaft.handlers.values import Path
 
 __all__ = ["OptimizerParamsHandler", "OutputHandler", "WandBLogger", "global_step_from_engine"]

@@ -241,7 +241,7 @@ def test_bad_input_is_refused(make, error, message):
 
 @pytest.mark.parametrize("name", ["iteration", "epoch"])
 def test_counters_of_the_engine_are_not_scheduled(name):
-    with pytest.raises(ValueError, match=f"param_name must not be '{name}', by which the engine counts"):
+    with pytest.raises(ValueError, match=f"param_name must not be '{name}', which is a counter of the engine"):
         ExpStateScheduler(1.0, 0.5, name).attach(Engine(lambda engine, batch: None))
 
 

@@ -17,8 +17,8 @@ from camshaft.handlers.base_logger import (
     Silence,
 )
 from camshaft.handlers.log_handlers import WeightsHistHandler as BaseWeightsHistHandler
-from camshaft.handlers.optional import load_optional
 from camshaft.handlers.services import answers
+from camshaft.handlers.utils import load_optional
 from camshaft.handlers.values import Path
 
 

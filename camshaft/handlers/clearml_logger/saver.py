@@ -11,7 +11,7 @@ from typing import Any
 from camshaft.distributed import broadcast, get_rank
 from camshaft.handlers.checkpoint import DiskSaver
 from camshaft.handlers.clearml_logger.logger import ClearMLLogger
-from camshaft.handlers.optional import load_optional
+from camshaft.handlers.utils import load_optional
 from camshaft.types import PathLike
 
 

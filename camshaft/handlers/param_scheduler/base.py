@@ -17,8 +17,14 @@ from camshaft.base import Serializable
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import EventLike, Events
 from camshaft.engine.handle import RemovableEventHandle
-from camshaft.handlers.checks import check_engine, check_entries, check_text, integer
-from camshaft.handlers.optional import load_optional
+from camshaft.handlers.utils import (
+    check_engine,
+    check_entries,
+    check_text,
+    integer,
+    load_optional,
+    resumes_epoch,
+)
 
 _EPOCH_STARTED = Events.EPOCH_STARTED  # looking up a member of an enumeration on each call is slow
 
@@ -146,11 +152,6 @@ def _memo(scheduler: BaseParamScheduler) -> dict[int, Any]:
     """Return a memo with which ``deepcopy`` keeps the optimizer: users' own schedulers may have it in their state."""
     optimizer = getattr(scheduler, "optimizer", None)
     return {id(optimizer): optimizer}
-
-
-def resumes_epoch(engine: Engine[Any, Any]) -> bool:
-    """Return whether ``EPOCH_STARTED`` fires for an epoch that a resumed run continues, which is not a new epoch."""
-    return engine.last_event_name is _EPOCH_STARTED and engine.iteration_in_epoch > 0
 
 
 class SteppedScheduler(BaseParamScheduler):

@@ -14,8 +14,8 @@ from camshaft.engine.engine import Engine
 from camshaft.engine.event import EventLike, Events
 from camshaft.engine.handle import RemovableEventHandle
 from camshaft.errors import described
-from camshaft.handlers.checks import check_callable
 from camshaft.handlers.param_scheduler.base import SteppedScheduler
+from camshaft.handlers.utils import check_callable
 
 
 class BatchSizeScheduler(SteppedScheduler):

@@ -13,9 +13,9 @@ from torch.optim import lr_scheduler as native
 from camshaft.base import Serializable
 from camshaft.engine.engine import Engine
 from camshaft.errors import described
-from camshaft.handlers.checks import check_entries, check_sequence, integer, number
 from camshaft.handlers.param_scheduler.base import ParamScheduler, as_list, plain, rows_of, unchanged
 from camshaft.handlers.param_scheduler.torch_schedulers import LRScheduler, ignite_torch_state
+from camshaft.handlers.utils import check_entries, check_sequence, integer, number
 
 
 class ParamGroupScheduler(Serializable):

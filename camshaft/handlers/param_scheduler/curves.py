@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 from camshaft.engine.engine import Engine
 from camshaft.errors import described
-from camshaft.handlers.checks import check_sequence, integer, number
 from camshaft.handlers.param_scheduler.base import ParamScheduler
+from camshaft.handlers.utils import check_sequence, integer, number
 
 
 class CyclicalScheduler(ParamScheduler):

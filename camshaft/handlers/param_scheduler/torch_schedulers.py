@@ -15,7 +15,6 @@ from camshaft.engine.engine import Engine
 from camshaft.engine.event import EventLike, Events
 from camshaft.engine.handle import RemovableEventHandle
 from camshaft.errors import described
-from camshaft.handlers.checks import check_text, number
 from camshaft.handlers.param_scheduler.base import (
     ParamScheduler,
     no_step_warnings,
@@ -24,6 +23,7 @@ from camshaft.handlers.param_scheduler.base import (
     unchanged,
     write,
 )
+from camshaft.handlers.utils import check_text, number
 
 
 class LRScheduler(ParamScheduler):
