@@ -19,6 +19,7 @@ from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import EventLike, Events, events_in
 from camshaft.engine.handle import RemovableEventHandle
+from camshaft.engine.order import Order
 from camshaft.handlers.utils import check_callable, check_engine, check_entries, check_text, joined
 from camshaft.handlers.values import Path, Values, fetch
 
@@ -356,7 +357,7 @@ class BaseLogger(ABC):
         for source in (engine, engine_followed(log_handler)):
             if source is not None and not source.has_event_handler(self._run_started, Events.STARTED):
                 # before handlers that write at STARTED
-                source.add_event_handler(Events.STARTED, self._run_started, order=-1)
+                source.add_event_handler(Events.STARTED, self._run_started, order=Order.RESULTS)
         return handle
 
     def attach_output_handler(

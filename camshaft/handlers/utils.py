@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from numbers import Integral, Real
 from typing import Any
 
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import translated
+from camshaft.engine.event import Events, translated
 from camshaft.engine.handle import RemovableEventHandle
+from camshaft.engine.progress import derived_max_epochs
 from camshaft.engine.state import State
 from camshaft.errors import described
 
@@ -51,6 +54,11 @@ class _StepOf:
         event = translated(event_name if self.event is None else self.event)
         count: int = getattr(state, state.event_to_attr.get(event, self.fallback_attr))
         return count
+
+
+def resumes_epoch(engine: Engine[Any, Any]) -> bool:
+    """Return whether ``EPOCH_STARTED`` fires for an epoch that a resumed run continues, which is not a new epoch."""
+    return engine.last_event_name is Events.EPOCH_STARTED and engine.iteration_in_epoch > 0
 
 
 def check_callable(name: str, value: Any) -> None:
@@ -98,6 +106,39 @@ def check_entries(param_name: str, groups: Iterable[Mapping[str, Any]]) -> None:
             )
 
 
+def check_sequence(name: str, value: Any) -> None:
+    """Raise ``TypeError`` if an argument is not a list, a tuple, or another sequence; a string is not accepted."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise TypeError(f"{name} must be a list or a tuple, got {described(value)}")
+
+
+def number(name: str, value: Any) -> float:
+    """Return an argument as a float, after checking that it is a finite number.
+
+    >>> number("start_value", 1)
+    1.0
+    """
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, got {described(value)}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    return float(value)
+
+
+def integer(name: str, value: Any, least: int) -> int:
+    """Return an argument as an int, after checking that it is an integer of at least ``least``.
+
+    >>> integer("warmup", 0, least=1)
+    Traceback (most recent call last):
+    ValueError: warmup must be at least 1, got 0
+    """
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, got {described(value)}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    return int(value)
+
+
 def load_optional(module: str, *, extra: str, needed_by: str) -> Any:
     """Import a module that may not be installed.
 
@@ -128,3 +169,13 @@ def joined(
     """Return one handle that removes everything that several handles of an engine would."""
     registrations = tuple(number for handle in handles for number in handle.registrations)
     return RemovableEventHandle(event_name, handler, engine, registrations)
+
+
+def num_epochs(state: State[Any, Any]) -> int | None:
+    """Return the number of epochs of a run, if known."""
+    return derived_max_epochs(state) if state.max_epochs is None else state.max_epochs
+
+
+def identity(output: Any) -> Any:
+    """Return the argument; the default of ``output_transform``."""
+    return output
