@@ -8,7 +8,7 @@ import torch
 from camshaft.engine import Engine, Events
 from camshaft.handlers import logger_utils
 from camshaft.handlers.logger_utils import setup_csv_logging, setup_jsonl_logging, setup_tb_logging
-from tests.handlers.test_file_loggers import records
+from tests.handlers.test_file_logger import records
 from tests.handlers.test_tensorboard_logger import curve, reader
 
 

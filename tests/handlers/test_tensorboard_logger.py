@@ -24,7 +24,7 @@ from camshaft.handlers.tensorboard_logger import (
     WeightsScalarHandler,
 )
 from tests.handlers.parts import Memory, Part, at
-from tests.handlers.test_file_loggers import evaluated
+from tests.handlers.test_file_logger import evaluated
 from tests.ranks import on_ranks
 
 EPOCH_LENGTH = 4
