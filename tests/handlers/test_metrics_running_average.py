@@ -160,7 +160,7 @@ def test_it_goes_on_after_a_resume():
 @pytest.mark.parametrize(
     ("output", "error", "message"),
     [
-        (torch.zeros(2), ValueError, r"one element, got a shape of \(2,\)"),
+        (torch.zeros(2), ValueError, r"one element, got a tensor of shape \(2,\)"),
         ("0.5", TypeError, "got '0.5' of type str"),
         (None, TypeError, "NoneType"),
     ],
