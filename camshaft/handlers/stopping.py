@@ -11,7 +11,7 @@ from camshaft.distributed.ending import CommonEnd, common_end
 from camshaft.distributed.guard import line_of_caller
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, FailureEvents, RemovableEventHandle
-from camshaft.handlers.checks import check_engine
+from camshaft.handlers.utils import check_engine
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LAST = sys.maxsize  # of all handlers of an event

@@ -15,8 +15,7 @@ from torch.profiler import ProfilerAction, profile
 from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, FailureEvents, RemovableEventHandle
-from camshaft.handlers.base_logger import joined
-from camshaft.handlers.checks import check_callable, check_engine
+from camshaft.handlers.utils import check_callable, check_engine, joined
 
 __all__ = ["TorchProfiler"]
 

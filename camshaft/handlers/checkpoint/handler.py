@@ -30,7 +30,7 @@ from camshaft.handlers.checkpoint.resuming import resume
 from camshaft.handlers.checkpoint.savers import BaseSaveHandler, DiskSaver
 from camshaft.handlers.checkpoint.scores import ScoreFunction, score_of_metric
 from camshaft.handlers.checkpoint.writer import is_writer
-from camshaft.handlers.checks import check_callable, check_text
+from camshaft.handlers.utils import check_callable, check_text
 
 _ENDS = Events.TERMINATE | Events.COMPLETED | Events.INTERRUPT | Events.EXCEPTION_RAISED
 StepTransform = Callable[[Engine[Any, Any], Any], Any]
