@@ -183,7 +183,7 @@ class Engine(Serializable, Generic[Batch, Output]):
             event_name: an event, with or without a filter, the name of one, or several joined by ``|``.
             handler: any callable.
             args: positional arguments for the handler.
-            order: handlers with a smaller order run earlier, those with the same order in the order of registration; see
+            order: handlers with a smaller order run earlier, those with the same order as they were registered; see
                 :class:`~camshaft.engine.order.Order` for the values that the library uses.
             kwargs: keyword arguments for the handler.
 
