@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
-from camshaft.distributed.ending import CommonEnd, common_end
-from camshaft.distributed.guard import line_of_caller
+from camshaft.distributed.coordination.stop import CommonStop, common_stop
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, FailureEvents, RemovableEventHandle
+from camshaft.errors import line_of_caller
 from camshaft.handlers.utils import check_engine
 
-_PACKAGE = str(Path(__file__).resolve().parents[1])
 _LAST = sys.maxsize  # of all handlers of an event
 _LEAVING = Events.COMPLETED | Events.INTERRUPT | Events.TERMINATE
 
@@ -26,8 +24,8 @@ class StopTogether:
     """
 
     def __init__(self) -> None:
-        self._name = os.path.basename(line_of_caller(within=_PACKAGE))
-        self._end: CommonEnd | None = None
+        self._name = os.path.basename(line_of_caller())
+        self._end: CommonStop | None = None
         self._is_watching = False
         self._handles: list[RemovableEventHandle] = []
         self._has_engine = False
@@ -59,7 +57,7 @@ class StopTogether:
     def _begin(self, engine: Engine[Any, Any], step: int) -> None:
         self._leave()
         self._is_watching = True
-        self._end = common_end(self._name, step)
+        self._end = common_stop(self._name, step)
         if self._end is not None:
             add = engine.add_event_handler
             self._handles = [
