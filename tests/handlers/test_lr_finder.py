@@ -275,7 +275,7 @@ class Training:
             "optimizer": repr(self.optimizer.state_dict()),
             "state": repr(vars(engine.state)),
             "engine": {name: repr(value) for name, value in vars(engine).items() if name not in ("_state", "_stops")},
-            "stops": set(engine._stops),
+            "stops": dict(engine._stops),
             "handlers": [len(plan.registrations) for plan in engine._dispatcher.plans.values()],
             "random": [random.getstate(), torch.get_rng_state().tolist()],
         }
