@@ -12,7 +12,7 @@ from typing import Any
 
 from camshaft.base import ResettableHandler, Serializable
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import EventLike, Events
+from camshaft.engine.events import EventLike, Events
 from camshaft.engine.lazy import LazyNumber
 from camshaft.errors import described
 from camshaft.handlers.stopping import StopTogether
@@ -108,11 +108,8 @@ class EarlyStopping(Serializable, ResettableHandler):
                 renamed: _Renamed = getattr(EarlyStopping, name)
                 renamed.warn()
                 setattr(self, renamed.new, value)
-        if not isinstance(patience, Integral) or int(patience) < 1:
-            raise ValueError(f"patience must be an integer of at least 1, got {patience!r}")
-        least: Any = self.threshold  # to the type checker no float is Real
-        if not isinstance(least, Real) or not least >= 0:
-            raise ValueError(f"threshold must be a number of at least 0, got {least!r}")
+        _check_least("patience", patience, Integral, "an integer", 1)
+        _check_least("threshold", self.threshold, Real, "a number", 0)
         _check_mode("threshold_mode", self.threshold_mode, ("abs", "rel"))
         _check_mode("mode", mode, ("max", "min"))
         self.counter = 0
@@ -208,6 +205,11 @@ class EarlyStopping(Serializable, ResettableHandler):
         """Return whether a score is better by more than the threshold, which is false if either is NaN."""
         margin = threshold * (abs(best) if self.threshold_mode == "rel" else 1)
         return score > best + margin if self.mode == "max" else score < best - margin
+
+
+def _check_least(name: str, value: Any, kind: type[Any], kind_name: str, least: int) -> None:
+    if not isinstance(value, kind) or not value >= least:
+        raise ValueError(f"{name} must be {kind_name} of at least {least}, got {value!r}")
 
 
 def _check_mode(name: str, mode: Any, allowed: tuple[str, str]) -> None:

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import Events, FailureEvents
-from camshaft.engine.handle import RemovableEventHandle
+from camshaft.engine.events import Events, FailureEvents, RemovableEventHandle
 from camshaft.engine.order import Order
-from camshaft.engine.plan import Invocation, Registration
+from camshaft.engine.registration import Invocation, Registration
 from camshaft.handlers.utils import check_engine
 
 __all__ = ["BasicTimeProfiler", "HandlersTimeProfiler"]
@@ -394,7 +393,7 @@ class HandlersTimeProfiler(_Profiler):
             return call
         name, event_name = _name_of(registration.handler), getattr(event, "name", event)
         seconds = self._calls.setdefault(registration.serial, _Calls(name, event_name)).seconds
-        is_filtered = registration.filter is not None or registration._asks is not None
+        is_filtered = registration.is_filtered
 
         def timed(engine: Engine[Any, Any]) -> Any:
             outer, self._nested = self._nested, 0.0

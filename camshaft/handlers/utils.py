@@ -10,8 +10,8 @@ from numbers import Integral, Real
 from typing import Any
 
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import Events, translated
-from camshaft.engine.handle import RemovableEventHandle
+from camshaft.engine.events import Events, RemovableEventHandle, translated
+from camshaft.engine.progress import derived_max_epochs
 from camshaft.engine.state import State
 from camshaft.errors import described
 
@@ -168,3 +168,13 @@ def joined(
     """Return one handle that removes everything that several handles of an engine would."""
     registrations = tuple(number for handle in handles for number in handle.registrations)
     return RemovableEventHandle(event_name, handler, engine, registrations)
+
+
+def num_epochs(state: State[Any, Any]) -> int | None:
+    """Return the number of epochs of a run, if known."""
+    return derived_max_epochs(state) if state.max_epochs is None else state.max_epochs
+
+
+def identity(output: Any) -> Any:
+    """Return the argument; the default of ``output_transform``."""
+    return output
