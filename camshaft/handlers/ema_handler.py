@@ -17,7 +17,7 @@ from camshaft.base import Serializable
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import EventLike, Events
 from camshaft.engine.filters import is_integer
-from camshaft.handlers.checkpoint.objects import unwrap
+from camshaft.handlers.checkpoint.state import unwrap
 from camshaft.handlers.checks import check_engine, check_is_no_counter
 from camshaft.handlers.state_param_scheduler import StateParamScheduler
 

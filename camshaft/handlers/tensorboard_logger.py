@@ -20,7 +20,7 @@ from camshaft.handlers.base_logger import (
     Forwarding,
     Silence,
 )
-from camshaft.handlers.checkpoint.events import CheckpointEvents
+from camshaft.handlers.checkpoint import CheckpointEvents
 from camshaft.handlers.log_handlers import WeightsHistHandler as BaseWeightsHistHandler
 from camshaft.handlers.log_steps import Reached, engine_followed
 from camshaft.handlers.optional import load_optional

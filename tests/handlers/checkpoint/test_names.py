@@ -136,7 +136,7 @@ def test_a_prefix_does_not_lead_out_of_the_directory(tmp_path, prefix):
 
 
 def test_a_pattern_leads_to_no_other_directory(tmp_path):
-    with pytest.raises(ValueError, match="filename_pattern must be a part of a file's name, without '/'"):
+    with pytest.raises(ValueError, match="filename_pattern must be a component of a file name, without '/'"):
         Checkpoint({"part": Part()}, tmp_path, filename_pattern="../{name}.pt")
     assert list(tmp_path.iterdir()) == []
 
@@ -154,7 +154,7 @@ def test_a_prefix_may_lead_to_a_folder_that_exists(tmp_path, pattern):
     assert names(tmp_path / "best") == [expected]
     assert Checkpoint.resume({"part": Part()}, tmp_path / "best") == tmp_path / "best" / expected
     again = Checkpoint(
-        {"part": Part()}, DiskSaver(tmp_path), filename_prefix="best/x", filename_pattern=pattern, n_saved=1
+        {"part": Part()}, DiskSaver(tmp_path, require_empty=False), filename_prefix="best/x", filename_pattern=pattern
     )
     again.load_state_dict(checkpoint.state_dict())
     again(at(3))
@@ -211,7 +211,7 @@ def test_a_record_with_nul_in_a_file_name_is_refused(tmp_path):
 
 
 def test_a_pattern_that_is_none_is_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match=r"filename_pattern '\{name' is no pattern"):
+    with pytest.raises(ValueError, match=r"filename_pattern '\{name' is not a format string"):
         Checkpoint({"part": Part()}, tmp_path, filename_pattern="{name")
 
 
