@@ -106,7 +106,8 @@ class EventSource(Generic[Batch, Output]):
             event_name: an event, with or without a filter, the name of one, or several joined by ``|``.
             handler: any callable.
             args: handed to the handler.
-            order: handlers of a smaller order run earlier, those of the same order as they were registered.
+            order: handlers with a smaller order run earlier, those with the same order as they were registered; see
+                :class:`~camshaft.engine.order.Order` for the places of the library.
             kwargs: handed to the handler.
 
         Returns:

@@ -18,8 +18,8 @@ from camshaft.engine.engine import Engine
 from camshaft.engine.event import EventLike, Events
 from camshaft.engine.filters import is_integer
 from camshaft.handlers.checkpoint.state import unwrap
-from camshaft.handlers.checks import check_engine, check_is_no_counter
 from camshaft.handlers.state_param_scheduler import StateParamScheduler
+from camshaft.handlers.utils import check_engine, check_is_no_counter
 
 __all__ = ["EMAHandler", "EMAWarmUp"]
 

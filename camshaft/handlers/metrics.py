@@ -15,16 +15,15 @@ from camshaft.engine.engine import Engine
 from camshaft.engine.event import Events
 from camshaft.engine.handle import RemovableEventHandle
 from camshaft.engine.lazy import LazyNumber
+from camshaft.engine.order import Order
 from camshaft.errors import annotate, check_is_no_class, ignite_class
-from camshaft.handlers.checks import check_callable, check_engine
 from camshaft.handlers.metric_exchange import members, over_all_ranks
-from camshaft.handlers.param_scheduler.base import continues_epoch
+from camshaft.handlers.utils import check_callable, check_engine, resumes_epoch
 from camshaft.handlers.values import fetch
 
 __all__ = ["AttachedMetrics", "attach_metrics"]
 
 _METHODS = ("reset", "update", "compute")
-_FIRST = -1  # of the handlers of an event, so that all the others find the results
 
 
 def attach_metrics(
@@ -111,9 +110,9 @@ class AttachedMetrics(Serializable):
                 member.persistent(True)  # what torchmetrics calls a state that state_dict() holds
         add = engine.add_event_handler
         self._handles: list[RemovableEventHandle] = [
-            add(Events.EPOCH_STARTED, self._begin, order=_FIRST),
-            add(Events.ITERATION_COMPLETED, self._update, order=_FIRST),
-            add(Events.EPOCH_COMPLETED, self._finish, order=_FIRST),
+            add(Events.EPOCH_STARTED, self._begin, order=Order.RESULTS),
+            add(Events.ITERATION_COMPLETED, self._update, order=Order.RESULTS),
+            add(Events.EPOCH_COMPLETED, self._finish, order=Order.RESULTS),
         ]
 
     def remove(self) -> None:
@@ -124,7 +123,7 @@ class AttachedMetrics(Serializable):
     def _begin(self, engine: Engine[Any, Any]) -> None:
         state = engine.state
         self._is_placed = False
-        if continues_epoch(engine):
+        if resumes_epoch(engine):
             if self._epoch == state.epoch and 0 <= state.iteration - self._iteration <= 1:
                 return
             warnings.warn(

@@ -14,7 +14,8 @@ from camshaft.base import Serializable
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import Events
 from camshaft.engine.lazy import LazyNumber, Results
-from camshaft.handlers.checks import check_callable, check_engine
+from camshaft.engine.order import Order
+from camshaft.handlers.utils import check_callable, check_engine
 
 __all__ = ["RunningAverage"]
 
@@ -72,7 +73,7 @@ class RunningAverage(Serializable):
         check_engine("engine", engine)
         engine.add_event_handler(Events.STARTED, self._begin)
         # before bars and loggers, also those that were attached earlier
-        engine.add_event_handler(Events.ITERATION_COMPLETED, self._update, name, order=-1)
+        engine.add_event_handler(Events.ITERATION_COMPLETED, self._update, name, order=Order.RESULTS)
 
     def _begin(self, engine: Engine[Any, Any]) -> None:
         if engine.state.iteration == 0:

@@ -10,7 +10,7 @@ from torch import Tensor
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import Events
 from camshaft.engine.lazy import LazyNumber
-from camshaft.handlers.checks import check_callable, check_engine, check_is_no_counter, check_text
+from camshaft.handlers.utils import check_callable, check_engine, check_is_no_counter, check_text
 from camshaft.handlers.values import fetch
 
 __all__ = ["EpochOutputStore"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import EventLike, Events
-from camshaft.handlers.checks import check_engine
+from camshaft.handlers.utils import check_engine
 
 __all__ = ["Timer"]
 

@@ -16,8 +16,7 @@ from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import Events, FailureEvents
 from camshaft.engine.handle import RemovableEventHandle
-from camshaft.handlers.base_logger import joined
-from camshaft.handlers.checks import check_callable, check_engine
+from camshaft.handlers.utils import check_callable, check_engine, joined
 
 __all__ = ["TorchProfiler"]
 

@@ -103,7 +103,7 @@ def test_what_does_not_fit_is_lost_and_told():
     done, go = [], threading.Event()
     outbox = Outbox("s", capacity=2)
     outbox.put(go.wait)
-    with pytest.warns(UserWarning, match="more than 2 calls wait"):
+    with pytest.warns(UserWarning, match="more than 2 calls are waiting"):
         put_all(outbox, done.append, range(5))
     go.set()
     outbox.close()

@@ -318,7 +318,7 @@ def test_when_the_run_fails_all_bars_close_and_the_error_leaves_it(terminal, err
 def test_after_a_failure_times_and_rate_are_those_of_the_steps_that_are_shown(terminal, is_real, monkeypatch):
     terminal.is_real = is_real
     now = 1000.0
-    for clock in ("camshaft.handlers.progress.time", "tqdm.std.time"):
+    for clock in ("camshaft.handlers.tqdm_logger.time", "tqdm.std.time"):
         monkeypatch.setattr(clock, lambda: now)
 
     def step(engine, batch):

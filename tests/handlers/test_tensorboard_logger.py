@@ -260,7 +260,7 @@ def test_the_writer_of_tensorboardx_comes_with_a_warning(monkeypatch):
     other.__spec__ = importlib.machinery.ModuleSpec("tensorboardX", None)
     monkeypatch.setitem(sys.modules, "tensorboardX", other)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.warns(UserWarning, match="may be lost when the process is killed; pip install") as caught:
+    with pytest.warns(UserWarning, match="may be lost if the process is killed; pip install") as caught:
         assert TensorboardLogger(log_dir="here").writer.options == {"log_dir": "here"}
     assert caught[0].filename == __file__
 

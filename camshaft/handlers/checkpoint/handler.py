@@ -42,7 +42,7 @@ from camshaft.handlers.checkpoint.savers import (
     takes_metadata,
 )
 from camshaft.handlers.checkpoint.state import CHECKPOINTER, check_to_save, is_container, take_state
-from camshaft.handlers.checks import check_callable, check_text
+from camshaft.handlers.utils import check_callable, check_text
 
 logger = logging.getLogger(__name__)
 ScoreFunction = Callable[[Engine[Any, Any]], Any]

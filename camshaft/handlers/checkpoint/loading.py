@@ -15,7 +15,7 @@ from camshaft.errors import DamagedCheckpointError, annotate
 from camshaft.handlers.checkpoint.manifest import Manifest
 from camshaft.handlers.checkpoint.names import SAFETENSORS
 from camshaft.handlers.checkpoint.state import CHECKPOINTER, check_objects, fits, is_container, load_state
-from camshaft.handlers.optional import load_optional
+from camshaft.handlers.utils import load_optional
 
 
 def load_objects(

@@ -19,7 +19,7 @@ from camshaft.distributed import all_gather, get_local_rank, get_rank, get_world
 from camshaft.files import is_regular, remove_leftovers, write_and_sum, write_atomically
 from camshaft.handlers.checkpoint.manifest import Entry, Manifest, check_length
 from camshaft.handlers.checkpoint.names import SAFETENSORS, check_path, checkpoints_in
-from camshaft.handlers.optional import load_optional
+from camshaft.handlers.utils import load_optional
 from camshaft.types import PathLike
 
 _NODE = "node"

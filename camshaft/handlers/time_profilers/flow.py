@@ -11,7 +11,7 @@ from typing import Any
 from camshaft.engine.engine import Engine
 from camshaft.engine.event import Events
 from camshaft.engine.handle import RemovableEventHandle
-from camshaft.handlers.checks import check_engine
+from camshaft.handlers.utils import check_engine
 
 FIRST, LAST = -(2**100), 2**100
 """Orders of measuring hooks: before and after all handlers of an event, also those at ``sys.maxsize``."""

@@ -5,18 +5,24 @@ from __future__ import annotations
 import math
 import sys
 
+import matplotlib
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.optim import lr_scheduler as native
 
 from camshaft.engine import Engine, Events
 from camshaft.handlers import (
+    ConcatScheduler,
     CosineAnnealingScheduler,
     CyclicalScheduler,
+    ExpStateScheduler,
     LinearCyclicalScheduler,
+    LRScheduler,
     ParamScheduler,
     PiecewiseLinear,
+    ReduceLROnPlateauScheduler,
 )
 from tests.handlers.schedules import calls, entries, reread, run_with, sgd
 
@@ -357,7 +363,7 @@ def test_an_unsuitable_optimizer_is_refused(optimizer):
 @pytest.mark.parametrize(
     ("index", "error", "message"),
     [
-        (2, ValueError, "one of the 2 groups"),
+        (2, ValueError, "below 2, the number of groups, got 2"),
         (-3, ValueError, "got -3"),
         ("1", TypeError, "integer"),
         (0.0, TypeError, "0.0"),
@@ -369,7 +375,7 @@ def test_a_group_that_is_not_there_is_refused(index, error, message):
 
 
 def test_a_name_is_a_string():
-    with pytest.raises(TypeError, match="param_name must be a string, got 1"):
+    with pytest.raises(TypeError, match="param_name must be a str, got 1"):
         Own(sgd(), 1)
 
 
@@ -401,7 +407,7 @@ def test_bad_cycles_are_refused(options, error, message):
         ([(0, 1.0, 2.0)], ValueError, "must hold tuples"),
         ([0.5], ValueError, "must hold tuples"),
         ([(0.5, 1.0)], TypeError, "a milestone must be an integer, got 0.5"),
-        ([(3, 1.0), (2, 1.0)], ValueError, "must not go back"),
+        ([(3, 1.0), (2, 1.0)], ValueError, "must be sorted"),
         ([(0, "1")], TypeError, "must be a number"),
     ],
 )
@@ -441,3 +447,51 @@ def test_values_that_are_not_finite_are_refused(value):
         PiecewiseLinear(sgd(), "lr", [(0, value)])
     with pytest.raises(ValueError, match=f"cycle_mult must be a finite number, got {value}"):
         LinearCyclicalScheduler(sgd(), "lr", 0.0, 1.0, 2, cycle_mult=value)
+
+
+# --- plots -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def figures():
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    yield pyplot
+    pyplot.close("all")
+
+
+def drawn(lines):
+    return [list(map(tuple, line.get_xydata().tolist())) for line in lines]
+
+
+def test_a_schedule_is_one_line(figures):
+    lines = PiecewiseLinear.plot_values(3, param_name="momentum", milestones_values=[(0, 0.0), (2, 1.0)])
+    assert drawn(lines) == [[(0.0, 0.0), (1.0, 0.5), (2.0, 1.0)]]
+    assert [text.get_text() for text in figures.gca().get_legend().get_texts()] == ["momentum"]
+
+
+def test_each_group_is_a_line(figures):
+    optimizer = sgd(0.5, 0.1)
+    lines = LRScheduler.plot_values(2, lr_scheduler=native.ExponentialLR(optimizer, 0.5))
+    assert drawn(lines) == [[(0.0, 0.5), (1.0, 0.25)], [(0.0, 0.1), (1.0, 0.05)]]
+
+
+def test_other_schedulers_plot_too(figures):
+    optimizer = sgd()
+    parts = [PiecewiseLinear(optimizer, "lr", [(0, 1.0)]), CosineAnnealingScheduler(optimizer, "lr", 0.5, 0.0, 4)]
+    assert drawn(ConcatScheduler.plot_values(2, schedulers=parts, durations=[1])) == [[(0.0, 1.0), (1.0, 0.5)]]
+    assert drawn(ExpStateScheduler.plot_values(2, initial_value=8, gamma=0.5, param_name="noise")) == [
+        [(0.0, 4.0), (1.0, 2.0)]
+    ]
+    assert drawn(ReduceLROnPlateauScheduler.plot_values(2, metric_values=[1.0, 1.0], init_lr=0.5)) == [
+        [(0.0, 0.5), (1.0, 0.5)]
+    ]
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(
+        ModuleNotFoundError, match=r"PiecewiseLinear.plot_values needs .* pip install 'camshaft\[plot\]'"
+    ):
+        PiecewiseLinear.plot_values(3, param_name="lr", milestones_values=[(0, 0.0)])

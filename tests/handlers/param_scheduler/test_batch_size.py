@@ -174,7 +174,7 @@ def test_simulated_values():
 def test_a_size_that_is_none_is_refused_and_changes_nothing(size):
     loader = plain()
     scheduler = BatchSizeScheduler(loader, lambda index: size)
-    with pytest.raises(ValueError, match="scheduler_fn must give an integer of at least 1"):
+    with pytest.raises(ValueError, match="scheduler_fn must return an integer of at least 1"):
         scheduler(None)
     assert (loader.batch_sampler.batch_size, scheduler.event_index) == (4, 0)
 
@@ -231,7 +231,7 @@ def test_a_size_larger_than_the_data_does_not_end_the_run():
         (
             DataLoader(range(4), batch_sampler=ExactBatchSampler(Pairs(), None)),
             ValueError,
-            r"got those that <pairs> makes: call auto_dataloader with batch_size=\.\.\.",
+            r"got those of <pairs>: call auto_dataloader with batch_size=\.\.\.",
         ),
     ],
 )

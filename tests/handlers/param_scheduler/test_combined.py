@@ -203,7 +203,7 @@ def test_a_state_of_another_chain_changes_nothing():
     half = ConcatScheduler([ramp(optimizer), wave(optimizer)], [2]).state_dict()
     del half["schedulers"][1]["cycle"]
     for wrong in (longer, turned, half):
-        with pytest.raises(ValueError, match="must be that of a ConcatScheduler made alike"):
+        with pytest.raises(ValueError, match="must be that of a ConcatScheduler with the same arguments"):
             scheduler.load_state_dict(wrong)
         assert scheduler.state_dict() == before
 
@@ -318,7 +318,7 @@ def test_simulating_a_group_changes_nothing():
     [
         (lambda one: (None, None), TypeError, "schedulers must be a list"),
         (lambda one: ([], None), ValueError, "at least one"),
-        (lambda one: ([ramp(one), 1], None), ValueError, "objects of the class ParamScheduler, got 1"),
+        (lambda one: ([ramp(one), 1], None), ValueError, "instances of ParamScheduler, got 1"),
         (lambda one: ([native.StepLR(one, 1)], None), ValueError, "of type StepLR; wrap it in LRScheduler"),
         (lambda one: ([ramp(one)], "a"), TypeError, "names must be a list or a tuple"),
         (lambda one: ([ramp(one)], [1]), ValueError, "names must hold strings"),
