@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from threading import Event
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from camshaft.types import PathLike
 
@@ -22,19 +22,23 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]  # the module does not exist there
 
+T = TypeVar("T")
 _CHUNK_BYTES = 1 << 18  # fits into the cache of a core
 
 
 def write_atomically(
-    path: PathLike, write: Callable[[BinaryIO], object], before_rename: Callable[[], object] = lambda: None
-) -> None:
+    path: PathLike, write: Callable[[BinaryIO], T], before_rename: Callable[[T], object] = lambda result: None
+) -> T:
     """Write a file that appears under its name complete and flushed to disk, or not at all.
 
     Args:
         path: the file; its directory must exist. An existing file is replaced at the end, in one step.
         write: called with a temporary file in the same directory, open for writing bytes. If it raises, the
             temporary file is removed and ``path`` is unchanged.
-        before_rename: called when the content is on disk, before the file gets its name.
+        before_rename: called with the result of ``write`` when the content is on disk, before the file gets its name.
+
+    Returns:
+        The result of ``write``.
 
     Raises:
         OSError: the directory does not exist, is not writable or is full.
@@ -52,15 +56,16 @@ def write_atomically(
     try:
         with open(temporary, "xb") as file:  # open() honours the umask, tempfile does not
             lock(file)  # keeps remove_leftovers in other processes away
-            write(file)
+            result = write(file)
             file.flush()
             os.fsync(file.fileno())
-            before_rename()
+            before_rename(result)
             os.replace(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     _flush_directory(target.parent)
+    return result
 
 
 def remove_leftovers(directory: Path) -> None:

@@ -22,17 +22,9 @@ from camshaft.engine.engine import Engine
 from camshaft.engine.event import Events, HandlerEvents
 from camshaft.engine.lazy import LazyNumber
 from camshaft.engine.running import outermost
+from camshaft.handlers.checkpoint import names
 from camshaft.handlers.checkpoint.async_save import BackgroundSave
 from camshaft.handlers.checkpoint.loading import load_objects
-from camshaft.handlers.checkpoint.manifest import check_length
-from camshaft.handlers.checkpoint.names import (
-    check_folders,
-    check_path,
-    check_pattern,
-    file_name,
-    make_pattern,
-    name_of,
-)
 from camshaft.handlers.checkpoint.resuming import resume
 from camshaft.handlers.checkpoint.savers import (
     BaseSaveHandler,
@@ -171,7 +163,7 @@ class Checkpoint(Serializable):
         check_text("score_name", score_name, optional=True)
         check_text("filename_pattern", filename_pattern, optional=True)
         if filename_pattern is not None:
-            check_pattern(filename_pattern, to_save, include_self)
+            names.check_pattern(filename_pattern, to_save, include_self)
         if isinstance(save_handler, (str, PathLike)):
             save_handler = DiskSaver(save_handler, create_dir=True, save_on_rank=save_on_rank)
         check_save_on_rank(save_on_rank)
@@ -243,7 +235,7 @@ class Checkpoint(Serializable):
             score = priority = _as_priority(self.score_function(engine), "score_function")
         if not self._is_wanted(priority):
             return
-        filename = self._filename(name_of(self.to_save), score, step)
+        filename = self._filename(names.name_of(self.to_save), score, step)
         kept = [item for item in self._saved if item.filename != filename]  # a file of the same name is overwritten
         is_full = self.n_saved is not None and len(kept) >= self.n_saved
         dropped = kept.pop(0).filename if is_full and len(kept) == len(self._saved) else None
@@ -276,35 +268,37 @@ class Checkpoint(Serializable):
             announce()
 
     def reload_objects(
-        self, to_load: Mapping[str, Any], load_kwargs: Mapping[str, Any] | None = None, **filename_components: Any
+        self,
+        to_load: Mapping[str, Any],
+        load_kwargs: Mapping[str, Any] | None = None,
+        *,
+        name: str | None = None,
+        score: Any = None,
+        global_step: Any = None,
     ) -> None:
         """Load objects from a file that was saved earlier, given the components of its name.
 
         Args:
             to_load: objects by name.
             load_kwargs: passed to :meth:`load_objects`.
-            filename_components: ``name`` (by default the one with which ``to_load`` would be saved), ``score``
-                (a number, or its text in the name) and ``global_step``.
+            name: in the file name; by default the one with which ``to_load`` would be saved.
+            score: a number, or its text in the file name.
+            global_step: in the file name.
 
         Raises:
             AttributeError: the save handler is not a ``DiskSaver``.
-            TypeError: there are other components.
             FileNotFoundError: the file does not exist.
         """
         if not isinstance(self.save_handler, DiskSaver):
             raise AttributeError(f"reload_objects needs a DiskSaver as save_handler, got {self.save_handler!r}")
-        unknown = sorted(filename_components.keys() - {"name", "score", "global_step"})
-        if unknown:
-            raise TypeError(f"filename_components may be name, score and global_step, got {unknown}")
-        name = filename_components.get("name", name_of(to_load))
         self._background.settle()
-        file = self._filename(name, filename_components.get("score"), filename_components.get("global_step"))
+        file = self._filename(names.name_of(to_load) if name is None else name, score, global_step)
         self.load_objects(to_load, self.save_handler.dirname / file, **(load_kwargs or {}))
 
     load_objects = staticmethod(load_objects)
     resume = staticmethod(resume)
     get_default_score_fn = staticmethod(score_of_metric)
-    setup_filename_pattern = staticmethod(make_pattern)
+    setup_filename_pattern = staticmethod(names.make_pattern)
 
     def reset(self) -> None:
         """Forget what was saved, to restart a run from 0. The files stay."""
@@ -327,18 +321,16 @@ class Checkpoint(Serializable):
         super().load_state_dict(state_dict)
         items = _read_record(state_dict["_saved"])
         self.reset()
-        begin = f"{self.filename_prefix}_" if self.filename_prefix and self.filename_pattern is None else ""
-        folder = os.path.dirname(self.filename_prefix)
-        on_disk = isinstance(self.save_handler, DiskSaver)
+        prefix = self.filename_prefix
+        begin = f"{prefix}_" if prefix and self.filename_pattern is None else ""
+        folders = {os.path.dirname(prefix)} if isinstance(self.save_handler, DiskSaver) else ()
         for item in items:
-            if item.filename.startswith(begin) and not (on_disk and os.path.dirname(item.filename) != folder):
+            if item.filename.startswith(begin) and (not folders or os.path.dirname(item.filename) in folders):
                 self._saved.append(item)
         if foreign := [item.filename for item in items if item not in self._saved]:
-            warnings.warn(
-                f"the record names {foreign}, of a handler with another prefix than {self.filename_prefix!r}: they "
-                "are left alone; give the records of handlers that share a directory names of their own in to_save",
-                stacklevel=2,
-            )
+            text = f"the record names {foreign}, of a handler with another prefix than {prefix!r}, which are left alone"
+            hint = "give the records of handlers that share a directory names of their own in to_save"
+            warnings.warn(f"{text}; {hint}", stacklevel=2)
 
     def forget_missing_files(self) -> None:
         """Remove from the record what no rank finds on disk any more; all ranks must call this."""
@@ -360,45 +352,31 @@ class Checkpoint(Serializable):
             return True
         new, lowest = _comparable(priority), _comparable(self._saved[0].priority)
         if new < lowest and self.score_function is None:
-            warnings.warn(
-                "nothing was saved: the step is smaller than those of all checkpoints kept; call reset() before an "
-                "engine is restarted from 0",
-                stacklevel=3,
-            )
+            text = "nothing was saved: the step is smaller than those of all checkpoints kept"
+            warnings.warn(f"{text}; call reset() before an engine is restarted from 0", stacklevel=3)
         return new > lowest or (self.greater_or_equal and new == lowest)
 
     def _filename(self, name: str, score: Any, global_step: Any) -> str:
-        return file_name(
-            self.filename_pattern,
-            filename_prefix=self.filename_prefix,
-            name=name,
-            score=score,
-            score_name=self.score_name,
-            global_step=global_step,
-            ext=self.ext,
+        fields = {"filename_prefix": self.filename_prefix, "score_name": self.score_name, "ext": self.ext}
+        return names.file_name(
+            self.filename_pattern, {**fields, "name": name, "score": score, "global_step": global_step}
         )
 
     def _check_names(self, saver: DiskSaver) -> None:
         """Check that the files can be written, and that their names will not be too long for a step of ten digits."""
-        check_folders(self.filename_prefix, self.filename_pattern)
-        folder = saver.dirname / os.path.dirname(self.filename_prefix)
-        if saver.writes and not folder.is_dir():
-            raise ValueError(
-                f"filename_prefix {self.filename_prefix!r} needs the folder '{folder}', which does not exist: create it"
-            )
-        if saver.writes:
-            saver.check_folder(folder)
-        step = 10**9 if self.score_function is None or self.global_step_transform is not None else None
+        names.check_folders(self.filename_prefix, self.filename_pattern)
+        saver.check_folder(os.path.dirname(self.filename_prefix))
+        name = names.name_of(self.to_save) if self.to_save else ""
+        score = None if self.score_function is None else -1000.0
+        step = 10**9 if score is None or self.global_step_transform is not None else None
         try:
-            name = self._filename(
-                name_of(self.to_save) if self.to_save else "", None if self.score_function is None else -1000.0, step
-            )
+            file = self._filename(name, score, step)
         except ValueError:  # the pattern is for steps of another type
             return
-        check_length("filename_prefix, score_name or filename_pattern", saver.dirname / name)
+        names.check_length("filename_prefix, score_name or filename_pattern", saver.dirname / file)
 
     def _metadata(self, priority: float, score: float | None, step: Any) -> dict[str, Any]:
-        name = name_of(self.to_save)
+        name = names.name_of(self.to_save)
         basename = f"{self.filename_prefix}_{name}" if self.filename_prefix else name
         metadata: dict[str, Any] = {"basename": basename, "score_name": self.score_name, "priority": priority}
         if isinstance(self.save_handler, DiskSaver):  # for its manifest
@@ -414,37 +392,31 @@ class Checkpoint(Serializable):
         saver = self.save_handler
         return (saver.dirname / filename).resolve() if isinstance(saver, DiskSaver) and saver.writes else None
 
-    def _other_owner(self, path: Path) -> Checkpoint | None:
-        """Return the handler that has saved a file since this one was made, if there is one."""
-        owner = _owners.get(path, self)
-        return None if owner is self or owner._claimed[path] < self._since else owner
-
     def _claim(self, filename: str, is_over: bool) -> None:
         """Make sure that this handler may write a file; if the run is over, an error would lose what is to be saved."""
         path = self._path(filename)
         if path is None:
             return
-        if self._other_owner(path) is not None:
-            problem = (
-                f"two Checkpoints write the same file '{path}', and each would overwrite and remove that of the other: "
-                "give one of them another filename_prefix, score_name or directory, or use one handler for both events"
-            )
-            if not is_over:
-                raise ValueError(problem)
-            warnings.warn(f"{problem}. The run is over, so the file is overwritten", stacklevel=3)
-        _owners.get(path, self)._background.wait()
+        owner = _owners.get(path, self)
+        if owner is not self:
+            if owner._claimed[path] > self._since:
+                hint = "another filename_prefix, score_name or directory, or use one handler for both events"
+                problem = f"two Checkpoints write the same file '{path}': give one of them {hint}"
+                if not is_over:
+                    raise ValueError(problem)
+                warnings.warn(f"{problem}. The run is over, so the file is overwritten", stacklevel=3)
+            owner._background.wait()
         _owners[path] = self
         self._claimed[path] = next(_clock)
 
     def _remove(self, filename: str) -> None:
         """Remove a checkpoint that is no longer kept, unless another handler has taken it over."""
-        path = self._path(filename)
-        if path is not None:
-            is_taken = self._other_owner(path) is not None
-            if _owners.get(path) is self:
-                del _owners[path]
+        if path := self._path(filename):
+            owner = _owners.get(path, self)
             self._claimed.pop(path, None)
-            if is_taken:
+            if owner is self:
+                _owners.pop(path, None)
+            elif owner._claimed[path] > self._since:
                 return
         if isinstance(self.save_handler, DiskSaver):
             self.save_handler.prune(filename)
@@ -580,7 +552,7 @@ def _read_record(value: Any) -> list[Item]:
     try:
         items = [Item(_as_priority(priority, "_saved"), filename) for priority, filename in value]
         for _, filename in items:
-            check_path("a file name", os.fspath(filename))
+            names.check_path("a file name", filename)
             if "\0" in filename:
                 raise ValueError(f"a file name must not contain NUL, got {filename!r}")
     except (TypeError, ValueError) as error:

@@ -14,8 +14,8 @@ import torch
 from camshaft.errors import DamagedCheckpointError, annotate
 from camshaft.handlers.checkpoint.manifest import Manifest
 from camshaft.handlers.checkpoint.names import SAFETENSORS
+from camshaft.handlers.checkpoint.savers import safetensors
 from camshaft.handlers.checkpoint.state import CHECKPOINTER, check_objects, fits, is_container, load_state
-from camshaft.handlers.utils import load_optional
 
 
 def load_objects(
@@ -77,10 +77,7 @@ def read_checkpoint(path: str | PathLike[str], map_location: Any = None) -> Any:
     location = "cpu" if map_location is None else map_location
     try:
         if Path(path).suffix == SAFETENSORS:
-            library = load_optional(
-                "safetensors.torch", extra="safetensors", needed_by=f"a checkpoint in a {SAFETENSORS} file"
-            )
-            return library.load_file(path, device=str(location))
+            return safetensors().load_file(path, device=str(location))
         return torch.load(path, map_location=location, weights_only=True)
     except (EOFError, RuntimeError) as error:  # what torch raises for truncated files
         raise DamagedCheckpointError(f"the checkpoint '{path!s}' cannot be read: {error or 'it is empty'}") from error

@@ -18,6 +18,7 @@ import stat
 import time
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,7 @@ MISSING = "is not there: it was removed, or its save was interrupted"
 """The problem of a checkpoint that has an entry and no file."""
 _FORMAT = 1
 _OWN = "checksum_of_entry"  # of all other fields
-_NAME = re.compile(r"(?P<file>.+)\.(?P<sum>[0-9a-f]+)\.json", re.DOTALL)
-_SUFFIX_LENGTH = len(".01234567.json")
+_NAME = re.compile(r"(.+)\.([0-9a-f]{8})\.json", re.DOTALL)
 _LONGEST_ENTRY = 1 << 20  # bytes
 _TOO_LARGE = 2**62  # as nanoseconds the year 2116, which a later entry would have to exceed
 
@@ -85,7 +85,7 @@ class Manifest:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.folder = directory / FOLDER
-        self._newest: int | None = None
+        self._newest = 0
 
     def check_folder(self) -> None:
         """Raise ``NotADirectoryError`` if entries cannot be written, or would be written elsewhere."""
@@ -111,8 +111,9 @@ class Manifest:
                 if damaged is not None:
                     text = f"{type(error).__name__}: {error}"
                     damaged.append(f"'{path}' cannot be read, so that only its name is used: {text}")
-                if len(checksum) == len("01234567"):
-                    found.append(Entry(name, f"crc32:{checksum}", None, _modified_at(self.directory / name)))
+                with suppress(OSError):
+                    modified_at = (self.directory / name).stat().st_mtime_ns
+                    found.append(Entry(name, f"crc32:{checksum}", None, modified_at))
         return sorted(found, key=lambda entry: entry.saved_at, reverse=True)
 
     def lists(self, file: str) -> bool:
@@ -122,19 +123,17 @@ class Manifest:
     def problem(self, file: str, damaged: list[str] | None = None) -> str | None:
         """Return what is wrong with a checkpoint; ``None`` if nothing is, or if the manifest does not list it."""
         entries = self.entries(file, damaged)
-        problem = None
-        for entry in entries:
-            problem = entry.problem(self.directory / file)
-            if problem is None:
-                return None
-        if problem is not None and _checksums(self.entries(file)) != _checksums(entries):
+        problems = [entry.problem(self.directory / file) for entry in entries]
+        if not problems or None in problems:
+            return None
+        if {entry.checksum for entry in self.entries(file)} != {entry.checksum for entry in entries}:
             return self.problem(file)  # replaced or removed while it was read
-        return problem
+        return problems[-1]
 
     def new_entry(self, file: str, checksum: str, size: int, metadata: Mapping[str, Any]) -> Entry:
         """Return an entry that is newer than all others, whatever the clock says."""
-        known = self.entries(None if self._newest is None else file)
-        self._newest = max(time.time_ns(), *(entry.saved_at + 1 for entry in known), (self._newest or 0) + 1)
+        known = self.entries(file if self._newest else None)
+        self._newest = max([time.time_ns(), self._newest + 1, *(entry.saved_at + 1 for entry in known)])
         about = {name: metadata.get(name) for name in ("objects", "step", "score", "score_name")}
         versions = {"camshaft": __version__, "torch": torch.__version__, "python": platform.python_version()}
         return Entry(file, checksum, size, self._newest, **about, versions=versions)
@@ -162,23 +161,8 @@ class Manifest:
             names = [] if self.folder.is_symlink() else os.listdir(self.folder)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        matches = [match for name in names if (match := _NAME.fullmatch(name)) and match["file"] not in (".", "..")]
-        return [(self.folder / m[0], m["file"], m["sum"]) for m in matches if file in (None, m["file"])]
-
-
-def check_length(argument: str, path: Path) -> None:
-    """Raise ``ValueError`` if the name of a checkpoint, or that of its entry, is too long for the file system."""
-    try:
-        limit = os.pathconf(path.parent, "PC_NAME_MAX")
-    except (AttributeError, OSError, ValueError):  # Windows, or a file system that does not report it
-        limit = 255
-    limit = (limit if limit > 0 else 255) - _SUFFIX_LENGTH  # some file systems return 0, or -1 for no limit
-    length = len(os.fsencode(path.name))
-    if length > limit:
-        raise ValueError(
-            f"{argument} is too long: a file name such as {path.name!r} has {length} bytes, and at most {limit} "
-            f"are allowed, because its manifest entry adds {_SUFFIX_LENGTH}"
-        )
+        matches = [match for name in names if (match := _NAME.fullmatch(name)) and match[1] not in (".", "..")]
+        return [(self.folder / match[0], match[1], match[2]) for match in matches if file in (None, match[1])]
 
 
 def checksum_of_entry(content: Mapping[str, Any]) -> str:
@@ -208,14 +192,3 @@ def _read(path: Path, file: str, checksum: str) -> Entry:
         raise ValueError(f"objects is {objects!r}")
     known: dict[str, Any] = {field.name: content.get(field.name) for field in fields(Entry)}
     return Entry(**known)
-
-
-def _checksums(entries: list[Entry]) -> set[str]:
-    return {entry.checksum for entry in entries}
-
-
-def _modified_at(path: Path) -> int:
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return 0

@@ -10,6 +10,7 @@ from string import Formatter
 from typing import Any
 
 SAFETENSORS = ".safetensors"
+_ENTRY_SUFFIX_LENGTH = len(".01234567.json")  # of entries in the manifest
 _FIELDS = ("filename_prefix", "name", "score", "score_name", "global_step", "ext")
 
 
@@ -47,17 +48,16 @@ def check_pattern(pattern: str, objects: Mapping[str, Any], include_self: bool) 
     KeyError: "filename_pattern '{epoch}.{ext}' uses {epoch}; ..."
     """
     try:
-        fields = [field for _, field, _, _ in Formatter().parse(pattern)]
+        fields = {field for _, field, _, _ in Formatter().parse(pattern)} - {None}
     except ValueError as error:
         raise ValueError(f"filename_pattern {pattern!r} is not a format string: {error}") from error
-    for field in fields:
-        if field is not None and field not in _FIELDS:
-            known = ", ".join(f"{{{name}}}" for name in _FIELDS)
-            raise KeyError(f"filename_pattern {pattern!r} uses {{{field}}}; it may use {known}")
+    if unknown := fields.difference(_FIELDS):
+        known = ", ".join(f"{{{name}}}" for name in _FIELDS)
+        raise KeyError(f"filename_pattern {pattern!r} uses {{{unknown.pop()}}}; it may use {known}")
     if pattern.endswith(SAFETENSORS) and (len(objects) > 1 or include_self):
         raise ValueError(
-            f"filename_pattern {pattern!r} is for the weights of one model, but to_save holds {list(objects)}"
-            f"{' and the record of include_self' * include_self}; save the rest with another Checkpoint, to .pt files"
+            f"filename_pattern {pattern!r} is for the weights of one model, without include_self, but to_save holds "
+            f"{list(objects)}; save the rest with another Checkpoint, to .pt files"
         )
 
 
@@ -78,19 +78,25 @@ def check_folders(prefix: str, pattern: str | None) -> None:
 
     >>> check_folders("best/model", "../{name}")
     Traceback (most recent call last):
-    ValueError: filename_pattern must be a component of a file name, without '/', got '../{name}'
+    ValueError: filename_pattern must be a file name, without a folder, got '../{name}'
     """
     check_path("filename_prefix", prefix)
-    for separator in (os.sep, os.altsep):
-        if pattern and separator and separator in pattern:
-            raise ValueError(
-                f"filename_pattern must be a component of a file name, without {separator!r}, got {pattern!r}"
-            )
-    if os.path.dirname(prefix) and pattern is not None and not pattern.startswith("{filename_prefix}"):
-        raise ValueError(
-            f"filename_prefix {prefix!r} contains a folder, so filename_pattern must start with {{filename_prefix}}, "
-            f"got {pattern!r}"
-        )
+    if pattern is not None and os.path.dirname(pattern):
+        raise ValueError(f"filename_pattern must be a file name, without a folder, got {pattern!r}")
+    if pattern is not None and os.path.dirname(prefix) and not pattern.startswith("{filename_prefix}"):
+        raise ValueError(f"filename_pattern must start with {{filename_prefix}} if that has a folder, got {pattern!r}")
+
+
+def check_length(argument: str, path: Path) -> None:
+    """Raise ``ValueError`` if the name of a checkpoint, or that of its entry, is too long for the file system."""
+    try:
+        limit = os.pathconf(path.parent, "PC_NAME_MAX")
+    except (AttributeError, OSError, ValueError):  # Windows, or a file system that does not report it
+        limit = 255
+    limit = (limit if limit > 0 else 255) - _ENTRY_SUFFIX_LENGTH  # some file systems return 0, or -1 for no limit
+    if (length := len(os.fsencode(path.name))) > limit:
+        problem = f"a file name such as {path.name!r} has {length} bytes, and at most {limit} are allowed"
+        raise ValueError(f"{argument} is too long: {problem}, because its manifest entry adds {_ENTRY_SUFFIX_LENGTH}")
 
 
 def checkpoints_in(directory: Path) -> list[Path]:
@@ -111,27 +117,23 @@ def name_of(objects: Mapping[str, Any]) -> str:
     return str(next(iter(objects))) if len(objects) == 1 else "checkpoint"
 
 
-def file_name(pattern: str | None, **fields: Any) -> str:
-    """Return the name of a file by a pattern, or by default with the components that are given.
+def file_name(pattern: str | None, fields: dict[str, Any]) -> str:
+    """Return the name of a file by a pattern, or by default with the components that are not ``None``.
 
-    >>> components = {"filename_prefix": "", "name": "model", "score": None, "score_name": None, "ext": "pt"}
-    >>> file_name(None, global_step=3, **components)
+    >>> file_name(None, {"name": "model", "global_step": 3, "ext": "pt"})
     'model_3.pt'
-    >>> file_name(None, global_step=3, **{**components, "score": 0.5, "score_name": "validation/accuracy"})
-    'model_3_validation_accuracy=0.5000.pt'
+    >>> file_name(None, {"name": "model", "score": 0.5, "score_name": "validation/accuracy", "ext": "pt"})
+    'model_validation_accuracy=0.5000.pt'
     """
+    values = {**dict.fromkeys(_FIELDS), **fields}
     for key in ("name", "score_name"):  # metrics have names like "validation/accuracy"
-        fields[key] = fields[key] and fields[key].replace("/", "_").replace(os.sep, "_")
-    score, score_name = fields["score"], fields["score_name"]
-    if score is not None and not isinstance(score, str):
-        fields["score"] = str(score) if isinstance(score, Integral) else f"{score:.4f}"
-    chosen = pattern or make_pattern(
-        with_prefix=bool(fields["filename_prefix"]),
-        with_score=score is not None,
-        with_score_name=score is not None and score_name is not None,
-        with_global_step=fields["global_step"] is not None,
-    )
+        values[key] = values[key] and values[key].replace("/", "_").replace(os.sep, "_")
+    score, has_score = values["score"], values["score"] is not None
+    if has_score and not isinstance(score, str):
+        values["score"] = str(score) if isinstance(score, Integral) else f"{score:.4f}"
+    has_step, has_score_name = values["global_step"] is not None, has_score and values["score_name"] is not None
+    chosen = pattern or make_pattern(bool(values["filename_prefix"]), has_score, has_score_name, has_step)
     try:
-        return chosen.format(**fields)
+        return chosen.format(**values)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"filename_pattern {pattern!r} does not fit {fields}: {error}") from error
+        raise ValueError(f"filename_pattern {pattern!r} does not fit {values}: {error}") from error

@@ -10,15 +10,17 @@ import warnings
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
 from camshaft.distributed import all_gather, get_local_rank, get_rank, get_world_size
+from camshaft.errors import described
 from camshaft.files import is_regular, remove_leftovers, write_and_sum, write_atomically
-from camshaft.handlers.checkpoint.manifest import Entry, Manifest, check_length
-from camshaft.handlers.checkpoint.names import SAFETENSORS, check_path, checkpoints_in
+from camshaft.handlers.checkpoint.manifest import Entry, Manifest
+from camshaft.handlers.checkpoint.names import SAFETENSORS, check_length, check_path, checkpoints_in
 from camshaft.handlers.utils import load_optional
 from camshaft.types import PathLike
 
@@ -95,13 +97,9 @@ class DiskSaver(BaseSaveHandler):
         self._newest: Path | None = None
         self._protected: Path | None = None
         self._is_first = True
-        if self.writes:
-            if create_dir and not self.dirname.exists():
-                self.dirname.mkdir(parents=True, exist_ok=True)
-            if not self.dirname.is_dir():
-                problem = "is not a directory" if self.dirname.exists() else "does not exist, and create_dir is False"
-                raise ValueError(f"dirname must be an existing directory, got '{self.dirname}', which {problem}")
-            self.check_folder(self.dirname)
+        if create_dir and self.writes and not self.dirname.exists():
+            self.dirname.mkdir(parents=True, exist_ok=True)
+        self.check_folder("")
 
     @property
     def writes(self) -> bool:
@@ -163,23 +161,26 @@ class DiskSaver(BaseSaveHandler):
         finally:
             self._protected = None
 
-    def check_folder(self, folder: Path) -> None:
-        """Check, before training starts, that checkpoints can be written to the directory or a folder of it.
+    def check_folder(self, name: str) -> None:
+        """Check, before training starts, that checkpoints can be written to a folder of the directory.
 
         Raises:
-            ValueError: it holds checkpoints already, and ``require_empty`` is True.
+            ValueError: it does not exist, or it holds checkpoints and ``require_empty`` is True.
             PermissionError: it is not writable.
         """
+        folder = self.dirname / name
+        if not self.writes or folder in self._manifests:
+            return
+        if not folder.is_dir():
+            problem = "is not a directory" if folder.exists() else "does not exist: create it"
+            raise ValueError(f"checkpoints need an existing directory, got '{folder}', which {problem}")
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(f"dirname must be writable, got '{folder}', where this process may not write")
-        must_be_empty = self.require_empty and folder not in self._manifests
+            raise PermissionError(f"checkpoints need a writable directory, got '{folder}'")
+        if self.require_empty and (found := sorted(path.name for path in checkpoints_in(folder))):
+            hint = "DiskSaver(dirname, require_empty=False) or ModelCheckpoint(dirname, require_empty=False)"
+            problem = f"contains {len(found)} checkpoints, such as {found[0]}"
+            raise ValueError(f"'{folder}' {problem}; to save beside them, for example to resume, use {hint}")
         self._manifest(folder)
-        if must_be_empty and (found := sorted(path.name for path in checkpoints_in(folder))):
-            raise ValueError(
-                f"dirname must not contain *.pt or *{SAFETENSORS} files, got '{folder}' with {len(found)} of them, "
-                f"such as {found[0]}; to save beside them, for example to resume a run, use "
-                "DiskSaver(dirname, require_empty=False) or ModelCheckpoint(dirname, require_empty=False)"
-            )
 
     def _manifest(self, folder: Path) -> Manifest:
         """Return the manifest of a folder; on first use, remove what killed processes left there."""
@@ -197,29 +198,27 @@ class DiskSaver(BaseSaveHandler):
 
     def _save(self, path: Path, checkpoint: Any, metadata: Mapping[str, Any]) -> None:
         manifest = self._manifest(path.parent)
-        entry: Entry
 
-        def write(file: BinaryIO) -> None:
-            nonlocal entry
-            checksum = write_and_sum(file, lambda file: self._serialize(file, checkpoint, path))
-            entry = manifest.new_entry(path.name, checksum, file.tell(), metadata)
+        def serialize(file: BinaryIO) -> None:
+            if path.suffix == SAFETENSORS:
+                file.write(_as_safetensors(checkpoint))
+            else:
+                torch.save(checkpoint, file, **self.kwargs)
+
+        def write(file: BinaryIO) -> Entry:
+            checksum = write_and_sum(file, serialize)
+            return manifest.new_entry(path.name, checksum, file.tell(), metadata)
 
         if self.atomic:
-            write_atomically(path, write, before_rename=lambda: manifest.write(entry))
+            entry = write_atomically(path, write, before_rename=manifest.write)
         else:
             with open(path, "wb") as file:
-                write(file)
+                entry = write(file)
             manifest.write(entry)
         manifest.remove(path.name, but=entry)
         if self._is_first:
             self._is_first = False
             _warn_if_unloadable(path)
-
-    def _serialize(self, file: BinaryIO, checkpoint: Any, path: Path) -> None:
-        if path.suffix == SAFETENSORS:
-            file.write(_as_safetensors(checkpoint))
-        else:
-            torch.save(checkpoint, file, **self.kwargs)
 
 
 def takes_metadata(save_handler: Any) -> bool:
@@ -232,23 +231,17 @@ def takes_metadata(save_handler: Any) -> bool:
     False
     """
     if not callable(save_handler):
-        raise TypeError(
-            f"save_handler must be a str, a Path, a callable or a BaseSaveHandler, got {save_handler!r} of type "
-            f"{type(save_handler).__name__}"
-        )
+        expected = "a str, a Path, a callable or a BaseSaveHandler"
+        raise TypeError(f"save_handler must be {expected}, got {described(save_handler)}")
     try:
         signature = inspect.signature(save_handler)
     except ValueError:  # some builtins
         return False
     for count in (3, 2):
-        try:
+        with suppress(TypeError):
             signature.bind(*range(count))
-        except TypeError:
-            continue
-        return count == 3
-    raise TypeError(
-        f"save_handler must take (checkpoint, filename, metadata) or (checkpoint, filename), got one with {signature}"
-    )
+            return count == 3
+    raise TypeError(f"save_handler must take (checkpoint, filename[, metadata]), got one with {signature}")
 
 
 def check_save_on_rank(save_on_rank: int | str) -> None:
@@ -257,12 +250,9 @@ def check_save_on_rank(save_on_rank: int | str) -> None:
         return
     if not isinstance(save_on_rank, int) or isinstance(save_on_rank, bool) or save_on_rank < 0:
         raise ValueError(f"save_on_rank must be an integer >= 0 or {_NODE!r}, got {save_on_rank!r}")
-    size = get_world_size()
-    if 1 < size <= save_on_rank:
-        raise ValueError(
-            f"save_on_rank must be a rank of the job, which has {size} processes, got {save_on_rank}: nothing would be "
-            "saved"
-        )
+    if 1 < get_world_size() <= save_on_rank:
+        size = f"which has {get_world_size()} processes"
+        raise ValueError(f"save_on_rank must be a rank of the job, {size}, got {save_on_rank}: nothing would be saved")
 
 
 def is_writer(save_on_rank: int | str) -> bool:
@@ -281,12 +271,16 @@ def writers(save_on_rank: int | str) -> list[int]:
 def _warn_if_alone(save_on_rank: int | str) -> None:
     """Warn if the rank does not exist because the job has a single process."""
     if get_world_size() == 1 and save_on_rank not in (0, _NODE):
-        level, frame = 1, sys._getframe()
-        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(f"{__package__}."):
-            level, frame = level + 1, frame.f_back  # a Checkpoint may construct the DiskSaver
-        warnings.warn(
-            f"save_on_rank is {save_on_rank}, but the job has a single process: rank 0 saves instead", stacklevel=level
-        )
+        level = 1
+        while sys._getframe(level).f_globals.get("__package__") == __package__:
+            level += 1  # a Checkpoint may construct the DiskSaver
+        text = f"save_on_rank is {save_on_rank}, but the job has a single process: rank 0 saves instead"
+        warnings.warn(text, stacklevel=level + 1)
+
+
+def safetensors() -> Any:
+    """Import the library for ``.safetensors`` files."""
+    return load_optional("safetensors.torch", extra="safetensors", needed_by=f"a checkpoint in a {SAFETENSORS} file")
 
 
 def _as_safetensors(checkpoint: Any) -> bytes:
@@ -301,10 +295,8 @@ def _as_safetensors(checkpoint: Any) -> bytes:
         # The format holds neither views nor shared memory, as tied weights have it.
         is_view = storage.data_ptr() in seen or storage.nbytes() != tensor.numel() * tensor.element_size()
         seen.add(storage.data_ptr())
-        tensors[name] = tensor.detach().clone() if is_view else tensor.detach()
-        tensors[name] = tensors[name].contiguous()
-    library = load_optional("safetensors.torch", extra="safetensors", needed_by=f"a checkpoint in a {SAFETENSORS} file")
-    content: bytes = library.save(tensors)
+        tensors[name] = (tensor.detach().clone() if is_view else tensor.detach()).contiguous()
+    content: bytes = safetensors().save(tensors)
     return content
 
 
@@ -314,10 +306,8 @@ def _warn_if_unloadable(path: Path) -> None:
         return
     try:
         refused = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-        reason = (
-            f"it holds objects of {', '.join(refused)}; return plain numbers, strings, tensors, lists and dicts from "
-        )
-        reason += "state_dict(), or call torch.serialization.add_safe_globals before loading"
+        hint = "return plain values and tensors from state_dict(), or call torch.serialization.add_safe_globals"
+        reason = f"it holds objects of {', '.join(refused)}; {hint}"
     except pickle.UnpicklingError as error:  # a pickle_protocol that the safe reader does not know
         refused, reason = [""], str(error)
     if refused:

@@ -284,7 +284,7 @@ def test_a_file_that_would_run_code_is_not_loaded(tmp_path, monkeypatch):
 
 def test_what_could_not_be_loaded_again_is_told_at_the_first_save(tmp_path):
     saver = DiskSaver(tmp_path)
-    with pytest.warns(UserWarning, match=r"objects of .*parts\.Part; return plain numbers"):
+    with pytest.warns(UserWarning, match=r"objects of .*parts\.Part; return plain values"):
         saver({"part": Part()}, "a.pt")
     saver({"part": Part()}, "b.pt")
 
@@ -737,7 +737,7 @@ def test_weights_in_the_format_of_safetensors(tmp_path):
 
 def test_what_such_a_file_cannot_hold_is_refused_early(tmp_path):
     pattern = "{name}.safetensors"
-    with pytest.raises(ValueError, match=r"weights of one model, but to_save holds \['a', 'b'\]"):
+    with pytest.raises(ValueError, match=r"weights of one model, without include_self, but to_save holds \['a', 'b'\]"):
         Checkpoint({"a": linear(1), "b": Part()}, tmp_path, filename_pattern=pattern)
     with pytest.raises(ValueError, match="include_self"):
         Checkpoint({"a": linear(1)}, tmp_path, filename_pattern=pattern, include_self=True)

@@ -45,7 +45,7 @@ def test_a_place_that_cannot_be_used_is_refused_at_once(tmp_path, place, options
 
 def test_a_directory_without_write_permission_is_refused_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)  # root may write everywhere
-    with pytest.raises(PermissionError, match="dirname must be writable"):
+    with pytest.raises(PermissionError, match="checkpoints need a writable directory"):
         DiskSaver(tmp_path)
 
 
@@ -253,7 +253,7 @@ def test_a_hostile_record_removes_nothing(tmp_path, name):
     (folder / "train.py").touch()
     for other in (folder / "sub", tmp_path / "elsewhere"):
         DiskSaver(other)({}, "model_1.pt")
-    with pytest.warns(UserWarning, match="they are left alone|is not removed"):
+    with pytest.warns(UserWarning, match="which are left alone|is not removed"):
         load_and_save(checkpoint, [(1, name)])
     assert (folder / name).exists()
 
