@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from camshaft.engine.event import Events
+from camshaft.engine.events import Events
 from camshaft.engine.order import Order
 from camshaft.engine.precision import Update
 

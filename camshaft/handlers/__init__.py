@@ -9,7 +9,7 @@ from camshaft.handlers.ema_handler import EMAHandler
 from camshaft.handlers.fbresearch_logger import FBResearchLogger
 from camshaft.handlers.file_logger import CSVLogger, JSONLinesLogger
 from camshaft.handlers.lr_finder import FastaiLRFinder
-from camshaft.handlers.metrics import attach_metrics
+from camshaft.handlers.metrics import RunningAverage, attach_metrics
 from camshaft.handlers.mlflow_logger import MLflowLogger
 from camshaft.handlers.param_scheduler import (
     BaseParamScheduler,
@@ -25,7 +25,6 @@ from camshaft.handlers.param_scheduler import (
     ReduceLROnPlateauScheduler,
     create_lr_scheduler_with_warmup,
 )
-from camshaft.handlers.running_average import RunningAverage
 from camshaft.handlers.state_param_scheduler import (
     ExpStateScheduler,
     LambdaStateScheduler,

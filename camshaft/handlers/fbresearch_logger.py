@@ -12,7 +12,7 @@ import torch
 
 from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import Events
+from camshaft.engine.events import Events
 from camshaft.handlers.timing import Timer
 from camshaft.handlers.utils import check_callable, check_engine, num_epochs
 from camshaft.text import to_str_list

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from camshaft.distributed import all_reduce, get_world_size
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import Events
+from camshaft.engine.events import Events
 from camshaft.engine.order import Order
 from camshaft.errors import described
 from camshaft.handlers.param_scheduler.base import plain, write

@@ -13,8 +13,7 @@ from pathlib import Path as FilePath
 from typing import Any, NamedTuple
 
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import EventLike
-from camshaft.engine.handle import RemovableEventHandle
+from camshaft.engine.events import EventLike, RemovableEventHandle
 from camshaft.handlers.base_logger import (
     BaseOptimizerParamsHandler,
     BaseOutputHandler,

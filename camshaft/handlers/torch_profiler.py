@@ -14,8 +14,7 @@ from torch.profiler import ProfilerAction, profile
 
 from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import Events, FailureEvents
-from camshaft.engine.handle import RemovableEventHandle
+from camshaft.engine.events import Events, FailureEvents, RemovableEventHandle
 from camshaft.handlers.utils import check_callable, check_engine, joined
 
 __all__ = ["TorchProfiler"]

@@ -12,8 +12,7 @@ from weakref import WeakKeyDictionary
 
 from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import EventLike, Events, FailureEvents, translated
-from camshaft.engine.handle import RemovableEventHandle
+from camshaft.engine.events import EventLike, Events, FailureEvents, RemovableEventHandle, translated
 from camshaft.engine.state import State
 from camshaft.handlers.base_logger import BaseLogger
 from camshaft.handlers.utils import check_engine, global_step_from_engine, joined, load_optional, num_epochs

@@ -97,6 +97,11 @@ def _flat(path: Path, value: Any, text: bool) -> Iterator[tuple[Path, Any]]:
         warnings.warn(f"{'/'.join(path)} is not logged because it is a {kind}", stacklevel=2)
 
 
+def peek(value: Any) -> Any:
+    """Return the tensor of a ``LazyNumber``, without synchronizing, and any other value as it is."""
+    return value.peek() if isinstance(value, LazyNumber) else value
+
+
 def fetch(values: dict[Any, Any]) -> None:
     """Replace 0-d tensors by numbers, with one transfer per device and dtype.
 

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from camshaft.engine.event import Events, FailureEvents
-from camshaft.engine.handle import RemovableEventHandle
-from camshaft.engine.running import outermost
+from camshaft.engine.engine import outermost_engine
+from camshaft.engine.events import Events, FailureEvents, RemovableEventHandle
 from camshaft.handlers.checkpoint.state import needs_all_ranks, walk
 
 logger = logging.getLogger(__name__)
@@ -136,7 +135,7 @@ class BackgroundSave:
         # The context holds the rank of this thread.
         self._pending = executor.submit(copy_context().run, work), on_saved
         executor.shutdown(wait=False)  # ends the thread after the save; at exit the process waits for it
-        engine = outermost()
+        engine = outermost_engine()
         if engine is None:
             return  # the next access to the record waits
         if engine.last_event_name in _ENDS:

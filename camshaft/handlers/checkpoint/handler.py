@@ -18,10 +18,9 @@ from weakref import WeakValueDictionary
 
 from camshaft.base import Serializable
 from camshaft.distributed import all_gather
-from camshaft.engine.engine import Engine
-from camshaft.engine.event import Events, HandlerEvents
+from camshaft.engine.engine import Engine, outermost_engine
+from camshaft.engine.events import Events, HandlerEvents
 from camshaft.engine.lazy import LazyNumber
-from camshaft.engine.running import outermost
 from camshaft.handlers.checkpoint import names
 from camshaft.handlers.checkpoint.async_save import BackgroundSave
 from camshaft.handlers.checkpoint.loading import load_objects
@@ -260,7 +259,7 @@ class Checkpoint(Serializable):
             engine.fire_event(CheckpointEvents.SAVED_CHECKPOINT)
             engine.last_event_name = event
 
-        self._claim(filename, is_over=(outermost() or engine).last_event_name in _ENDS)
+        self._claim(filename, is_over=(outermost_engine() or engine).last_event_name in _ENDS)
         if self.asynchronous and (not isinstance(self.save_handler, DiskSaver) or self.save_handler.writes):
             self._background.start(checkpoint, save, announce)
         else:

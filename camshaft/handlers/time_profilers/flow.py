@@ -9,8 +9,7 @@ from time import perf_counter
 from typing import Any
 
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import Events
-from camshaft.engine.handle import RemovableEventHandle
+from camshaft.engine.events import Events, RemovableEventHandle
 from camshaft.handlers.utils import check_engine
 
 FIRST, LAST = -(2**100), 2**100

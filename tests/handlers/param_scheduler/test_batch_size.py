@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from camshaft.distributed import auto_dataloader
 from camshaft.distributed.data.orders import Sequential
-from camshaft.distributed.data.sampler import ExactBatchSampler
+from camshaft.distributed.data.samplers import ExactBatchSampler
 from camshaft.engine import Engine, Events
 from camshaft.handlers import BatchSizeScheduler
 from tests.handlers.schedules import reread

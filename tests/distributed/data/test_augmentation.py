@@ -1,9 +1,12 @@
+"""Samples with random augmentation follow from seed, epoch and index, whoever loads them."""
+
 from __future__ import annotations
 
 import copy
 import itertools
 import pickle
 import random
+import subprocess
 import sys
 
 import numpy
@@ -25,14 +28,15 @@ from torch.utils.data import (
 import camshaft.distributed as idist
 from camshaft.distributed.data import augmentation
 from camshaft.distributed.data.augmentation import (
+    Indices,
+    SeededLoader,
     fetches_batches,
     is_ready,
-    kept_generators,
     mixed,
+    preserved_generators,
     seed_generators,
 )
-from camshaft.distributed.data.loader import Indices, Loader
-from camshaft.distributed.data.randomness import key_of, random_bits
+from camshaft.distributed.data.permutation import key_of, random_bits
 from camshaft.engine.deterministic import ReproducibleBatchSampler, update_dataloader
 from camshaft.seeding import capture_random_state, manual_seed
 
@@ -88,7 +92,7 @@ class Other(Dataset):
 def passes(dataset, num_epochs=2, workers=None, collate_fn=None, **of_sampler):
     """Give the batches of some epochs, drawing and seeding between batches as a training step would."""
     batches = Batches(**of_sampler)
-    loader = Loader(dataset, batch_sampler=batches, collate_fn=collate_fn, **(workers or {}))
+    loader = SeededLoader(dataset, batch_sampler=batches, collate_fn=collate_fn, **(workers or {}))
     seen = []
     for epoch in range(1, num_epochs + 1):
         batches.set_epoch(epoch)
@@ -122,7 +126,7 @@ def equal(first, second):
 @pytest.fixture(scope="module")
 def expected():
     """The samples of two epochs, seeded as the loader promises."""
-    with kept_generators():
+    with preserved_generators():
         return [torch.stack([sample_of(epoch, index) for index in range(N)]) for epoch in (1, 2)]
 
 
@@ -190,7 +194,7 @@ def test_indices_need_not_be_integers():
             return draw()[0]
 
     def drawn(*names):
-        return next(iter(Loader(Named(), batch_sampler=[Indices(names, 1, 1)]))).tolist()
+        return next(iter(SeededLoader(Named(), batch_sampler=[Indices(names, 1, 1)]))).tolist()
 
     assert drawn("a", ("b", 2)) == drawn(("b", 2), "a")[::-1]
     assert drawn(4, -1) == drawn(numpy.int64(4), torch.tensor(-1))
@@ -231,7 +235,7 @@ def test_collating_draws_other_numbers_than_fetching():
         def __getitems__(self, indices):
             return draw()
 
-    seen = next(iter(Loader(First(), batch_sampler=[Indices([0], 1, 1)], collate_fn=lambda data: (data, draw()))))
+    seen = next(iter(SeededLoader(First(), batch_sampler=[Indices([0], 1, 1)], collate_fn=lambda data: (data, draw()))))
     assert not set(seen[0]) & set(seen[1])
 
 
@@ -241,13 +245,13 @@ def test_collating_draws_other_numbers_than_fetching():
 def test_samples_that_are_ready_are_not_seeded_one_by_one(monkeypatch):
     seeded = []
     monkeypatch.setattr(augmentation, "seed_generators", seeded.append)
-    list(Loader(list(range(N)), batch_sampler=Batches(), collate_fn=list))
+    list(SeededLoader(list(range(N)), batch_sampler=Batches(), collate_fn=list))
     assert len(seeded) == len(Batches())
 
 
 def test_workers_keep_no_states(monkeypatch):
-    monkeypatch.setattr(augmentation, "kept_generators", None)
-    assert len(list(Loader(Augmented(), batch_sampler=Batches(), num_workers=1))) == len(Batches())
+    monkeypatch.setattr(augmentation, "preserved_generators", None)
+    assert len(list(SeededLoader(Augmented(), batch_sampler=Batches(), num_workers=1))) == len(Batches())
 
 
 # The main process
@@ -260,7 +264,7 @@ def test_the_random_states_of_the_main_process_stay_as_they_are(dataset, num_gau
     for _ in range(num_gaussians):  # one leaves the second half of a pair
         random.gauss(0, 1), numpy.random.randn()
     before = capture_random_state()
-    for batch in Loader(dataset, batch_sampler=Batches(), **workers):
+    for batch in SeededLoader(dataset, batch_sampler=Batches(), **workers):
         assert same(capture_random_state(), before)
         del batch
     assert same(capture_random_state(), before)
@@ -282,7 +286,7 @@ def test_the_random_states_stay_as_they_are_after_an_error():
 
     before = capture_random_state()
     with pytest.raises(RuntimeError, match="no such sample"):
-        next(iter(Loader(Broken(), batch_sampler=Batches())))
+        next(iter(SeededLoader(Broken(), batch_sampler=Batches())))
     assert same(capture_random_state(), before)
 
 
@@ -294,11 +298,11 @@ def test_another_bit_generator_of_numpy_is_seeded_and_put_back(bit_generator):
         numpy.random.randn()
         state = capture_random_state()
         assert state["numpy"]["bit_generator"] == bit_generator.__name__
-        first = list(Loader(Augmented(), batch_sampler=Batches()))
+        first = list(SeededLoader(Augmented(), batch_sampler=Batches()))
         assert same(capture_random_state(), state)
         manual_seed(1)
         assert equal(
-            [batch[:, :4] for batch in Loader(Augmented(), batch_sampler=Batches())], [b[:, :4] for b in first]
+            [batch[:, :4] for batch in SeededLoader(Augmented(), batch_sampler=Batches())], [b[:, :4] for b in first]
         )
     finally:
         numpy.random.set_bit_generator(before)
@@ -307,12 +311,32 @@ def test_another_bit_generator_of_numpy_is_seeded_and_put_back(bit_generator):
 def test_numpy_may_be_missing(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "numpy", None)
-        with kept_generators():
+        patch.delitem(sys.modules, "numpy.random")
+        with preserved_generators():
             seed_generators(5)
             first = random.random(), torch.rand(1)
-        with kept_generators():
+        with preserved_generators():
             seed_generators(5)
             assert first == (random.random(), torch.rand(1))
+
+
+FIRST_USE_OF_NUMPY = """
+import sys, numpy, torch
+from camshaft.distributed.data.augmentation import Indices, SeededLoader
+
+class Noise(torch.utils.data.Dataset):
+    def __getitem__(self, index):
+        return numpy.random.rand()
+
+assert "numpy.random" not in sys.modules, "nobody has used it yet"
+loader = SeededLoader(Noise(), batch_sampler=[Indices([0, 1], 17, 1)])
+first, second = ([batch.tolist() for batch in loader] for _ in range(2))
+assert first == second, (first, second)
+"""
+
+
+def test_a_sample_that_is_the_first_to_use_numpys_generator_is_seeded_too():
+    subprocess.run([sys.executable, "-c", FIRST_USE_OF_NUMPY], check=True)
 
 
 # The loader
@@ -320,7 +344,7 @@ def test_numpy_may_be_missing(monkeypatch):
 
 def test_the_loader_shows_what_it_was_given(workers):
     dataset, batches = Augmented(), Batches(4)
-    loader = Loader(dataset, batch_sampler=batches, **workers)
+    loader = SeededLoader(dataset, batch_sampler=batches, **workers)
     list(loader)
     assert isinstance(loader, DataLoader)
     assert loader.dataset is dataset
@@ -337,7 +361,7 @@ def test_indices_are_a_list_and_survive_pickling():
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
 def test_a_copy_of_the_loader_gives_the_same(duplicate):
-    loader = Loader(Augmented(), batch_sampler=Batches())
+    loader = SeededLoader(Augmented(), batch_sampler=Batches())
     list(loader)
     again = duplicate(loader)
     assert equal(list(again), list(loader))
@@ -345,7 +369,7 @@ def test_a_copy_of_the_loader_gives_the_same(duplicate):
 
 
 def test_another_batch_sampler_of_ours_may_take_the_place(expected):
-    loader = update_dataloader(Loader(Augmented(), batch_sampler=Batches()), ReproducibleBatchSampler(Batches(5)))
+    loader = update_dataloader(SeededLoader(Augmented(), batch_sampler=Batches()), ReproducibleBatchSampler(Batches(5)))
     assert torch.equal(by_sample(list(loader)), expected[0])
 
 
@@ -354,7 +378,7 @@ def test_plain_indices_are_fetched_as_torch_does_it(dataset, workers):
     batches = BatchSampler(range(N), 3, drop_last=False)
     drawn = []
     for loader in (
-        update_dataloader(Loader(dataset, batch_sampler=Batches(), **workers), batches),
+        update_dataloader(SeededLoader(dataset, batch_sampler=Batches(), **workers), batches),
         DataLoader(dataset, batch_sampler=batches, **workers),
     ):
         manual_seed(3)
@@ -369,7 +393,7 @@ def test_all_else_that_torch_takes_is_loaded_as_torch_does_it():
 
     for options in ({"dataset": Stream()}, {"dataset": Augmented(), "batch_size": None}, {"dataset": Whole()}):
         drawn = []
-        for kind in (Loader, DataLoader):
+        for kind in (SeededLoader, DataLoader):
             manual_seed(3)
             loader = kind(**options)
             drawn.append([*loader, torch.tensor(draw())])
@@ -385,7 +409,7 @@ def test_an_error_in_a_worker_is_told_as_usual(num_workers):
                 raise KeyError("no such sample")
             return index
 
-    iterator = iter(Loader(Broken(), batch_sampler=Batches(), num_workers=num_workers))
+    iterator = iter(SeededLoader(Broken(), batch_sampler=Batches(), num_workers=num_workers))
     assert next(iterator).tolist() == [0, 1, 2]
     with pytest.raises(KeyError, match="no such sample"):
         next(iterator)
@@ -404,7 +428,7 @@ def test_workers_see_the_dataset_of_the_user():
         get_worker_info().dataset.told = f"by {worker_id}"
 
     def told(**options):
-        loader = Loader(Told(), batch_sampler=Batches(6), num_workers=2, collate_fn=list, **options)
+        loader = SeededLoader(Told(), batch_sampler=Batches(6), num_workers=2, collate_fn=list, **options)
         return [sample[:3] for batch in loader for sample in batch]
 
     assert told(worker_init_fn=tell) == [("by 0", True, 0)] * 6 + [("by 1", True, 1)] * 5
@@ -417,7 +441,7 @@ def test_workers_start_from_other_scratch_in_each_epoch_and_the_same_in_each_run
             return get_worker_info().seed
 
     batches = Batches(N)
-    loader = Loader(Started(), batch_sampler=batches, num_workers=1)
+    loader = SeededLoader(Started(), batch_sampler=batches, num_workers=1)
 
     def seed_in(epoch):
         batches.set_epoch(epoch)
@@ -432,7 +456,7 @@ def test_workers_start_from_other_scratch_in_each_epoch_and_the_same_in_each_run
 def test_a_generator_of_the_user_is_used():
     generator = torch.Generator()
     before = generator.get_state()
-    list(Loader(Augmented(), batch_sampler=Batches(), generator=generator))
+    list(SeededLoader(Augmented(), batch_sampler=Batches(), generator=generator))
     assert not torch.equal(generator.get_state(), before)
 
 
@@ -454,7 +478,7 @@ def test_a_generator_of_the_user_is_used():
 )
 def test_what_holds_its_samples_is_left_to_torch(monkeypatch, dataset, ready):
     assert is_ready(dataset) is ready
-    iterator = iter(Loader(dataset, batch_sampler=[Indices([0], 1, 1)]))
+    iterator = iter(SeededLoader(dataset, batch_sampler=[Indices([0], 1, 1)]))
     assert (iterator._dataset is dataset) is ready
 
 

@@ -1,4 +1,4 @@
-"""Iterable datasets are split among ranks and workers without loss."""
+"""Iterable datasets are sharded over ranks and workers without loss."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from camshaft.distributed.data.iterable import sharded
+from camshaft.distributed.data.streams import ShardedStream
 from camshaft.types import Stateful
 
 
 class Files(IterableDataset):
-    """Samples in files of ten; files are dealt out, and a worker that finds others takes its part, as datasets do."""
+    """Samples in files of ten, sharded by file; a worker that finds others reads its own files only, as datasets do."""
 
     def __init__(self, files, epoch=0):
         self.files, self.epoch, self.title = list(files), epoch, "numbers"
@@ -40,7 +40,7 @@ class Files(IterableDataset):
 
 
 class Endless(IterableDataset):
-    """Deals out samples, does not say into how many parts, and knows no epochs."""
+    """Sharded by sample, without num_shards and epochs."""
 
     def __init__(self, start=0, step=1):
         self.start, self.step = start, step
@@ -55,19 +55,11 @@ class Endless(IterableDataset):
 class Saved(Files):
     """Knows where it is."""
 
-    begin = now = 0
-
-    def __iter__(self):
-        for place, sample in enumerate(super().__iter__(), 1):
-            if place > self.begin:
-                self.now = place
-                yield sample
-
     def state_dict(self):
-        return {"now": self.now}
+        return {}
 
     def load_state_dict(self, state_dict):
-        self.begin = state_dict["now"]
+        pass
 
 
 def read(dataset, workers, **options):
@@ -77,20 +69,20 @@ def read(dataset, workers, **options):
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("size", [1, 3])
 def test_every_sample_is_read_once(size, workers):
-    parts = [read(sharded(Files(range(7)), rank, size), workers) for rank in range(size)]
+    parts = [read(ShardedStream(Files(range(7)), rank, size), workers) for rank in range(size)]
     assert sorted(itertools.chain(*parts)) == list(range(70))
     assert all(parts)
 
 
-def test_a_dataset_need_not_say_into_how_many_parts_it_can_be_split():
-    loader = DataLoader(sharded(Endless(), 1, 3), batch_size=None, num_workers=2)
+def test_num_shards_is_optional():
+    loader = DataLoader(ShardedStream(Endless(), 1, 3), batch_size=None, num_workers=2)
     samples = [int(sample) for sample in itertools.islice(loader, 4)]
     assert samples == [2, 3, 8, 9]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_part_knows_the_epoch(workers):
-    dataset = sharded(Files(range(4)), 0, 2)
+def test_a_shard_knows_the_epoch(workers):
+    dataset = ShardedStream(Files(range(4)), 0, 2)
     loader = DataLoader(dataset, batch_size=None, num_workers=workers, persistent_workers=workers > 0)
     for epoch in (0, 3, 4):
         dataset.set_epoch(epoch)
@@ -99,33 +91,19 @@ def test_a_part_knows_the_epoch(workers):
     del loader
 
 
-def test_a_dataset_that_knows_no_epochs_is_not_told():
-    dataset = sharded(Endless(), 0, 2)
+def test_a_dataset_without_set_epoch_is_sharded_too():
+    dataset = ShardedStream(Endless(), 0, 2)
     dataset.set_epoch(1)
     assert list(itertools.islice(dataset, 2)) == [0, 2]
 
 
-def test_a_part_is_gone_on_with():
-    dataset = sharded(Saved(range(4)), 1, 2)
-    samples = iter(dataset)
-    first = list(itertools.islice(samples, 13))
-    state = copy.deepcopy(dataset.state_dict())
-    rest = list(samples)
-    again = sharded(Saved(range(4)), 1, 2)
-    again.load_state_dict(state)
-    assert again.state_dict() == {"now": 13}
-    assert list(again) == rest
-    assert list(again) == first + rest, "only the pass that was cut is shorter"
-    assert isinstance(again, Stateful)
-    assert not isinstance(sharded(Files(range(4)), 1, 2), Stateful)
+def test_the_state_of_the_whole_dataset_is_not_taken_for_that_of_a_shard():
+    assert isinstance(Saved(range(4)), Stateful)
+    assert not isinstance(ShardedStream(Saved(range(4)), 1, 2), Stateful)
 
 
-def test_a_part_that_nobody_reads_yet_has_a_state():
-    assert sharded(Saved(range(4)), 1, 2).state_dict() == {"now": 0}
-
-
-def test_what_the_dataset_has_is_there():
-    dataset = sharded(Files(range(4)), 0, 2)
+def test_attributes_of_the_dataset_are_forwarded():
+    dataset = ShardedStream(Files(range(4)), 0, 2)
     assert dataset.title == "numbers"
     with pytest.raises(AttributeError, match="'Files' object has no attribute 'none'"):
         _ = dataset.none
@@ -135,14 +113,10 @@ def test_what_the_dataset_has_is_there():
         assert list(other) == list(dataset)
 
 
-def test_what_cannot_be_split_is_refused():
-    with pytest.raises(TypeError, match=r"dataset must have a method shard\(num_shards, index\), got \[\]"):
-        sharded([], 0, 2)
-    with pytest.raises(ValueError, match=r"rank must be in \[0, 2\), got 2"):
-        sharded(Files(range(4)), 2, 2)
+def test_fewer_shards_than_readers_are_refused():
     with pytest.raises(ValueError, match="got num_shards=4 for 5 ranks: split it into more"):
-        sharded(Files(range(4)), 0, 5)
-    dataset = sharded(Files(range(4)), 0, 3)
+        ShardedStream(Files(range(4)), 0, 5)
+    dataset = ShardedStream(Files(range(4)), 0, 3)
     with pytest.raises(ValueError, match="got num_shards=4 for 3 ranks with 2 workers each"):
         read(dataset, 2)
     with mock.patch.object(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1):

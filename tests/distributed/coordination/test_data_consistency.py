@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 import camshaft.distributed as idist
-from camshaft.distributed.data import ExactBatchSampler, Sequential, Shuffled, sameness
+from camshaft.distributed.coordination import job_store
+from camshaft.distributed.data import ExactBatchSampler, Sequential, Shuffled
 from camshaft.engine import Engine, Events
 from camshaft.errors import RankDivergenceError
 from tests.ranks import on_ranks
@@ -92,7 +93,7 @@ def raises_on_both(what):
         assert first == len(loader), "it came first, and nobody is waited for"
     else:
         assert first == second
-    assert second.startswith("the ranks do not read the same data, so samples would be given twice or never: ")
+    assert second.startswith("the ranks do not read the same data, so samples would be repeated or left out: ")
     assert message in second
     assert len(set(idist.all_gather(second))) == 1
 
@@ -160,7 +161,7 @@ def test_a_pass_costs_two_questions_at_most_and_leaves_one_key():
     for epoch in range(4):
         loader.sampler.set_epoch(epoch)
         Counted.asked = 0
-        with mock.patch("camshaft.distributed.data.sameness.PrefixStore", Counted):
+        with mock.patch("camshaft.distributed.coordination.job_store.PrefixStore", Counted):
             assert len(list(loader)) == 6
         assert 1 <= Counted.asked <= 2
         idist.barrier()
@@ -327,7 +328,7 @@ def test_loaders_without_a_seed_share_that_of_torch_on_rank_0():
 @on_ranks(2)
 def test_a_rank_asks_for_the_seed_once_and_making_a_loader_waits_for_nobody():
     rank = idist.get_rank()
-    with mock.patch("camshaft.distributed.data.sameness.PrefixStore", Counted):
+    with mock.patch("camshaft.distributed.coordination.job_store.PrefixStore", Counted):
         if rank == 1:
             loader = make()
             assert Counted.asked == 0
@@ -375,11 +376,11 @@ class Log(logging.Handler):
 def test_a_rank_whose_loader_rank_0_does_not_make_logs_and_raises():
     if idist.get_rank() == 1:
         loader, store, log = make(), dist.distributed_c10d._get_default_store(), Log()
-        logging.getLogger(sameness.__name__).addHandler(log)
-        sameness._SILENCE = 0.0
+        logging.getLogger(job_store.__name__).addHandler(log)
+        job_store.SILENCE = 0.0
         store.set_timeout(timedelta(seconds=0.3))
         with pytest.raises(
-            RankDivergenceError, match=r"waited 0.3 s for rank 0 to make the loader that rank 1 makes at"
+            RankDivergenceError, match=r"rank 1 timed out after 0.3 s waiting for rank 0 to create the loader that"
         ):
             next(iter(loader))
         assert len(log.messages) == 1

@@ -9,11 +9,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
+import camshaft.distributed
 from camshaft.distributed import DistributedProxySampler
 from camshaft.distributed.data import ExactBatchSampler, Sequential, Shuffled, ShuffledWindows
-from camshaft.distributed.data.dealing import DealOfBatches, EvenDeal
+from tests.distributed.test_ranks import at_rank
 
 RANKS = st.integers(1, 5)
 
@@ -168,7 +177,7 @@ def test_through_any_stops_and_changes_each_epoch_holds_every_sample_once(data):
         if position is not None:
             left = length - position["consumed"]
             if left < ranks:
-                with pytest.raises(ValueError, match=f"{left} samples cannot be dealt to {ranks} ranks"):
+                with pytest.raises(ValueError, match=f"{left} samples cannot be distributed over {ranks} ranks"):
                     made[0].seek(position)
                 continue
             places = {one.seek(pickle.loads(pickle.dumps(position))) for one in made}
@@ -244,7 +253,7 @@ def test_where_too_little_is_left_for_a_larger_batch_the_next_epoch_begins():
         ({"order": "shuffled, 11 samples, version 1"}, "saved with other data.*11 samples.*10 samples"),
         ({"consumed": -1}, "consumed of the position must be an integer of at least 0, got -1"),
         ({"epoch": "1"}, "epoch of the position must be"),
-        ({"consumed": 9}, "1 samples cannot be dealt to 2 ranks.*until this epoch is over"),
+        ({"consumed": 9}, "1 samples cannot be distributed over 2 ranks.*until this epoch is over"),
     ],
 )
 def test_a_position_of_other_data_is_refused_and_changes_nothing(change, message):
@@ -329,20 +338,6 @@ def test_each_batch_of_a_batch_sampler_is_dealt_to_all_ranks():
     assert len(made[0]) == 2
 
 
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=12), RANKS)
-def test_batches_that_are_too_small_for_all_ranks_join_others(sizes, ranks):
-    if sum(sizes) < ranks:
-        with pytest.raises(ValueError, match="cannot be dealt"):
-            DealOfBatches(sizes, ranks)
-        return
-    deal = DealOfBatches(sizes, ranks)
-    bounds = [deal.bounds(step) for step in range(deal.steps)]
-    assert bounds[0][0] == 0
-    assert bounds[-1][1] == sum(sizes)
-    assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(bounds))
-    assert all(end - begin >= ranks for begin, end in bounds)
-
-
 def test_a_batch_sampler_can_be_left_and_gone_on_with():
     def fresh():
         return samplers(BatchSampler(RandomSampler(range(22)), 4, drop_last=False), None, 1)[0]
@@ -360,7 +355,7 @@ def test_a_sampler_that_gives_something_else_is_refused_and_nothing_changes():
     position = next(one.position(2) for _ in one)
     (other,) = samplers(list(range(8, 16)), 2, 1)
     other.set_epoch(3)
-    with pytest.raises(ValueError, match="list gives other samples or another order now"):
+    with pytest.raises(ValueError, match="list yields other samples or another order now"):
         other.seek(position)
     assert other.epoch == 3
     assert len(list(other)) == 4
@@ -408,7 +403,7 @@ def test_a_sampler_that_seeds_itself_otherwise_is_not_said_to_draw_anew_each_tim
     position = next(one.position(2) for _ in one)
     assert same.seek(position) == (3, 2)
     assert next(iter(same)) == [0, 1]
-    with pytest.raises(ValueError, match="Turned gives other samples or another order now"):
+    with pytest.raises(ValueError, match="Turned yields other samples or another order now"):
         other.seek(position)
 
 
@@ -429,10 +424,10 @@ def test_a_sampler_that_users_ask_for_is_one_of_those_they_know():
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        ((Shuffled(3), 4), {"num_replicas": 4, "rank": 0}, "3 samples cannot be dealt.*no more than 3 processes"),
-        ((Shuffled(9), 3), {"num_replicas": 4, "rank": 0}, "batch_size must be at least the number of ranks, 4"),
+        ((Shuffled(3), 4), {"num_replicas": 4, "rank": 0}, "3 samples cannot be distributed.*at most 3 processes"),
+        ((Shuffled(9), 3), {"num_replicas": 4, "rank": 0}, "batch_size counts .* at least their number, 4"),
         ((Shuffled(9), 4), {"num_replicas": 4, "rank": 4}, r"rank must be in \[0, 4\), got 4"),
-        ((Shuffled(9), 0), {}, "batch_size must be at least"),
+        ((Shuffled(9), 0), {}, "batch_size counts the samples of all ranks"),
         ((Shuffled(9), None), {}, "batch_size must be given"),
     ],
 )  # fmt: skip
@@ -449,5 +444,133 @@ def test_what_is_no_source_or_size_is_refused(source, size):
         ExactBatchSampler(Shuffled(9), 4, seed="1")
 
 
-def test_an_even_deal_of_nothing_has_no_steps():
-    assert EvenDeal(4, 4, 2, 2).steps == 0
+# --- DistributedProxySampler ------------------------------------------------------------------------------------------
+
+
+class Drawing(Sampler):
+    """A sampler that says a length and gives another number of indices, from torch's random numbers."""
+
+    def __init__(self, length, drawn):
+        self.length, self.drawn = length, drawn
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        for number in itertools.islice(itertools.count(), self.drawn):
+            yield 1000 * number + int(torch.randint(1000, ()))
+
+
+def seeded(sampler, epoch):
+    """Give what a sampler draws under a seed, and after that, without end."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(epoch)
+        while drawn := list(sampler):
+            yield from drawn
+
+
+SIZES = st.integers(1, 20)
+SAMPLERS = st.one_of(
+    SIZES.map(lambda size: SequentialSampler(range(size))),
+    SIZES.map(lambda size: RandomSampler(range(size))),
+    st.tuples(SIZES, SIZES).map(lambda sizes: RandomSampler(range(sizes[0]), replacement=True, num_samples=sizes[1])),
+    st.lists(st.integers(0, 99), min_size=1, max_size=20).map(SubsetRandomSampler),
+    st.tuples(st.lists(st.floats(0.1, 1), min_size=1, max_size=20), SIZES).map(
+        lambda drawn: WeightedRandomSampler(*drawn)
+    ),
+    st.tuples(SIZES, SIZES).map(lambda sizes: Drawing(*sizes)),
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(SAMPLERS, st.integers(1, 6), st.integers(0, 2**40))
+def test_the_ranks_together_get_what_the_sampler_gives_under_the_epoch_as_seed(sampler, size, epoch):
+    ranks = [DistributedProxySampler(sampler, num_replicas=size, rank=rank) for rank in range(size)]
+    for one in ranks:
+        one.set_epoch(epoch)
+    before = torch.get_rng_state()
+    parts = [list(one) for one in ranks]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [len(part) for part in parts] == [len(one) for one in ranks] == [-(-len(sampler) // size)] * size
+    dealt = [index for turn in zip(*parts, strict=True) for index in turn]
+    wanted = list(itertools.islice(seeded(sampler, epoch), len(dealt)))
+    assert dealt == wanted
+    assert parts == [list(one) for one in ranks]
+
+
+def test_each_epoch_has_an_order_of_its_own_and_the_same_again():
+    sampler = DistributedProxySampler(RandomSampler(range(100)), num_replicas=2, rank=0)
+    orders = []
+    for epoch in (0, 1, 0):
+        sampler.set_epoch(epoch)
+        orders.append(list(sampler))
+    assert orders[0] == orders[2] != orders[1]
+
+
+def test_the_random_state_is_put_back_also_when_the_sampler_fails():
+    class FailingDrawing(Drawing):
+        def __iter__(self):
+            torch.rand(3)
+            raise OSError("no index")
+
+    before = torch.get_rng_state()
+    with pytest.raises(OSError, match="no index"):
+        list(DistributedProxySampler(FailingDrawing(3, 3), num_replicas=1, rank=0))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_sampler_that_never_ends_is_cut_at_its_length():
+    assert list(DistributedProxySampler(Drawing(5, None), num_replicas=2, rank=1)) != []
+
+
+def test_what_is_dealt_out_may_be_whole_batches():
+    batches = BatchSampler(SequentialSampler(range(7)), batch_size=2, drop_last=False)
+    parts = [list(DistributedProxySampler(batches, num_replicas=2, rank=rank)) for rank in (0, 1)]
+    assert parts == [[[0, 1], [4, 5]], [[2, 3], [6]]]
+
+
+def test_nothing_is_dealt_out_of_nothing():
+    assert list(DistributedProxySampler(SequentialSampler([]), num_replicas=2, rank=0)) == []
+
+
+def test_rank_and_number_of_ranks_are_those_of_the_context():
+    with at_rank(2, world_size=4):
+        sampler = DistributedProxySampler(SequentialSampler(range(10)))
+    assert (sampler.rank, sampler.num_replicas) == (2, 4)
+    assert list(sampler) == [2, 6, 0]
+    assert list(DistributedProxySampler(SequentialSampler(range(3)))) == [0, 1, 2]
+    assert isinstance(sampler, DistributedSampler)
+    assert camshaft.distributed.auto.DistributedProxySampler is DistributedProxySampler
+
+
+class EndlessSampler(Sampler):
+    def __iter__(self):
+        return itertools.count()
+
+
+class UnsizedSampler(EndlessSampler):
+    def __len__(self):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("sampler", "message"),
+    [
+        ([1, 2], r"sampler must be a torch.utils.data.Sampler, got \[1, 2\]"),
+        (None, "sampler must be a torch.utils.data.Sampler, got None"),
+        (DistributedSampler(range(3), 1, 0), "sampler must not be a DistributedSampler"),
+        (DistributedProxySampler(SequentialSampler(range(3)), 1, 0), "sampler must not be a DistributedSampler"),
+        (EndlessSampler(), "sampler must have a length"),
+        (UnsizedSampler(), "sampler must have a length"),
+    ],
+)
+def test_what_cannot_be_dealt_out_is_refused(sampler, message):
+    with pytest.raises(TypeError, match=message):
+        DistributedProxySampler(sampler)
+
+
+def test_ranks_that_are_not_there_and_samplers_that_break_their_word_are_told():
+    with pytest.raises(ValueError, match="rank"):
+        DistributedProxySampler(SequentialSampler(range(3)), num_replicas=2, rank=2)
+    with pytest.raises(ValueError, match="sampler must yield 3 indices, as its length says, got none"):
+        list(DistributedProxySampler(Drawing(3, 0), num_replicas=1, rank=0))
