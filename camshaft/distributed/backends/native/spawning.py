@@ -14,8 +14,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from camshaft.distributed import context
+from camshaft.distributed.backends.native.backend import begin, check_options
 from camshaft.distributed.backends.native.processes import Processes, Report
-from camshaft.distributed.backends.native.start import begin, check_options
 from camshaft.distributed.calls import annotate_departures
 from camshaft.distributed.launchers import Launch
 from camshaft.distributed.lifeline import end_with_parent
@@ -157,7 +157,7 @@ def _run(
     end_with_parent(parent.sentinel)
     try:
         os.environ.update(plan.variables(local_rank))  # the process ends with the function
-        context.install(lambda: begin(plan.backend, plan.launch(local_rank), None, **plan.options), plan.debug)
+        context.install(lambda: begin(plan.backend, plan.launch(local_rank), **plan.options), plan.debug)
         _call(function, local_rank, *args, **kwargs)
         context.finalize()
     except BaseException as error:  # also KeyboardInterrupt, which would be told on the screen only
