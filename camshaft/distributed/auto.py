@@ -1,4 +1,4 @@
-"""Model, optimizer and loader, made ready for whatever backend is there."""
+"""Adapt a model, an optimizer and a loader to the current backend."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from camshaft.distributed.context import current
-from camshaft.distributed.data.building import make_loader
-from camshaft.distributed.data.ending import EvenLoader, ending_together
-from camshaft.distributed.sampling import DistributedProxySampler
+from camshaft.distributed.data.loaders import EvenLoader, make_loader
+from camshaft.distributed.data.samplers import DistributedProxySampler
 
 __all__ = ["DistributedProxySampler", "auto_dataloader", "auto_model", "auto_optim"]
 
@@ -24,22 +23,22 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
 def auto_model(model: Model, sync_bn: bool = False, **kwargs: Any) -> Model:
-    """Put a model on this rank's device, and make it train together with those of the other ranks.
+    """Move a model to this rank's device, and make it train together with those of the other ranks.
 
-    With torch's backends it is wrapped in ``DistributedDataParallel``; with Horovod and XLA it gets the weights of
-    rank 0. A model that is wrapped already, in one of torch's ways, stays as it is. Without any context, on a machine
+    With torch's backends it is wrapped in ``DistributedDataParallel``; with Horovod and XLA it receives the weights of
+    rank 0. A model that torch has wrapped already is returned as it is. Without a distributed context, on a machine
     with several GPUs, it is wrapped in ``DataParallel``.
 
     Args:
-        model: a module, also a compiled one.
-        sync_bn: let batch norm use the statistics of all ranks.
-        kwargs: for ``DistributedDataParallel``; other backends, and a single process, pay no heed to them.
+        model: a module; it may be compiled.
+        sync_bn: synchronize the statistics of batch norm over all ranks.
+        kwargs: for ``DistributedDataParallel``; ignored by other backends and in a single process.
 
     Returns:
-        The model, or what it is wrapped in.
+        The model, or its wrapper.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
         ValueError: the backend chooses an argument itself, or lacks synchronized batch norm.
 
     >>> auto_model(nn.Linear(2, 1))
@@ -57,14 +56,14 @@ def auto_optim(optimizer: AnyOptimizer, **kwargs: Any) -> AnyOptimizer:
     """Make an optimizer step together with those of the other ranks.
 
     Args:
-        optimizer: of the parameters of a model that went through :func:`auto_model`.
-        kwargs: for ``horovod.torch.DistributedOptimizer``; other backends pay no heed to them.
+        optimizer: of the parameters of a model returned by :func:`auto_model`.
+        kwargs: for ``horovod.torch.DistributedOptimizer``; ignored by other backends.
 
     Returns:
-        The optimizer: as it is in a single process and with torch's backends, wrapped for Horovod and XLA.
+        The optimizer: unchanged in a single process and with torch's backends, wrapped for Horovod and XLA.
 
     Raises:
-        TypeError: ``optimizer`` is none.
+        TypeError: ``optimizer`` is not a torch optimizer.
 
     >>> auto_optim(torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.5)).defaults["lr"]
     0.5
@@ -75,38 +74,39 @@ def auto_optim(optimizer: AnyOptimizer, **kwargs: Any) -> AnyOptimizer:
 
 
 def auto_dataloader(dataset: Dataset[Any] | Sequence[Any], **kwargs: Any) -> DataLoader[Any]:
-    """Make a loader that gives this rank its part of the data.
+    """Create a loader that yields this rank's share of the data.
 
-    Each sample of an epoch is given to one rank, once: nothing is padded, repeated or dropped, and every rank makes as
-    many batches, so the sizes of batches may differ by one between ranks; :attr:`Engine.batch_share` makes up for it in
-    training. Which samples make up a step follows from ``seed``, epoch and step alone, on any number of ranks up to
-    half the batch size; beyond that, a last step of fewer samples than ranks joins the one before. An engine announces
-    the epoch; one that is saved and loaded resumes with the very next sample, also on another number of ranks.
+    Each sample of an epoch goes to one rank, once: nothing is padded, repeated or dropped, and every rank makes the
+    same number of batches, so the sizes of batches may differ by one between ranks; :attr:`Engine.batch_share`
+    corrects for it in training. Which samples make up a step follows from ``seed``, epoch and step alone, on any number
+    of ranks up to half the batch size; beyond that, a last step of fewer samples than ranks joins the one before. An
+    engine announces the epoch; one that is saved and loaded resumes with the very next sample, also on another number
+    of ranks.
 
-    With more ranks than one, ``batch_size`` is that of all ranks together, or of each if it is smaller than their
-    number; ``num_workers`` is that of a node, divided by its processes and rounded up; and the samples are
-    **shuffled unless shuffle=False is given**. A batch sampler must give each rank its own batches, and is drawn for a
-    whole epoch in a single process. An iterable dataset
-    that has ``shard(num_shards=..., index=...)``, as those of Hugging Face, is split by rank and worker; any other must
-    itself give each rank its own data. All ranks end at the same step, that at which the first of them has run out.
+    On several ranks, ``batch_size`` is that of all ranks together, or of each if it is smaller than their number;
+    ``num_workers`` is that of a node, divided by its processes and rounded up; and the samples are **shuffled unless
+    shuffle=False is given**. A batch sampler must yield different batches on each rank; in a single process it is drawn
+    for a whole epoch. An iterable dataset that has ``shard(num_shards=..., index=...)``, as those of Hugging Face, is
+    sharded by rank and worker; any other must itself yield different data on each rank. All ranks end at the same step,
+    that at which the first of them has run out.
 
     Args:
         dataset: what to load.
         kwargs: for ``torch.utils.data.DataLoader``; ``pin_memory`` is on by default if the device is a GPU.
-            Besides, ``seed``: any integer, the same on all ranks. By default it is that of ``generator``, else rank 0's
-            ``torch.initial_seed()``, on all ranks; it is saved with the position, and a resumed run takes it over.
-            ``sampler`` may be an :class:`Order <camshaft.distributed.data.Order>`, such as
+            In addition, ``seed``: any integer, the same on all ranks. By default it is that of ``generator``, else
+            rank 0's ``torch.initial_seed()``, on all ranks; it is saved with the position, and a resumed run takes it
+            over. ``sampler`` may be an :class:`Order <camshaft.distributed.data.Order>`, such as
             ``ShuffledWindows(len(dataset), 1000)``; other samplers, also plain sequences of indices, are drawn for a
-            whole epoch, alike on all ranks, and dealt out.
+            whole epoch, alike on all ranks, and distributed.
 
     Returns:
         The loader; on XLA one that moves the batches to the device.
 
     Raises:
-        TypeError: an argument is of no type that it can have.
-        ValueError: there are fewer samples than ranks, or with ``drop_last`` than a batch of all ranks, or an order is
-            one of more or fewer samples than the dataset has. While it is read, if the ranks do not read the same data
-            in the same order, if the dataset has grown or shrunk since, or if a sampler gives an index that it lacks.
+        TypeError: an argument has a wrong type.
+        ValueError: there are fewer samples than ranks, or with ``drop_last`` than a batch of all ranks, or an order
+            expects more or fewer samples than the dataset has. While it is read, if the ranks do not read the same data
+            in the same order, if the dataset has changed its length, or if a sampler yields an index that it lacks.
 
     >>> auto_dataloader([1.0, 2.0, 3.0], batch_size=2).batch_size
     2
@@ -120,14 +120,15 @@ def auto_dataloader(dataset: Dataset[Any] | Sequence[Any], **kwargs: Any) -> Dat
     logger = logging.getLogger(f"{__name__}.auto_dataloader")
     device = backend.device.type
     if device == "xla" and kwargs.get("pin_memory"):
-        warnings.warn("pin_memory=True is of no use on XLA, and is turned off", stacklevel=2)
+        warnings.warn("pin_memory=True has no effect on XLA, and is turned off", stacklevel=2)
         kwargs["pin_memory"] = False
     kwargs.setdefault("pin_memory", device == "cuda")
     loader = make_loader(cast("Dataset[Any]", dataset), kwargs, backend.topology, logger)
     final = {name: getattr(loader, name) for name in ("batch_size", "num_workers", "sampler")}
     logger.info("DataLoader of %s with %s", type(dataset).__name__, {**kwargs, **final})
-    if device == "xla" and isinstance(loader, EvenLoader):  # what moves batches there reads them in a thread
-        return cast("DataLoader[Any]", ending_together(backend.wrap_loader(loader.plain)))
+    if isinstance(loader, EvenLoader):
+        loader.wrap(backend.wrap_loader)
+        return loader
     return cast("DataLoader[Any]", backend.wrap_loader(loader))
 
 

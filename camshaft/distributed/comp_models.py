@@ -1,4 +1,4 @@
-"""The kinds of distributed run that this installation knows."""
+"""The backends that this installation supports."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ from camshaft.distributed.registry import (
 __all__ = ["has_hvd_support", "has_native_dist_support", "has_xla_support", "registered_computation_models"]
 
 registered_computation_models = backend_classes()
-"""The class of each kind of backend: one process, and torch's, XLA's and Horovod's as far as they are installed."""
+"""The class of each installed backend: a single process, torch's, XLA's and Horovod's."""

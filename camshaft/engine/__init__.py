@@ -10,8 +10,7 @@ from camshaft.engine.builders import (
 )
 from camshaft.engine.deterministic import DeterministicEngine
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import CallableEventWithFilter, EventEnum, Events, EventsList
-from camshaft.engine.handle import RemovableEventHandle
+from camshaft.engine.events import CallableEventWithFilter, EventEnum, Events, EventsList, RemovableEventHandle
 from camshaft.engine.state import State
 from camshaft.engine.steps import prepare_batch as _prepare_batch  # noqa: F401  # its name in the public API
 from camshaft.engine.supervised import create_supervised_evaluator, create_supervised_trainer

@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from camshaft.engine.event import Events
+from camshaft.engine.events import Events
+from camshaft.engine.order import Order
 from camshaft.engine.precision import Update
-
-FIRST = -(10**9)
-"""The order of what must run before the handlers of users."""
 
 
 class Accumulation:
@@ -115,9 +113,9 @@ class Accumulation:
     def _follow(self, engine: Any) -> None:
         """Listen for the ends of epochs that could not be foreseen."""
         self._followed.add(engine)
-        engine.add_event_handler(Events.EPOCH_COMPLETED | Events.TERMINATE_SINGLE_EPOCH, self._flush, order=FIRST)
-        engine.add_event_handler(Events.STARTED, self._give_up, order=FIRST)
-        engine.add_event_handler(Events.TERMINATE, self._flush_if_reached, order=FIRST)
+        engine.add_event_handler(Events.EPOCH_COMPLETED | Events.TERMINATE_SINGLE_EPOCH, self._flush, order=Order.STEP)
+        engine.add_event_handler(Events.STARTED, self._give_up, order=Order.STEP)
+        engine.add_event_handler(Events.TERMINATE, self._flush_if_reached, order=Order.STEP)
 
     def _give_up(self) -> None:
         """Begin a new window in a new or resumed run; one that was paused fires no ``STARTED`` and goes on."""

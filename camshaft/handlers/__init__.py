@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from camshaft.handlers.checkpoint import Checkpoint, DiskSaver, ModelCheckpoint
 from camshaft.handlers.clearml_logger import ClearMLLogger
-from camshaft.handlers.csv_logger import CSVLogger
 from camshaft.handlers.early_stopping import EarlyStopping
 from camshaft.handlers.ema_handler import EMAHandler
 from camshaft.handlers.fbresearch_logger import FBResearchLogger
-from camshaft.handlers.jsonl_logger import JSONLinesLogger
+from camshaft.handlers.file_logger import CSVLogger, JSONLinesLogger
 from camshaft.handlers.lr_finder import FastaiLRFinder
-from camshaft.handlers.metrics import attach_metrics
+from camshaft.handlers.metrics import RunningAverage, attach_metrics
 from camshaft.handlers.mlflow_logger import MLflowLogger
 from camshaft.handlers.param_scheduler import (
     BaseParamScheduler,
@@ -26,7 +25,6 @@ from camshaft.handlers.param_scheduler import (
     ReduceLROnPlateauScheduler,
     create_lr_scheduler_with_warmup,
 )
-from camshaft.handlers.running_average import RunningAverage
 from camshaft.handlers.state_param_scheduler import (
     ExpStateScheduler,
     LambdaStateScheduler,

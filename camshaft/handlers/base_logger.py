@@ -1,31 +1,26 @@
-"""What all loggers have in common: attaching to engines, on one rank, and going on after a resume.
+"""The base of all loggers: what handlers read from an engine, under which name and step, and resuming a log.
 
-What is read from an engine is up to handlers (:mod:`camshaft.handlers.log_handlers`); where it goes is up to two
-methods of the logger.
+Handlers collect values under *paths* such as ``("training", "loss")``; a logger defines where they go, in
+:meth:`BaseLogger.write_values`.
 """
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from numbers import Integral, Number
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
+import torch
+from torch import nn
+
 from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import EventLike, Events, events_in
-from camshaft.engine.handle import RemovableEventHandle
-from camshaft.handlers.checks import check_engine
-from camshaft.handlers.log_handlers import (
-    BaseHandler,
-    BaseOptimizerParamsHandler,
-    BaseOutputHandler,
-    BaseWeightsHandler,
-    BaseWeightsScalarHandler,
-)
-from camshaft.handlers.log_steps import Attached, Reached, engine_followed
-from camshaft.handlers.values import Path
+from camshaft.engine.events import EventLike, Events, RemovableEventHandle, events_in
+from camshaft.engine.order import Order
+from camshaft.handlers.utils import check_callable, check_engine, check_entries, check_text, joined
+from camshaft.handlers.values import Path, Values, fetch
 
 __all__ = [
     "BaseHandler",
@@ -33,23 +28,298 @@ __all__ = [
     "BaseOptimizerParamsHandler",
     "BaseOutputHandler",
     "BaseWeightsHandler",
+    "BaseWeightsHistHandler",
     "BaseWeightsScalarHandler",
 ]
 
 Self = TypeVar("Self", bound="BaseLogger")
+Whitelist = list[str] | Callable[[str, nn.Parameter], bool]
+
+
+# --- handlers ----------------------------------------------------------------------------------------------------
+
+
+class BaseHandler(ABC):
+    """Writes something about an engine to a logger whenever an event fires."""
+
+    logger_class: ClassVar[type | None] = None
+    wrong_logger: ClassVar[type[Exception]] = RuntimeError
+
+    @abstractmethod
+    def __call__(self, engine: Engine[Any, Any], logger: Any, event_name: Any) -> None:
+        """Write.
+
+        Args:
+            engine: the engine whose event fired.
+            logger: the logger to write to.
+            event_name: the event, as passed to ``attach``.
+        """
+
+    @property
+    def prefixes(self) -> tuple[Path, ...]:
+        """The paths under which this handler writes; a resumed logger tells from them who wrote a value."""
+        return ()
+
+    def global_step(self, engine: Engine[Any, Any], event_name: Any) -> int:
+        """Return the step to write: the count of the event."""
+        return _count_of(engine, event_name)
+
+    def check(self, logger: Any) -> None:
+        """Raise an error if this handler is not made for ``logger``."""
+        if self.logger_class is not None and not isinstance(logger, self.logger_class):
+            needed, kind = self.logger_class.__name__, type(logger).__name__
+            raise self.wrong_logger(f"{type(self).__qualname__} needs a {needed} as its logger, got one of type {kind}")
+
+
+class BaseOutputHandler(BaseHandler):
+    """Writes metrics, outputs and state attributes.
+
+    Args:
+        tag: first component of all names.
+        metric_names: metrics to write, or ``"all"``.
+        output_transform: called with the engine's output; returns a mapping, or a value to be named ``output``.
+        global_step_transform: called with the engine and the event, returns the step; by default the count of
+            the event. See ``global_step_from_engine``.
+        state_attributes: attributes of the engine's state to write.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: there is nothing to write.
+    """
+
+    logs_text: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        tag: str,
+        metric_names: list[str] | str | None = None,
+        output_transform: Callable[[Any], Any] | None = None,
+        global_step_transform: Callable[[Engine[Any, Any], Any], int] | None = None,
+        state_attributes: list[str] | None = None,
+    ) -> None:
+        self._values = Values(metric_names, output_transform, state_attributes)
+        if not self._values:
+            raise ValueError("pass at least one of metric_names, output_transform and state_attributes, got none")
+        check_callable("global_step_transform", global_step_transform)
+        check_text("tag", tag)
+        self.tag = tag
+        self.metric_names = metric_names
+        self.output_transform = output_transform
+        self.global_step_transform = global_step_transform or _count_of
+        self.state_attributes = state_attributes
+
+    def __call__(self, engine: Engine[Any, Any], logger: Any, event_name: Any) -> None:
+        """Write all values at once."""
+        self.check(logger)
+        values = self._setup_output_metrics_state_attrs(engine, log_text=self.logs_text)
+        logger.write_new_values(values, self.global_step(engine, event_name))
+
+    @property
+    def prefixes(self) -> tuple[Path, ...]:
+        """The tag, as long as the names are not known, and the tag with each known name."""
+        names = [*(self.metric_names if isinstance(self.metric_names, list) else ()), *(self.state_attributes or ())]
+        prefixes: list[Path] = [(self.tag, name) for name in names]
+        if self.metric_names == "all" or self.output_transform is not None:
+            prefixes.append((self.tag,))
+        return tuple(prefixes)
+
+    def global_step(self, engine: Engine[Any, Any], event_name: Any) -> int:
+        """Return the step to write.
+
+        Raises:
+            TypeError: ``global_step_transform`` does not return an integer.
+        """
+        step = self.global_step_transform(engine, event_name)
+        if not isinstance(step, Integral):
+            raise TypeError(f"global_step_transform must return an integer, got {step!r} of type {type(step).__name__}")
+        return int(step)
+
+    def _setup_output_metrics_state_attrs(
+        self, engine: Engine[Any, Any], log_text: bool = False, key_tuple: bool = True
+    ) -> dict[Any, Any]:
+        """Read the values by path, beginning with the tag; as tuples, or joined with slashes."""
+        paths = {(self.tag, *path): value for path, value in self._values.read(engine, text=log_text).items()}
+        return paths if key_tuple else {"/".join(path): value for path, value in paths.items()}
+
+
+class BaseOptimizerParamsHandler(BaseHandler):
+    """Writes a parameter of each group of an optimizer.
+
+    Args:
+        optimizer: an optimizer, or another object with a sequence ``param_groups``.
+        param_name: the parameter, such as ``lr``.
+        tag: first component of all names.
+
+    Raises:
+        TypeError: ``optimizer`` has no groups, ``tag`` is not a string, or the parameter is not a number.
+        ValueError: a group does not have the parameter.
+    """
+
+    def __init__(self, optimizer: Any, param_name: str = "lr", tag: str | None = None) -> None:
+        if not isinstance(getattr(optimizer, "param_groups", None), Sequence):
+            kind = type(optimizer).__name__
+            raise TypeError(f"optimizer must be an optimizer, or have a sequence param_groups, got one of type {kind}")
+        check_entries(param_name, optimizer.param_groups)
+        for group in optimizer.param_groups:
+            if not isinstance(group[param_name], (Number, torch.Tensor)):
+                raise TypeError(f"param_name must name a number, got {param_name!r}, which is {group[param_name]!r}")
+        check_text("tag", tag, optional=True)
+        self.optimizer = optimizer
+        self.param_name = param_name
+        self.tag = tag
+
+    def __call__(self, engine: Engine[Any, Any], logger: Any, event_name: Any) -> None:
+        """Write the parameter of all groups."""
+        self.check(logger)
+        groups = enumerate(self.optimizer.param_groups)
+        values = {self.path(number): group[self.param_name] for number, group in groups}
+        fetch(values)
+        numbers = {path: float(value) for path, value in values.items()}
+        logger.write_new_values(numbers, self.global_step(engine, event_name))
+
+    def path(self, group: int) -> Path:
+        """Return the path of a group's parameter."""
+        return (*_tagged(self.tag), self.param_name, f"group_{group}")
+
+    @property
+    def prefixes(self) -> tuple[Path, ...]:
+        """The path without the group."""
+        return (self.path(0)[:-1],)
+
+
+class BaseWeightsHandler(BaseHandler):
+    """Writes something about the parameters of a model, or about their gradients.
+
+    Args:
+        model: the model.
+        tag: first component of all names.
+        whitelist: the parameters to write: prefixes of their names, or a predicate ``f(name, parameter)``, which is
+            evaluated once. By default all.
+
+    Attributes:
+        weights: pairs of names and parameters.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+    """
+
+    of_gradients: ClassVar[bool] = False
+
+    def __init__(self, model: nn.Module, tag: str | None = None, whitelist: Whitelist | None = None) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        check_text("tag", tag, optional=True)
+        is_list = isinstance(whitelist, list) and all(isinstance(prefix, str) for prefix in whitelist)
+        if not (whitelist is None or is_list or callable(whitelist)):
+            raise TypeError(f"whitelist must be a list of names or callable, got {whitelist!r}")
+        self.model = model
+        self.tag = tag
+        self.weights = tuple(
+            (name, parameter)
+            for name, parameter in model.named_parameters()
+            if whitelist is None
+            or (whitelist(name, parameter) if callable(whitelist) else name.startswith(tuple(whitelist)))
+        )
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the parameters, or the gradients that exist, by name."""
+        for name, parameter in self.weights:
+            tensor = parameter.grad if self.of_gradients else parameter
+            if tensor is not None:
+                yield name, tensor.detach()
+
+    @property
+    def title(self) -> str:
+        """The name component before the names of the parameters."""
+        return "grads" if self.of_gradients else "weights"
+
+    def path(self, name: str) -> Path:
+        """Return the path of a parameter."""
+        return (*_tagged(self.tag), self.title, *name.split("."))
+
+    @property
+    def prefixes(self) -> tuple[Path, ...]:
+        """The path without the name of the parameter."""
+        return ((*_tagged(self.tag), self.title),)
+
+
+class BaseWeightsScalarHandler(BaseWeightsHandler):
+    """Writes a number for each parameter of a model, or for its gradient.
+
+    Args:
+        model: the model.
+        reduction: reduces a tensor to a number or a 0-d tensor. Its ``__name__`` is part of the names.
+        tag: first component of all names.
+        whitelist: the parameters to write; see :class:`BaseWeightsHandler`.
+
+    Raises:
+        TypeError: an argument has the wrong type, or ``reduction`` does not return a number.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        reduction: Callable[[torch.Tensor], Number | torch.Tensor] = torch.norm,
+        tag: str | None = None,
+        whitelist: Whitelist | None = None,
+    ) -> None:
+        super().__init__(model, tag, whitelist)
+        if not callable(reduction):
+            raise TypeError(f"reduction must be callable, got {reduction!r}")
+        result = reduction(torch.ones(4, 2))
+        if not (isinstance(result, Number) or (isinstance(result, torch.Tensor) and result.ndim == 0)):
+            raise TypeError(f"reduction must return a number or a 0-d tensor, got {result!r}")
+        self.reduction = reduction
+
+    @property
+    def title(self) -> str:
+        """The name component before the names of the parameters."""
+        function = getattr(self.reduction, "func", self.reduction)  # of functools.partial
+        return f"{super().title}_{getattr(function, '__name__', type(function).__name__)}"
+
+    def __call__(self, engine: Engine[Any, Any], logger: Any, event_name: Any) -> None:
+        """Write all numbers, with one synchronization."""
+        self.check(logger)
+        values: dict[Any, Any] = {self.path(name): self.reduction(tensor) for name, tensor in self.tensors()}
+        fetch(values)
+        logger.write_new_values(values, self.global_step(engine, event_name))
+
+
+class BaseWeightsHistHandler(BaseWeightsHandler):
+    """Writes a histogram for each parameter of a model, or for its gradient; see :class:`BaseWeightsHandler`."""
+
+    def __call__(self, engine: Engine[Any, Any], logger: Any, event_name: Any) -> None:
+        """Write the histograms."""
+        self.check(logger)
+        tensors = {self.path(name): tensor for name, tensor in self.tensors()}
+        logger.write_histograms(tensors, self.global_step(engine, event_name))
+
+
+def _count_of(engine: Engine[Any, Any], event_name: Any) -> int:
+    return engine.state.get_event_attrib_value(event_name)
+
+
+def _tagged(tag: str | None) -> Path:
+    return (tag,) if tag else ()
+
+
+# --- loggers -----------------------------------------------------------------------------------------------------
 
 
 class BaseLogger(ABC):
-    """Writes what handlers read from engines; at the end of a ``with`` block it is closed.
+    """Writes what handlers read from engines; a context manager that closes the logger at its end.
 
-    One rank writes. On the others a logger takes the same calls, checks their arguments, and does nothing.
+    One rank writes. On the others, a logger checks the arguments of each call and does nothing.
 
     Attributes:
-        ranks: which ranks write, ``None`` for all of them; for a subclass to set.
+        ranks: the ranks that write, ``None`` for all; may be set by a subclass.
     """
 
     ranks: ClassVar[tuple[int, ...] | None] = (0,)
-    _already_written: Set[tuple[str, int]] = frozenset()  # names and steps, where a run goes on
+    # defaults on the class: subclasses need not call __init__
+    _attached: Sequence[RemovableEventHandle] = ()
+    _has_begun = False
+    _already_written: Collection[tuple[str, int]] = frozenset()  # names and steps of the last step before a resume
 
     def attach(
         self,
@@ -62,33 +332,31 @@ class BaseLogger(ABC):
         """Call ``log_handler(engine, logger, event_name, *args, **kwargs)`` whenever an event fires.
 
         Args:
-            engine: whose events count.
+            engine: the engine that fires the event.
             log_handler: usually one of the handlers in the module of the logger.
-            event_name: an event, or several joined by ``|``, of which each is handed over by itself.
-            args: handed to the handler.
-            kwargs: handed to the handler.
+            event_name: an event, or several joined by ``|``, which are passed to the handler one by one.
+            args: passed to the handler.
+            kwargs: passed to the handler.
 
         Raises:
-            RuntimeError: nothing counts the event, so there is no step to write.
+            RuntimeError: the event has no counter, so there is no step to write.
         """
         check_engine("engine", engine)
         events = events_in(event_name)
         for event in events:
             if event not in engine.state.event_to_attr:
                 known = ", ".join(str(getattr(one, "name", one)) for one in engine.state.event_to_attr)
-                raise RuntimeError(f"event_name must be an event that is counted, got {event!r}; counted are {known}")
+                raise RuntimeError(f"event_name must be an event with a counter, got {event!r}; events: {known}")
         handles = [engine.add_event_handler(event, log_handler, self, event, *args, **kwargs) for event in events]
-        # before the handlers, which may write at STARTED
-        handles.append(engine.add_event_handler(Events.STARTED, self._run_started, order=-1))
         handle = joined(handles, event_name, log_handler, engine)
-        if self.writes_here:
-            attached = self.__dict__.setdefault("_attached", [])  # subclasses need not call __init__
-            attached.extend(Attached.of(engine, log_handler, event) for event in events)
-            # an evaluator's points are the trainer's steps: what is beyond goes when that goes on
-            if (followed := engine_followed(log_handler)) is not None and followed is not engine:
-                followed.add_event_handler(Events.STARTED, self._follow, weakref.ref(engine), log_handler, order=-1)
-        else:
+        if not self.writes_here:
             handle.remove()
+            return handle
+        self._attached = [*self._attached, *handles]
+        for source in (engine, engine_followed(log_handler)):
+            if source is not None and not source.has_event_handler(self._run_started, Events.STARTED):
+                # before handlers that write at STARTED
+                source.add_event_handler(Events.STARTED, self._run_started, order=Order.RESULTS)
         return handle
 
     def attach_output_handler(
@@ -105,20 +373,20 @@ class BaseLogger(ABC):
 
     @property
     def writes_here(self) -> bool:
-        """Whether this rank is one of those that write."""
+        """Whether this rank writes."""
         return self.ranks is None or get_rank() in self.ranks
 
     def write_values(self, values: Mapping[Path, Any], step: int) -> None:
-        """Write numbers, and text where the logger takes it; for subclasses that use the handlers of the library.
+        """Write numbers, and text if the logger supports it. Subclasses override this.
 
         Args:
-            values: by path; the names of most loggers are the path joined with slashes.
-            step: whose values they are.
+            values: by path; most loggers join the components of a path with slashes.
+            step: the step of all the values.
         """
         raise NotImplementedError(f"{type(self).__name__} must define write_values()")
 
     def write_new_values(self, values: Mapping[Path, Any], step: int) -> None:
-        """Write numbers but for those that an earlier job had written already, just before it was killed."""
+        """Write values except those that the resumed job had written already just before it was killed."""
         if self._already_written:
             values = {path: one for path, one in values.items() if ("/".join(path), step) not in self._already_written}
             if not values:
@@ -126,7 +394,7 @@ class BaseLogger(ABC):
         self.write_values(values, step)
 
     def write_histograms(self, tensors: Mapping[Path, Any], step: int) -> None:
-        """Write how the elements of tensors are distributed; for subclasses that can show that."""
+        """Write histograms of tensors. Subclasses that can show histograms override this."""
         raise NotImplementedError(f"{type(self).__name__} shows no histograms")
 
     def close(self) -> None:  # noqa: B027  # most loggers have nothing to close
@@ -146,82 +414,110 @@ class BaseLogger(ABC):
     @abstractmethod
     def _create_opt_params_handler(self, *args: Any, **kwargs: Any) -> Callable[..., object]: ...
 
-    def _rewind(self, reached: Reached) -> None:  # noqa: B027  # not all have something to take back
-        """Take back what was written beyond the place where a run is taken up."""
+    def _rewind(self, reached: Reached) -> Collection[tuple[str, int]] | None:
+        """Remove what was written after the point from which a run resumes.
 
-    def _begin(self) -> None:  # noqa: B027  # most loggers are given a new place by their users
-        """Prepare for a job that does not go on with an earlier one."""
+        Returns:
+            The names and steps that are already written for the very step before that point, to be written once.
+        """
+        return None
+
+    def _begin(self) -> None:  # noqa: B027  # most loggers write to a new place each time
+        """Prepare for a job that does not resume an earlier one."""
 
     def _run_started(self, engine: Engine[Any, Any]) -> None:
-        """Find out whether this run goes on with an earlier one, and from which steps."""
-        state: dict[str, Any] = self.__dict__
-        if state.get("_run") is engine.state.times:  # made anew for each run, and each attachment asks
+        """Rewind the log if this run resumes an earlier one."""
+        if not any(_follows(handle, engine) for handle in self._attached):
             return
-        state["_run"] = engine.state.times
-        reached = Reached(engine, state["_attached"])
+        reached = Reached(engine, self._attached)
         if engine.state.iteration > 0:
-            self._rewind(reached)
+            self._already_written = self._rewind(reached) or frozenset()
             if self._already_written:
-                self._write_all_from(engine)
-        elif not state.get("_begun") and not reached.any:
+                self._write_all_from_next_iteration(engine)
+        elif not self._has_begun and not reached.any:
             self._begin()
-        state["_begun"] = True
+        self._has_begun = True
 
-    def _follow(
-        self,
-        trainer: Engine[Any, Any],
-        evaluator: weakref.ref[Engine[Any, Any]],
-        log_handler: Callable[..., object],
-    ) -> None:
-        """Go back with the trainer whose steps an evaluator's points are, as long as the handler is attached."""
-        engine = evaluator()
-        if engine is not None and engine.has_event_handler(log_handler):
-            self._run_started(trainer)
-
-    def _write_all_from(self, engine: Engine[Any, Any]) -> None:
-        """Write everything again from the first iteration on: what comes before may be there."""
-
-        def begin() -> None:
+    def _write_all_from_next_iteration(self, engine: Engine[Any, Any]) -> None:
+        def write_all() -> None:
             self._already_written = frozenset()
             handle.remove()
 
-        handle = engine.add_event_handler(Events.ITERATION_STARTED, begin)
+        handle = engine.add_event_handler(Events.ITERATION_STARTED, write_all)
 
 
-class Forwarding:
-    """Looks up unknown attributes on something that the logger holds.
+# --- resuming ----------------------------------------------------------------------------------------------------
 
-    What is private is never looked up there, so that copying, unpickling and half-made loggers fail as any object
-    does.
+
+class Reached:
+    """For each name in a log, the last step before the point from which a run resumes.
+
+    Args:
+        engine: the engine that starts a run.
+        attached: the handles of the logger's handlers.
+
+    >>> from camshaft.handlers.file_logger import OutputHandler
+    >>> trainer = Engine(lambda engine, batch: None)
+    >>> trainer.state.epoch, trainer.state.iteration = 2, 20
+    >>> by_iteration, by_epoch = OutputHandler("training", "all"), OutputHandler("training", ["accuracy"])
+    >>> attached = [
+    ...     RemovableEventHandle(Events.ITERATION_COMPLETED, by_iteration, trainer),
+    ...     RemovableEventHandle(Events.EPOCH_COMPLETED, by_epoch, trainer),
+    ... ]
+    >>> reached = Reached(trainer, attached)
+    >>> reached(("training", "loss")), reached(("training", "accuracy"))
+    (20, 2)
     """
 
-    _forwards_to: ClassVar[str]
+    def __init__(self, engine: Engine[Any, Any], attached: Iterable[RemovableEventHandle]) -> None:
+        self.any = False  # whether a handler has a step behind it
+        self._iteration = engine.state.iteration
+        self._steps: dict[Path, int | None] = {}
+        for handle in attached:
+            handler = handle.handler()
+            if isinstance(handler, BaseHandler):
+                step = _step_before(engine, handle, handler)
+                self.any |= bool(step)
+                if engine_followed(handler) not in (None, engine):
+                    step = None  # of another trainer
+                for prefix in handler.prefixes:
+                    prefix = tuple("/".join(prefix).split("/"))  # as names are read back from a file
+                    other = self._steps.get(prefix, step)
+                    self._steps[prefix] = None if step is None or other is None else max(step, other)
 
-    def __getattr__(self, name: str) -> Any:
-        target = self.__dict__.get(self._forwards_to)
-        if name.startswith("_") or target is None:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return getattr(target, name)
+    def __call__(self, path: Path) -> int | None:
+        """Return the step of a name, or ``None`` if it is unknown; names without a handler count iterations."""
+        known = (path[:length] for length in range(len(path), 0, -1) if path[:length] in self._steps)
+        prefix = next(known, None)
+        return self._iteration if prefix is None else self._steps[prefix]
+
+    def is_beyond(self, path: Path, step: int) -> bool:
+        """Return whether a point lies after the point from which the run resumes."""
+        last = self(path)
+        return last is not None and step > last
 
 
-class Silence:
-    """Stands in for a service on ranks that do not write: takes any call, and does nothing."""
+def engine_followed(handler: Any) -> Engine[Any, Any] | None:
+    """Return the engine whose steps a handler writes by ``global_step_from_engine``, if it does."""
+    followed = getattr(getattr(handler, "global_step_transform", None), "engine", None)
+    return followed if isinstance(followed, Engine) else None
 
-    def __getattr__(self, name: str) -> Silence:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Silence:
-        return self
-
-    def __bool__(self) -> bool:
+def _follows(handle: RemovableEventHandle, engine: Engine[Any, Any]) -> bool:
+    """Return whether a handler is still attached and writes steps of an engine."""
+    source, handler = handle.engine(), handle.handler()
+    if source is None or handler is None or not source.has_event_handler(handler):
         return False
+    return engine in (source, engine_followed(handler))
 
 
-def joined(
-    handles: list[RemovableEventHandle], event_name: Any, handler: Callable[..., object], engine: Engine[Any, Any]
-) -> RemovableEventHandle:
-    """Make one handle of several on the same engine."""
-    registrations = tuple(number for handle in handles for number in handle.registrations)
-    return RemovableEventHandle(event_name, handler, engine, registrations)
+def _step_before(running: Engine[Any, Any], handle: RemovableEventHandle, handler: BaseHandler) -> int | None:
+    """Return the step that a handler would write now, or ``None`` if it is unrelated to the run of ``running``."""
+    engine = handle.engine()
+    has_own_steps = getattr(handler, "global_step_transform", _count_of) is not _count_of
+    if engine is None or (engine is not running and not has_own_steps):
+        return None  # the count of an evaluator, which restarts each time
+    try:
+        return handler.global_step(engine, handle.event_name)
+    except Exception:
+        return None  # it may need something that exists only when its event fires, and raises again then

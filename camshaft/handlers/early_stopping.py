@@ -12,10 +12,10 @@ from typing import Any
 
 from camshaft.base import ResettableHandler, Serializable
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import EventLike, Events
+from camshaft.engine.events import EventLike, Events
 from camshaft.engine.lazy import LazyNumber
-from camshaft.handlers.checks import check_engine
 from camshaft.handlers.stopping import StopTogether
+from camshaft.handlers.utils import check_engine
 
 __all__ = ["EarlyStopping"]
 

@@ -15,11 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from camshaft.base import Serializable
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import EventLike, Events
-from camshaft.engine.filters import is_integer
+from camshaft.engine.events import EventLike, Events
 from camshaft.handlers.checkpoint.objects import unwrap
-from camshaft.handlers.checks import check_engine, check_is_no_counter
 from camshaft.handlers.state_param_scheduler import StateParamScheduler
+from camshaft.handlers.utils import check_engine, check_is_no_counter
+from camshaft.types import is_integer
 
 __all__ = ["EMAHandler", "EMAWarmUp"]
 

@@ -1,9 +1,9 @@
-"""Lines of text about a run, in the manner of the logs of FAIR."""
+"""Human-readable log lines about a run, in the style of FAIR's research code."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,10 +12,9 @@ import torch
 
 from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import Events
-from camshaft.handlers.checks import check_callable, check_engine
-from camshaft.handlers.progress import num_epochs
+from camshaft.engine.events import Events
 from camshaft.handlers.timing import Timer
+from camshaft.handlers.utils import check_callable, check_engine, num_epochs
 from camshaft.text import to_str_list
 
 __all__ = ["FBResearchLogger"]
@@ -24,18 +23,18 @@ _MEGABYTE = 1024.0 * 1024.0
 
 
 class FBResearchLogger:
-    """Writes a line of text for each so many iterations, and for the beginning and the end of epochs; on rank 0.
+    """Writes a line every few iterations, and at the start and the end of epochs, on rank 0.
 
     Args:
-        logger: where to, with the level INFO.
-        delimiter: between the parts of a line.
-        show_output: whether the lines show the output of the engine.
+        logger: the logger to write to, with level INFO.
+        delimiter: separates the fields of a line.
+        show_output: whether lines show the output of the engine.
 
     Raises:
-        TypeError: ``logger`` is none.
+        TypeError: ``logger`` is not a Logger.
 
     Attributes:
-        iter_timer: the mean time of an iteration, of the engine attached last.
+        iter_timer: the mean time of an iteration, of the last attached engine.
         data_timer: the mean time of fetching a batch.
 
     >>> import sys
@@ -72,25 +71,26 @@ class FBResearchLogger:
 
         Args:
             engine: the engine.
-            name: what to call it.
-            every: iterations for each line.
-            output_transform: called with the engine's output; gives what to show of it.
+            name: the name of the engine in the lines.
+            every: the number of iterations between lines.
+            output_transform: called with the engine's output; returns what to show of it.
             state_attributes: attributes of the engine's state to show.
-            optimizer: whose learning rates to show.
+            optimizer: the optimizer whose learning rates to show.
 
         Raises:
             TypeError: ``output_transform`` is not callable, or ``optimizer`` has no ``param_groups``.
-            ValueError: ``every`` is below 1.
+            ValueError: ``every`` is less than 1.
         """
         check_engine("engine", engine)
         check_callable("output_transform", output_transform)
         if optimizer is not None and not hasattr(optimizer, "param_groups"):
-            raise TypeError(f"optimizer must be one of torch, got {optimizer!r} of type {type(optimizer).__name__}")
+            raise TypeError(
+                f"optimizer must be a torch optimizer, got {optimizer!r} of type {type(optimizer).__name__}"
+            )
         each = Events.ITERATION_COMPLETED(every=every)
         if get_rank() != 0:
             return
-        attachment = _Attachment(output_transform, state_attributes or [])
-        self._attached[engine] = attachment
+        attachment = self._attached[engine] = _Attachment(output_transform, state_attributes or [])
         self.iter_timer, self.data_timer = attachment.iterations, attachment.data
         for timer, resume, pause in (
             (self.iter_timer, Events.ITERATION_STARTED, Events.ITERATION_COMPLETED),
@@ -105,41 +105,44 @@ class FBResearchLogger:
     def log_every(self, engine: Engine[Any, Any], optimizer: Any = None) -> None:
         """Write the line of an iteration."""
         attachment = self._attached.get(engine) or _Attachment(None, [])
-        length, done = engine.state.epoch_length, engine.iteration_in_epoch
-        parts = [_epoch(engine), f"[{done}/{length}]: " if length else f"[{done}]: "]
+        state, length, done = engine.state, engine.state.epoch_length, engine.iteration_in_epoch
+        fields = [_epoch(engine), f"[{done}/{length}]: " if length else f"[{done}]: "]
         if length:
-            parts.append(f"ETA: {_duration(attachment.iterations.value() * (length - done))}")
-        parts += _rates(optimizer)
-        if self.show_output and engine.state.output is not None:
-            output = engine.state.output
-            parts += to_str_list(attachment.transform(output) if attachment.transform else output)
-        parts += to_str_list({name: getattr(engine.state, name, None) for name in attachment.attributes})
-        parts.append(f"Iter time: {attachment.iterations.value():.4f} s")
-        parts.append(f"Data prep time: {attachment.data.value():.4f} s")
+            fields.append(f"ETA: {_duration(attachment.iterations.value() * (length - done))}")
+        groups = [] if optimizer is None else optimizer.param_groups
+        for number, group in enumerate(groups):
+            fields.append(f"lr{f' [g{number}]' if len(groups) > 1 else ''}: {float(group['lr']):.5f}")
+        if self.show_output and state.output is not None:
+            fields += to_str_list(attachment.transform(state.output) if attachment.transform else state.output)
+        fields += to_str_list({name: getattr(state, name, None) for name in attachment.attributes})
+        fields.append(f"Iter time: {attachment.iterations.value():.4f} s")
+        fields.append(f"Data prep time: {attachment.data.value():.4f} s")
         if torch.cuda.is_available():
-            parts.append(f"GPU Max Mem: {torch.cuda.max_memory_allocated() / _MEGABYTE:.0f} MB")
-        self.logger.info("%s", self.delimiter.join(part.rstrip() for part in parts))
+            fields.append(f"GPU Max Mem: {torch.cuda.max_memory_allocated() / _MEGABYTE:.0f} MB")
+        self._write(*(field.rstrip() for field in fields))
 
     def log_epoch_started(self, engine: Engine[Any, Any], name: str) -> None:
-        """Write that an epoch begins."""
-        self.logger.info("%s: start %s", name, _epoch(engine).lower())
+        """Write that an epoch starts."""
+        self._write(f"{name}: start {_epoch(engine).lower()}")
 
     def log_epoch_completed(self, engine: Engine[Any, Any], name: str) -> None:
         """Write how long the epoch took."""
         seconds = engine.state.times["EPOCH_COMPLETED"] or 0.0
         each = seconds / max(engine.iteration_in_epoch, 1)
-        parts = (f"{name}: {_epoch(engine)}", f"Total time: {_duration(seconds)} ({each:.4f} s / it)")
-        self.logger.info("%s", self.delimiter.join(parts))
+        self._write(f"{name}: {_epoch(engine)}", f"Total time: {_duration(seconds)} ({each:.4f} s / it)")
 
     def log_completed(self, engine: Engine[Any, Any], name: str) -> None:
         """Write how long the run took, if it had more than one epoch."""
         if (num_epochs(engine.state) or engine.state.epoch) > 1:
-            total = f"Total time: {_duration(engine.state.times['COMPLETED'] or 0.0)}"
-            self.logger.info("%s", self.delimiter.join((f"{name}: run completed", total)))
+            seconds = engine.state.times["COMPLETED"] or 0.0
+            self._write(f"{name}: run completed", f"Total time: {_duration(seconds)}")
+
+    def _write(self, *fields: str) -> None:
+        self.logger.info("%s", self.delimiter.join(fields))
 
 
 class _Attachment:
-    """What is shown of one engine, and its times."""
+    """What to show of an engine, and its times."""
 
     def __init__(self, transform: Callable[[Any], Any] | None, attributes: list[str]) -> None:
         self.transform = transform
@@ -155,9 +158,3 @@ def _epoch(engine: Engine[Any, Any]) -> str:
 
 def _duration(seconds: float) -> str:
     return str(timedelta(seconds=int(seconds)))
-
-
-def _rates(optimizer: Any) -> Iterator[str]:
-    groups = [] if optimizer is None else optimizer.param_groups
-    for number, group in enumerate(groups):
-        yield f"lr: {float(group['lr']):.5f}" if len(groups) == 1 else f"lr [g{number}]: {float(group['lr']):.5f}"

@@ -1,7 +1,11 @@
-"""What loggers to files of text share: records that a kill does not lose, and files that can be gone on with."""
+"""Log to a text file that any program reads: a CSV table, or one JSON object per line."""
 
 from __future__ import annotations
 
+import csv
+import io
+import json
+import math
 import os
 import time
 import warnings
@@ -13,29 +17,46 @@ from pathlib import Path as FilePath
 from typing import Any, ClassVar
 
 from camshaft.files import write_atomically
-from camshaft.handlers.base_logger import BaseLogger
-from camshaft.handlers.log_steps import Reached
+from camshaft.handlers.base_logger import (
+    BaseLogger,
+    BaseOptimizerParamsHandler,
+    BaseOutputHandler,
+    BaseWeightsScalarHandler,
+    Reached,
+)
+from camshaft.handlers.utils import global_step_from_engine
 from camshaft.handlers.values import Path
 from camshaft.types import PathLike
 
+__all__ = [
+    "CSVLogger",
+    "FileLogger",
+    "GradsScalarHandler",
+    "JSONLinesLogger",
+    "OptimizerParamsHandler",
+    "OutputHandler",
+    "WeightsScalarHandler",
+    "global_step_from_engine",
+]
+
 Record = dict[str, Any]
 
-STEP, TIME = "step", "time"  # names of values have a slash in them, these have none
+STEP, TIME = "step", "time"  # names of values contain a slash, these do not
 
 
 class FileLogger(BaseLogger):
-    """Writes records to one file: a step, the seconds since 1970, and values by name.
+    """Writes records to one file: a step, the Unix time in seconds, and values by name.
 
-    Each record reaches the file in one piece before the next begins. A run that goes on with an earlier one goes
-    on with its file, from which the records beyond are cut; a job that begins anew moves an earlier file aside.
-    Records that come after :meth:`close` open it once more; several loggers may write to one file.
+    Each record is written in one piece. A resumed run continues the file and first removes the records after the point
+    from which it resumes; a new job renames an existing file. A record after :meth:`close` reopens the file; several
+    loggers may write to the same file. If the disk is full, records are lost with one warning.
 
     Args:
-        path: of the file, or of a directory for it. What has the suffix of the file is taken to be one.
+        path: the file, or a directory for it. A path with the suffix of the logger is a file.
 
     Raises:
-        OSError: the file cannot be written to.
-        ValueError: it holds something else.
+        OSError: the file cannot be written.
+        ValueError: the file was not written by such a logger.
     """
 
     suffix: ClassVar[str]
@@ -45,22 +66,25 @@ class FileLogger(BaseLogger):
         is_file = given.suffix == self.suffix and not given.is_dir()
         self.path = given if is_file else given / f"metrics{self.suffix}"
         self._file: FileIO | None = None
-        self._failed = False
+        self._has_failed = False
         if self.writes_here:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._open()
 
     def write_values(self, values: Mapping[Path, Any], step: int) -> None:
-        """Add a record; a disk that is full is told once, and costs records, but not the run."""
-        if values and self.writes_here:
-            named = {"/".join(path): plain(value) for path, value in values.items()}
-            try:
-                self._reopen()
-                self._append({STEP: step, TIME: round(time.time(), 3), **named})
-            except (OSError, ValueError) as error:
-                if not self._failed:
-                    warnings.warn(f"{self.path} cannot be written to, records are lost: {error}", stacklevel=2)
-                self._failed = True
+        """Append a record."""
+        if not (values and self.writes_here):
+            return
+        named = {"/".join(path): plain(value) for path, value in values.items()}
+        try:
+            if self._file is None or os.fstat(self._file.fileno()).st_nlink == 0:  # closed, removed, or replaced
+                self.close()
+                self._open()
+            self._append({STEP: step, TIME: round(time.time(), 3), **named})
+        except (OSError, ValueError) as error:
+            if not self._has_failed:
+                warnings.warn(f"cannot write to {self.path}, records are lost: {error}", stacklevel=2)
+            self._has_failed = True
 
     def close(self) -> None:
         """Close the file."""
@@ -69,23 +93,36 @@ class FileLogger(BaseLogger):
             file.close()
 
     @abstractmethod
-    def _append(self, record: Record) -> None:
-        """Write a record behind the others."""
-
-    @abstractmethod
     def _read(self, content: bytes) -> list[Record]:
-        """Read the records in a file; what was cut off in the middle of its last one is left out."""
+        """Read the records in a file, without a last one that is cut off."""
 
     @abstractmethod
+    def _line(self, record: Record) -> bytes:
+        """Format a record."""
+
     def _formatted(self, records: Iterable[Record]) -> bytes:
-        """Give the content of a file with these records."""
+        """Format a whole file."""
+        return b"".join(map(self._line, records))
+
+    def _append(self, record: Record) -> None:
+        """Write a record in one piece, or nothing."""
+        assert self._file is not None, "records are written to open files only"
+        content = self._line(record)
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            written = self._file.write(content)
+            if written < len(content):
+                self._file.write(content[written:])
+        except OSError:
+            self._file.truncate(size)
+            raise
 
     def _open(self) -> None:
         self._file = FileIO(self.path, "ab")
         content = self.path.read_bytes()
         try:
             if content and b"\n" not in content:
-                raise ValueError("there is no whole line")
+                raise ValueError("there is no complete line")
             records = self._read(content)
         except (ValueError, KeyError, TypeError) as error:
             self.close()
@@ -93,40 +130,19 @@ class FileLogger(BaseLogger):
         if content and not content.endswith(b"\n"):
             self._replace(records)
 
-    def _reopen(self) -> None:
-        """Open the file again if it was closed, or if what is open was removed, or replaced by another logger."""
-        if self._file is None or os.fstat(self._file.fileno()).st_nlink == 0:
-            self.close()
-            self._open()
-
-    def _write(self, content: bytes) -> None:
-        """Write in one piece, or nothing."""
-        assert self._file is not None, "only open files are written to"
-        before = os.fstat(self._file.fileno()).st_size
-        try:
-            written = self._file.write(content)
-            if written < len(content):
-                self._file.write(content[written:])
-        except OSError:
-            self._file.truncate(before)
-            raise
-
     def _replace(self, records: Iterable[Record]) -> None:
-        """Put these records in the place of all there are."""
+        """Replace all records in the file."""
         content = self._formatted(records)
         write_atomically(self.path, lambda file: file.write(content))
         self.close()
         self._file = FileIO(self.path, "ab")
 
-    def _rewind(self, reached: Reached) -> None:
-        if not self.path.exists():
-            return
-        records = self._read(self.path.read_bytes())
-        kept = [one for one in records if not any(reached.is_beyond(name, one[STEP]) for name in _paths(one))]
+    def _rewind(self, reached: Reached) -> set[tuple[str, int]]:
+        records = self._read(self.path.read_bytes()) if self.path.exists() else []
+        kept = [one for one in records if not any(reached.is_beyond(path, one[STEP]) for path in _paths(one))]
         if len(kept) < len(records):
             self._replace(kept)
-        named = (("/".join(path), path, one[STEP]) for one in kept for path in _paths(one))
-        self._already_written = {(name, step) for name, path, step in named if reached.is_last(path, step)}
+        return {("/".join(path), one[STEP]) for one in kept for path in _paths(one) if reached(path) == one[STEP]}
 
     def _begin(self) -> None:
         if not self.path.exists() or not self._read(self.path.read_bytes()):
@@ -138,9 +154,140 @@ class FileLogger(BaseLogger):
         os.rename(self.path, aside)
         self._open()
 
+    def _create_output_handler(self, *args: Any, **kwargs: Any) -> OutputHandler:
+        return OutputHandler(*args, **kwargs)
+
+    def _create_opt_params_handler(self, *args: Any, **kwargs: Any) -> OptimizerParamsHandler:
+        return OptimizerParamsHandler(*args, **kwargs)
+
+
+class CSVLogger(FileLogger):
+    """Writes a table with the columns ``step``, ``time`` and one for each value, such as ``training/loss``.
+
+    Cells are empty where a handler did not write. A value without a column rewrites the file with one more column.
+    See :class:`~camshaft.handlers.file_logger.FileLogger` for resuming and errors.
+
+    Args:
+        path: the file, with the suffix ``.csv``, or a directory, in which it is ``metrics.csv``.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: the file is not a table of this logger.
+
+    >>> import tempfile
+    >>> from camshaft.engine import Engine, Events
+    >>> trainer = Engine(lambda engine, batch: {"loss": 1 / batch})
+    >>> with tempfile.TemporaryDirectory() as folder, CSVLogger(folder) as logger:
+    ...     every_second = Events.ITERATION_COMPLETED(every=2)
+    ...     handle = logger.attach_output_handler(trainer, every_second, "training", output_transform=lambda o: o)
+    ...     state = trainer.run([1, 2, 4, 8])
+    ...     for row in csv.DictReader(logger.path.read_text().splitlines()):
+    ...         print(row["step"], row["training/loss"])
+    2 0.5
+    4 0.125
+    """
+
+    suffix = ".csv"
+
+    def __init__(self, path: PathLike) -> None:
+        self._columns: list[str] = []
+        super().__init__(path)
+
+    def _append(self, record: Record) -> None:
+        columns = self._columns
+        if record.keys() <= set(columns):
+            super()._append(record)
+            return
+        records = self._read(self.path.read_bytes())
+        self._columns = [*self._columns, *(name for name in record if name not in self._columns)]
+        try:
+            self._replace([*records, record])
+        except OSError:
+            self._columns = columns
+            raise
+
+    def _read(self, content: bytes) -> list[Record]:
+        if not content:
+            self._columns = []
+            return []
+        header, *rows = csv.reader(content[: content.rfind(b"\n") + 1].decode().splitlines())
+        if header[:2] != [STEP, TIME]:
+            raise ValueError(f"the columns are {header}")
+        self._columns = header
+        records = [{name: cell for name, cell in zip(header, row, strict=True) if cell != ""} for row in rows]
+        return [{**record, STEP: int(record[STEP])} for record in records]
+
+    def _formatted(self, records: Iterable[Record]) -> bytes:
+        return self._line({name: name for name in self._columns}) + super()._formatted(records)
+
+    def _line(self, record: Record) -> bytes:
+        cells = (" ".join(str(record.get(name, "")).splitlines()) for name in self._columns)  # without line breaks
+        text = io.StringIO(newline="")
+        csv.writer(text, lineterminator="\n").writerow(cells)
+        return text.getvalue().encode(errors="backslashreplace")
+
+
+class JSONLinesLogger(FileLogger):
+    """Writes a line ``{"step": ..., "time": ..., "training/loss": ...}`` whenever a handler writes.
+
+    JSON has no NaN and no infinity; they are written as the strings ``NaN``, ``Infinity`` and ``-Infinity``.
+    See :class:`~camshaft.handlers.file_logger.FileLogger` for resuming and errors.
+
+    Args:
+        path: the file, with the suffix ``.jsonl``, or a directory, in which it is ``metrics.jsonl``.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: the file holds other lines.
+
+    >>> import tempfile
+    >>> from camshaft.engine import Engine, Events
+    >>> trainer = Engine(lambda engine, batch: {"loss": 1 / batch})
+    >>> with tempfile.TemporaryDirectory() as folder, JSONLinesLogger(folder) as logger:
+    ...     every_second = Events.ITERATION_COMPLETED(every=2)
+    ...     handle = logger.attach_output_handler(trainer, every_second, "training", output_transform=lambda o: o)
+    ...     state = trainer.run([1, 2, 4, 8])
+    ...     [json.loads(line)["training/loss"] for line in logger.path.read_text().splitlines()]
+    [0.5, 0.125]
+    """
+
+    suffix = ".jsonl"
+
+    def _read(self, content: bytes) -> list[Record]:
+        records = [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
+        return [{**record, STEP: int(record[STEP])} for record in records]
+
+    def _line(self, record: Record) -> bytes:
+        return json.dumps({name: _finite(value) for name, value in record.items()}, allow_nan=False).encode() + b"\n"
+
+
+class OutputHandler(BaseOutputHandler):
+    """Writes metrics, outputs and state attributes to a file, text too."""
+
+    logger_class = FileLogger
+    logs_text = True
+
+
+class OptimizerParamsHandler(BaseOptimizerParamsHandler):
+    """Writes a parameter of each group of an optimizer to a file."""
+
+    logger_class = FileLogger
+
+
+class WeightsScalarHandler(BaseWeightsScalarHandler):
+    """Writes a number for each parameter of a model to a file."""
+
+    logger_class = FileLogger
+
+
+class GradsScalarHandler(WeightsScalarHandler):
+    """Writes a number for the gradient of each parameter of a model to a file."""
+
+    of_gradients = True
+
 
 def plain(value: Any) -> Any:
-    """Turn a value into what a file can hold: a number of Python's own, or text.
+    """Convert a value to what a file can hold: a built-in number, or a string.
 
     >>> import numpy
     >>> plain(numpy.float64(0.5)), plain(2), plain(True), plain(1j)
@@ -150,6 +297,12 @@ def plain(value: Any) -> Any:
     if isinstance(value, (bool, int, float, str)):
         return value
     return float(value) if isinstance(value, Real) else str(value)
+
+
+def _finite(value: Any) -> Any:
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def _paths(record: Record) -> list[Path]:

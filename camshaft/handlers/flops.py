@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import Events, FailureEvents
-from camshaft.engine.handle import RemovableEventHandle
+from camshaft.engine.events import Events, FailureEvents, RemovableEventHandle
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode

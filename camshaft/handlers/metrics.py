@@ -1,30 +1,30 @@
-"""Metrics of torchmetrics, and others of that form, over the epochs of an engine."""
+"""Metrics over the epochs of an engine, exact over ranks: those of torchmetrics, and running averages."""
 
 from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from numbers import Real
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from camshaft.base import Serializable
-from camshaft.distributed import get_rank, get_world_size
+from camshaft.distributed import all_gather, get_rank, get_world_size
+from camshaft.distributed.encoding import decode, encode
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import Events
-from camshaft.engine.handle import RemovableEventHandle
-from camshaft.engine.lazy import LazyNumber
-from camshaft.errors import annotate, check_is_no_class, ignite_class
-from camshaft.handlers.checks import check_callable, check_engine
-from camshaft.handlers.metric_exchange import members, over_all_ranks
-from camshaft.handlers.param_scheduler.base import continues_epoch
-from camshaft.handlers.values import fetch
+from camshaft.engine.events import Events, RemovableEventHandle
+from camshaft.engine.lazy import LazyNumber, Results
+from camshaft.engine.order import Order
+from camshaft.errors import annotate, check_is_no_class, described
+from camshaft.handlers.utils import check_callable, check_engine, identity, resumes_epoch
+from camshaft.handlers.values import fetch, peek
+from camshaft.ignite import ignite_class
 
-__all__ = ["AttachedMetrics", "attach_metrics"]
-
-_METHODS = ("reset", "update", "compute")
-_FIRST = -1  # of the handlers of an event, so that all the others find the results
+__all__ = ["AttachedMetrics", "RunningAverage", "attach_metrics"]
 
 
 def attach_metrics(
@@ -35,24 +35,24 @@ def attach_metrics(
     """Compute metrics over each epoch of an engine, and put the results into ``engine.state.metrics``.
 
     They are reset when an epoch starts, updated with each output, and computed before the other handlers of
-    ``EPOCH_COMPLETED``. Then the ranks exchange the states of all of them, once and together, so that the results are
-    those of all samples, however these were dealt out. Metrics are moved to the device of what they are given. Those
-    of torchmetrics check their arguments by waiting for the device, unless made with ``validate_args=False``.
+    ``EPOCH_COMPLETED``. The ranks exchange the states of all metrics in one collective, so that the results cover all
+    samples, however they are partitioned. Metrics are moved to the device of their arguments. Those of torchmetrics
+    synchronize with the device to check their arguments, unless made with ``validate_args=False``.
 
     Args:
         engine: usually an evaluator.
-        metrics: by name, objects of torchmetrics: metrics, collections of them, sums and the like; or others with
-            ``reset()``, ``update(...)`` and ``compute()``, which must themselves see to other ranks. A metric that was
-            made with a ``process_group`` or a ``dist_sync_fn`` keeps its own way too.
-        output_transform: called with the output of an iteration, gives the arguments of ``update``: a tuple or a list
-            of them, a mapping of their names, or a single one. By default this is the output itself, such as the
+        metrics: by name, objects of torchmetrics: metrics, collections, sums and the like; or other objects with
+            ``reset()``, ``update(...)`` and ``compute()``, which synchronize ranks themselves. A metric that was
+            made with a ``process_group`` or a ``dist_sync_fn`` keeps using it.
+        output_transform: called with the output of an iteration, returns the arguments of ``update``: a tuple or a
+            list of them, a mapping of their names, or a single one. By default the output itself, such as the
             ``(y_pred, y)`` of an evaluator.
 
     Returns:
-        What was attached: to be removed again, or saved where the epochs of a trainer may be resumed in their middle.
+        A handle: to be removed, or saved if the epochs of a trainer may be resumed in the middle.
 
     Raises:
-        TypeError: an argument is none of these.
+        TypeError: an argument has the wrong type.
 
     >>> class Largest:
     ...     def reset(self):
@@ -69,15 +69,15 @@ def attach_metrics(
     check_engine("engine", engine)
     check_callable("output_transform", output_transform)
     if not isinstance(metrics, Mapping):
-        raise TypeError(f"metrics must be a mapping of names to metrics, got {metrics!r} of {type(metrics).__name__}")
+        raise TypeError(f"metrics must be a mapping of names to metrics, got {described(metrics)}")
     for name, metric in metrics.items():
         check_is_no_class(f"metrics[{name!r}]", metric)
         if ignite_class(metric) is not None:
             raise TypeError(
-                f"metrics[{name!r}] must be a metric of torchmetrics or of that form, got {metric!r}, which comes from "
-                f"PyTorch-Ignite: attach it by its own method, metric.attach(engine, {name!r})"
+                f"metrics[{name!r}] must be a metric of torchmetrics, or have its methods, got {metric!r}, which comes "
+                f"from PyTorch-Ignite: attach it by its own method, metric.attach(engine, {name!r})"
             )
-        if not all(callable(getattr(metric, method, None)) for method in _METHODS):
+        if not all(callable(getattr(metric, method, None)) for method in ("reset", "update", "compute")):
             raise TypeError(
                 f"metrics[{name!r}] must have reset(), update() and compute(), as those of torchmetrics, got "
                 f"{metric!r}; an object with attach(engine, name) attaches itself"
@@ -86,10 +86,10 @@ def attach_metrics(
 
 
 class AttachedMetrics(Serializable):
-    """Metrics that follow an engine; made by :func:`attach_metrics`.
+    """Metrics attached to an engine; made by :func:`attach_metrics`.
 
-    Save it with the engine if that may be resumed in the middle of an epoch: the results are then those of the whole
-    epoch. Else, and in a job of several ranks, they are those of the rest of it, and a warning says so.
+    Save it with an engine that may be resumed in the middle of an epoch: the results then cover the whole epoch.
+    Otherwise, and with several ranks, they cover the rest of it, with a warning.
 
     Attributes:
         metrics: by name.
@@ -106,30 +106,31 @@ class AttachedMetrics(Serializable):
         self._epoch: int | None = None
         self._iteration = 0
         self._is_placed = False
-        for member in (member for metric in metrics.values() for member in members(metric)):
+        for member in (member for metric in metrics.values() for member in _members(metric)):
             if callable(getattr(member, "persistent", None)):
-                member.persistent(True)  # what torchmetrics calls a state that state_dict() holds
+                member.persistent(True)  # include the states of torchmetrics in state_dict()
         add = engine.add_event_handler
         self._handles: list[RemovableEventHandle] = [
-            add(Events.EPOCH_STARTED, self._begin, order=_FIRST),
-            add(Events.ITERATION_COMPLETED, self._update, order=_FIRST),
-            add(Events.EPOCH_COMPLETED, self._finish, order=_FIRST),
+            add(Events.EPOCH_STARTED, self._begin, order=Order.RESULTS),
+            add(Events.ITERATION_COMPLETED, self._update, order=Order.RESULTS),
+            add(Events.EPOCH_COMPLETED, self._finish, order=Order.RESULTS),
         ]
 
     def remove(self) -> None:
-        """Leave the engine alone from now on."""
+        """Detach the metrics from the engine."""
         for handle in self._handles:
             handle.remove()
 
     def _begin(self, engine: Engine[Any, Any]) -> None:
         state = engine.state
         self._is_placed = False
-        if continues_epoch(engine):
+        if resumes_epoch(engine):
             if self._epoch == state.epoch and 0 <= state.iteration - self._iteration <= 1:
                 return
             warnings.warn(
-                f"the metrics {list(self.metrics)} begin in the middle of epoch {state.epoch}, where the run was taken "
-                "up again, and leave out what was before; in a single process, save and load what attach_metrics gives",
+                f"the metrics {list(self.metrics)} start in the middle of epoch {state.epoch}, where the run resumes, "
+                "and leave out its first iterations; in a single process, save and load the return value of "
+                "attach_metrics",
                 stacklevel=2,
             )
         self._epoch, self._iteration = state.epoch, state.iteration
@@ -137,12 +138,22 @@ class AttachedMetrics(Serializable):
             metric.reset()
 
     def _update(self, engine: Engine[Any, Any]) -> None:
-        output = engine.state._output  # `state.output` waits for the device
+        output = engine.state._output  # `state.output` synchronizes
         if self._output_transform is not None:
             output = self._output_transform(output)
-        positional, named = _arguments(output)
-        if not self._is_placed:
-            self._place((*positional, *named.values()))
+        positional: list[Any] = []
+        named: dict[str, Any] = {}
+        if isinstance(output, Mapping):
+            named = {name: peek(one) for name, one in output.items()}
+        else:
+            positional = [peek(one) for one in (output if isinstance(output, (tuple, list)) else (output,))]
+        if not self._is_placed:  # move the metrics to the device of the first arguments of the epoch
+            self._is_placed = True
+            arguments = (*positional, *named.values())
+            device = next((one.device for one in arguments if isinstance(one, Tensor)), None)
+            for metric in self.metrics.values():
+                if device is not None and callable(getattr(metric, "to", None)):
+                    metric.to(device)
         try:
             for update in self._updates:
                 update(*positional, **named)
@@ -151,34 +162,26 @@ class AttachedMetrics(Serializable):
             raise
         self._iteration = engine.state.iteration
 
-    def _place(self, arguments: tuple[Any, ...]) -> None:
-        """Move the metrics to where the first arguments of an epoch are."""
-        self._is_placed = True
-        device = next((one.device for one in arguments if isinstance(one, Tensor)), None)
-        for metric in self.metrics.values():
-            if device is not None and callable(getattr(metric, "to", None)):
-                metric.to(device)
-
     def _finish(self, engine: Engine[Any, Any]) -> None:
-        with over_all_ranks(self.metrics):
+        with _over_all_ranks(self.metrics):
             results = {name: metric.compute() for name, metric in self.metrics.items()}
         engine.state.metrics.update(_as_numbers(results))
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """Give what the metrics know of the epoch; that is nothing in a job of several ranks."""
+        """Return the states of the metrics within the epoch; empty with several ranks."""
         complete = get_world_size() == 1 and all(hasattr(metric, "state_dict") for metric in self.metrics.values())
         states = {name: metric.state_dict() for name, metric in self.metrics.items()} if complete else {}
         return OrderedDict(epoch=self._epoch, iteration=self._iteration, metrics=states)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on in the middle of an epoch.
+        """Resume in the middle of an epoch.
 
         Args:
-            state_dict: what :meth:`state_dict` gave.
+            state_dict: what :meth:`state_dict` returned.
 
         Raises:
-            TypeError: it is not a mapping.
-            ValueError: it lacks a key, or is not that of these metrics.
+            TypeError: ``state_dict`` is not a mapping.
+            ValueError: a key is missing, or the state belongs to other metrics.
         """
         super().load_state_dict(state_dict)
         states = state_dict["metrics"]
@@ -187,32 +190,198 @@ class AttachedMetrics(Serializable):
         self._epoch, self._iteration = (state_dict["epoch"] if states else None), state_dict["iteration"]
         for name, metric in self.metrics.items():
             metric.reset()
-            if states and get_rank() == 0:  # the others begin with nothing, so that the whole is right
+            if states and get_rank() == 0:  # the other ranks start empty, so that the total is right
                 metric.load_state_dict(states[name])
 
 
-def _arguments(output: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Take an output for the arguments of ``update``; a loss still on its way is handed on as the tensor that it is."""
-    if isinstance(output, Mapping):
-        return [], {name: _peek(one) for name, one in output.items()}
-    return [_peek(one) for one in (output if isinstance(output, (tuple, list)) else (output,))], {}
-
-
-def _peek(value: Any) -> Any:
-    return value.peek() if isinstance(value, LazyNumber) else value
-
-
-def _as_numbers(results: dict[str, Any]) -> dict[str, Any]:
-    """Put numbers in the place of tensors without dimensions, also in the results of collections."""
-    scalars: dict[Any, Any] = {}
-    for name, result in results.items():
-        for key, value in result.items() if isinstance(result, Mapping) else [(None, result)]:
-            if isinstance(value, Tensor) and value.ndim == 0:
-                scalars[name, key] = value.detach()
+def _as_numbers(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace 0-d tensors by numbers, also in the results of collections."""
+    scalars = {name: one.detach() for name, one in results.items() if isinstance(one, Tensor) and one.ndim == 0}
     fetch(scalars)
-    return {
-        name: {key: scalars.get((name, key), value) for key, value in result.items()}
-        if isinstance(result, Mapping)
-        else scalars.get((name, None), result)
-        for name, result in results.items()
-    }
+    nested = {name: _as_numbers(one) for name, one in results.items() if isinstance(one, Mapping)}
+    return {**results, **scalars, **nested}
+
+
+# --- one exchange for the states of all metrics ---------------------------------------------------------------------
+# By itself torchmetrics makes up to four collectives for each state of each metric, and is wrong where ranks hold lists
+# of different lengths. How a metric combines the states of all ranks remains its own business: it gets them through
+# ``dist_sync_fn`` when its ``compute`` asks for them.
+
+
+@contextmanager
+def _over_all_ranks(metrics: Mapping[str, Any]) -> Iterator[None]:
+    """Let metrics of torchmetrics compute over the states of all ranks in this block.
+
+    Raises:
+        RuntimeError: the ranks have different metrics.
+    """
+    members = [one for metric in metrics.values() for one in _members(metric)] if get_world_size() > 1 else []
+    members = [one for one in members if _is_synchronized(one)]
+    if not members:
+        yield
+        return
+    encoded: dict[int, bytes] = {}  # tensors that several metrics share are sent once
+    ranks = all_gather((list(metrics), [_encoded(one.metric_state, encoded) for one in members]))
+    if any(names != ranks[0][0] or len(states) != len(members) for names, states in ranks):
+        raise RuntimeError(f"all ranks must have the same metrics, got {[names for names, _ in ranks]}")
+    with ExitStack() as stack:
+        for index, member in enumerate(members):
+            states = [rank_states[index] for _, rank_states in ranks]
+            if all(state is not None for state in states):
+                stack.enter_context(_synchronized(member, states))
+        yield
+
+
+def _members(metric: Any) -> list[Any]:
+    """Return a metric of torchmetrics and all metrics in it; nothing for other metrics."""
+    return list(metric.modules()) if isinstance(metric, nn.Module) else []
+
+
+def _is_synchronized(member: Any) -> bool:
+    """Return whether a metric has a state and the default synchronization."""
+    if not (hasattr(member, "distributed_available_fn") and member.metric_state and member.sync_on_compute):
+        return False
+    return member.dist_sync_fn is None and member.process_group is None
+
+
+def _encoded(state: Mapping[str, Any], encoded: dict[int, bytes]) -> dict[str, Any] | None:
+    """Serialize the tensors of a state; a state with other values is left to its metric."""
+    rows: dict[str, Any] = {}
+    for name, value in state.items():
+        tensors = value if isinstance(value, list) else [value]
+        if not all(isinstance(tensor, Tensor) for tensor in tensors):
+            return None
+        for tensor in tensors:
+            if id(tensor) not in encoded:
+                encoded[id(tensor)] = encode(tensor.detach())
+        row = [encoded[id(tensor)] for tensor in tensors]
+        rows[name] = row if isinstance(value, list) else row[0]
+    return rows
+
+
+@contextmanager
+def _synchronized(metric: Any, states: list[dict[str, Any]]) -> Iterator[None]:
+    """Replace the collectives of a metric: its lists are joined here, and it receives all values of other states."""
+    here = metric.metric_state
+    lists = {name: value for name, value in here.items() if isinstance(value, list)}
+    values = {name: [decode(state[name]).to(metric.device) for state in states] for name in here if name not in lists}
+    values_of: dict[int, list[Tensor]] = {}
+    is_available = metric.distributed_available_fn
+
+    def identify() -> bool:
+        """Return that there are other ranks; a metric asks this just before it synchronizes its current tensors."""
+        values_of.update((id(getattr(metric, name)), gathered) for name, gathered in values.items())
+        return True
+
+    def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
+        return values_of.get(id(tensor), [tensor])  # elements of lists come from all ranks already
+
+    for name in lists:
+        setattr(metric, name, [decode(one).to(metric.device) for state in states for one in state[name]])
+    metric.distributed_available_fn, metric.dist_sync_fn = identify, gather
+    try:
+        yield
+    finally:
+        metric.distributed_available_fn, metric.dist_sync_fn = is_available, None
+        for name, value in lists.items():
+            setattr(metric, name, value)
+
+
+# --- running averages -----------------------------------------------------------------------------------------------
+
+
+class RunningAverage(Serializable):
+    """Exponential moving average of an output: ``average = alpha * average + (1 - alpha) * value``.
+
+    The first value is the first average. A value on a GPU is averaged there without synchronizing: the number is
+    fetched when a progress bar, a log record or your own code reads ``engine.state.metrics``. Each rank has its own
+    average.
+
+    Args:
+        output_transform: called with the output of an iteration, returns a number or a tensor with one element. The
+            loss of a trainer is a :class:`LazyNumber <camshaft.engine.lazy.LazyNumber>`: return it as it is.
+        alpha: the weight of the previous average, in [0, 1).
+
+    Raises:
+        TypeError: ``output_transform`` is not callable.
+        ValueError: ``alpha`` is out of range.
+
+    >>> trainer = Engine(lambda engine, batch: torch.tensor(batch))
+    >>> RunningAverage(alpha=0.5).attach(trainer, "loss")
+    >>> _ = trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: print(trainer.state.metrics["loss"]))
+    >>> state = trainer.run([4.0, 2.0, 2.0])
+    4.0
+    3.0
+    2.5
+    """
+
+    _state_dict_all_req_keys = ("average",)
+
+    def __init__(self, output_transform: Callable[[Any], Any] = identity, alpha: float = 0.98) -> None:
+        if callable(getattr(output_transform, "compute", None)):
+            raise TypeError(
+                f"output_transform must be a function of the output, got the metric {output_transform!r}: for a metric "
+                "of PyTorch-Ignite use ignite.metrics.RunningAverage, which attaches to engines of camshaft too"
+            )
+        check_callable("output_transform", output_transform)
+        if not isinstance(alpha, Real) or not 0 <= alpha < 1:
+            raise ValueError(f"alpha must be a number in [0, 1), got {alpha!r}")
+        self._output_transform: Callable[[Any], Any] = identity if output_transform is None else output_transform
+        self._weight: float = 1 - float(alpha)
+        self._average: float | Tensor | None = None
+
+    def attach(self, engine: Engine[Any, Any], name: str) -> None:
+        """Keep ``engine.state.metrics[name]`` up to date; the average restarts with each run, not with each epoch.
+
+        Args:
+            engine: the trainer.
+            name: the name of the average.
+        """
+        check_engine("engine", engine)
+        engine.add_event_handler(Events.STARTED, self._begin)
+        # before bars and loggers, even if they were attached earlier
+        engine.add_event_handler(Events.ITERATION_COMPLETED, self._update, name, order=Order.RESULTS)
+
+    def _begin(self, engine: Engine[Any, Any]) -> None:
+        if engine.state.iteration == 0:
+            self._average = None
+        if not isinstance(engine.state.metrics, Results):  # assigned by the user, or loaded
+            engine.state.metrics = Results(engine.state.metrics)
+
+    def _update(self, engine: Engine[Any, Any], name: str) -> None:
+        value = peek(self._output_transform(engine.state._output))  # `state.output` synchronizes
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                shape = tuple(value.shape)
+                raise ValueError(f"output_transform must return a number or one element, got a tensor of shape {shape}")
+            value = value.detach().reshape(())
+            value = value if value.dtype is torch.float64 else value.float()
+        elif isinstance(value, Real):
+            value = float(value)
+        else:
+            raise TypeError(f"output_transform must return a number or a tensor, got {described(value)}")
+        before, average = self._average, value
+        if isinstance(before, Tensor) and isinstance(value, Tensor):
+            # a new tensor each time: a reader may still hold the previous one
+            average = before.lerp(value.to(before), self._weight)
+        elif before is not None:
+            average = before + self._weight * (value - before)
+        self._average = average
+        engine.state.metrics[name] = LazyNumber(average) if isinstance(average, Tensor) else average
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """Return the average as a number, which synchronizes with the device."""
+        return OrderedDict(average=None if self._average is None else float(self._average))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Resume from a state.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned.
+
+        Raises:
+            TypeError: ``state_dict`` is not a mapping.
+            ValueError: the average is missing.
+        """
+        super().load_state_dict(state_dict)
+        self._average = state_dict["average"]

@@ -1,4 +1,4 @@
-"""Metrics for MLflow."""
+"""Log metrics to MLflow."""
 
 from __future__ import annotations
 
@@ -9,34 +9,26 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from camshaft.handlers.base_logger import (
-    BaseLogger,
-    BaseOptimizerParamsHandler,
-    BaseOutputHandler,
-    Forwarding,
-    Silence,
-)
-from camshaft.handlers.log_steps import Reached
-from camshaft.handlers.optional import load_optional
-from camshaft.handlers.services import Outbox, answers
-from camshaft.handlers.utils import global_step_from_engine
+from camshaft.handlers.base_logger import BaseOptimizerParamsHandler, BaseOutputHandler, Reached
+from camshaft.handlers.services import Outbox, ServiceLogger, Silence, answers
+from camshaft.handlers.utils import global_step_from_engine, load_optional
 from camshaft.handlers.values import Path
 
 __all__ = ["MLflowLogger", "OptimizerParamsHandler", "OutputHandler", "global_step_from_engine"]
 
-_MOST_IN_A_CALL = 1000
-_LONGEST_NAME = 250
-_ACCEPTED = re.compile(r"[/\w.\- :]+")
+# the limits of MLflow
+_BATCH = 1000
+_NAME = re.compile(r"[/\w.\- :]{1,250}")
 
 
-class MLflowLogger(Forwarding, BaseLogger):
+class MLflowLogger(ServiceLogger):
     """Writes metrics to a run of MLflow, on rank 0 and in the background.
 
-    A server that does not answer costs a warning, and the metrics. A run of a trainer that goes on in an earlier
-    run of MLflow (``mlflow.start_run(run_id=...)`` before this) writes no metric for a step that is there already.
+    If the server does not answer, the logger warns and drops the metrics. A trainer that resumes in an earlier run of
+    MLflow (``mlflow.start_run(run_id=...)`` before the logger is made) writes no metric twice for a step.
 
     Args:
-        tracking_uri: of the server or store; by default what MLflow is set to.
+        tracking_uri: of the server or store; by default the one that MLflow is configured with.
 
     Attributes:
         active_run: the run that was active, or else a new one; unknown attributes of the logger are looked up on
@@ -76,29 +68,32 @@ class MLflowLogger(Forwarding, BaseLogger):
         self._client = mlflow.MlflowClient()
 
     def write_values(self, values: Mapping[Path, Any], step: int) -> None:
-        """Hand over a metric for each value; names that MLflow refuses are left out with a warning."""
+        """Send a metric for each value; names that MLflow rejects are dropped with a warning."""
         if self.active_run is None:
             return
-        names = {" ".join(path): float(value) for path, value in values.items()}
-        refused = [name for name in names if not _is_accepted(name)]
-        for name in refused:
-            warnings.warn(f"MLflow does not accept the name {name!r}: it is not logged", stacklevel=2)
-            del names[name]
-        self._outbox.put(self._send, names, step, int(time.time() * 1000))
+        metrics = {" ".join(path): float(value) for path, value in values.items()}
+        for name in list(metrics):
+            # like MLflow, also reject names that are another one as a path
+            is_plain = posixpath.normpath(name) == name and not name.startswith(("/", "..")) and name != "."
+            if not (is_plain and _NAME.fullmatch(name)):
+                warnings.warn(f"MLflow does not accept the name {name!r}: it is not logged", stacklevel=2)
+                del metrics[name]
+        self._outbox.put(self._send, metrics, step, int(time.time() * 1000))
 
     def close(self) -> None:
-        """Wait for what is on its way, a minute at most, and end the run."""
+        """Wait at most a minute for metrics that are still to be sent, and end the run."""
         self._outbox.close()
         if self.active_run is not None:
             self._mlflow.end_run()
             self.active_run = None
 
-    def _send(self, names: dict[str, float], step: int, milliseconds: int) -> None:
-        new = {name: value for name, value in names.items() if self._is_new(name, step)}
-        metric = self._mlflow.entities.Metric
-        metrics = [metric(name, value, milliseconds, step) for name, value in new.items()]
-        for first in range(0, len(metrics), _MOST_IN_A_CALL):
-            self._client.log_batch(self.active_run.info.run_id, metrics[first : first + _MOST_IN_A_CALL])
+    def _send(self, values: dict[str, float], step: int, milliseconds: int) -> None:
+        run, metric = self.active_run.info.run_id, self._mlflow.entities.Metric
+        metrics = [
+            metric(name, value, milliseconds, step) for name, value in values.items() if self._is_new(name, step)
+        ]
+        for first in range(0, len(metrics), _BATCH):
+            self._client.log_batch(run, metrics[first : first + _BATCH])
 
     def _is_new(self, name: str, step: int) -> bool:
         if self._last_steps is None:
@@ -109,7 +104,7 @@ class MLflowLogger(Forwarding, BaseLogger):
         return step > self._last_steps[name]
 
     def _rewind(self, reached: Reached) -> None:
-        self._last_steps = {}  # nothing can be taken back there
+        self._last_steps = {}  # MLflow cannot delete points, so skip those that exist
 
     def _create_output_handler(self, *args: Any, **kwargs: Any) -> OutputHandler:
         return OutputHandler(*args, **kwargs)
@@ -119,7 +114,7 @@ class MLflowLogger(Forwarding, BaseLogger):
 
 
 class OutputHandler(BaseOutputHandler):
-    """Writes metrics, outputs and attributes of the state as metrics ``<tag> <name>``."""
+    """Writes metrics, outputs and state attributes as metrics ``<tag> <name>``."""
 
     logger_class = MLflowLogger
     wrong_logger = TypeError
@@ -130,9 +125,3 @@ class OptimizerParamsHandler(BaseOptimizerParamsHandler):
 
     logger_class = MLflowLogger
     wrong_logger = TypeError
-
-
-def _is_accepted(name: str) -> bool:
-    """Apply MLflow's rules: letters, digits and a few signs, and no name that is another one as a path."""
-    is_plain = posixpath.normpath(name) == name and not name.startswith(("/", "..")) and name != "."
-    return is_plain and _ACCEPTED.fullmatch(name) is not None and len(name) <= _LONGEST_NAME

@@ -10,9 +10,8 @@ from typing import Any
 from camshaft.distributed.ending import CommonEnd, common_end
 from camshaft.distributed.guard import line_of_caller
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import Events, FailureEvents
-from camshaft.engine.handle import RemovableEventHandle
-from camshaft.handlers.checks import check_engine
+from camshaft.engine.events import Events, FailureEvents, RemovableEventHandle
+from camshaft.handlers.utils import check_engine
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LAST = sys.maxsize  # of all handlers of an event

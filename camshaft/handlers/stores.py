@@ -1,4 +1,4 @@
-"""What an engine gave in an epoch, kept until its end."""
+"""Keep the outputs of an epoch."""
 
 from __future__ import annotations
 
@@ -8,29 +8,25 @@ from typing import Any
 from torch import Tensor
 
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import Events
+from camshaft.engine.events import Events
 from camshaft.engine.lazy import LazyNumber
-from camshaft.handlers.checks import check_callable, check_engine, check_is_no_counter, check_text
-from camshaft.handlers.values import fetch
+from camshaft.handlers.utils import check_callable, check_engine, check_is_no_counter, check_text, identity
+from camshaft.handlers.values import fetch, peek
 
 __all__ = ["EpochOutputStore"]
-
-
-def _same(output: Any) -> Any:
-    return output
 
 
 class EpochOutputStore:
     """Keeps the outputs of an epoch in a list, a new one for each epoch.
 
-    Tensors are kept as they are: cut them from their graph, and move them off the GPU, in ``output_transform`` if
-    memory matters. Numbers that are still on their way from a GPU are fetched together at the end of the epoch.
+    Tensors are kept as they are: detach them, and move them off the GPU, in ``output_transform`` if memory matters.
+    Losses that are still on the GPU are fetched together at the end of the epoch.
 
     Args:
-        output_transform: called with the output of an iteration, gives what is kept.
+        output_transform: called with the output of an iteration, returns what to keep.
 
     Raises:
-        TypeError: ``output_transform`` cannot be called.
+        TypeError: ``output_transform`` is not callable.
 
     Attributes:
         data: the list of the epoch.
@@ -41,43 +37,39 @@ class EpochOutputStore:
     [1, 0, 1]
     """
 
-    def __init__(self, output_transform: Callable[[Any], Any] = _same) -> None:
+    def __init__(self, output_transform: Callable[[Any], Any] = identity) -> None:
         check_callable("output_transform", output_transform)
-        self.output_transform = _same if output_transform is None else output_transform
+        self.output_transform = identity if output_transform is None else output_transform
         self.data: list[Any] = []
 
     def reset(self) -> None:
-        """Begin a new list."""
+        """Start a new list."""
         self.data = []
 
     def update(self, engine: Engine[Any, Any]) -> None:
-        """Keep the output of the iteration."""
-        # not `state.output`, which waits for the device
-        self.data.append(self.output_transform(engine.state._output))
+        """Append the output of the iteration."""
+        self.data.append(self.output_transform(engine.state._output))  # `state.output` synchronizes
 
     def store(self, engine: Engine[Any, Any]) -> list[Any]:
-        """Return the list, with the numbers that were still on their way."""
-        on_their_way = {
-            index: one.peek().reshape(()) if isinstance(one.peek(), Tensor) else one.peek()
-            for index, one in enumerate(self.data)
-            if isinstance(one, LazyNumber)
-        }
-        fetch(on_their_way)
-        for index, number in on_their_way.items():
+        """Return the list, after fetching numbers that are still on the device."""
+        pending = {index: peek(one) for index, one in enumerate(self.data) if isinstance(one, LazyNumber)}
+        numbers = {index: one.reshape(()) if isinstance(one, Tensor) else one for index, one in pending.items()}
+        fetch(numbers)
+        for index, number in numbers.items():
             self.data[index] = number
         return self.data
 
     def attach(self, engine: Engine[Any, Any], name: str | None = None) -> None:
-        """Keep the outputs of an engine from now on.
+        """Keep the outputs of an engine.
 
         Args:
             engine: the engine.
-            name: the attribute of ``engine.state`` that is the list when an epoch is over. An attribute of the engine's
-                own, such as ``"output"``, is replaced.
+            name: the attribute of ``engine.state`` to set to the list at the end of an epoch. An attribute of the
+                engine itself, such as ``"output"``, is replaced.
 
         Raises:
-            TypeError: ``name`` is no name.
-            ValueError: the engine counts by the attribute ``name``.
+            TypeError: ``name`` is not a string.
+            ValueError: ``name`` is a counter of the engine.
         """
         check_engine("engine", engine)
         check_text("name", name, optional=True)

@@ -1,30 +1,30 @@
-"""Curves and histograms for TensorBoard."""
+"""Log scalars and histograms to TensorBoard."""
 
 from __future__ import annotations
 
+import struct
+import sys
+import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path as FilePath
+from typing import Any, NamedTuple
 
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import EventLike
-from camshaft.engine.handle import RemovableEventHandle
-from camshaft.handlers import tensorboard_files
+from camshaft.engine.events import EventLike, RemovableEventHandle
 from camshaft.handlers.base_logger import (
-    BaseLogger,
     BaseOptimizerParamsHandler,
     BaseOutputHandler,
+    BaseWeightsHistHandler,
     BaseWeightsScalarHandler,
-    Forwarding,
-    Silence,
+    Reached,
+    engine_followed,
 )
-from camshaft.handlers.checkpoint.events import CheckpointEvents
-from camshaft.handlers.log_handlers import WeightsHistHandler as BaseWeightsHistHandler
-from camshaft.handlers.log_steps import Reached, engine_followed
-from camshaft.handlers.optional import load_optional
-from camshaft.handlers.utils import global_step_from_engine
+from camshaft.handlers.checkpoint import CheckpointEvents
+from camshaft.handlers.services import ServiceLogger, Silence
+from camshaft.handlers.utils import global_step_from_engine, load_optional
 from camshaft.handlers.values import Path
 
 __all__ = [
@@ -38,21 +38,24 @@ __all__ = [
     "global_step_from_engine",
 ]
 
+_HEADER = struct.Struct("<QI")  # the length of a record, and a checksum of the length
+_FOOTER_BYTES = 4
 
-class TensorboardLogger(Forwarding, BaseLogger):
+
+class TensorboardLogger(ServiceLogger):
     """Writes event files for TensorBoard, on rank 0.
 
-    A run that goes on in the directory of an earlier one hides what lies beyond the place where it goes on.
+    A run that resumes in the directory of an earlier one hides the points after the step from which it resumes.
 
     Args:
         args: for the ``SummaryWriter`` of torch, which needs tensorboard, else for that of tensorboardX.
-        kwargs: the same, such as ``log_dir``, which may also be called ``logdir``, as in tensorboardX.
+        kwargs: likewise, such as ``log_dir``, which may be spelled ``logdir`` as in tensorboardX.
 
     Attributes:
         writer: the ``SummaryWriter``; unknown attributes of the logger are looked up there.
 
     Raises:
-        ModuleNotFoundError: neither tensorboardX nor tensorboard is installed.
+        ModuleNotFoundError: neither tensorboard nor tensorboardX is installed.
 
     >>> import tempfile
     >>> from camshaft.engine import Engine, Events
@@ -83,8 +86,8 @@ class TensorboardLogger(Forwarding, BaseLogger):
     ) -> RemovableEventHandle:
         """Call ``log_handler(engine, logger, event_name, ...)``; see :meth:`BaseLogger.attach`.
 
-        What was logged before a checkpoint of the engine, or of the one whose steps the handler writes, is on the disk
-        when that checkpoint is. This holds until the end of the engine, also after the handler was removed.
+        Points logged before a checkpoint are on disk when the checkpoint is, be it one of ``engine`` or of the engine
+        whose steps the handler writes. This remains so after the handler is removed.
         """
         handle = super().attach(engine, log_handler, event_name, *args, **kwargs)
         saved = CheckpointEvents.SAVED_CHECKPOINT
@@ -104,11 +107,31 @@ class TensorboardLogger(Forwarding, BaseLogger):
             self.writer.add_histogram("/".join(path), tensor.cpu().float().numpy(), step)
 
     def close(self) -> None:
-        """Write what is still in memory, and close the files."""
+        """Flush and close the files."""
         self.writer.close()
 
-    def _rewind(self, reached: Reached) -> None:
-        self._already_written = tensorboard_files.rewind(self.writer, reached)
+    def _rewind(self, reached: Reached) -> set[tuple[str, int]]:
+        # TensorBoard drops all points from some step on, whatever their name, when a new file says so. Where steps
+        # count different things, iterations of a trainer and epochs of its evaluators, this drops too much; the points
+        # to keep are written again, with their original times.
+        self.writer.flush()
+        folder = FilePath(self.writer.file_writer.get_logdir())
+        event_class = _event_class(self.writer)
+        points = _points(folder, event_class)
+        beyond = [point.step for point in points if reached.is_beyond(point.path, point.step)]
+        if beyond:
+            first = min(beyond)
+            kept = [one for one in points if one.step >= first and not reached.is_beyond(one.path, one.step)]
+            self.writer.close()
+            _wait_for_a_new_name(folder)
+            self.writer.purge_step = first  # read when the writer opens its next file
+            file_writer = _next_file(self.writer, room_for=len(kept))
+            for point in kept:
+                event = event_class()
+                event.summary.value.append(point.value)
+                file_writer.add_event(event, point.step, point.wall_time)
+            self.writer.flush()
+        return {("/".join(point.path), point.step) for point in points if reached(point.path) == point.step}
 
     def _create_output_handler(self, *args: Any, **kwargs: Any) -> OutputHandler:
         return OutputHandler(*args, **kwargs)
@@ -118,7 +141,7 @@ class TensorboardLogger(Forwarding, BaseLogger):
 
 
 class OutputHandler(BaseOutputHandler):
-    """Writes metrics, outputs and attributes of the state as scalars ``<tag>/<name>``."""
+    """Writes metrics, outputs and state attributes as scalars ``<tag>/<name>``."""
 
     logger_class = TensorboardLogger
 
@@ -160,9 +183,66 @@ def _writer_class() -> Any:
         if find_spec("tensorboardX") is None:
             raise
         warnings.warn(
-            "TensorboardLogger uses tensorboardX, whose flush() does not write all points: those from before a "
-            "checkpoint may be lost when the process is killed; pip install 'camshaft[tensorboard]'",
+            "TensorboardLogger uses tensorboardX, whose flush() does not write all points: those logged before a "
+            "checkpoint may be lost if the process is killed; pip install 'camshaft[tensorboard]'",
             stacklevel=3,
         )
         return import_module("tensorboardX").SummaryWriter
     return import_module("torch.utils.tensorboard").SummaryWriter
+
+
+# --- the event files of an earlier run ---------------------------------------------------------------------------
+
+
+class _Point(NamedTuple):
+    path: Path
+    step: int
+    wall_time: float
+    value: Any
+
+
+def _points(folder: FilePath, event_class: Any) -> list[_Point]:
+    """Read all points that TensorBoard shows, in the order in which it reads them."""
+    points: list[_Point] = []
+    for file in sorted(folder.glob("*tfevents*")):
+        for record in _records(file):
+            event = event_class.FromString(record)
+            if event.HasField("session_log") and event.session_log.status == event.session_log.START:
+                points = [point for point in points if point.step < event.step]
+            for value in event.summary.value:
+                points.append(_Point(tuple(value.tag.split("/")), event.step, event.wall_time, value))
+    return points
+
+
+def _records(file: FilePath) -> Iterator[bytes]:
+    """Read the records of an event file, without a last one that a kill has truncated."""
+    with open(file, "rb") as stream:
+        while len(header := stream.read(_HEADER.size)) == _HEADER.size:
+            length, _ = _HEADER.unpack(header)
+            record = stream.read(length)
+            if len(record) < length or len(stream.read(_FOOTER_BYTES)) < _FOOTER_BYTES:
+                return
+            yield record
+
+
+def _wait_for_a_new_name(folder: FilePath) -> None:
+    """Wait for the second after that of the newest file: files are named by seconds, and read in that order."""
+    seconds = [file.name.partition("tfevents.")[2].partition(".")[0] for file in folder.glob("*tfevents*")]
+    newest = max((int(one) for one in seconds if one.isdigit()), default=0)
+    if 0 <= newest - int(time.time()) <= 1:
+        time.sleep(newest + 1 - time.time())
+
+
+def _next_file(writer: Any, room_for: int) -> Any:
+    """Open the next file of a writer, with a queue that takes that many events without blocking on each."""
+    setting = "max_queue" if hasattr(writer, "max_queue") else "_max_queue"  # of torch, and of tensorboardX
+    given = getattr(writer, setting)
+    setattr(writer, setting, given + room_for)
+    file_writer = writer._get_file_writer()
+    setattr(writer, setting, given)
+    return file_writer
+
+
+def _event_class(writer: Any) -> Any:
+    """Return the class of events of the library that the writer uses."""
+    return sys.modules[type(writer._get_file_writer()).__module__].event_pb2.Event

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import Events
+from camshaft.engine.events import Events
 from camshaft.engine.lazy import LazyNumber
-from camshaft.handlers.checks import check_callable, check_engine
 from camshaft.handlers.stopping import StopTogether
+from camshaft.handlers.utils import check_callable, check_engine
 
 __all__ = ["TerminateOnNan"]
 

@@ -13,11 +13,9 @@ from torch import Tensor
 
 from camshaft.distributed import all_reduce, device, get_world_size
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import EventLike, Events
-from camshaft.engine.handle import RemovableEventHandle
-from camshaft.handlers.base_logger import joined
-from camshaft.handlers.checks import check_engine
+from camshaft.engine.events import EventLike, Events, RemovableEventHandle
 from camshaft.handlers.flops import FlopCount, peak_of
+from camshaft.handlers.utils import check_engine, joined
 
 __all__ = ["Throughput"]
 

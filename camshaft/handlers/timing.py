@@ -6,8 +6,8 @@ from time import perf_counter
 from typing import Any
 
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import EventLike, Events
-from camshaft.handlers.checks import check_engine
+from camshaft.engine.events import EventLike, Events
+from camshaft.handlers.utils import check_engine
 
 __all__ = ["Timer"]
 

@@ -14,10 +14,8 @@ from torch.profiler import ProfilerAction, profile
 
 from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import Events, FailureEvents
-from camshaft.engine.handle import RemovableEventHandle
-from camshaft.handlers.base_logger import joined
-from camshaft.handlers.checks import check_callable, check_engine
+from camshaft.engine.events import Events, FailureEvents, RemovableEventHandle
+from camshaft.handlers.utils import check_callable, check_engine, joined
 
 __all__ = ["TorchProfiler"]
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable
+from functools import lru_cache
+from numbers import Number
+from time import time
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import EventLike, Events, FailureEvents, translated
-from camshaft.engine.handle import RemovableEventHandle
-from camshaft.handlers.base_logger import BaseLogger, joined
-from camshaft.handlers.checks import check_engine
-from camshaft.handlers.optional import load_optional
-from camshaft.handlers.plain_bar import SECONDS, in_lines, is_terminal
-from camshaft.handlers.progress import Progress
-from camshaft.handlers.utils import global_step_from_engine
+from camshaft.engine.events import EventLike, Events, FailureEvents, RemovableEventHandle, translated
+from camshaft.engine.state import State
+from camshaft.handlers.base_logger import BaseLogger
+from camshaft.handlers.utils import check_engine, global_step_from_engine, joined, load_optional, num_epochs
 from camshaft.handlers.values import Values
 
 __all__ = ["ProgressBar", "global_step_from_engine"]
@@ -29,21 +28,22 @@ _ORDER = (
     Events.EPOCH_COMPLETED,
     Events.COMPLETED,
 )
+_SECONDS_PER_LINE = 10.0  # where the output is not a terminal
 
 
 class ProgressBar(BaseLogger):
-    """Shows with tqdm how far an engine is, and values of it. Only rank 0 draws.
+    """Shows the progress of an engine, and values, with tqdm. Only rank 0 draws.
 
-    Where the output is no terminal, it writes lines, one in ten seconds and one at the end.
+    If the output is not a terminal, the bar writes lines, one every ten seconds and one at the end.
 
-    The values are read when the bar is redrawn, by default ten times a second, and when it is closed; between
-    that the bar waits for nothing.
+    Values are read when the bar is redrawn, by default ten times per second, and when it is closed; in between, the
+    bar does not synchronize with the device.
 
     Args:
         persist: leave the bar in the terminal when it is closed.
         bar_format: of tqdm.
         tqdm_kwargs: for tqdm; ``desc`` is the text before the bar, by default ``Epoch``, or ``Iteration`` if
-            there is but one epoch.
+            there is only one epoch.
 
     Raises:
         ModuleNotFoundError: tqdm is not installed.
@@ -70,9 +70,9 @@ class ProgressBar(BaseLogger):
         self.persist = persist
         self.bar_format = bar_format
         self.tqdm_kwargs = tqdm_kwargs
-        self._shown: weakref.WeakSet[Progress] = weakref.WeakSet()
+        self._open: WeakKeyDictionary[_Bar, None] = WeakKeyDictionary()  # in the order of opening
 
-    def attach(  # type: ignore[override]  # as the API has it: a bar logs one thing, so there is no handler to name
+    def attach(  # type: ignore[override]  # as in the API: a bar has no log handlers
         self,
         engine: Engine[Any, Any],
         metric_names: list[str] | str | None = None,
@@ -86,83 +86,220 @@ class ProgressBar(BaseLogger):
         Args:
             engine: the engine.
             metric_names: metrics to show, or ``"all"``.
-            output_transform: called with the engine's output; gives a dict to show, or what to show as ``output``.
-            event_name: moves the bar on; may have a filter.
-            closing_event_name: fills and closes the bar. The end of the run in any other way closes it too.
+            output_transform: called with the engine's output; returns a mapping, or a value to show as ``output``.
+            event_name: advances the bar; may have a filter.
+            closing_event_name: fills and closes the bar, which the end of the run closes in any case.
             state_attributes: attributes of the engine's state to show.
 
         Returns:
-            A handle that takes the bar off the engine.
+            A handle that removes the bar from the engine.
 
         Raises:
             TypeError: ``metric_names`` is neither a list nor ``"all"``, or ``output_transform`` is not callable.
-            ValueError: the events are not two of those that fire once a run, an epoch or an iteration, in this
-                order, or the closing one has a filter.
+            ValueError: the events are not two, in this order, of those that fire once per run, epoch or iteration,
+                or the closing event has a filter.
         """
         check_engine("engine", engine)
         event_name, closing_event_name = translated(event_name), translated(closing_event_name)
-        _check_events(engine, event_name, closing_event_name)
+        for name, event in (("event_name", event_name), ("closing_event_name", closing_event_name)):
+            if not engine.has_registered_events(event) or event not in _ORDER:
+                allowed = ", ".join(one.name for one in _ORDER)
+                raise ValueError(f"{name} must be one of {allowed}, got {event!r}")
+        if getattr(closing_event_name, "filter", None) is not None:
+            raise ValueError(f"closing_event_name must have no filter, got {closing_event_name!r}")
+        if _ORDER.index(event_name) >= _ORDER.index(closing_event_name):
+            raise ValueError(
+                f"event_name must fire before closing_event_name {closing_event_name!r}, got {event_name!r}"
+            )
         values = Values(metric_names, output_transform, state_attributes)
-        progress = Progress(self._make_bar, values, event_name, closing_event_name, self.tqdm_kwargs.get("desc"))
-        self._shown.add(progress)
+        bar = _Bar(self, values, event_name, closing_event_name)
         handles = [
-            engine.add_event_handler(event_name, progress.advance),
-            engine.add_event_handler(closing_event_name, progress.finish),
-            engine.add_event_handler(Events.TERMINATE | Events.COMPLETED | Events.INTERRUPT, progress.stop),
-            engine.add_event_handler(FailureEvents.ERROR_MET, progress.fail),
+            engine.add_event_handler(event_name, bar.advance),
+            engine.add_event_handler(closing_event_name, bar.finish),
+            engine.add_event_handler(Events.TERMINATE | Events.COMPLETED | Events.INTERRUPT, bar.stop),
+            engine.add_event_handler(FailureEvents.ERROR_MET, bar.fail),
         ]
-        return joined(handles, event_name, progress.advance, engine)
+        return joined(handles, event_name, bar.advance, engine)
 
     @property
     def pbar(self) -> Any:
-        """The bar of tqdm that was opened last of those that are open, or ``None``."""
-        shown = [progress for progress in self._shown if progress.bar is not None]
-        return max(shown, key=lambda progress: progress.opened).bar if shown else None
+        """The open tqdm bar, the last one opened if there are several, or ``None``."""
+        bars = list(self._open)
+        return bars[-1].tqdm if bars else None
 
     def attach_output_handler(
         self, engine: Engine[Any, Any], event_name: EventLike, *args: Any, **kwargs: Any
     ) -> RemovableEventHandle:
-        """Attach the bar itself, which shows outputs; the remaining arguments are those of :meth:`attach`."""
+        """Attach the bar, which shows outputs itself; the remaining arguments are those of :meth:`attach`."""
         return self.attach(engine, *args, event_name=event_name, **kwargs)  # type: ignore[misc]  # attach checks
 
-    def attach_opt_params_handler(  # type: ignore[override]  # there is nothing to take off
+    def attach_opt_params_handler(  # type: ignore[override]  # there is nothing to remove
         self, engine: Engine[Any, Any], event_name: EventLike, *args: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: a bar has no room for it. Show the parameters with ``state_attributes``."""
+        """Do nothing: show parameters with ``state_attributes`` instead."""
 
     def log_message(self, message: str) -> None:
-        """Write a line on rank 0, above the bar."""
+        """Write a line above the bar, on rank 0."""
         if get_rank() == 0:
             self._tqdm.write(message, file=self.tqdm_kwargs.get("file"))
 
     def close(self) -> None:
-        """Close the bars that are open."""
-        for progress in list(self._shown):
-            progress.close()
+        """Close the open bars."""
+        for bar in list(self._open):
+            bar.close()
 
     def _make_bar(self, **options: Any) -> Any:
         given = {name: value for name, value in self.tqdm_kwargs.items() if name != "desc"}
         given = {"leave": self.persist, "bar_format": self.bar_format, **options, **given}
         if get_rank() != 0:
             return self._tqdm(**{**given, "disable": True})
-        lines = in_lines(self._tqdm)
-        if lines is self._tqdm or is_terminal(given.get("file") or sys.stderr):
+        is_terminal = getattr(given.get("file") or sys.stderr, "isatty", bool)()
+        is_notebook = any("notebook" in base.__module__ for base in self._tqdm.__mro__)
+        if is_terminal or is_notebook:
             return self._tqdm(**given)
-        return lines(**{"mininterval": SECONDS, **given, "leave": True})
+        return _line_writer(self._tqdm)(**{"mininterval": _SECONDS_PER_LINE, **given, "leave": True})
 
     def _create_output_handler(self, *args: Any, **kwargs: Any) -> Callable[..., object]:
         raise TypeError("a ProgressBar has no handlers: use attach")
 
-    def _create_opt_params_handler(self, *args: Any, **kwargs: Any) -> Callable[..., object]:
-        raise TypeError("a ProgressBar has no handlers: use attach")
+    _create_opt_params_handler = _create_output_handler
 
 
-def _check_events(engine: Engine[Any, Any], event_name: Any, closing_event_name: Any) -> None:
-    for name, event in (("event_name", event_name), ("closing_event_name", closing_event_name)):
-        if not engine.has_registered_events(event) or event not in _ORDER:
-            allowed = ", ".join(one.name for one in _ORDER)
-            raise ValueError(f"{name} must be one of {allowed}, got {event!r}")
-    if getattr(closing_event_name, "filter", None) is not None:
-        raise ValueError(f"closing_event_name must have no filter, got {closing_event_name!r}")
-    if _ORDER.index(event_name) >= _ORDER.index(closing_event_name):
-        raise ValueError(f"event_name must fire before closing_event_name {closing_event_name!r}, got {event_name!r}")
+class _Bar:
+    """The bar of one attachment to one engine: opened at the first advance, closed at the end, and opened again.
+
+    Redraws cost time, so it reads values and redraws only when tqdm would.
+    """
+
+    def __init__(self, owner: ProgressBar, values: Values, event: Any, closing_event: Any) -> None:
+        self.tqdm: Any = None  # while the bar is open
+        self._owner = owner
+        self._values = values
+        self._counter = _Counter(event)
+        self._closing = _Counter(closing_event)
+        self._advanced_at = 0.0
+
+    def advance(self, engine: Engine[Any, Any]) -> None:
+        bar = self.tqdm
+        if bar is None:
+            self._open(engine)
+            return
+        if bar.disable:
+            return
+        now = self._advanced_at = time()
+        bar.n = position = self._counter.position(engine, bar.total)
+        if position < bar.last_print_n:
+            bar.last_print_n = 0  # the next epoch, in the same bar
+        # the conditions of tqdm, which evaluates them only after the values are read
+        if position - bar.last_print_n < bar.miniters:
+            return
+        if now - bar.last_print_t >= bar.mininterval and now >= bar.start_t + bar.delay:
+            self._show_values(engine)
+            bar.update(0)
+
+    def finish(self, engine: Engine[Any, Any]) -> None:
+        """Fill and close the bar."""
+        bar = self.tqdm
+        if bar is not None:
+            if bar.total is None:
+                bar.total = self._counter.total(engine.state)
+            if bar.total is not None:
+                bar.n = bar.total
+            self.stop(engine)
+
+    def stop(self, engine: Engine[Any, Any]) -> None:
+        """Close the bar at its position, with the last values if it remains visible."""
+        bar = self.tqdm
+        # a run that ends while it fetches a batch has no output
+        if (bar is not None and not bar.disable and bar.leave) and (
+            self._values.output_transform is None or engine.state.output is not None
+        ):
+            self._show_values(engine)
+        self.close()
+
+    def fail(self) -> None:
+        """Close the bar as it was after the last advance, without the failed step and its time."""
+        bar = self.tqdm
+        if bar is not None and not bar.disable:
+            lost = time() - self._advanced_at
+            bar.start_t += lost
+            bar.last_print_t += lost
+        self.close()
+
+    def close(self) -> None:
+        bar, self.tqdm = self.tqdm, None
+        self._owner._open.pop(self, None)
+        if bar is not None:
+            bar.close()
+
+    def _open(self, engine: Engine[Any, Any]) -> None:
+        state, total = engine.state, self._counter.total(engine.state)
+        text = self._owner.tqdm_kwargs.get("desc")
+        if text is None:
+            text = "Iteration" if num_epochs(state) == 1 else "Epoch"
+        times = self._closing.total(state)
+        if times not in (None, 1):
+            text += f" [{self._closing.position(engine, times)}/{times}]"
+        position = self._counter.position(engine, total)
+        self.tqdm = self._owner._make_bar(total=total, initial=position, desc=f"{text}: ")
+        self._owner._open[self] = None
+        self._advanced_at = time()
+        if not self.tqdm.disable and self.tqdm.delay <= 0 and self._values:
+            self._show_values(engine)
+            self.tqdm.refresh()
+
+    def _show_values(self, engine: Engine[Any, Any]) -> None:
+        texts = []
+        for path, value in self._values.read(engine, text=True).items():
+            text = self.tqdm.format_num(value) if isinstance(value, Number) else " ".join(str(value).split())
+            texts.append(f"{'_'.join(path)}={text}")
+        self.tqdm.set_postfix_str(", ".join(texts), refresh=False)
+
+
+class _Counter:
+    """Counts how often an event that fires once per iteration, epoch or run has fired."""
+
+    def __init__(self, event: Any) -> None:
+        self._by_iteration = event in (Events.ITERATION_STARTED, Events.ITERATION_COMPLETED)
+        self._by_epoch = event in (Events.EPOCH_STARTED, Events.EPOCH_COMPLETED)
+
+    def total(self, state: State[Any, Any]) -> int | None:
+        """Return how often the event fires in an epoch or a run, if known."""
+        if self._by_iteration:
+            return state.epoch_length
+        return num_epochs(state) if self._by_epoch else 1
+
+    def position(self, engine: Engine[Any, Any], total: int | None) -> int:
+        """Return the 1-based position among ``total``."""
+        count = engine.iteration_in_epoch if self._by_iteration else engine.state.epoch
+        return (count - 1) % total + 1 if total else count
+
+
+@lru_cache
+def _line_writer(bar_class: Any) -> Any:
+    """Return a class of bars that write a line for each redraw, and one at the end."""
+
+    class LineWriter(bar_class):  # type: ignore[misc]  # tqdm's class is known at run time
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self.first, self.shown = options.get("initial"), (None, None)
+            super().__init__(*args, **options)
+
+        def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+            now = (self.n, self.postfix)
+            if msg is None and now != self.shown and self.n != self.first:  # no line for the beginning
+                self.shown = now
+                self.fp.write(f"{self}\n")
+                self.fp.flush()
+            return False
+
+        def clear(self, *args: Any, **options: Any) -> None:
+            """Keep the lines."""
+
+        def close(self) -> None:
+            if not self.disable:
+                self.first = None
+                self.display()
+                self.leave = False  # or tqdm ends another line
+            super().close()
+
+    return LineWriter

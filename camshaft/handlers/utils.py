@@ -1,28 +1,35 @@
-"""Small things that several handlers are given by their users."""
+"""What handlers share: global steps of another engine, argument checks, optional libraries, and joined handles."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from numbers import Integral, Real
 from typing import Any
 
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import translated
-from camshaft.handlers.checks import check_engine
+from camshaft.engine.events import Events, RemovableEventHandle, translated
+from camshaft.engine.progress import derived_max_epochs
+from camshaft.engine.state import State
+from camshaft.errors import described
+
+__all__ = ["global_step_from_engine"]
 
 
 def global_step_from_engine(
     engine: Engine[Any, Any], custom_event_name: Any = None, fallback_attr: str = "epoch"
 ) -> Callable[[Any, Any], int]:
-    """Make a function for the ``global_step_transform`` of handlers on another engine, such as an evaluator.
+    """Return a ``global_step_transform`` that reads the step from another engine.
 
     Args:
-        engine: whose progress counts, usually the trainer.
-        custom_event_name: the event whose count is the step; by default the one that the handler reacts to.
-        fallback_attr: the attribute of ``engine.state`` that is the step where nothing counts that event.
+        engine: the engine whose counters are the steps, usually the trainer.
+        custom_event_name: the event whose count is the step; by default the event that the handler is attached to.
+        fallback_attr: the attribute of ``engine.state`` to use for events without a counter.
 
     Returns:
-        A function of an engine, which does not matter, and an event.
+        A function of an engine, which it ignores, and an event.
 
     >>> from camshaft.engine import Events
     >>> trainer = Engine(lambda engine, batch: None)
@@ -31,7 +38,6 @@ def global_step_from_engine(
     >>> step(None, Events.COMPLETED), step(None, Events.ITERATION_COMPLETED), step(None, Events.TERMINATE)
     (2, 20, 2)
     """
-
     check_engine("engine", engine)
     return _StepOf(engine, custom_event_name, fallback_attr)
 
@@ -45,6 +51,130 @@ class _StepOf:
     def __call__(self, _: Any, event_name: Any) -> int:
         state = self.engine.state
         event = translated(event_name if self.event is None else self.event)
-        attribute = state.event_to_attr.get(event, self.fallback_attr)
-        count: int = getattr(state, attribute)
+        count: int = getattr(state, state.event_to_attr.get(event, self.fallback_attr))
         return count
+
+
+def resumes_epoch(engine: Engine[Any, Any]) -> bool:
+    """Return whether ``EPOCH_STARTED`` fires for an epoch that a resumed run continues, which is not a new epoch."""
+    return engine.last_event_name is Events.EPOCH_STARTED and engine.iteration_in_epoch > 0
+
+
+def check_callable(name: str, value: Any) -> None:
+    """Raise ``TypeError`` unless ``value`` is callable or ``None``."""
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} must be callable, got {value!r}")
+
+
+def check_engine(name: str, value: Any) -> None:
+    """Raise ``TypeError`` unless ``value`` is an engine of this library."""
+    if not isinstance(value, Engine):
+        raise TypeError(f"{name} must be an Engine, got {described(value)}")
+
+
+def check_text(name: str, value: Any, optional: bool = False) -> None:
+    """Raise ``TypeError`` unless ``value`` is a string, or ``None`` where that is allowed."""
+    if not (isinstance(value, str) or (optional and value is None)):
+        raise TypeError(f"{name} must be a str, got {value!r} of type {type(value).__name__}")
+
+
+def check_is_no_counter(argument: str, name: str, state: State[Any, Any]) -> None:
+    """Raise ``ValueError`` if ``name`` is an attribute that the engine uses as a counter.
+
+    >>> check_is_no_counter("param_name", "epoch", State())
+    Traceback (most recent call last):
+    ValueError: param_name must not be 'epoch', which is a counter of the engine; choose another name
+    """
+    if name in state.event_to_attr.values():
+        raise ValueError(f"{argument} must not be {name!r}, which is a counter of the engine; choose another name")
+
+
+def check_entries(param_name: str, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ``ValueError`` unless all parameter groups have the parameter.
+
+    >>> check_entries("rl", [{"params": [], "lr": 0.1}])
+    Traceback (most recent call last):
+    ValueError: param_name must be a parameter that all groups have, got 'rl'; one has ['lr']. Add custom ...
+    """
+    for group in groups:
+        known = [name for name in group if name != "params"]
+        if param_name not in known:
+            raise ValueError(
+                f"param_name must be a parameter that all groups have, got {param_name!r}; one has {known}. Add custom "
+                "parameters to the groups first"
+            )
+
+
+def check_sequence(name: str, value: Any) -> None:
+    """Raise ``TypeError`` if an argument is not a list, a tuple, or another sequence; a string is not accepted."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise TypeError(f"{name} must be a list or a tuple, got {described(value)}")
+
+
+def number(name: str, value: Any) -> float:
+    """Return an argument as a float, after checking that it is a finite number.
+
+    >>> number("start_value", 1)
+    1.0
+    """
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, got {described(value)}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    return float(value)
+
+
+def integer(name: str, value: Any, least: int) -> int:
+    """Return an argument as an int, after checking that it is an integer of at least ``least``.
+
+    >>> integer("warmup", 0, least=1)
+    Traceback (most recent call last):
+    ValueError: warmup must be at least 1, got 0
+    """
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, got {described(value)}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    return int(value)
+
+
+def load_optional(module: str, *, extra: str, needed_by: str) -> Any:
+    """Import a module that may not be installed.
+
+    Args:
+        module: the full name of the module.
+        extra: the extra of camshaft that installs it.
+        needed_by: the name of the class or function that needs it.
+
+    Raises:
+        ModuleNotFoundError: the module is not installed; the message says how to install it.
+
+    >>> load_optional("json", extra="progress", needed_by="ProgressBar").dumps([])
+    '[]'
+    >>> load_optional("no_such_library", extra="progress", needed_by="ProgressBar")
+    Traceback (most recent call last):
+    ModuleNotFoundError: ProgressBar needs 'no_such_library': pip install 'camshaft[progress]'
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        message = f"{needed_by} needs {error.name!r}: pip install 'camshaft[{extra}]'"
+        raise ModuleNotFoundError(message, name=error.name) from error
+
+
+def joined(
+    handles: Iterable[RemovableEventHandle], event_name: Any, handler: Callable[..., object], engine: Engine[Any, Any]
+) -> RemovableEventHandle:
+    """Return one handle that removes everything that several handles of an engine would."""
+    registrations = tuple(number for handle in handles for number in handle.registrations)
+    return RemovableEventHandle(event_name, handler, engine, registrations)
+
+
+def num_epochs(state: State[Any, Any]) -> int | None:
+    """Return the number of epochs of a run, if known."""
+    return derived_max_epochs(state) if state.max_epochs is None else state.max_epochs
+
+
+def identity(output: Any) -> Any:
+    """Return the argument; the default of ``output_transform``."""
+    return output

@@ -1,4 +1,4 @@
-"""The values of an engine that a log line or a progress bar shows, as a flat dict."""
+"""Read what a log record or a progress bar shows: metrics, outputs and state attributes, flattened."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from camshaft.engine.engine import Engine
 from camshaft.engine.lazy import LazyNumber
-from camshaft.handlers.checks import check_callable
+from camshaft.handlers.utils import check_callable
 
 Path = tuple[str, ...]
 
@@ -22,12 +22,12 @@ class Values:
     """What to read from an engine: metrics, its output, attributes of its state.
 
     Args:
-        metric_names: of ``state.metrics``, or ``"all"``.
-        output_transform: called with ``state.output``; gives a dict, or what is to be called ``output``.
+        metric_names: names in ``state.metrics``, or ``"all"``.
+        output_transform: called with ``state.output``; returns a mapping, or a value to be named ``output``.
         state_attributes: names of attributes of ``state``.
 
     Raises:
-        TypeError: one of the three is of another kind.
+        TypeError: an argument has the wrong type.
     """
 
     metric_names: list[str] | str | None = None
@@ -42,16 +42,15 @@ class Values:
             raise TypeError(f"state_attributes must be a list of names, got {self.state_attributes!r}")
 
     def __bool__(self) -> bool:
-        """Whether there is anything to read."""
+        """Return whether there is anything to read."""
         return not (self.metric_names is None and self.output_transform is None and self.state_attributes is None)
 
     def read(self, engine: Engine[Any, Any], *, text: bool = False) -> dict[Path, Any]:
-        """Read the values now. This is when the device is waited for, if they are still on their way.
+        """Read the values, which synchronizes with the device if they are tensors.
 
         Args:
-            engine: whose values they are.
-            text: whether strings are values too; else they are left out with a warning, as is all that is
-                neither a number nor made of numbers.
+            engine: the engine to read from.
+            text: whether to keep strings. Everything else that contains no numbers is skipped with a warning.
 
         >>> engine = Engine(lambda engine, batch: {"loss": torch.tensor(0.5), "size": (2, 3)})
         >>> state = engine.run([1])
@@ -66,8 +65,11 @@ class Values:
 
     def _items(self, engine: Engine[Any, Any]) -> Iterator[tuple[Any, Any]]:
         state = engine.state
-        if self.metric_names is not None:
-            yield from _metrics(state.metrics, self.metric_names)
+        for name in state.metrics if self.metric_names == "all" else self.metric_names or ():
+            if name in state.metrics:
+                yield name, state.metrics[name]
+            else:
+                warnings.warn(f"metric {name!r} is not logged: state.metrics has {list(state.metrics)}", stacklevel=2)
         if self.output_transform is not None:
             output = self.output_transform(state.output)
             yield from output.items() if isinstance(output, Mapping) else [("output", output)]
@@ -75,41 +77,33 @@ class Values:
             yield name, getattr(state, name, None)
 
 
-def _metrics(metrics: Mapping[str, Any], names: list[str] | str) -> Iterator[tuple[str, Any]]:
-    for name in metrics if names == "all" else names:
-        if name in metrics:
-            yield name, metrics[name]
-        else:
-            warnings.warn(f"there is no metric {name!r} to log, but only {list(metrics)}", stacklevel=2)
-
-
 def _flat(path: Path, value: Any, text: bool) -> Iterator[tuple[Path, Any]]:
-    """Walk through nested containers, and give the numbers in them with their paths."""
+    """Yield the numbers in nested containers with their paths."""
     if isinstance(value, LazyNumber):
         yield path, value.read()
     elif isinstance(value, Number) or (text and isinstance(value, str)):
         yield path, value
     elif isinstance(value, torch.Tensor) and value.ndim == 0:
-        yield path, value.detach()  # fetched with the others
-    else:
-        for key, one in _entries(path, value):
+        yield path, value.detach()  # fetched together with the others
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
             yield from _flat((*path, str(key)), one, text)
+    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        yield from _flat(path, dict(enumerate(value)), text)
+    elif isinstance(value, torch.Tensor) and value.ndim == 1:
+        yield from _flat(path, value.tolist(), text)
+    else:
+        kind = f"tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        warnings.warn(f"{'/'.join(path)} is not logged because it is a {kind}", stacklevel=2)
 
 
-def _entries(path: Path, value: Any) -> Iterator[tuple[Any, Any]]:
-    if isinstance(value, Mapping):
-        return iter(value.items())
-    if isinstance(value, torch.Tensor) and value.ndim == 1:
-        return enumerate(value.tolist())
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return enumerate(value)
-    kind = f"tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-    warnings.warn(f"{'/'.join(path)} is not logged, because it is a {kind}", stacklevel=2)
-    return iter(())
+def peek(value: Any) -> Any:
+    """Return the tensor of a ``LazyNumber``, without synchronizing, and any other value as it is."""
+    return value.peek() if isinstance(value, LazyNumber) else value
 
 
 def fetch(values: dict[Any, Any]) -> None:
-    """Put numbers in the place of tensors without dimensions: one transfer for those of a device and a type.
+    """Replace 0-d tensors by numbers, with one transfer per device and dtype.
 
     >>> values = {"loss": torch.tensor(0.5), "accuracy": torch.tensor(0.25), "size": 3}
     >>> fetch(values)

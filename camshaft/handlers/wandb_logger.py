@@ -1,4 +1,4 @@
-"""Values for Weights & Biases."""
+"""Log values to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -7,31 +7,25 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from camshaft.engine.engine import Engine
-from camshaft.handlers.base_logger import (
-    BaseLogger,
-    BaseOptimizerParamsHandler,
-    BaseOutputHandler,
-    Forwarding,
-    Silence,
-)
-from camshaft.handlers.optional import load_optional
-from camshaft.handlers.utils import global_step_from_engine
+from camshaft.handlers.base_logger import BaseOptimizerParamsHandler, BaseOutputHandler
+from camshaft.handlers.services import ServiceLogger, Silence
+from camshaft.handlers.utils import global_step_from_engine, load_optional
 from camshaft.handlers.values import Path
 
 __all__ = ["OptimizerParamsHandler", "OutputHandler", "WandBLogger", "global_step_from_engine"]
 
 
-class WandBLogger(Forwarding, BaseLogger):
+class WandBLogger(ServiceLogger):
     """Writes values to a run of Weights & Biases, on rank 0.
 
-    Its steps never decrease: let evaluators count the trainer's iterations, with ``global_step_from_engine(trainer,
-    Events.ITERATION_COMPLETED)``. For the same reason a run that goes on (``id=..., resume="must"``) keeps the values
-    that it has, and those of the same steps that come again are left out. A server that does not answer costs a
-    warning; the run is then written offline, for ``wandb sync``.
+    Steps never decrease there: let evaluators log with the trainer's iteration, ``global_step_from_engine(trainer,
+    Events.ITERATION_COMPLETED)``. For the same reason a resumed run (``id=..., resume="must"``) keeps its values, and
+    repeated ones of the same steps are dropped. If the server does not answer, the logger warns and writes the run
+    offline, for ``wandb sync``.
 
     Args:
         args: for ``wandb.init``.
-        kwargs: the same; with ``init=False`` it is not called, as there is a run already.
+        kwargs: likewise; with ``init=False`` it is not called, because a run exists already.
 
     Raises:
         ModuleNotFoundError: wandb is not installed.
@@ -62,7 +56,7 @@ class WandBLogger(Forwarding, BaseLogger):
             wandb.init(*args, **{**kwargs, "mode": "offline"})
 
     def write_values(self, values: Mapping[Path, Any], step: int) -> None:
-        """Log all the values at once."""
+        """Log all values at once."""
         self._wandb.log({"/".join(path): value for path, value in values.items()}, step=step)
 
     def close(self) -> None:
@@ -77,13 +71,13 @@ class WandBLogger(Forwarding, BaseLogger):
 
 
 class OutputHandler(BaseOutputHandler):
-    """Writes metrics, outputs and attributes of the state as ``<tag>/<name>``, text too.
+    """Writes metrics, outputs and state attributes as ``<tag>/<name>``, text too.
 
     Args:
-        tag: first part of all names.
+        tag: first component of all names.
         metric_names: metrics to write, or ``"all"``.
-        output_transform: called with the engine's output; gives a dict, or what is to be called ``output``.
-        global_step_transform: called with the engine and the event, gives the step.
+        output_transform: called with the engine's output; returns a mapping, or a value to be named ``output``.
+        global_step_transform: called with the engine and the event, returns the step.
         sync: deprecated, has no effect.
         state_attributes: attributes of the engine's state to write.
     """
@@ -108,9 +102,9 @@ class OptimizerParamsHandler(BaseOptimizerParamsHandler):
     """Writes a parameter of each group of an optimizer as ``<tag>/<parameter>/group_<i>``.
 
     Args:
-        optimizer: an optimizer, or what has a sequence ``param_groups``.
+        optimizer: an optimizer, or another object with a sequence ``param_groups``.
         param_name: the parameter.
-        tag: first part of all names.
+        tag: first component of all names.
         sync: deprecated, has no effect.
     """
 

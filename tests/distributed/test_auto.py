@@ -25,8 +25,8 @@ from torch.utils.data import (
 )
 
 import camshaft.distributed as idist
+from camshaft.distributed.coordination.data_consistency import SharedSeed
 from camshaft.distributed.data import ExactBatchSampler, Sequential, Shuffled, ShuffledWindows, Weighted
-from camshaft.distributed.data.sameness import SharedSeed
 from camshaft.distributed.topology import Topology
 from camshaft.engine import Engine, Events
 from tests.distributed.test_ranks import Somewhere, at_rank
@@ -312,7 +312,7 @@ def test_a_distributed_sampler_is_used_as_it_is_and_must_fit(on_rank_5_of_8):
     assert idist.auto_dataloader(range(100), sampler=fitting).sampler is fitting
     for wrong in (DistributedSampler(range(100), 8, 4), DistributedSampler(range(100), 6, 5)):
         with pytest.warns(
-            UserWarning, match=f"made for rank {wrong.rank} of {wrong.num_replicas}, but this is rank 5 of 8"
+            UserWarning, match=f"created for rank {wrong.rank} of {wrong.num_replicas}, but this is rank 5 of 8"
         ) as caught:
             assert idist.auto_dataloader(range(100), sampler=wrong).sampler is wrong
         assert [warning.filename for warning in caught] == [__file__]
@@ -374,7 +374,7 @@ def test_alone_a_batch_sampler_is_gone_on_with(batches):
     ],
 )
 def test_a_loader_that_does_not_deal_is_skipped_forward_with_a_warning(options):
-    with pytest.warns(UserWarning, match="2 batches are loaded and thrown away"):
+    with pytest.warns(UserWarning, match="skipping 2 batches to resume"):
         wanted, got = resumed(
             lambda: idist.auto_dataloader(range(12), **options), stop=14 if options["batch_size"] is None else 6
         )
@@ -383,10 +383,10 @@ def test_a_loader_that_does_not_deal_is_skipped_forward_with_a_warning(options):
 
 @on_ranks(2)
 def test_among_ranks_a_batch_sampler_is_skipped_forward_with_a_warning():
-    with pytest.warns(UserWarning, match="batch_sampler is used as it is|are loaded and thrown away") as caught:
+    with pytest.warns(UserWarning, match="batch_sampler is used as it is|skipping . batches to resume") as caught:
         wanted, got = resumed(lambda: idist.auto_dataloader(range(12), batch_sampler=FOURS))
     assert got == wanted
-    assert "2 batches are loaded and thrown away" in str(caught[-1].message)
+    assert "skipping 2 batches to resume" in str(caught[-1].message)
 
 
 def test_a_sampler_that_draws_another_order_is_refused_in_the_middle_of_an_epoch():
@@ -395,7 +395,7 @@ def test_a_sampler_that_draws_another_order_is_refused_in_the_middle_of_an_epoch
 
     wanted, got = resumed(over(range(8)), over(range(8)))
     assert got == wanted
-    with pytest.raises(ValueError, match="list gives other samples or another order now.*with the same sampler"):
+    with pytest.raises(ValueError, match="list yields other samples or another order now.*with the same sampler"):
         resumed(over(list(range(8))), over(list(range(8, 16))))
     assert resumed(over(list(range(8))), over(list(range(8, 16))), stop=8)[1][0] == [8, 9], "nothing of it was given"
 
@@ -408,24 +408,24 @@ def test_a_sampler_with_random_numbers_of_its_own_is_gone_on_with_if_it_seeds_th
     with at_rank(0, world_size):
         wanted, got = resumed(over(seeded=True), stop=4)
         assert got == wanted
-        with pytest.raises(ValueError, match=r"Epochs gives another order each time.*seed its own in set_epoch\(epoch"):
+        with pytest.raises(ValueError, match=r"Epochs yields another order each time.*seed its own in set_epoch\("):
             resumed(over(seeded=False), stop=4)
         assert len(resumed(over(seeded=False), stop=3)[1]) == 6
 
 
 WRONG = {
-    "list": ({"sampler": [0, 1, 12, 3]}, "the sampler gave index 12 at position 2, but the dataset has 10 samples"),
+    "list": ({"sampler": [0, 1, 12, 3]}, "the sampler yielded index 12 at position 2, but the dataset has 10 samples"),
     "negative": (
         {"sampler": [0, -1, 2, -3]},
-        "the sampler gave index -1 at position 1, but the dataset has 10 samples",
+        "the sampler yielded index -1 at position 1, but the dataset has 10 samples",
     ),
     "sampler": (
         {"sampler": RandomSampler(range(999))},
-        r"the sampler gave index \d+ at position \d, but the dataset has",
+        r"the sampler yielded index \d+ at position \d, but the dataset has",
     ),
     "batches": (
         {"batch_sampler": ExactBatchSampler([[0, 1], [12, 3]], None, num_replicas=1, rank=0)},
-        "the sampler gave index 12 at position 2",
+        "the sampler yielded index 12 at position 2",
     ),
 }
 
@@ -457,7 +457,7 @@ def test_indices_that_the_dataset_lacks_are_refused_on_all_ranks(what):
 
 
 def test_alone_a_plain_batch_sampler_is_checked_too():
-    with pytest.raises(ValueError, match="the sampler gave index -3 at position 3, but the dataset has 10 samples"):
+    with pytest.raises(ValueError, match="the sampler yielded index -3 at position 3, but the dataset has 10 samples"):
         list(idist.auto_dataloader(Plain(), batch_sampler=[[0, 1], [2, -3]]))
 
 
@@ -466,7 +466,7 @@ def test_alone_a_plain_batch_sampler_is_checked_too():
     "order", [Shuffled(12), Sequential(8), ShuffledWindows(11, 2), Weighted([1.0] * 12, 10), Weighted([1.0] * 9, 10)]
 )
 def test_an_order_of_more_or_fewer_samples_than_the_dataset_has_is_refused(world_size, order):
-    message = rf"the order is one of {order.num_samples} samples \(.*\), but the dataset has 10: make it for as many"
+    message = rf"the order is one of {order.num_samples} samples \(.*\), but the dataset has 10: create it for as many"
     with at_rank(0, world_size):
         with pytest.raises(ValueError, match=message):
             idist.auto_dataloader(Plain(), sampler=order, batch_size=4)
@@ -512,7 +512,7 @@ def test_an_iterable_dataset_is_the_business_of_the_user_and_the_log_says_so(on_
     assert isinstance(loader, DataLoader)
     assert loader.batch_size == 2
     assert not isinstance(loader.sampler, DistributedSampler)
-    assert "it must give each rank its own data" in caplog.text
+    assert "it must yield different samples on each rank" in caplog.text
 
 
 @on_ranks(2)
@@ -570,7 +570,7 @@ def test_streams_are_split_if_they_say_how_and_all_ranks_end_at_the_same_step():
         ({"batch_size": None, "drop_last": True}, ValueError, "mutually exclusive with drop_last"),
         ({"batch_size": -1}, ValueError, "batch_size should be a positive integer value"),
         ({"batches": 3}, TypeError, "unexpected keyword argument 'batches'"),
-        ({"sampler": [1, 2]}, ValueError, "2 samples cannot be dealt to 8 ranks"),
+        ({"sampler": [1, 2]}, ValueError, "2 samples cannot be distributed over 8 ranks"),
     ],
 )
 def test_conflicts_come_out_as_torch_tells_them(on_rank_5_of_8, arguments, error, message):
@@ -624,7 +624,7 @@ def test_memory_is_pinned_where_there_is_a_gpu_unless_told_otherwise():
 
 def test_on_xla_memory_is_not_pinned_and_the_backend_wraps_the_loader():
     with idist.use_backend(OnXla()):
-        with pytest.warns(UserWarning, match="pin_memory=True is of no use on XLA") as caught:
+        with pytest.warns(UserWarning, match="pin_memory=True has no effect on XLA") as caught:
             (loader,) = idist.auto_dataloader(range(30), pin_memory=True)
         assert [warning.filename for warning in caught] == [__file__]
         assert isinstance(loader, DataLoader)
@@ -645,7 +645,7 @@ def test_the_ranks_together_see_all_of_the_data_once():
 
 @on_ranks(3)
 def test_fewer_samples_than_ranks_are_refused():
-    with pytest.raises(ValueError, match="2 samples cannot be dealt to 3 ranks.*no more than 2 .*or more samples"):
+    with pytest.raises(ValueError, match="2 samples cannot be distributed over 3 ranks.*at most 2 .*or more samples"):
         idist.auto_dataloader(range(2), batch_size=6)
 
 
@@ -653,7 +653,7 @@ def test_fewer_samples_than_ranks_are_refused():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"dataset": []}, ValueError, "dataset must have a sample at least, got an empty list"),
+        ({"dataset": []}, ValueError, "dataset must have at least one sample, got an empty list"),
         ({"dataset": range(9), "shuffle": "yes"}, TypeError, "shuffle must be True, False or None, got 'yes'"),
         ({"dataset": range(9), "num_workers": None}, TypeError, "num_workers must be an integer, got None"),
         ({"dataset": range(9), "generator": 5}, TypeError, r"generator must be a torch\.Generator or None, got 5"),
@@ -667,7 +667,7 @@ def test_fewer_samples_than_ranks_are_refused():
         (
             {"dataset": range(9), "batch_size": 10, "drop_last": True},
             ValueError,
-            "drop_last=True leaves nothing of 9 samples, as one batch of all ranks takes 10: give a smaller batch_size",
+            "drop_last=True leaves nothing of 9 samples, as one batch of all ranks takes 10: pass a smaller batch_size",
         ),
         (
             {"dataset": range(99), "sampler": [5, 3, 4], "batch_size": 4, "drop_last": True},
@@ -699,7 +699,7 @@ def test_a_sequence_is_a_sampler_on_any_number_of_ranks():
 
 @on_ranks(2)
 def test_samples_without_batches_are_dealt_out_and_filled_up():
-    with pytest.warns(UserWarning, match="some are repeated; give a batch_size"):
+    with pytest.warns(UserWarning, match="some are repeated; pass a batch_size"):
         loader = idist.auto_dataloader(range(5), batch_size=None, shuffle=False)
     assert idist.all_gather(list(loader)) == [[0, 2, 4], [1, 3, 0]]
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import camshaft.distributed as idist
-from camshaft.distributed.data.prefetch import Prefetching, prefetch_to_device
+from camshaft.distributed.data import prefetch_to_device
 
 
 class Batches:
@@ -44,7 +44,7 @@ def test_memory_is_not_used_anew_while_a_step_still_reads_it():
 def test_the_host_waits_for_no_copy():
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for batch in Prefetching(list(Batches(10, pinned=True)), torch.device("cuda")):
+        for batch in prefetch_to_device(list(Batches(10, pinned=True)), "cuda"):
             batch["x"].add_(1.0)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -11,7 +11,7 @@ import torch
 
 from camshaft.engine import Engine, EventEnum, Events
 from camshaft.engine.lazy import LazyNumber
-from camshaft.handlers import csv_logger, global_step_from_engine
+from camshaft.handlers import file_logger, global_step_from_engine
 from camshaft.handlers.base_logger import (
     BaseLogger,
     BaseOptimizerParamsHandler,
@@ -85,7 +85,7 @@ def test_numbers_in_containers_and_tensors_are_found_with_their_path(value, expe
     ],
 )
 def test_what_is_no_number_is_left_out_with_a_warning(value, kind):
-    with pytest.warns(UserWarning, match=f"a/b is not logged, because it is a {kind}"):
+    with pytest.warns(UserWarning, match=f"a/b is not logged because it is a {kind}"):
         assert read(at(a={"b": value, "c": 1}), metric_names="all") == {("tag", "a", "c"): 1}
 
 
@@ -107,9 +107,9 @@ def test_metrics_outputs_and_attributes_come_in_this_order():
 
 
 def test_a_metric_or_attribute_that_is_missing_is_left_out_with_a_warning():
-    with pytest.warns(UserWarning, match=r"no metric 'acc' to log, but only \['loss'\]"):
+    with pytest.warns(UserWarning, match=r"metric 'acc' is not logged: state.metrics has \['loss'\]"):
         assert read(at(loss=1), metric_names=["acc", "loss"]) == {("tag", "loss"): 1}
-    with pytest.warns(UserWarning, match="speed is not logged, because it is a NoneType"):
+    with pytest.warns(UserWarning, match="speed is not logged because it is a NoneType"):
         assert read(at(), state_attributes=["speed"]) == {}
 
 
@@ -139,7 +139,7 @@ def test_any_integer_is_a_step(step):
 @pytest.mark.parametrize("step", [7.0, "7", None])
 def test_what_is_no_integer_is_no_step(step):
     handler = OutputHandler("tag", "all", global_step_transform=lambda engine, event: step)
-    with pytest.raises(TypeError, match="global_step_transform must give an integer"):
+    with pytest.raises(TypeError, match="global_step_transform must return an integer"):
         handler.global_step(at(), Events.COMPLETED)
 
 
@@ -188,7 +188,7 @@ def test_events_need_a_counter_which_may_be_the_engines_own(trainer):
     handler = OutputHandler("tag", "all")
     trainer.register_events(*Own, event_to_attr={Own.COUNTED: "words"})
     for event in (Own.UNCOUNTED, Events.EXCEPTION_RAISED, Events.COMPLETED | Own.UNCOUNTED):
-        with pytest.raises(RuntimeError, match=r"event_name must be an event that is counted"):
+        with pytest.raises(RuntimeError, match=r"event_name must be an event with a counter"):
             logger.attach(trainer, handler, event)
     assert not trainer.has_event_handler(handler)
     logger.attach(trainer, handler, Own.COUNTED)
@@ -294,7 +294,7 @@ def test_a_whitelist_is_of_prefixes_or_asked_for_each(whitelist):
     [
         (("model",), "model must be a torch.nn.Module, got str"),
         ((net(), 3), "reduction must be callable, got 3"),
-        ((net(), lambda tensor: tensor), "reduction must give a number or a tensor without dimensions"),
+        ((net(), lambda tensor: tensor), "reduction must return a number or a 0-d tensor"),
         ((net(), torch.norm, None, "0"), "whitelist must be a list of names or callable, got '0'"),
         ((net(), torch.norm, None, [0]), r"whitelist must be a list of names or callable, got \[0\]"),
     ],
@@ -406,17 +406,17 @@ def test_between_logging_events_nothing_is_read(monkeypatch):
 def test_tags_are_texts(tag):
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     with pytest.raises(TypeError, match=f"tag must be a str, got {tag}"):
-        csv_logger.OutputHandler(tag, "all")
+        file_logger.OutputHandler(tag, "all")
     if tag is None:
-        csv_logger.OptimizerParamsHandler(optimizer)
-        csv_logger.WeightsScalarHandler(torch.nn.Linear(1, 1))
+        file_logger.OptimizerParamsHandler(optimizer)
+        file_logger.WeightsScalarHandler(torch.nn.Linear(1, 1))
         return
     with pytest.raises(TypeError, match="tag must be a str, got 3"):
-        csv_logger.OptimizerParamsHandler(optimizer, tag=tag)
+        file_logger.OptimizerParamsHandler(optimizer, tag=tag)
     with pytest.raises(TypeError, match="tag must be a str, got 3"):
-        csv_logger.WeightsScalarHandler(torch.nn.Linear(1, 1), tag=tag)
+        file_logger.WeightsScalarHandler(torch.nn.Linear(1, 1), tag=tag)
 
 
 def test_parameters_of_an_optimizer_that_are_no_numbers_are_refused_at_once():
-    with pytest.raises(TypeError, match=r"param_name must be that of a number, got 'betas', which is \(0.9, 0.999\)"):
-        csv_logger.OptimizerParamsHandler(torch.optim.Adam([torch.zeros(1)]), "betas")
+    with pytest.raises(TypeError, match=r"param_name must name a number, got 'betas', which is \(0.9, 0.999\)"):
+        file_logger.OptimizerParamsHandler(torch.optim.Adam([torch.zeros(1)]), "betas")

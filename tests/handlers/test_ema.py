@@ -355,7 +355,7 @@ def test_a_lambda_may_set_the_momentum():
 
 def test_a_counter_of_the_engine_is_no_momentum():
     trainer = Engine(lambda engine, batch: None)
-    with pytest.raises(ValueError, match="name must not be 'iteration', by which the engine counts"):
+    with pytest.raises(ValueError, match="name must not be 'iteration', which is a counter of the engine"):
         EMAHandler(nn.Linear(1, 1)).attach(trainer, name="iteration")
     assert trainer.run([0, 0]).iteration == 2
 

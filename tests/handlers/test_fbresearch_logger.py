@@ -131,5 +131,5 @@ def test_on_ranks_only_the_first_writes():
 def test_what_is_no_logger_or_no_optimizer_is_refused():
     with pytest.raises(TypeError, match=r"logger must be a logging\.Logger, got 'text'"):
         FBResearchLogger("text")
-    with pytest.raises(TypeError, match="optimizer must be one of torch, got 3"):
+    with pytest.raises(TypeError, match="optimizer must be a torch optimizer, got 3"):
         FBResearchLogger(logging.getLogger(__name__)).attach(Engine(lambda engine, batch: None), "Train", optimizer=3)

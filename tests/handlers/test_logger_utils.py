@@ -8,7 +8,7 @@ import torch
 from camshaft.engine import Engine, Events
 from camshaft.handlers import logger_utils
 from camshaft.handlers.logger_utils import setup_csv_logging, setup_jsonl_logging, setup_tb_logging
-from tests.handlers.test_file_loggers import records
+from tests.handlers.test_file_logger import records
 from tests.handlers.test_tensorboard_logger import curve, reader
 
 
@@ -61,9 +61,12 @@ def test_several_by_tag_and_metrics_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optimizers": "sgd"}, "optimizers must be one, or a mapping of tags to them, got 'sgd'"),
-        ({"optimizers": {"a": optimizer(), "b": 3}}, "optimizers must be one, or a mapping of tags to them, got 3"),
-        ({"evaluators": [1]}, r"evaluators must be one, or a mapping of tags to them, got \[1\]"),
+        ({"optimizers": "sgd"}, "optimizers must be an optimizer, or a mapping of tags to optimizers, got 'sgd'"),
+        (
+            {"optimizers": {"a": optimizer(), "b": 3}},
+            "optimizers must be an optimizer, or a mapping of tags to optimizers, got 3",
+        ),
+        ({"evaluators": [1]}, r"evaluators must be an evaluator, or a mapping of tags to evaluators, got \[1\]"),
         ({"trainer_metric_names": "loss"}, "trainer_metric_names must be a list of names or 'all', got 'loss'"),
         ({"evaluator_metric_names": 3}, "evaluator_metric_names must be a list"),
     ],

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from camshaft import distributed as idist
 from camshaft.engine import Engine, Events, create_supervised_evaluator
 from camshaft.engine.lazy import LazyNumber
-from camshaft.handlers import attach_metrics, metric_exchange
+from camshaft.handlers import attach_metrics
+from camshaft.handlers import metrics as metrics_module
 from tests.ranks import on_ranks
 from tests.threads import on_threads
 from tests.torchvision_import import import_torchvision
@@ -241,7 +242,7 @@ def test_without_its_state_the_rest_of_the_epoch_counts_with_a_warning():
     engine = Engine(echo)
     attach_metrics(engine, {"sum": library.SumMetric()})
     engine.load_state_dict(saved["engine"])
-    with pytest.warns(UserWarning, match=r"\['sum'\] begin in the middle of epoch 2"):
+    with pytest.warns(UserWarning, match=r"\['sum'\] start in the middle of epoch 2"):
         assert engine.run(data[2:]).metrics == {"sum": 4.0}
 
 
@@ -280,8 +281,8 @@ def test_a_state_of_other_metrics_is_refused():
 @pytest.mark.parametrize("size", [2, 3])
 def test_uneven_ranks_are_exact_with_one_exchange(size, monkeypatch):
     calls = []
-    gather = metric_exchange.all_gather
-    monkeypatch.setattr(metric_exchange, "all_gather", lambda value: calls.append(idist.get_rank()) or gather(value))
+    gather = metrics_module.all_gather
+    monkeypatch.setattr(metrics_module, "all_gather", lambda value: calls.append(idist.get_rank()) or gather(value))
     scores, targets = samples(13)
     parts = {2: ((5, 1), (3, 4)), 3: ((4, 1), (1, 1), (3, 3))}[size]
     ends = torch.tensor([sum(part) for part in parts]).cumsum(0).tolist()

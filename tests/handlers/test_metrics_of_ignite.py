@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import logging
 import warnings
@@ -254,7 +253,6 @@ def test_over_gloo_metrics_that_collect_samples_are_refused():
     refuses_metrics_that_collect_samples()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py")
 def test_over_mpi_metrics_that_collect_samples_are_refused():
     code = (
         "import camshaft.distributed as idist; from tests.handlers import test_metrics_of_ignite as tests\n"

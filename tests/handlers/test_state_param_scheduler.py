@@ -187,7 +187,7 @@ def test_an_attribute_that_is_there_is_set():
 def test_an_attribute_that_is_there_is_not_new():
     trainer = Engine(lambda engine, batch: None)
     trainer.state.noise = 5.0
-    with pytest.raises(ValueError, match="has an attribute 'noise' already"):
+    with pytest.raises(ValueError, match="already has an attribute 'noise'"):
         KINDS["step"]().attach(trainer)
     trainer.run([0])
     assert trainer.state.noise == 5.0
@@ -195,7 +195,7 @@ def test_an_attribute_that_is_there_is_not_new():
 
 def test_an_attribute_that_is_not_there_is_made_with_a_warning():
     trainer = Engine(lambda engine, batch: None)
-    with pytest.warns(UserWarning, match="no attribute 'noise', so it is made"):
+    with pytest.warns(UserWarning, match="no attribute 'noise', so it is created"):
         ExpStateScheduler(8.0, 0.5, "noise").attach(trainer)
     assert trainer.state.noise is None
 
@@ -214,7 +214,7 @@ def test_what_does_not_fit_is_not_loaded():
         scheduler.load_state_dict({"event_index": 3, "param_name": "noise"})
     with pytest.raises(TypeError, match="must be a mapping"):
         scheduler.load_state_dict(3)
-    with pytest.raises(ValueError, match="made alike"):
+    with pytest.raises(ValueError, match="with the same arguments"):
         scheduler.load_state_dict({"event_index": 3, "param_name": "noise", "lambda_obj": 3})
     assert scheduler.event_index == 0
 
@@ -223,7 +223,7 @@ def test_what_does_not_fit_is_not_loaded():
     ("make", "error", "message"),
     [
         (lambda: LambdaStateScheduler(3, "noise"), ValueError, "lambda_obj must be callable, got 3"),
-        (lambda: LambdaStateScheduler(abs, 3), TypeError, "param_name must be a string"),
+        (lambda: LambdaStateScheduler(abs, 3), TypeError, "param_name must be a str"),
         (lambda: PiecewiseLinearStateScheduler([], "noise"), ValueError, "at least one pair"),
         (lambda: PiecewiseLinearStateScheduler([(0.5, 1)], "noise"), TypeError, "a milestone must be an integer"),
         (lambda: ExpStateScheduler("2", 0.5, "noise"), TypeError, "initial_value must be a number"),
@@ -241,7 +241,7 @@ def test_bad_input_is_refused(make, error, message):
 
 @pytest.mark.parametrize("name", ["iteration", "epoch"])
 def test_counters_of_the_engine_are_not_scheduled(name):
-    with pytest.raises(ValueError, match=f"param_name must not be '{name}', by which the engine counts"):
+    with pytest.raises(ValueError, match=f"param_name must not be '{name}', which is a counter of the engine"):
         ExpStateScheduler(1.0, 0.5, name).attach(Engine(lambda engine, batch: None))
 
 

@@ -24,7 +24,7 @@ from camshaft.handlers.tensorboard_logger import (
     WeightsScalarHandler,
 )
 from tests.handlers.parts import Memory, Part, at
-from tests.handlers.test_file_loggers import evaluated
+from tests.handlers.test_file_logger import evaluated
 from tests.ranks import on_ranks
 
 EPOCH_LENGTH = 4
@@ -260,7 +260,7 @@ def test_the_writer_of_tensorboardx_comes_with_a_warning(monkeypatch):
     other.__spec__ = importlib.machinery.ModuleSpec("tensorboardX", None)
     monkeypatch.setitem(sys.modules, "tensorboardX", other)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.warns(UserWarning, match="may be lost when the process is killed; pip install") as caught:
+    with pytest.warns(UserWarning, match="may be lost if the process is killed; pip install") as caught:
         assert TensorboardLogger(log_dir="here").writer.options == {"log_dir": "here"}
     assert caught[0].filename == __file__
 

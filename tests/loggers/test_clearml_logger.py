@@ -86,7 +86,7 @@ def test_checkpoints_are_models_whose_slots_are_used_again(tmp_path):
         try:
             ClearMLSaver(dirname="saved")
         except RuntimeError as error:
-            assert "there is no task" in str(error)
+            assert "there is no ClearML task" in str(error)
         else:
             raise AssertionError
         with {NEW} as logger:
@@ -103,8 +103,8 @@ def test_checkpoints_are_models_whose_slots_are_used_again(tmp_path):
                 warnings.simplefilter("always")
                 saver({{}}, "bare.pt")
                 unnamed = ClearMLSaver(logger)
-            assert "called 'checkpoint'" in str(caught[0].message)
-            assert f"temporary folder {{unnamed.dirname}}" in str(caught[1].message)
+            assert "named 'checkpoint'" in str(caught[0].message)
+            assert f"temporary directory {{unnamed.dirname}}" in str(caught[1].message)
             unnamed.dirname.rmdir()
             found = {{name: one.metadata["filename"] for name, one in logger.get_task().artifacts.items()}}
             assert found == {{"model_0": "model_16.pt", "model_1": "model_8.pt", "model_2": "model_12.pt",

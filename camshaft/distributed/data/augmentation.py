@@ -1,7 +1,8 @@
-"""Random numbers of augmentation that follow from the sample, not from which worker loads it and what came before."""
+"""A loader whose random augmentation follows from the sample, not from the worker that loads it or what came before."""
 
 from __future__ import annotations
 
+import copy
 import operator
 import random
 import sys
@@ -10,23 +11,35 @@ from contextlib import contextmanager
 from ctypes import memmove, string_at
 from functools import partial
 from hashlib import sha256
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate, get_worker_info
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 
-from camshaft.distributed.data.randomness import key_of
+from camshaft.distributed.data.permutation import key_of
 
 _BITS = 2**64 - 1
 _MT19937_BYTES = 625 * 4  # 624 words and the place in them
 _OF_BATCH, _OF_COLLATE = 0, 1
 
+Sample = TypeVar("Sample", covariant=True)
+
 
 class Indices(list[Any]):
-    """The indices of a batch, and what the random numbers for its samples follow from.
+    """The indices of a batch, with the seed and the epoch that the random numbers for its samples follow from.
 
     Args:
-        indices: what the dataset is asked for, one by one.
+        indices: passed to the dataset one by one.
         seed: of the run.
         epoch: the pass over the dataset.
 
@@ -42,23 +55,82 @@ class Indices(list[Any]):
         self.seed, self.epoch = seed, epoch
 
 
-class SeededFetching:
-    """Stand in for a dataset in a loader: fetch and collate a batch with generators that are seeded for it.
+class SeededLoader(DataLoader[Sample]):
+    """A ``DataLoader`` whose samples follow from seed, epoch and index, also where they are made of random numbers.
+
+    This holds for batch samplers that yield :class:`Indices`, with any number of workers, persistent or not, and from
+    any place in an epoch: see :class:`_SeededFetching`. The random states of the main process do not change, and those
+    with which torch seeds new workers come from the batch sampler's ``seed`` and ``epoch``, if it has them. For other
+    batch samplers, and for datasets that hold their samples ready and are collated in torch's way, this is a
+    ``DataLoader``.
+
+    ``batch_size``, ``drop_last`` and ``sampler`` are those of the batch sampler.
+
+    Args:
+        dataset: the dataset.
+        args, kwargs: for ``torch.utils.data.DataLoader``.
+
+    >>> class Noise(Dataset[float]):
+    ...     def __getitem__(self, index: int) -> float:
+    ...         return torch.rand(()).item()
+    >>> batches = [Indices([0, 1], seed=17, epoch=1), Indices([2, 0], seed=17, epoch=1)]
+    >>> first, second = SeededLoader(Noise(), batch_sampler=batches)
+    >>> bool(first[0] == second[1]), bool(first[0] == first[1])
+    (True, False)
+    """
+
+    def __init__(self, dataset: Dataset[Sample], *args: Any, **kwargs: Any) -> None:
+        super().__init__(dataset, *args, **kwargs)
+        if self.batch_size is None and self.batch_sampler is not None:  # torch leaves them unset
+            for name in ("batch_size", "drop_last", "sampler"):
+                if hasattr(self.batch_sampler, name):
+                    vars(self)[name] = getattr(self.batch_sampler, name)
+
+    def _get_iterator(self) -> Any:
+        if self.batch_sampler is None or isinstance(self.dataset, IterableDataset):
+            return super()._get_iterator()
+        # an iterator reads all it needs from the loader when it is created: so it may be created from another one
+        seeding = copy.copy(self)
+        attributes = vars(seeding)
+        if not is_ready(self.dataset) or self.collate_fn is not default_collate:
+            attributes["dataset"] = _SeededFetching(self.dataset, self.collate_fn)
+            attributes["collate_fn"] = _collated_already
+            attributes["worker_init_fn"] = partial(_init_worker, self.worker_init_fn)
+        seed, epoch = (getattr(self.batch_sampler, name, None) for name in ("seed", "epoch"))
+        if self.generator is None and isinstance(seed, int) and isinstance(epoch, int):
+            generator = torch.Generator(device=torch.get_default_device())  # torch draws with it there
+            attributes["generator"] = generator.manual_seed(key_of(seed, epoch))
+        return DataLoader._get_iterator(seeding)
+
+
+def _collated_already(batch: Any) -> Any:
+    return batch
+
+
+def _init_worker(init: Callable[[int], object] | None, worker_id: int) -> None:
+    """Make ``get_worker_info`` show the user's dataset in a new worker, and call the user's function there."""
+    info: Any = get_worker_info()
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # it forbids changes
+    if init is not None:
+        init(worker_id)
+
+
+class _SeededFetching:
+    """Replaces a dataset in a loader: fetches and collates a batch with generators that are seeded for it.
 
     Python's ``random``, NumPy's and torch's CPU generator are seeded for each sample with the seed, the epoch and the
-    index. A dataset that fetches whole batches (``__getitems__``) is called once for a batch, and collating is one
-    call in any case: for these, the generators are seeded with all indices of the batch, so what is drawn there
-    repeats only in a batch of the same samples; torch's own collating draws nothing. In the main process all three are
-    put back after each batch.
+    index. A dataset that fetches whole batches (``__getitems__``) is called once per batch, and so is collating: for
+    these, the generators are seeded with all indices of the batch, so what is drawn there repeats only in a batch of
+    the same samples; torch's own collating draws nothing. In the main process all three are restored after each batch.
 
     A batch of plain indices is fetched as torch does it, and nothing is seeded.
 
-    Seeding takes about 10 us a sample, half of it for Python: each generator fills 624 words. It cannot be left until
-    a sample is seen to draw: one that puts the generators back, or asks for their seed, would not be seen. Putting
-    back takes about 30 us a batch.
+    Seeding takes about 10 us per sample, half of it for Python: each generator fills 624 words. It cannot wait for a
+    sample that draws: one that restores the generators, or asks for their seed, would go unnoticed. Restoring takes
+    about 30 us per batch.
 
     Args:
-        dataset: the dataset, map-style.
+        dataset: a map-style dataset.
         collate: makes a batch of a list of samples.
     """
 
@@ -70,10 +142,14 @@ class SeededFetching:
     def __getitems__(self, indices: Sequence[Any]) -> Any:
         if not isinstance(indices, Indices):
             return self.collate(self._fetch(indices))
-        if get_worker_info() is not None:
+        if get_worker_info() is not None:  # where torch has imported numpy.random, and nothing needs to be restored
             return self._seeded(indices)
-        with kept_generators():
-            return self._seeded(indices)
+        had_numpy = "numpy.random" in sys.modules
+        with preserved_generators():
+            batch = self._seeded(indices)
+        if not had_numpy and "numpy.random" in sys.modules:  # imported by a sample just now, so not seeded
+            return self.__getitems__(indices)
+        return batch
 
     def _fetch(self, indices: Sequence[Any]) -> Any:
         if getattr(self.dataset, "__getitems__", None):
@@ -104,7 +180,7 @@ class SeededFetching:
 
 
 def is_ready(dataset: Any) -> bool:
-    """Tell whether a dataset surely holds its samples, and so draws no random numbers when it is asked for one."""
+    """Return True if a dataset is known to hold its samples, so that fetching one draws no random numbers."""
     kind = type(dataset)  # a subclass may do anything
     if kind is TensorDataset:
         return all(map(is_ready, dataset.tensors))
@@ -116,7 +192,7 @@ def is_ready(dataset: Any) -> bool:
 
 
 def fetches_batches(dataset: Any) -> bool:
-    """Tell whether a dataset fetches a batch at once, rather than hand on each index to one that does not."""
+    """Return True if a dataset fetches whole batches, rather than pass each index to one that does not."""
     fetch = getattr(type(dataset), "__getitems__", None)
     if fetch is Subset.__getitems__:
         return fetches_batches(dataset.dataset)
@@ -127,7 +203,7 @@ def fetches_batches(dataset: Any) -> bool:
 
 
 def mixed(key: int, number: int) -> int:
-    """Give 64 random bits: those of :func:`random_bits`, for one number and without tensors."""
+    """Return 64 random bits: those of :func:`random_bits`, for one number and without tensors."""
     bits = (key + number * 0x9E3779B97F4A7C15) & _BITS
     bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & _BITS
     bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & _BITS
@@ -135,25 +211,25 @@ def mixed(key: int, number: int) -> int:
 
 
 def seed_generators(bits: int) -> None:
-    """Seed Python's ``random``, torch's CPU generator and, if it is in use, NumPy's with 64 random bits.
+    """Seed Python's ``random``, torch's CPU generator and, if it was imported, NumPy's with 64 random bits.
 
-    torch and NumPy make the same numbers of the same 32 bits, and pay no heed to more: each gets a half.
+    torch and NumPy draw the same numbers from the same 32 bits, and ignore the others: each gets a half.
     """
     random.seed(bits)
     torch.default_generator.manual_seed(bits & 0xFFFFFFFF)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(bits >> 32)
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:  # importing it takes 10 ms
+        numpy_random.seed(bits >> 32)
 
 
 @contextmanager
-def kept_generators() -> Iterator[None]:
-    """Put back what :func:`seed_generators` seeds, also after an error.
+def preserved_generators() -> Iterator[None]:
+    """Restore what :func:`seed_generators` seeds, also after an error.
 
     This is ``preserved_random_state`` without devices, in a tenth of the time: it is done for each batch.
     """
     python, torchs = random.getstate(), torch.default_generator.get_state()
-    numpy = sys.modules.get("numpy")
-    restore_numpy = _restorer_of_numpy(numpy.random) if numpy is not None else None
+    numpy_random = sys.modules.get("numpy.random")
+    restore_numpy = None if numpy_random is None else _restorer_of_numpy(numpy_random)
     try:
         yield
     finally:
@@ -164,11 +240,11 @@ def kept_generators() -> Iterator[None]:
 
 
 def _restorer_of_numpy(numpy_random: Any) -> Callable[[], None]:
-    """Note the state of NumPy's generator, and give what puts it back.
+    """Capture the state of NumPy's generator; return a function that restores it.
 
     ``get_state`` and ``set_state`` go through the words of a Mersenne twister one by one, which takes 0.2 ms; here
     they are copied at once. That leaves the second half of a Gaussian pair, which NumPy keeps beside them: if there
-    is one, it is what the next Gaussian is, and the twister does not move.
+    is one, it is the next Gaussian, and the twister does not move.
     """
     generator = numpy_random.get_bit_generator() if hasattr(numpy_random, "get_bit_generator") else None
     if not isinstance(generator, numpy_random.MT19937):
@@ -189,7 +265,7 @@ def _restorer_of_numpy(numpy_random: Any) -> Callable[[], None]:
 
 
 def _number(index: Any) -> int:
-    """Give an index as an integer; one that is none, such as a name, by its text."""
+    """Return an index as an integer; other keys, such as names, are hashed by their text."""
     try:
         return operator.index(index)
     except TypeError:

@@ -1,4 +1,4 @@
-"""The order of the samples in an epoch: a function of the seed, the epoch and the position, one class a policy."""
+"""The order of the samples in an epoch: a function of seed, epoch and position. One class per policy."""
 
 from __future__ import annotations
 
@@ -11,43 +11,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from camshaft.distributed.data.permutation import BLOCK, Permutation, check_count, check_positions
-from camshaft.distributed.data.randomness import VERSION, key_of, random_bits, shifted_right
+from camshaft.distributed.data.permutation import (
+    BLOCK,
+    VERSION,
+    Permutation,
+    check_count,
+    check_positions,
+    key_of,
+    random_bits,
+    shifted_right,
+)
 
-_permutation = lru_cache(maxsize=16)(Permutation)  # making one takes as long as some thousand positions
+_permutation = lru_cache(maxsize=16)(Permutation)  # creating one takes as long as some thousand positions
 
 
 class Order(ABC):
-    """Says which sample stands at each position of an epoch, and remembers nothing.
+    """Maps each position of an epoch to a sample, without any state.
 
-    A policy has ``length``, the number of positions of an epoch; gives the samples at some positions (``_at``);
-    and describes itself.
+    A policy has ``length``, the number of positions in an epoch, returns the samples at some positions (``_at``), and
+    describes itself.
     """
 
     length: int
 
     @property
     def num_samples(self) -> int:
-        """As many as there are positions, unless a policy says otherwise."""
+        """The number of samples; the same as the number of positions, unless a policy overrides it."""
         return self.length
 
     @abstractmethod
     def describe(self) -> str:
-        """Say in a few words what decides the order besides seed and epoch.
+        """Return a short text that differs wherever the order differs, apart from seed and epoch.
 
-        It is saved with a position: to go on there under another description would train on the wrong samples.
+        It is saved with a position: resuming there under another description would train on the wrong samples.
         """
 
     @abstractmethod
     def _at(self, seed: int, epoch: int, positions: Tensor) -> Tensor:
-        """Do what ``at`` does, for positions that are checked, and not more than ``BLOCK`` of them."""
+        """Do what ``at`` does, for at most ``BLOCK`` positions that are already checked."""
 
     def at(self, seed: int, epoch: int, positions: Tensor) -> Tensor:
-        """Give the samples at any positions of an epoch.
+        """Return the samples at any positions of an epoch.
 
         Args:
-            seed: any integer; each gives other orders.
-            epoch: any integer; each gives another order.
+            seed: any integer; each has different orders.
+            epoch: any integer; each has a different order.
             positions: int64 in [0, length), of shape (k,).
 
         Returns:
@@ -61,7 +69,7 @@ class Order(ABC):
         return self._in_blocks(seed, epoch, len(positions), lambda begin, end: positions[begin:end])
 
     def indices(self, seed: int, epoch: int, begin: int, end: int) -> Tensor:
-        """Give the samples at the positions from ``begin`` up to ``end`` of an epoch; see :meth:`at`.
+        """Return the samples at the positions from ``begin`` up to ``end`` of an epoch; see :meth:`at`.
 
         >>> Shuffled(10).indices(seed=0, epoch=1, begin=0, end=4)
         tensor([0, 3, 5, 1])
@@ -85,7 +93,7 @@ class Order(ABC):
 
 @dataclass(frozen=True)
 class Sequential(Order):
-    """The samples as they are, in every epoch.
+    """The samples in their own order, in every epoch.
 
     >>> Sequential(10).indices(seed=0, epoch=1, begin=2, end=5)
     tensor([2, 3, 4])
@@ -97,7 +105,7 @@ class Sequential(Order):
         check_count("length", self.length)
 
     def describe(self) -> str:
-        """Say so."""
+        """Return the policy and the length."""
         return f"sequential, {self.length} samples"
 
     def _at(self, seed: int, epoch: int, positions: Tensor) -> Tensor:
@@ -106,7 +114,7 @@ class Sequential(Order):
 
 @dataclass(frozen=True)
 class Shuffled(Order):
-    """All samples in a random order, another one in each epoch; nobody holds it.
+    """All samples in a random order, a different one in each epoch, which is never held in memory.
 
     >>> Shuffled(5).indices(seed=0, epoch=1, begin=0, end=5).sort().values
     tensor([0, 1, 2, 3, 4])
@@ -118,7 +126,7 @@ class Shuffled(Order):
         check_count("length", self.length)
 
     def describe(self) -> str:
-        """Name the length."""
+        """Return the policy and the length."""
         return f"shuffled, {self.length} samples, version {VERSION}"
 
     def _at(self, seed: int, epoch: int, positions: Tensor) -> Tensor:
@@ -127,11 +135,11 @@ class Shuffled(Order):
 
 @dataclass(frozen=True)
 class ShuffledWindows(Order):
-    """The windows of the data in a random order, and the samples within each: for disks that seek slowly.
+    """The windows of the data in a random order, and the samples within each: for storage that seeks slowly.
 
     Args:
         length: the number of samples.
-        window: how many samples that lie together are read together; the last window may be shorter.
+        window: how many neighbouring samples are read together; the last window may be shorter.
 
     >>> ShuffledWindows(8, window=3).indices(seed=0, epoch=1, begin=0, end=8)
     tensor([7, 6, 3, 4, 5, 1, 0, 2])
@@ -145,7 +153,7 @@ class ShuffledWindows(Order):
         check_count("window", self.window)
 
     def describe(self) -> str:
-        """Name the length, and that of a window."""
+        """Return the policy, the length, and that of a window."""
         return f"shuffled in windows of {self.window}, {self.length} samples, version {VERSION}"
 
     def _at(self, seed: int, epoch: int, positions: Tensor) -> Tensor:
@@ -154,7 +162,7 @@ class ShuffledWindows(Order):
         key, windows_key, window_key, rest_key = (key_of(seed, epoch, *vars(self).values(), use) for use in range(4))
         begin = key % (full + 1) * window  # of the shorter window, which may come anywhere between the others
         end = begin + rest
-        others = (positions - rest * (positions >= end)).clamp_(max=full * window - 1)  # as if it were not there
+        others = (positions - rest * (positions >= end)).clamp_(max=full * window - 1)  # as if it were absent
         places = others // window
         windows = _permutation(full, windows_key)(places)
         indices = _permutation(window, window_key)(others - places * window, windows) + windows * window
@@ -166,18 +174,18 @@ class ShuffledWindows(Order):
 
 
 class Weighted(Order):
-    """Samples drawn with replacement, each as often as its weight says; some come several times, some never.
+    """Samples drawn with replacement, in proportion to their weights; some come several times, some never.
 
     Args:
-        weights: one for each sample, not negative, and one at least above zero; a tensor or a sequence of numbers.
-        length: how many are drawn in an epoch; None for as many as there are weights.
+        weights: one for each sample, not negative, and at least one above zero; a tensor or a sequence of numbers.
+        length: how many are drawn in an epoch; ``None`` for as many as there are weights.
 
     >>> Weighted([0.0, 0.0, 3.0, 0.0], length=5).indices(seed=0, epoch=1, begin=0, end=5)
     tensor([2, 2, 2, 2, 2])
     """
 
     def __init__(self, weights: Tensor | Sequence[float], length: int | None = None) -> None:
-        checked = _checked(weights)
+        checked = _checked_weights(weights)
         self.length = len(checked) if length is None else length
         check_count("length", self.length)
         self._num_weights, self._fingerprint = len(checked), _fingerprint(checked)
@@ -185,11 +193,11 @@ class Weighted(Order):
 
     @property
     def num_samples(self) -> int:
-        """As many as there are weights."""
+        """The number of weights."""
         return self._num_weights
 
     def describe(self) -> str:
-        """Name the numbers of draws and of weights, and a hash of the weights."""
+        """Return the policy, the numbers of draws and weights, and a hash of the weights."""
         return f"weighted, {self.length} of {self._num_weights} samples, weights {self._fingerprint}, version {VERSION}"
 
     def _at(self, seed: int, epoch: int, positions: Tensor) -> Tensor:
@@ -198,8 +206,8 @@ class Weighted(Order):
         return torch.searchsorted(self._upper_ends, uniform * self._upper_ends[-1], right=True)
 
 
-def _checked(weights: Any) -> Tensor:
-    """Give weights as a float64 tensor."""
+def _checked_weights(weights: Any) -> Tensor:
+    """Return weights as a float64 tensor."""
     try:
         dtype = None if hasattr(weights, "dtype") else torch.float64
         values = torch.as_tensor(weights, dtype=dtype, device="cpu").detach()
@@ -215,12 +223,12 @@ def _checked(weights: Any) -> Tensor:
         where = int(wrong.nonzero()[0])
         raise ValueError(f"weights must be finite and not negative, got {values[where].item()} at {where}")
     if not values.any():
-        raise ValueError(f"weights must have one above zero at least, got {len(values)} zeros")
+        raise ValueError(f"at least one of the weights must be above zero, got {len(values)} zeros")
     return values
 
 
 def _fingerprint(weights: Tensor) -> str:
-    """Hash numbers and their places: 16 hexadecimal digits."""
+    """Hash numbers and their places to 16 hexadecimal digits."""
     total = 0
     for start in range(0, len(weights), BLOCK):
         bits = weights[start : start + BLOCK].view(torch.int64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import HandlerEvents
+from camshaft.engine.events import HandlerEvents
 
 
 class CheckpointEvents(HandlerEvents):

@@ -8,9 +8,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from camshaft.engine.engine import Engine
-from camshaft.engine.event import Events
-from camshaft.engine.running import outermost
+from camshaft.engine.engine import Engine, outermost_engine
+from camshaft.engine.events import Events
 from camshaft.handlers.checkpoint import record
 from camshaft.handlers.checkpoint.events import CheckpointEvents, announce
 from camshaft.handlers.checkpoint.later import Later
@@ -31,7 +30,7 @@ from camshaft.handlers.checkpoint.resuming import resume
 from camshaft.handlers.checkpoint.savers import BaseSaveHandler, DiskSaver
 from camshaft.handlers.checkpoint.scores import ScoreFunction, score_of_metric
 from camshaft.handlers.checkpoint.writer import is_writer
-from camshaft.handlers.checks import check_callable, check_text
+from camshaft.handlers.utils import check_callable, check_text
 
 _ENDS = Events.TERMINATE | Events.COMPLETED | Events.INTERRUPT | Events.EXCEPTION_RAISED
 StepTransform = Callable[[Engine[Any, Any], Any], Any]
@@ -193,7 +192,7 @@ class Checkpoint(Recorded):
             if dropped is not None:
                 self._remove(dropped)
 
-        self._claim(filename, is_over=(outermost() or engine).last_event_name in _ENDS)
+        self._claim(filename, is_over=(outermost_engine() or engine).last_event_name in _ENDS)
         if later is None or not self._has_work:
             save(checkpoint)
             announce(engine)

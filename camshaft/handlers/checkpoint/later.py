@@ -6,9 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from camshaft.engine.event import Events, FailureEvents
-from camshaft.engine.handle import RemovableEventHandle
-from camshaft.engine.running import outermost
+from camshaft.engine.engine import outermost_engine
+from camshaft.engine.events import Events, FailureEvents, RemovableEventHandle
 from camshaft.handlers.checkpoint.background import Background
 from camshaft.handlers.checkpoint.staging import Staging
 
@@ -61,7 +60,7 @@ class Later:
             save(copied)
 
         self._background.start(work, then=then)
-        engine = outermost()
+        engine = outermost_engine()
         if engine is None:
             return  # whoever asks for what was saved waits
         if engine.last_event_name in _ENDS:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from camshaft.handlers.optional import load_optional
+from camshaft.handlers.utils import load_optional
 
 SUFFIX = ".safetensors"
 

@@ -1,21 +1,21 @@
-"""Schedules for learning rates, other parameters of optimizers, and batch sizes."""
+"""Schedulers of learning rates, other parameters of optimizers, and batch sizes."""
 
 from __future__ import annotations
 
-from camshaft.handlers.param_scheduler.base import BaseParamScheduler
+from camshaft.handlers.param_scheduler.base import BaseParamScheduler, ParamScheduler
 from camshaft.handlers.param_scheduler.batch_size import BatchSizeScheduler
-from camshaft.handlers.param_scheduler.concat import ConcatScheduler
-from camshaft.handlers.param_scheduler.cyclical import (
+from camshaft.handlers.param_scheduler.combined import (
+    ConcatScheduler,
+    ParamGroupScheduler,
+    create_lr_scheduler_with_warmup,
+)
+from camshaft.handlers.param_scheduler.curves import (
     CosineAnnealingScheduler,
     CyclicalScheduler,
     LinearCyclicalScheduler,
+    PiecewiseLinear,
 )
-from camshaft.handlers.param_scheduler.group import ParamGroupScheduler
-from camshaft.handlers.param_scheduler.lr_scheduler import LRScheduler
-from camshaft.handlers.param_scheduler.param import ParamScheduler
-from camshaft.handlers.param_scheduler.piecewise import PiecewiseLinear
-from camshaft.handlers.param_scheduler.plateau import ReduceLROnPlateauScheduler
-from camshaft.handlers.param_scheduler.warmup import create_lr_scheduler_with_warmup
+from camshaft.handlers.param_scheduler.torch_schedulers import LRScheduler, ReduceLROnPlateauScheduler
 
 __all__ = [
     "BaseParamScheduler",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import Events
+from camshaft.engine.events import Events
 from camshaft.handlers.time_profilers.flow import FIRST, LAST, Flow, Hook, Hooks, Samples
 from camshaft.handlers.time_profilers.tables import Statistics, name_of, write_table
 

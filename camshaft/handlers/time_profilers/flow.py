@@ -9,9 +9,8 @@ from time import perf_counter
 from typing import Any
 
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import Events
-from camshaft.engine.handle import RemovableEventHandle
-from camshaft.handlers.checks import check_engine
+from camshaft.engine.events import Events, RemovableEventHandle
+from camshaft.handlers.utils import check_engine
 
 FIRST, LAST = -(2**100), 2**100
 """Orders of measuring hooks: before and after all handlers of an event, also those at ``sys.maxsize``."""

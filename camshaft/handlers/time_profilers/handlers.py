@@ -10,8 +10,8 @@ from time import perf_counter
 from typing import Any
 
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import Events, FailureEvents
-from camshaft.engine.plan import Invocation, Registration
+from camshaft.engine.events import Events, FailureEvents
+from camshaft.engine.registration import Invocation, Registration
 from camshaft.handlers.time_profilers.flow import Flow, Hooks
 from camshaft.handlers.time_profilers.tables import Statistics, name_of, write_table
 
@@ -147,7 +147,7 @@ class HandlersTimeProfiler:
             return call
         calls = self._calls.setdefault(registration.serial, Calls(name_of(handler), getattr(event, "name", event)))
         flow, seconds = self._flow, calls.seconds
-        is_filtered = registration.filter is not None or registration._asks is not None
+        is_filtered = registration.is_filtered
 
         def timed(engine: Engine[Any, Any]) -> Any:
             outer, flow.nested = flow.nested, 0.0

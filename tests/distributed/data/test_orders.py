@@ -230,7 +230,7 @@ def test_descriptions_tell_apart_what_gives_other_samples() -> None:
         (lambda: Weighted([1.0, -0.5]), ValueError, "weights must be finite and not negative, got -0.5 at 1"),
         (lambda: Weighted([1.0, float("nan")]), ValueError, "not negative, got nan at 1"),
         (lambda: Weighted([float("inf"), 1.0]), ValueError, "not negative, got inf at 0"),
-        (lambda: Weighted([0.0, 0.0]), ValueError, "weights must have one above zero at least, got 2 zeros"),
+        (lambda: Weighted([0.0, 0.0]), ValueError, "at least one of the weights must be above zero, got 2 zeros"),
         (lambda: Weighted(["a"]), TypeError, r"weights must be a tensor or a sequence of numbers, got \['a'\]"),
         (lambda: Weighted(None), TypeError, "weights must be a tensor or a sequence of numbers, got None"),
         (lambda: Weighted([[1.0], 2.0]), TypeError, "weights must be a tensor or a sequence of numbers"),

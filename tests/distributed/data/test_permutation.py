@@ -1,7 +1,8 @@
-"""A permutation holds each element once, is the same again in any parts, and looks like drawn by chance."""
+"""A permutation holds each element once, is the same in any blocks, and looks random."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from itertools import permutations
 
@@ -11,9 +12,147 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from camshaft.distributed.data.permutation import BLOCK, LARGEST, SORTED, Permutation
-from camshaft.distributed.data.randomness import key_of
+from camshaft.distributed.data.permutation import (
+    BLOCK,
+    LARGEST,
+    SORTED,
+    FeistelNetwork,
+    Permutation,
+    key_of,
+    random_bits,
+    shifted_right,
+    signed,
+)
 from tests.distributed.data.chance import histogram, looks_random
+
+# --- keys and random bits ----------------------------------------------------------------------------------------
+
+# the first numbers of SplitMix64 from the state 1234567, as other implementations give them
+SPLITMIX = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+SEEDS = [0, 1, -1, 2, 10, 16, 2**32, 2**63, -(2**63), 2**64, 2**64 + 1, -(2**64), 10**5000, 10**5000 + 1]
+
+
+def test_the_numbers_are_those_of_splitmix() -> None:
+    bits = random_bits(1234567, torch.arange(1, 6))
+    assert [number % 2**64 for number in bits.tolist()] == SPLITMIX
+
+
+def test_a_tensor_of_keys_is_as_each_key_alone() -> None:
+    keys, counters = torch.tensor([[3], [-4]]), torch.arange(-5, 5)
+    bits = random_bits(keys, counters)
+    assert torch.equal(bits, torch.stack([random_bits(3, counters), random_bits(-4, counters)]))
+    assert torch.equal(bits[1], random_bits(2**64 - 4, counters))
+
+
+def test_each_bit_is_as_often_set_as_not_and_depends_on_no_other() -> None:
+    bits = random_bits(key_of(0), torch.arange(20_000))
+    places = [shifted_right(bits, place) & 1 for place in range(1, 64)] + [bits & 1]
+    for one, other in itertools.pairwise(places):
+        assert looks_random(histogram(2 * one + other, 4))
+    for one in places:
+        assert looks_random(histogram(2 * one[1:] + one[:-1], 4))
+
+
+def test_keys_of_different_numbers_differ() -> None:
+    numbers = [*itertools.product(SEEDS, range(3)), *((seed,) for seed in SEEDS), ()]
+    keys = [key_of(*some) for some in numbers]
+    assert len(set(keys)) == len(numbers)
+    assert all(0 <= key < 2**64 for key in keys)
+
+
+def test_keys_stay_what_they_are() -> None:
+    """A position saved by an earlier version goes on with the same samples."""
+    assert [key_of(0, 0), key_of(1, 2), key_of(-1, 2**64)] == [
+        18155624764998497171,
+        2998336559307561463,
+        17014288614703852444,
+    ]
+
+
+def test_what_is_no_integer_makes_no_key() -> None:
+    with pytest.raises(TypeError, match="integer"):
+        key_of(0, 1.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("number", "expected"), [(0, 0), (127, 127), (128, -128), (255, -1), (256, 0), (-129, 127)])
+def test_integers_wrap_around(number: int, expected: int) -> None:
+    assert signed(number, 8) == expected
+
+
+def test_zeros_are_shifted_in() -> None:
+    assert shifted_right(torch.tensor([-1, -(2**63), 8]), 3).tolist() == [2**61 - 1, 2**60, 1]
+
+
+# --- the network -------------------------------------------------------------------------------------------------
+
+SIZES = [3, 4, 5, 100, 16385, 2**15, 10**6, 2**31 + 1, 10**12, 2**61 - 1, 2**61 + 1, 2**62]
+KEY = 0x123456789ABCDEF
+
+
+def hashed(half: int, key: int) -> int:
+    mixed = signed(key + half * 0x7FEB352D, 32)
+    return signed((mixed ^ (mixed >> 15)) * 0x846CA68B, 32)
+
+
+def mapped_one_by_one(n: int, value: int, member: int | None) -> int:
+    """Do in integers of any size what the network does in int32."""
+    num_bits = (n - 1).bit_length() // 2
+    num_left, half = -(-n // 2**num_bits), 2**num_bits // 2
+    keys = [key >> 32 for key in random_bits(KEY, torch.arange(-6, 0)).tolist()]
+    high = low = 0
+    if member is not None:
+        bits = int(random_bits(KEY, torch.tensor(member)))
+        high, low = bits >> 32, signed(bits, 32)
+    left, right = value >> num_bits, value % (2 * half) - half
+    for right_key, left_key in zip(keys[::2], keys[1::2], strict=True):
+        down = int((hashed(right, right_key + high) | -(2**31)) * (num_left / 2**31))
+        left = (left + down) % num_left
+        right ^= hashed(left, left_key + low) >> (32 - num_bits)
+    return (left << num_bits) + right + half
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_tensors_give_what_plain_integers_give(n: int) -> None:
+    network = FeistelNetwork(n, KEY)
+    assert n <= network.size < n + 2 * n**0.5
+    values = [value % network.size for value in (0, 1, 2, n // 3, n - 1, -1, *range(10**9, 10**20, 10**18 + 7))]
+    members = [index * 1_000_003 for index in range(len(values))]
+    expected = [mapped_one_by_one(n, value, None) for value in values]
+    assert network(torch.tensor(values)).tolist() == expected
+    expected = [mapped_one_by_one(n, value, member) for value, member in zip(values, members, strict=True)]
+    assert network(torch.tensor(values), torch.tensor(members)).tolist() == expected
+    assert all(0 <= value < network.size for value in expected)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(3, 40_000), st.integers(0, 2**64 - 1), st.none() | st.integers(0, 2**62))
+def test_each_value_of_the_range_comes_once(n: int, key: int, member: int | None) -> None:
+    network = FeistelNetwork(n, key)
+    values = torch.arange(network.size)
+    given_back = network(values, None if member is None else torch.full_like(values, member))
+    assert torch.equal(given_back.sort().values, values)
+
+
+@pytest.mark.parametrize("n", SIZES[-6:])
+def test_values_of_a_long_range_stay_apart(n: int) -> None:
+    network = FeistelNetwork(n, KEY)
+    values = torch.cat([torch.arange(10_000) + start for start in (0, network.size // 2, network.size - 10_000)])
+    given_back = network(values)
+    assert len(given_back.unique()) == len(values)
+    assert (given_back >= 0).all()
+    assert (given_back < network.size).all()
+
+
+def test_members_and_keys_have_orders_of_their_own() -> None:
+    values = torch.arange(1000)
+    orders = [FeistelNetwork(1000, key)(values) for key in (1, 2, 2**63)]
+    orders += [FeistelNetwork(1000, 1)(values, torch.full_like(values, member)) for member in (0, 1, 2**40)]
+    for number, one in enumerate(orders):
+        for other in orders[:number]:
+            assert (one == other).sum() < 10
+
+
+# --- permutations ------------------------------------------------------------------------------------------------
 
 KEYS = st.integers(0, 2**64 - 1)
 HUGE = [SORTED + 1, 2**20 + 1, 10**8, 10**12, 2**40 + 1, LARGEST]

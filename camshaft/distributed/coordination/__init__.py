@@ -1,0 +1,3 @@
+"""What ranks agree on outside of collectives."""
+
+from __future__ import annotations

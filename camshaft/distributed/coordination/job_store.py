@@ -1,0 +1,88 @@
+"""The store of a job: names for keys, and waiting for one."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import DistNetworkError
+
+from camshaft.distributed.backend import Backend
+from camshaft.distributed.guard import check_all_present
+from camshaft.errors import RankDivergenceError
+
+PAUSE = 0.05  # longest time between two requests of a rank that waits, in seconds
+SILENCE = 10.0  # time after which a rank logs that it waits, in seconds
+_logger = logging.getLogger(__name__)
+_numbers = count(1)  # of the jobs of this process, as a store may outlive a job
+_jobs: weakref.WeakKeyDictionary[Backend, tuple[int, Counter[str]]] = weakref.WeakKeyDictionary()
+
+
+def job_number(backend: Backend) -> int:
+    """Return the number of a job in this process, for keys that must not be found again after it."""
+    return _job(backend)[0]
+
+
+def unique_name(backend: Backend, name: str) -> str:
+    """Return a prefix for keys: the n-th call of a job with a name returns the same one on all ranks."""
+    calls = _job(backend)[1]
+    calls[name] += 1
+    return f"camshaft/{name}/{calls[name]}"
+
+
+def store_at(backend: Backend | None, prefix: str) -> Store | None:
+    """Return the store of a job, below a prefix; ``None`` if the backend has none or the job has ended."""
+    try:
+        store = backend.store() if backend is not None and backend.is_alive() else None
+    except (RuntimeError, ValueError):
+        return None
+    return None if store is None else PrefixStore(prefix, store)
+
+
+@contextmanager
+def lost_store_reported() -> Iterator[None]:
+    """Raise ``RankDivergenceError`` where a request fails as the store is gone."""
+    try:
+        yield
+    except DistNetworkError as error:
+        raise RankDivergenceError("the process that holds the store of this run has ended") from error
+
+
+def wait_for(store: Store, key: str, what: str, *, ranks: Sequence[int], rank: int, detail: Callable[[], str]) -> str:
+    """Wait for a key, and return its value.
+
+    Args:
+        store: where the key will be.
+        key: set by another rank.
+        what: what the ranks do, for the message if this rank is where not all of them can follow.
+        ranks: those that are waited for.
+        rank: of this process.
+        detail: returns who is waited for, and what may keep them.
+
+    Raises:
+        RankDivergenceError: it is not there when the store's timeout has passed, or cannot come.
+    """
+    began, has_logged = time.monotonic(), False
+    while not store.check([key]):
+        check_all_present(what, ranks, rank)
+        timeout = store.timeout.total_seconds()  # type: ignore[attr-defined]  # torch's stubs lack it
+        waited = time.monotonic() - began
+        if waited > timeout:
+            raise RankDivergenceError(f"rank {rank} timed out after {timeout:g} s waiting for {detail()}")
+        if waited > SILENCE and not has_logged:
+            has_logged = True
+            _logger.warning("rank %d is waiting up to %g s for %s", rank, timeout, detail())
+        time.sleep(min(PAUSE, max(PAUSE / 500, waited / 4)))
+    return store.get(key).decode()
+
+
+def _job(backend: Backend) -> tuple[int, Counter[str]]:
+    if backend not in _jobs:
+        _jobs[backend] = next(_numbers), Counter()
+    return _jobs[backend]

@@ -1,0 +1,537 @@
+"""Samplers that distribute indices over ranks: each sample of an epoch once, also when a run resumes."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import Any, cast
+from zlib import crc32
+
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler, Sampler
+
+from camshaft.distributed.context import current
+from camshaft.distributed.coordination.data_consistency import DataConsistency, SharedSeed
+from camshaft.distributed.data.augmentation import Indices
+from camshaft.distributed.data.orders import Order, Sequential
+from camshaft.distributed.data.partition import Partition, even_partition, partition_of_batches
+from camshaft.distributed.data.permutation import BLOCK, key_of
+from camshaft.seeding import manual_seed, preserved_random_state
+
+_FIRST = 1 << 10  # indices in the first block of a pass: few, so that its first batch is ready soon
+
+
+class DistributedProxySampler(DistributedSampler[Any]):
+    """Distribute the indices of another sampler: each rank gets every ``num_replicas``-th of them.
+
+    All ranks draw the same indices: each seeds torch's generator with the epoch, and restores it afterwards. So the
+    sampler must take its random numbers from there, or from a generator that is seeded alike on all ranks. Indices that
+    are missing to an equal number per rank are drawn again.
+
+    Args:
+        sampler: has a length, and is not distributed already.
+        num_replicas: number of ranks; that of the current context if ``None``.
+        rank: of this process; that of the current context if ``None``.
+
+    Raises:
+        TypeError: ``sampler`` is not a torch sampler, has no length, or is distributed already.
+
+    >>> from torch.utils.data import SequentialSampler
+    >>> list(DistributedProxySampler(SequentialSampler(range(5)), num_replicas=2, rank=1))
+    [1, 3, 0]
+    """
+
+    def __init__(self, sampler: Sampler[Any], num_replicas: int | None = None, rank: int | None = None) -> None:
+        if not isinstance(sampler, Sampler):
+            raise TypeError(f"sampler must be a torch.utils.data.Sampler, got {sampler!r}")
+        if isinstance(sampler, DistributedSampler):
+            raise TypeError(f"sampler must not be a DistributedSampler, which is distributed already, got {sampler!r}")
+        length_of(sampler)
+        topology = current().topology
+        super().__init__(
+            cast(Any, sampler),
+            num_replicas=topology.world_size if num_replicas is None else num_replicas,
+            rank=topology.rank if rank is None else rank,
+            shuffle=False,
+        )
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        indices: list[Any] = []
+        generator = torch.default_generator
+        state = generator.get_state()
+        seed = operator.index(self.seed) + self.epoch  # 0 + epoch, unless somebody has set a seed
+        generator.manual_seed(seed % 2**64)  # torch.manual_seed would seed the devices too
+        try:
+            while len(indices) < self.total_size:
+                drawn = list(islice(self.sampler, self.total_size - len(indices)))
+                if not drawn:
+                    raise ValueError(
+                        f"sampler must yield {length_of(self.sampler)} indices, as its length says, got none"
+                    )
+                indices += drawn
+        finally:
+            generator.set_state(state)
+        return iter(indices[self.rank : self.total_size : self.num_replicas])
+
+
+class ExactSampler(DistributedProxySampler):
+    """The indices of this rank, one by one; for code that asks a loader for its ``DistributedSampler``.
+
+    Args:
+        batches: the batch sampler that distributes them.
+    """
+
+    def __init__(self, batches: ExactBatchSampler) -> None:
+        self.batches, self.sampler = batches, cast(Any, batches.source)
+        self.num_replicas, self.rank = batches.num_replicas, batches.rank
+        self.drop_last = batches.drop_last
+        self.shuffle = not isinstance(batches.source, Sequential)
+
+    @property
+    def seed(self) -> int:  # type: ignore[override]  # that of the batches
+        """The seed that the order follows from."""
+        return self.batches.seed
+
+    @property
+    def epoch(self) -> int:  # type: ignore[override]  # that of the batches
+        """The number of the next pass."""
+        return self.batches.epoch
+
+    @property
+    def num_samples(self) -> int:  # type: ignore[override]  # counted on demand
+        """The number of samples of this rank in an epoch."""
+        return self.batches._partition(0).num_samples(self.rank)
+
+    @property
+    def total_size(self) -> int:  # type: ignore[override]  # counted on demand
+        """The number of samples of all ranks in an epoch."""
+        partition = self.batches._partition(0)
+        return partition.bounds(partition.steps - 1)[1] if partition.steps else 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.chain.from_iterable(self.batches)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the number of the next pass."""
+        self.batches.set_epoch(epoch)
+
+
+@dataclass
+class _Pass:
+    """A pass over the data: its epoch, and how what is left of it is partitioned."""
+
+    seed: int
+    epoch: int
+    left_out: int  # batches that were done before a run resumed
+    partition: Partition
+    drawn: _DrawnEpoch | None
+
+
+class ExactBatchSampler(BatchSampler):
+    """Distribute the samples of each epoch over ranks in batches: each sample once, as many batches on every rank.
+
+    Nothing is padded, repeated or dropped, so the sizes of batches may differ by one between ranks. The order is a
+    function of seed and epoch. Which samples make up a step does not depend on the number of ranks, up to half the
+    batch size, as long as the batch size over all ranks stays the same. An :class:`Order` is read in blocks: memory and
+    start-up time do not grow with the length of the data.
+
+    Args:
+        source: an :class:`Order`; or a sampler, or a batch sampler whose batches are those of all ranks together.
+            The latter two are drawn for a whole epoch, with random numbers that follow from seed and epoch, on every
+            rank.
+        batch_size: samples in a step, over all ranks; ``None`` for a batch sampler, which has its own.
+        drop_last: leave out a last step that is smaller.
+        seed: any integer, the same on all ranks. ``None``: ``torch.initial_seed()`` of rank 0, or the seed of the
+            position that a run resumes from.
+        num_replicas: number of ranks; that of the current context if ``None``.
+        rank: of this process; that of the current context if ``None``.
+
+    Attributes:
+        dataset: what the indices refer to, set by :func:`camshaft.distributed.auto_dataloader`, so that indices beyond
+            its length are found when they are drawn. ``None``: not known.
+
+    Raises:
+        TypeError: ``source`` is none of these or has no length, or ``seed`` is not an integer.
+        ValueError: fewer samples than ranks, a batch size below the number of ranks, or a number is out of range.
+
+    >>> from camshaft.distributed.data import Sequential
+    >>> for rank in range(2):
+    ...     print(list(ExactBatchSampler(Sequential(7), batch_size=4, num_replicas=2, rank=rank)))
+    [[0, 1], [4]]
+    [[2, 3], [5, 6]]
+    """
+
+    def __init__(
+        self,
+        source: Order | Sampler[Any] | Iterable[Any],
+        batch_size: int | None,
+        drop_last: bool = False,
+        *,
+        seed: int | None = 0,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        topology = current().topology
+        self.num_replicas = topology.world_size if num_replicas is None else num_replicas
+        self.rank = topology.rank if rank is None else rank
+        if not isinstance(batch_size, int | None):
+            raise TypeError(f"batch_size must be an integer or None, got {batch_size!r}")
+        if batch_size is None and isinstance(source, Order):
+            raise ValueError("batch_size must be given with an order, which has no batches of its own, got None")
+        if not 0 <= self.rank < self.num_replicas:
+            raise ValueError(f"rank must be in [0, {self.num_replicas}), got {self.rank}")
+        if batch_size is not None and batch_size < self.num_replicas:
+            raise ValueError(
+                f"batch_size counts the samples of all ranks, so it must be at least their number, "
+                f"{self.num_replicas}, got {batch_size}"
+            )
+        if not hasattr(seed, "__index__") and seed is not None:
+            raise TypeError(f"seed must be an integer, got {seed!r} of type {type(seed).__name__}")
+        self.source = source
+        self.dataset: Any = None
+        self.total_batch_size = batch_size
+        self.batch_size = 1 if batch_size is None else batch_size // self.num_replicas
+        self.drop_last = drop_last
+        is_shared = self.num_replicas > 1 and (self.rank, self.num_replicas) == (topology.rank, topology.world_size)
+        self._is_seed_given = seed is not None
+        self._seed: int | SharedSeed = (
+            operator.index(seed) if seed is not None else SharedSeed() if is_shared else torch.initial_seed()
+        )
+        self._epoch = 0
+        self.sampler: Any = source if self.num_replicas == 1 and isinstance(source, Sampler) else ExactSampler(self)
+        self._begin = self._left_out = 0  # where the next pass starts,
+        self._is_announced: bool | None = None  # and whether somebody has said so; None: nobody before the first pass
+        self._pass: _Pass | None = None
+        self._drawn: _DrawnEpoch | None = None
+        self._consistency = DataConsistency() if is_shared else None
+        if batch_size is not None:  # raises for too few samples, before anything is drawn
+            length = source.length if isinstance(source, Order) else length_of(source)
+            even_partition(0, length, batch_size, self.num_replicas, drop_last)
+        else:
+            length_of(source)
+
+    @property
+    def seed(self) -> int:
+        """The seed that the order follows from; without one of its own, a rank may wait for rank 0 to choose it."""
+        return operator.index(self._seed)
+
+    @property
+    def epoch(self) -> int:
+        """The number of the next pass."""
+        return self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the number of the next pass, which starts at its first sample."""
+        self._enter(epoch)
+        self._begin, self._left_out, self._is_announced = 0, 0, True
+
+    def _enter(self, epoch: int) -> None:
+        """Move to an epoch, together with the samplers inside."""
+        self._epoch = epoch
+        for sampler in chain_of(self.source):
+            if callable(getattr(sampler, "set_epoch", None)):
+                sampler.set_epoch(epoch)
+                self._drawn = None  # perhaps drawn before it knew
+
+    def __len__(self) -> int:
+        return self._partition(0).steps
+
+    def __iter__(self) -> Iterator[Indices]:
+        self._pass = None  # until its first batch is read
+        return self._batches()
+
+    def _batches(self) -> Iterator[Indices]:
+        # A loader with workers asks for two iterators and uses the second: where to start holds until the first batch.
+        self._check_length()
+        if self._is_announced is False and self.num_replicas == 1:
+            self._epoch += 1  # there are no other ranks to diverge from
+        this: _Pass = self.next_pass()
+        if self._consistency is not None:
+            if self._is_announced:
+                self._consistency.place(this.epoch, self._begin)
+            self._consistency.check(
+                {
+                    "seed": this.seed,
+                    "order": self._describe(),
+                    "batch_size": self.total_batch_size,
+                    "drop_last": self.drop_last,
+                },
+                None if this.drawn is None else this.drawn.fingerprint,
+            )
+        self._pass = this
+        self._begin, self._left_out, self._is_announced = 0, 0, False
+        steps, step, most = this.partition.steps, 0, _FIRST
+        while step < steps:
+            count = min(max(1, most // self.batch_size), steps - step)
+            samples, sizes = self._read(this, range(step, step + count))
+            end = 0
+            for number, size in enumerate(sizes, start=step + 1):
+                begin, end = end, end + size
+                if number == steps and self._consistency is not None:
+                    self._consistency.end()
+                yield Indices(samples[begin:end], this.seed, this.epoch)
+            step, most = step + count, min(4 * most, BLOCK)
+
+    def _check_length(self) -> None:
+        """Raise if an order does not fit the dataset, which may have changed since the loader was created."""
+        if isinstance(self.source, Order):
+            check_length(self.source, self.dataset)
+
+    def _read(self, this: _Pass, steps: range) -> tuple[list[Any], list[int]]:
+        """Return the samples of this rank in consecutive steps, and how many there are in each."""
+        if this.drawn is not None:
+            shares = [this.partition.share_of(self.rank, step) for step in steps]
+            drawn = [sample for begin, end in shares for sample in this.drawn.samples[begin:end]]
+            return drawn, [end - begin for begin, end in shares]
+        positions, sizes = this.partition.positions(self.rank, steps)
+        return cast(Order, self.source).at(this.seed, this.epoch, positions).tolist(), sizes
+
+    def _partition(self, begin: int) -> Partition:
+        """Partition what is left of the next epoch."""
+        if isinstance(self.source, Order):
+            end = self.source.length
+        else:
+            if self._drawn is None or self._drawn.epoch != self.epoch:
+                cuts = self.total_batch_size is None
+                drawn = _DrawnEpoch(self.source, batches=cuts, seed=self.seed, epoch=self.epoch)
+                drawn.check(self.dataset)
+                self._drawn = drawn
+            if self.total_batch_size is None:
+                ends = itertools.accumulate(self._drawn.sizes)
+                sizes = [size for size, end in zip(self._drawn.sizes, ends, strict=True) if end > begin]
+                return partition_of_batches(begin, sizes, self.num_replicas)
+            end = len(self._drawn.samples)
+        return even_partition(begin, end, cast(int, self.total_batch_size), self.num_replicas, self.drop_last)
+
+    # --- the place of a run in the data ----------------------------------------------------------------------
+
+    def next_pass(self) -> Any:
+        """Return the pass that starts next, for ``share`` and ``position``."""
+        return _Pass(self.seed, self.epoch, self._left_out, self._partition(self._begin), self._drawn)
+
+    def current_pass(self) -> Any:
+        """Return the pass that started last, or else the next one: a value for ``share`` and ``position``.
+
+        Whoever reads a pass keeps it, as others may start one over the same loader meanwhile.
+        """
+        return self._pass or self.next_pass()
+
+    def share(self, batch: int, of: Any = None) -> float:
+        """Return the size of this rank's batch, the ``batch``-th of a pass from 0, over the mean over ranks.
+
+        Args:
+            batch: counted from 0.
+            of: the pass; the current one by default.
+        """
+        this: _Pass = of or self.current_pass()
+        return this.partition.weight(self.rank, batch - this.left_out)
+
+    def position(self, batches: int, *, over: bool = False, of: Any = None) -> dict[str, Any]:
+        """Return the place of a run, from which :meth:`seek` resumes on any number of ranks.
+
+        Args:
+            batches: those of the pass that the run was given, including those left out as done before.
+            over: the rest of the pass is given up.
+            of: the pass; the current one by default.
+
+        Returns:
+            ``epoch``, the number of the pass; ``consumed``, how many of its samples all ranks together have used;
+            ``seed``, ``order`` and ``drawn``, what the order of the samples follows from; ``steps``, the batches of a
+            whole pass on each rank.
+        """
+        this: _Pass = of or self.current_pass()
+        step = batches - this.left_out
+        over = over or step >= this.partition.steps
+        consumed = 0 if over else this.partition.bounds(step)[0]
+        position = {
+            "epoch": this.epoch + over,
+            "consumed": consumed,
+            "seed": this.seed,
+            "order": self._describe(),
+            "steps": this.left_out + this.partition.steps,
+        }
+        return {**position, "drawn": this.drawn.fingerprint} if consumed and this.drawn is not None else position
+
+    def seek(self, position: Mapping[str, Any]) -> tuple[int, int]:
+        """Start the next pass at the place of another run.
+
+        Args:
+            position: from :meth:`position`, on any number of ranks and with any batch size. A sampler without a seed of
+                its own takes over that of the position.
+
+        Returns:
+            The number of the pass, and how many batches of it are left out.
+
+        Raises:
+            ValueError: it is of other data, or in another order, or fewer samples than ranks are left; then nothing
+                has changed.
+        """
+        self._check_length()
+        self._check_position(position)
+        before, begin = (self._epoch, self._seed, self._drawn), position["consumed"]
+        if not self._is_seed_given:
+            self._seed, self._drawn = position["seed"], None
+        self._enter(position["epoch"])
+        try:
+            left = self._partition(begin).steps
+            if begin:
+                self._check_drawn(position.get("drawn"))
+        except Exception:
+            self._enter(before[0])
+            _, self._seed, self._drawn = before
+            raise
+        if left == 0:  # too little for a step of this size, and drop_last
+            self._enter(self._epoch + 1)
+            begin, left = 0, len(self)
+        self._begin, self._left_out, self._is_announced = begin, len(self) - left, True
+        self._pass = None
+        return self.epoch, self._left_out
+
+    def _check_position(self, position: Mapping[str, Any]) -> None:
+        """Raise unless a position is one in these data, with this seed."""
+        if missing := [name for name in ("epoch", "consumed", "seed", "order", "steps") if name not in position]:
+            raise ValueError(f"position lacks {missing}, it has {list(position)}")
+        for name in ("epoch", "consumed"):
+            if not isinstance(position[name], int) or position[name] < 0:
+                raise ValueError(f"{name} of the position must be an integer of at least 0, got {position[name]!r}")
+        if not isinstance(position["seed"], int):
+            raise ValueError(f"seed of the position must be an integer, got {position['seed']!r}")
+        if position["order"] != (order := self._describe()):
+            raise ValueError(
+                f"the position was saved with other data: their order was {position['order']!r}, that of the loader is "
+                f"{order!r}; resume with the same data and shuffle= (by default on among several ranks only), or "
+                f"{_START_ANEW}"
+            )
+        if self._is_seed_given and position["seed"] != self.seed:
+            raise ValueError(
+                f"the position was saved with seed {position['seed']}, the loader has seed {self.seed}, so other "
+                f"samples would be left; pass seed={position['seed']} to auto_dataloader, or omit seed to use the "
+                "saved one"
+            )
+
+    def _check_drawn(self, wanted: str | None) -> None:
+        """Raise if a user's sampler yields another order than when a position within the epoch was saved."""
+        if self._drawn is None or wanted in (None, found := self._drawn.fingerprint):
+            return
+        name, self._drawn = type(self.source).__name__, None
+        self._enter(self._epoch)
+        self._partition(0)
+        if cast(_DrawnEpoch, self._drawn).fingerprint == found:
+            raise ValueError(
+                f"the position was saved in the middle of an epoch, of which {name} yields other samples or another "
+                f"order now, so samples would be repeated or left out; resume with the same sampler, or {_START_ANEW}"
+            )
+        raise ValueError(
+            f"the position was saved in the middle of an epoch, but {name} yields another order each time that it is "
+            "iterated over in the same epoch, so samples would be repeated or left out: let it take its random numbers "
+            "from torch, NumPy or Python, which are seeded for each epoch, or from a torch.Generator in an attribute "
+            f"generator, or seed its own in set_epoch(epoch); or {_START_ANEW}"
+        )
+
+    def _describe(self) -> str:
+        if isinstance(self.source, Order):
+            return self.source.describe()
+        return f"drawn from {type(self.source).__name__}, {length_of(self.source)} long"
+
+
+_START_ANEW = "start a new epoch: leave 'position' out of the state dict"
+
+
+class _DrawnEpoch:
+    """One epoch of a sampler, or of a batch sampler, in memory, alike on all ranks.
+
+    Args:
+        sampler: yields indices, or with ``batches`` lists of them; its random numbers come from the generators of
+            the process, or from an attribute ``generator``, and follow from seed and epoch.
+        batches: it yields lists.
+        seed: of the run.
+        epoch: number of the epoch.
+    """
+
+    def __init__(self, sampler: Iterable[Any], *, batches: bool, seed: int, epoch: int) -> None:
+        own = (getattr(part, "generator", None) for part in chain_of(sampler))
+        generators = [generator for generator in own if isinstance(generator, torch.Generator)]
+        states = [generator.get_state() for generator in generators]
+        key = key_of(seed, epoch)
+        try:
+            with preserved_random_state():
+                manual_seed(key)
+                for generator in generators:
+                    generator.manual_seed(key)
+                drawn = [list(batch) for batch in sampler] if batches else [list(sampler)]
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+        self.epoch = epoch
+        self.sizes = [len(batch) for batch in drawn]
+        self.samples = [sample for batch in drawn for sample in batch]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of what was drawn: the same on all ranks that drew the same."""
+        text = repr(self.samples).encode() if self._numbers is None else self._numbers.tobytes()
+        return f"{crc32(array('q', self.sizes).tobytes(), crc32(text)):08x}"
+
+    @cached_property
+    def _numbers(self) -> array[int] | None:
+        try:
+            return array("q", self.samples)
+        except (TypeError, OverflowError):  # names, for example
+            return None
+
+    def check(self, dataset: Any) -> None:
+        """Raise ``ValueError`` for an index that a dataset lacks, also a negative one; other keys are not checked."""
+        length = _length_of_dataset(dataset)
+        if length is None or not self.samples or (numbers := self._numbers) is None:
+            return
+        indices = torch.frombuffer(numbers, dtype=torch.int64)
+        if (ends := indices.aminmax()).min < 0 or ends.max >= length:
+            where = int(((indices < 0) | (indices >= length)).nonzero()[0])
+            raise ValueError(
+                f"the sampler yielded index {numbers[where]} at position {where}, but the dataset has {length} samples"
+            )
+
+
+def chain_of(sampler: Any) -> list[Any]:
+    """Return a sampler and those that it wraps."""
+    found: list[Any] = []
+    while sampler is not None and not any(sampler is one for one in found):
+        found.append(sampler)
+        inner = getattr(sampler, "sampler", None)
+        sampler = getattr(sampler, "batch_sampler", None) if inner is None else inner
+    return found
+
+
+def length_of(sampler: Any) -> int:
+    """Return the length of a sampler; raise ``TypeError`` if it has none."""
+    try:
+        return len(sampler)
+    except (TypeError, NotImplementedError) as error:
+        raise TypeError(f"sampler must have a length, got {sampler!r}") from error
+
+
+def check_length(order: Order, dataset: Any) -> None:
+    """Raise ``ValueError`` if a dataset is longer or shorter than an order expects."""
+    length = _length_of_dataset(dataset)
+    if length not in (None, order.num_samples):
+        raise ValueError(
+            f"the order is one of {order.num_samples} samples ({order.describe()}), but the dataset has {length}: "
+            "create it for as many samples as the dataset has"
+        )
+
+
+def _length_of_dataset(dataset: Any) -> int | None:
+    """Return the length of a dataset whose keys are the numbers below it; ``None`` where that is not known."""
+    try:
+        return None if isinstance(dataset, Mapping) else len(dataset)
+    except (TypeError, NotImplementedError):
+        return None

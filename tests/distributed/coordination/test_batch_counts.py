@@ -1,0 +1,67 @@
+"""Ranks report how many batches they have, wait for each other for a limited time, and leave nothing in the store."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from camshaft.distributed.coordination import batch_counts, job_store
+from camshaft.distributed.coordination.batch_counts import BatchCount, BatchCounts
+from camshaft.errors import RankDivergenceError
+
+
+def test_a_long_wait_is_logged_once(caplog):
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.3))
+    first, second = (BatchCounts(store, rank, 2, 8) for rank in range(2))
+    first.report(BatchCount(8))
+    with mock.patch.object(job_store, "SILENCE", 0.0), pytest.raises(RankDivergenceError):
+        first.collect()
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 0 is waiting up to 0.3 s for ranks [1] in a pass over data that ends on all ranks together: they are "
+        "still loading a batch, are elsewhere in the program, or have ended"
+    ]
+    second.report(BatchCount(8))
+    assert first.collect() == second.collect() == [BatchCount(8), BatchCount(8)]
+    assert len(caplog.records) == 1
+
+
+def test_rank_0_stays_until_all_have_read():
+    store = dist.HashStore()
+    first, second = (BatchCounts(store, rank, 2, 8) for rank in range(2))
+    for rank in (first, second):
+        rank.report(BatchCount(0))
+    first.collect()
+    first.leave()
+    staying = threading.Thread(target=first.wait_for_readers)
+    staying.start()
+    staying.join(0.1)
+    assert staying.is_alive()
+    second.wait_for_readers()  # which holds nobody up
+    assert second.collect() == [BatchCount(0), BatchCount(0)]
+    second.leave()
+    staying.join(10)
+    assert not staying.is_alive()
+    assert store.num_keys() == 0
+
+
+def test_rank_0_does_not_stay_for_ever():
+    first = BatchCounts(dist.HashStore(), 0, 2, 8)
+    with mock.patch.object(batch_counts, "_FAREWELL", 0.05):
+        first.leave()
+        first.wait_for_readers()
+
+
+def test_a_lost_store_is_reported():
+    first = BatchCounts(mock.Mock(spec=dist.HashStore, **{"check.side_effect": dist.DistNetworkError("gone")}), 0, 2, 8)
+    first._store.timeout = timedelta(seconds=1)
+    first.report(BatchCount(1))
+    with pytest.raises(RankDivergenceError, match="the process that holds the store of this run has ended"):
+        first.collect()
+    first._store.add.side_effect = dist.DistNetworkError("gone")
+    first.leave()
+    first.wait_for_readers()

@@ -1,0 +1,433 @@
+"""Ranks that read different data raise and say what each has; no rank waits for another to find out."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from datetime import timedelta
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, RandomSampler, Sampler
+
+import camshaft.distributed as idist
+from camshaft.distributed.coordination import job_store
+from camshaft.distributed.data import ExactBatchSampler, Sequential, Shuffled
+from camshaft.engine import Engine, Events
+from camshaft.errors import RankDivergenceError
+from tests.ranks import on_ranks
+from tests.threads import run_on_threads
+
+
+class Own(Sampler):
+    """Draws on each rank something else, of which the random numbers of torch know nothing."""
+
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        return iter([idist.get_rank()] * 12)
+
+
+def one_after_the_other(function):
+    """Let rank 0 be through before rank 1 begins, and give what each returned, or its error."""
+    outcome = None
+    for turn in range(idist.get_world_size()):
+        if turn == idist.get_rank():
+            try:
+                outcome = function()
+            except ValueError as error:
+                outcome = str(error)
+        idist.barrier()
+    return outcome
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+DIFFERENT = {
+    "seed": (lambda rank: idist.auto_dataloader(range(12), batch_size=4, seed=rank), "seed is 0 on rank 0, but 1 on"),
+    "generator": (
+        lambda rank: idist.auto_dataloader(range(12), batch_size=4, generator=generator(7 + rank)),
+        "seed is 7 on rank 0, but 8 on rank 1",
+    ),
+    "length": (
+        lambda rank: idist.auto_dataloader(range(12 + rank), batch_size=4, shuffle=False),
+        "order is 'sequential, 12 samples' on rank 0, but 'sequential, 13 samples' on rank 1",
+    ),
+    "order": (
+        lambda rank: idist.auto_dataloader(range(12), batch_size=4, shuffle=not rank),
+        "order is 'shuffled, 12 samples, version 1' on rank 0, but 'sequential, 12 samples' on rank 1",
+    ),
+    "batch size": (
+        lambda rank: idist.auto_dataloader(range(12), batch_size=4 + rank),
+        "batch_size is 4 on rank 0, but 5 on rank 1",
+    ),
+    "drop_last": (
+        lambda rank: idist.auto_dataloader(range(12), batch_size=4, drop_last=bool(rank)),
+        "drop_last is False on rank 0, but True on rank 1",
+    ),
+    "sampler": (
+        lambda rank: idist.auto_dataloader(range(12), batch_size=4, sampler=Own()),
+        "hash of the samples drawn is '",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_whoever_reads_something_else_raises_and_so_do_the_others_in_their_next_pass(what):
+    raises_on_both(what)
+
+
+@on_ranks(2)
+def raises_on_both(what):
+    make, message = DIFFERENT[what]
+    loader = make(idist.get_rank())
+    first = one_after_the_other(lambda: len(list(loader)))
+    second = one_after_the_other(lambda: len(list(loader)))
+    if idist.get_rank() == 0:
+        assert first == len(loader), "it came first, and nobody is waited for"
+    else:
+        assert first == second
+    assert second.startswith("the ranks do not read the same data, so samples would be repeated or left out: ")
+    assert message in second
+    assert len(set(idist.all_gather(second))) == 1
+
+
+@on_ranks(2)
+def test_another_epoch_or_another_place_in_it_is_found():
+    rank = idist.get_rank()
+    loader = idist.auto_dataloader(range(12), batch_size=4)
+    loader.sampler.set_epoch(5 + rank)
+    assert one_after_the_other(lambda: len(list(loader))) == (3, mock.ANY)[rank]
+    if rank:
+        with pytest.raises(ValueError, match="epoch is 5 on rank 0, but 6 on rank 1"):
+            list(loader)
+    loader = idist.auto_dataloader(range(12), batch_size=4)
+    loader.batch_sampler.seek({**loader.batch_sampler.position(0), "consumed": 4 * rank})
+    found = one_after_the_other(lambda: len(list(loader)))
+    assert found == 3 if rank == 0 else "samples left out is 0 on rank 0, but 4 on rank 1" in found
+
+
+@on_ranks(2)
+def test_a_rank_that_looks_before_it_is_told_the_epoch_disturbs_nobody():
+    loader = idist.auto_dataloader(range(12), batch_size=4)
+    if idist.get_rank():
+        for epoch in (3, 4):
+            loader.sampler.set_epoch(epoch)
+            list(loader)
+    idist.barrier()
+    if idist.get_rank() == 0:
+        next(iter(loader))
+    idist.barrier()
+
+
+@on_ranks(2)
+def test_a_rank_that_alone_is_not_told_the_epoch_finds_out_in_its_third_pass():
+    rank = idist.get_rank()
+    loader = idist.auto_dataloader(range(12), batch_size=4)
+    next(iter(loader))  # as one rank alone may do
+    for epoch in range(3):
+        if rank:
+            loader.sampler.set_epoch(epoch)
+        found = one_after_the_other(lambda: len(list(loader)))
+        assert found == 3 if epoch < 2 else "epoch is 1 on rank 1, but 0 on rank 0" in found
+
+
+@on_ranks(2)
+def test_engines_raise_when_one_rank_goes_on_and_the_other_begins():
+    rank = idist.get_rank()
+    loader = idist.auto_dataloader(range(12), batch_size=4)
+    saved = Engine(lambda engine, batch: None)
+    saved.run(loader, max_epochs=1)
+    engine = Engine(lambda engine, batch: None)
+    if rank:
+        engine.load_state_dict(saved.state_dict())
+    found = one_after_the_other(lambda: engine.run(loader, max_epochs=1 + rank).epoch)
+    assert found == 1 if rank == 0 else "epoch is 0 on rank 0, but 1 on rank 1" in found
+
+
+@on_ranks(2)
+def test_a_pass_costs_two_questions_at_most_and_leaves_one_key():
+    loader = idist.auto_dataloader(range(12), batch_size=2, seed=0)
+    store = dist.distributed_c10d._get_default_store()
+    idist.barrier()
+    before = store.num_keys()
+    idist.barrier()
+    for epoch in range(4):
+        loader.sampler.set_epoch(epoch)
+        Counted.asked = 0
+        with mock.patch("camshaft.distributed.coordination.job_store.PrefixStore", Counted):
+            assert len(list(loader)) == 6
+        assert 1 <= Counted.asked <= 2
+        idist.barrier()
+    assert store.num_keys() == before + 1
+    idist.barrier()
+
+
+class Counted:
+    """A part of a store that counts what it is asked."""
+
+    asked = 0
+
+    def __init__(self, prefix, store):
+        self.store = dist.PrefixStore(prefix, store)
+
+    def compare_set(self, *arguments):
+        Counted.asked += 1
+        return self.store.compare_set(*arguments)
+
+    def __getattr__(self, name):
+        Counted.asked += 1
+        return getattr(self.store, name)
+
+
+# --- what one rank may do alone ----------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_one_rank_may_look_at_a_batch_whenever_it_likes():
+    rank = idist.get_rank()
+    loader = idist.auto_dataloader(range(12), batch_size=4)
+
+    def look(*_):
+        if rank == 0:
+            assert next(iter(loader)).shape == (2,)
+
+    look()
+    for _ in range(2):
+        engine = Engine(lambda engine, batch: idist.all_reduce(1))
+        for event in (Events.STARTED, Events.EPOCH_STARTED, Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED):
+            engine.add_event_handler(event, look)
+        engine.add_event_handler(Events.EPOCH_STARTED, lambda one: loader.sampler.set_epoch(one.state.epoch - 1))
+        engine.run(loader, max_epochs=3)
+
+
+@on_ranks(2)
+def test_one_rank_may_look_at_a_batch_before_a_run_goes_on():
+    loader = idist.auto_dataloader(range(12), batch_size=4)
+    engine = Engine(lambda engine, batch: idist.all_reduce(1))
+    engine.load_state_dict(saved_in_the_middle(loader))
+    engine.add_event_handler(Events.EPOCH_STARTED, lambda: idist.get_rank() or next(iter(loader)))
+    assert engine.run(loader, max_epochs=4).iteration == 12
+
+
+def saved_in_the_middle(loader):
+    engine = Engine(lambda engine, batch: engine.terminate() if engine.state.iteration == 4 else None)
+    engine.run(loader, max_epochs=4)
+    return engine.state_dict()
+
+
+@on_ranks(2)
+def test_a_loader_of_one_rank_alone_takes_no_others_place():
+    loaders = {}
+    for number in range(3):
+        if idist.get_rank() == number % 2:
+            loaders["alone"] = idist.auto_dataloader(range(20), batch_size=2, seed=number)
+        loaders[number] = idist.auto_dataloader(range(12), batch_size=4, seed=number)
+    for loader in loaders.values():
+        list(loader)
+    idist.barrier()
+    for loader in loaders.values():
+        list(loader)
+    idist.barrier()
+
+
+@on_ranks(2)
+def test_a_copy_is_another_loader():
+    rank = idist.get_rank()
+    batches = ExactBatchSampler(Shuffled(12), 4)
+    twin = copy.deepcopy(batches)
+    for epoch in range(3):
+        for one, number in ((batches, epoch), (twin, 7 - epoch))[:: -1 if rank else 1]:
+            one.set_epoch(number)
+            assert len(list(one)) == 3
+    idist.barrier()
+
+
+@on_ranks(2)
+def test_a_rank_that_is_a_pass_behind_compares_all_but_the_place():
+    rank = idist.get_rank()
+
+    def passes(loader):
+        for epoch in range(1 if rank else 3):
+            loader.sampler.set_epoch(epoch + 1)
+            list(loader)
+
+    for seed in (0, rank):
+        found = one_after_the_other(partial(passes, idist.auto_dataloader(range(12), batch_size=4, seed=seed)))
+        assert found is None if rank == 0 or seed == 0 else "seed is 0 on rank 0, but 1 on rank 1" in found
+
+
+@on_ranks(2)
+def test_samplers_for_other_ranks_than_this_are_nobodys_business():
+    rank = idist.get_rank()
+    for ranks in (1, 2, 3):
+        for number in range(ranks):
+            if (number, ranks) != (rank, 2):
+                assert len(list(ExactBatchSampler(Sequential(12 + rank), 6, num_replicas=ranks, rank=number))) > 1
+    idist.barrier()
+
+
+@on_ranks(2)
+def test_samplers_of_the_user_that_draw_alike_go_on_as_before():
+    loader = idist.auto_dataloader(range(12), batch_size=4, sampler=RandomSampler(range(12)))
+    for epoch in (0, 1, 1, 7):
+        loader.sampler.set_epoch(epoch)
+        parts = idist.all_gather([index for batch in loader for index in batch.tolist()])
+        assert sorted(parts[0] + parts[1]) == list(range(12))
+
+
+@on_ranks(2)
+def test_after_the_run_nobody_is_asked():
+    loader = idist.auto_dataloader(range(12 - idist.get_rank()), batch_size=4, seed=0)
+    dist.destroy_process_group()
+    assert len(list(loader)) == 3
+
+
+@on_ranks(2)
+def test_plain_loaders_raise_too():
+    rank = idist.get_rank()
+    batches = ExactBatchSampler(Shuffled(12), 4, seed=rank)
+    found = one_after_the_other(lambda: len(list(DataLoader(range(12), batch_sampler=batches))))
+    assert found == 3 if rank == 0 else "seed is 0 on rank 0, but 1 on rank 1" in found
+
+
+# --- the seed of rank 0 ------------------------------------------------------------------------------------------
+
+
+def make(**options):
+    return idist.auto_dataloader(range(12), batch_size=4, **options)
+
+
+def given(loader):
+    return [index for batch in loader for index in batch.tolist()]
+
+
+@on_ranks(2)
+def test_loaders_without_a_seed_share_that_of_torch_on_rank_0():
+    rank, orders = idist.get_rank(), set()
+    for seed in (5, 6, 2**64 - 1, 5):
+        torch.manual_seed(seed - rank)
+        for options in ({}, {"sampler": RandomSampler(range(12))}, {"shuffle": False}):
+            loader = make(**options)
+            torch.manual_seed(100 + rank)  # it counts what torch was seeded with when the loader was made
+            parts = idist.all_gather(given(loader))
+            assert sorted(parts[0] + parts[1]) == list(range(12))
+            assert loader.batch_sampler.seed == loader.sampler.seed == seed
+            assert copy.deepcopy(loader).batch_sampler.seed == seed
+            torch.manual_seed(seed - rank)
+            orders.add((*options, str(parts)))
+    assert len(orders) == 3 + 3 + 1, "shuffled by three seeds, drawn by three, and as they are"
+
+
+@on_ranks(2)
+def test_a_rank_asks_for_the_seed_once_and_making_a_loader_waits_for_nobody():
+    rank = idist.get_rank()
+    with mock.patch("camshaft.distributed.coordination.job_store.PrefixStore", Counted):
+        if rank == 1:
+            loader = make()
+            assert Counted.asked == 0
+            idist.barrier()  # rank 0 makes it now
+            idist.barrier()
+            assert loader.batch_sampler.seed == loader.batch_sampler.seed == torch.initial_seed()
+            assert Counted.asked == 2, "whether it is there, and what it is"
+        else:
+            idist.barrier()
+            loader = make()
+            assert Counted.asked == 1
+            assert loader.batch_sampler.seed == torch.initial_seed()
+            assert Counted.asked == 1
+            idist.barrier()
+    idist.barrier()
+
+
+@on_ranks(2)
+def test_a_loader_that_is_made_on_one_rank_alone_waits_for_nobody():
+    rank = idist.get_rank()
+    torch.manual_seed(rank)
+
+    @idist.one_rank_only(rank=1)
+    def evaluate():
+        return make().batch_sampler.seed
+
+    assert evaluate() == (None, 1)[rank]
+    idist.barrier()
+    with idist.one_rank_first():
+        loader = make()
+    assert loader.batch_sampler.seed == 0
+    idist.barrier()
+
+
+class Log(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.messages = []
+
+    def emit(self, record):
+        self.messages.append(record.getMessage())
+
+
+@on_ranks(2)
+def test_a_rank_whose_loader_rank_0_does_not_make_logs_and_raises():
+    if idist.get_rank() == 1:
+        loader, store, log = make(), dist.distributed_c10d._get_default_store(), Log()
+        logging.getLogger(job_store.__name__).addHandler(log)
+        job_store.SILENCE = 0.0
+        store.set_timeout(timedelta(seconds=0.3))
+        with pytest.raises(
+            RankDivergenceError, match=r"rank 1 timed out after 0.3 s waiting for rank 0 to create the loader that"
+        ):
+            next(iter(loader))
+        assert len(log.messages) == 1
+        assert "pass seed= to auto_dataloader" in log.messages[0]
+        store.set_timeout(timedelta(seconds=30))
+    idist.barrier()
+
+
+@on_ranks(2)
+def test_after_the_run_a_seed_that_was_never_asked_for_is_missed():
+    loader = make()
+    seed = loader.batch_sampler.seed if idist.get_rank() == 0 else None
+    dist.destroy_process_group()
+    if seed is None:
+        with pytest.raises(
+            RankDivergenceError, match="only rank 0 knows: read the loader during the run, or pass seed="
+        ):
+            next(iter(loader))
+
+
+def seeds_without_a_store():
+    with idist.one_rank_first():
+        first = make()
+    return make().batch_sampler.seed, first.batch_sampler.seed
+
+
+def test_where_there_is_no_store_the_seed_is_broadcast(monkeypatch):
+    monkeypatch.setattr(torch, "initial_seed", lambda: 5 + idist.get_rank())
+    assert run_on_threads(2, seeds_without_a_store) == [(5, 5)] * 2
+
+
+@on_ranks(2)
+def test_a_saved_position_holds_the_seed():
+    rank = idist.get_rank()
+    torch.manual_seed(3)
+    whole, part, rest = [], [], []
+    Engine(lambda engine, batch: whole.extend(batch.tolist())).run(make(), max_epochs=2)
+    engine = Engine(lambda engine, batch: part.extend(batch.tolist()))
+    engine.add_event_handler(Events.ITERATION_COMPLETED(once=2), engine.terminate)
+    engine.run(make(), max_epochs=2)
+    state = engine.state_dict()
+    torch.manual_seed(4)
+    resumed = Engine(lambda engine, batch: rest.extend(batch.tolist()))
+    resumed.load_state_dict(state)
+    if rank == 1:
+        loader = make()
+        loader.batch_sampler.seek(state["position"])  # without the seed of rank 0, which is not there yet
+    idist.barrier()
+    resumed.run(loader if rank == 1 else make(), max_epochs=2)
+    assert part + rest == whole
