@@ -425,6 +425,7 @@ class BaseLogger(ABC):
     def _run_started(self, engine: Engine[Any, Any]) -> None:
         """Rewind the log if this run resumes an earlier one."""
         if not any(_follows(handle, engine) for handle in self._attached):
+            engine.remove_event_handler(self._run_started, Events.STARTED)  # all handlers were removed
             return
         reached = Reached(engine, self._attached)
         if engine.state.iteration > 0:
