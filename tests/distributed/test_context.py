@@ -21,9 +21,8 @@ import camshaft.distributed as idist
 from camshaft.distributed import agreement, context
 from camshaft.distributed.backends.native import start
 from camshaft.distributed.backends.native.backend import NativeBackend
-from camshaft.distributed.launchers import Launch
-from camshaft.distributed.topology import Topology
-from tests.distributed.launchers.environments import step
+from camshaft.distributed.topology import Launch, Topology
+from tests.distributed.environments.observed import step
 from tests.distributed.test_ranks import Somewhere
 from tests.guards import content, outlasting
 from tests.ranks import on_ranks
@@ -289,7 +288,7 @@ def test_a_rank_that_was_told_less_than_another_asks_for_the_hosts_alone(tmp_pat
         launch = Launch("horovodrun", Topology(world_size=2, local_world_size=2), host="n")
     else:
         launch = Launch("horovodrun", Topology(rank=1, world_size=2), assumed=("num_nodes",), host="n")
-    backend = start.begin("gloo", launch, None, init_method=f"file://{tmp_path}/store")
+    backend = start.create("gloo", launch, init_method=f"file://{tmp_path}/store")
     assert backend.topology == Topology(rank, 2, rank, 2, 0, 1)
     backend.barrier(None)
     backend.close()
