@@ -74,14 +74,7 @@ class Processes:
             host, port = self._listener.getsockname()
             number = self._listener.detach()
             try:
-                self._store = TCPStore(
-                    host,
-                    port,
-                    is_master=True,
-                    wait_for_workers=False,
-                    master_listen_fd=number,
-                    use_libuv=False,  # which takes no descriptor in torch 2.7
-                )
+                self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=number)
             except BaseException:
                 with suppress(OSError):  # the store may have taken it over, and closed it
                     os.close(number)

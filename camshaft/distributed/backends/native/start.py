@@ -101,7 +101,7 @@ def device_of(local_rank: int) -> torch.device:
     kind = accelerator()
     if kind is None or f"{kind.type}:" not in dist.get_backend_config():
         return torch.device("cpu")
-    count = torch.accelerator.device_count()  # fails without a driver in builds of torch 2.7 for CUDA
+    count = torch.accelerator.device_count()
     return torch.device(kind.type, local_rank % count) if count else torch.device("cpu")
 
 

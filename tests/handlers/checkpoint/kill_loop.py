@@ -21,7 +21,7 @@ import torch
 
 from camshaft.engine import Engine, Events
 from camshaft.handlers import Checkpoint, DiskSaver
-from camshaft.handlers.checkpoint.manifest import problem_of
+from camshaft.handlers.checkpoint.manifest import Manifest
 
 SIZE = 250_000
 
@@ -84,7 +84,7 @@ def check_all(folder: Path) -> None:
         content = torch.load(path, weights_only=True)
         assert path.name == f"w_{content['step']}.pt"
         assert torch.equal(content["weights"], torch.full((SIZE,), float(content["step"])))
-        assert problem_of(path) is None
+        assert Manifest(folder).problem(path.name) is None
 
 
 def main(folder: Path, kills: int, mode: str) -> None:

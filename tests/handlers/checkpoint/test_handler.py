@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
 import math
 import warnings
 from collections import OrderedDict
@@ -15,9 +17,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from camshaft.engine import Engine, Events
-from camshaft.handlers import Checkpoint, DiskSaver, global_step_from_engine
+from camshaft.handlers import Checkpoint, DiskSaver, ModelCheckpoint, global_step_from_engine
 from camshaft.handlers.checkpoint import CheckpointEvents
-from camshaft.handlers.checkpoint.record import Item, is_wanted, rank_of, with_item
 from tests.handlers.parts import Memory, Part, at, linear, load, names, weight
 from tests.ranks import on_ranks
 
@@ -95,7 +96,7 @@ def test_another_sign_is_refused():
 
 @pytest.mark.parametrize("score", [torch.tensor(0.5), "0.5", None, 1j])
 def test_a_score_that_is_no_real_number_is_refused(score):
-    with pytest.raises(ValueError, match="score_function must give a real number"):
+    with pytest.raises(ValueError, match="score_function must return a real number"):
         scored([score])
 
 
@@ -145,11 +146,18 @@ def test_among_equals_the_newest_is_last():
 
 @given(st.lists(st.floats() | st.integers(-5, 5)), st.integers(1, 5), st.booleans())
 def test_the_record_always_holds_the_best_of_all_that_came(priorities, most, ties_win):
-    saved: list[Item] = []
-    for number, priority in enumerate(priorities):
-        if is_wanted(saved, priority, most, ties_win):
-            saved, _ = with_item(saved, Item(priority, str(number)), most)
-    assert [rank_of(item.priority) for item in saved] == sorted(map(rank_of, priorities))[-most:]
+    checkpoint, _ = scored(
+        priorities,
+        n_saved=most,
+        greater_or_equal=ties_win,
+        global_step_transform=lambda engine, _: engine.state.iteration,
+    )
+    kept = [priority for priority, _ in checkpoint.state_dict()["_saved"]]
+
+    def order(priority):
+        return (False, 0) if math.isnan(priority) else (True, priority)
+
+    assert [order(priority) for priority in kept] == sorted(map(order, priorities))[-most:]
 
 
 def test_a_fixed_name_overwrites_its_one_file():
@@ -423,6 +431,238 @@ def test_on_ranks_one_file_is_written_and_every_rank_keeps_the_record(tmp_path):
 @pytest.mark.parametrize("name", ["../model.pt", "/tmp/model.pt", "a/../../model.pt"])
 def test_a_record_with_files_elsewhere_which_would_be_removed_is_refused(tmp_path, name):
     checkpoint = Checkpoint({"model": Part()}, tmp_path)
-    with pytest.raises(ValueError, match="_saved must be .*: a file name must stay in its directory"):
+    with pytest.raises(ValueError, match="_saved must be .*: a file name must stay in the directory"):
         checkpoint.load_state_dict({"_saved": [(1, name)]})
     assert checkpoint.state_dict()["_saved"] == []
+
+
+# --- two handlers whose files have the same names -------------------------------------------------------------
+
+
+def handler(folder, **options):
+    return Checkpoint({"model": Part()}, DiskSaver(folder, require_empty=False), **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"asynchronous": True}])
+def test_the_second_of_two_is_refused_before_it_writes_anything(tmp_path, options):
+    trainer = Engine(lambda engine, batch: None)
+    for part in (Part(1), Part(2)):
+        checkpoint = Checkpoint({"model": part}, tmp_path, **options)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(every=2), checkpoint)
+    with pytest.raises(ValueError, match=r"two Checkpoints write the same file '.*model_2\.pt'.*filename_prefix"):
+        trainer.run(range(4))
+    assert load(tmp_path / "model_2.pt") == {"value": 1}
+    assert checkpoint.last_checkpoint is None
+
+
+def test_other_names_or_directories_are_fine(tmp_path):
+    checkpoints = [handler(tmp_path), handler(tmp_path, filename_prefix="b"), handler(tmp_path / "c")]
+    for step in (1, 2):
+        for checkpoint in checkpoints:
+            checkpoint(at(step))
+    assert names(tmp_path) == ["b_model_2.pt", "c", "model_2.pt"]
+
+
+def test_a_link_to_the_directory_hides_nothing(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    first, second = handler(tmp_path / "real"), handler(tmp_path / "link")
+    first(at(1))
+    with pytest.raises(ValueError, match="two Checkpoints write the same file"):
+        second(at(1))
+
+
+def test_a_handler_may_overwrite_its_own_files(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path, filename_pattern="last.pt")
+    for step in (1, 2):
+        checkpoint(at(step), {"model": Part(step)})
+    assert load(tmp_path / "last.pt") == {"value": 2}
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_handler_made_later_goes_on_with_the_files_of_an_earlier_one_that_is_still_there(tmp_path, loaded):
+    first = handler(tmp_path, n_saved=2)
+    first(at(1))
+    first(at(2))
+    second = handler(tmp_path, n_saved=2)
+    if loaded:
+        second.load_state_dict(first.state_dict())
+    second(at(3 if loaded else 2))
+    second(at(4 if loaded else 3))
+    assert names(tmp_path) == (["model_3.pt", "model_4.pt"] if loaded else ["model_1.pt", "model_2.pt", "model_3.pt"])
+
+
+def test_a_handler_that_loads_the_record_of_another_takes_over(tmp_path):
+    first, second = handler(tmp_path), handler(tmp_path)
+    first(at(1))
+    second.load_state_dict(first.state_dict())
+    second(at(1))
+    second(at(2))
+    assert names(tmp_path) == ["model_2.pt"]
+
+
+def test_files_of_a_handler_that_is_gone_are_free(tmp_path):
+    first, second = handler(tmp_path), handler(tmp_path)
+    first(at(1))
+    del first
+    gc.collect()
+    second(at(1))
+
+
+def test_what_another_handler_has_taken_over_is_not_removed(tmp_path):
+    first = handler(tmp_path)
+    first(at(1))
+    second = handler(tmp_path)
+    second(at(1))
+    first(at(2))
+    assert names(tmp_path) == ["model_1.pt", "model_2.pt"]
+    assert second.last_checkpoint.exists()
+
+
+def test_a_name_that_is_no_longer_used_is_free(tmp_path):
+    first, second = handler(tmp_path), handler(tmp_path)
+    first(at(1))
+    first(at(2))
+    second(at(1))
+    assert names(tmp_path) == ["model_1.pt", "model_2.pt"]
+
+
+@pytest.mark.parametrize("options", [{}, {"asynchronous": True}])
+@pytest.mark.parametrize("event", [Events.COMPLETED, Events.TERMINATE, Events.EXCEPTION_RAISED, "evaluator"])
+def test_when_the_run_is_over_the_second_of_two_saves_with_a_warning(tmp_path, event, options):
+    part = Part(1)
+    every, last = (handler(tmp_path, n_saved=2, **options) for _ in range(2))
+    every.to_save = last.to_save = {"model": part}
+    trainer = Engine(lambda engine, batch: 1 / 0 if event == Events.EXCEPTION_RAISED and batch == 3 else None)
+    trainer.add_event_handler(Events.ITERATION_STARTED, every)
+    if event == Events.TERMINATE:
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), trainer.terminate)
+    evaluator = Engine(lambda engine, batch: None)
+    evaluator.state.iteration = 2
+    ending = Events.COMPLETED if event == "evaluator" else event
+    if event == "evaluator":
+        evaluator.add_event_handler(Events.STARTED, lambda engine: setattr(engine.state, "iteration", 3))
+        evaluator.add_event_handler(Events.COMPLETED, last)
+    trainer.add_event_handler(ending, lambda *_: setattr(part, "value", 5))
+    trainer.add_event_handler(ending, (lambda: evaluator.run([0])) if event == "evaluator" else last)
+    with pytest.warns(
+        UserWarning, match=r"two Checkpoints write the same file .*The run is over, so the file is overwritten"
+    ):
+        trainer.run([1, 2, 3, 4])
+    assert last.last_checkpoint.exists()
+    assert load(last.last_checkpoint) == {"value": 5}
+    every(at(9))
+    every(at(10))
+    assert every.last_checkpoint.exists()
+    assert last.last_checkpoint.exists()  # it is no longer the first one's to prune
+
+
+# --- ModelCheckpoint ---------------------------------------------------------------------------------------
+
+
+def test_objects_come_as_an_argument_of_the_handler(tmp_path):
+    handler = ModelCheckpoint(tmp_path, "best", n_saved=2)
+    assert isinstance(handler, Checkpoint)
+    assert handler.last_checkpoint is None
+    trainer = Engine(lambda engine, batch: None)
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, handler, {"model": Part(1)})
+    trainer.run(range(10), max_epochs=3)
+    assert names(tmp_path) == ["best_model_20.pt", "best_model_30.pt"]
+    assert handler.last_checkpoint == tmp_path / "best_model_30.pt"
+    assert load(handler.last_checkpoint) == {"value": 1}
+
+
+def test_they_may_be_given_by_name_and_differ_between_events(tmp_path):
+    handler = ModelCheckpoint(tmp_path, n_saved=None)
+    trainer = Engine(lambda engine, batch: None)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), handler, to_save={"a": Part()})
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, handler, {"b": Part(), "c": Part()})
+    trainer.run(range(2))
+    assert names(tmp_path) == ["a_1.pt", "checkpoint_2.pt"]
+
+
+def test_the_directory_is_that_of_a_disk_saver_with_its_arguments(tmp_path):
+    handler = ModelCheckpoint(tmp_path / "a", atomic=False, save_on_rank="node", _use_new_zipfile_serialization=False)
+    saver = handler.save_handler
+    assert isinstance(saver, DiskSaver)
+    assert (saver.atomic, saver.save_on_rank, handler.save_on_rank) == (False, "node", "node")
+    assert saver.kwargs == {"_use_new_zipfile_serialization": False}
+    (tmp_path / "model_1.pt").touch()
+    with pytest.raises(ValueError, match="does not exist"):
+        ModelCheckpoint(tmp_path / "b", create_dir=False)
+    with pytest.raises(ValueError, match=r"ModelCheckpoint\(dirname, require_empty=False\)"):
+        ModelCheckpoint(tmp_path)
+    ModelCheckpoint(tmp_path, require_empty=False)
+
+
+def test_the_order_of_the_arguments_is_part_of_the_interface():
+    assert list(inspect.signature(ModelCheckpoint).parameters) == [
+        *("dirname", "filename_prefix", "score_function", "score_name", "n_saved", "atomic", "require_empty"),
+        *("create_dir", "global_step_transform", "filename_pattern", "include_self", "greater_or_equal"),
+        *("save_on_rank", "asynchronous", "when_busy", "kwargs"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("to_save", "error", "message"),
+    [
+        ({}, RuntimeError, "to_save must hold at least one object, got {}"),
+        ([], RuntimeError, r"to_save must hold at least one object, got \[\]"),
+        (3, TypeError, "to_save must be a mapping"),
+        ([Part()], TypeError, "to_save must be a mapping"),
+        ({"model": 3}, TypeError, r"to_save\['model'\] must have state_dict"),
+        ({"checkpointer": Part()}, ValueError, "'checkpointer'"),
+    ],
+)
+def test_objects_that_cannot_be_saved_are_refused(tmp_path, to_save, error, message):
+    with pytest.raises(error, match=message):
+        ModelCheckpoint(tmp_path, include_self=True)(at(1), to_save)
+
+
+def test_without_objects_it_cannot_be_registered(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"it also requires to_save: add_event_handler\(event, handler, to_save=\.\.\.\)"
+    ):
+        at().add_event_handler(Events.EPOCH_COMPLETED, ModelCheckpoint(tmp_path))
+
+
+def test_it_saves_on_an_exception_too(tmp_path):
+    def step(engine, batch):
+        raise ValueError("broken")
+
+    trainer = Engine(step)
+    trainer.add_event_handler(Events.EXCEPTION_RAISED, ModelCheckpoint(tmp_path), {"model": Part(1)})
+
+    @trainer.on(Events.EXCEPTION_RAISED)
+    def raise_again(error):
+        raise error
+
+    with pytest.raises(ValueError, match="broken"):
+        trainer.run([1])
+    assert names(tmp_path) == ["model_1.pt"]
+
+
+def test_there_without_objects_it_says_so_and_the_first_error_is_still_seen(tmp_path):
+    trainer = Engine(lambda engine, batch: 1 / 0)
+    trainer.add_event_handler(Events.EXCEPTION_RAISED, ModelCheckpoint(tmp_path))
+    with pytest.raises(TypeError, match="to_save is missing: register a ModelCheckpoint with its objects") as raised:
+        trainer.run([1])
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+
+
+def test_with_another_save_handler_there_is_no_path_to_give(tmp_path):
+    handler = ModelCheckpoint(tmp_path)
+    handler.save_handler = Memory()
+    handler(at(1), {"model": Part()})
+    with pytest.raises(RuntimeError, match="needs a DiskSaver"):
+        assert handler.last_checkpoint
+
+
+def test_scores_and_the_record_work_as_in_a_checkpoint(tmp_path):
+    handler = ModelCheckpoint(tmp_path, score_name="accuracy", include_self=True)
+    for accuracy in (0.5, 0.75, 0.25):
+        handler(at(accuracy=accuracy), {"a": Part(accuracy), "b": Part()})
+    assert names(tmp_path) == ["checkpoint_accuracy=0.7500.pt"]
+    a, other = Part(), ModelCheckpoint(tmp_path, require_empty=False, score_name="accuracy")
+    Checkpoint.load_objects({"a": a, "checkpointer": other}, handler.last_checkpoint)
+    assert (a.value, other.last_checkpoint) == (0.75, handler.last_checkpoint)

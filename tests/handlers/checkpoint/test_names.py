@@ -136,7 +136,7 @@ def test_a_prefix_does_not_lead_out_of_the_directory(tmp_path, prefix):
 
 
 def test_a_pattern_leads_to_no_other_directory(tmp_path):
-    with pytest.raises(ValueError, match="filename_pattern must be a part of a file's name, without '/'"):
+    with pytest.raises(ValueError, match="filename_pattern must be a file name, without a folder"):
         Checkpoint({"part": Part()}, tmp_path, filename_pattern="../{name}.pt")
     assert list(tmp_path.iterdir()) == []
 
@@ -154,7 +154,7 @@ def test_a_prefix_may_lead_to_a_folder_that_exists(tmp_path, pattern):
     assert names(tmp_path / "best") == [expected]
     assert Checkpoint.resume({"part": Part()}, tmp_path / "best") == tmp_path / "best" / expected
     again = Checkpoint(
-        {"part": Part()}, DiskSaver(tmp_path), filename_prefix="best/x", filename_pattern=pattern, n_saved=1
+        {"part": Part()}, DiskSaver(tmp_path, require_empty=False), filename_prefix="best/x", filename_pattern=pattern
     )
     again.load_state_dict(checkpoint.state_dict())
     again(at(3))
@@ -162,13 +162,29 @@ def test_a_prefix_may_lead_to_a_folder_that_exists(tmp_path, pattern):
 
 
 def test_a_folder_that_is_missing_is_reported_at_construction(tmp_path):
-    with pytest.raises(ValueError, match=r"filename_prefix 'best/x' needs the folder '.*best', which does not exist"):
+    with pytest.raises(ValueError, match=r"checkpoints need an existing directory, got '.*best', which does not exist"):
         ModelCheckpoint(tmp_path, "best/x")
+
+
+def test_the_folder_of_a_prefix_must_be_empty_too(tmp_path):
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / "x_part_1.pt").touch()
+    with pytest.raises(ValueError, match=r"best' contains 1 checkpoints, such as x_part_1.pt; .*require_empty=False"):
+        ModelCheckpoint(tmp_path, "best/x")
+    ModelCheckpoint(tmp_path, "best/x", require_empty=False)
+
+
+def test_handlers_that_share_a_disk_saver_may_share_the_folder_of_a_prefix(tmp_path):
+    (tmp_path / "best").mkdir()
+    saver = DiskSaver(tmp_path)
+    Checkpoint({"part": Part()}, saver, filename_prefix="best/a")(at(1))
+    Checkpoint({"part": Part()}, saver, filename_prefix="best/b")(at(1))
+    assert names(tmp_path / "best") == ["a_part_1.pt", "b_part_1.pt"]
 
 
 def test_a_prefix_with_a_folder_needs_to_come_first(tmp_path):
     (tmp_path / "best").mkdir()
-    with pytest.raises(ValueError, match=r"filename_pattern must start with \{filename_prefix\}, got"):
+    with pytest.raises(ValueError, match=r"filename_pattern must start with \{filename_prefix\} if"):
         Checkpoint({"part": Part()}, tmp_path, filename_prefix="best/x", filename_pattern="{name}-{filename_prefix}.pt")
 
 
@@ -211,7 +227,7 @@ def test_a_record_with_nul_in_a_file_name_is_refused(tmp_path):
 
 
 def test_a_pattern_that_is_none_is_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match=r"filename_pattern '\{name' is no pattern"):
+    with pytest.raises(ValueError, match=r"filename_pattern '\{name' is not a format string"):
         Checkpoint({"part": Part()}, tmp_path, filename_pattern="{name")
 
 

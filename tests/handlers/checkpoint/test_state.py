@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from camshaft import distributed as idist
 from camshaft.engine import Engine, Events
 from camshaft.handlers import Checkpoint, DiskSaver
+from camshaft.handlers.checkpoint.state import needs_all_ranks
 from tests.handlers.parts import at, load
 from tests.ranks import on_ranks
 
@@ -69,3 +70,11 @@ def test_in_the_background_too(tmp_path):
     step(first, first_optimizer, torch.ones(2, 3))
     for name, tensor in load(tmp_path / "model_1.pt").items():
         torch.testing.assert_close(tensor, first.state_dict()[name])
+
+
+@on_ranks(2)
+def test_a_sharded_optimizer_alone_is_never_skipped_on_one_rank_only():
+    model, optimizer = make()
+    assert needs_all_ranks({"optimizer": optimizer})
+    assert needs_all_ranks({"nested": [{"model": model}]})
+    assert not needs_all_ranks({"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())})

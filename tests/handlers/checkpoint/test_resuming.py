@@ -22,7 +22,7 @@ from camshaft.errors import DamagedCheckpointError
 from camshaft.files import checksum_of
 from camshaft.handlers import Checkpoint, DiskSaver
 from camshaft.handlers.checkpoint import manifest, resuming
-from camshaft.handlers.checkpoint.manifest import FOLDER, entries_of
+from camshaft.handlers.checkpoint.manifest import FOLDER, Entry, Manifest
 from tests.handlers.parts import Part, at, linear, names, weight
 from tests.ranks import on_ranks
 
@@ -96,7 +96,7 @@ def test_an_absurd_time_in_an_entry_does_not_spoil_later_ones(tmp_path):
 def list_file(folder, file):
     """Let the manifest list a file as it is."""
     size = (folder / file).stat().st_size
-    manifest.write_entry(folder, manifest.make_entry(file, checksum_of(folder / file), size, 2**61, None))
+    Manifest(folder).write(Entry(file, checksum_of(folder / file), size, saved_at=2**61))
 
 
 def test_a_listed_file_that_cannot_be_loaded_is_named_and_the_one_before_is_taken(tmp_path):
@@ -142,7 +142,7 @@ def test_a_checkpoint_of_other_objects_is_passed_over_and_if_there_is_none_but_s
     save(tmp_path, 1)
     Checkpoint({"best": Part(7)}, DiskSaver(tmp_path, require_empty=False))(at(2))
     assert resume(tmp_path) == (1, file_of(1))
-    with pytest.warns(UserWarning, match=r"nothing was loaded: of the 2 checkpoints in .* none holds \['part', 'x'\]"):
+    with pytest.warns(UserWarning, match=r"nothing was loaded: none of the 2 checkpoints in .* holds \['part', 'x'\]"):
         assert Checkpoint.resume({"part": Part(), "x": Part()}, tmp_path) is None
 
 
@@ -284,7 +284,7 @@ def test_a_file_that_would_run_code_is_not_loaded(tmp_path, monkeypatch):
 
 def test_what_could_not_be_loaded_again_is_told_at_the_first_save(tmp_path):
     saver = DiskSaver(tmp_path)
-    with pytest.warns(UserWarning, match=r"objects of .*parts\.Part, which are not loaded again without running code"):
+    with pytest.warns(UserWarning, match=r"objects of .*parts\.Part; return plain values"):
         saver({"part": Part()}, "a.pt")
     saver({"part": Part()}, "b.pt")
 
@@ -321,7 +321,7 @@ def forged(text, field, value):
     """Change a field of an entry, and its checksum with it."""
     content = {**json.loads(text), field: value}
     del content["checksum_of_entry"]
-    return json.dumps({**content, "checksum_of_entry": manifest._sum_of(content)})
+    return json.dumps({**content, "checksum_of_entry": manifest.checksum_of_entry(content)})
 
 
 def harms():
@@ -373,7 +373,7 @@ def test_files_of_the_manifest_that_are_no_entries_do_not_matter(tmp_path):
     save(tmp_path, 1)
     for name in ("broken.json", "...00000000.json", "..00000000.json", ".json", "notes.txt"):
         (tmp_path / FOLDER / name).write_text("{")
-    assert [entry.file for entry in entries_of(tmp_path)] == [file_of(1)]
+    assert [entry.file for entry in Manifest(tmp_path).entries()] == [file_of(1)]
     assert resume(tmp_path) == (1, file_of(1))
 
 
@@ -383,15 +383,30 @@ def test_files_of_the_manifest_that_are_no_entries_do_not_matter(tmp_path):
 def interrupt(monkeypatch, act, when):
     """Act before each look of ``resume`` at the disk for whose number ``when`` holds; return the looks so far."""
     looks = []
-    for name in ("entries_of", "checkpoints_in", "problem_of", "read_checkpoint"):
+    acting = False
 
-        def look(inner, name, *args, **kwargs):
-            looks.append(name)
-            if when(len(looks)):
-                act()
+    def watch(owner, name):
+        inner = getattr(owner, name)
+
+        def look(*args, **kwargs):
+            nonlocal acting
+            if not acting:
+                looks.append(name)
+                acting = True
+                if when(len(looks)):
+                    act()
+                acting = False
             return inner(*args, **kwargs)
 
-        monkeypatch.setattr(resuming, name, partial(look, getattr(resuming, name), name))
+        monkeypatch.setattr(owner, name, look)
+
+    for owner, name in (
+        (resuming, "_find"),
+        (resuming, "checkpoints_in"),
+        (resuming, "_problem"),
+        (resuming, "read_checkpoint"),
+    ):
+        watch(owner, name)
     return looks
 
 
@@ -445,10 +460,10 @@ def test_a_trainer_that_never_rests_does_not_keep_resume_from_ending(tmp_path, m
         save(tmp_path, next(steps))
 
     monkeypatch.setattr(resuming, "_ATTEMPTS", 5)
-    looks = interrupt(monkeypatch, train, lambda number: looks[-1] == "problem_of")
+    looks = interrupt(monkeypatch, train, lambda number: looks[-1] == "_problem")
     with pytest.warns(UserWarning, match="nothing was loaded, as there is no checkpoint to resume from"):
         assert resume(tmp_path) == (0, None)
-    assert looks.count("problem_of") == 5
+    assert looks.count("_problem") == 5
 
 
 @on_ranks(2)
@@ -479,7 +494,7 @@ def test_on_ranks_all_list_again_when_one_finds_the_file_gone(tmp_path, monkeypa
 def write_entry(folder, file, checksum="crc32:00000000", size=0, name=None):
     """Write an entry as an attacker would."""
     content = {"format": 1, "file": file, "checksum": checksum, "size": size, "saved_at": 2**61, "objects": None}
-    text = json.dumps({**content, "checksum_of_entry": manifest._sum_of(content)})
+    text = json.dumps({**content, "checksum_of_entry": manifest.checksum_of_entry(content)})
     (folder / FOLDER / (name or f"{file}.{checksum[-8:]}.json")).write_text(text)
 
 
@@ -630,11 +645,11 @@ def test_while_one_file_is_replaced_both_the_old_and_the_new_are_good(tmp_path, 
             saver({"value": 2}, "part.pt")
     assert resume(tmp_path) == (1, "part.pt")
     with monkeypatch.context() as patch:
-        patch.setattr("camshaft.handlers.checkpoint.manifest.remove_entries", killed)
+        patch.setattr(Manifest, "remove", killed)
         with pytest.raises(Killed):
             saver({"value": 3}, "part.pt")
     assert resume(tmp_path) == (3, "part.pt")
-    assert len(entries_of(tmp_path)) > 1
+    assert len(Manifest(tmp_path).entries()) > 1
 
 
 rename = os.replace
@@ -643,7 +658,7 @@ rename = os.replace
 def test_the_manifest_tells_step_score_and_versions(tmp_path):
     checkpoint = Checkpoint({"part": Part()}, tmp_path, score_name="accuracy")
     checkpoint(at(7, accuracy=0.5))
-    (entry,) = entries_of(tmp_path)
+    (entry,) = Manifest(tmp_path).entries()
     assert (entry.file, entry.step, entry.score, entry.score_name) == ("part_accuracy=0.5000.pt", 7, 0.5, "accuracy")
     assert entry.objects == ["part"]
     assert entry.size == (tmp_path / entry.file).stat().st_size
@@ -654,16 +669,16 @@ def test_pruning_forgets_the_entry_too(tmp_path):
     checkpoint = Checkpoint({"part": Part()}, tmp_path, n_saved=2)
     for step in range(5):
         checkpoint(at(step))
-    assert {entry.file for entry in entries_of(tmp_path)} == {"part_3.pt", "part_4.pt"} == set(names(tmp_path))
+    assert {entry.file for entry in Manifest(tmp_path).entries()} == {"part_3.pt", "part_4.pt"} == set(names(tmp_path))
 
 
 def test_file_names_with_signs_of_patterns(tmp_path):
     saver = DiskSaver(tmp_path)
     saver({"value": 1}, "a[1]*.pt")
     saver({"value": 2}, "a1.pt")
-    assert [entry.file for entry in entries_of(tmp_path, "a[1]*.pt")] == ["a[1]*.pt"]
+    assert [entry.file for entry in Manifest(tmp_path).entries("a[1]*.pt")] == ["a[1]*.pt"]
     saver.remove("a[1]*.pt")
-    assert [entry.file for entry in entries_of(tmp_path)] == ["a1.pt"]
+    assert [entry.file for entry in Manifest(tmp_path).entries()] == ["a1.pt"]
 
 
 @pytest.mark.parametrize("to_load", [None, [Part()], {"part": 3}])
@@ -689,7 +704,7 @@ def test_all_ranks_go_on_from_the_same_one_and_files_are_read_but_once_to_check_
 @on_ranks(2)
 def test_nodes_with_disks_of_their_own_take_the_newest_that_all_have(tmp_path, monkeypatch):
     rank = idist.get_rank()
-    for module in ("writer", "resuming"):
+    for module in ("savers", "resuming"):
         monkeypatch.setattr(f"camshaft.handlers.checkpoint.{module}.get_local_rank", lambda: 0)
     folder = tmp_path / f"node_{rank}"
     save(folder, 1, 2, *([3] if rank == 1 else []), save_on_rank="node")
@@ -722,18 +737,18 @@ def test_weights_in_the_format_of_safetensors(tmp_path):
 
 def test_what_such_a_file_cannot_hold_is_refused_early(tmp_path):
     pattern = "{name}.safetensors"
-    with pytest.raises(ValueError, match=r"weights of one model, but to_save holds \['a', 'b'\]"):
+    with pytest.raises(ValueError, match=r"weights of one model, without include_self, but to_save holds \['a', 'b'\]"):
         Checkpoint({"a": linear(1), "b": Part()}, tmp_path, filename_pattern=pattern)
     with pytest.raises(ValueError, match="include_self"):
         Checkpoint({"a": linear(1)}, tmp_path, filename_pattern=pattern, include_self=True)
-    with pytest.raises(TypeError, match=r"a dict of tensors; got a dict with \['int'\]"):
+    with pytest.raises(TypeError, match=r"a dict of tensors; got values of \['int'\]"):
         Checkpoint({"a": Part()}, tmp_path, filename_pattern=pattern)(at(1))
     assert names(tmp_path) == []
 
 
 def test_a_file_as_the_directory_is_refused(tmp_path):
     DiskSaver(tmp_path)({"value": 1}, "model.pt")
-    with pytest.raises(ValueError, match=r"directory must be one of checkpoints, got the file '.*model\.pt'"):
+    with pytest.raises(ValueError, match=r"directory must contain checkpoints, got the file '.*model\.pt'"):
         Checkpoint.resume({"model": Part()}, tmp_path / "model.pt")
 
 
