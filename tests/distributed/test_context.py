@@ -19,10 +19,9 @@ import torch.distributed.nn.functional as of_torch
 
 import camshaft.distributed as idist
 from camshaft.distributed import agreement, context
-from camshaft.distributed.backends.native.backend import NativeBackend, begin, check_options, device_of
-from camshaft.distributed.launchers import Launch
-from camshaft.distributed.topology import Topology
-from tests.distributed.launchers.environments import step
+from camshaft.distributed.backends.native.backend import NativeBackend, check_options, create, device_of
+from camshaft.distributed.topology import Launch, Topology
+from tests.distributed.environments.observed import step
 from tests.distributed.test_ranks import Somewhere
 from tests.guards import outlasting
 from tests.ranks import on_ranks
@@ -288,7 +287,7 @@ def test_a_rank_that_was_told_less_than_another_asks_for_the_hosts_alone(tmp_pat
         launch = Launch("horovodrun", Topology(world_size=2, local_world_size=2), host="n")
     else:
         launch = Launch("horovodrun", Topology(rank=1, world_size=2), assumed=("num_nodes",), host="n")
-    backend = begin("gloo", launch, init_method=f"file://{tmp_path}/store")
+    backend = create("gloo", launch, init_method=f"file://{tmp_path}/store")
     assert backend.topology == Topology(rank, 2, rank, 2, 0, 1)
     backend.barrier(None)
     backend.close()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import camshaft.distributed as idist
 from camshaft.distributed.backends.native import rendezvous
 from camshaft.distributed.backends.native.rendezvous import open_store
-from camshaft.distributed.launchers import detect
+from camshaft.distributed.environments import detect
 from tests.ranks import context, run_on_ranks
 from tests.torchrun.launching import free_port
 

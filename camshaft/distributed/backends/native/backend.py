@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import socket
 import sys
 import warnings
@@ -23,10 +22,7 @@ from camshaft.distributed.backends.dtypes import FLOAT8, as_bytes, check_reducib
 from camshaft.distributed.backends.native import gloo
 from camshaft.distributed.backends.native.network import find_interface, gloo_on
 from camshaft.distributed.backends.native.rendezvous import Departures, open_store
-from camshaft.distributed.launchers import Launch, detect
-from camshaft.distributed.launchers.completion import complete
-from camshaft.distributed.launchers.variables import numbers
-from camshaft.distributed.topology import Topology
+from camshaft.distributed.topology import Launch, Topology
 from camshaft.errors import annotate
 
 _CPU = torch.device("cpu")
@@ -54,12 +50,6 @@ _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_g
 _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _PASSED_ON = frozenset(inspect.signature(dist.init_process_group).parameters) - {"backend", "store", "group_name"}
-_BESIDE_RANK = {
-    "local_rank": ("LOCAL_RANK",),
-    "local_world_size": ("LOCAL_WORLD_SIZE",),
-    "node_rank": ("GROUP_RANK",),
-    "num_nodes": ("GROUP_WORLD_SIZE",),
-}
 
 
 class NativeBackend(Backend):
@@ -296,11 +286,12 @@ def _is_wrapped(model: nn.Module) -> bool:
 # --- starting a run, and adopting one --------------------------------------------------------------------------
 
 
-def create(name: str, local_rank: int | None = None, **options: Any) -> NativeBackend:
+def create(name: str, launch: Launch | None, local_rank: int | None = None, **options: Any) -> NativeBackend:
     """Make the default process group; all ranks call this.
 
     Args:
         name: ``"gloo"``, ``"nccl"``, or another backend of torch.
+        launch: how this process was started, ``None`` if no launcher started it.
         local_rank: ignored, as the ranks exchange their hosts.
         options: ``init_method``, ``rank``, ``world_size``, ``timeout``, ``device`` (an override), and what else
             ``torch.distributed.init_process_group`` takes.
@@ -311,28 +302,6 @@ def create(name: str, local_rank: int | None = None, **options: Any) -> NativeBa
         RuntimeError: the device of the backend is missing, a group exists, or the environment contradicts itself.
     """
     check_options(name, options)
-    return begin(name, detect(os.environ), **options)
-
-
-def check_options(name: str, options: dict[str, Any]) -> None:
-    """Refuse options that nothing would read, and a backend whose devices are missing.
-
-    Raises:
-        TypeError: an option is not known.
-        RuntimeError: there is no device for the backend.
-    """
-    known = {option for option in _PASSED_ON if not option.startswith("_")} | {"device"}
-    if unknown := sorted(set(options) - known):
-        raise TypeError(f"{unknown} are not known for backend {name!r}, but {sorted(known)} are")
-    kinds = dist.Backend.backend_capability.get(name, ["cpu"])
-    here = accelerator()
-    if "cpu" not in kinds and (here is None or here.type not in kinds):
-        needed = " or ".join(kinds).replace("cuda", "CUDA")
-        raise RuntimeError(f"backend {name!r} needs a {needed} device, and there is none; 'gloo' works on the CPU")
-
-
-def begin(name: str, launch: Launch | None, **options: Any) -> NativeBackend:
-    """Make the default process group, given how this process was started; see :func:`create`."""
     if dist.is_initialized():
         raise RuntimeError("a default process group exists already: it is used as it is, without initialize")
     device, method = options.pop("device", None), options.pop("init_method", None)
@@ -358,11 +327,32 @@ def begin(name: str, launch: Launch | None, **options: Any) -> NativeBackend:
     return backend
 
 
-def adopt(local_rank: int | None = None) -> NativeBackend | None:
-    """Adopt the default process group if there is one, without any communication."""
+def check_options(name: str, options: dict[str, Any]) -> None:
+    """Refuse options that nothing would read, and a backend whose devices are missing.
+
+    Raises:
+        TypeError: an option is not known.
+        RuntimeError: there is no device for the backend.
+    """
+    known = {option for option in _PASSED_ON if not option.startswith("_")} | {"device"}
+    if unknown := sorted(set(options) - known):
+        raise TypeError(f"{unknown} are not known for backend {name!r}, but {sorted(known)} are")
+    kinds = dist.Backend.backend_capability.get(name, ["cpu"])
+    here = accelerator()
+    if "cpu" not in kinds and (here is None or here.type not in kinds):
+        needed = " or ".join(kinds).replace("cuda", "CUDA")
+        raise RuntimeError(f"backend {name!r} needs a {needed} device, and there is none; 'gloo' works on the CPU")
+
+
+def adopt(infer: Callable[[int, int], tuple[Topology, tuple[str, ...]]]) -> NativeBackend | None:
+    """Adopt the default process group if there is one, without any communication.
+
+    Args:
+        infer: returns the topology of a rank and a world size, and which of its numbers are assumed.
+    """
     if dist.distributed_c10d.GroupMember.WORLD is None or dist.get_backend() == "xla":
         return None  # the runtime of XLA knows more than torch's group over it
-    topology, assumed = _inferred_topology(dist.get_rank(), dist.get_world_size(), local_rank)
+    topology, assumed = infer(dist.get_rank(), dist.get_world_size())
     if "local_rank" in assumed:
         warnings.warn(
             f"the local rank of rank {topology.rank} is unknown; assuming {topology.local_rank}, as on a single node; "
@@ -427,33 +417,3 @@ def _exchanged_topology(launch: Launch | None) -> Topology:
         return launch.topology
     hosts = [store.get(f"camshaft/host/{rank}").decode() for rank in range(dist.get_world_size())]
     return Topology.from_hosts(dist.get_rank(), hosts)
-
-
-def _inferred_topology(rank: int, size: int, local_rank: int | None) -> tuple[Topology, tuple[str, ...]]:
-    """Infer the topology of an adopted group, and which of its numbers are assumed.
-
-    Raises:
-        ValueError: ``local_rank`` is out of range.
-    """
-    known = {"rank": rank, "world_size": size}
-    if local_rank is not None:
-        known["local_rank"] = local_rank
-    try:
-        return complete({**known, **_numbers_of_environment(rank, size)})
-    except ValueError:  # the variables are those of another run
-        return complete(known)
-
-
-def _numbers_of_environment(rank: int, size: int) -> dict[str, int]:
-    """Read the numbers of a topology, also where the environment has no rank and world size."""
-    try:
-        launch = detect(os.environ)
-    except RuntimeError:  # contradictory or incomplete
-        launch = None
-    if launch is not None:
-        is_this_run = (launch.topology.rank, launch.topology.world_size) == (rank, size)
-        return {what: getattr(launch.topology, what) for what in launch.sources} if is_this_run else {}
-    try:
-        return {what: number.value for what, number in numbers(os.environ, _BESIDE_RANK).items()}
-    except RuntimeError:  # one is not a number
-        return {}

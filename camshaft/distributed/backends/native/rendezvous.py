@@ -23,8 +23,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store,
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.rendezvous import rendezvous
 
-from camshaft.distributed.launchers import Launch
-from camshaft.distributed.launchers.variables import master_addr, master_port
+from camshaft.distributed.topology import Launch
 
 REPORT_AFTER = 10.0  # seconds until the log names the ranks that are missing
 _MEETING = "camshaft/meeting"
@@ -89,9 +88,7 @@ def _open(launch: Launch | None, method: str, rank: int, size: int, timeout: tim
         return FileStore(str(path), -1), f"the file {path} (init_method)"
     has_agent = launch is not None and launch.agent_store
     if scheme == "env":
-        host = (launch and launch.master_addr) or master_addr(os.environ) or "127.0.0.1"
-        port = (launch and launch.master_port) or master_port(os.environ) or _DEFAULT_PORT
-        source = "MASTER_ADDR and MASTER_PORT"
+        (host, port), source = _from_environment(launch), "MASTER_ADDR and MASTER_PORT"
     elif scheme == "tcp":
         (host, port), source = _host_and_port(method), "init_method"
         has_agent = launch is not None and has_agent and launch.master_port == port
@@ -99,6 +96,15 @@ def _open(launch: Launch | None, method: str, rank: int, size: int, timeout: tim
         return next(rendezvous(method, rank, size, timeout=timeout))[0], f"init_method={method!r}"
     place = f"the store at {host}:{port} ({source})"
     return _connect(host, port, place, has_agent, rank, size, timeout), place
+
+
+def _from_environment(launch: Launch | None) -> tuple[str, int]:
+    if launch is not None:
+        return launch.master_addr or "127.0.0.1", launch.master_port or _DEFAULT_PORT
+    port = os.environ.get("MASTER_PORT") or str(_DEFAULT_PORT)  # as torch's own env:// does
+    if not port.isdecimal():
+        raise RuntimeError(f"environment variable MASTER_PORT must be an integer, got {port!r}")
+    return os.environ.get("MASTER_ADDR") or "127.0.0.1", int(port)
 
 
 def _path(method: str) -> Path:

@@ -18,7 +18,7 @@ import torch
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.multiprocessing.spawn import ProcessException, ProcessExitedException, ProcessRaisedException
 
-from camshaft.distributed.lifeline import GRACE
+from camshaft.distributed.launch.parent_watchdog import GRACE
 
 _SETTLE = 0.3  # seconds in which a failure and what follows from it in other processes may come in any order
 _LOOK = 1.0  # seconds, at most, between two looks for exit codes
