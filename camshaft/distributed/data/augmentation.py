@@ -14,17 +14,7 @@ from hashlib import sha256
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import (
-    ConcatDataset,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    StackDataset,
-    Subset,
-    TensorDataset,
-    default_collate,
-    get_worker_info,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate, get_worker_info
 
 from camshaft.distributed.data.permutation import key_of
 
@@ -182,11 +172,11 @@ class _SeededFetching:
 def is_ready(dataset: Any) -> bool:
     """Return True if a dataset is known to hold its samples, so that fetching one draws no random numbers."""
     kind = type(dataset)  # a subclass may do anything
-    if kind is TensorDataset:
+    if kind is torch.utils.data.TensorDataset:
         return all(map(is_ready, dataset.tensors))
     if kind is Subset:
         return is_ready(dataset.dataset)
-    if kind is ConcatDataset:
+    if kind is torch.utils.data.ConcatDataset:
         return all(map(is_ready, dataset.datasets))
     return kind in (list, tuple, range, torch.Tensor)
 
@@ -196,7 +186,7 @@ def fetches_batches(dataset: Any) -> bool:
     fetch = getattr(type(dataset), "__getitems__", None)
     if fetch is Subset.__getitems__:
         return fetches_batches(dataset.dataset)
-    if fetch is StackDataset.__getitems__:
+    if fetch is torch.utils.data.StackDataset.__getitems__:
         parts = dataset.datasets
         return any(map(fetches_batches, parts.values() if isinstance(parts, dict) else parts))
     return bool(getattr(dataset, "__getitems__", None))

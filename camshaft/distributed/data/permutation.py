@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-VERSION = 1  # of the orders; increase it with any change that alters the order of a seed and an epoch
 LARGEST = 2**62
 SORTED = 2**12  # up to this many elements, sorting is faster than a network
 BLOCK = 2**15 - 1  # positions per block: from 2**15 on, torch starts threads, and the data leave the caches
@@ -50,6 +49,11 @@ def random_bits(key: int | Tensor, counters: Tensor) -> Tensor:
 def shifted_right(bits: Tensor, shift: int) -> Tensor:
     """Shift int64 bits to the right and fill with zeros (``>>`` copies the sign)."""
     return (bits >> shift) & ((1 << 64 - shift) - 1)
+
+
+def uniform(key: int, counters: Tensor) -> Tensor:
+    """Return a float64 in [0, 1) per counter, with as many random bits as it holds."""
+    return shifted_right(random_bits(key, counters), 11).to(torch.float64) * 2.0**-53
 
 
 def signed(number: int, num_bits: int) -> int:
