@@ -16,9 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate, get_worker_info
 
-from camshaft.distributed.data.permutation import key_of
+from camshaft.distributed.data.permutation import key_of, mixed
 
-_BITS = 2**64 - 1
 _MT19937_BYTES = 625 * 4  # 624 words and the place in them
 _OF_BATCH, _OF_COLLATE = 0, 1
 
@@ -190,14 +189,6 @@ def fetches_batches(dataset: Any) -> bool:
         parts = dataset.datasets
         return any(map(fetches_batches, parts.values() if isinstance(parts, dict) else parts))
     return bool(getattr(dataset, "__getitems__", None))
-
-
-def mixed(key: int, number: int) -> int:
-    """Return 64 random bits: those of :func:`random_bits`, for one number and without tensors."""
-    bits = (key + number * 0x9E3779B97F4A7C15) & _BITS
-    bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & _BITS
-    bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & _BITS
-    return bits ^ bits >> 31
 
 
 def seed_generators(bits: int) -> None:

@@ -11,15 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from camshaft.distributed.data.permutation import (
-    BLOCK,
-    Permutation,
-    check_count,
-    check_positions,
-    key_of,
-    random_bits,
-    uniform,
-)
+from camshaft.distributed.data.permutation import BLOCK, Permutation, check_count, key_of, random_bits, uniform
 
 VERSION = 1  # of the orders; increase it with any change that alters the order of a seed and an epoch
 _permutation = lru_cache(maxsize=16)(Permutation)  # creating one takes as long as some thousand positions
@@ -68,12 +60,11 @@ class Order(ABC):
         for name, value in {"seed": seed, "epoch": epoch}.items():
             if not hasattr(value, "__index__"):
                 raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
-        check_positions(positions, self.length)
-        samples = torch.empty_like(positions)
-        for start in range(0, len(positions), BLOCK):
-            block = slice(start, start + BLOCK)
-            samples[block] = self._at(seed, epoch, positions[block])
-        return samples
+        if not isinstance(positions, Tensor) or positions.dtype != torch.int64 or positions.dim() != 1:
+            raise TypeError(f"positions must be an int64 tensor of one dimension, got {positions!r}")
+        if len(positions) and ((ends := positions.aminmax()).min < 0 or ends.max >= self.length):
+            raise ValueError(f"positions must be in [0, {self.length}), got from {ends.min} to {ends.max}")
+        return torch.cat([self._at(seed, epoch, block) for block in positions.split(BLOCK)])
 
     def indices(self, seed: int, epoch: int, begin: int, end: int) -> Tensor:
         """Return the samples at the positions from ``begin`` up to ``end`` of an epoch; see :meth:`at`.
