@@ -1,12 +1,14 @@
-"""The exceptions of our own, and notes on those of others."""
+"""Exceptions of this package, notes on exceptions, and descriptions of values in error messages."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from camshaft.ignite import ignite_class
+
 
 class NotComputableError(RuntimeError):
-    """Say that a value cannot be computed yet, for example a mean over no samples.
+    """A value cannot be computed yet, for example a mean over no samples.
 
     >>> raise NotComputableError("accuracy needs at least one sample")
     Traceback (most recent call last):
@@ -15,11 +17,11 @@ class NotComputableError(RuntimeError):
 
 
 class RankDivergenceError(RuntimeError):
-    """Say that ranks do different things where all must do the same: a collective that some cannot reach, say."""
+    """Ranks do different things where all must do the same, such as a collective that some ranks cannot reach."""
 
 
 class DamagedCheckpointError(RuntimeError):
-    """Say that a checkpoint is not what was saved: it is cut off, or a part of it has changed, or it is gone."""
+    """A checkpoint is not what was saved: it is truncated, changed or missing."""
 
 
 def annotate(error: BaseException, text: str) -> None:
@@ -37,29 +39,23 @@ def annotate(error: BaseException, text: str) -> None:
         error.__dict__.setdefault("__notes__", []).append(text)
 
 
-def ignite_class(value: Any) -> type | None:
-    """Return the class of PyTorch-Ignite that ``value`` is, or is an instance of; ``None`` if there is none."""
-    kind = value if isinstance(value, type) else type(value)
-    return next((base for base in kind.__mro__ if base.__module__.partition(".")[0] == "ignite"), None)
-
-
 def described(value: Any) -> str:
-    """Return ``value`` and its type for an error message, and what to import instead if it is PyTorch-Ignite's.
+    """Describe ``value`` and its type for an error message; for objects of PyTorch-Ignite, add what to import instead.
 
     >>> described(3)
     '3 of type int'
     """
     text = f"{value!r} of type {type(value).__name__}"
-    theirs = ignite_class(value)
-    if theirs is None:
+    foreign = ignite_class(value)
+    if foreign is None:
         return text
-    package = theirs.__module__.partition(".")[2].partition(".")[0]
+    package = foreign.__module__.partition(".")[2].partition(".")[0]
     instead = f": use the one from camshaft.{package}" if package in ("distributed", "engine", "handlers") else ""
-    return f"{text}; {theirs.__name__} comes from PyTorch-Ignite{instead}"
+    return f"{text}; {foreign.__name__} comes from PyTorch-Ignite{instead}"
 
 
 def check_is_no_class(name: str, value: Any) -> None:
-    """Raise ``TypeError`` if a class is given where an object is needed.
+    """Raise ``TypeError`` if ``value`` is a class where an object is needed.
 
     >>> check_is_no_class("metrics['mean']", float)
     Traceback (most recent call last):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -14,14 +15,19 @@ PathLike = str | os.PathLike[str]
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Whatever can hand out its state and take it back: modules, optimizers, schedulers, samplers, engines.
+    """An object whose state can be saved and restored: a module, an optimizer, a scheduler, a sampler, an engine.
 
     >>> isinstance(torch.nn.Linear(1, 1), Stateful), isinstance([], Stateful)
     (True, False)
     """
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return all that is needed to go on from here."""
+        """Return the state."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
-        """Go on from what ``state_dict()`` returned."""
+        """Restore a state."""
+
+
+def is_integer(value: Any) -> bool:
+    """Return whether ``value`` is an integer of any kind, such as ``int`` or ``numpy.int64``."""
+    return isinstance(value, Integral)

@@ -21,6 +21,7 @@ LEAVES = (
     "camshaft.deprecation",
     "camshaft.errors",
     "camshaft.files",
+    "camshaft.ignite",
     "camshaft.logs",
     "camshaft.metrics",
     "camshaft.seeding",

@@ -1,11 +1,10 @@
-"""The data of a run: the live pass over them, the place in it, and samplers that want to know the epoch."""
+"""The data of a run: the current pass, the position in it, seeking, and samplers that follow the epochs."""
 
 from __future__ import annotations
 
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import (
@@ -17,95 +16,87 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from camshaft.engine.event import Events
-from camshaft.engine.plan import Plan
+from camshaft.engine.dispatch import Plan
+from camshaft.engine.events import Events
 from camshaft.types import Stateful
 
 if TYPE_CHECKING:
     from camshaft.engine.engine import Engine
+    from camshaft.engine.progress import Progress
 
 Position = Mapping[str, Any]
-_REREAD = (SequentialSampler, RandomSampler, DistributedSampler)  # of torch's, which start each pass at its beginning
-_DEEPEST = 8  # batch samplers within each other; an object that invents attributes has no end
+_REREAD = (SequentialSampler, RandomSampler, DistributedSampler)  # samplers of torch that start each pass anew
+_DEEPEST = 8  # nested batch samplers; an object that invents attributes has no end
 _SILENT = Plan(None, None)
 
 
 def length_of(data: Any) -> int | None:
-    """Return ``len(data)``, or ``None`` where there is none.
+    """Return ``len(data)``, or ``None`` if it has no length.
 
     >>> length_of([1, 2]), length_of(iter([1, 2])), length_of(None)
     (2, None, None)
     """
     try:
         return len(data)
-    except TypeError:  # also what loaders over data without a length raise
+    except TypeError:  # loaders over data without a length raise it too
         return None
 
 
 def check_iterable(data: Any) -> None:
-    """Refuse data that cannot be iterated over."""
+    """Raise ``TypeError`` if ``data`` cannot be iterated over."""
     if not isinstance(data, Iterable):
         raise TypeError(f"data must be iterable, got {data!r} of type {type(data).__name__}")
 
 
 def announce_epoch(data: Any, number: int) -> None:
-    """Call ``set_epoch(number)`` on the samplers and batch samplers of a loader that have it."""
-    called: list[Any] = []
-    for sampler in _samplers(data):
-        if not any(sampler is one for one in called) and callable(getattr(sampler, "set_epoch", None)):
-            called.append(sampler)
-            sampler.set_epoch(number)
-
-
-def _samplers(data: Any) -> Iterator[Any]:
-    """Walk the chain of samplers: a batch sampler may wrap another one, and each may hold a sampler."""
-    yield getattr(data, "sampler", None)
+    """Call ``set_epoch(number)`` once on each sampler and batch sampler of a loader that has it."""
+    samplers = [getattr(data, "sampler", None)]
     wrapper = getattr(data, "batch_sampler", None)
-    seen: list[Any] = []
-    while wrapper is not None and len(seen) < _DEEPEST and not any(wrapper is one for one in seen):
-        seen.append(wrapper)
-        yield wrapper
-        yield getattr(wrapper, "sampler", None)
+    for _ in range(_DEEPEST):  # a batch sampler may wrap another one, and each may hold a sampler
+        samplers += [wrapper, getattr(wrapper, "sampler", None)]
         wrapper = getattr(wrapper, "batch_sampler", None)
+    for sampler in {id(sampler): sampler for sampler in samplers}.values():
+        if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+            set_epoch(number)
 
 
 def exact_batches(data: Any) -> Any:
     """Return the batch sampler of a loader if it can start at any sample: its class has ``position`` and ``seek``."""
     sampler = getattr(data, "batch_sampler", None)
-    kind = type(sampler)  # of the class: a mock has every attribute
+    kind = type(sampler)  # the class, as a mock has every attribute
     return sampler if callable(getattr(kind, "position", None)) and callable(getattr(kind, "seek", None)) else None
 
 
 def can_start_anywhere(data: Any) -> bool:
-    """Return whether data can start at a position, also new data in the place of those that it was of."""
+    """Return whether data can start at a position, including one that was saved of other data."""
     is_exact = exact_batches(data) is not None
     return is_exact or isinstance(data, Stateful) or getattr(data, "is_skipped_forward", False)
 
 
-# --- the place in the data ---------------------------------------------------------------------------------------
+# --- seeking -----------------------------------------------------------------------------------------------------
 
 
 def open_at(data: Any, position: Position) -> tuple[Iterator[Any], int]:
-    """Start a pass at a position; return it, and how many batches of the pass are left out.
+    """Start a pass at a position; return it, and the number of batches of the pass before it.
 
     Raises:
-        ValueError: the position is of other data.
+        ValueError: the position belongs to other data.
     """
     sampler = exact_batches(data)
     if sampler is not None and "consumed" in position:
         _, left_out = sampler.seek(position)
         return iter(data), left_out
     batches: int = position.get("batches", 0)
-    has_state = isinstance(data, Stateful)  # in a variable, as data are iterable, too
+    has_state = isinstance(data, Stateful)  # a variable, as isinstance would narrow the type of data
     if has_state and "state" in position:
         data.load_state_dict(position["state"])
         return iter(data), batches
     if not batches or not getattr(data, "is_skipped_forward", False):
         return iter(data), 0
     warnings.warn(
-        f"the data cannot start in the middle: {batches} batches are loaded and thrown away, and only if the data come "
-        "in the same order again are those the ones that the run had before; auto_dataloader over a dataset with a "
-        "length and loaders with state_dict and load_state_dict need no skipping",
+        f"the data cannot seek; skipping {batches} batches to resume. Unless the data come in the same order again, "
+        "they are not the batches that the run had before. Loaders of auto_dataloader over a sized dataset, and "
+        "loaders with state_dict and load_state_dict, need no skipping",
         stacklevel=2,
     )
     iterator = iter(data)
@@ -113,7 +104,7 @@ def open_at(data: Any, position: Position) -> tuple[Iterator[Any], int]:
 
 
 def warn_of_new_pass(data: Any, done: int) -> None:
-    """Warn where a saved run resumes in the middle of an epoch, and its data are read from where they begin."""
+    """Warn if a run resumes in the middle of an epoch but its data are read from their beginning."""
     if not done % (length_of(data) or done + 1):
         return
     if isinstance(data, Iterator) or isinstance(getattr(data, "dataset", None), IterableDataset):
@@ -136,15 +127,15 @@ def warn_of_new_pass(data: Any, done: int) -> None:
         )
 
 
-def recount(data: Any, position: Position, epoch: int, epoch_length: int | None) -> tuple[int, int, int] | None:
-    """Count iterations anew, if the loader now makes more or fewer batches of an epoch than when it was saved.
+def seek_with_new_length(data: Any, position: Position, epoch_length: int | None) -> tuple[int, int, int] | None:
+    """Find a position in a loader that now makes more or fewer batches per epoch than when it was saved.
 
     Returns:
-        The epochs and the iterations of the next epoch that are completed, and the new length of an epoch; ``None``
-        where the counts stay as they are.
+        The number of the pass, the batches of it before the position, and the new length of an epoch; ``None`` if the
+        length has not changed.
 
     Raises:
-        ValueError: the position is of other data.
+        ValueError: the position belongs to other data.
     """
     if "consumed" not in position:
         return None
@@ -159,64 +150,95 @@ def recount(data: Any, position: Position, epoch: int, epoch_length: int | None)
     length = length_of(data)
     if length is None or epoch_length != position["steps"] or length == epoch_length:
         return None
-    return epoch + number - position["epoch"], left_out, length
+    return number, left_out, length
 
 
-# --- the live pass -------------------------------------------------------------------------------------------------
+# --- the current pass --------------------------------------------------------------------------------------------
 
 
 class DataIterator:
-    """The live pass over ``state.dataloader``; a pass may be shorter or longer than an epoch.
+    """The current pass over ``state.dataloader``. A pass may be shorter or longer than an epoch.
 
     Args:
         engine: the engine that consumes the data.
 
     Attributes:
-        start: where the first pass starts, or ``None`` for its beginning.
-        iterator: the live iterator, ``None`` when the next epoch is to start a pass.
-        begun: whether the first pass has begun.
-        fetching: the plan of ``GET_BATCH_STARTED``, or a silent one without data.
-        fetched: the plan of ``GET_BATCH_COMPLETED``, likewise.
-        cut_after: iterations of the last epoch, if it was cut short and so starts a new pass; else ``None``.
+        iterator: the live iterator, or ``None`` if the next epoch is to start a pass.
+        fetching: plan of ``GET_BATCH_STARTED``, or a silent one without data.
+        fetched: plan of ``GET_BATCH_COMPLETED``, likewise.
+        has_started: whether the first pass of the run has started.
+        start: the progress from which the run starts, until its first pass has started.
     """
+
+    skips_forward = False  # whether data that cannot seek are read up to the position when a run resumes
 
     def __init__(self, engine: Engine[Any, Any]) -> None:
         self.engine = engine
-        self.start: Position | None = None
         self.iterator: Iterator[Any] | None = None
-        self.cut_after: int | None = None
-        self.begun = False
         self.fetching = self.fetched = _SILENT
+        self.has_started = False
+        self.start: Progress | None = None
+        self._batches: tuple[Any, ...] | None = None  # to yield before those of the first pass
+        self._warns = False
+        self._cut_after: int | None = None  # iterations of the last epoch, if it was cut short
         self._announced: Any = None
         self._number = -1
         self._first_iteration = 0
         self._length: int | None = None
         self._exact: Any = None  # the batch sampler, if it can start at any sample,
         self._pass: dict[str, Any] = {}  # and its pass, which others that read the same loader do not change
-        self._shares: Callable[..., float] | None = None
+        self._share: Callable[..., float] | None = None
+
+    def start_at(self, progress: Progress, batches: tuple[Any, ...] | None, warns: bool) -> None:
+        """Let the first pass start where a run resumes.
+
+        Args:
+            progress: of the run.
+            batches: to yield first, as the data do not return them again; ``None`` if the data seek by themselves.
+            warns: whether to warn if the data are read from their beginning in the middle of an epoch.
+        """
+        self.start, self._batches, self._warns = progress, batches, warns
 
     def open(self) -> int:
-        """Start a pass; return how many batches of it are left out, as the run had them before."""
-        engine = self.engine
-        if engine.state.dataloader is None:
-            self.iterator = repeat(None)
-            self.fetching = self.fetched = _SILENT
+        """Start a pass; return the number of its batches that the run already had."""
+        state, skipped = self.engine.state, 0
+        if state.dataloader is None:
+            self.iterator = itertools.repeat(None)
             return 0
         self.announce()
-        number, skipped = self.next_number(), 0
-        if self.begun:
-            self.iterator = engine._open_pass(number, self.cut_after)
+        number = self._next_number()
+        if self.has_started:
+            iterator = self.open_pass(number, self._cut_after)
         else:
-            self.iterator, skipped = engine._open_first_pass(self.start)
-        self._number, self.begun, self.cut_after = number, True, None
-        self._opened()
-        length = length_of(engine.state.dataloader)
-        if self.start is not None:
-            length = self.start.get("steps") if length is None else length
-            self.start = None
-        self._first_iteration = engine.state.iteration - skipped
-        self._length = length
+            iterator, skipped = self.open_first_pass()
+        length = length_of(state.dataloader)
+        if self.start is not None and self.start.position is not None and length is None:
+            length = self.start.position.get("steps")
+        self._take(iterator, number, length, skipped)
+        self.has_started, self.start, self._batches, self._cut_after = True, None, None, None
         return skipped
+
+    def open_first_pass(self) -> tuple[Iterator[Any], int]:
+        """Open the first pass of the run; return it, and the number of its batches that the run already had."""
+        assert self.start is not None, "the run has started"
+        data, position = self.engine.state.dataloader, self.start.position
+        assert data is not None, "there are passes over data only"
+        iterator, skipped = (iter(data), 0) if position is None else open_at(data, position)
+        if self._batches is not None:
+            iterator = itertools.chain(self._batches, iterator)
+        elif position is None and self._warns:
+            warn_of_new_pass(data, self.start.done)
+        return iterator, skipped
+
+    def open_pass(self, number: int, cut_after: int | None) -> Iterator[Any]:
+        """Open a later pass.
+
+        Args:
+            number: of the pass, starting at 0.
+            cut_after: iterations of the last epoch, if it was cut short.
+        """
+        assert self.engine.state.dataloader is not None, "there are passes over data only"
+        return iter(self.engine.state.dataloader)
 
     def ran_out(self) -> None:
         """Take the end of the pass for the length of a pass over these data, if they have none."""
@@ -224,34 +246,32 @@ class DataIterator:
             self._length = self._given()
 
     def cut(self, done: int) -> None:
-        """Give up the pass; the next epoch starts another one."""
+        """Abandon the pass; the next epoch starts another one."""
         if self.iterator is not None:
-            self.iterator, self.cut_after = None, done
+            self.iterator, self._cut_after = None, done
 
     def replace(self, data: Any) -> None:
-        """Continue with other data, now if a pass is live."""
+        """Continue with other data, at once if a pass is live."""
         state = self.engine.state
         previous, state.dataloader = state.dataloader, data
         if self.iterator is not None:
             self.announce()
-            number = self.next_number()
+            number = self._next_number()
             try:
-                self.iterator = self.engine._open_pass(number, None)
+                iterator = self.open_pass(number, None)
             except BaseException:
                 state.dataloader = previous
                 raise
-            self._number = number
-            self._opened()
-            self._first_iteration, self._length = state.iteration, length_of(data)
+            self._take(iterator, number, length_of(data))
 
     def shift(self, iterations: int) -> None:
-        """Keep the place in the pass although ``state.iteration`` counts otherwise now."""
+        """Keep the position when ``state.iteration`` is changed by ``iterations``."""
         self._first_iteration += iterations
 
     def announce_if_over(self) -> None:
-        """Announce the number of the next pass, if it is known that the next fetch starts one.
+        """Announce the number of the next pass if the next fetch is known to start one.
 
-        This comes before ``EPOCH_STARTED``, so that a handler may call ``set_epoch`` with a number of its own.
+        This precedes ``EPOCH_STARTED``, so that a handler may call ``set_epoch`` with another number.
         """
         if self.iterator is None or (self._length is not None and self._given() >= self._length):
             self.announce()
@@ -260,33 +280,33 @@ class DataIterator:
         """Announce the number of the next pass to the samplers, once."""
         data = self.engine.state.dataloader
         if self._announced is not data:
-            announce_epoch(data, self.next_number())
+            announce_epoch(data, self._next_number())
             self._announced = data
 
-    def next_number(self) -> int:
-        """Return the number of the next pass: from the counters, so that resumed runs agree, and never one twice."""
-        if not self.begun and self.start is not None and "epoch" in self.start:
-            number: int = self.start["epoch"]
-            return number
-        state = self.engine.state
-        length = length_of(state.dataloader)
-        by_epoch = not length or length == state.epoch_length
-        number = state.epoch - 1 if by_epoch else state.iteration // (length or 1)
-        return max(number, self._number + 1)
-
-    def can_return(self, batches: int) -> bool:
-        """Return whether :meth:`position` is known as it was some batches ago."""
-        if not self.begun or self.engine.state.dataloader is None:
-            return True
+    @property
+    def has_own_state(self) -> bool:
+        """Whether the data save their position themselves, which is always the present one."""
         data = self.engine.state.dataloader
-        is_exact = exact_batches(data) is not None
-        return batches <= self._given() and (is_exact or not isinstance(data, Stateful))
+        return isinstance(data, Stateful) and exact_batches(data) is None
+
+    def can_return(self, batches: int, fetched: int) -> bool:
+        """Return whether a resumed run can get the last batches again.
+
+        Args:
+            batches: the last ones that iterations have begun with.
+            fetched: batches after those, that no iteration has begun with.
+        """
+        if not self.has_started or self.engine.state.dataloader is None:
+            return True
+        if self.has_own_state:
+            return batches == 0 and (not fetched or self._given() == 0)
+        return batches <= self._given()
 
     def position(self, back: int = 0) -> Position | None:
-        """Return the place in the data, some batches ago; ``None`` where the next pass starts at its beginning."""
+        """Return the position, ``back`` batches ago; ``None`` if a resumed run reads the data from their beginning."""
         data = self.engine.state.dataloader
-        if data is None or not self.begun:
-            return self.start
+        if data is None or not self.has_started:
+            return None if self.start is None else self.start.position
         batches = self._given() - back
         over = self.iterator is None or (self._length is not None and batches >= self._length)
         if self._exact is not None:
@@ -294,23 +314,35 @@ class DataIterator:
             return position
         if isinstance(data, Stateful):
             return {"batches": batches, "state": data.state_dict()} if batches and not over else None
-        is_skipped = self.engine._has_positions or getattr(data, "is_skipped_forward", False)
+        is_skipped = self.skips_forward or getattr(data, "is_skipped_forward", False)
         if not is_skipped or (self._length is None and not batches):
             return None
         return {"epoch": self._number + over, "batches": 0 if over else batches, "steps": self._length}
 
     def share(self) -> float:
         """Return the size of this rank's batch over the mean size of those of all ranks."""
-        return 1.0 if self._shares is None else self._shares(self._given() - 1, **self._pass)
+        return 1.0 if self._share is None else self._share(self._given() - 1, **self._pass)
+
+    def _next_number(self) -> int:
+        """Return the number of the next pass: from the counters, so that resumed runs agree, and never one twice."""
+        if self.start is not None and self.start.position is not None and "epoch" in self.start.position:
+            number: int = self.start.position["epoch"]
+            return number
+        state = self.engine.state
+        length = length_of(state.dataloader)
+        by_epoch = not length or length == state.epoch_length
+        return max(state.epoch - 1 if by_epoch else state.iteration // (length or 1), self._number + 1)
 
     def _given(self) -> int:
-        """Count the batches of this pass that the run was given."""
+        """Return the number of batches of this pass that iterations have begun with."""
         return self.engine.state.iteration - self._first_iteration
 
-    def _opened(self) -> None:
+    def _take(self, iterator: Iterator[Any], number: int, length: int | None, skipped: int = 0) -> None:
+        self.iterator, self._number, self._length = iterator, number, length
+        self._first_iteration = self.engine.state.iteration - skipped
         sampler = self._exact = exact_batches(self.engine.state.dataloader)
         self._pass = {"of": sampler.current_pass()} if hasattr(sampler, "current_pass") else {}
-        self._shares = sampler.share if sampler is not None and sampler.num_replicas > 1 else None
+        self._share = sampler.share if sampler is not None and sampler.num_replicas > 1 else None
         plans = self.engine._dispatcher.plans
         self.fetching, self.fetched = plans[Events.GET_BATCH_STARTED], plans[Events.GET_BATCH_COMPLETED]
         self._announced = None

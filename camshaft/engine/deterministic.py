@@ -1,4 +1,4 @@
-"""An engine whose data come in an order that can be repeated, and continued in the middle."""
+"""An engine whose data come in a reproducible order, also when a run resumes in the middle of a pass."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from camshaft.engine.data import Position, exact_batches, length_of, open_at
+from camshaft.engine.data import DataIterator, exact_batches, length_of, open_at
 from camshaft.engine.engine import Engine
-from camshaft.engine.loop import Run
 from camshaft.engine.state import Batch, Output
 from camshaft.seeding import (
     capture_random_state,
@@ -32,10 +31,10 @@ T = TypeVar("T")
 
 
 def update_dataloader(dataloader: DataLoader[Any], new_batch_sampler: BatchSampler) -> DataLoader[Any]:
-    """Give a loader that is like another one, but takes its batches from another batch sampler.
+    """Return a copy of a loader with another batch sampler.
 
-    It is a copy, so that loaders of every class and with attributes of their own can be had; batch size and
-    ``drop_last``, which the old batch sampler stood for, are gone.
+    Copying supports loaders of any class and with any attributes. Batch size and ``drop_last``, which belong to the old
+    batch sampler, are reset.
 
     >>> loader = DataLoader(range(6), batch_size=2)
     >>> [batch.tolist() for batch in update_dataloader(loader, BatchSampler(range(6), 3, drop_last=False))]
@@ -47,11 +46,11 @@ def update_dataloader(dataloader: DataLoader[Any], new_batch_sampler: BatchSampl
 
 
 class ReproducibleBatchSampler(BatchSampler):
-    """A batch sampler that draws all batches of a pass at once, and may begin with any of them.
+    """A batch sampler that draws all batches of a pass at once, and can start with any of them.
 
     Args:
         batch_sampler: the batch sampler to draw from.
-        start_iteration: batches to leave out in the next pass; ``None`` for none. It holds for one pass.
+        start_iteration: number of batches to skip in the next pass; ``None`` for none. It applies to one pass.
 
     Raises:
         TypeError: ``batch_sampler`` is not a torch ``BatchSampler``.
@@ -71,7 +70,7 @@ class ReproducibleBatchSampler(BatchSampler):
         self._drawn = False
 
     def setup_batch_indices(self) -> None:
-        """Draw the batches of the pass that has begun, before its first batch is taken."""
+        """Draw the batches of the current pass, before its first batch is taken."""
         self.batch_indices = list(self.batch_sampler)
         self._drawn = True
 
@@ -81,15 +80,14 @@ class ReproducibleBatchSampler(BatchSampler):
 
     def _batches(self) -> Iterator[Any]:
         # Drawn with the first batch, after the seed that a loader draws for its workers, as PyTorch-Ignite does it. A
-        # loader with workers asks for two iterators and uses the second: where to start holds until the first batch.
-        if not self._drawn:
-            self.setup_batch_indices()
+        # loader with workers asks for two iterators and uses the second: start_iteration applies until the first batch.
+        self._draw()
         start, self.start_iteration = self.start_iteration or 0, None
         self.batch_indices = self.batch_indices[start:]
         yield from self.batch_indices
 
     def _draw(self) -> None:
-        """Draw now what a pass that has begun would draw with its first batch, unless it has done so."""
+        """Draw the batches of the current pass unless they are drawn already."""
         if not self._drawn:
             self.setup_batch_indices()
 
@@ -98,11 +96,11 @@ class ReproducibleBatchSampler(BatchSampler):
 
 
 def keep_random_state(func: Callable[P, T], *, devices: bool = False) -> Callable[P, T]:
-    """Wrap a function so that random numbers drawn in it do not change those drawn after it.
+    """Wrap a function so that it leaves the random number generators unchanged.
 
     Args:
         func: any function.
-        devices: keep the generators of GPUs too, besides those of Python, torch on the CPU, and NumPy.
+        devices: also restore the generators of GPUs, besides those of Python, torch on the CPU, and NumPy.
 
     >>> draw = keep_random_state(lambda: torch.rand(1).item())
     >>> draw() == draw()
@@ -117,16 +115,104 @@ def keep_random_state(func: Callable[P, T], *, devices: bool = False) -> Callabl
     return wrapped
 
 
+class SeededDataIterator(DataIterator):
+    """Passes that are seeded with ``state.seed`` and their number, so that a resumed run has the same batches."""
+
+    skips_forward = True
+
+    def open_first_pass(self) -> tuple[Iterator[Any], int]:
+        """Open the first pass of the run, seeded, at the batch where the run resumes."""
+        assert self.start is not None, "the run has started"
+        position, state = self.start.position, self.engine.state
+        if self._batches is not None or (position is not None and "state" in position):
+            return super().open_first_pass()
+        data = state.dataloader = _with_reproducible_batches(state.dataloader)
+        exact, sampler = exact_batches(data), getattr(data, "batch_sampler", None)
+        if exact is None:
+            self._warn_if_epochs_drift(data)
+        number, skipped = self._find_pass(length_of(data))
+        self._seed(number)
+        if exact is not None:
+            exact.set_epoch(number)
+            if position is None:
+                of = {"of": exact.next_pass()} if hasattr(exact, "next_pass") else {}
+                position = exact.position(skipped, **of)
+            iterator, skipped = open_at(data, position)
+        elif isinstance(sampler, ReproducibleBatchSampler):
+            sampler.start_iteration = skipped
+            iterator = iter(data)
+            sampler._draw()
+        else:
+            iterator = self._skip(data, skipped)
+        random_state = getattr(state, "rng_states", None)
+        if skipped and random_state is not None:
+            restore_random_state(random_state)
+        state.rng_states = None
+        return iterator, skipped
+
+    def open_pass(self, number: int, cut_after: int | None) -> Iterator[Any]:
+        """Open a later pass, seeded."""
+        state = self.engine.state
+        data = state.dataloader = _with_reproducible_batches(state.dataloader)
+        self._seed(number if length_of(data) else state.iteration // max(1, cut_after or 1))
+        if isinstance(data, DataLoader) and data._iterator is not None:  # persistent workers draw no new seed
+            torch.empty((), dtype=torch.int64).random_(generator=data.generator)
+        sampler = getattr(data, "batch_sampler", None)
+        iterator: Iterator[Any] = iter(data)
+        if isinstance(sampler, ReproducibleBatchSampler):
+            sampler._draw()
+        return iterator
+
+    def _find_pass(self, length: int | None) -> tuple[int, int]:
+        """Return the number of the pass in which the run starts, and its batches that the run already had."""
+        assert self.start is not None, "called for the first pass"
+        position, state = self.start.position, self.engine.state
+        if position is not None and {"epoch", "batches"} <= set(position):
+            batches: int = position["batches"]
+            return (state.iteration - batches if length is None else position["epoch"]), batches
+        if length is None:
+            return 0, state.iteration
+        if length == state.epoch_length:  # right also if epochs ended early
+            return self.start.epoch, self.start.done
+        return divmod(state.iteration, length)
+
+    def _skip(self, data: Iterable[Any], count: int) -> Iterator[Any]:
+        """Fetch and discard batches, over as many passes as it takes."""
+        iterator, skipped, is_new = iter(data), 0, False
+        while skipped < count:
+            if next(iterator, _NOTHING) is not _NOTHING:
+                skipped, is_new = skipped + 1, False
+            elif is_new:
+                break
+            else:
+                self._seed(skipped)
+                iterator, is_new = iter(data), True
+        return iterator
+
+    def _seed(self, number: int) -> None:
+        assert self.engine.state.seed is not None, "drawn when the run started"
+        manual_seed(self.engine.state.seed + number)
+
+    def _warn_if_epochs_drift(self, data: Any) -> None:
+        length, epoch_length = length_of(data), self.engine.state.epoch_length
+        if hasattr(getattr(data, "sampler", None), "epoch") and length != epoch_length:
+            warnings.warn(
+                f"the sampler of the data has epochs of its own, of {length} batches, but epoch_length is "
+                f"{epoch_length}: its epochs and the engine's will drift apart",
+                stacklevel=2,
+            )
+
+
 class DeterministicEngine(Engine[Batch, Output]):
-    """An engine that repeats the order of the data exactly, and resumes in the middle of it.
+    """An engine that reproduces the order of the data exactly, also when it resumes in the middle of a pass.
 
-    Each pass over the data is seeded with ``state.seed`` and the number of the pass, so a resumed run gets the
-    batches that the uninterrupted one would have had. ``state.seed`` is drawn from torch's generator when a run
-    starts: seed it (``camshaft.utils.manual_seed``) in the same way before the first run and before a resumed one.
+    Each pass over the data is seeded with ``state.seed`` and the number of the pass, so a resumed run has the same
+    batches as an uninterrupted one. ``state.seed`` is drawn from torch's generator when a run starts: seed it
+    (``camshaft.utils.manual_seed``) the same way before the first run and before a resumed one.
 
-    Resuming at the start of a pass repeats everything. Resuming in the middle repeats which samples are in which
-    batch, without loading those before, and augmentation as far as it does not draw from the generators of the
-    main process. While it runs on a machine with CUDA, torch prefers deterministic algorithms.
+    Resuming at the start of a pass reproduces everything. Resuming in the middle reproduces the samples of each batch,
+    without loading those before, and augmentation unless it draws from the generators of the main process. During a run
+    on a machine with CUDA, torch prefers deterministic algorithms.
 
     Args:
         process_function: as for :class:`Engine`.
@@ -145,7 +231,7 @@ class DeterministicEngine(Engine[Batch, Output]):
     True
     """
 
-    _has_positions = True
+    _data_iterator = SeededDataIterator
 
     def __init__(self, process_function: Callable[[Engine[Batch, Output], Batch], Output]) -> None:
         super().__init__(process_function)
@@ -153,105 +239,29 @@ class DeterministicEngine(Engine[Batch, Output]):
         self.state.rng_states = None
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """Give what :meth:`Engine.state_dict` does, and the random states of this moment as ``rng_states``."""
+        """Return what :meth:`Engine.state_dict` returns, and the current random states as ``rng_states``."""
         self.state.rng_states = getattr(self.state, "rng_states", None)  # the state may be a new one
         state_dict = super().state_dict()
         state_dict["rng_states"] = list(capture_random_state().values())
         return state_dict
 
-    def _check_data(self, data: Iterable[Any] | None) -> None:
-        if data is None:
-            raise ValueError("data must be given to DeterministicEngine, got None")
-
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what :meth:`Engine.load_state_dict` does, and the random states to restore when the run resumes."""
+        """Load what :meth:`Engine.load_state_dict` loads, and the random states to restore when the run resumes."""
         random_state = state_dict.get("rng_states") if isinstance(state_dict, Mapping) else None
         if random_state is not None:
             check_random_state(random_state)
         super().load_state_dict(state_dict)
 
-    def _proceed(self, run: Run) -> None:
-        with _deterministic_algorithms():
-            super()._proceed(run)
+    def _check_data(self, data: Iterable[Any] | None) -> None:
+        if data is None:
+            raise ValueError("data must be given to DeterministicEngine, got None")
 
     def _prepare(self) -> None:
         self.state.seed = int(torch.randint(0, 10**9, (1,)).item())
 
-    def _open_first_pass(self, position: Position | None) -> tuple[Iterator[Any], int]:
-        if self._progress.unfinished is not None or (position is not None and "state" in position):
-            return super()._open_first_pass(position)
-        data = self.state.dataloader = _with_reproducible_batches(self.state.dataloader)
-        if exact_batches(data) is None:
-            self._warn_if_epochs_drift(data)
-        length = length_of(data)
-        number, place = self._pass_at(length, position)
-        self._seed(number)
-        sampler = getattr(data, "batch_sampler", None)
-        if (exact := exact_batches(data)) is not None:
-            exact.set_epoch(number)
-            if position is None:
-                position = exact.position(place, **({"of": exact.next_pass()} if hasattr(exact, "next_pass") else {}))
-            iterator, place = open_at(data, position)
-        elif isinstance(sampler, ReproducibleBatchSampler):
-            sampler.start_iteration = place
-            iterator = iter(data)
-            sampler._draw()
-        else:
-            iterator = self._skip(data, place)
-        random_state = getattr(self.state, "rng_states", None)
-        if place and random_state is not None:
-            restore_random_state(random_state)
-        self.state.rng_states = None
-        return iterator, place
-
-    def _open_pass(self, number: int, cut_after: int | None) -> Iterator[Any]:
-        data = self.state.dataloader = _with_reproducible_batches(self.state.dataloader)
-        length = length_of(data)
-        self._seed(number if length else self.state.iteration // max(1, cut_after or 1))
-        if isinstance(data, DataLoader) and data._iterator is not None:  # workers stay: their seed is not drawn again
-            torch.empty((), dtype=torch.int64).random_(generator=data.generator)
-        sampler = getattr(data, "batch_sampler", None)
-        iterator: Iterator[Any] = iter(data)
-        if isinstance(sampler, ReproducibleBatchSampler):
-            sampler._draw()
-        return iterator
-
-    def _pass_at(self, length: int | None, position: Position | None) -> tuple[int, int]:
-        """Return the number of the pass that a run starts or resumes in, and the batches of it that are done."""
-        if position is not None and {"epoch", "batches"} <= set(position):
-            batches: int = position["batches"]
-            return (self.state.iteration - batches if length is None else position["epoch"]), batches
-        if length is None:
-            return 0, self.state.iteration
-        if length == self.state.epoch_length:  # also where epochs ended early
-            return self._progress.epoch, self._progress.done
-        return divmod(self.state.iteration, length)
-
-    def _skip(self, data: Iterable[Any], count: int) -> Iterator[Any]:
-        """Fetch batches that are already done, over as many passes as they take, and throw them away."""
-        iterator, skipped, dry = iter(data), 0, False
-        while skipped < count:
-            if next(iterator, _NOTHING) is not _NOTHING:
-                skipped, dry = skipped + 1, False
-            elif dry:
-                break
-            else:
-                self._seed(skipped)
-                iterator, dry = iter(data), True
-        return iterator
-
-    def _seed(self, number: int) -> None:
-        assert self.state.seed is not None, "drawn when the run started"
-        manual_seed(self.state.seed + number)
-
-    def _warn_if_epochs_drift(self, data: Any) -> None:
-        sampler, length = getattr(data, "sampler", None), length_of(data)
-        if hasattr(sampler, "epoch") and length != self.state.epoch_length:
-            warnings.warn(
-                f"the sampler of the data has epochs of its own, of {length} batches, but epoch_length is "
-                f"{self.state.epoch_length}: its epochs and the engine's will drift apart",
-                stacklevel=2,
-            )
+    def _proceed(self) -> None:
+        with _deterministic_algorithms():
+            super()._proceed()
 
 
 _NOTHING: Any = object()
@@ -270,7 +280,7 @@ def _with_reproducible_batches(data: Any) -> Any:
 
 @contextmanager
 def _deterministic_algorithms() -> Iterator[None]:
-    """Prefer deterministic algorithms on CUDA, and put the settings of the process back afterwards."""
+    """Prefer deterministic algorithms on CUDA, and restore the settings of the process afterwards."""
     if not torch.cuda.is_available():
         yield
         return

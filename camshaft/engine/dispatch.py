@@ -1,15 +1,13 @@
-"""The events an engine knows and the handlers registered on them."""
+"""Dispatch: a plan per event, which decides when handlers are registered who runs at which count."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-import torch.distributed as dist
-
-from camshaft.engine.event import (
+from camshaft.engine.events import (
     CallableEventWithFilter,
     EventEnum,
     EventLike,
@@ -19,25 +17,149 @@ from camshaft.engine.event import (
     events_in,
     translated,
 )
-from camshaft.engine.plan import Plan, Registration, Wrapper
-from camshaft.engine.signatures import call_of
+from camshaft.engine.failures import name_of, place
+from camshaft.engine.filters import NEVER
+from camshaft.engine.registration import Registration, Wrapper
 from camshaft.engine.state import State
 from camshaft.errors import described
-
-_EXTRA: dict[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {
-    Events.EXCEPTION_RAISED: ((None,), {}),
-    Events.TERMINATE_SINGLE_EPOCH: ((), {"iter_counter": 0}),
-}
-"""What an event hands to its handlers besides the engine, by position and by keyword; the values are stand-ins."""
-
+from camshaft.ignite import check_metric
 
 _NO_COUNTERS = frozenset(
     {"epoch_length", "max_epochs", "max_iters", "output", "batch", "metrics", "dataloader", "seed", "times"}
 )
 
 
+class Plan:
+    """The registrations of one event, and the range of counts at which none of them is due.
+
+    While the counter is strictly between ``since`` and ``due``, no handler has to run. The loop compares the counter
+    itself and calls :meth:`fire` only outside of that range. A counter that jumps either leaves the range or skips
+    nothing, so nothing has to be updated when it does.
+
+    Attributes:
+        event: the event.
+        counter: attribute of the state that counts it, or ``None``.
+        registrations: in the order in which they run.
+        extra: positional arguments that the current firing passes to handlers besides the engine.
+        keywords: keyword arguments, likewise.
+        tracer: logs each firing, even without handlers; ``None`` for no log.
+    """
+
+    __slots__ = ("event", "counter", "registrations", "extra", "keywords", "since", "due", "_wrappers",
+                 "_counted_since", "_counted_due", "_uncounted", "_newest", "tracer", "__weakref__")  # fmt: skip
+
+    def __init__(self, event: Any, counter: str | None) -> None:
+        self.event = event
+        self.counter = counter
+        self.extra: tuple[Any, ...] = ()
+        self.keywords: Mapping[str, Any] = {}
+        self.registrations: tuple[Registration, ...] = ()
+        self._newest = 0
+        self._counted_since = self._counted_due = NEVER  # the range of the filters by count
+        self.tracer: logging.Logger | None = None
+        self._wrappers: tuple[Wrapper, ...] = ()
+        self._replan()
+
+    def add(self, registration: Registration) -> None:
+        """Add a registration, behind those of the same or a smaller order."""
+        if self._wrappers:
+            registration.wrap(self._wrappers)
+        self.registrations = tuple(sorted((*self.registrations, registration), key=lambda one: one.order))
+        self._newest = registration.serial
+        self._replan()
+
+    def remove(self, unwanted: Callable[[Registration], bool]) -> None:
+        """Remove registrations."""
+        self.registrations = tuple(one for one in self.registrations if not unwanted(one))
+        self._replan()
+
+    def wrap(self, wrappers: tuple[Wrapper, ...]) -> None:
+        """Wrap the calls of all handlers, including those registered later, and undo earlier wrapping."""
+        self._wrappers = wrappers
+        for one in self.registrations:
+            one.wrap(wrappers)
+
+    def trace(self, logger: logging.Logger | None) -> None:
+        """Set the tracer."""
+        self.tracer = logger
+        self._replan()
+
+    def log(self, logger: logging.Logger, engine: Any) -> None:
+        """Log a firing."""
+        state = engine.state
+        logger.debug("%d | %d, firing handlers for event %s", state.epoch, state.iteration, self.event)
+
+    def count(self, engine: Any) -> int:
+        """Return the count of the event."""
+        assert self.counter is not None, "filters on events without a counter are rejected at registration"
+        count: int = getattr(engine.state, self.counter)
+        return count
+
+    def fire(self, engine: Any) -> None:
+        """Call the handlers that are due, in order."""
+        event = engine.last_event_name = self.event
+        if self.tracer is not None:
+            self.log(self.tracer, engine)
+        newest = self._newest
+        one = None
+        try:
+            for one in self._due_now(engine):
+                engine.last_event_name = event  # a handler may have fired another event
+                one.invoke(engine)
+            while self._newest != newest:  # handlers added by handlers run too
+                added = [one for one in self.registrations if one.serial > newest]
+                newest = self._newest
+                for one in added:
+                    if self.counter is None or one.accepts(engine, self.count(engine)):
+                        one.invoke(engine)
+        except BaseException as error:
+            if one is not None:
+                place(error, f"handler {name_of(one.handler)} on {event!r}", engine.state)
+            raise
+
+    def fire_with(self, engine: Any, *extra: Any, **keywords: Any) -> None:
+        """Fire, passing arguments to the handlers besides the engine."""
+        outer = self.extra, self.keywords
+        self.extra, self.keywords = extra, keywords
+        try:
+            self.fire(engine)
+        finally:
+            self.extra, self.keywords = outer
+            del extra, keywords  # an error among them would be part of a cycle through its own traceback
+
+    def _due_now(self, engine: Any) -> Iterable[Registration]:
+        if len(self._uncounted) == len(self.registrations):
+            return self.registrations
+        count = self.count(engine)
+        if self._counted_since < count < self._counted_due:
+            return self._uncounted
+        self._counted_since = count
+        self._counted_due = min(one.filter.following(count) for one in self.registrations if one.filter is not None)
+        self._publish_range()
+        return [one for one in self.registrations if one.accepts(engine, count)]
+
+    def _replan(self) -> None:
+        """Drop what was planned; the next firing plans again."""
+        self._uncounted = tuple(one for one in self.registrations if one.filter is None)
+        self._counted_since = self._counted_due = NEVER
+        self._publish_range()
+
+    def _publish_range(self) -> None:
+        if self._uncounted or self.tracer is not None:
+            self.since = self.due = NEVER
+        elif not self.registrations:
+            self.since, self.due = -NEVER, NEVER
+        else:
+            self.since, self.due = self._counted_since, self._counted_due
+
+
 class Dispatcher:
-    """Keeps one plan for each event; it knows no engine, which is handed in at each firing."""
+    """The events that an engine knows, each with its plan. The engine is passed in when an event fires.
+
+    Attributes:
+        plans: the plan of each event.
+        counters: the attribute of the state that counts each event.
+    """
 
     def __init__(self) -> None:
         self.plans: dict[Any, Plan] = {}
@@ -46,12 +168,7 @@ class Dispatcher:
         self.register((*Events, *FailureEvents), None)
 
     def register(self, events: tuple[Any, ...], event_to_attr: dict[Any, str] | None) -> None:
-        """Make events known, with the attributes that count them.
-
-        Raises:
-            TypeError: an event is neither a name nor a member of an ``EventEnum``.
-            ValueError: ``event_to_attr`` is neither a dict nor ``None``.
-        """
+        """Add events, and the attributes that count them; see ``Engine.register_events``."""
         if event_to_attr is not None and not isinstance(event_to_attr, dict):
             raise ValueError(f"event_to_attr must be a dict or None, got {event_to_attr!r}")
         for event in (*events, *(event_to_attr or {})):
@@ -67,14 +184,14 @@ class Dispatcher:
         self.counters.update(event_to_attr or {})
         for event in events:
             if event not in self.plans:
-                self.plans[event] = Plan(event, self.counters.get(event), event in _EXTRA)
+                self.plans[event] = Plan(event, self.counters.get(event))
                 self.plans[event].wrap(self._wrappers)
         for event in event_to_attr or {}:
             if event in self.plans:
                 self.plans[event].counter = self.counters[event]
 
     def knows(self, event: Any) -> bool:
-        """Say whether an event is registered; those of ready-made handlers are as soon as somebody asks."""
+        """Return whether an event is registered. Events of handlers of this package are registered by asking."""
         event = translated(event)
         if not isinstance(event, (str, CallableEventWithFilter)):
             return False
@@ -85,122 +202,84 @@ class Dispatcher:
         return event in self.plans
 
     def plan(self, event: Any) -> Plan:
-        """Find the plan of an event.
+        """Return the plan of an event.
 
         Raises:
             ValueError: the event is not registered.
         """
         if self.knows(event):
             return self.plans[translated(event)]
-        raise ValueError(_unknown(event, [getattr(one, "name", one) for one in self.plans]))
+        if not isinstance(event, (str, CallableEventWithFilter)):
+            raise ValueError(
+                f"event must be an event of camshaft, its name, or several joined by |, got {described(event)}"
+            )
+        names = {name.casefold(): name for name in (str(getattr(one, "name", one)) for one in self.plans)}
+        close = get_close_matches(str(getattr(event, "name", event)).casefold(), names, n=1)
+        hint = f"did you mean {names[close[0]]}?" if close else "register it with register_events first."
+        raise ValueError(f"unknown event {event!r}: {hint} Known are {', '.join(names.values())}")
 
     def add(
-        self,
-        event: EventLike,
-        handler: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        order: int,
+        self, events: EventLike, handler: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], order: int
     ) -> tuple[int, ...]:
-        """Register a handler on an event, or on each of a list; all are checked before the first is registered."""
+        """Register a handler on each event; return the serial numbers. On an error nothing is registered."""
         if not isinstance(order, int):
             raise TypeError(f"order must be an int, got {order!r}")
-        if translated(event) is not event:  # one of PyTorch-Ignite
-            _check_metric(getattr(handler, "__self__", None))
-        made = [(plan, self._registration(plan, one, handler, args, kwargs, order)) for one, plan in self._each(event)]
-        for plan, registration in made:
+        if translated(events) is not events:
+            check_metric(getattr(handler, "__self__", None))
+        added = []
+        for event in events_in(events):
+            plan, event_filter = self.plan(event), getattr(event, "filter", None)
+            if event_filter is not None and plan.counter is None:
+                raise RuntimeError(
+                    f"{event!r} has a filter, but nothing counts {plan.event!r}: "
+                    "give it a counter with register_events(..., event_to_attr={event: attribute})"
+                )
+            added.append((plan, Registration(plan, handler, event_filter, args, kwargs, order)))
+        for plan, registration in added:
             plan.add(registration)
-        return tuple(registration.serial for _, registration in made)
+        return tuple(registration.serial for _, registration in added)
 
-    def has(self, handler: Callable[..., Any], event: EventLike | None) -> bool:
-        """Say whether a handler is registered on an event, on any of a list, or anywhere."""
-        plans = self.plans.values() if event is None else [plan for _, plan in self._each(event, strict=False)]
-        return any(one.handler == handler for plan in plans for one in plan.registrations)
+    def has(self, handler: Callable[..., Any], events: EventLike | None) -> bool:
+        """Return whether a handler is registered on any of the events, or (``None``) on any event."""
+        return any(one.handler == handler for plan in self._plans_of(events) for one in plan.registrations)
 
-    def remove(self, handler: Callable[..., Any], event: EventLike) -> None:
-        """Remove all registrations of a handler on an event, or on each of a list.
+    def remove(self, handler: Callable[..., Any], events: EventLike) -> None:
+        """Remove all registrations of a handler on each event.
 
         Raises:
-            ValueError: the handler is not registered there.
+            ValueError: there are none.
         """
-        plans = [plan for _, plan in self._each(event, strict=False)]
-        if not any(one.handler == handler for plan in plans for one in plan.registrations):
-            raise ValueError(f"handler {handler!r} is not registered on {event!r}")
-        for plan in plans:
+        if not self.has(handler, events):
+            raise ValueError(f"handler {handler!r} is not registered on {events!r}")
+        for plan in self._plans_of(events):
             plan.remove(lambda one: one.handler == handler)
 
     def discard(self, serials: tuple[int, ...]) -> None:
-        """Remove the registrations of these numbers, those that are still there."""
+        """Remove the registrations with these numbers, if they are still there."""
         for plan in self.plans.values():
             if any(one.serial in serials for one in plan.registrations):
                 plan.remove(lambda one: one.serial in serials)
 
     def trace(self, logger: logging.Logger | None) -> None:
-        """Write a record for each event that fires from now on, or stop doing so."""
+        """Log each firing from now on; ``None`` stops this."""
         for plan in self.plans.values():
             plan.trace(logger)
 
     def wrap(self, wrapper: Wrapper) -> None:
-        """Put something around the calls of all handlers, also of those that are registered later."""
-        self._wrap_in((*self._wrappers, wrapper))
+        """Wrap the calls of all handlers, including those registered later."""
+        self._rewrap((*self._wrappers, wrapper))
 
     def unwrap(self, wrapper: Wrapper) -> None:
-        """Take that away again, whatever was put around it since."""
-        self._wrap_in(tuple(one for one in self._wrappers if one != wrapper))
+        """Remove a wrapper."""
+        self._rewrap(tuple(one for one in self._wrappers if one != wrapper))
 
-    def _wrap_in(self, wrappers: tuple[Wrapper, ...]) -> None:
+    def _rewrap(self, wrappers: tuple[Wrapper, ...]) -> None:
         self._wrappers = wrappers
         for plan in self.plans.values():
             plan.wrap(wrappers)
 
-    def _each(self, event: EventLike, strict: bool = True) -> Iterator[tuple[Any, Plan]]:
-        for one in events_in(event):
-            if strict or self.knows(one):
-                yield one, self.plan(one)
-
-    def _registration(
-        self,
-        plan: Plan,
-        event: Any,
-        handler: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        order: int,
-    ) -> Registration:
-        event_filter = getattr(event, "filter", None)
-        if event_filter is not None and plan.counter is None:
-            raise RuntimeError(
-                f"{event!r} has a filter, but nothing counts {plan.event!r}: "
-                "give it a counter with register_events(..., event_to_attr={event: attribute})"
-            )
-        extra, keywords = _EXTRA.get(plan.event, ((), {}))
-        call = call_of(handler, plan.event, extra, keywords, args, kwargs)
-        return Registration(plan, handler, call, event_filter, args, kwargs, order)
-
-
-def _check_metric(owner: Any) -> None:
-    """Refuse metrics of PyTorch-Ignite that collect samples, as ``ROC_AUC``, in a job of several ranks.
-
-    They gather the samples as if every rank had the same number. Where the numbers differ, gloo ends the process, and
-    MPI leaves samples out.
-    """
-    inner = getattr(owner, "metrics", None)  # of a group
-    for one in (owner, *(inner.values() if isinstance(inner, dict) else ())):
-        collects = any(isinstance(getattr(one, name, None), list) for name in ("_predictions", "_y_pred"))
-        if collects and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            name = type(one).__name__
-            raise RuntimeError(
-                f"{name} of PyTorch-Ignite must not be attached in a job of {dist.get_world_size()} ranks: it gathers "
-                "samples as if every rank had the same number, and fails or leaves some out where they differ; use "
-                "camshaft.handlers.attach_metrics with a metric of torchmetrics, such as BinaryAUROC instead of ROC_AUC"
-            )
-
-
-def _unknown(event: Any, known: list[str]) -> str:
-    if not isinstance(event, (str, CallableEventWithFilter)):
-        return f"event must be an event of camshaft, its name, or several joined by |, got {described(event)}"
-    name = str(getattr(event, "name", event))
-    folded = {one.casefold(): one for one in known}
-    close = get_close_matches(name.casefold(), folded, n=1)
-    hint = f"did you mean {folded[close[0]]}?" if close else "register it with register_events first."
-    return f"unknown event {event!r}: {hint} Known are {', '.join(known)}"
+    def _plans_of(self, events: EventLike | None) -> Iterator[Plan]:
+        if events is None:
+            yield from self.plans.values()
+        else:
+            yield from (self.plan(one) for one in events_in(events) if self.knows(one))

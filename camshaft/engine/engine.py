@@ -1,45 +1,72 @@
-"""The engine: what users hold, register handlers on, and run."""
+"""The engine, which runs a process function over data and fires events."""
 
 from __future__ import annotations
 
-import itertools
 import logging
+import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
 
 from camshaft.base import Serializable
-from camshaft.engine.control import Stoppable
-from camshaft.engine.data import Position, can_start_anywhere, check_iterable, open_at, recount, warn_of_new_pass
-from camshaft.engine.event import CallableEventWithFilter, EventEnum, Events, EventsList
-from camshaft.engine.handle import RemovableEventHandle
-from camshaft.engine.loop import Run
-from camshaft.engine.progress import Origin, Progress, Request, has_target, positive, read, target_of
-from camshaft.engine.running import running
-from camshaft.engine.signatures import check_process_function
-from camshaft.engine.source import EventSource
+from camshaft.engine.data import DataIterator, can_start_anywhere, check_iterable, seek_with_new_length
+from camshaft.engine.dispatch import Dispatcher
+from camshaft.engine.events import (
+    CallableEventWithFilter,
+    EventEnum,
+    EventLike,
+    Events,
+    EventsList,
+    RemovableEventHandle,
+    events_in,
+)
+from camshaft.engine.loop import Run, Stop
+from camshaft.engine.progress import (
+    Origin,
+    Progress,
+    Request,
+    Snapshot,
+    derived_max_epochs,
+    has_target,
+    positive,
+    read,
+    target_of,
+)
+from camshaft.engine.registration import check_process_function
 from camshaft.engine.state import Batch, Output, State
 
 __all__ = ["CallableEventWithFilter", "Engine", "EventEnum", "Events", "EventsList", "RemovableEventHandle"]
 
+P = ParamSpec("P")
+AnyHandler = TypeVar("AnyHandler", bound=Callable[..., object])
+Plain = TypeVar("Plain", bound="Callable[[Engine[Any, Any]], object] | Callable[[], object]")
+OnError = TypeVar("OnError", bound="Callable[[Engine[Any, Any], Exception], object] | Callable[[Exception], object]")
 
-class Engine(EventSource[Batch, Output], Stoppable, Serializable):
-    """Runs a process function over data, in epochs of iterations, and fires events on the way.
+_running = threading.local()  # the engines that run in a thread: one may run another in a handler
+
+
+def outermost_engine() -> Engine[Any, Any] | None:
+    """Return the engine of this thread that does not run in a handler of another one, or ``None`` if none runs."""
+    engines = getattr(_running, "engines", None)
+    return engines[0] if engines else None
+
+
+class Engine(Serializable, Generic[Batch, Output]):
+    """Runs a process function over data, in epochs of iterations, and fires events.
 
     Args:
-        process_function: called as ``process_function(engine, batch)`` in each iteration; what it returns
-            becomes ``state.output``.
+        process_function: called as ``process_function(engine, batch)`` in each iteration; its result becomes
+            ``state.output``.
 
     Raises:
         TypeError: ``process_function`` is not callable.
         ValueError: it is ``None``, or cannot be called with two positional arguments.
 
     Attributes:
-        state: counters, targets, batch, output and results; see :class:`State`.
-        last_event_name: the event fired last.
-        logger: where the engine's records go; may be replaced.
+        last_event_name: the event fired last, ``None`` before the first.
+        logger: logger of the engine; may be replaced.
         state_dict_user_keys: attributes of ``state`` to save with the counters.
         interrupt_resume_enabled: whether :meth:`interrupt` may be used.
 
@@ -55,63 +82,268 @@ class Engine(EventSource[Batch, Output], Stoppable, Serializable):
     epoch 2: 4
     """
 
-    _has_positions = False  # whether it finds its place in data that cannot start in the middle
+    interrupt_resume_enabled = True
+    _data_iterator: type[DataIterator] = DataIterator
     _state_dict_all_req_keys = ("epoch_length",)
     _state_dict_one_of_opt_keys = (("iteration", "epoch"), ("max_epochs", "max_iters"))
 
     def __init__(self, process_function: Callable[[Engine[Batch, Output], Batch], Output]) -> None:
         check_process_function(process_function)
         super().__init__()
+        self.last_event_name: Any = None
         self.logger = logging.getLogger(f"{__name__}.{type(self).__name__}")
         self.state_dict_user_keys: list[str] = []
         self._process_function = process_function
+        self._dispatcher = Dispatcher()
+        self._stops: dict[Stop, bool | str] = {}
         self._state: State[Batch, Output] = State()
-        self._progress = Progress(origin=Origin.SET)  # where the last run, or the present one, started or ended
-        self._run: Run | None = None
+        self._snapshot = Snapshot(origin=Origin.COUNTERS)
+        self._run: Run | None = None  # also while it is paused
         self._next_data: Iterable[Any] | None = None
-        # What the engine wrote into the state by itself; the user did not ask for it, so it does not bind the next run.
-        self._found_length: int | None = None
-        self._derived_epochs: int | None = None
-
-    @property
-    def iteration_in_epoch(self) -> int:
-        """Iterations begun in the current epoch, 0 when there is no run."""
-        return 0 if self._run is None else self._run.begun
-
-    @property
-    def batch_share(self) -> float:
-        """The size of this rank's batch over the mean size of the batches of all ranks in this iteration.
-
-        The mean of a loss over this rank's batch times this, averaged over ranks as its gradients are, is the mean over
-        all samples of the iteration: ``(loss * engine.batch_share).backward()``. It is computed, not communicated, and
-        is 1 where the data do not say, and in a single process.
-        """
-        return 1.0 if self._run is None else self._run.data.share()
-
-    def hold_position(self) -> None:
-        """Let a state that is saved from now on return to the start of this iteration.
-
-        This is for steps that accumulate gradients over several iterations, as those of supervised trainers do by
-        themselves: what was accumulated is not saved, so a run that resumes from the state repeats the iterations.
-        Call :meth:`release_position` when the gradients are in the weights; the end of an epoch does so too.
-        """
-        if self._run is not None:
-            self._run.held = self._run.begun - 1
-
-    def release_position(self) -> None:
-        """Let a state that is saved from now on resume where the run is."""
-        if self._run is not None:
-            self._run.held = None
+        # Values in the state that the engine inferred. The user did not request them: they do not bind the next run.
+        self._inferred: dict[str, int | None] = {}
 
     @property
     def state(self) -> State[Batch, Output]:
-        """What the engine knows of its run."""
+        """State of the run; see :class:`State`."""
         return self._state
 
     @state.setter
     def state(self, state: State[Batch, Output]) -> None:
         state._add_counters(self._dispatcher.counters)
         self._state = state
+
+    # --- events and handlers -------------------------------------------------------------------------------
+
+    def register_events(self, *event_names: str | EventEnum, event_to_attr: dict[Any, str] | None = None) -> None:
+        """Register user-defined events.
+
+        Args:
+            event_names: names, or members of an ``EventEnum``.
+            event_to_attr: for each event that filters are used with, the attribute of ``state`` that counts it. It
+                starts at 0; the code that fires the event has to increment it.
+
+        Raises:
+            TypeError: an event is neither a name nor a member of an ``EventEnum``.
+            ValueError: ``event_to_attr`` is not a dict.
+
+        >>> engine = Engine(lambda engine, batch: None)
+        >>> engine.register_events("token_made", event_to_attr={"token_made": "tokens"})
+        >>> engine.state.tokens
+        0
+        """
+        self._dispatcher.register(event_names, event_to_attr)
+        if event_to_attr:
+            self.state._add_counters(event_to_attr)
+
+    def has_registered_events(self, event: Any) -> bool:
+        """Return whether an event is registered."""
+        return self._dispatcher.knows(event)
+
+    # fmt: off
+    @overload
+    def add_event_handler(
+        self, event_name: Literal[Events.EXCEPTION_RAISED],
+        handler: Callable[Concatenate[Engine[Batch, Output], Exception, P], object], *args: P.args, **kwargs: P.kwargs,
+    ) -> RemovableEventHandle: ...
+    @overload
+    def add_event_handler(
+        self, event_name: Literal[Events.EXCEPTION_RAISED],
+        handler: Callable[Concatenate[Exception, P], object], *args: P.args, **kwargs: P.kwargs,
+    ) -> RemovableEventHandle: ...
+    @overload
+    def add_event_handler(
+        self, event_name: Literal[Events.TERMINATE_SINGLE_EPOCH],
+        handler: Callable[..., object], *args: Any, **kwargs: Any,
+    ) -> RemovableEventHandle: ...
+    @overload
+    def add_event_handler(
+        self, event_name: EventLike, handler: Callable[..., object], *args: Any, order: int, **kwargs: Any,
+    ) -> RemovableEventHandle: ...
+    @overload
+    def add_event_handler(
+        self, event_name: EventLike,
+        handler: Callable[Concatenate[Engine[Batch, Output], P], object], *args: P.args, **kwargs: P.kwargs,
+    ) -> RemovableEventHandle: ...
+    @overload
+    def add_event_handler(
+        self, event_name: EventLike, handler: Callable[P, object], *args: P.args, **kwargs: P.kwargs,
+    ) -> RemovableEventHandle: ...
+    # fmt: on
+    def add_event_handler(  # type: ignore[misc]  # a ParamSpec leaves no room for `order`
+        self, event_name: EventLike, handler: Callable[..., object], *args: Any, order: int = 0, **kwargs: Any
+    ) -> RemovableEventHandle:
+        """Call a handler whenever an event fires.
+
+        It is called as ``handler(engine, *args, **kwargs)``, or without the engine if it does not take it. A handler
+        of ``EXCEPTION_RAISED`` also gets the exception; one of ``TERMINATE_SINGLE_EPOCH`` may take ``iter_counter``,
+        the iterations done in the epoch.
+
+        Args:
+            event_name: an event, with or without a filter, the name of one, or several joined by ``|``.
+            handler: any callable.
+            args: positional arguments for the handler.
+            order: handlers with a smaller order run earlier, those with the same order as they were registered; see
+                :class:`~camshaft.engine.order.Order` for the values that the library uses.
+            kwargs: keyword arguments for the handler.
+
+        Returns:
+            A handle that removes the registration.
+
+        Raises:
+            ValueError: the event is not registered, or the handler cannot be called in any of these ways.
+            RuntimeError: the event has a filter, but no attribute counts it.
+
+        >>> engine = Engine(lambda engine, batch: batch * 2)
+        >>> def show(engine: Engine[int, int], name: str) -> None:
+        ...     print(name, engine.state.output)
+        >>> handle = engine.add_event_handler(Events.ITERATION_COMPLETED(every=2), show, "output:")
+        >>> _ = engine.run([1, 2, 3, 4])
+        output: 4
+        output: 8
+        """
+        numbers = self._dispatcher.add(self._checked(event_name), handler, args, kwargs, order)
+        self.logger.debug("Handler added for event %s", event_name)
+        return RemovableEventHandle(event_name, handler, self, numbers)
+
+    # fmt: off
+    @overload
+    def on(  # type: ignore[overload-overlap]  # only this event passes an exception
+        self, event_name: Literal[Events.EXCEPTION_RAISED], *, order: int = 0
+    ) -> Callable[[OnError], OnError]: ...
+    @overload
+    def on(
+        self, event_name: Literal[Events.TERMINATE_SINGLE_EPOCH], *args: Any, order: int = 0, **kwargs: Any
+    ) -> Callable[[AnyHandler], AnyHandler]: ...
+    @overload
+    def on(self, event_name: EventLike, *, order: int = 0) -> Callable[[Plain], Plain]: ...
+    @overload
+    def on(
+        self, event_name: EventLike, *args: Any, order: int = 0, **kwargs: Any
+    ) -> Callable[[AnyHandler], AnyHandler]: ...
+    # fmt: on
+    def on(self, event_name: EventLike, *args: Any, order: int = 0, **kwargs: Any) -> Any:
+        """Register the decorated function, and return it unchanged; see :meth:`add_event_handler`.
+
+        >>> engine = Engine(lambda engine, batch: batch)
+        >>> @engine.on(Events.EPOCH_COMPLETED | Events.COMPLETED)
+        ... def show(engine: Engine[int, int]) -> None:
+        ...     print(engine.last_event_name.name, engine.state.iteration)
+        >>> _ = engine.run([1, 2, 3])
+        EPOCH_COMPLETED 3
+        COMPLETED 3
+        """
+        self._checked(event_name)
+
+        def register(handler: AnyHandler) -> AnyHandler:
+            self.add_event_handler(event_name, handler, *args, order=order, **kwargs)
+            return handler
+
+        return register
+
+    def _checked(self, event_name: EventLike) -> EventLike:
+        """Log and raise an error for an unknown event, before the handler is looked at."""
+        try:
+            for event in events_in(event_name):
+                self._dispatcher.plan(event)
+        except ValueError as error:
+            self.logger.error("%s", error)
+            raise
+        return event_name
+
+    def has_event_handler(self, handler: Callable[..., object], event_name: EventLike | None = None) -> bool:
+        """Return whether a handler is registered on an event, on any of several, or (``None``) on any event."""
+        return self._dispatcher.has(handler, event_name)
+
+    def remove_event_handler(self, handler: Callable[..., object], event_name: EventLike) -> None:
+        """Remove all registrations of a handler on an event, or on each of several.
+
+        Raises:
+            ValueError: there are none.
+        """
+        self._dispatcher.remove(handler, event_name)
+
+    def fire_event(self, event_name: Any) -> None:
+        """Fire an event: call its handlers now.
+
+        Raises:
+            ValueError: the event is not registered.
+
+        >>> engine = Engine(lambda engine, batch: None)
+        >>> engine.register_events("halfway")
+        >>> handle = engine.add_event_handler("halfway", lambda: print("half of it"))
+        >>> engine.fire_event("halfway")
+        half of it
+        """
+        plan = self._dispatcher.plan(event_name)
+        if plan.tracer is None and self.logger.isEnabledFor(logging.DEBUG):
+            plan.log(self.logger, self)
+        plan.fire(self)
+
+    # --- stop requests -------------------------------------------------------------------------------------
+
+    @property
+    def should_terminate(self) -> bool | str:
+        """Whether the run is to end: ``False``, ``True`` or ``"skip_completed"``."""
+        return self._stops.get(Stop.RUN, False)
+
+    @should_terminate.setter
+    def should_terminate(self, value: bool | str) -> None:
+        self._request_stop(Stop.RUN, value, "skip_completed")
+
+    @property
+    def should_terminate_single_epoch(self) -> bool | str:
+        """Whether the epoch is to end: ``False``, ``True`` or ``"skip_epoch_completed"``."""
+        return self._stops.get(Stop.EPOCH, False)
+
+    @should_terminate_single_epoch.setter
+    def should_terminate_single_epoch(self, value: bool | str) -> None:
+        self._request_stop(Stop.EPOCH, value, "skip_epoch_completed")
+
+    @property
+    def should_interrupt(self) -> bool:
+        """Whether the run is to pause."""
+        return Stop.PAUSE in self._stops
+
+    @should_interrupt.setter
+    def should_interrupt(self, value: bool) -> None:
+        self._request_stop(Stop.PAUSE, bool(value))
+
+    def _request_stop(self, stop: Stop, value: bool | str, skipping: str | None = None) -> None:
+        if value not in (False, True, skipping):
+            raise ValueError(f"the flag must be False, True or {skipping!r}, got {value!r}")
+        if value:
+            self._stops[stop] = value
+        else:
+            self._stops.pop(stop, None)
+
+    def terminate(self, skip_completed: bool = False) -> None:
+        """End the run after the current event: ``TERMINATE`` fires, then ``COMPLETED`` unless it is skipped.
+
+        This method can be registered as a handler; an engine in place of ``skip_completed`` is ignored.
+        """
+        self.logger.info("Terminate signaled. Engine will stop after the current event is finished.")
+        self.should_terminate = "skip_completed" if skip_completed is True else True
+
+    def terminate_epoch(self, skip_epoch_completed: bool = False) -> None:
+        """End the epoch after the current event: ``TERMINATE_SINGLE_EPOCH`` fires, then ``EPOCH_COMPLETED``."""
+        self.logger.info(
+            "Terminate current epoch is signaled. The epoch will stop after the current event is finished."
+        )
+        self.should_terminate_single_epoch = "skip_epoch_completed" if skip_epoch_completed is True else True
+
+    def interrupt(self) -> None:
+        """Pause after the current event: ``INTERRUPT`` fires and ``run`` returns. The next ``run`` continues there.
+
+        Raises:
+            RuntimeError: ``interrupt_resume_enabled`` is false.
+        """
+        if not self.interrupt_resume_enabled:
+            raise RuntimeError("interrupt needs interrupt_resume_enabled to be True, got False")
+        self.logger.info("Interrupt signaled. Engine will pause after the current event is finished.")
+        self.should_interrupt = True
+
+    # --- the run -------------------------------------------------------------------------------------------
 
     def run(
         self,
@@ -120,24 +352,24 @@ class Engine(EventSource[Batch, Output], Stoppable, Serializable):
         max_iters: int | None = None,
         epoch_length: int | None = None,
     ) -> State[Batch, Output]:
-        """Run until the target is reached, or go on with a run that stopped before it.
+        """Run to the target, or resume a run that stopped before it.
 
-        A new run begins when no target is set yet, or when the last one is reached and no farther one is
-        given; else the run resumes where its state stands. An interrupted run goes on with the very next event.
+        A new run starts if no target is set yet, or if the last one is reached and no larger one is given. Otherwise
+        the run resumes from the state. An interrupted run continues with the very next event.
 
         Args:
-            data: batches; anything that can be iterated over. ``None`` for none: the process function then
-                gets ``None``, and ``epoch_length`` must be given.
-            max_epochs: epochs to reach in total; 1 in a new run without ``max_iters``.
-            max_iters: iterations to reach in total, instead of ``max_epochs``.
-            epoch_length: iterations in an epoch; ``len(data)`` where that is known, else found in the first pass.
+            data: batches; any iterable. ``None`` for none: the process function is then called with ``None``, and
+                ``epoch_length`` must be given.
+            max_epochs: total number of epochs; 1 in a new run without ``max_iters``.
+            max_iters: total number of iterations, instead of ``max_epochs``.
+            epoch_length: iterations per epoch; by default ``len(data)``, or else the length of the first pass.
 
         Returns:
             The state of the engine, always the same object.
 
         Raises:
-            TypeError: ``data`` cannot be iterated over, or a number is not an integer.
-            ValueError: the numbers are out of range, or contradict each other or the state.
+            TypeError: ``data`` is not iterable, or a number is not an integer.
+            ValueError: a number is out of range, or contradicts another one or the state.
             RuntimeError: the engine is running already.
 
         >>> engine = Engine(lambda engine, batch: batch)
@@ -146,89 +378,101 @@ class Engine(EventSource[Batch, Output], Stoppable, Serializable):
         >>> engine.run([1, 2, 3], max_epochs=5).iteration
         15
         """
-        if self._run is not None and self._run.active:
+        if self._run is not None and self._run.is_active:
             raise RuntimeError("run was called on an engine that is running: use another engine inside its handlers")
+        state = self.state
         request = Request(self._next_data if data is None else data, max_epochs, max_iters, epoch_length)
-        self._forget_derived_target()
-        request.check_target(self.state)
-        if self._run is not None and has_target(self.state):
-            run = self._continue(self._run, request)
+        if state.max_iters is None and state.max_epochs == self._inferred.get("max_epochs"):
+            state.max_epochs = None
+        request.check_target(state)
+        if self._run is not None and has_target(state):
+            request.resume(state, is_paused=True)
+            if request.data is not None and not self._run.data.has_started:
+                state.dataloader = request.data
+            self._log_resuming()
         else:
             self._check_data(request.data)
-            start = self._start_of(request)
-            run = self._resume(request, start) if request.reaches_beyond(self.state, start) else self._begin(request)
+            snapshot = self._snapshot_for(request.data)
+            if request.exceeds(snapshot.retry or snapshot.progress, state):
+                self._resume(request, snapshot)
+            else:
+                self._begin(request)
+        if state.max_iters is not None:
+            self._inferred["max_epochs"] = state.max_epochs
         self._next_data = None
-        self._proceed(run)
-        return self.state
+        self._proceed()
+        return state
 
-    def _begin(self, request: Request) -> Run:
-        if self._progress.origin is Origin.LOADED and has_target(self.state):
+    def _begin(self, request: Request) -> None:
+        """Start a new run."""
+        if self._snapshot.origin is Origin.LOADED and has_target(self.state):
             warnings.warn(
-                f"the loaded state had reached its target of {target_of(self.state)}: the run starts from the "
-                "beginning; to continue, call run with a larger target",
+                f"the loaded state had reached its target of {target_of(self.state)}: the run restarts from the "
+                "beginning; to continue, pass a larger target",
                 stacklevel=3,
             )
-        self._found_length = request.begin(self.state, self._found_length)
-        self._drop_run()
+        length = request.begin(self.state, self._inferred.get("epoch_length"))
+        self._inferred = {} if length is None else {"epoch_length": length}
+        self._discard_run()
         self.logger.info("Engine run starting with %s", target_of(self.state))
-        return self._start(request.data, Progress())
+        self._start(request.data, Snapshot())
 
-    def _start_of(self, request: Request) -> Progress:
-        """Return where a run that does not start from the beginning continues."""
-        progress, state = self._standing(), self.state
-        if progress.origin is Origin.ENDED:  # also in the middle of an epoch, whose rest is then given up
-            return Progress(state.epoch, state.iteration)
-        same_data = request.data is state.dataloader
-        if progress.origin is Origin.FAILED and not (same_data or can_start_anywhere(request.data)):
-            progress = replace(progress, position=None)
-        return progress if same_data else replace(progress, unfinished=None)
+    def _snapshot_for(self, data: Iterable[Any] | None) -> Snapshot:
+        """Return the snapshot from which a run over ``data`` resumes."""
+        snapshot, state = self._snapshot.at(self.state), self.state
+        if snapshot.origin is Origin.ENDED:  # perhaps in the middle of an epoch, whose rest is then left out
+            return Snapshot(Progress(state.epoch, state.iteration))
+        if data is state.dataloader:
+            return snapshot
+        if snapshot.origin is Origin.FAILED and not can_start_anywhere(data):
+            progress = replace(snapshot.retry or snapshot.progress, position=None)
+            return replace(snapshot, progress=progress, retry=None, batches=())
+        return replace(snapshot, retry=None, batches=())
 
-    def _standing(self) -> Progress:
-        """Return where the last run, or the loaded state, stands; the counters of the state if the user set them."""
-        state = self.state
-        if self._progress.counters == (state.iteration, state.epoch):
-            return self._progress
-        done = state.iteration % state.epoch_length if state.epoch_length else 0
-        return Progress(state.epoch, state.iteration, done, origin=Origin.SET)
-
-    def _resume(self, request: Request, start: Progress) -> Run:
-        state = self.state
-        counted_anew = None
-        if start.position is not None:
-            counted_anew = recount(request.data, start.position, start.epoch, state.epoch_length)
-        length_was_known = state.epoch_length is not None
-        found = request.resume(state, suspended=False)
-        self._found_length = self._found_length if found is None else found
-        if counted_anew is not None:
-            epoch, done, length = counted_anew
-            start = replace(start, epoch=epoch, done=done, iteration=epoch * length + done)
-            state.epoch_length = length
-            self.logger.info("The loader makes %d batches of an epoch now: iterations are counted anew", length)
-        elif not length_was_known:
-            start = start.in_epochs_of(state.epoch_length)
-        if start.position is not None and (lost := start.position.get("lost", 0)):
+    def _resume(self, request: Request, snapshot: Snapshot) -> None:
+        """Start a run from where the last one, or a loaded state, ended."""
+        state, knew_length = self.state, self.state.epoch_length is not None
+        new_length = self._find_new_length(snapshot.progress, request.data)
+        inferred = request.resume(state, is_paused=False)
+        if inferred is not None:
+            self._inferred["epoch_length"] = inferred
+        if new_length is not None:
+            snapshot = self._recount(snapshot, new_length)
+        elif not knew_length:
+            retry = snapshot.retry and snapshot.retry.in_epochs_of(state.epoch_length)
+            snapshot = replace(snapshot, progress=snapshot.progress.in_epochs_of(state.epoch_length), retry=retry)
+        progress = snapshot.retry or snapshot.progress
+        if progress.position is not None and (lost := progress.position.get("lost", 0)):
             warnings.warn(
                 "the run resumes from the middle of an iteration or of a window of accumulated gradients, whose start "
                 f"its data cannot return to: {lost} {'batch is' if lost == 1 else 'batches are'} lost; save at the end "
                 "of a window, or use a loader of auto_dataloader with epochs that are passes",
                 stacklevel=3,
             )
-        state.iteration, state.epoch = start.iteration, start.epoch
+        state.iteration, state.epoch = progress.iteration, progress.epoch
         self._log_resuming()
-        return self._start(request.data, start)
+        self._start(request.data, snapshot)
 
-    def _forget_derived_target(self) -> None:
-        """Forget a number of epochs that only followed from a number of iterations, once that is gone."""
-        if self.state.max_iters is None and self._derived_epochs == self.state.max_epochs:
-            self.state.max_epochs = None
-        self._derived_epochs = None
+    def _find_new_length(self, progress: Progress, data: Iterable[Any] | None) -> tuple[int, int, int] | None:
+        if progress.position is None:
+            return None
+        return seek_with_new_length(data, progress.position, self.state.epoch_length)
 
-    def _continue(self, run: Run, request: Request) -> Run:
-        request.resume(self.state, suspended=True)
-        if request.data is not None and not run.data.begun:
-            self.state.dataloader = request.data
-        self._log_resuming()
-        return run
+    def _recount(self, snapshot: Snapshot, new_length: tuple[int, int, int]) -> Snapshot:
+        """Count iterations in batches of a loader that makes more or fewer per epoch than the one that was saved."""
+        state, progress = self.state, snapshot.progress
+        number, done, state.epoch_length = new_length
+        assert progress.position is not None, "else no new length is found"
+        epoch = progress.epoch + number - progress.position["epoch"]
+        progress = replace(progress, epoch=epoch, done=done, iteration=epoch * state.epoch_length + done)
+        self.logger.info("The loader now makes %d batches per epoch: iterations are recounted", state.epoch_length)
+        if state.max_iters is not None and progress.iteration >= state.max_iters:
+            warnings.warn(
+                f"the loader now makes {state.epoch_length} batches per epoch, so {progress.iteration} iterations "
+                f"count as completed, which reaches the target of {state.max_iters}: pass a larger max_iters",
+                stacklevel=4,
+            )
+        return replace(snapshot, progress=progress)
 
     def _log_resuming(self) -> None:
         state = self.state
@@ -236,75 +480,111 @@ class Engine(EventSource[Batch, Output], Stoppable, Serializable):
             "Engine run resuming from iteration %d, epoch %d until %s", state.iteration, state.epoch, target_of(state)
         )
 
-    def _start(self, data: Iterable[Any] | None, progress: Progress) -> Run:
+    def _start(self, data: Iterable[Any] | None, snapshot: Snapshot) -> None:
         self._stops.clear()
         self.state.dataloader = data
-        self._progress = replace(progress, counters=(self.state.iteration, self.state.epoch))
+        self._snapshot = replace(snapshot, counters=(self.state.iteration, self.state.epoch))
         self._run = Run(self)
-        return self._run
 
-    def _proceed(self, run: Run) -> None:
-        """Let a run continue to its next pause or its end."""
-        tracing = self.logger.isEnabledFor(logging.DEBUG)
-        if tracing:
+    def _start_first_epoch(self, run: Run) -> Progress:
+        """Return the progress from which the first epoch of a run starts, and pass it to the data."""
+        snapshot = self._snapshot = self._snapshot.at(self.state)
+        progress = snapshot.retry or snapshot.progress
+        run.data.start_at(
+            progress,
+            batches=None if snapshot.retry is None else snapshot.batches,
+            warns=snapshot.origin in (Origin.LOADED, Origin.FAILED),
+        )
+        return progress
+
+    def _proceed(self) -> None:
+        """Run to the next pause or to the end."""
+        run = self._run
+        assert run is not None, "started just now, or paused"
+        is_traced = self.logger.isEnabledFor(logging.DEBUG)
+        if is_traced:
             self._dispatcher.trace(self.logger)
-        ended = True
+        engines = _running.__dict__.setdefault("engines", [])
+        engines.append(self)
+        has_ended = True
         try:
-            with running(self):
-                ended, error = run.proceed()
+            has_ended, error = run.proceed()
             if error is not None:
                 raise error
         finally:
             error = None  # its traceback holds this frame
-            if tracing:
+            engines.pop()
+            if is_traced:
                 self._dispatcher.trace(None)
-            if ended:
-                self._progress = run.last_progress()
+            if has_ended:
+                self._snapshot = run.snapshot()
                 self._run = None
-                self._derived_epochs = self.state.max_epochs if self.state.max_iters is not None else None
 
-    def _drop_run(self) -> None:
-        """Give up a paused run."""
+    def _discard_run(self) -> None:
+        """Discard a paused run."""
         if self._run is not None:
             self._run.close()
             self._run = None
 
     def _check_data(self, data: Iterable[Any] | None) -> None:
-        """Refuse data that this kind of engine cannot run over; a subclass may do so, before anything changes."""
+        """Reject data that engines of a subclass cannot run over, before anything changes."""
 
     def _prepare(self) -> None:
-        """Do what belongs to the start of a run, before ``STARTED`` fires; for subclasses."""
+        """Prepare a run, before ``STARTED`` fires. For subclasses."""
 
-    def _open_first_pass(self, position: Position | None) -> tuple[Iterator[Any], int]:
-        """Start the first pass of a run; return it, and how many batches of it are left out as already done."""
-        data, progress = self.state.dataloader, self._progress
-        assert data is not None, "there are passes over data only"
-        iterator, left_out = open_at(data, position) if position is not None else (iter(data), 0)
-        if progress.unfinished is not None:
-            return itertools.chain(progress.unfinished, iterator), left_out
-        if position is None and progress.origin in (Origin.LOADED, Origin.FAILED):
-            warn_of_new_pass(data, self.iteration_in_epoch)
-        return iterator, left_out
+    def _infer_epoch_length(self, length: int) -> None:
+        """Set the length of an epoch to that of the first pass over data without a length."""
+        state = self.state
+        state.epoch_length = self._inferred["epoch_length"] = length
+        if state.max_iters is not None:
+            state.max_epochs = self._inferred["max_epochs"] = derived_max_epochs(state)
 
-    def _open_pass(self, number: int, cut_after: int | None) -> Iterator[Any]:
-        """Start another pass, ``number`` counted from 0; ``cut_after``: iterations of the epoch if it was cut short."""
-        assert self.state.dataloader is not None, "there are passes over data only"
-        return iter(self.state.dataloader)
+    # --- what a step or a handler may ask for --------------------------------------------------------------
+
+    @property
+    def iteration_in_epoch(self) -> int:
+        """Number of iterations begun in the current epoch, 0 outside of a run."""
+        return 0 if self._run is None else self._run.begun
+
+    @property
+    def batch_share(self) -> float:
+        """Size of this rank's batch over the mean size of the batches of all ranks in this iteration.
+
+        The mean of a loss over this rank's batch times this, averaged over ranks as its gradients are, is the mean over
+        all samples of the iteration: ``(loss * engine.batch_share).backward()``. It is computed without communication,
+        and is 1 in a single process and for data that do not define it.
+        """
+        return 1.0 if self._run is None else self._run.data.share()
+
+    def hold_position(self) -> None:
+        """Make ``state_dict()`` resume from the start of this iteration.
+
+        For steps that accumulate gradients over several iterations: what was accumulated is not saved, so a run that
+        resumes repeats the iterations. Steps of supervised trainers call it by themselves. Call
+        :meth:`release_position` when the optimizer has stepped; the end of an epoch does so too.
+        """
+        if self._run is not None:
+            self._run.window = self._run.begun - 1
+
+    def release_position(self) -> None:
+        """Make ``state_dict()`` resume from the current iteration again."""
+        if self._run is not None:
+            self._run.window = None
 
     def change_epoch_length(self, length: int) -> None:
-        """Give epochs another length, from ``EPOCH_STARTED``; iterations are counted anew, as if all had had it."""
+        """Change the length of epochs, in ``EPOCH_STARTED``. Iterations are recounted as if all epochs had had it."""
         if self._run is None or not self._run.in_epoch or self._run.begun:
-            raise RuntimeError("change_epoch_length was called elsewhere than in EPOCH_STARTED of an epoch not begun")
+            raise RuntimeError("change_epoch_length must be called in EPOCH_STARTED of an epoch without iterations yet")
         state, before = self.state, self.state.iteration
         state.epoch_length = positive("length", length)
         state.iteration = (state.epoch - 1) * length
         self._run.data.shift(state.iteration - before)
 
     def set_data(self, data: Iterable[Batch]) -> None:
-        """Go on with other data: from the next fetch on in a run, else in the next run that is given none.
+        """Continue with other data: from the next fetch in a run, otherwise in the next run without data of its own.
 
         Raises:
-            TypeError: ``data`` cannot be iterated over.
+            TypeError: ``data`` is not iterable.
         """
         check_iterable(data)
         if self._run is None:
@@ -312,16 +592,18 @@ class Engine(EventSource[Batch, Output], Stoppable, Serializable):
         else:
             self._run.data.replace(data)
 
+    # --- saving and loading --------------------------------------------------------------------------------
+
     def state_dict(self) -> OrderedDict[str, Any]:
-        """Return the progress and the target, and what ``state_dict_user_keys`` names, to resume from later.
+        """Return the progress, the target, and the attributes that ``state_dict_user_keys`` names.
 
-        ``iteration`` counts completed iterations: one whose process function has not returned is repeated by the run
-        that resumes. ``epochs_completed`` and ``iterations_in_epoch``, the iterations completed in the epoch after
-        those, are there once a run has begun. Where the data can start in the middle of a pass, ``position`` is the
-        place: in loaders of ``auto_dataloader``, and in data with ``state_dict`` and ``load_state_dict``. In the middle
-        of a window of accumulated gradients, all of this is that of the start of the window.
+        ``iteration`` counts completed iterations: a run that resumes repeats an iteration whose process function had
+        not returned. ``epochs_completed`` and ``iterations_in_epoch``, those completed in the epoch after them, are
+        present once a run has started. ``position`` is present if the data can start in the middle of a pass: loaders
+        of ``auto_dataloader``, and data with ``state_dict`` and ``load_state_dict``. In the middle of a window of
+        accumulated gradients, the values are those of the start of the window.
 
-        >>> from camshaft.engine import Engine, Events
+        >>> from camshaft.engine import Events
         >>> engine = Engine(lambda engine, batch: None)
         >>> dict(engine.state_dict())
         {'epoch_length': None, 'iteration': 0, 'max_epochs': None}
@@ -330,48 +612,51 @@ class Engine(EventSource[Batch, Output], Stoppable, Serializable):
         >>> dict(engine.state_dict())
         {'epoch_length': 3, 'iteration': 4, 'max_epochs': 2, 'epochs_completed': 1, 'iterations_in_epoch': 1}
         """
-        progress = self._standing() if self._run is None else self._run.progress()
-        progress = progress.elsewhere(self.state.epoch_length)
-        target = "max_epochs" if self.state.max_iters is None else "max_iters"
-        saved: OrderedDict[str, Any] = OrderedDict(epoch_length=self.state.epoch_length, iteration=progress.iteration)
-        saved.update((key, getattr(self.state, key)) for key in [target, *self.state_dict_user_keys])
-        if progress.origin is not Origin.SET:
-            saved.update(progress.items())
+        state, snapshot = self.state, self._snapshot.at(self.state)
+        progress = snapshot.progress if self._run is None else self._run.progress()
+        target = "max_epochs" if state.max_iters is None else "max_iters"
+        saved: OrderedDict[str, Any] = OrderedDict(epoch_length=state.epoch_length, iteration=progress.iteration)
+        saved.update((key, getattr(state, key)) for key in [target, *self.state_dict_user_keys])
+        if self._run is not None or snapshot.origin is not Origin.COUNTERS:
+            saved.update(epochs_completed=progress.epoch, iterations_in_epoch=progress.done)
         if progress.position is not None:
             saved["position"] = progress.position
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over progress and target; the next ``run`` resumes from them. A paused run is given up.
+        """Load progress and target, from which the next ``run`` resumes. A paused run is discarded.
 
         Args:
-            state_dict: with ``epoch_length``, one of ``iteration`` and ``epoch`` (completed), one of
-                ``max_epochs`` and ``max_iters``, and the keys of ``state_dict_user_keys``. With ``position``, the next
-                run continues with the very next sample; without it, the data are read from their beginning.
+            state_dict: with ``epoch_length``, one of ``iteration`` and ``epoch`` (completed), one of ``max_epochs`` and
+                ``max_iters``, and the keys of ``state_dict_user_keys``. With ``position``, the next run continues with
+                the very next sample; without it, the data are read from their beginning.
 
         Raises:
             TypeError: not a mapping, or a number is not an integer.
-            ValueError: a key is missing, or a number is out of range; the engine is as before.
+            ValueError: a key is missing, or a number is out of range; the engine is unchanged.
             RuntimeError: the engine is in an epoch.
 
-        >>> from camshaft.engine import Engine
         >>> engine = Engine(lambda engine, batch: None)
         >>> engine.load_state_dict({"epoch": 3, "epoch_length": 10, "max_epochs": 5})
         >>> engine.run(range(10)).iteration
         50
         """
-        if self._run is not None and self._run.active and self._run.in_epoch:
+        run, state = self._run, self.state
+        if run is not None and run.is_active and run.in_epoch:
             raise RuntimeError(
                 "load_state_dict was called in an epoch of the engine's own run: load before it, or in STARTED"
             )
         super().load_state_dict(state_dict)
         if missing := [key for key in self.state_dict_user_keys if key not in state_dict]:
             raise ValueError(f"state_dict lacks the user keys {missing}, it has {list(state_dict)}")
-        saved, state = read(state_dict), self.state
-        if self._run is not None and not self._run.active:
-            self._drop_run()
-        self._progress, self._found_length = saved.progress, None
-        state.iteration, state.epoch = saved.progress.iteration, saved.progress.epoch
-        state.epoch_length, state.max_epochs, state.max_iters = saved.epoch_length, saved.max_epochs, saved.max_iters
-        for key in self.state_dict_user_keys:
-            setattr(state, key, state_dict[key])
+        progress, measures = read(state_dict)
+        if run is not None and not run.is_active:
+            self._discard_run()
+        for name, value in (*measures.items(), *((key, state_dict[key]) for key in self.state_dict_user_keys)):
+            setattr(state, name, value)
+        self._inferred = {}
+        snapshot = Snapshot(progress, Origin.LOADED)
+        if self._run is not None and (new_length := self._find_new_length(progress, state.dataloader)) is not None:
+            snapshot = self._recount(snapshot, new_length)  # in STARTED, when the data are known
+        state.iteration, state.epoch = snapshot.progress.iteration, snapshot.progress.epoch
+        self._snapshot = replace(snapshot, counters=(state.iteration, state.epoch))

@@ -1,7 +1,361 @@
-"""The names of the event system, importable from one place."""
+"""Events, lists of events, and the handle of a registration.
 
-from camshaft.engine.event import CallableEventWithFilter, EventEnum, Events, EventsList
-from camshaft.engine.handle import RemovableEventHandle
+An event is a value: calling it returns a new event with a filter, and ``|`` returns a new list.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
+from typing import Any, overload
+
+from camshaft.engine.filters import NEVER, Every, Once, Window, at_least, counts_for_once
 from camshaft.engine.state import State
+from camshaft.ignite import ignite_class
 
 __all__ = ["CallableEventWithFilter", "EventEnum", "Events", "EventsList", "RemovableEventHandle", "State"]
+
+EventFilter = Callable[[Any, int], Any]
+
+
+class CallableEventWithFilter:
+    """An event, optionally with a filter that decides at which counts its handlers run.
+
+    Calling an event returns a new event with a filter. Equality and hash depend on the name alone: an event equals
+    the string that is its name, and any event of that name unless the two belong to different :class:`EventEnum`
+    classes.
+
+    Args:
+        value: value of the event; also its name if ``name`` is not given.
+        event_filter: called as ``event_filter(engine, count)``; handlers run if the result is true.
+        name: name of the event.
+
+    >>> Events.ITERATION_COMPLETED(every=10)
+    Events.ITERATION_COMPLETED(every=10)
+    >>> Events.ITERATION_COMPLETED(every=10) == Events.ITERATION_COMPLETED == "ITERATION_COMPLETED"
+    True
+    """
+
+    _name_: str
+    _value_: Any
+    _filter: EventFilter | None
+    _family: type[EventEnum] | None
+
+    def __init__(self, value: Any, event_filter: EventFilter | None = None, name: str | None = None) -> None:
+        self._value_ = value
+        self._name_ = value if name is None else name
+        self._filter = event_filter
+        self._family = None
+
+    @property
+    def name(self) -> str:
+        """Name of the event."""
+        return self._name_
+
+    @property
+    def value(self) -> Any:
+        """Value of the event."""
+        return self._value_
+
+    @property
+    def filter(self) -> EventFilter | None:
+        """The filter, or ``None`` if handlers always run."""
+        return self._filter
+
+    def __call__(
+        self,
+        event_filter: EventFilter | None = None,
+        every: int | None = None,
+        once: int | Iterable[int] | None = None,
+        before: int | None = None,
+        after: int | None = None,
+    ) -> CallableEventWithFilter:
+        """Return this event with a filter: ``event_filter``, ``once``, or any of ``every, before, after``.
+
+        Args:
+            event_filter: called with the engine and the count of the event.
+            every: run at each multiple; with ``after`` or ``before``, at every n-th count of the window, starting
+                with its first.
+            once: the count, or the counts, at which to run.
+            before: run at counts below this one.
+            after: run at counts above this one.
+
+        Raises:
+            ValueError: not exactly one of the three groups was given, or a number is out of range.
+            TypeError: ``event_filter`` is not callable.
+
+        >>> Events.EPOCH_COMPLETED(every=2, after=3, before=10)
+        Events.EPOCH_COMPLETED(every=2, after=3, before=10)
+        """
+        counted = not (every is None and before is None and after is None)
+        if (event_filter is not None) + (once is not None) + counted != 1:
+            raise ValueError(
+                "pass exactly one of event_filter, once, or any of every, before and after; got "
+                f"event_filter={event_filter!r}, every={every!r}, once={once!r}, before={before!r}, after={after!r}"
+            )
+        chosen: EventFilter | None
+        if event_filter is not None:
+            chosen = _checked(event_filter)
+        elif once is not None:
+            chosen = self.once_event_filter(once)
+        elif before is None and after is None and every is not None:
+            chosen = self.every_event_filter(every)
+            if every == 1:
+                chosen = None
+        else:
+            chosen = self.every_before_and_after_event_filter(1 if every is None else every, before, after)
+        event = CallableEventWithFilter(self._value_, chosen, self._name_)
+        event._family = self._family
+        return event
+
+    @staticmethod
+    def every_event_filter(every: int) -> EventFilter:
+        """Accept the multiples of ``every``."""
+        return Every(at_least("every", every, 1))
+
+    @staticmethod
+    def once_event_filter(once: int | Iterable[int]) -> EventFilter:
+        """Accept one count, or the counts of a sequence."""
+        return Once(counts_for_once(once))
+
+    @staticmethod
+    def before_and_after_event_filter(before: int | None = None, after: int | None = None) -> EventFilter:
+        """Accept the counts strictly between ``after`` and ``before``."""
+        return CallableEventWithFilter.every_before_and_after_event_filter(1, before, after)
+
+    @staticmethod
+    def every_before_and_after_event_filter(
+        every: int, before: int | None = None, after: int | None = None
+    ) -> EventFilter:
+        """Accept every n-th count strictly between ``after`` and ``before``, from ``after + 1`` on."""
+        return Window(
+            after=0 if after is None else at_least("after", after, 0),
+            before=NEVER if before is None else at_least("before", before, 0),
+            every=at_least("every", every, 1),
+        )
+
+    @staticmethod
+    def default_event_filter(engine: Any, event: int) -> bool:
+        """Accept every count. Deprecated: use the event without a filter."""
+        warnings.warn("default_event_filter is deprecated: use the event without a filter", stacklevel=2)
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, CallableEventWithFilter):
+            related = self._family is None or other._family is None or self._family is other._family
+            return related and self._name_ == other._name_
+        return self._name_ == other if isinstance(other, str) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._name_)
+
+    def __or__(self, other: EventLike) -> EventsList:
+        return EventsList((self,)) | other
+
+    def __ror__(self, other: str) -> EventsList:
+        return EventsList(_events_of(other)) | self
+
+    def __repr__(self) -> str:
+        name = f"{self._family.__name__ if self._family else 'Events'}.{self._name_}"
+        if self._filter is None:
+            return name
+        by_count = isinstance(self._filter, (Every, Once, Window))
+        return f"{name}({'' if by_count else 'event_filter='}{self._filter!r})"
+
+
+class EventEnum(CallableEventWithFilter, Enum):
+    """Base class of enums of events, both built-in and user-defined.
+
+    >>> class BackpropEvents(EventEnum):
+    ...     BACKWARD_COMPLETED = "backward_completed"
+    >>> BackpropEvents.BACKWARD_COMPLETED(every=2)
+    BackpropEvents.BACKWARD_COMPLETED(every=2)
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._filter = None
+        self._family = type(self)
+
+
+class HandlerEvents(EventEnum):
+    """Base class of events that handlers of this package fire; engines register them on first use."""
+
+
+class FailureEvents(EventEnum):
+    """Event for cleanup, fired when an error reaches the engine, before ``EXCEPTION_RAISED``."""
+
+    ERROR_MET = "error_met"
+
+
+class Events(EventEnum):
+    """The events that an engine fires, in the order shown in :mod:`camshaft.engine.loop`."""
+
+    EPOCH_STARTED = "epoch_started"
+    EPOCH_COMPLETED = "epoch_completed"
+    STARTED = "started"
+    COMPLETED = "completed"
+    ITERATION_STARTED = "iteration_started"
+    ITERATION_COMPLETED = "iteration_completed"
+    EXCEPTION_RAISED = "exception_raised"
+    GET_BATCH_STARTED = "get_batch_started"
+    GET_BATCH_COMPLETED = "get_batch_completed"
+    DATALOADER_STOP_ITERATION = "dataloader_stop_iteration"
+    TERMINATE = "terminate"
+    TERMINATE_SINGLE_EPOCH = "terminate_single_epoch"
+    INTERRUPT = "interrupt"
+
+
+State.event_to_attr = {
+    Events.GET_BATCH_STARTED: "iteration",
+    Events.GET_BATCH_COMPLETED: "iteration",
+    Events.ITERATION_STARTED: "iteration",
+    Events.ITERATION_COMPLETED: "iteration",
+    Events.EPOCH_STARTED: "epoch",
+    Events.EPOCH_COMPLETED: "epoch",
+    Events.STARTED: "epoch",
+    Events.COMPLETED: "epoch",
+}
+
+
+class EventsList:
+    """An immutable list of events, made by ``|``. A handler is registered once for each event in it.
+
+    >>> stops = Events.TERMINATE | Events.INTERRUPT
+    >>> len(stops | Events.COMPLETED(once=1)), len(stops)
+    (3, 2)
+    """
+
+    __slots__ = ("_events",)
+
+    def __init__(self, events: Iterable[CallableEventWithFilter | str] = ()) -> None:
+        self._events = tuple(events)
+
+    def __iter__(self) -> Iterator[CallableEventWithFilter | str]:
+        return iter(self._events)
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    @overload
+    def __getitem__(self, index: int) -> CallableEventWithFilter | str: ...
+    @overload
+    def __getitem__(self, index: slice) -> EventsList: ...
+    def __getitem__(self, index: int | slice) -> CallableEventWithFilter | str | EventsList:
+        return EventsList(self._events[index]) if isinstance(index, slice) else self._events[index]
+
+    def __or__(self, other: EventLike) -> EventsList:
+        return EventsList((*self._events, *_events_of(other)))
+
+    def __ror__(self, other: str) -> EventsList:
+        return EventsList(_events_of(other)) | self
+
+    def __eq__(self, other: object) -> bool:
+        return self._events == other._events if isinstance(other, EventsList) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._events)
+
+    def __repr__(self) -> str:
+        return " | ".join(repr(event) for event in self._events) or "EventsList()"
+
+
+EventLike = CallableEventWithFilter | EventsList | str
+"""An event, the name of one, or a list of events."""
+
+
+def translated(event: Any) -> Any:
+    """Convert an event, or a list of events, of PyTorch-Ignite; return anything else unchanged."""
+    if isinstance(event, (CallableEventWithFilter, EventsList, str)) or ignite_class(event) is None:
+        return event
+    if isinstance(getattr(event, "name", None), str) and hasattr(event, "filter"):
+        return CallableEventWithFilter(event.value, event.filter, event.name)
+    return EventsList(map(translated, event)) if isinstance(event, Iterable) else event
+
+
+def events_in(events: EventLike) -> tuple[CallableEventWithFilter | str, ...]:
+    """Return the events of a list, or a tuple of the single event."""
+    events = translated(events)
+    return tuple(events) if isinstance(events, EventsList) else (events,)
+
+
+def _events_of(events: EventLike) -> tuple[CallableEventWithFilter | str, ...]:
+    found = events_in(events)
+    if all(isinstance(event, (CallableEventWithFilter, str)) for event in found):
+        return found
+    raise TypeError(f"| joins events, names of events, and lists of events, got {events!r}")
+
+
+def _checked(event_filter: EventFilter) -> EventFilter:
+    if not callable(event_filter):
+        raise TypeError(f"event_filter must be callable, got {event_filter!r}")
+    try:
+        inspect.signature(event_filter).bind(None, 0)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"event_filter must take (engine, count), got {event_filter!r}: {error}") from error
+    return event_filter
+
+
+class RemovableEventHandle:
+    """Removes a registration, by :meth:`remove` or at the end of a ``with`` block.
+
+    It holds weak references to the handler and the engine.
+
+    Args:
+        event_name: the event, or the list of events, of the registration.
+        handler: the registered handler.
+        engine: the engine that it is registered on.
+        registrations: serial numbers of the registrations to remove; by default, all registrations of ``handler`` on
+            ``event_name``.
+
+    Attributes:
+        event_name: as passed.
+        handler: weak reference to the handler.
+        engine: weak reference to the engine.
+        registrations: as passed.
+
+    >>> from camshaft.engine import Engine, Events
+    >>> engine = Engine(lambda engine, batch: batch)
+    >>> def report() -> None:
+    ...     print("done")
+    >>> with engine.add_event_handler(Events.COMPLETED, report):
+    ...     _ = engine.run([1, 2])
+    done
+    >>> engine.has_event_handler(report)
+    False
+    """
+
+    def __init__(
+        self, event_name: Any, handler: Callable[..., Any], engine: Any, registrations: tuple[int, ...] = ()
+    ) -> None:
+        self.event_name = event_name
+        self.handler = _reference(handler)
+        self.engine: weakref.ref[Any] = weakref.ref(engine)
+        self.registrations = registrations
+
+    def remove(self) -> None:
+        """Remove the handler from the engine. Does nothing if it has been removed already."""
+        handler, engine = self.handler(), self.engine()
+        if handler is None or engine is None:
+            return
+        if self.registrations:
+            engine._dispatcher.discard(self.registrations)
+        elif engine.has_event_handler(handler, self.event_name):
+            engine.remove_event_handler(handler, self.event_name)
+
+    def __enter__(self) -> RemovableEventHandle:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+
+def _reference(handler: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:
+    """Return a weak reference to a handler, or a strong one if its type has no room for weak references."""
+    try:
+        is_method = hasattr(handler, "__self__") and hasattr(handler, "__func__")
+        return weakref.WeakMethod(handler) if is_method else weakref.ref(handler)
+    except TypeError:
+        return lambda: handler

@@ -1,4 +1,4 @@
-"""Filters by count: each accepts some counts and knows which one it accepts next."""
+"""Filters by count: each accepts some counts and knows the next count that it accepts."""
 
 from __future__ import annotations
 
@@ -6,26 +6,28 @@ import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
+
+from camshaft.types import is_integer
 
 NEVER = sys.maxsize
 """A count that no counter reaches."""
 
 
-@runtime_checkable
-class CountFilter(Protocol):
-    """Accepts counts, and tells the next one it will accept, so that nobody needs to ask in between."""
+class CountFilter:
+    """Accepts some counts. As the next accepted count is known, the filter is not called in between."""
 
     def __call__(self, engine: Any, count: int) -> bool:
-        """Say whether a handler runs at ``count``."""
+        """Return whether handlers run at ``count``."""
+        raise NotImplementedError
 
     def following(self, count: int) -> int:
-        """Give the smallest accepted count above ``count``, or ``NEVER``."""
+        """Return the smallest accepted count above ``count``, or ``NEVER``."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Every:
+class Every(CountFilter):
     """Accept the multiples of ``every``.
 
     >>> [count for count in range(1, 7) if Every(3)(None, count)]
@@ -35,11 +37,11 @@ class Every:
     every: int
 
     def __call__(self, engine: Any, count: int) -> bool:
-        """Say whether a handler runs at ``count``."""
+        """Return whether handlers run at ``count``."""
         return count % self.every == 0
 
     def following(self, count: int) -> int:
-        """Give the next accepted count."""
+        """Return the next accepted count."""
         return (count // self.every + 1) * self.every
 
     def __repr__(self) -> str:
@@ -47,8 +49,8 @@ class Every:
 
 
 @dataclass(frozen=True)
-class Once:
-    """Accept the listed counts, given in rising order.
+class Once(CountFilter):
+    """Accept the listed counts, which are in ascending order.
 
     >>> [count for count in range(1, 7) if Once((2, 5))(None, count)]
     [2, 5]
@@ -57,11 +59,11 @@ class Once:
     counts: tuple[int, ...]
 
     def __call__(self, engine: Any, count: int) -> bool:
-        """Say whether a handler runs at ``count``."""
+        """Return whether handlers run at ``count``."""
         return count in self.counts
 
     def following(self, count: int) -> int:
-        """Give the next accepted count."""
+        """Return the next accepted count."""
         place = bisect_right(self.counts, count)
         return self.counts[place] if place < len(self.counts) else NEVER
 
@@ -70,8 +72,8 @@ class Once:
 
 
 @dataclass(frozen=True)
-class Window:
-    """Accept counts strictly between ``after`` and ``before``, every n-th of them from ``after + 1`` on.
+class Window(CountFilter):
+    """Accept every n-th count strictly between ``after`` and ``before``, starting with ``after + 1``.
 
     >>> [count for count in range(30) if Window(every=5, before=25)(None, count)]
     [1, 6, 11, 16, 21]
@@ -82,14 +84,13 @@ class Window:
     every: int = 1
 
     def __call__(self, engine: Any, count: int) -> bool:
-        """Say whether a handler runs at ``count``."""
+        """Return whether handlers run at ``count``."""
         return self.after < count < self.before and (count - self.after - 1) % self.every == 0
 
     def following(self, count: int) -> int:
-        """Give the next accepted count."""
+        """Return the next accepted count."""
         first = self.after + 1
-        steps = max(0, -((first - count - 1) // self.every))
-        found = first + steps * self.every
+        found = first + max(0, -((first - count - 1) // self.every)) * self.every
         return found if found < self.before else NEVER
 
     def __repr__(self) -> str:
@@ -98,20 +99,15 @@ class Window:
 
 
 def counts_for_once(once: Any) -> tuple[int, ...]:
-    """Check the ``once`` argument of an event and give its counts in rising order."""
+    """Return the counts of the ``once`` argument of an event, in ascending order."""
     given = tuple(once) if isinstance(once, Sequence) and not isinstance(once, str) else (once,)
     if not given or not all(is_integer(count) and count > 0 for count in given):
-        raise ValueError(f"once must be an integer above 0, or a non-empty sequence of such, got {once!r}")
+        raise ValueError(f"once must be an integer above 0, or a non-empty sequence of such integers, got {once!r}")
     return tuple(sorted({int(count) for count in given}))
 
 
 def at_least(name: str, value: Any, lowest: int) -> int:
-    """Check that an argument of an event is an integer not below ``lowest``."""
+    """Return ``value``, an argument of an event, if it is an integer not below ``lowest``."""
     if not is_integer(value) or value < lowest:
         raise ValueError(f"{name} must be an integer >= {lowest}, got {value!r}")
     return int(value)
-
-
-def is_integer(value: Any) -> bool:
-    """Say whether a value is an integer of any kind."""
-    return isinstance(value, Integral)

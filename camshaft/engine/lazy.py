@@ -1,4 +1,4 @@
-"""A number that is still on its way from the device, and is waited for when somebody reads it."""
+"""Numbers that are still being computed on a device, and are waited for when they are read."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 
 
 class LazyNumber:
-    """The value of a tensor with one element, as a Python number that is fetched when it is first used.
+    """The value of a one-element tensor, as a Python number that is read on first use.
 
-    Reading a loss at once (``loss.item()``) makes every step wait for the device. This keeps the tensor, cut
-    from its graph, and behaves as the number in arithmetic, comparison, conversion and formatting.
+    ``loss.item()`` makes every step wait for the device. This keeps the detached tensor instead, and behaves like the
+    number in arithmetic, comparison, conversion and formatting.
 
     >>> import torch
     >>> loss = LazyNumber(torch.tensor(0.25))
@@ -31,7 +31,7 @@ class LazyNumber:
         self._value: Any = None
 
     def read(self) -> Any:
-        """Give the number; the first call waits for the device."""
+        """Return the number. The first call waits for the device."""
         tensor = self._tensor  # another thread may read at the same time
         if tensor is not None:
             self._value = tensor.item()
@@ -39,7 +39,7 @@ class LazyNumber:
         return self._value
 
     def peek(self) -> Any:
-        """Give the tensor, for who does not want to wait; or the number, if it was read already."""
+        """Return the tensor without waiting, or the number if it has been read already."""
         tensor = self._tensor
         return self._value if tensor is None else tensor
 
@@ -62,10 +62,9 @@ class LazyNumber:
 
 
 class Results(dict[str, Any]):
-    """Results by name. A :class:`LazyNumber` among them becomes the number when it is read.
+    """Results by name. A :class:`LazyNumber` becomes the number when it is read.
 
-    So code that takes nothing but numbers, such as ``json.dumps`` and ``torch.tensor``, gets them, and who only writes
-    does not wait for the device.
+    Writing does not wait for the device, and code that needs numbers, such as ``json.dumps``, reads numbers.
 
     >>> import torch
     >>> results = Results(loss=LazyNumber(torch.tensor(0.25)))
@@ -85,11 +84,11 @@ class Results(dict[str, Any]):
         return value
 
     def __iter__(self) -> Iterator[str]:
-        return super().__iter__()  # a dict of its own kind would be copied with what is still on its way
+        return super().__iter__()  # defined here so that dict(results) copies through items()
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of a name."""
-        return self[name] if name in self else default  # noqa: SIM401  # which calls this method
+        """Return the value of ``name``."""
+        return self[name] if name in self else default  # noqa: SIM401  # get() of dict would return the LazyNumber
 
     def items(self) -> Any:
         """Return the names and values."""
@@ -102,17 +101,17 @@ class Results(dict[str, Any]):
         return super().values()
 
     def pop(self, name: str, *default: Any) -> Any:
-        """Remove a name, and return its value."""
+        """Remove ``name`` and return its value."""
         self._read()
         return super().pop(name, *default)
 
     def popitem(self) -> tuple[str, Any]:
-        """Remove the name that was added last, and return it with its value."""
+        """Remove and return the last item."""
         self._read()
         return super().popitem()
 
     def setdefault(self, name: str, default: Any = None) -> Any:
-        """Return the value of a name, which is the default if it had none."""
+        """Return the value of ``name``, after setting it to ``default`` if it is missing."""
         super().setdefault(name, default)
         return self[name]
 
@@ -126,20 +125,16 @@ class Results(dict[str, Any]):
         return Results(deepcopy(dict(self.items()), memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OrderedDict, (list(self.items()),)  # which can be loaded with weights_only=True
+        return OrderedDict, (list(self.items()),)  # loads with weights_only=True
 
 
 def _same(value: Any) -> Any:
     return value
 
 
-def _read(value: Any) -> Any:
-    return value.read() if isinstance(value, LazyNumber) else value
-
-
 def _forward(function: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: LazyNumber, *others: Any) -> Any:
-        return function(self.read(), *map(_read, others))
+        return function(self.read(), *(one.read() if isinstance(one, LazyNumber) else one for one in others))
 
     return method
 

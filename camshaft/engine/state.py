@@ -1,59 +1,51 @@
-"""What an engine knows of its run: counters, targets, the current batch and output, results."""
+"""State of an engine: counters, targets, the current batch and output, results."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from numbers import Number
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from camshaft.engine.event import CallableEventWithFilter, Events
 from camshaft.engine.lazy import LazyNumber, Results
+
+if TYPE_CHECKING:
+    from camshaft.engine.events import CallableEventWithFilter
 
 Batch = TypeVar("Batch")
 Output = TypeVar("Output")
 
 
 class State(Generic[Batch, Output]):
-    """A plain container of attributes, one for each engine, kept from run to run.
+    """A plain container of attributes, one per engine, kept from run to run.
 
-    A new run sets ``iteration``, ``epoch``, the targets and ``epoch_length``; everything else stays, so users
-    keep here what belongs to their training.
+    A new run sets ``iteration``, ``epoch``, the targets and ``epoch_length``. All other attributes stay, so users can
+    store their own here.
 
     Args:
         kwargs: further attributes, or other values for those below.
 
     Attributes:
         iteration: iterations started so far; the first is 1.
-        epoch: the current epoch; the first is 1.
-        epoch_length: iterations in an epoch, ``None`` until known.
-        max_epochs: the target when counting epochs.
-        max_iters: the target when counting iterations.
-        output: what the process function gave for the last batch. A value that is still on its way from the
-            device is waited for here, when somebody reads it.
-        batch: the current batch.
+        epoch: current epoch; the first is 1.
+        epoch_length: iterations per epoch, ``None`` until known.
+        max_epochs: target in epochs.
+        max_iters: target in iterations.
+        output: what the process function returned for the last batch. A value that is still being computed on a
+            device is waited for when it is read.
+        batch: current batch.
         metrics: results by name.
-        dataloader: the data of the run.
+        dataloader: data of the run.
         seed: set by ``DeterministicEngine``.
         times: seconds taken by the last epoch (``"EPOCH_COMPLETED"``) and by the run (``"COMPLETED"``).
-        event_to_attr: which attribute counts which event. The class holds the built-in ones; a state that
-            belongs to an engine also holds what was registered there.
+        event_to_attr: attribute that counts each event. The class holds those of the built-in events; the state of an
+            engine also holds those registered with the engine.
 
     >>> state = State(learning_rate=0.1)
     >>> state.iteration, state.learning_rate
     (0, 0.1)
     """
 
-    event_to_attr: MutableMapping[Any, str] = {  # noqa: RUF012  # a state of an engine has one of its own
-        Events.GET_BATCH_STARTED: "iteration",
-        Events.GET_BATCH_COMPLETED: "iteration",
-        Events.ITERATION_STARTED: "iteration",
-        Events.ITERATION_COMPLETED: "iteration",
-        Events.EPOCH_STARTED: "epoch",
-        Events.EPOCH_COMPLETED: "epoch",
-        Events.STARTED: "epoch",
-        Events.COMPLETED: "epoch",
-    }
-
+    event_to_attr: MutableMapping[Any, str]  # camshaft.engine.events sets that of the class
     _output: Any
     iteration: int
     epoch: int
@@ -67,51 +59,46 @@ class State(Generic[Batch, Output]):
     times: dict[str, float | None]
 
     def __init__(self, **kwargs: Any) -> None:
-        attributes: dict[str, Any] = {
-            "iteration": 0,
-            "epoch": 0,
-            "epoch_length": None,
-            "max_epochs": None,
-            "max_iters": None,
-            "output": None,
-            "batch": None,
-            "metrics": Results(),
-            "dataloader": None,
-            "seed": None,
-            "times": {Events.EPOCH_COMPLETED.name: None, Events.COMPLETED.name: None},
-        }
-        for name, value in {**attributes, **kwargs}.items():
+        self.iteration = self.epoch = 0
+        self.epoch_length = self.max_epochs = self.max_iters = None
+        self._output = self.batch = None  # type: ignore[assignment]  # none yet
+        self.metrics = Results()
+        self.dataloader = self.seed = None
+        self.times = {"EPOCH_COMPLETED": None, "COMPLETED": None}
+        for name, value in kwargs.items():
             setattr(self, name, value)
         self._add_counters(self.event_to_attr)
 
     @property
     def output(self) -> Output:
-        """What the process function gave last."""
+        """What the process function returned last."""
         output: Any = self._output
         if isinstance(output, LazyNumber):
             self._output = output = output.read()
-        return output  # type: ignore[no-any-return]  # the loop stores what the process function gives
+        return output  # type: ignore[no-any-return]  # the loop stores what the process function returns
 
     @output.setter
     def output(self, value: Output) -> None:
         self._output = value
 
     def get_event_attrib_value(self, event_name: CallableEventWithFilter | str) -> int:
-        """Give the count of an event.
+        """Return the count of an event.
 
         Raises:
-            RuntimeError: nothing counts this event.
+            RuntimeError: no attribute counts this event.
 
+        >>> from camshaft.engine import Events
         >>> State(iteration=3).get_event_attrib_value(Events.ITERATION_STARTED(every=2))
         3
         """
         if event_name not in self.event_to_attr:
-            raise RuntimeError(f"no attribute of the state counts the event {event_name!r}; counted are {_names(self)}")
+            counted = ", ".join(str(getattr(event, "name", event)) for event in self.event_to_attr)
+            raise RuntimeError(f"no attribute of the state counts the event {event_name!r}; counted are {counted}")
         count: int = getattr(self, self.event_to_attr[event_name])
         return count
 
-    def _add_counters(self, counters: MutableMapping[Any, str]) -> None:
-        """Let attributes count events, from 0 where they are new, for this state alone."""
+    def _add_counters(self, counters: Mapping[Any, str]) -> None:
+        """Add attributes that count events; new ones start at 0."""
         if counters is not self.event_to_attr:
             self.event_to_attr = {**self.event_to_attr, **counters}
         for name in counters.values():
@@ -119,22 +106,17 @@ class State(Generic[Batch, Output]):
                 setattr(self, name, 0)
 
     def __repr__(self) -> str:
-        hidden = {"event_to_attr"}
-        shown = {("output" if name == "_output" else name): value for name, value in vars(self).items()}
-        lines = [f"\t{name}: {_shown(value)}" for name, value in shown.items() if name not in hidden]
-        return "\n".join(["State:", *lines, ""])
+        lines = ["State:"]
+        for name, value in vars(self).items():
+            if isinstance(value, (Number, str)):
+                shown = str(value)
+            else:
+                shown = str(dict if isinstance(value, Results) else type(value))
+            if name != "event_to_attr":
+                lines.append(f"\t{'output' if name == '_output' else name}: {shown}")
+        return "\n".join([*lines, ""])
 
-    if TYPE_CHECKING:  # users keep attributes of their own here
+    if TYPE_CHECKING:  # users store attributes of their own here
 
         def __getattr__(self, name: str) -> Any: ...
         def __setattr__(self, name: str, value: Any) -> None: ...
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, (Number, str)):
-        return str(value)
-    return str(dict if isinstance(value, Results) else type(value))
-
-
-def _names(state: State[Any, Any]) -> str:
-    return ", ".join(str(getattr(event, "name", event)) for event in state.event_to_attr)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import Events
+from camshaft.engine.events import Events
 from camshaft.errors import described
 from camshaft.handlers.base_logger import BaseLogger
 from camshaft.handlers.clearml_logger import ClearMLLogger

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from camshaft.distributed import all_reduce, get_world_size
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import Events
+from camshaft.engine.events import Events
 from camshaft.engine.order import Order
 from camshaft.errors import described
 from camshaft.handlers.param_scheduler.base import plain, write
@@ -331,7 +331,7 @@ def _restored(engine: Engine[Any, Any], objects: Mapping[str, Any]) -> Iterator[
     """
     if engine._run is not None:
         raise RuntimeError("the trainer is in the middle of a run: search before it, or when it has ended")
-    own = {name: copy(value) if isinstance(value, set) else value for name, value in vars(engine).items()}
+    own = {name: copy(value) if isinstance(value, (dict, list)) else value for name, value in vars(engine).items()}
     of_state = {
         name: deepcopy(value) if isinstance(value, (dict, list)) and name not in _OF_THE_RUN else value
         for name, value in vars(engine.state).items()

@@ -16,13 +16,13 @@ from camshaft.base import Serializable
 from camshaft.distributed import all_gather, get_rank, get_world_size
 from camshaft.distributed.encoding import decode, encode
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import Events
-from camshaft.engine.handle import RemovableEventHandle
+from camshaft.engine.events import Events, RemovableEventHandle
 from camshaft.engine.lazy import LazyNumber, Results
 from camshaft.engine.order import Order
-from camshaft.errors import annotate, check_is_no_class, described, ignite_class
+from camshaft.errors import annotate, check_is_no_class, described
 from camshaft.handlers.utils import check_callable, check_engine, identity, resumes_epoch
 from camshaft.handlers.values import fetch, peek
+from camshaft.ignite import ignite_class
 
 __all__ = ["AttachedMetrics", "RunningAverage", "attach_metrics"]
 

@@ -16,8 +16,7 @@ from types import FunctionType, MethodType
 from typing import Any, ClassVar
 
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import EventLike, Events
-from camshaft.engine.handle import RemovableEventHandle
+from camshaft.engine.events import EventLike, Events, RemovableEventHandle
 from camshaft.handlers.param_scheduler.base import BaseParamScheduler, rows_of
 from camshaft.handlers.param_scheduler.curves import interpolate, split_milestones, whole
 from camshaft.handlers.utils import check_engine, check_is_no_counter, check_sequence, number, resumes_epoch

@@ -10,8 +10,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import Events, translated
-from camshaft.engine.handle import RemovableEventHandle
+from camshaft.engine.events import Events, RemovableEventHandle, translated
 from camshaft.engine.progress import derived_max_epochs
 from camshaft.engine.state import State
 from camshaft.errors import described

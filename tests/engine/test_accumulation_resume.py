@@ -156,7 +156,7 @@ def resumed_on(data, iteration, **arguments):
     return whole, again
 
 
-@pytest.mark.filterwarnings("ignore:the data cannot start in the middle")
+@pytest.mark.filterwarnings("ignore:the data cannot seek")
 @pytest.mark.parametrize("iteration", [1, 4])
 def test_streams_are_skipped_to_the_start_of_the_window(iteration):
     whole, again = resumed_on(lambda: idist.auto_dataloader(Stream(), batch_size=3), iteration)

@@ -31,12 +31,12 @@ def test_the_place_in_the_data_stays():
 def test_elsewhere_it_is_refused(event):
     engine = Engine(lambda engine, batch: None)
     engine.add_event_handler(event, lambda: engine.change_epoch_length(3))
-    with pytest.raises(RuntimeError, match="elsewhere than in EPOCH_STARTED"):
+    with pytest.raises(RuntimeError, match="must be called in EPOCH_STARTED"):
         engine.run(range(2))
 
 
 def test_outside_of_a_run_it_is_refused():
-    with pytest.raises(RuntimeError, match="elsewhere than in EPOCH_STARTED"):
+    with pytest.raises(RuntimeError, match="must be called in EPOCH_STARTED"):
         Engine(lambda engine, batch: None).change_epoch_length(3)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from camshaft.engine import Events
-from camshaft.engine.event import FailureEvents
+from camshaft.engine.events import FailureEvents
 from tests.engine.failures import DATA, EPOCHS, EVENTS, INSIDE, catch, failing, raising
 from tests.engine.traces import IT, at, at_position, flat, traced, unsized
 

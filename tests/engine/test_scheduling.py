@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from camshaft.engine import Engine, Events
+from camshaft.engine.dispatch import Plan
 from camshaft.engine.filters import Every, Once, Window
-from camshaft.engine.plan import Plan
 from tests.engine.strategies import onces, windows
 from tests.engine.traces import echo
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import camshaft.distributed as idist
 from camshaft.distributed.backends.native import meeting
 from camshaft.distributed.backends.native.store import store_of
-from camshaft.distributed.launchers import detect
+from camshaft.distributed.environments import detect
 from tests.ranks import context, run_on_ranks
 from tests.torchrun.launching import free_port
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from camshaft.base import Serializable
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import EventLike, Events
-from camshaft.engine.handle import RemovableEventHandle
+from camshaft.engine.events import EventLike, Events, RemovableEventHandle
 from camshaft.handlers.utils import (
     check_engine,
     check_entries,

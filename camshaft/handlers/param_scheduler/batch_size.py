@@ -11,8 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from camshaft.distributed.data.samplers import ExactBatchSampler
 from camshaft.engine.data import length_of
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import EventLike, Events
-from camshaft.engine.handle import RemovableEventHandle
+from camshaft.engine.events import EventLike, Events, RemovableEventHandle
 from camshaft.errors import described
 from camshaft.handlers.param_scheduler.base import SteppedScheduler
 from camshaft.handlers.utils import check_callable

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.optim import lr_scheduler as native
 
 from camshaft.engine.engine import Engine
-from camshaft.engine.event import EventLike, Events
-from camshaft.engine.handle import RemovableEventHandle
+from camshaft.engine.events import EventLike, Events, RemovableEventHandle
 from camshaft.errors import described
 from camshaft.handlers.param_scheduler.base import (
     ParamScheduler,

@@ -160,8 +160,6 @@ class NativeBackend(Backend):
             return reduced_in_another(tensors, op, lambda other, op: self.reduce_scatter(other, op, group))
         if op != "SUM":
             self._check_complex(tensors, op)
-            if tensors.device.type == "cpu":  # gloo of torch 2.7 takes the sum, whatever op it is given
-                return self.all_reduce(tensors.clone(), op, group)[dist.get_rank(group)].clone()
         out = torch.empty_like(tensors[0])
         _reduce_scatter_single(out.view(-1), tensors.view(-1), _REDUCTIONS[op], group)
         return out

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 import socket
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,27 +18,19 @@ from camshaft.distributed.backends.native.grouping import end_groups
 from camshaft.distributed.backends.native.meeting import Attendance
 from camshaft.distributed.backends.native.network import find_interface, gloo_on
 from camshaft.distributed.backends.native.store import store_of
-from camshaft.distributed.launchers import Launch, detect
-from camshaft.distributed.launchers.completion import complete
-from camshaft.distributed.launchers.variables import numbers
-from camshaft.distributed.topology import Topology
+from camshaft.distributed.topology import Launch, Topology
 from camshaft.errors import annotate
 
 logger = logging.getLogger("camshaft.distributed.utils")
 _PASSED_ON = frozenset(inspect.signature(dist.init_process_group).parameters) - {"backend", "store", "group_name"}
-_BESIDE_RANK = {
-    "local_rank": ("LOCAL_RANK",),
-    "local_world_size": ("LOCAL_WORLD_SIZE",),
-    "node_rank": ("GROUP_RANK",),
-    "num_nodes": ("GROUP_WORLD_SIZE",),
-}
 
 
-def create(name: str, local_rank: int | None = None, **options: Any) -> NativeBackend:
+def create(name: str, launch: Launch | None, local_rank: int | None = None, **options: Any) -> NativeBackend:
     """Begin the default process group; all ranks call this.
 
     Args:
         name: ``"gloo"``, ``"nccl"``, or what torch knows besides.
+        launch: how this process was started, ``None`` if it was started alone.
         local_rank: this process's number on its node, where no launcher tells.
         options: ``init_method``, ``rank``, ``world_size``, ``timeout``, ``device`` (an override), and what else
             ``torch.distributed.init_process_group`` takes.
@@ -49,28 +41,6 @@ def create(name: str, local_rank: int | None = None, **options: Any) -> NativeBa
         RuntimeError: the device of the backend is missing, a group exists, or the environment contradicts itself.
     """
     check_options(name, options)
-    return begin(name, detect(os.environ), local_rank, **options)
-
-
-def check_options(name: str, options: dict[str, Any]) -> None:
-    """Refuse arguments that nothing would read, and a backend whose devices are missing.
-
-    Raises:
-        TypeError: an option is not known.
-        RuntimeError: there is no device for the backend.
-    """
-    known = {option for option in _PASSED_ON if not option.startswith("_")} | {"device"}
-    if unknown := sorted(set(options) - known):
-        raise TypeError(f"{unknown} are not known for backend {name!r}, but {sorted(known)} are")
-    kinds = dist.Backend.backend_capability.get(name, ["cpu"])
-    here = accelerator()
-    if "cpu" not in kinds and (here is None or here.type not in kinds):
-        needed = " or ".join(kinds).replace("cuda", "CUDA")
-        raise RuntimeError(f"backend {name!r} needs a {needed} device, and there is none; 'gloo' works on the CPU")
-
-
-def begin(name: str, launch: Launch | None, local_rank: int | None, **options: Any) -> NativeBackend:
-    """Begin the default process group with what is known of the start of this process; see :func:`create`."""
     if dist.is_initialized():
         raise RuntimeError("a default process group exists already: it is used as it is, without initialize")
     device = options.pop("device", None)
@@ -90,11 +60,28 @@ def begin(name: str, launch: Launch | None, local_rank: int | None, **options: A
     return backend
 
 
-def adopt(local_rank: int | None = None) -> NativeBackend | None:
+def check_options(name: str, options: dict[str, Any]) -> None:
+    """Refuse arguments that nothing would read, and a backend whose devices are missing.
+
+    Raises:
+        TypeError: an option is not known.
+        RuntimeError: there is no device for the backend.
+    """
+    known = {option for option in _PASSED_ON if not option.startswith("_")} | {"device"}
+    if unknown := sorted(set(options) - known):
+        raise TypeError(f"{unknown} are not known for backend {name!r}, but {sorted(known)} are")
+    kinds = dist.Backend.backend_capability.get(name, ["cpu"])
+    here = accelerator()
+    if "cpu" not in kinds and (here is None or here.type not in kinds):
+        needed = " or ".join(kinds).replace("cuda", "CUDA")
+        raise RuntimeError(f"backend {name!r} needs a {needed} device, and there is none; 'gloo' works on the CPU")
+
+
+def adopt(infer: Callable[[int, int], tuple[Topology, tuple[str, ...]]]) -> NativeBackend | None:
     """Take over the default process group if there is one, without any communication."""
     if dist.distributed_c10d.GroupMember.WORLD is None or dist.get_backend() == "xla":
         return None  # the runtime of XLA knows more than torch's group over it
-    topology, assumed = _inferred(dist.get_rank(), dist.get_world_size(), local_rank)
+    topology, assumed = infer(dist.get_rank(), dist.get_world_size())
     if "local_rank" in assumed:
         warnings.warn(
             f"the local rank of rank {topology.rank} is unknown; assuming {topology.local_rank}, as on a single node; "
@@ -114,7 +101,7 @@ def device_of(local_rank: int) -> torch.device:
     kind = accelerator()
     if kind is None or f"{kind.type}:" not in dist.get_backend_config():
         return torch.device("cpu")
-    count = torch.accelerator.device_count()  # fails without a driver in builds of torch 2.7 for CUDA
+    count = torch.accelerator.device_count()
     return torch.device(kind.type, local_rank % count) if count else torch.device("cpu")
 
 
@@ -178,33 +165,3 @@ def _standing(launch: Launch | None) -> Topology:
         return launch.topology
     hosts = [store.get(f"camshaft/host/{rank}").decode() for rank in range(dist.get_world_size())]
     return Topology.from_hosts(dist.get_rank(), hosts)
-
-
-def _inferred(rank: int, size: int, local_rank: int | None) -> tuple[Topology, tuple[str, ...]]:
-    """Infer the place of a rank of a group that somebody else made, and what of it nothing tells, without asking.
-
-    Raises:
-        ValueError: ``local_rank`` is out of range.
-    """
-    known = {"rank": rank, "world_size": size}
-    if local_rank is not None:
-        known["local_rank"] = local_rank
-    try:
-        return complete({**known, **_told_by_environment(rank, size)})
-    except ValueError:  # the variables are those of another run
-        return complete(known)
-
-
-def _told_by_environment(rank: int, size: int) -> dict[str, int]:
-    """Read the numbers of a place, also where rank and world size are missing, as whoever made the group knew them."""
-    try:
-        launch = detect(os.environ)
-    except RuntimeError:  # contradictory or incomplete
-        launch = None
-    if launch is not None:
-        is_this_run = (launch.topology.rank, launch.topology.world_size) == (rank, size)
-        return {what: getattr(launch.topology, what) for what in launch.sources} if is_this_run else {}
-    try:
-        return {what: number.value for what, number in numbers(os.environ, _BESIDE_RANK).items()}
-    except RuntimeError:  # one is not a number
-        return {}

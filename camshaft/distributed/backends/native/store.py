@@ -17,8 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from camshaft.distributed.backends.native import meeting
 from camshaft.distributed.backends.native.meeting import Left, attempts, meet
-from camshaft.distributed.launchers import Launch
-from camshaft.distributed.launchers.variables import master_addr, master_port
+from camshaft.distributed.topology import Launch
 
 _DEFAULT_PORT = 15000
 
@@ -120,9 +119,14 @@ def _file_of_its_own(path: Path, name: str, rank: int, size: int, deadline: floa
 
 def _told(launch: Launch | None) -> Address:
     """Find what the launcher or the environment says."""
-    host = (launch and launch.master_addr) or master_addr(os.environ) or "127.0.0.1"
-    port = (launch and launch.master_port) or master_port(os.environ) or _DEFAULT_PORT
-    return Address(host, port, "MASTER_ADDR and MASTER_PORT", hosted=launch is None or not launch.agent_store)
+    source = "MASTER_ADDR and MASTER_PORT"
+    if launch is not None:
+        host, port = launch.master_addr, launch.master_port
+        return Address(host or "127.0.0.1", port or _DEFAULT_PORT, source, hosted=not launch.agent_store)
+    text = os.environ.get("MASTER_PORT") or str(_DEFAULT_PORT)  # as torch's own env:// does
+    if not text.isdecimal():
+        raise RuntimeError(f"environment variable MASTER_PORT must be an integer, got {text!r}")
+    return Address(os.environ.get("MASTER_ADDR") or "127.0.0.1", int(text), source, hosted=True)
 
 
 def _parsed(launch: Launch | None, method: str) -> Address:
