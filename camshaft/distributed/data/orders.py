@@ -64,7 +64,8 @@ class Order(ABC):
             raise TypeError(f"positions must be an int64 tensor of one dimension, got {positions!r}")
         if len(positions) and ((ends := positions.aminmax()).min < 0 or ends.max >= self.length):
             raise ValueError(f"positions must be in [0, {self.length}), got from {ends.min} to {ends.max}")
-        return torch.cat([self._at(seed, epoch, block) for block in positions.split(BLOCK)])
+        blocks = positions.split(BLOCK)  # type: ignore[no-untyped-call]  # in torch
+        return torch.cat([self._at(seed, epoch, block) for block in blocks])
 
     def indices(self, seed: int, epoch: int, begin: int, end: int) -> Tensor:
         """Return the samples at the positions from ``begin`` up to ``end`` of an epoch; see :meth:`at`.

@@ -73,9 +73,8 @@ class Partition:
         """Return the positions of a rank in consecutive steps, and how many there are in each."""
         equal = range(steps.start, max(steps.start, min(steps.stop, self.num_equal)))
         first, last = (number * self.step_size // self.ranks for number in (rank, rank + 1))
-        begins = torch.arange(
-            *(self.begin + step * self.step_size for step in (equal.start, equal.stop)), self.step_size
-        )
+        start, stop = (self.begin + step * self.step_size for step in (equal.start, equal.stop))
+        begins = torch.arange(start, stop, self.step_size)
         positions, sizes = [(begins.unsqueeze(1) + torch.arange(first, last)).flatten()], [last - first] * len(equal)
         for step in range(equal.stop, steps.stop):
             begin, end = self.share_of(rank, step)
