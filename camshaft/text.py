@@ -1,4 +1,4 @@
-"""Short texts of numbers and tensors, for log lines."""
+"""Values as text: short texts of numbers and tensors for log lines, and tables."""
 
 from __future__ import annotations
 
@@ -9,6 +9,22 @@ from typing import Any
 import torch
 
 _MOST_ELEMENTS = 10
+
+
+def table(columns: Mapping[str, Mapping[str, str]]) -> str:
+    """Return a table with a column per mapping, and a row per key of any of them.
+
+    >>> print(table({"horovodrun": {"rank": "HOROVOD_RANK=0"}, "environment": {"rank": "RANK=1", "world_size": "3"}}))
+                horovodrun      environment
+    rank        HOROVOD_RANK=0  RANK=1
+    world_size  -               3
+    """
+    keys = list(dict.fromkeys(key for column in columns.values() for key in column))
+    rows = [["", *columns], *([key, *(column.get(key, "-") for column in columns.values())] for key in keys)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
 
 
 def to_str_list(data: Any) -> list[str]:

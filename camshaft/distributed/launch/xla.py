@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 from camshaft.distributed import context
 from camshaft.distributed.backends.xla.start import create
+from camshaft.distributed.environments import detect
 
 
 def spawn(
@@ -72,7 +74,7 @@ def _run(
     debug: bool | None,
 ) -> None:
     """What each process does."""
-    context.install(lambda: create(name, spmd=spmd), debug)
+    context.install(lambda: create(name, detect(os.environ), spmd=spmd), debug)
     try:
         topology = context.current().topology
         found = topology.local_world_size, topology.num_nodes

@@ -18,7 +18,7 @@ import torch
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.multiprocessing.spawn import ProcessException, ProcessExitedException, ProcessRaisedException
 
-from camshaft.distributed.lifeline import GRACE
+from camshaft.distributed.launch.parent_watchdog import GRACE
 
 _SETTLE = 0.3  # seconds in which a failure and what follows from it in other processes may come in any order
 _LOOK = 1.0  # seconds, at most, between two looks for exit codes
@@ -74,14 +74,7 @@ class Processes:
             host, port = self._listener.getsockname()
             number = self._listener.detach()
             try:
-                self._store = TCPStore(
-                    host,
-                    port,
-                    is_master=True,
-                    wait_for_workers=False,
-                    master_listen_fd=number,
-                    use_libuv=False,  # which takes no descriptor in torch 2.7
-                )
+                self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=number)
             except BaseException:
                 with suppress(OSError):  # the store may have taken it over, and closed it
                     os.close(number)

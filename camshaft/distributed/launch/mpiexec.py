@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from camshaft.distributed import context
-from camshaft.distributed.lifeline import GRACE, end_with_parent
+from camshaft.distributed.launch.parent_watchdog import GRACE, end_with_parent
 
 _OPTIONS = ("debug", "device", "timeout")
 # Within a job of Slurm the mpiexec of MPICH would use srun, which waits for the step that this process is in, and

@@ -14,13 +14,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from camshaft.distributed import context
-from camshaft.distributed.backends.native.processes import Processes, Report
-from camshaft.distributed.backends.native.start import begin, check_options
+from camshaft.distributed.backends.native.backend import check_options, create
 from camshaft.distributed.calls import annotate_departures
-from camshaft.distributed.launchers import Launch
-from camshaft.distributed.lifeline import end_with_parent
+from camshaft.distributed.launch.parent_watchdog import end_with_parent
+from camshaft.distributed.launch.processes import Processes, Report
 from camshaft.distributed.nodes import check_nodes
-from camshaft.distributed.topology import Topology
+from camshaft.distributed.topology import Launch, Topology
 
 _HALF = 8_000  # characters of a traceback that are told from each of its ends
 
@@ -157,7 +156,7 @@ def _run(
     end_with_parent(parent.sentinel)
     try:
         os.environ.update(plan.variables(local_rank))  # the process ends with the function
-        context.install(lambda: begin(plan.backend, plan.launch(local_rank), None, **plan.options), plan.debug)
+        context.install(lambda: create(plan.backend, plan.launch(local_rank), **plan.options), plan.debug)
         _call(function, local_rank, *args, **kwargs)
         context.finalize()
     except BaseException as error:  # also KeyboardInterrupt, which would be told on the screen only

@@ -22,7 +22,7 @@ def end_with_parent(sentinel: Any) -> None:
         sentinel: what becomes readable then: the sentinel of ``multiprocessing.parent_process()``, or the reading end
             of a pipe whose writing end only the other process holds.
     """
-    threading.Thread(target=_watch, args=(sentinel, os.getppid()), name="camshaft-lifeline", daemon=True).start()
+    threading.Thread(target=_watch, args=(sentinel, os.getppid()), name="camshaft-parent-watchdog", daemon=True).start()
 
 
 def _watch(sentinel: Any, parent: int) -> None:
