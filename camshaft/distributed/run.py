@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 from camshaft.distributed.backend import Backend
 from camshaft.distributed.backends.serial import SerialBackend
 from camshaft.distributed.coordination import collective_check
+from camshaft.distributed.environments import detect, infer
 from camshaft.distributed.registry import adopted, module_of, nothing_has_begun
 
 _serial = SerialBackend()
@@ -48,7 +51,7 @@ def initialize(backend: str, *, debug: bool | None = None, **kwargs: Any) -> Non
         RuntimeError: already initialized, or the launcher's environment variables contradict each other.
         TypeError: unknown argument.
     """
-    install(lambda: module_of(backend).create(backend, local_rank=_local_rank, **kwargs), debug)
+    install(lambda: module_of(backend).create(backend, detect(os.environ), local_rank=_local_rank, **kwargs), debug)
 
 
 def install(create: Callable[[], Backend], debug: bool | None = None) -> None:
@@ -122,7 +125,7 @@ def _detected() -> Backend:
     """Return the job that exists; adopt it if it is new, drop it if it has ended."""
     global _process
     if _process is _serial or not _process.is_alive():
-        found = adopted(_local_rank) or _serial
+        found = adopted(partial(infer, os.environ, local_rank=_local_rank)) or _serial
         if found is not _process:
             _process.job.close()
             _process = found

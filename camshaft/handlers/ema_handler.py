@@ -1,4 +1,4 @@
-"""An exponential moving average of a model's weights, updated without a loop over them."""
+"""Exponential moving average (EMA) of a model's weights, updated in one operation."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from camshaft.base import Serializable
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import EventLike, Events
-from camshaft.handlers.checkpoint.objects import unwrap
+from camshaft.handlers.checkpoint.state import unwrap
 from camshaft.handlers.state_param_scheduler import StateParamScheduler
-from camshaft.handlers.utils import check_engine, check_is_no_counter
-from camshaft.types import is_integer
+from camshaft.handlers.utils import check_engine, check_is_no_counter, integer
 
 __all__ = ["EMAHandler", "EMAWarmUp"]
 
@@ -27,15 +26,15 @@ _BUFFERS = ("copy", "update", "ema_train")
 
 
 class EMAWarmUp(StateParamScheduler):
-    """Moves the momentum linearly from one value to another, and stays there.
+    """Move the momentum linearly from one value to another, and keep it there.
 
     Args:
-        momentum_warmup: the momentum of the first call, from 0 to 1.
-        warmup_iters: calls until it is ``momentum``.
-        momentum: where it ends.
-        param_name: the attribute of ``engine.state``.
-        save_history: keep the values in ``engine.state.param_history[param_name]``.
-        create_new: whether the attribute is a new one.
+        momentum_warmup: momentum of the first call, from 0 to 1.
+        warmup_iters: number of calls until it is ``momentum``.
+        momentum: final momentum.
+        param_name: attribute of ``engine.state``.
+        save_history: whether to keep the values in ``engine.state.param_history[param_name]``.
+        create_new: whether to create the attribute.
 
     >>> EMAWarmUp.simulate_values(4, momentum_warmup=0.25, warmup_iters=3, momentum=0.75)
     [[0, 0.25], [1, 0.5], [2, 0.75], [3, 0.75]]
@@ -51,39 +50,38 @@ class EMAWarmUp(StateParamScheduler):
         create_new: bool = False,
     ) -> None:
         super().__init__(param_name, save_history, create_new)
-        if not is_integer(warmup_iters) or warmup_iters < 1:
-            raise ValueError(f"warmup_iters must be an integer of at least 1, got {warmup_iters!r}")
+        self.warmup_iters = integer("warmup_iters", warmup_iters, least=1)
         self.momentum_warmup = _checked_momentum("momentum_warmup", momentum_warmup, with_ends=True)
-        self.warmup_iters = warmup_iters
         self.momentum = _checked_momentum("momentum", momentum)
 
     def get_param(self) -> float:
-        """Compute the momentum of call ``event_index``, which is 1 in the first."""
-        part = (self.event_index - 1) / max(1, self.warmup_iters - 1)
-        return self.momentum if part >= 1 else self.momentum_warmup + (self.momentum - self.momentum_warmup) * part
+        """Return the momentum for ``event_index``, which is 1 in the first call."""
+        share = (self.event_index - 1) / max(1, self.warmup_iters - 1)
+        return self.momentum if share >= 1 else self.momentum_warmup + (self.momentum - self.momentum_warmup) * share
 
 
 class EMAHandler(Serializable):
-    """Keeps an average of a model that follows it slowly: ``ema = (1 - momentum) * ema + momentum * model``.
+    """Keep a moving average of a model: ``ema = (1 - momentum) * ema + momentum * model``.
 
-    Its state is that of ``ema_model``, and with a warm-up that of ``momentum_scheduler``. Each can also be saved alone.
+    Its state is that of ``ema_model``, and with a warm-up that of ``momentum_scheduler``. They can also be saved
+    separately.
 
     Args:
-        model: the model that is trained, on its device already. From ``DistributedDataParallel`` it is taken out.
-        momentum: the weight of the model in each update.
-        momentum_warmup: the momentum of the first update, from 0 to 1, if it is to move from there to ``momentum``.
-        warmup_iters: the number of updates after which it is ``momentum``.
-        handle_buffers: ``"copy"`` takes the buffers of the model, ``"update"`` averages those that are not whole
-            numbers, ``"ema_train"`` leaves them to ``ema_model``, which is in train mode then.
+        model: the model that is trained, already on its device. ``DistributedDataParallel`` is unwrapped.
+        momentum: weight of the model in each update.
+        momentum_warmup: momentum of the first update, from 0 to 1, if it should move from there to ``momentum``.
+        warmup_iters: number of updates after which it is ``momentum``.
+        handle_buffers: ``"copy"`` copies the buffers of the model; ``"update"`` averages those that are not integers,
+            and copies the others; ``"ema_train"`` leaves them to ``ema_model``, which is then in train mode.
 
     Raises:
-        ValueError: an argument is none of these, or out of range.
+        ValueError: an argument is of the wrong type or out of range.
 
     Attributes:
         model: the model.
-        ema_model: the average, in eval mode but for ``"ema_train"``.
-        momentum: as given; the one in use is in ``engine.state``.
-        momentum_scheduler: with a warm-up, what sets the momentum.
+        ema_model: the average, in eval mode except with ``"ema_train"``.
+        momentum: as given; the current one is in ``engine.state``.
+        momentum_scheduler: with a warm-up, the handler that sets the momentum.
         handle_buffers: as given.
 
     >>> model = nn.Linear(1, 1, bias=False)
@@ -116,14 +114,13 @@ class EMAHandler(Serializable):
                 f"momentum_warmup={momentum_warmup!r} and warmup_iters={warmup_iters!r}"
             )
         self.momentum = _checked_momentum("momentum", momentum)
+        self._scheduler: EMAWarmUp | None = None
         if momentum_warmup is not None and warmup_iters is not None:
-            self.momentum_scheduler = EMAWarmUp(momentum_warmup, warmup_iters, momentum)
+            self.momentum_scheduler = self._scheduler = EMAWarmUp(momentum_warmup, warmup_iters, momentum)
         self.handle_buffers = handle_buffers
         self.model = model.module if isinstance(model, DistributedDataParallel) else model
         self.ema_model = deepcopy(self.model).requires_grad_(False).train(handle_buffers == "ema_train")
-        self._averaged: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self._taken_over: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self._pair_up()
+        self._pair_tensors()
 
     def attach(
         self,
@@ -136,13 +133,13 @@ class EMAHandler(Serializable):
 
         Args:
             engine: the trainer.
-            name: the attribute of ``engine.state`` that holds the momentum. It is made if it is not there; any
-                scheduler of the state may set it.
-            warn_if_exists: whether to warn if it is there; then its value is used.
-            event: when to update; ``Events.ITERATION_COMPLETED(every=n)`` where the optimizer steps so seldom.
+            name: attribute of ``engine.state`` that holds the momentum, which is created if missing. Any scheduler of
+                the state may set it.
+            warn_if_exists: whether to warn if it exists, in which case its value is used.
+            event: when to update; ``Events.ITERATION_COMPLETED(every=n)`` if the optimizer steps every n iterations.
 
         Raises:
-            ValueError: the engine counts by the attribute ``name``.
+            ValueError: ``name`` is a counter of the engine.
         """
         check_engine("engine", engine)
         check_is_no_counter("name", name, engine.state)
@@ -150,23 +147,21 @@ class EMAHandler(Serializable):
             setattr(engine.state, name, self.momentum)
         elif warn_if_exists:
             warnings.warn(
-                f"the state has an attribute {name!r} already, whose value is the momentum; if that is meant, give "
-                "warn_if_exists=False",
+                f"the state already has an attribute {name!r}, whose value is used as the momentum; pass "
+                "warn_if_exists=False if this is intended",
                 stacklevel=2,
             )
-        scheduler: EMAWarmUp | None = getattr(self, "momentum_scheduler", None)
-        if scheduler is not None:
-            scheduler.param_name = name
-            engine.add_event_handler(event, scheduler)
-        engine.add_event_handler(Events.STARTED, self._pair_up)
+        if self._scheduler is not None:
+            self._scheduler.param_name = name
+            engine.add_event_handler(event, self._scheduler)
+        engine.add_event_handler(Events.STARTED, self._pair_tensors)
         engine.add_event_handler(event, self._update, name)
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return the state of ``ema_model``, and that of ``momentum_scheduler`` or None."""
-        scheduler: EMAWarmUp | None = getattr(self, "momentum_scheduler", None)
         return OrderedDict(
             ema_model=unwrap(self.ema_model).state_dict(),
-            momentum_scheduler=None if scheduler is None else scheduler.state_dict(),
+            momentum_scheduler=None if self._scheduler is None else self._scheduler.state_dict(),
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -181,55 +176,47 @@ class EMAHandler(Serializable):
             RuntimeError: it is of another model.
         """
         super().load_state_dict(state_dict)
-        scheduler: EMAWarmUp | None = getattr(self, "momentum_scheduler", None)
         warmup = state_dict["momentum_scheduler"]
-        if (scheduler is None) != (warmup is None):
+        if (self._scheduler is None) != (warmup is None):
             raise ValueError(
                 "state_dict must be that of an EMAHandler with the same warm-up, got "
                 f"that of one {'without' if warmup is None else 'with'} a warm-up: pass the same momentum_warmup and "
                 "warmup_iters, or load state_dict['ema_model'] into ema_model"
             )
         unwrap(self.ema_model).load_state_dict(state_dict["ema_model"])
-        if scheduler is not None:
-            scheduler.load_state_dict(warmup)
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(warmup)
 
     def _update(self, engine: Engine[Any, Any], name: str) -> None:
         self.update(getattr(engine.state, name))
 
     @torch.no_grad()
     def update(self, momentum: float) -> None:
-        """Move the average towards the model, all weights in one call.
+        """Move the average towards the model, all weights in one operation.
 
         Args:
             momentum: how far, from 0 to 1.
         """
         averages, values = self._averaged
-        if averages:
+        if averages:  # as torch.optim.swa_utils.get_ema_multi_avg_fn does, where the momentum is fixed
             torch._foreach_lerp_(averages, values, momentum)
-        copies, values = self._taken_over
+        copies, values = self._copied
         if copies:
             torch._foreach_copy_(copies, values)
 
-    def _pair_up(self) -> None:
-        """Find the tensors of both models; again for each run, since they may have been replaced."""
-        ours: list[Tensor] = []
-        theirs: list[Tensor] = []
-        copies: list[Tensor] = []
-        values: list[Tensor] = []
+    def _pair_tensors(self) -> None:
+        """Find the tensors of both models, again for each run since they may have been replaced."""
         pairs = [(*pair, True) for pair in zip(self.ema_model.parameters(), self.model.parameters(), strict=True)]
         if self.handle_buffers != "ema_train":
-            averages = self.handle_buffers == "update"
             buffers = zip(self.ema_model.buffers(), self.model.buffers(), strict=True)
-            pairs += [(*pair, averages) for pair in buffers]
-        for our, value, averages in pairs:
-            averages = averages and _is_continuous(value)  # whole numbers have no average
-            (ours if averages else copies).append(our)
-            (theirs if averages else values).append(value)
-        self._averaged, self._taken_over = (ours, theirs), (copies, values)
-
-
-def _is_continuous(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+            pairs += [(*pair, self.handle_buffers == "update") for pair in buffers]
+        self._averaged: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._copied: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for ours, theirs, is_averaged in pairs:
+            is_continuous = theirs.is_floating_point() or theirs.is_complex()
+            targets, values = self._averaged if is_averaged and is_continuous else self._copied
+            targets.append(ours)
+            values.append(theirs)
 
 
 def _checked_momentum(name: str, value: Any, with_ends: bool = False) -> float:

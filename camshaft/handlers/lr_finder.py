@@ -331,7 +331,7 @@ def _restored(engine: Engine[Any, Any], objects: Mapping[str, Any]) -> Iterator[
     """
     if engine._run is not None:
         raise RuntimeError("the trainer is in the middle of a run: search before it, or when it has ended")
-    own = {name: copy(value) if isinstance(value, set) else value for name, value in vars(engine).items()}
+    own = {name: copy(value) if isinstance(value, (dict, list)) else value for name, value in vars(engine).items()}
     of_state = {
         name: deepcopy(value) if isinstance(value, (dict, list)) and name not in _OF_THE_RUN else value
         for name, value in vars(engine.state).items()

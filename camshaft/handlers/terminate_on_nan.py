@@ -1,9 +1,9 @@
-"""Stop training when a number is none."""
+"""Terminate a run when its output is NaN or infinite."""
 
 from __future__ import annotations
 
+import cmath
 import logging
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Number
@@ -21,21 +21,17 @@ from camshaft.handlers.utils import check_callable, check_engine
 __all__ = ["TerminateOnNan"]
 
 
-def _same(output: Any) -> Any:
-    return output
-
-
 class TerminateOnNan:
-    """Ends a run when its output holds NaN or infinity; on all ranks at the same iteration.
+    """Terminate a run when its output is NaN or infinite, on all ranks after the same iteration.
 
-    Nothing waits for a GPU: tensors are looked at there, and the answer is read one iteration later.
+    It never waits for a GPU: tensors are checked there, and the result is read one iteration later.
 
     Args:
-        output_transform: called with the output of the engine; gives numbers, tensors, arrays of NumPy, and mappings
-            and sequences of them. What is something else is not looked at.
+        output_transform: called with the output of the engine; returns numbers, tensors, NumPy arrays, and mappings
+            and sequences of them. Other values are ignored.
 
     Raises:
-        TypeError: ``output_transform`` cannot be called.
+        TypeError: ``output_transform`` is not callable.
 
     >>> from camshaft.engine import Events
     >>> trainer = Engine(lambda engine, batch: {"loss": torch.tensor(batch)})
@@ -44,65 +40,63 @@ class TerminateOnNan:
     2
     """
 
-    def __init__(self, output_transform: Callable[[Any], Any] = _same) -> None:
+    def __init__(self, output_transform: Callable[[Any], Any] = lambda output: output) -> None:
         check_callable("output_transform", output_transform)
         self._output_transform = output_transform
         self.logger = logging.getLogger(f"{__name__}.{type(self).__name__}")
         self._together = StopTogether()
-        self._has_engine = False
-        self._later: _Answer | None = None
+        self._is_attached = False
+        self._pending: _PendingCheck | None = None
 
     def __call__(self, engine: Engine[Any, Any]) -> None:
-        """Look at the output; end the run if it, or the one before, is not finite."""
-        if not self._has_engine:
+        """Check the output, and terminate the run if it or the previous one is not finite."""
+        if not self._is_attached:
             check_engine("engine", engine)
-            self._has_engine = True
-            engine.add_event_handler(Events.COMPLETED, self._look_back)
+            self._is_attached = True
+            engine.add_event_handler(Events.COMPLETED, self._check_previous)
             engine.add_event_handler(Events.STARTED, self._forget)
         self._together.watch(engine)
-        self._look_back(engine)
-        later: list[Tensor] = []
+        self._check_previous(engine)
+        on_device: list[Tensor] = []
         for value in _leaves(self._output_transform(engine.state._output)):
             if isinstance(value, Tensor) and value.device.type != "cpu":
-                later.append(value)
+                on_device.append(value)
             elif not _is_finite(value):
                 self._stop(engine, "output")
                 return
-        if later:
-            self._later = _Answer(later)
+        if on_device:
+            self._pending = _PendingCheck(on_device)
 
-    def _look_back(self, engine: Engine[Any, Any]) -> None:
-        """Read the answer about the output before."""
-        answer, self._later = self._later, None
-        if answer is not None and not answer.read():
-            self._stop(engine, "output of the iteration before")
+    def _check_previous(self, engine: Engine[Any, Any]) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None and not pending.read():
+            self._stop(engine, "output of the previous iteration")
 
     def _forget(self) -> None:
-        self._later = None
+        self._pending = None
 
     def _stop(self, engine: Engine[Any, Any], what: str) -> None:
-        self.logger.warning("TerminateOnNan: The %s holds NaN or infinity. Stop training", what)
+        self.logger.warning("TerminateOnNan: The %s is NaN or infinite. Stop training", what)
         self._together.stop(engine)
 
 
-class _Answer:
+class _PendingCheck:
     """Whether tensors on a device are finite, on its way to the host."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        self._flags = torch.stack([tensor.detach().isfinite().all().to(tensors[0].device) for tensor in tensors]).all()
+        self._flag = torch.stack([tensor.detach().isfinite().all().to(tensors[0].device) for tensor in tensors]).all()
         self._arrival: Any = None
-        if self._flags.is_cuda:
-            self._flags = torch.empty_like(self._flags, device="cpu", pin_memory=True).copy_(
-                self._flags, non_blocking=True
-            )
+        if self._flag.is_cuda:
+            host = torch.empty_like(self._flag, device="cpu", pin_memory=True)
+            self._flag = host.copy_(self._flag, non_blocking=True)
             self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types for it
             self._arrival.record()
 
     def read(self) -> bool:
-        """Give the answer; a step later it has arrived."""
+        """Return the result, which has arrived an iteration later."""
         if self._arrival is not None:
             self._arrival.synchronize()
-        return bool(self._flags)
+        return bool(self._flag)
 
 
 def _leaves(output: Any) -> Iterator[Any]:
@@ -114,32 +108,24 @@ def _leaves(output: Any) -> Iterator[Any]:
             yield from _leaves(value)
     elif isinstance(output, LazyNumber):
         yield output.peek()
-    elif not isinstance(output, Tensor) or _has_plain_elements(output):
+    elif not isinstance(output, Tensor) or (
+        output.layout is torch.strided and not output.is_nested and not output.is_quantized
+    ):
         yield output
 
 
-def _has_plain_elements(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
-
-
 def _is_finite(value: Any) -> bool:
-    """Whether all numbers are finite; what has none is."""
+    """Return whether all numbers in a value are finite."""
     if isinstance(value, Tensor):
         if value.ndim:
             return bool(value.detach().isfinite().all())
         value = value.item()  # some microseconds faster
     if isinstance(value, Number):
-        return _is_finite_number(value)
+        try:
+            return cmath.isfinite(value)  # type: ignore[arg-type]  # numbers convert to complex
+        except OverflowError:  # an integer larger than all floats
+            return True
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype.kind in "fc":
         return bool(numpy.isfinite(value).all())
     return True
-
-
-def _is_finite_number(value: Any) -> bool:
-    if isinstance(value, complex):
-        return math.isfinite(value.real) and math.isfinite(value.imag)
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer beyond all floats
-        return True

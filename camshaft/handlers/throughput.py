@@ -1,56 +1,77 @@
-"""How much a run gets done in a second, and how much of what the devices could do that is."""
+"""Throughput of a run, and how much of the peak performance of the devices it uses."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from camshaft.distributed import all_reduce, device, get_world_size
 from camshaft.engine.engine import Engine
-from camshaft.engine.events import EventLike, Events, RemovableEventHandle
-from camshaft.handlers.flops import FlopCount, peak_of
-from camshaft.handlers.utils import check_engine, joined
+from camshaft.engine.events import EventLike, Events, FailureEvents, RemovableEventHandle
+from camshaft.engine.order import Order
+from camshaft.handlers.utils import check_engine, integer, joined, number
+
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
 
 __all__ = ["Throughput"]
 
 Amount = float | Callable[[Any], Any] | None
-"""So much in each iteration, or a function of the batch that tells how much it is."""
+"""An amount per iteration, or a function of the batch that returns it."""
 
-_FIRST, _LAST = -(2**41), 2**41  # of the handlers of an event, but within those of the profilers of handlers
-_EARLY = -1  # before loggers
-
-
-Mark = tuple[float, Any, Any, Any]
-"""The end of an iteration: when it was, and how many samples, tokens and operations there were in it."""
+PEAK_FLOPS = {
+    "GB200": 2.5e15,
+    "B200": 2.25e15,
+    "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "RTX 5090": 209e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "V100": 125e12,
+    "T4": 65e12,
+    "MI325X": 1307e12,
+    "MI300X": 1307e12,
+    "MI250X": 191e12,
+}
+"""Dense bfloat16 (on older devices float16) operations per second, by a part of the device name; first match wins."""
 
 
 class Throughput:
-    """Measures steps, samples and tokens per second, and the model FLOP utilisation (MFU), over the last iterations.
+    """Measure steps, samples and tokens per second, and the model FLOP utilization (MFU), over the last iterations.
 
     The results are in ``engine.state.metrics``, where loggers and progress bars find them: ``steps_per_second``,
-    ``samples_per_second``, ``tokens_per_second``, ``flops_per_second`` and ``mfu``, as far as they are asked for. They
-    are those of all ranks together, computed at the events given to :meth:`attach`, and NaN before that. In between, an
-    iteration costs a look at the clock and the functions that are given.
+    ``samples_per_second``, ``tokens_per_second``, ``flops_per_second`` and ``mfu``, as far as they are requested. They
+    are computed over all ranks, at the events passed to :meth:`attach`, and are NaN before that. Otherwise an iteration
+    costs a look at the clock and the given functions.
 
-    The time counts from the end of one iteration to that of another, less what the handlers of epochs take, and what is
-    between :meth:`pause` and :meth:`resume`. The clock is that of the host, which waits for no device: over a
-    window it runs as fast as the device, which cannot fall behind for ever.
+    The time from the end of one iteration to that of another counts, except for the handlers of epochs and the time
+    between :meth:`pause` and :meth:`resume`. The host clock is used, without waiting for the device: host time matches
+    device time over a window.
 
     Args:
-        samples: in the batch of this rank: a number, or a function of the batch. A tensor that it gives is read
-            when results are computed, not before.
-        tokens: likewise.
-        flops: floating point operations of this rank in an iteration, forward, backward and all: likewise, or
-            ``"count"`` to have torch count them in the first iteration of a run, which cannot see into compiled code.
-        peak_flops: what one device could do in a second. By default that of its name, in dense bfloat16, in the table
-            of :mod:`camshaft.handlers.flops`.
-        window: the number of iterations to look back.
+        samples: number of samples in the batch of this rank, or a function of the batch. If it returns a tensor, that
+            is read when results are computed.
+        tokens: number of tokens, likewise.
+        flops: floating-point operations of this rank in an iteration, forward and backward, likewise; or ``"count"``
+            to have torch count them in the first iteration of a run, which does not include compiled code.
+        peak_flops: peak operations per second of one device. By default the value for its name, in dense bfloat16, in
+            ``PEAK_FLOPS`` of this module.
+        window: number of iterations to average over.
 
     Raises:
         TypeError: an amount is neither a number nor a function.
@@ -74,76 +95,71 @@ class Throughput:
         peak_flops: float | None = None,
         window: int = 100,
     ) -> None:
-        self._samples, self._tokens = _amount("samples", samples), _amount("tokens", tokens)
-        self._flops = FlopCount() if flops == "count" else _amount("flops", flops)
-        if peak_flops is not None and not 0 < peak_flops < math.inf:
-            raise ValueError(f"peak_flops must be above 0, got {peak_flops!r}")
-        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-            raise ValueError(f"window must be an integer above 0, got {window!r}")
-        self._peak = peak_flops
+        self._samples, self._tokens = _checked("samples", samples), _checked("tokens", tokens)
+        self._flops = _FlopCounter() if flops == "count" else _checked("flops", flops)
+        self._peak = _checked("peak_flops", peak_flops)
         self._knows_device = peak_flops is not None
-        self._window = window
-        self._marks: deque[Mark] = deque(maxlen=window + 1)
+        self._window = integer("window", window, least=1)
+        # the end of each iteration, and the samples, tokens and operations in it
+        self._marks: deque[tuple[float, Any, Any, Any]] = deque(maxlen=self._window + 1)
         self._idle = self._paused_at = 0.0
-        self._pauses = 0  # more than one, if a pause is within another
+        self._pauses = 0  # more than one if pauses are nested
 
     def attach(self, engine: Engine[Any, Any], event_name: EventLike | None = None) -> RemovableEventHandle:
         """Measure the runs of an engine.
 
         Args:
             engine: the engine.
-            event_name: when to compute the results, on all ranks at the same time, before the other handlers. By
-                default once in a window, and at the end of epochs.
+            event_name: when to compute the results, on all ranks at the same time, before other handlers. By default
+                once per window, and at the end of epochs.
 
         Returns:
-            A handle that ends that.
+            A handle that detaches this.
         """
         check_engine("engine", engine)
         if event_name is None:
             event_name = Events.ITERATION_COMPLETED(every=self._window) | Events.EPOCH_COMPLETED
         handles = [
-            engine.add_event_handler(Events.STARTED, self._start, order=_FIRST),
-            engine.add_event_handler(Events.EPOCH_STARTED, self._go_on, order=_LAST),
-            engine.add_event_handler(Events.ITERATION_COMPLETED, self._mark, order=_FIRST),
-            engine.add_event_handler(Events.EPOCH_COMPLETED, self.pause, order=_FIRST),
-            engine.add_event_handler(Events.INTERRUPT, self._forget, order=_LAST),
-            engine.add_event_handler(event_name, self._publish, order=_EARLY),
+            engine.add_event_handler(event, handler, order=order)
+            for event, handler, order in (
+                *(self._flops.hooks() if isinstance(self._flops, _FlopCounter) else ()),
+                (Events.STARTED, self._start, Order.MEASURE_FIRST),
+                (Events.EPOCH_STARTED, self._end_pauses, Order.MEASURE_LAST),
+                (Events.ITERATION_COMPLETED, self._mark, Order.MEASURE_FIRST),
+                (Events.EPOCH_COMPLETED, self.pause, Order.MEASURE_FIRST),
+                (Events.INTERRUPT, lambda: self._marks.clear(), Order.MEASURE_LAST),  # pauses end without an event
+                (event_name, self._publish, Order.RESULTS),
+            )
         ]
-        if isinstance(self._flops, FlopCount):
-            handles += self._flops.attach(engine)
         return joined(handles, event_name, self._publish, engine)
 
     def rates(self) -> dict[str, float]:
-        """Give what this rank alone does now; NaN until there are two iterations."""
+        """Return the current rates of this rank alone; NaN until there are two iterations."""
         return self._named(self._own_rates())
 
     def pause(self) -> None:
-        """Stop the clock: what comes does not count. It may be a handler, of ``STARTED`` of an evaluator, say."""
+        """Stop the clock. It can be attached, for example to ``STARTED`` of an evaluator."""
         if self._pauses == 0:
             self._paused_at = perf_counter()
         self._pauses += 1
 
     def resume(self) -> None:
-        """Let the clock go on, if this ends the outermost pause."""
+        """Restart the clock if this ends the outermost pause."""
         if self._pauses > 0:
             self._pauses -= 1
             if self._pauses == 0:
                 self._idle += perf_counter() - self._paused_at
 
     def _start(self, engine: Engine[Any, Any]) -> None:
-        self._forget()
+        self._marks.clear()
         self._pauses = 0
         if self._flops is not None and not self._knows_device:
             self._peak = peak_of(device())
         self._knows_device = True
         engine.state.metrics.update(self.rates())
 
-    def _forget(self) -> None:
-        """Begin another window: nobody knows how long a run is interrupted."""
-        self._marks.clear()
-
-    def _go_on(self) -> None:
-        """End all pauses with the handlers of an epoch's end and of the next one's start."""
+    def _end_pauses(self) -> None:
+        """End all pauses after the handlers of ``EPOCH_COMPLETED`` and ``EPOCH_STARTED``."""
         self._pauses = min(self._pauses, 1)
         self.resume()
 
@@ -161,17 +177,13 @@ class Throughput:
         )
 
     def _own_rates(self) -> list[float]:
-        """Give steps, samples, tokens, operations per second, and the peak: what adds up over ranks."""
+        """Return steps, samples, tokens, operations per second, and the peak, which all add up over ranks."""
         marks = list(self._marks)
         seconds = marks[-1][0] - marks[0][0] if marks else 0.0
         if seconds <= 0:
             return [math.nan] * 5
-        _, samples, tokens, flops = zip(*marks[1:], strict=True)
-        return [
-            (len(marks) - 1) / seconds,
-            *(_total(amounts) / seconds for amounts in (samples, tokens, flops)),
-            self._peak or 0.0,
-        ]
+        _, *amounts = zip(*marks[1:], strict=True)
+        return [(len(marks) - 1) / seconds, *(_total(one) / seconds for one in amounts), self._peak or 0.0]
 
     def _publish(self, engine: Engine[Any, Any]) -> None:
         rates, size = self._own_rates(), get_world_size()
@@ -181,7 +193,6 @@ class Throughput:
         engine.state.metrics.update(self._named(rates))
 
     def _named(self, rates: list[float]) -> dict[str, float]:
-        """Name the rates that are asked for."""
         steps, samples, tokens, flops, peak = rates
         values = {"steps_per_second": steps}
         if self._samples is not None:
@@ -196,17 +207,70 @@ class Throughput:
 
 
 def _total(amounts: Sequence[Any]) -> float:
-    """Add up numbers, and tensors with one transfer from the device."""
+    """Return the sum of numbers and tensors, with one transfer from the device."""
     tensors = [amount for amount in amounts if isinstance(amount, Tensor)]
     total: float = sum(amount for amount in amounts if amount is not None and not isinstance(amount, Tensor))
     return total + (torch.stack(tensors).sum().item() if tensors else 0.0)
 
 
-def _amount(name: str, amount: Any) -> Any:
-    if amount is None or callable(amount):
+def _checked(name: str, amount: Any) -> Any:
+    if amount is None or (callable(amount) and name != "peak_flops"):
         return amount
-    if isinstance(amount, bool) or not isinstance(amount, (int, float)):
-        raise TypeError(f"{name} must be a number, or a function of the batch, got {amount!r}")
-    if not 0 < amount < math.inf:
+    if number(name, amount) <= 0:
         raise ValueError(f"{name} must be above 0, got {amount!r}")
     return amount
+
+
+def peak_of(device: torch.device) -> float | None:
+    """Return the peak operations per second of a device, or ``None`` with a warning if it is unknown."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    found = next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    if found is None:
+        warnings.warn(f"peak FLOPS of {name!r} unknown, so the MFU is not computed; pass peak_flops", stacklevel=2)
+    return found
+
+
+class _FlopCounter:
+    """Lets torch count the operations of the first completed iteration; the others are assumed to take as many."""
+
+    def __init__(self) -> None:
+        self._counter: FlopCounterMode | None = None
+        self._count: int | None = None
+
+    def __call__(self, batch: Any) -> int:
+        """Return the count, or 0 while there is none."""
+        return self._count or 0
+
+    def hooks(self) -> list[tuple[EventLike, Callable[..., object], int]]:
+        """Return events, handlers and orders."""
+        leaving = Events.ITERATION_COMPLETED | Events.TERMINATE | Events.TERMINATE_SINGLE_EPOCH | Events.INTERRUPT
+        return [
+            (Events.ITERATION_STARTED, self._start, Order.MEASURE_LAST),
+            (leaving, self._end, Order.MEASURE_FIRST),
+            (FailureEvents.ERROR_MET, self._leave, Order.DEFAULT),
+        ]
+
+    def _start(self) -> None:
+        if self._count is None:
+            from torch.utils.flop_counter import FlopCounterMode  # imports triton where that is installed
+
+            self._counter = FlopCounterMode(display=False)
+            self._counter.__enter__()  # type: ignore[no-untyped-call]  # torch has no types for it
+
+    def _end(self, engine: Engine[Any, Any]) -> None:
+        counter = self._leave()
+        if counter is None or engine.last_event_name != Events.ITERATION_COMPLETED:
+            return
+        self._count = counter.get_total_flops()
+        if self._count == 0:
+            warnings.warn(
+                "torch counted no floating-point operations in an iteration, so the MFU is 0; if they are in compiled "
+                "code, pass flops as a number",
+                stacklevel=2,
+            )
+
+    def _leave(self) -> FlopCounterMode | None:
+        counter, self._counter = self._counter, None
+        if counter is not None:
+            counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch has no types for it
+        return counter

@@ -1,4 +1,4 @@
-"""Stop training when its time is over."""
+"""Stop a run after a time limit."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from time import monotonic
 from typing import Any
 
 from camshaft.engine.engine import Engine
+from camshaft.errors import described
 from camshaft.handlers.stopping import StopTogether
 
 __all__ = ["TimeLimit"]
 
 
 class TimeLimit:
-    """Ends a run when a time is over since this was made; on all ranks at the same iteration.
+    """Terminate a run when a time has passed since the handler was created, on all ranks after the same iteration.
 
     Args:
-        limit_sec: in seconds; by default 8 hours.
+        limit_sec: seconds; 8 hours by default.
 
     Raises:
         TypeError: ``limit_sec`` is not a number.
-        ValueError: it is not above 0.
+        ValueError: ``limit_sec`` is not above 0.
 
     >>> from camshaft.engine import Events
     >>> trainer = Engine(lambda engine, batch: None)
@@ -31,9 +32,9 @@ class TimeLimit:
     """
 
     def __init__(self, limit_sec: float = 28800) -> None:
-        given: Any = limit_sec  # for the type checker no float is Real
+        given: Any = limit_sec  # to the type checker no float is Real
         if not isinstance(given, Real) or isinstance(given, bool):
-            raise TypeError(f"limit_sec must be a number, got {limit_sec!r} of type {type(limit_sec).__name__}")
+            raise TypeError(f"limit_sec must be a number, got {described(limit_sec)}")
         if not limit_sec > 0:
             raise ValueError(f"limit_sec must be above 0, got {limit_sec!r}")
         self.limit_sec = limit_sec
@@ -42,8 +43,8 @@ class TimeLimit:
         self._together = StopTogether()
 
     def __call__(self, engine: Engine[Any, Any]) -> None:
-        """End the run if the time is over."""
+        """Terminate the run if the time has passed."""
         self._together.watch(engine)
         if monotonic() - self.start_time > self.limit_sec:
-            self.logger.info("Reached the time limit: %s sec. Stop training", self.limit_sec)
+            self.logger.info("Reached the time limit: %s sec. Stopping the run", self.limit_sec)
             self._together.stop(engine)

@@ -1,4 +1,4 @@
-"""A stopwatch that events start, pause and count for."""
+"""Timer that the events of an engine control."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["Timer"]
 
 
 class Timer:
-    """Measures how long something takes, in total or in the mean of its steps; by hand or by the events of an engine.
+    """Measure time, in total or per step; controlled by method calls or by the events of an engine.
 
-    It runs from the moment it is made.
+    It starts when it is created.
 
     Args:
         average: whether :meth:`value` is the time per step.
 
     Attributes:
         total: seconds up to the last pause.
-        step_count: steps counted.
-        running: whether the clock runs now.
+        step_count: number of steps.
+        running: whether the timer is running.
 
     >>> from camshaft.engine import Engine, Events
     >>> trainer = Engine(lambda engine, batch: None)
@@ -51,15 +51,15 @@ class Timer:
         *,
         start_paused: bool = False,
     ) -> Timer:
-        """Let events of an engine work the clock.
+        """Control the timer by the events of an engine.
 
         Args:
             engine: the engine.
-            start: sets everything to zero, and starts the clock.
-            pause: stops it.
-            resume: lets it go on.
-            step: counts a step.
-            start_paused: let ``start`` stop the clock, which waits for ``resume`` then. Without it, the time from
+            start: event that resets and starts the timer.
+            pause: event that pauses it.
+            resume: event that resumes it.
+            step: event that counts a step.
+            start_paused: whether ``start`` leaves the timer paused until ``resume``. By default the time from
                 ``start`` to the first ``pause`` counts, also if ``resume`` is given.
 
         Returns:
@@ -67,15 +67,13 @@ class Timer:
         """
         check_engine("engine", engine)
         engine.add_event_handler(start, self._reset_paused if start_paused else self.reset)
-        engine.add_event_handler(pause, self.pause)
-        if resume is not None:
-            engine.add_event_handler(resume, self.resume)
-        if step is not None:
-            engine.add_event_handler(step, self.step)
+        for event, handler in ((pause, self.pause), (resume, self.resume), (step, self.step)):
+            if event is not None:
+                engine.add_event_handler(event, handler)
         return self
 
     def reset(self, *args: Any) -> Timer:
-        """Set everything to zero, and start the clock."""
+        """Reset to zero, and start."""
         self.total = 0.0
         self.step_count = 0.0
         self.running = True
@@ -83,19 +81,19 @@ class Timer:
         return self
 
     def pause(self, *args: Any) -> None:
-        """Stop the clock, if it runs."""
+        """Pause if running."""
         if self.running:
             self.total += perf_counter() - self._began
             self.running = False
 
     def resume(self, *args: Any) -> None:
-        """Let the clock go on, if it stands."""
+        """Resume if paused."""
         if not self.running:
             self.running = True
             self._began = perf_counter()
 
     def value(self) -> float:
-        """Give the seconds measured so far, in total or per step."""
+        """Return the seconds so far, in total or per step."""
         total = self.total + (perf_counter() - self._began if self.running else 0.0)
         return total / max(self.step_count, 1.0) if self._average else total
 

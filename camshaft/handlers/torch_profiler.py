@@ -1,4 +1,4 @@
-"""Traces of torch's profiler, for some iterations of a run."""
+"""Traces of torch's profiler for some iterations of a run."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from torch.profiler import ProfilerAction, profile
+from torch.profiler import profile, schedule
 
 from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, FailureEvents, RemovableEventHandle
-from camshaft.handlers.utils import check_callable, check_engine, joined
+from camshaft.engine.order import Order
+from camshaft.handlers.utils import check_callable, check_engine, integer, joined
 
 __all__ = ["TorchProfiler"]
-
-_FIRST, _LAST = -(2**40), 2**40  # of the handlers of an event, but within those of the profilers of handlers
 
 logger = logging.getLogger(__name__)
 
 
 class TorchProfiler:
-    """Profiles some iterations of a run with ``torch.profiler``, and writes a trace of each rank.
+    """Profile some iterations of a run with ``torch.profiler``, and write a trace on each rank.
 
-    An iteration is one from the end of the iteration before to its own end, with its handlers and with the fetch of its
-    batch. The cycle of ``wait``, ``warmup`` and ``active`` iterations begins with the run. A run that ends early, fails
-    or pauses in the middle of a cycle leaves a trace of what was recorded; the next cycle begins after that.
+    An iteration extends from the end of the previous iteration to its own end, including its handlers and the fetch of
+    its batch. The cycle of ``wait``, ``warmup`` and ``active`` iterations starts with the run. A run that ends early,
+    fails or pauses during a cycle leaves a trace of what was recorded; the next cycle starts after that.
 
-    The traces are files ``rank<rank>.<time>.pt.trace.json``: TensorBoard's profiler plugin shows them if its log
-    directory is theirs or above it, and so do Perfetto (https://ui.perfetto.dev) and Chrome (``chrome://tracing``).
+    The traces are files ``rank<rank>.<time>.pt.trace.json``. TensorBoard's profiler plugin shows them if they are in
+    its log directory, and so do Perfetto (https://ui.perfetto.dev) and Chrome (``chrome://tracing``).
 
     Args:
-        directory: where the traces go; made if it is not there.
-        wait: iterations to leave out at the beginning of a cycle.
-        warmup: iterations to profile without recording them: the first ones are slow.
-        active: iterations to record.
-        repeat: cycles in a run, 0 for as many as fit in it.
-        skip_first: iterations to leave out before the first cycle.
-        ranks: which ranks are profiled, all if ``None``.
-        compress: write ``.json.gz``.
-        on_trace_ready: called with torch's profiler after each trace; for ``profiler.key_averages().table()``, say.
-        options: for ``torch.profiler.profile``: ``activities``, ``record_shapes``, ``profile_memory``, ``with_stack``,
-            ``with_flops`` and more.
+        directory: directory for the traces; created if missing.
+        wait: number of iterations to skip at the start of a cycle.
+        warmup: number of iterations to profile without recording, since the first ones are slow.
+        active: number of iterations to record.
+        repeat: number of cycles in a run; 0 for no limit.
+        skip_first: number of iterations to skip before the first cycle.
+        ranks: ranks to profile; all by default.
+        compress: whether to write ``.json.gz``.
+        on_trace_ready: called with torch's profiler after each trace, for example to print
+            ``profiler.key_averages().table()``.
+        options: arguments of ``torch.profiler.profile``: ``activities``, ``record_shapes``, ``profile_memory``,
+            ``with_stack``, ``with_flops`` and others.
 
     Raises:
-        TypeError: ``on_trace_ready`` is not callable, or an option is none of torch's.
+        TypeError: ``on_trace_ready`` is not callable, or an option is unknown to torch.
         ValueError: a number of iterations is negative, or ``active`` is 0.
 
     Attributes:
@@ -79,30 +79,41 @@ class TorchProfiler:
         on_trace_ready: Callable[[profile], object] | None = None,
         **options: Any,
     ) -> None:
-        _check_cycle(wait=wait, warmup=warmup, active=active, repeat=repeat, skip_first=skip_first)
+        for name, count, least in (
+            ("wait", wait, 0),
+            ("warmup", warmup, 0),
+            ("active", active, 1),
+            ("repeat", repeat, 0),
+            ("skip_first", skip_first, 0),
+        ):
+            integer(name, count, least)
         check_callable("on_trace_ready", on_trace_ready)
         inspect.signature(profile).bind(schedule=None, **options)
         self.directory = Path(directory)
         self.traces: list[Path] = []
-        self._wait, self._warmup, self._active = wait, warmup, active
-        self._repeat, self._skip_first = repeat, skip_first
+        # A profile is open for a cycle only: outside of cycles an iteration costs next to nothing.
+        self._options = {"schedule": schedule(wait=0, warmup=warmup, active=active, repeat=1), **options}
+        self._wait, self._repeat, self._skip_first = wait, repeat or math.inf, skip_first
         self._ranks = ranks
         self._suffix = ".pt.trace.json.gz" if compress else ".pt.trace.json"
         self._on_trace_ready = on_trace_ready
-        self._options = options
         self._profile: profile | None = None
-        self._opened_at = 0  # this iteration
-        self._cycles = 0  # of this run that have left a trace
-        self._skip = math.inf  # iterations to leave out before the next cycle
+        self._opened_at = 0  # the iteration in which it was opened
+        self._cycles = 0  # cycles of this run that have left a trace
+        self._skip = math.inf  # iterations to skip before the next cycle
 
     def attach(self, engine: Engine[Any, Any]) -> RemovableEventHandle:
-        """Profile the runs of an engine; gives a handle that ends that."""
+        """Profile the runs of an engine.
+
+        Returns:
+            A handle that detaches the profiler.
+        """
         check_engine("engine", engine)
         leaving = Events.TERMINATE | Events.COMPLETED | Events.INTERRUPT
         handles = [
-            engine.add_event_handler(Events.STARTED, self._start, order=_FIRST),
-            engine.add_event_handler(Events.ITERATION_COMPLETED, self._step, order=_LAST),
-            engine.add_event_handler(leaving, self._leave, order=_FIRST),
+            engine.add_event_handler(Events.STARTED, self._start, order=Order.MEASURE_FIRST),
+            engine.add_event_handler(Events.ITERATION_COMPLETED, self._step, order=Order.MEASURE_LAST),
+            engine.add_event_handler(leaving, self._leave, order=Order.MEASURE_FIRST),
             engine.add_event_handler(FailureEvents.ERROR_MET, self._leave),
         ]
         return joined(handles, Events.ITERATION_COMPLETED, self._step, engine)
@@ -110,13 +121,11 @@ class TorchProfiler:
     def _start(self, engine: Engine[Any, Any]) -> None:
         self._close()
         self._cycles = 0
-        self._skip = math.inf
-        if self._ranks is None or get_rank() in self._ranks:
-            self._skip = self._skip_first + self._wait
-            self._open_if_due(engine)
+        is_profiled = self._ranks is None or get_rank() in self._ranks
+        self._skip = self._skip_first + self._wait if is_profiled else math.inf
+        self._open_if_due(engine)
 
     def _step(self, engine: Engine[Any, Any]) -> None:
-        """End an iteration."""
         if self._profile is None:
             self._skip -= 1
         else:
@@ -127,7 +136,7 @@ class TorchProfiler:
         self._open_if_due(engine)
 
     def _leave(self, engine: Engine[Any, Any]) -> None:
-        """End the cycle that is under way, and write what was recorded, if an iteration has begun since."""
+        """End the current cycle, and write what was recorded if an iteration has started since."""
         if self._profile is not None and engine.state.iteration == self._opened_at:
             self._profile.on_trace_ready = None
         self._close()
@@ -135,39 +144,22 @@ class TorchProfiler:
     def _open_if_due(self, engine: Engine[Any, Any]) -> None:
         if self._profile is None and self._skip <= 0:
             self._opened_at = engine.state.iteration
-            self._profile = profile(schedule=self._action, on_trace_ready=self._write, **self._options)
-            self._profile.__enter__()  # type: ignore[no-untyped-call]  # torch does not say
+            self._profile = profile(on_trace_ready=self._write, **self._options)
+            self._profile.__enter__()  # type: ignore[no-untyped-call]  # torch has no types for it
 
     def _close(self) -> None:
         running, self._profile = self._profile, None
         if running is not None:
-            running.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch does not say
-        self._skip = self._wait if self._cycles < (self._repeat or math.inf) else math.inf
-
-    def _action(self, step: int) -> ProfilerAction:
-        """Tell torch what to do in each iteration of a cycle, from the one after ``wait``."""
-        left = self._warmup + self._active - step
-        if left <= 0:
-            return ProfilerAction.NONE
-        if left > self._active:
-            return ProfilerAction.WARMUP
-        return ProfilerAction.RECORD if left > 1 else ProfilerAction.RECORD_AND_SAVE
+            running.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch has no types for it
+        self._skip = self._wait if self._cycles < self._repeat else math.inf
 
     def _write(self, running: profile) -> None:
+        # not with tensorboard_trace_handler, which does not return the path; the names are the same
         self._cycles += 1
         self.directory.mkdir(parents=True, exist_ok=True)
-        # in nanoseconds: TensorBoard takes the digits for the number of the trace
         path = self.directory / f"rank{get_rank()}.{time.time_ns()}{self._suffix}"
         running.export_chrome_trace(str(path))
         self.traces.append(path)
         logger.info("Wrote a trace to %s", path)
         if self._on_trace_ready is not None:
             self._on_trace_ready(running)
-
-
-def _check_cycle(*, active: int, **counts: int) -> None:
-    for name, count, least in (("active", active, 1), *((name, count, 0) for name, count in counts.items())):
-        if isinstance(count, bool) or not isinstance(count, int):
-            raise TypeError(f"{name} must be an int, got {count!r}")
-        if count < least:
-            raise ValueError(f"{name} must be at least {least}, got {count}")

@@ -1,4 +1,4 @@
-"""What loggers share: reading values into flat names, steps, and attaching."""
+"""Test values, names, steps, attaching and resuming, which all loggers share."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def read(engine, text=False, **options):
         ({}, {}),
     ],
 )
-def test_numbers_in_containers_and_tensors_are_found_with_their_path(value, expected):
+def test_nested_values_are_flattened_with_their_paths(value, expected):
     values = read(at(a=value), metric_names=["a"])
     assert values == {("tag", "a", *path): number for path, number in expected.items()}
     assert all(type(number) in (int, float, bool, numpy.float32) for number in values.values())
@@ -84,16 +84,16 @@ def test_numbers_in_containers_and_tensors_are_found_with_their_path(value, expe
         (numpy.zeros(2), "ndarray"),
     ],
 )
-def test_what_is_no_number_is_left_out_with_a_warning(value, kind):
+def test_other_values_are_skipped_with_a_warning(value, kind):
     with pytest.warns(UserWarning, match=f"a/b is not logged because it is a {kind}"):
         assert read(at(a={"b": value, "c": 1}), metric_names="all") == {("tag", "a", "c"): 1}
 
 
-def test_text_is_a_value_for_loggers_that_log_it():
+def test_text_is_kept_for_loggers_that_support_it():
     assert read(at(a=["text", 1]), text=True, metric_names="all") == {("tag", "a", "0"): "text", ("tag", "a", "1"): 1}
 
 
-def test_metrics_outputs_and_attributes_come_in_this_order():
+def test_metrics_come_before_outputs_and_attributes():
     engine = at(loss=1, accuracy=2)
     engine.state.output, engine.state.rate = 4, 5
     options = {"output_transform": lambda output: output * 2, "state_attributes": ["rate"]}
@@ -106,7 +106,7 @@ def test_metrics_outputs_and_attributes_come_in_this_order():
     assert read(engine, output_transform=lambda output: {"twice": 8}) == {("tag", "twice"): 8}
 
 
-def test_a_metric_or_attribute_that_is_missing_is_left_out_with_a_warning():
+def test_missing_metrics_and_attributes_are_skipped_with_a_warning():
     with pytest.warns(UserWarning, match=r"metric 'acc' is not logged: state.metrics has \['loss'\]"):
         assert read(at(loss=1), metric_names=["acc", "loss"]) == {("tag", "loss"): 1}
     with pytest.warns(UserWarning, match="speed is not logged because it is a NoneType"):
@@ -124,20 +124,20 @@ def test_a_metric_or_attribute_that_is_missing_is_left_out_with_a_warning():
         ({"metric_names": "all", "global_step_transform": 3}, TypeError, "global_step_transform must be callable"),
     ],
 )
-def test_wrong_arguments_of_an_output_handler_are_refused(options, error, message):
+def test_output_handlers_reject_invalid_arguments(options, error, message):
     with pytest.raises(error, match=message):
         OutputHandler("tag", **options)
 
 
 @pytest.mark.parametrize("step", [7, numpy.int64(7)])
-def test_any_integer_is_a_step(step):
+def test_steps_may_be_any_integer(step):
     handler = OutputHandler("tag", "all", global_step_transform=lambda engine, event: step)
     assert type(handler.global_step(at(), Events.COMPLETED)) is int
     assert handler.global_step(at(), Events.COMPLETED) == 7
 
 
 @pytest.mark.parametrize("step", [7.0, "7", None])
-def test_what_is_no_integer_is_no_step(step):
+def test_steps_must_be_integers(step):
     handler = OutputHandler("tag", "all", global_step_transform=lambda engine, event: step)
     with pytest.raises(TypeError, match="global_step_transform must return an integer"):
         handler.global_step(at(), Events.COMPLETED)
@@ -155,7 +155,7 @@ def trainer():
     return Engine(lambda engine, batch: engine.state.iteration * 10)
 
 
-def test_each_event_of_a_list_is_handed_over_by_itself_with_the_extra_arguments(trainer):
+def test_events_of_a_list_are_passed_one_by_one_with_the_extra_arguments(trainer):
     logger = ListLogger()
     handler = OutputHandler("t", output_transform=lambda output: output)
     events = Events.EPOCH_COMPLETED | Events.ITERATION_COMPLETED(every=3)
@@ -170,7 +170,7 @@ def test_each_event_of_a_list_is_handed_over_by_itself_with_the_extra_arguments(
     ]
 
 
-def test_output_and_optimizer_handlers_are_made_from_the_remaining_arguments(trainer):
+def test_attach_methods_make_handlers_from_the_remaining_arguments(trainer):
     logger = ListLogger()
     logger.attach_output_handler(trainer, Events.COMPLETED, "tag", state_attributes=["epoch"])
     logger.attach_opt_params_handler(trainer, Events.COMPLETED, optimizer="optimizer")
@@ -183,7 +183,7 @@ class Own(EventEnum):
     UNCOUNTED = "uncounted"
 
 
-def test_events_need_a_counter_which_may_be_the_engines_own(trainer):
+def test_events_need_a_counter(trainer):
     logger = ListLogger()
     handler = OutputHandler("tag", "all")
     trainer.register_events(*Own, event_to_attr={Own.COUNTED: "words"})
@@ -197,7 +197,7 @@ def test_events_need_a_counter_which_may_be_the_engines_own(trainer):
     assert logger.lines == [(5, {})]
 
 
-def test_a_logger_is_closed_at_the_end_of_a_with_block():
+def test_a_with_block_closes_the_logger():
     with ListLogger() as logger:
         assert logger.closed == 0
     assert logger.closed == 1
@@ -240,7 +240,7 @@ def written(handler):
     return values
 
 
-def test_each_group_of_an_optimizer_has_its_value():
+def test_each_parameter_group_is_logged():
     groups = [{"params": [torch.zeros(1)], "lr": lr} for lr in (0.5, torch.tensor(0.25))]
     values = written(Rates(torch.optim.SGD(groups), tag="net"))
     assert values == {("net", "lr", "group_0"): 0.5, ("net", "lr", "group_1"): 0.25}
@@ -250,7 +250,7 @@ def test_each_group_of_an_optimizer_has_its_value():
 
 
 @pytest.mark.parametrize("optimizer", [None, "sgd", type("Odd", (), {"param_groups": 3})()])
-def test_what_has_no_groups_is_no_optimizer(optimizer):
+def test_optimizers_must_have_parameter_groups(optimizer):
     with pytest.raises(TypeError, match="optimizer must be an optimizer, or have a sequence param_groups"):
         Rates(optimizer)
 
@@ -268,7 +268,7 @@ class Largest:
     ("reduction", "name"),
     [(torch.norm, "norm"), (largest, "largest"), (functools.partial(torch.norm, p=1), "norm"), (Largest(), "Largest")],
 )
-def test_weights_are_reduced_and_the_reduction_is_named(reduction, name):
+def test_names_contain_the_reduction_of_weights(reduction, name):
     model = net()
     handler = Norms(model, reduction, tag="net")
     assert handler.weights == tuple(model.named_parameters())
@@ -276,7 +276,7 @@ def test_weights_are_reduced_and_the_reduction_is_named(reduction, name):
     assert written(handler) == {("net", title, "0", "weight"): 3, ("net", title, "1", "weight"): 3}
 
 
-def test_gradients_that_are_not_there_are_left_out():
+def test_missing_gradients_are_skipped():
     model = net()
     model[1].weight.grad = torch.full((1, 1), -2.0)
     assert written(Gradients(model)) == {("grads_norm", "1", "weight"): 2}
@@ -285,7 +285,7 @@ def test_gradients_that_are_not_there_are_left_out():
 @pytest.mark.parametrize(
     "whitelist", [["1"], ["1.weight"], lambda name, parameter: parameter.ndim == 2 and "1" in name]
 )
-def test_a_whitelist_is_of_prefixes_or_asked_for_each(whitelist):
+def test_a_whitelist_is_a_list_of_prefixes_or_a_predicate(whitelist):
     assert [name for name, _ in Norms(net(), whitelist=whitelist).weights] == ["1.weight"]
 
 
@@ -299,12 +299,12 @@ def test_a_whitelist_is_of_prefixes_or_asked_for_each(whitelist):
         ((net(), torch.norm, None, [0]), r"whitelist must be a list of names or callable, got \[0\]"),
     ],
 )
-def test_wrong_arguments_of_handlers_of_weights_are_refused(arguments, message):
+def test_weights_handlers_reject_invalid_arguments(arguments, message):
     with pytest.raises(TypeError, match=message):
         Norms(*arguments)
 
 
-def test_all_numbers_of_a_device_are_fetched_together(monkeypatch):
+def test_numbers_are_fetched_in_one_transfer_per_dtype(monkeypatch):
     fetched, tolist = [], torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: fetched.append(tensor.shape) or tolist(tensor))
     monkeypatch.setattr(torch.Tensor, "item", lambda tensor: pytest.fail("one by one"))
@@ -314,7 +314,7 @@ def test_all_numbers_of_a_device_are_fetched_together(monkeypatch):
     assert fetched == [(3,), (1,)]
 
 
-# --- one writer a job, and what a resume has behind it -----------------------------------------------------
+# --- one writer per job, and resuming -----------------------------------------------------
 
 
 class Everywhere(ListLogger):
@@ -322,7 +322,7 @@ class Everywhere(ListLogger):
 
 
 @on_ranks(2)
-def test_only_the_first_rank_writes_unless_a_logger_says_otherwise():
+def test_only_rank_0_writes_by_default():
     rank = torch.distributed.get_rank()
     for kind in (ListLogger, Everywhere):
         logger, engine = kind(), Engine(lambda engine, batch: batch)
@@ -336,7 +336,7 @@ def test_only_the_first_rank_writes_unless_a_logger_says_otherwise():
 
 
 class Rewinding(ListLogger):
-    """Remembers what it is told about resumes, and nothing else."""
+    """Records calls about resuming only."""
 
     def write_values(self, values, step):
         pass
@@ -346,11 +346,11 @@ class Rewinding(ListLogger):
         self.lines.append([reached(name) for name in names])
 
     def _begin(self):
-        self.lines.append("begins")
+        self.lines.append("begin")
 
 
 class Silent(BaseOutputHandler):
-    """Writes to a logger that does not care."""
+    """Writes to a logger that ignores it."""
 
 
 def resumable(logger, iteration):
@@ -371,7 +371,7 @@ def resumable(logger, iteration):
     return trainer, evaluator
 
 
-def test_a_resume_is_told_once_with_the_steps_that_each_name_has_behind_it():
+def test_rewind_is_called_once_per_resume_with_the_last_step_of_each_name():
     logger = Rewinding()
     trainer, evaluator = resumable(logger, iteration=10)
     evaluator.run([0])
@@ -380,17 +380,17 @@ def test_a_resume_is_told_once_with_the_steps_that_each_name_has_behind_it():
     assert logger.lines == [[10, 2, 2, 10, None]]
 
 
-def test_a_job_that_begins_anew_is_told_once():
+def test_begin_is_called_once_per_new_job():
     logger = Rewinding()
     trainer, evaluator = resumable(logger, iteration=0)
     trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run([0]))
     trainer.run(range(4))
     trainer.state.max_epochs = None
     trainer.run(range(4))
-    assert logger.lines == ["begins"]
+    assert logger.lines == ["begin"]
 
 
-def test_between_logging_events_nothing_is_read(monkeypatch):
+def test_values_are_read_only_at_logging_events(monkeypatch):
     reads, read_number = [], LazyNumber.read
     monkeypatch.setattr(LazyNumber, "read", lambda number: reads.append(1) or read_number(number))
     trainer = Engine(lambda engine, batch: LazyNumber(torch.tensor(0.5)))
@@ -403,7 +403,7 @@ def test_between_logging_events_nothing_is_read(monkeypatch):
 
 
 @pytest.mark.parametrize("tag", [3, None])
-def test_tags_are_texts(tag):
+def test_tags_must_be_strings(tag):
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     with pytest.raises(TypeError, match=f"tag must be a str, got {tag}"):
         file_logger.OutputHandler(tag, "all")
@@ -417,6 +417,6 @@ def test_tags_are_texts(tag):
         file_logger.WeightsScalarHandler(torch.nn.Linear(1, 1), tag=tag)
 
 
-def test_parameters_of_an_optimizer_that_are_no_numbers_are_refused_at_once():
+def test_optimizer_parameters_must_be_numbers():
     with pytest.raises(TypeError, match=r"param_name must name a number, got 'betas', which is \(0.9, 0.999\)"):
         file_logger.OptimizerParamsHandler(torch.optim.Adam([torch.zeros(1)]), "betas")

@@ -159,7 +159,7 @@ def test_wrong_arguments_are_refused(options, error, message):
 
 def test_a_score_that_is_no_number_is_named():
     trainer = Engine(lambda engine, batch: None)
-    with pytest.raises(TypeError, match="score_function must give a number, got None of type NoneType"):
+    with pytest.raises(TypeError, match="score_function must return a number, got None of type NoneType"):
         EarlyStopping(1, lambda engine: None, trainer)(trainer)
 
 
@@ -188,7 +188,7 @@ def test_a_job_that_ended_so_ends_at_once_when_it_is_started_again(caplog):
     assert first.state.epoch == 3
     second, again = job((first.state_dict(), stopping.state_dict()))
     assert (second.state.epoch, second.state.iteration) == (3, 6)
-    assert "the patience had been used up already" in caplog.text
+    assert "the patience is already used up" in caplog.text
     again.reset()
     assert second.run(max_epochs=5).epoch == 5
 

@@ -277,7 +277,7 @@ def test_a_momentum_that_is_there_is_used_with_a_warning():
     model = nn.Linear(1, 1)
     trainer = trainer_of(model)
     trainer.state.ema_momentum = 0.5
-    with pytest.warns(UserWarning, match="'ema_momentum' already"):
+    with pytest.warns(UserWarning, match="already has an attribute 'ema_momentum'"):
         EMAHandler(model).attach(trainer)
     assert trainer.state.ema_momentum == 0.5
 

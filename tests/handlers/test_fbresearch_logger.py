@@ -1,4 +1,4 @@
-"""FBResearchLogger: its lines, with every kind of target and length."""
+"""Test the lines of FBResearchLogger, with every kind of target and length."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIME = re.compile(r"\d+\.\d{4}(?!\d)")
 
 @pytest.fixture
 def lines(caplog):
-    """Give the lines written so far, with T for each duration."""
+    """Return the lines written so far, with T for each duration."""
     caplog.set_level(logging.INFO, "readable")
     return lambda: [
         TIME.sub("T", record.getMessage()) for record in caplog.records if record.name == "readable"
@@ -65,18 +65,18 @@ def test_outputs_attributes_and_rates(lines):
     assert line == f"Epoch [1/1] | [1/1]: | ETA: 0:00:00 | {shown} | {times}"
 
 
-def test_each_group_has_its_rate_and_outputs_are_shown_only_if_asked_for(lines):
+def test_each_group_has_its_rate_and_outputs_are_hidden_by_default(lines):
     groups = [{"params": [torch.zeros(1)], "lr": lr} for lr in (0.5, 0.25)]
     run(data=[0], output={"a": 1}, optimizer=torch.optim.SGD(groups))
     assert f"Epoch [1/1]  [1/1]:  ETA: 0:00:00  lr [g0]: 0.50000  lr [g1]: 0.25000  {END}" in lines()
 
 
-def test_without_a_length_there_is_no_time_of_arrival(lines):
+def test_without_a_length_there_is_no_eta(lines):
     run(data=iter(range(2)), run_options={"max_iters": 2})
     assert lines()[:3] == ["Train: start epoch [1]", f"Epoch [1]  [1]:  {END}", f"Epoch [1]  [2]:  {END}"]
 
 
-def test_in_iterations_the_number_of_epochs_follows(lines):
+def test_with_max_iters_the_number_of_epochs_is_derived(lines):
     run(every=3, run_options={"max_iters": 6})
     assert [line for line in lines() if "ETA" in line] == [
         f"Epoch [1/2]  [3/4]:  ETA: 0:00:00  {END}",
@@ -84,13 +84,13 @@ def test_in_iterations_the_number_of_epochs_follows(lines):
     ]
 
 
-def test_times_are_means_of_the_epoch():
+def test_times_are_means_over_the_epoch():
     logger = run(data=range(5), run_options={"max_epochs": 3})
     assert (logger.iter_timer.step_count, logger.data_timer.step_count) == (5, 5)
     assert logger.iter_timer.value() == logger.iter_timer.total / 5
 
 
-def test_wrong_arguments_are_refused_and_nothing_is_attached():
+def test_invalid_arguments_attach_nothing():
     trainer = Engine(lambda engine, batch: None)
     logger = FBResearchLogger(logging.getLogger("readable"))
     with pytest.raises(TypeError, match="output_transform must be callable, got 3"):
@@ -100,7 +100,7 @@ def test_wrong_arguments_are_refused_and_nothing_is_attached():
     assert not trainer.has_event_handler(logger.log_epoch_started)
 
 
-def test_an_engine_is_freed_while_its_logger_lives():
+def test_the_logger_does_not_keep_the_engine_alive():
     trainer = Engine(lambda engine, batch: None)
     logger = FBResearchLogger(logging.getLogger("readable"))
     logger.attach(trainer, "Train")
@@ -115,7 +115,7 @@ def test_an_engine_is_freed_while_its_logger_lives():
 
 
 @on_ranks(2)
-def test_on_ranks_only_the_first_writes():
+def test_only_rank_0_writes():
     records = []
     log = logging.getLogger("readable")
     log.setLevel(logging.INFO)
@@ -128,7 +128,7 @@ def test_on_ranks_only_the_first_writes():
     assert bool(records) == (torch.distributed.get_rank() == 0)
 
 
-def test_what_is_no_logger_or_no_optimizer_is_refused():
+def test_logger_and_optimizer_are_checked():
     with pytest.raises(TypeError, match=r"logger must be a logging\.Logger, got 'text'"):
         FBResearchLogger("text")
     with pytest.raises(TypeError, match="optimizer must be a torch optimizer, got 3"):

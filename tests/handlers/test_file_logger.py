@@ -1,4 +1,4 @@
-"""CSVLogger and JSONLinesLogger: what is in the file, whatever happens to the process that writes it."""
+"""Test the files of CSVLogger and JSONLinesLogger, also after a kill, a full disk and a resume."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ both = pytest.mark.parametrize("kind", KINDS)
 
 
 def records(path):
-    """Read a file as its users would, and leave the times out."""
+    """Read a file as users would, without the times."""
     lines = path.read_text().splitlines()
     if path.suffix == ".jsonl":
         found = [json.loads(line) for line in lines]
@@ -51,7 +51,7 @@ def curve(path, name):
 
 
 def job(logger, attempt=1, stop_at=None, start_at=None):
-    """Make a trainer and an evaluator that log by iterations and by epochs, both also under the same tag."""
+    """Return a trainer that logs by iteration, and by epoch under the same tag through an evaluator."""
     trainer = Engine(lambda engine, batch: engine.state.iteration * attempt)
     evaluator = Engine(lambda engine, batch: None)
     logger.attach_output_handler(
@@ -91,7 +91,7 @@ def stop():
 
 
 @both
-def test_each_firing_is_a_record_with_a_step_a_time_and_names(kind, tmp_path):
+def test_each_event_writes_a_record_with_step_time_and_names(kind, tmp_path):
     with kind(tmp_path / "new" / "folder") as logger:
         job(logger).run(range(EPOCH_LENGTH), max_epochs=2)
     assert logger.path == tmp_path / "new" / "folder" / f"metrics{kind.suffix}"
@@ -108,7 +108,7 @@ def test_each_firing_is_a_record_with_a_step_a_time_and_names(kind, tmp_path):
 
 
 @both
-def test_a_path_with_the_suffix_is_the_file(kind, tmp_path):
+def test_a_path_with_the_suffix_is_a_file(kind, tmp_path):
     with kind(str(tmp_path / f"run{kind.suffix}")) as logger:
         assert logger.path == tmp_path / f"run{kind.suffix}"
     folder = tmp_path / f"folder{kind.suffix}"
@@ -118,7 +118,7 @@ def test_a_path_with_the_suffix_is_the_file(kind, tmp_path):
 
 
 @both
-def test_all_kinds_of_numbers_and_text_can_be_read_back(kind, tmp_path):
+def test_numbers_of_all_types_and_text_round_trip(kind, tmp_path):
     values = {
         "bool": True,
         "numpy": numpy.float32(0.5),
@@ -138,7 +138,7 @@ def test_all_kinds_of_numbers_and_text_can_be_read_back(kind, tmp_path):
     assert record["t/text"] == ('a,"b" c' if kind is CSVLogger else 'a,"b"\nc')
 
 
-def test_numbers_that_are_not_finite_are_valid_json_and_valid_cells(tmp_path):
+def test_non_finite_numbers_are_valid_json_and_valid_cells(tmp_path):
     engine = at(a=math.nan, b=math.inf, c=-math.inf)
     for kind in KINDS:
         with kind(tmp_path) as logger:
@@ -150,7 +150,7 @@ def test_numbers_that_are_not_finite_are_valid_json_and_valid_cells(tmp_path):
     assert (row["t/b"], row["t/c"]) == (math.inf, -math.inf)
 
 
-def test_a_column_that_appears_later_is_added_to_all_rows(tmp_path):
+def test_a_late_column_is_added_to_all_rows(tmp_path):
     with CSVLogger(tmp_path) as logger:
         handler = file_logger.OutputHandler("t", "all")
         for metrics in ({"a": 1}, {"a": 2, "b": 3}, {"c": 4}, {"b": 5}):
@@ -161,7 +161,7 @@ def test_a_column_that_appears_later_is_added_to_all_rows(tmp_path):
 
 
 @both
-def test_weights_and_gradients_are_numbers_too(kind, tmp_path):
+def test_weights_and_gradients_are_written(kind, tmp_path):
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(model.weight, -2)
     model.weight.grad = torch.tensor([[3.0]])
@@ -176,12 +176,12 @@ def test_handlers_refuse_other_loggers():
         file_logger.OutputHandler("t", "all")(at(a=1), "logger", Events.COMPLETED)
 
 
-# --- going on with a file ----------------------------------------------------------------------------------
+# --- resuming a file ----------------------------------------------------------------------------------
 
 
 @both
 @pytest.mark.parametrize(("saved_at", "crash_at"), [(8, 15), (6, 7), (10, 17), (3, 4)])
-def test_after_a_resume_each_point_is_there_once_and_none_is_missing(kind, tmp_path, saved_at, crash_at):
+def test_after_a_resume_each_point_exists_exactly_once(kind, tmp_path, saved_at, crash_at):
     with kind(tmp_path) as logger, pytest.raises(Crash):
         job(logger, stop_at=crash_at).run(range(EPOCH_LENGTH), max_epochs=5)
     with kind(tmp_path) as logger:
@@ -198,7 +198,7 @@ def test_after_a_resume_each_point_is_there_once_and_none_is_missing(kind, tmp_p
 
 
 @both
-def test_a_state_that_is_loaded_again_in_the_same_process_cuts_too(kind, tmp_path):
+def test_loading_a_state_again_in_the_same_process_rewinds_the_file(kind, tmp_path):
     with kind(tmp_path) as logger:
         trainer = job(logger)
         trainer.run(range(EPOCH_LENGTH), max_epochs=3)
@@ -210,7 +210,7 @@ def test_a_state_that_is_loaded_again_in_the_same_process_cuts_too(kind, tmp_pat
 
 
 @both
-def test_a_run_that_is_extended_or_paused_loses_nothing(kind, tmp_path):
+def test_extending_or_interrupting_a_run_loses_nothing(kind, tmp_path):
     with kind(tmp_path) as logger:
         trainer = job(logger)
         trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), trainer.interrupt)
@@ -221,7 +221,7 @@ def test_a_run_that_is_extended_or_paused_loses_nothing(kind, tmp_path):
 
 
 @both
-def test_a_job_that_begins_anew_moves_the_file_of_another_aside(kind, tmp_path):
+def test_a_new_job_renames_an_existing_file(kind, tmp_path):
     for attempt in (1, 2, 3):
         with kind(tmp_path) as logger:
             job(logger, attempt).run(range(EPOCH_LENGTH), max_epochs=1)
@@ -232,7 +232,7 @@ def test_a_job_that_begins_anew_moves_the_file_of_another_aside(kind, tmp_path):
 
 
 @both
-def test_an_evaluation_before_a_resumed_run_leaves_the_file_where_it_is(kind, tmp_path):
+def test_an_evaluation_before_a_resumed_run_keeps_the_file(kind, tmp_path):
     with kind(tmp_path) as logger:
         job(logger).run(range(EPOCH_LENGTH), max_epochs=2)
     with kind(tmp_path) as logger:
@@ -248,7 +248,7 @@ def test_an_evaluation_before_a_resumed_run_leaves_the_file_where_it_is(kind, tm
 
 
 @both
-def test_records_that_come_after_closing_are_kept(kind, tmp_path):
+def test_records_after_close_are_kept(kind, tmp_path):
     with kind(tmp_path) as logger:
         trainer = job(logger)
         trainer.run(range(EPOCH_LENGTH), max_epochs=1)
@@ -262,7 +262,7 @@ def test_records_that_come_after_closing_are_kept(kind, tmp_path):
 
 
 @both
-def test_a_closed_logger_takes_records_back_too(kind, tmp_path):
+def test_a_closed_logger_rewinds_its_file(kind, tmp_path):
     with kind(tmp_path) as logger:
         trainer = job(logger)
         trainer.run(range(EPOCH_LENGTH), max_epochs=3)
@@ -273,7 +273,7 @@ def test_a_closed_logger_takes_records_back_too(kind, tmp_path):
 
 
 @both
-def test_when_the_place_is_gone_records_after_closing_cost_a_warning(kind, tmp_path):
+def test_records_after_close_warn_if_the_directory_is_gone(kind, tmp_path):
     with kind(tmp_path / "gone") as logger:
         handler = file_logger.OutputHandler("t", "all")
     logger.path.unlink()
@@ -283,7 +283,7 @@ def test_when_the_place_is_gone_records_after_closing_cost_a_warning(kind, tmp_p
 
 
 @both
-def test_two_loggers_on_one_file_lose_nothing(kind, tmp_path):
+def test_two_loggers_may_write_to_one_file(kind, tmp_path):
     with kind(tmp_path) as first, kind(tmp_path) as second:
         handler = file_logger.OutputHandler("t", "all")
         for step, name in enumerate("abacba"):
@@ -293,7 +293,7 @@ def test_two_loggers_on_one_file_lose_nothing(kind, tmp_path):
 
 
 @both
-def test_a_file_that_somebody_removed_is_begun_anew(kind, tmp_path):
+def test_a_removed_file_is_created_again(kind, tmp_path):
     with kind(tmp_path) as logger:
         handler = file_logger.OutputHandler("t", "all")
         handler(at(a=1), logger, Events.COMPLETED)
@@ -303,7 +303,7 @@ def test_a_file_that_somebody_removed_is_begun_anew(kind, tmp_path):
 
 
 @both
-def test_text_that_is_no_unicode_is_kept_in_another_form(kind, tmp_path):
+def test_lone_surrogates_are_escaped(kind, tmp_path):
     with kind(tmp_path) as logger:
         file_logger.OutputHandler("t", "all")(at(a="\udc80"), logger, Events.COMPLETED)
     (record,) = records(logger.path)
@@ -312,7 +312,7 @@ def test_text_that_is_no_unicode_is_kept_in_another_form(kind, tmp_path):
 
 # --- failures ----------------------------------------------------------------------------------------------
 
-WRITE_FOR_EVER = """
+WRITE_FOREVER = """
 import sys
 from camshaft.engine import Engine, Events
 from camshaft.handlers import CSVLogger, JSONLinesLogger
@@ -326,8 +326,8 @@ trainer.run(range(10**9))
 
 
 @both
-def test_a_kill_loses_nothing_that_was_written(kind, tmp_path):
-    command = [sys.executable, "-c", WRITE_FOR_EVER, kind.suffix[1:], str(tmp_path)]
+def test_a_kill_loses_no_complete_record(kind, tmp_path):
+    command = [sys.executable, "-c", WRITE_FOREVER, kind.suffix[1:], str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         while int(process.stdout.readline()) < 120:
@@ -339,11 +339,11 @@ def test_a_kill_loses_nothing_that_was_written(kind, tmp_path):
     assert [step for step, _ in found] == list(range(1, len(found) + 1))
     assert len(found) >= reported
     with kind(tmp_path):
-        pass  # it can be gone on with
+        pass  # the file can be resumed
 
 
 @both
-def test_a_record_that_was_cut_off_is_dropped(kind, tmp_path):
+def test_a_truncated_record_is_dropped(kind, tmp_path):
     with kind(tmp_path) as logger:
         job(logger).run(range(EPOCH_LENGTH), max_epochs=1)
     whole = records(logger.path)
@@ -356,7 +356,7 @@ def test_a_record_that_was_cut_off_is_dropped(kind, tmp_path):
 @pytest.mark.parametrize(
     "content", ["name,value\nloss,1\n", '{"loss": 1}\n', "notes", "\xff\xfe", "[]\n", "step,time\n1\n"]
 )
-def test_files_of_others_are_refused_and_left_alone(kind, tmp_path, content):
+def test_foreign_files_are_rejected_and_unchanged(kind, tmp_path, content):
     path = tmp_path / f"metrics{kind.suffix}"
     path.write_bytes(content.encode("latin1"))
     with pytest.raises(ValueError, match=f"path must be a new file or one of {kind.__name__}, got"):
@@ -365,14 +365,14 @@ def test_files_of_others_are_refused_and_left_alone(kind, tmp_path, content):
 
 
 @both
-def test_a_full_disk_costs_records_and_one_warning_but_not_the_run(kind, tmp_path, monkeypatch):
+def test_a_full_disk_warns_once_and_loses_records_only(kind, tmp_path, monkeypatch):
     with kind(tmp_path) as logger:
         handler = file_logger.OutputHandler("t", "all")
         handler(at(a=1), logger, Events.COMPLETED)
         before = logger.path.read_bytes()
 
         class Full:
-            """A file on a full disk, which takes half a record."""
+            """A file on a full disk, which accepts half of a record."""
 
             def __init__(self, file):
                 self.file = file
@@ -389,7 +389,7 @@ def test_a_full_disk_costs_records_and_one_warning_but_not_the_run(kind, tmp_pat
         logger._file = Full(real)
         with pytest.warns(UserWarning, match=r"cannot write to .*, records are lost: .*No space left"):
             handler(at(a=2), logger, Events.COMPLETED)
-        handler(at(a=3), logger, Events.COMPLETED)  # in silence
+        handler(at(a=3), logger, Events.COMPLETED)  # without another warning
         assert logger.path.read_bytes() == before
         logger._file = real
         handler(at(a=4), logger, Events.COMPLETED)
@@ -397,14 +397,14 @@ def test_a_full_disk_costs_records_and_one_warning_but_not_the_run(kind, tmp_pat
 
 
 @both
-def test_a_place_that_cannot_be_written_to_is_told_at_once(kind, tmp_path):
+def test_an_unwritable_path_raises_immediately(kind, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         kind(tmp_path / "file" / "folder")
 
 
 @both
-def test_an_engine_and_a_logger_are_freed_without_the_collector(kind, tmp_path):
+def test_engine_and_logger_are_freed_by_reference_counting(kind, tmp_path):
     logger = kind(tmp_path)
     trainer = Engine(lambda engine, batch: batch)
     logger.attach_output_handler(trainer, Events.COMPLETED, "t", output_transform=lambda output: output)
@@ -420,7 +420,7 @@ def test_an_engine_and_a_logger_are_freed_without_the_collector(kind, tmp_path):
 
 
 @on_ranks(2)
-def test_on_ranks_only_the_first_writes_and_the_others_check_arguments():
+def test_only_rank_0_writes_and_all_ranks_check_arguments():
     import tempfile
 
     folder = Path(tempfile.gettempdir()) / f"camshaft-ranks-{os.getppid()}-{torch.distributed.get_rank()}"
@@ -439,7 +439,7 @@ def test_on_ranks_only_the_first_writes_and_the_others_check_arguments():
 
 
 def evaluated(logger, state=None, killed=False):
-    """Log an evaluation after each epoch, and what was missed before a run goes on; save between the two, or do not."""
+    """Log an evaluation after each epoch, and missed ones at the start of a run; return states from before each."""
     trainer, evaluator = Engine(lambda engine, batch: None), Engine(lambda engine, batch: None)
     trainer.state.evaluated, states = 0, []
     trainer.state_dict_user_keys.append("evaluated")
@@ -462,7 +462,7 @@ def evaluated(logger, state=None, killed=False):
 
 @both
 @pytest.mark.parametrize("saved", [1, 2])
-def test_an_evaluation_that_is_made_again_after_a_kill_is_logged_once(kind, tmp_path, saved):
+def test_an_evaluation_repeated_after_a_kill_is_logged_once(kind, tmp_path, saved):
     path = tmp_path / f"log{kind.suffix}"
     with kind(path) as logger:
         states = evaluated(logger, killed=True)
@@ -490,7 +490,7 @@ def logged_by_two(path, states=(None, None), epochs=3):
     return [trainer.state_dict() for trainer in trainers]
 
 
-def test_a_run_that_goes_on_takes_nothing_of_another_trainer_back(tmp_path):
+def test_resuming_one_trainer_keeps_the_records_of_another(tmp_path):
     path = tmp_path / "log.csv"
     states = logged_by_two(path)
     logged_by_two(path, states, epochs=4)
@@ -499,7 +499,7 @@ def test_a_run_that_goes_on_takes_nothing_of_another_trainer_back(tmp_path):
 
 
 @both
-def test_what_was_there_at_a_resume_is_written_again_by_a_later_run(kind, tmp_path):
+def test_a_later_run_writes_the_steps_of_a_resume_again(kind, tmp_path):
     with kind(tmp_path / f"first{kind.suffix}") as logger:
         states = evaluated(logger, killed=True)
     path = tmp_path / f"first{kind.suffix}"
@@ -509,7 +509,7 @@ def test_what_was_there_at_a_resume_is_written_again_by_a_later_run(kind, tmp_pa
     assert [step for step, _ in curve(path, "validation/accuracy")] == [1, 2, 3, 4, 1, 2, 3, 4]
 
 
-def test_an_evaluator_that_is_no_longer_logged_takes_nothing_back(tmp_path):
+def test_a_detached_evaluator_does_not_rewind_the_file(tmp_path):
     trainer, evaluator = Engine(lambda engine, batch: None), Engine(lambda engine, batch: 1.0)
     trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run([0]))
     with CSVLogger(tmp_path / "log.csv") as logger:
@@ -527,7 +527,7 @@ def test_an_evaluator_that_is_no_longer_logged_takes_nothing_back(tmp_path):
     assert [record["step"] for record in records(tmp_path / "log.csv")] == [1, 2, 3]
 
 
-def test_a_slash_in_a_tag_does_not_hide_what_its_steps_count(tmp_path):
+def test_tags_and_names_with_slashes_are_rewound_by_their_own_counter(tmp_path):
     path = tmp_path / "log.csv"
 
     def logged(state=None, epochs=3):

@@ -1,4 +1,4 @@
-"""setup_*_logging: what is attached, with which tags and steps."""
+"""Test what setup_*_logging attaches, with which tags and steps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_trainer_optimizer_and_evaluator_are_logged(setup, tmp_path):
     ]
 
 
-def test_several_by_tag_and_metrics_by_name(tmp_path):
+def test_optimizers_and_evaluators_by_tag_and_metrics_by_name(tmp_path):
     trainer, evaluator = engines(other=1)
     logger = setup_tb_logging(
         tmp_path, trainer, {"a": optimizer(), "b": optimizer(0.25)}, {"test": evaluator}, log_every_iters=None,
@@ -71,7 +71,7 @@ def test_several_by_tag_and_metrics_by_name(tmp_path):
         ({"evaluator_metric_names": 3}, "evaluator_metric_names must be a list"),
     ],
 )
-def test_wrong_arguments_are_refused_before_there_is_a_logger(options, message, tmp_path):
+def test_invalid_arguments_raise_before_the_logger_is_made(options, message, tmp_path):
     trainer, _ = engines()
     with pytest.raises(TypeError, match=message):
         setup_csv_logging(tmp_path / "new", trainer, **options)
@@ -79,7 +79,7 @@ def test_wrong_arguments_are_refused_before_there_is_a_logger(options, message, 
 
 
 class Lines:
-    """A logger that tells how it was made and what was attached to it."""
+    """Records how it was made and what was attached to it."""
 
     def __init__(self, **kwargs):
         self.kwargs = kwargs
@@ -96,7 +96,7 @@ class Lines:
     ("kind", "logger", "step"),
     [("mlflow", "MLflowLogger", 2), ("wandb", "WandBLogger", 6), ("clearml", "ClearMLLogger", 2)],
 )
-def test_loggers_of_services_get_their_arguments_and_evaluators_the_right_step(monkeypatch, kind, logger, step):
+def test_services_get_their_arguments_and_the_right_step_for_evaluators(monkeypatch, kind, logger, step):
     monkeypatch.setattr(logger_utils, logger, Lines)
     trainer, evaluator = engines()
     made = getattr(logger_utils, f"setup_{kind}_logging")(trainer, None, evaluator, project="p")
@@ -110,7 +110,7 @@ def test_loggers_of_services_get_their_arguments_and_evaluators_the_right_step(m
     assert transform(evaluator, Events.COMPLETED) == step
 
 
-def test_trains_is_the_old_name_of_clearml(monkeypatch):
+def test_trains_is_a_deprecated_name_of_clearml(monkeypatch):
     monkeypatch.setattr(logger_utils, "ClearMLLogger", Lines)
     trainer, _ = engines()
     with pytest.warns(DeprecationWarning, match="use setup_clearml_logging"):
@@ -118,11 +118,11 @@ def test_trains_is_the_old_name_of_clearml(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["visdom", "neptune", "plx"])
-def test_services_that_are_gone_are_not_offered(kind):
+def test_discontinued_services_have_no_function(kind):
     assert not hasattr(logger_utils, f"setup_{kind}_logging")
 
 
-def test_a_trainer_that_is_none_is_refused_before_a_file_is_made(tmp_path):
+def test_an_invalid_trainer_raises_before_a_file_is_made(tmp_path):
     with pytest.raises(TypeError, match="trainer must be an Engine, got 'trainer'"):
         logger_utils.setup_csv_logging(tmp_path, "trainer")
     assert not list(tmp_path.iterdir())

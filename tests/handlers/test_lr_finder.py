@@ -274,8 +274,7 @@ class Training:
             "model": {name: one.tolist() for name, one in self.model.state_dict().items()},
             "optimizer": repr(self.optimizer.state_dict()),
             "state": repr(vars(engine.state)),
-            "engine": {name: repr(value) for name, value in vars(engine).items() if name not in ("_state", "_stops")},
-            "stops": set(engine._stops),
+            "engine": {name: repr(value) for name, value in vars(engine).items() if name != "_state"},
             "handlers": [len(plan.registrations) for plan in engine._dispatcher.plans.values()],
             "random": [random.getstate(), torch.get_rng_state().tolist()],
         }

@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics on an engine: exact over epochs, batches and ranks; one exchange; going on after a resume."""
+"""Test metrics of torchmetrics on engines: exact over epochs, batches and ranks, with one exchange, also resumed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def batches(scores, targets, *sizes):
 
 
 class Library:
-    """torchmetrics, which takes seconds to import, where one of these tests runs."""
+    """Imports torchmetrics, which takes seconds, on first use."""
 
     def __getattr__(self, name):
         if not name[0].isupper():
@@ -52,7 +52,7 @@ library = Library()
 
 
 def rows():
-    """Make a metric that keeps what it was given in a list that is not put together, as metrics of detection do."""
+    """Return a metric with a list state that is not reduced, like metrics for object detection."""
 
     class Rows(library.Metric):
         def __init__(self):
@@ -81,7 +81,7 @@ def every_kind():
 
 
 def plain(results):
-    """Make results comparable: those of collections one by one, numbers rounded."""
+    """Flatten and round results to compare them."""
     flat = {}
     for name, value in results.items():
         for key, one in value.items() if isinstance(value, dict) else [("", value)]:
@@ -113,7 +113,7 @@ def test_uneven_batches_are_exact():
     assert type(results["both"]["MulticlassRecall"]) is float
 
 
-def test_each_epoch_begins_anew():
+def test_metrics_are_reset_each_epoch():
     engine, seen = Engine(echo), []
     attach_metrics(engine, {"sum": library.SumMetric()})
     engine.add_event_handler(Events.EPOCH_COMPLETED, lambda: seen.append(engine.state.metrics["sum"]))
@@ -122,7 +122,7 @@ def test_each_epoch_begins_anew():
     assert seen == [7.0, 7.0, 8.0]
 
 
-def test_results_are_there_for_handlers_that_were_attached_before():
+def test_handlers_attached_earlier_see_the_results():
     engine, seen = Engine(echo), []
     engine.add_event_handler(Events.EPOCH_COMPLETED, lambda: seen.append(dict(engine.state.metrics)))
     attach_metrics(engine, {"sum": library.SumMetric()})
@@ -138,7 +138,7 @@ def test_results_are_there_for_handlers_that_were_attached_before():
         lambda output: {"preds": output["a"], "target": output["b"]},
     ],
 )
-def test_the_arguments_are_what_the_transform_gives(transform):
+def test_the_transform_returns_the_arguments(transform):
     data = [{"a": torch.tensor([1.0]), "b": torch.tensor([3.0]), "c": 5}]
     assert run({"error": library.MeanSquaredError()}, data, output_transform=transform) == {"error": 4.0}
 
@@ -150,8 +150,8 @@ def test_an_evaluator_needs_no_transform():
     assert evaluator.run([(scores, torch.tensor([0, 1, 2]))]).metrics["accuracy"] == pytest.approx(2 / 3)
 
 
-def test_a_loss_on_its_way_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(LazyNumber, "read", lambda self: pytest.fail("somebody waited"))
+def test_a_lazy_loss_does_not_synchronize(monkeypatch):
+    monkeypatch.setattr(LazyNumber, "read", lambda self: pytest.fail("synchronized"))
     engine = Engine(lambda engine, batch: LazyNumber(torch.tensor(batch)))
     attach_metrics(engine, {"mean": library.MeanMetric()})
     assert engine.run([1.0, 2.0]).metrics == {"mean": 1.5}
@@ -163,12 +163,12 @@ def test_metrics_move_to_the_device_of_their_arguments():
     attach_metrics(engine, {"confusion": metric}, output_transform=lambda output: seen.append(metric.device) or output)
     seen = []
     engine.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append(metric.device))
-    with pytest.raises(NotImplementedError):  # it counts, which has no meaning there
+    with pytest.raises(NotImplementedError):  # counting does not work on the meta device
         engine.run([0])
     assert metric.device == torch.device("meta")
 
 
-def test_what_was_attached_can_be_removed():
+def test_remove_detaches_the_metrics():
     engine = Engine(echo)
     attached = attach_metrics(engine, {"sum": library.SumMetric()})
     attached.remove()
@@ -184,7 +184,7 @@ def test_what_was_attached_can_be_removed():
         (({}, "loss"), "output_transform must be callable"),
     ],
 )
-def test_bad_arguments_are_refused(arguments, message):
+def test_invalid_arguments_are_rejected(arguments, message):
     engine = Engine(echo)
     before = [plan.registrations for plan in engine._dispatcher.plans.values()]
     with pytest.raises(TypeError, match=message):
@@ -203,7 +203,7 @@ def through_a_file(state):
 
 
 def save_at(iteration, data, metrics):
-    """Run two epochs, and give what a checkpoint of this iteration would hold."""
+    """Run two epochs and return what a checkpoint of this iteration would contain."""
     engine, saved = Engine(echo), {}
     attached = attach_metrics(engine, metrics)
 
@@ -215,7 +215,7 @@ def save_at(iteration, data, metrics):
     return through_a_file(saved), engine.state.metrics
 
 
-def test_an_epoch_that_is_resumed_in_its_middle_is_whole():
+def test_an_epoch_resumed_in_the_middle_is_complete():
     data = batches(*samples(8), 3, 1, 2, 2)
     saved, whole = save_at(6, data, every_kind())
     engine = Engine(echo)
@@ -226,7 +226,7 @@ def test_an_epoch_that_is_resumed_in_its_middle_is_whole():
     assert engine.state.iteration == 8
 
 
-def test_at_the_end_of_an_epoch_nothing_is_taken_over():
+def test_a_state_of_a_completed_epoch_is_not_reused():
     data = [1.0, 2.0, 4.0]
     saved, _ = save_at(3, data, {"sum": library.SumMetric()})
     engine = Engine(echo)
@@ -236,7 +236,7 @@ def test_at_the_end_of_an_epoch_nothing_is_taken_over():
     assert engine.run(data).metrics == {"sum": 7.0}
 
 
-def test_without_its_state_the_rest_of_the_epoch_counts_with_a_warning():
+def test_without_its_state_only_the_rest_of_the_epoch_counts_with_a_warning():
     data = [1.0, 2.0, 4.0]
     saved, _ = save_at(5, data, {"sum": library.SumMetric()})
     engine = Engine(echo)
@@ -246,7 +246,7 @@ def test_without_its_state_the_rest_of_the_epoch_counts_with_a_warning():
         assert engine.run(data[2:]).metrics == {"sum": 4.0}
 
 
-def test_a_state_from_another_iteration_is_not_mixed_in():
+def test_a_state_from_another_iteration_is_discarded():
     data = [1.0, 2.0, 4.0, 8.0]
     saved, _ = save_at(7, data, {"sum": library.SumMetric()})
     engine = Engine(echo)
@@ -257,15 +257,15 @@ def test_a_state_from_another_iteration_is_not_mixed_in():
         assert engine.run(data[1:]).metrics == {"sum": 14.0}
 
 
-def test_an_epoch_that_failed_and_is_taken_up_again_is_whole():
+def test_an_epoch_resumed_after_a_failure_is_complete():
     engine, failures = Engine(lambda engine, batch: failures.pop() if batch == 2.0 and failures else batch), [None]
     attach_metrics(engine, {"sum": library.SumMetric()}, output_transform=lambda output: output + 0.0)
     with pytest.raises(TypeError):
         engine.run([1.0, 2.0, 4.0])
-    assert engine.run([4.0]).metrics["sum"] == 1.0 + 4.0  # what failed is left out
+    assert engine.run([4.0]).metrics["sum"] == 1.0 + 4.0  # without the failed batch
 
 
-def test_a_state_of_other_metrics_is_refused():
+def test_a_state_of_other_metrics_is_rejected():
     engine = Engine(echo)
     attached = attach_metrics(engine, {"sum": library.SumMetric()})
     state = attach_metrics(engine, {"mean": library.MeanMetric()}).state_dict()
@@ -307,7 +307,7 @@ def test_uneven_ranks_are_exact_with_one_exchange(size, monkeypatch):
 
 
 @on_threads(2)
-def test_a_rank_that_was_given_nothing_takes_part():
+def test_a_rank_without_samples_participates():
     scores, targets = torch.tensor([0.1, 0.9, 0.8]), torch.tensor([0, 1, 1])
     engine = Engine(echo)
     attached = attach_metrics(engine, {"area": library.BinaryAUROC()})
@@ -320,7 +320,7 @@ def test_a_rank_that_was_given_nothing_takes_part():
 
 
 @on_threads(2)
-def test_a_metric_that_puts_states_together_by_itself_is_exact():
+def test_a_metric_that_merges_states_itself_is_exact():
     generator = torch.Generator().manual_seed(0)
     x, y = torch.rand(10, generator=generator), torch.rand(10, generator=generator)
     mine = slice(0, 7) if idist.get_rank() == 0 else slice(7, 10)
@@ -330,7 +330,7 @@ def test_a_metric_that_puts_states_together_by_itself_is_exact():
 
 
 @on_threads(2)
-def test_metrics_that_are_not_to_be_synchronised_stay_local():
+def test_metrics_without_synchronization_stay_local():
     rank = idist.get_rank()
     gathered = []
 
@@ -347,7 +347,7 @@ def test_metrics_that_are_not_to_be_synchronised_stay_local():
 
 
 @on_threads(2)
-def test_metrics_of_a_collection_that_share_a_state_are_up_to_date():
+def test_metrics_of_a_collection_may_share_a_state():
     class Total(library.Metric):
         def __init__(self, times):
             super().__init__()
@@ -367,14 +367,14 @@ def test_metrics_of_a_collection_that_share_a_state_are_up_to_date():
 
 
 @on_threads(2)
-def test_other_metrics_on_other_ranks_are_named():
+def test_different_metrics_on_ranks_are_reported():
     name = f"sum of {idist.get_rank()}"
     with pytest.raises(RuntimeError, match=r"the same metrics, got \[\['sum of 0'\], \['sum of 1'\]\]"):
         run({name: library.SumMetric()}, [1.0])
 
 
 @on_threads(2)
-def test_after_an_error_the_metrics_are_as_they_were():
+def test_metrics_are_restored_after_an_error():
     class Failing(library.SumMetric):
         def compute(self):
             raise ZeroDivisionError
@@ -388,7 +388,7 @@ def test_after_an_error_the_metrics_are_as_they_were():
 
 
 @on_threads(2)
-def test_a_state_of_one_process_is_taken_over_by_one_rank():
+def test_a_state_of_one_process_is_loaded_by_one_rank():
     engine = Engine(echo)
     attached = attach_metrics(engine, {"sum": library.SumMetric()})
     engine.load_state_dict({"iteration": 1, "epoch_length": 2, "max_epochs": 1})
@@ -401,7 +401,7 @@ def test_a_state_of_one_process_is_taken_over_by_one_rank():
 
 @pytest.mark.jobs  # each rank imports torchmetrics
 @on_ranks(2, limit=120)
-def test_over_gloo_there_is_one_exchange_and_torchmetrics_makes_none():
+def test_over_gloo_there_is_one_exchange():
     calls = []
     for name in ("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "barrier", "broadcast"):
         function = getattr(dist, name)
@@ -425,7 +425,7 @@ def test_over_gloo_there_is_one_exchange_and_torchmetrics_makes_none():
 
 
 def expected_alone(scores, targets):
-    """Compute over all samples here, without asking other ranks."""
+    """Compute over all samples in this process."""
     metrics = every_kind()
     for metric in metrics.values():
         for one in metric.modules():

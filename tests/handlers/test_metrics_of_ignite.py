@@ -1,4 +1,4 @@
-"""What comes from PyTorch-Ignite: its metrics and events work on the engines here, all else is refused by name."""
+"""Test that metrics and events of PyTorch-Ignite work with engines, and that everything else is rejected by name."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def several(metrics):
     }
 
 
-def test_they_give_what_they_give_on_their_own_engine(ignite, data, model):
+def test_ignite_metrics_have_the_same_results_as_on_their_own_engine(ignite, data, model):
     ours = create_supervised_evaluator(model, metrics=several(ignite.metrics))
     theirs = ignite.engine.create_supervised_evaluator(model, metrics=several(ignite.metrics))
     for _ in range(2):
@@ -65,7 +65,7 @@ def test_they_give_what_they_give_on_their_own_engine(ignite, data, model):
             torch.testing.assert_close(results[name], value)
 
 
-def test_those_of_each_iteration_and_running_ones_work_too(ignite, data, model):
+def test_ignite_metrics_per_iteration_and_running_averages_work(ignite, data, model):
     metrics, seen = ignite.metrics, []
     trainer = create_supervised_trainer(model, torch.optim.SGD(model.parameters(), 0.1), cross_entropy)
     metrics.RunningAverage(output_transform=lambda loss: loss, alpha=0.5).attach(trainer, "loss")
@@ -78,7 +78,7 @@ def test_those_of_each_iteration_and_running_ones_work_too(ignite, data, model):
     assert results["loss"] == pytest.approx(seen[0] / 4 + seen[1] / 4 + seen[2] / 2)
 
 
-def test_they_can_be_detached(ignite, data, model):
+def test_ignite_metrics_can_be_detached(ignite, data, model):
     evaluator = create_supervised_evaluator(model)
     accuracy = ignite.metrics.Accuracy()
     accuracy.attach(evaluator, "accuracy")
@@ -88,7 +88,7 @@ def test_they_can_be_detached(ignite, data, model):
     assert evaluator.run(data).metrics == {}
 
 
-def test_their_events_mean_ours_with_their_filters(ignite):
+def test_ignite_events_are_accepted_with_their_filters(ignite):
     engine, seen = Engine(lambda engine, batch: batch), []
     theirs = ignite.engine.Events
     handler = seen.append
@@ -100,7 +100,7 @@ def test_their_events_mean_ours_with_their_filters(ignite):
     assert not engine.has_registered_events(ignite.engine.EventEnum("Other", {"THING": "thing"}).THING)
 
 
-def test_an_event_that_is_not_known_here_is_refused(ignite):
+def test_unknown_ignite_events_are_rejected(ignite):
     thing = ignite.engine.EventEnum("Other", {"THING": "thing"}).THING
     engine = Engine(lambda engine, batch: batch)
     with pytest.raises(ValueError, match=r"unknown event Events\.THING: register it"):
@@ -118,7 +118,7 @@ def test_an_event_that_is_not_known_here_is_refused(ignite):
         lambda ours, theirs: (ours.ITERATION_COMPLETED(every=2) | ours.TERMINATE) | theirs.COMPLETED,
     ],
 )
-def test_their_events_can_be_joined(ignite, join):
+def test_ignite_events_can_be_joined(ignite, join):
     engine, seen = Engine(lambda engine, batch: batch), []
     events = join(Events, ignite.engine.Events)
     handle = engine.add_event_handler(events, lambda: seen.append(engine.last_event_name.name))
@@ -131,7 +131,7 @@ def test_their_events_can_be_joined(ignite, join):
     assert not engine.has_event_handler(print)
 
 
-def test_their_events_serve_loggers_and_bars(ignite, tmp_path):
+def test_ignite_events_work_with_loggers_and_progress_bars(ignite, tmp_path):
     engine, theirs = Engine(lambda engine, batch: batch), ignite.engine.Events
     bar = io.StringIO()
     ProgressBar(file=bar).attach(engine, event_name=theirs.EPOCH_COMPLETED, closing_event_name=theirs.COMPLETED)
@@ -190,7 +190,7 @@ def sgd():
 
 
 @pytest.mark.parametrize("attach", ATTACH.values(), ids=ATTACH)
-def test_their_engines_are_refused_by_name(ignite, attach, tmp_path):
+def test_ignite_engines_are_rejected_by_name(ignite, attach, tmp_path):
     with pytest.raises(TypeError, match=f"must be .*{ENGINE}"):
         attach(ignite.engine.Engine(lambda engine, batch: None), tmp_path / "log")
 
@@ -204,13 +204,13 @@ def test_their_engines_are_refused_by_name(ignite, attach, tmp_path):
         lambda theirs: handlers.LRScheduler(theirs),
     ],
 )
-def test_their_schedulers_are_refused_by_name(ignite, use):
+def test_ignite_schedulers_are_rejected_by_name(ignite, use):
     theirs = ignite.handlers.PiecewiseLinear(sgd(), "lr", [(0, 1.0)])
     with pytest.raises((TypeError, ValueError), match="PiecewiseLinear comes from PyTorch-Ignite: use the one from"):
         use(theirs)
 
 
-def test_their_metrics_are_refused_where_those_of_torchmetrics_are_expected(ignite):
+def test_ignite_metrics_are_rejected_where_torchmetrics_are_expected(ignite):
     with pytest.raises(TypeError, match=r"comes from PyTorch-Ignite: .* metric\.attach\(engine, 'accuracy'\)"):
         handlers.attach_metrics(nothing(), {"accuracy": ignite.metrics.Accuracy()})
     with pytest.raises(TypeError, match="use ignite.metrics.RunningAverage"):
@@ -221,8 +221,8 @@ def test_their_metrics_are_refused_where_those_of_torchmetrics_are_expected(igni
         nothing().add_event_handler(Events.COMPLETED, ignite.metrics.Accuracy())
 
 
-def refuses_metrics_that_collect_samples():
-    """Check on each rank what is refused, and that nothing is left behind by it."""
+def rejects_metrics_that_collect_samples():
+    """Check on each rank that such metrics are rejected without side effects."""
     from camshaft.distributed import get_rank
 
     with warnings.catch_warnings():
@@ -249,22 +249,22 @@ def test_one_process_may_collect_samples(ignite):
 
 
 @on_ranks(2)
-def test_over_gloo_metrics_that_collect_samples_are_refused():
-    refuses_metrics_that_collect_samples()
+def test_over_gloo_metrics_that_collect_samples_are_rejected():
+    rejects_metrics_that_collect_samples()
 
 
-def test_over_mpi_metrics_that_collect_samples_are_refused():
+def test_over_mpi_metrics_that_collect_samples_are_rejected():
     code = (
         "import camshaft.distributed as idist; from tests.handlers import test_metrics_of_ignite as tests\n"
         "with idist.Parallel(backend='mpi') as parallel:\n"
-        "    parallel.run(lambda local_rank: tests.refuses_metrics_that_collect_samples())"
+        "    parallel.run(lambda local_rank: tests.rejects_metrics_that_collect_samples())"
     )
     ran = mpirun(2, "-c", code, seconds=60)
     assert ran.returncode == 0, ran.stdout[-6000:]
 
 
 @on_ranks(2)
-def test_over_gloo_they_count_the_samples_of_all_ranks():
+def test_over_gloo_ignite_metrics_count_the_samples_of_all_ranks():
     from camshaft.distributed import get_rank
 
     with warnings.catch_warnings():

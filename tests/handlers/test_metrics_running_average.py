@@ -1,4 +1,4 @@
-"""A running average that waits for nobody."""
+"""Test RunningAverage, which does not synchronize."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def averages(data, alpha=0.5, **options):
 
 
 @pytest.mark.parametrize("make", [float, torch.tensor, lambda one: LazyNumber(torch.tensor(one))])
-def test_the_first_value_begins_and_each_other_moves_the_average(make):
+def test_the_first_value_starts_the_average(make):
     assert averages([make(4.0), make(2.0), make(2.0)]) == [4.0, 3.0, 2.5]
 
 
 @given(st.lists(st.floats(-100, 100), min_size=1, max_size=8), st.floats(0, 0.99), st.lists(st.booleans(), min_size=8))
-def test_numbers_and_tensors_may_mix(numbers, alpha, are_tensors):
+def test_numbers_and_tensors_may_be_mixed(numbers, alpha, are_tensors):
     data = [
         torch.tensor(number, dtype=torch.float64) if is_tensor else number
         for number, is_tensor in zip(numbers, are_tensors, strict=False)
@@ -48,8 +48,8 @@ def test_numbers_and_tensors_may_mix(numbers, alpha, are_tensors):
             assert float(average) == pytest.approx(expected, abs=1e-6)
 
 
-def test_what_is_read_is_a_number_of_python():
-    """Also where json and torch look into the dict, or copy it."""
+def test_reading_the_metrics_returns_python_numbers():
+    """This includes json and torch reading or copying the dict."""
     engine = Engine(echo)
     RunningAverage(alpha=0.5).attach(engine, "mean")
     engine.state.metrics = {"own": 1.0}  # as users do
@@ -71,7 +71,7 @@ def test_what_is_read_is_a_number_of_python():
     assert metrics.get("none", 7) == metrics.pop("none", 7) == 7
 
 
-def test_a_metric_is_waited_for_when_it_is_read_and_not_before(monkeypatch):
+def test_a_metric_is_fetched_when_it_is_read(monkeypatch):
     engine, reads, read = Engine(echo), [], LazyNumber.read
     monkeypatch.setattr(LazyNumber, "read", lambda number: reads.append(number) or read(number))
     for name in ("first", "second"):
@@ -84,20 +84,20 @@ def test_a_metric_is_waited_for_when_it_is_read_and_not_before(monkeypatch):
     assert len(reads) == 1
 
 
-def test_whole_numbers_and_half_precision_are_averaged_exactly():
+def test_integers_and_half_precision_are_averaged_exactly():
     assert averages([torch.tensor(1), torch.tensor(2)]) == [1.0, 1.5]
     small = averages([torch.tensor(1.0, dtype=torch.bfloat16), torch.tensor(1.0078125, dtype=torch.bfloat16)], 0.75)
     assert float(small[-1]) == 1.001953125
 
 
-def test_the_average_goes_on_over_epochs_and_begins_anew_with_a_run():
+def test_the_average_continues_over_epochs_and_restarts_with_a_run():
     engine = Engine(echo)
     RunningAverage(alpha=0.5).attach(engine, "mean")
     assert engine.run([4.0, 2.0], max_epochs=2).metrics["mean"] == 2.75
     assert engine.run([8.0]).metrics["mean"] == 8.0
 
 
-def test_nothing_is_read_until_somebody_looks(monkeypatch):
+def test_nothing_is_fetched_before_the_average_is_used(monkeypatch):
     reads = []
     read = LazyNumber.read
     monkeypatch.setattr(LazyNumber, "read", lambda self: reads.append(1) or read(self))
@@ -109,12 +109,12 @@ def test_nothing_is_read_until_somebody_looks(monkeypatch):
     assert reads == [1]
 
 
-def test_a_number_that_was_kept_stays_what_it_was():
+def test_earlier_averages_do_not_change():
     seen = averages([torch.tensor(4.0), torch.tensor(2.0)])
     assert [float(one) for one in reversed(seen)] == [3.0, 4.0]
 
 
-def test_no_graph_is_kept():
+def test_no_graph_is_kept_alive():
     weight = torch.ones((), requires_grad=True)
     graphs = []
 
@@ -130,7 +130,7 @@ def test_no_graph_is_kept():
     assert [graph() for graph in graphs] == [None, None]
 
 
-def test_a_bar_shows_the_average_even_if_it_was_attached_before():
+def test_a_bar_attached_earlier_shows_the_average():
     model = torch.nn.Linear(1, 1)
     trainer = create_supervised_trainer(model, torch.optim.SGD(model.parameters(), 0.0), torch.nn.MSELoss())
     file = io.StringIO()
@@ -140,7 +140,7 @@ def test_a_bar_shows_the_average_even_if_it_was_attached_before():
     assert "loss=" in file.getvalue()
 
 
-def test_it_goes_on_after_a_resume():
+def test_the_average_is_saved_and_restored():
     first, second = RunningAverage(alpha=0.5), RunningAverage(alpha=0.5)
     engine = Engine(echo)
     first.attach(engine, "mean")
@@ -165,23 +165,23 @@ def test_it_goes_on_after_a_resume():
         (None, TypeError, "NoneType"),
     ],
 )
-def test_an_output_that_is_no_number_is_refused(output, error, message):
+def test_outputs_must_be_numbers(output, error, message):
     with pytest.raises(error, match=message):
         averages([output])
 
 
 @pytest.mark.parametrize("alpha", [1, -0.1, "0.5", float("nan")])
-def test_a_weight_out_of_range_is_refused(alpha):
+def test_alpha_must_be_in_range(alpha):
     with pytest.raises(ValueError, match="alpha must be"):
         RunningAverage(alpha=alpha)
 
 
-def test_a_transform_that_cannot_be_called_is_refused():
+def test_output_transform_must_be_callable():
     with pytest.raises(TypeError, match="output_transform must be callable"):
         RunningAverage(output_transform="loss")
 
 
-def test_a_metric_is_refused_as_it_is_no_function_of_the_output():
+def test_a_metric_is_not_an_output_transform():
     class Accuracy:
         def compute(self): ...
 

@@ -1,4 +1,4 @@
-"""Is a service there, and calls to it that nobody waits for."""
+"""Test whether services answer, and calls that do not block."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def free_port():
 
 @contextmanager
 def serving(send):
-    """Serve connections by a function of the socket, until the block ends."""
+    """Serve connections with a function of the socket until the block ends."""
 
     class Handler(socketserver.BaseRequestHandler):
         def handle(self):
@@ -47,20 +47,20 @@ def serving(send):
         (b"no TLS here", "https"),
     ],
 )
-def test_any_answer_is_one(monkeypatch, answer, scheme):
+def test_any_response_counts_as_an_answer(monkeypatch, answer, scheme):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with serving(lambda connection: connection.sendall(answer)) as address:
         assert answers(f"{scheme}://{address}/")
 
 
-def test_silence_is_none(monkeypatch):
+def test_a_closed_or_silent_port_does_not_answer(monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     assert not answers(f"http://127.0.0.1:{free_port()}/")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert not answers(f"http://127.0.0.1:{silent.getsockname()[1]}/", seconds=0.1)
 
 
-def test_calls_are_made_in_order_and_nobody_waits_for_them():
+def test_calls_run_in_order_without_blocking():
     done, go = [], threading.Event()
     outbox = Outbox("s")
     outbox.put(go.wait)
@@ -84,7 +84,7 @@ def fail():
     raise OSError("no route")
 
 
-def test_the_first_error_is_told_once_and_later_calls_are_made():
+def test_the_first_error_warns_once_and_later_calls_still_run():
     done = []
     outbox = Outbox("the service")
     outbox.put(fail)
@@ -99,7 +99,7 @@ def test_the_first_error_is_told_once_and_later_calls_are_made():
         outbox.close()
 
 
-def test_what_does_not_fit_is_lost_and_told():
+def test_a_full_queue_drops_calls_with_a_warning():
     done, go = [], threading.Event()
     outbox = Outbox("s", capacity=2)
     outbox.put(go.wait)
@@ -110,7 +110,7 @@ def test_what_does_not_fit_is_lost_and_told():
     assert done in ([0, 1], [0])
 
 
-def test_at_the_end_a_slow_service_is_waited_for_only_so_long():
+def test_close_stops_waiting_after_the_timeout():
     go = threading.Event()
     outbox = Outbox("s", patience=0.1)
     outbox.put(go.wait)

@@ -1,4 +1,4 @@
-"""The outputs of an epoch in a list."""
+"""Test EpochOutputStore."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def echo(engine, batch):
     return batch
 
 
-def test_each_epoch_has_a_list_of_its_own():
+def test_each_epoch_has_a_new_list():
     engine, store, lists = Engine(echo), EpochOutputStore(), []
     store.attach(engine, "outputs")
     engine.add_event_handler(Events.EPOCH_COMPLETED, lambda: lists.append(engine.state.outputs))
@@ -24,7 +24,7 @@ def test_each_epoch_has_a_list_of_its_own():
     assert store.data is lists[1]
 
 
-def test_without_a_name_the_state_stays_as_it_is():
+def test_without_a_name_the_state_is_unchanged():
     engine, store = Engine(echo), EpochOutputStore()
     before = set(vars(engine.state))
     store.attach(engine)
@@ -40,13 +40,13 @@ def test_outputs_are_transformed():
     assert store.data == [2, 4]
 
 
-def test_the_name_of_an_attribute_of_the_engine_replaces_it():
+def test_an_attribute_of_the_engine_may_be_replaced():
     engine = Engine(echo)
     EpochOutputStore().attach(engine, "output")
     assert engine.run([1, 2]).output == [1, 2]
 
 
-def test_the_methods_can_be_used_alone():
+def test_methods_may_be_used_without_attach():
     engine, store = Engine(echo), EpochOutputStore()
     engine.add_event_handler(Events.ITERATION_COMPLETED(every=2), store.update)
     engine.run([1, 2, 3, 4])
@@ -55,7 +55,7 @@ def test_the_methods_can_be_used_alone():
     assert store.data == []
 
 
-def test_tensors_are_kept_as_they_are():
+def test_tensors_are_kept_unchanged():
     tensors = [torch.zeros(2), torch.ones(3)]
     engine, store = Engine(echo), EpochOutputStore()
     store.attach(engine)
@@ -63,7 +63,7 @@ def test_tensors_are_kept_as_they_are():
     assert all(one is other for one, other in zip(store.data, tensors, strict=True))
 
 
-def test_numbers_are_waited_for_at_the_end_of_the_epoch_and_not_before(monkeypatch):
+def test_losses_are_fetched_at_the_end_of_the_epoch_only(monkeypatch):
     reads = []
     tolist = torch.Tensor.tolist
     monkeypatch.setattr(LazyNumber, "read", lambda self: pytest.fail("a number was read alone"))
@@ -76,23 +76,23 @@ def test_numbers_are_waited_for_at_the_end_of_the_epoch_and_not_before(monkeypat
     assert all(type(loss) is float for loss in state.losses)
 
 
-def test_a_transform_that_cannot_be_called_is_refused():
+def test_output_transform_must_be_callable():
     with pytest.raises(TypeError, match="output_transform must be callable"):
         EpochOutputStore(3)
 
 
-def test_a_name_that_is_none_is_refused():
+def test_the_name_must_be_a_string():
     with pytest.raises(TypeError, match="name must be a str, got 3"):
         EpochOutputStore().attach(Engine(lambda engine, batch: None), 3)
 
 
-def test_a_name_that_the_engine_counts_by_is_refused():
+def test_the_name_must_not_be_a_counter_of_the_engine():
     with pytest.raises(ValueError, match="name must not be 'iteration'"):
         EpochOutputStore().attach(Engine(lambda engine, batch: None), "iteration")
 
 
-def test_losses_on_their_way_are_fetched_together(monkeypatch):
-    """One by one, each of them would wait for the device."""
+def test_losses_are_fetched_in_one_transfer(monkeypatch):
+    """Fetched one by one, each would synchronize with the device."""
     transfers, tolist = [], torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: transfers.append(tensor) or tolist(tensor))
     store = EpochOutputStore()

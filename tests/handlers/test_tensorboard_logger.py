@@ -1,4 +1,4 @@
-"""TensorboardLogger: its event files are read back with TensorBoard's own reader."""
+"""Test TensorboardLogger by reading its event files with TensorBoard's own reader."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_optimizers_weights_and_gradients(tmp_path, tag, prefix):
     assert histograms == {**weights, f"{prefix}grads/1/weight": 1}
 
 
-# --- going on with a run -----------------------------------------------------------------------------------
+# --- resuming a run -----------------------------------------------------------------------------------
 
 
 class Crash(Exception):
@@ -101,7 +101,7 @@ class Crash(Exception):
 
 
 def run(folder, attempt=1, stop_at=None, start_at=None, epochs=5):
-    """Log by iterations and by epochs, also under one tag, and a text and a histogram."""
+    """Log by iteration and by epoch, also under one tag, and a histogram."""
     trainer = Engine(lambda engine, batch: engine.state.iteration * attempt)
     evaluator = Engine(lambda engine, batch: None)
     step = global_step_from_engine(trainer)
@@ -134,7 +134,7 @@ def stop():
 
 
 def check(folder, places):
-    """Assert that each point is there once, in order, with the value of the attempt that it is from."""
+    """Assert that each point exists once, in order, with the value of the attempt that wrote it."""
     loss = [(step, step * places(step / EPOCH_LENGTH)) for step in range(2, 21, 2)]
     accuracy = [(epoch, epoch * places(epoch)) for epoch in range(1, 6)]
     assert curve(folder, "training/loss") == loss
@@ -145,20 +145,20 @@ def check(folder, places):
         assert [point.step for point in reader(folder).Histograms(name)] == [1, 2, 3, 4, 5]
 
 
-def test_after_a_resume_each_point_is_there_once_and_none_is_missing(tmp_path):
+def test_after_a_resume_each_point_exists_exactly_once(tmp_path):
     run(tmp_path, stop_at=15)
     run(tmp_path, attempt=100, start_at=8)
     check(tmp_path, lambda epoch: 1 if epoch <= 2 else 100)
 
 
-def test_a_run_may_be_resumed_again_and_again_from_any_place(tmp_path):
+def test_a_run_may_be_resumed_repeatedly_from_any_step(tmp_path):
     run(tmp_path, stop_at=18)
     run(tmp_path, attempt=100, start_at=10, stop_at=19)
     run(tmp_path, attempt=10_000, start_at=16)
     check(tmp_path, lambda epoch: 1 if epoch <= 2.5 and epoch != 3 else 100 if epoch <= 4 else 10_000)
 
 
-def test_points_that_are_written_again_keep_their_times(tmp_path):
+def test_rewritten_points_keep_their_times(tmp_path):
     run(tmp_path, stop_at=15)
     before = {point.step: point.wall_time for point in reader(tmp_path).Scalars("training/loss")}
     run(tmp_path, attempt=100, start_at=8)
@@ -166,14 +166,14 @@ def test_points_that_are_written_again_keep_their_times(tmp_path):
     assert [after[step] == before[step] for step in (2, 4, 6, 8)] == [True] * 4
 
 
-def test_where_nothing_lies_beyond_no_file_is_begun(tmp_path):
+def test_without_points_to_hide_no_new_file_is_written(tmp_path):
     run(tmp_path, epochs=3)
     run(tmp_path, start_at=12)
     check(tmp_path, lambda epoch: 1)
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_record_that_a_kill_has_cut_off_does_not_stop_a_resume(tmp_path):
+def test_a_truncated_record_does_not_prevent_a_resume(tmp_path):
     run(tmp_path, stop_at=15)
     (file,) = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:-5])
@@ -181,7 +181,7 @@ def test_a_record_that_a_kill_has_cut_off_does_not_stop_a_resume(tmp_path):
     assert [step for step, _ in curve(tmp_path, "training/loss")] == list(range(2, 21, 2))
 
 
-def test_what_was_logged_before_a_checkpoint_is_on_the_disk_then(tmp_path, monkeypatch):
+def test_points_logged_before_a_checkpoint_are_flushed_with_it(tmp_path, monkeypatch):
     trainer = Engine(lambda engine, batch: batch)
     seen, flush = [], SummaryWriter.flush
     monkeypatch.setattr(SummaryWriter, "flush", lambda writer: flush(writer) or seen.append(trainer.state.iteration))
@@ -192,8 +192,8 @@ def test_what_was_logged_before_a_checkpoint_is_on_the_disk_then(tmp_path, monke
         assert seen == [3]
 
 
-def test_many_handlers_flush_once_at_a_checkpoint(tmp_path, monkeypatch):
-    """Also for evaluators whose points are the trainer's steps."""
+def test_many_handlers_flush_once_per_checkpoint(tmp_path, monkeypatch):
+    """This includes evaluators that log with the trainer's steps."""
     trainer, evaluator = Engine(lambda engine, batch: batch), Engine(lambda engine, batch: batch)
     seen = []
     with TensorboardLogger(log_dir=tmp_path) as logger:
@@ -208,14 +208,14 @@ def test_many_handlers_flush_once_at_a_checkpoint(tmp_path, monkeypatch):
             handle = logger.attach_output_handler(trainer, Events.COMPLETED, f"{number}", "all")
         handle.remove()
         trainer.run(range(5), max_epochs=2)
-        assert seen == [2, 4, 5, 6, 8, 10]  # in 5 it reads what is there of the run that continues
+        assert seen == [2, 4, 5, 6, 8, 10]  # at 5 it reads the existing points of the resumed run
         monkeypatch.undo()
 
 
 # --- the logger itself -------------------------------------------------------------------------------------
 
 
-def test_unknown_attributes_are_those_of_the_writer(tmp_path):
+def test_unknown_attributes_are_looked_up_on_the_writer(tmp_path):
     with TensorboardLogger(log_dir=tmp_path) as logger:
         logger.add_scalar("own", 0.5, 3)
         with pytest.raises(AttributeError, match="no_such_thing"):
@@ -223,7 +223,7 @@ def test_unknown_attributes_are_those_of_the_writer(tmp_path):
     assert curve(tmp_path, "own") == [(3, 0.5)]
 
 
-def test_half_made_copied_and_unpickled_loggers_fail_as_other_objects_do(tmp_path):
+def test_uninitialized_copied_and_unpickled_loggers_raise_attribute_error(tmp_path):
     unmade = TensorboardLogger.__new__(TensorboardLogger)
     with pytest.raises(AttributeError, match="TensorboardLogger has no attribute 'add_scalar'"):
         unmade.add_scalar("a", 1)
@@ -239,7 +239,7 @@ def test_handlers_refuse_other_loggers():
             handler(at(), "logger", Events.COMPLETED)
 
 
-def test_without_tensorboard_the_error_says_what_to_install(monkeypatch):
+def test_a_missing_tensorboard_raises_with_the_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'camshaft\[tensorboard\]'"):
@@ -248,13 +248,13 @@ def test_without_tensorboard_the_error_says_what_to_install(monkeypatch):
 
 @pytest.mark.parametrize("name", ["log_dir", "logdir"])
 def test_the_writer_of_torch_is_preferred(tmp_path, monkeypatch, name):
-    """That of tensorboardX flushes only what its thread has fetched: a kill loses points from before a checkpoint."""
+    """The one of tensorboardX does not flush its queue: a kill loses points logged before a checkpoint."""
     monkeypatch.setitem(sys.modules, "tensorboardX", types.ModuleType("tensorboardX"))
     with TensorboardLogger(**{name: tmp_path}) as logger:
         assert isinstance(logger.writer, SummaryWriter)
 
 
-def test_the_writer_of_tensorboardx_comes_with_a_warning(monkeypatch):
+def test_the_writer_of_tensorboardx_warns(monkeypatch):
     other = types.ModuleType("tensorboardX")
     other.SummaryWriter = lambda **options: types.SimpleNamespace(options=options)
     other.__spec__ = importlib.machinery.ModuleSpec("tensorboardX", None)
@@ -266,7 +266,7 @@ def test_the_writer_of_tensorboardx_comes_with_a_warning(monkeypatch):
 
 
 @on_ranks(2)
-def test_on_ranks_only_the_first_has_a_writer():
+def test_only_rank_0_has_a_writer():
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -282,7 +282,7 @@ def test_on_ranks_only_the_first_has_a_writer():
 
 
 @pytest.mark.parametrize("saved", [1, 2])
-def test_an_evaluation_that_is_made_again_after_a_kill_is_logged_once(tmp_path, saved):
+def test_an_evaluation_repeated_after_a_kill_is_logged_once(tmp_path, saved):
     with TensorboardLogger(tmp_path) as logger:
         states = evaluated(logger, killed=True)
     with TensorboardLogger(tmp_path) as logger:

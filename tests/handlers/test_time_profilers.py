@@ -53,14 +53,13 @@ def test_the_profiler_of_handlers_counts_each_call_in_any_run(plan):
         profiler = HandlersTimeProfiler()
         profiler.attach(course.engine)
         course.run()
-    calls = [one for one in profiler._calls.values() if one.handler == "Course._take"]
-    by_event = {}
+    times, by_event = profiler.event_handlers_times, {}
     for number, (event, _, seconds) in enumerate(plan.handlers):
-        by_event.setdefault(event.name, []).append([float(seconds)] * course.calls[number])
+        by_event.setdefault(event.name, []).extend([float(seconds)] * course.calls[number])
     for name, expected in by_event.items():
-        assert [list(one.seconds) for one in calls if one.event == name] == expected
+        assert times[name]["Course._take"] == expected
     *_, total, processing, fetching = profiler.get_results()
-    stops = sum(sum(one.seconds) for one in profiler._calls.values() if one.event == "DATALOADER_STOP_ITERATION")
+    stops = sum(map(sum, times.get("DATALOADER_STOP_ITERATION", {}).values()))
     assert stops % STOP == 0
     assert total == ["Total", "", course.handlers_seconds + stops, "", "", "", ""]
     assert processing[2] == (PROCESS * course.processed or "not triggered")
@@ -79,8 +78,8 @@ def test_time_in_which_a_run_is_paused_does_not_count(clock, profiler, event):
     clock.take(1000)
     engine.run()
     assert engine.state.iteration == 4
-    assert sum(profiler._flow.processes.seconds) == (8 if event == Events.GET_BATCH_STARTED else 6)
-    assert sum(profiler._flow.fetches.seconds) == 0
+    assert sum(profiler.processing_times) == (8 if event == Events.GET_BATCH_STARTED else 6)
+    assert sum(profiler.dataflow_times) == 0
 
 
 def test_a_run_begins_anew(clock, profiler):
@@ -88,8 +87,7 @@ def test_a_run_begins_anew(clock, profiler):
     profiler.attach(engine)
     engine.run(range(4))
     engine.run(range(3))
-    assert list(profiler._flow.processes.seconds) == [2.0] * 3
-    assert list(profiler._flow.iterations) == [1, 2, 3]
+    assert list(profiler.processing_times) == [2.0] * 3
 
 
 def test_attaching_twice_is_attaching_once(clock, profiler):
@@ -194,13 +192,12 @@ def test_an_engine_without_data_is_measured(clock, profiler):
     engine = Engine(lambda engine, batch: clock.take(2))
     profiler.attach(engine)
     engine.run(max_iters=5, epoch_length=3)
-    assert list(profiler._flow.processes.seconds) == [2.0] * 5
-    assert list(profiler._flow.epochs) == [1, 1, 1, 2, 2]
-    assert not profiler._flow.fetches.seconds
+    assert list(profiler.processing_times) == [2.0] * 5
+    assert len(profiler.dataflow_times) == 0
 
 
 def test_attached_in_a_run_it_measures_the_rest(clock, profiler):
     engine = Engine(lambda engine, batch: clock.take(2))
     engine.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: profiler.attach(engine))
     engine.run(range(5))
-    assert list(profiler._flow.processes.seconds) == [2.0] * 3
+    assert list(profiler.processing_times) == [2.0] * 3

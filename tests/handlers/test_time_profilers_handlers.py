@@ -83,23 +83,23 @@ def test_the_times_are_there_by_event_and_handler(engine, clock):
 def test_short_calls_of_handlers_with_a_filter_are_left_out(engine, clock, event_filter, threshold, kept):
     assert HandlersTimeProfiler.EVENT_FILTER_THESHOLD_TIME == 0.0001
     clock.now = 0.0
-    times = {2: 0.00009, 4: 0.0001, 6: 5.0}
+    durations = {2: 0.00009, 4: 0.0001, 6: 5.0}
     engine.add_event_handler(
-        Events.ITERATION_COMPLETED(**event_filter), lambda engine: clock.take(times[engine.state.iteration])
+        Events.ITERATION_COMPLETED(**event_filter), lambda engine: clock.take(durations[engine.state.iteration])
     )
     if threshold is not None:
         engine.profiler.EVENT_FILTER_THESHOLD_TIME = threshold
     engine.run([0] * 7)
-    (calls,) = engine.profiler._calls.values()
-    assert list(calls.seconds) == pytest.approx(kept)
+    (times,) = engine.profiler.event_handlers_times[Events.ITERATION_COMPLETED].values()
+    assert times == pytest.approx(kept)
     assert rows(engine)["Processing", "None"][0] == 0.0  # their time is nobody else's
 
 
 def test_short_calls_of_other_handlers_count(engine):
     engine.add_event_handler(Events.ITERATION_COMPLETED, lambda: None)
     engine.run([1] * 2)
-    (calls,) = engine.profiler._calls.values()
-    assert list(calls.seconds) == [0.0, 0.0]
+    (times,) = engine.profiler.event_handlers_times[Events.ITERATION_COMPLETED].values()
+    assert times == [0.0, 0.0]
 
 
 def test_the_same_handler_twice_has_two_rows(engine, clock):

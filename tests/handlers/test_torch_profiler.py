@@ -14,6 +14,8 @@ from camshaft.engine import Engine, Events
 from camshaft.handlers import TorchProfiler
 from tests.ranks import on_ranks
 
+pytestmark = pytest.mark.filterwarnings("ignore:Profiler won't be using warmup:UserWarning")
+
 
 def trainer():
     """Make an engine whose iterations can be told apart in a trace."""
@@ -183,8 +185,8 @@ def test_a_directory_that_cannot_be_made_is_an_error(tmp_path):
     [
         ({"active": 0}, ValueError, "active must be at least 1, got 0"),
         ({"wait": -1}, ValueError, "wait must be at least 0, got -1"),
-        ({"repeat": 1.5}, TypeError, "repeat must be an int, got 1.5"),
-        ({"warmup": True}, TypeError, "warmup must be an int, got True"),
+        ({"repeat": 1.5}, TypeError, "repeat must be an integer, got 1.5"),
+        ({"warmup": True}, TypeError, "warmup must be an integer, got True"),
         ({"on_trace_ready": 3}, TypeError, "on_trace_ready must be callable, got 3"),
         ({"shapes": True}, TypeError, "shapes"),
         ({"schedule": None}, TypeError, "schedule"),

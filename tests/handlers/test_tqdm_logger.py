@@ -1,4 +1,4 @@
-"""ProgressBar: what it shows, when it reads the values, and that it is always closed."""
+"""Test what ProgressBar shows, when it reads values, and that it is always closed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FORMAT = "{desc}{n_fmt}/{total_fmt}{postfix}"
 
 
 class Terminal(io.StringIO):
-    """Remembers what was drawn."""
+    """Records what was drawn."""
 
     is_real = True
 
@@ -34,12 +34,12 @@ class Terminal(io.StringIO):
 
     @property
     def drawn(self):
-        """All that was drawn, as often as it was."""
+        """Everything that was drawn, including repetitions."""
         return [text.strip() for text in self.getvalue().replace("\n", "\r").split("\r") if text.strip()]
 
     @property
     def lines(self):
-        """What is left to be seen in the end, one text a line."""
+        """What remains visible at the end, by line."""
         return [line.split("\r")[-1].strip() for line in self.getvalue().split("\n")]
 
 
@@ -88,14 +88,14 @@ def trainer_of(output=None):
         ({}, {"max_epochs": 2}, {"persist": False}, []),
     ],
 )
-def test_the_bar_is_filled_at_the_closing_event_and_stays_if_it_is_to(terminal, events, run, options, lines):
+def test_the_closing_event_fills_the_bar_and_persist_keeps_it(terminal, events, run, options, lines):
     trainer = trainer_of()
     bar_on(terminal, **options).attach(trainer, **events)
     trainer.run(range(5), **run)
     assert terminal.lines == [*lines, ""]
 
 
-def test_the_position_is_that_in_the_epoch_also_after_one_that_was_cut_short(terminal):
+def test_the_position_is_within_the_epoch_even_after_a_short_epoch(terminal):
     trainer = trainer_of()
     bar_on(terminal, mininterval=0, miniters=1).attach(trainer)
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda engine: engine.terminate_epoch())
@@ -104,7 +104,7 @@ def test_the_position_is_that_in_the_epoch_also_after_one_that_was_cut_short(ter
     assert [text for text in terminal.drawn if "[2/2]" in text] == [*epoch, epoch[-1]]
 
 
-def test_a_resumed_run_shows_where_it_is(terminal):
+def test_a_resumed_run_starts_at_its_position(terminal):
     trainer = trainer_of()
     trainer.load_state_dict({"iteration": 7, "epoch_length": 5, "max_epochs": 2})
     bar_on(terminal, mininterval=0, miniters=1).attach(trainer)
@@ -112,14 +112,14 @@ def test_a_resumed_run_shows_where_it_is(terminal):
     assert terminal.drawn == [f"Epoch [2/2]: {position}/5" for position in (3, 4, 5, 5)]
 
 
-def test_data_of_unknown_length_have_no_total_until_it_is_found(terminal):
+def test_data_of_unknown_length_have_no_total_until_their_end(terminal):
     trainer = trainer_of()
     bar_on(terminal, mininterval=0, miniters=1).attach(trainer)
     trainer.run(iter(range(3)))
     assert terminal.drawn == ["Iteration: 1/?", "Iteration: 2/?", "Iteration: 3/?", "Iteration: 3/3"]
 
 
-def test_metrics_outputs_and_attributes_stand_behind_the_bar(terminal):
+def test_metrics_outputs_and_attributes_are_the_postfix(terminal):
     trainer = trainer_of({"loss": [0.123456, torch.tensor(2)], "name": "a"})
     trainer.state.metrics, trainer.state.rate = {"accuracy": 0.5, "other": 1}, 1e-3
     bar_on(terminal).attach(trainer, ["accuracy"], lambda output: output, state_attributes=["rate"])
@@ -127,7 +127,7 @@ def test_metrics_outputs_and_attributes_stand_behind_the_bar(terminal):
     assert terminal.lines[0] == "Iteration: 1/1, accuracy=0.5, loss_0=0.123, loss_1=2, name=a, rate=0.001"
 
 
-def test_all_metrics_can_be_asked_for_and_those_of_the_epochs_end_are_shown_at_close(terminal):
+def test_all_metrics_are_shown_as_of_the_end_of_the_epoch(terminal):
     trainer = trainer_of()
     trainer.add_event_handler(
         Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update(loss=engine.state.epoch)
@@ -148,7 +148,7 @@ def test_the_default_format(terminal):
     assert first.endswith("█, loss=0.5 [00:00<00:00]")
 
 
-def test_options_of_ones_own_win_over_those_of_the_bar(terminal):
+def test_tqdm_options_override_those_of_the_bar(terminal):
     trainer = trainer_of()
     bar_on(terminal, leave=False, initial=3).attach(trainer)
     trainer.run(range(5))
@@ -156,7 +156,7 @@ def test_options_of_ones_own_win_over_those_of_the_bar(terminal):
     assert terminal.drawn[0] == "Iteration: 3/5"
 
 
-def test_messages_stand_above_the_bar(terminal):
+def test_messages_are_written_above_the_bar(terminal):
     trainer = trainer_of()
     bar = bar_on(terminal)
     bar.attach(trainer)
@@ -165,7 +165,7 @@ def test_messages_stand_above_the_bar(terminal):
     assert terminal.lines == ["half of it", "Iteration: 5/5", ""]
 
 
-def test_two_engines_share_a_bar_object_without_mixing_their_bars(terminal):
+def test_two_engines_may_share_a_progress_bar(terminal):
     trainer, evaluator = trainer_of(), trainer_of()
     bar = bar_on(terminal)
     bar.attach(trainer)
@@ -186,11 +186,11 @@ RARELY = {"mininterval": 1e6}
     ("options", "reads"),
     [
         (RARELY, 2),  # when the bar opens and when it closes
-        ({**RARELY, "persist": False}, 1),  # nobody sees the last ones
+        ({**RARELY, "persist": False}, 1),  # the last values are not visible
         (OFTEN, 101),
         ({"mininterval": 0, "miniters": 10}, 11),  # at 1, 11, ..., 91 and at the end
         ({"disable": True}, 0),
-        ({"disable": None}, 0),  # this is no terminal
+        ({"disable": None}, 0),  # not a terminal
     ],
 )
 def test_values_are_read_only_for_a_redraw(terminal, monkeypatch, options, reads):
@@ -206,7 +206,7 @@ def test_values_are_read_only_for_a_redraw(terminal, monkeypatch, options, reads
     assert len(waits) == len(set(shown))  # each number is fetched once
 
 
-def test_each_redraw_shows_the_values_of_its_own_iteration(terminal):
+def test_each_redraw_shows_the_values_of_its_iteration(terminal):
     trainer = trainer_of()
     bar_on(terminal, **OFTEN).attach(trainer, output_transform=lambda iteration: {"i": iteration})
     trainer.run(range(4), max_epochs=2)
@@ -215,14 +215,14 @@ def test_each_redraw_shows_the_values_of_its_own_iteration(terminal):
     assert pairs[5:9] == [["1", "5"], ["2", "6"], ["3", "7"], ["4", "8"]]
 
 
-def test_one_bar_over_all_epochs_goes_on_drawing_in_each(terminal):
+def test_one_bar_over_all_epochs_is_redrawn_in_each(terminal):
     trainer = trainer_of()
     bar_on(terminal, **OFTEN).attach(trainer, closing_event_name=Events.COMPLETED)
     trainer.run(range(3), max_epochs=2)
     assert terminal.drawn == [f"Epoch: {position}/3" for position in (1, 2, 3, 1, 2, 3, 3)]
 
 
-def test_with_a_delay_nothing_is_read_before_it_is_over(terminal):
+def test_nothing_is_read_during_the_delay(terminal):
     trainer = trainer_of()
     shown = []
     bar_on(terminal, delay=1e6, persist=False, **OFTEN).attach(trainer, output_transform=shown.append)
@@ -258,14 +258,14 @@ def raise_error(error):
         (lambda engine: engine.terminate_epoch(skip_epoch_completed=True), 3),
     ],
 )
-def test_the_bar_closes_where_it_stands_when_the_run_stops(terminal, how, shown):
+def test_the_bar_closes_at_its_position_when_the_run_stops(terminal, how, shown):
     trainer = stop_at_3(how)
     bar_on(terminal, **OFTEN).attach(trainer, state_attributes=["iteration"])
     trainer.run(range(5))
     assert terminal.lines == [f"Iteration: {shown}/5, iteration=3", ""]
 
 
-def test_stopped_before_there_is_an_output_the_bar_keeps_the_values_it_has(terminal):
+def test_a_run_stopped_while_fetching_keeps_the_last_values(terminal):
     trainer = trainer_of()
     bar_on(terminal, **OFTEN).attach(trainer, output_transform=lambda output: {"twice": output * 2})
     trainer.add_event_handler(Events.GET_BATCH_COMPLETED(once=3), lambda engine: engine.terminate())
@@ -273,7 +273,7 @@ def test_stopped_before_there_is_an_output_the_bar_keeps_the_values_it_has(termi
     assert terminal.lines == ["Iteration: 3/5, twice=6", ""]
 
 
-def test_the_bar_that_is_open_is_an_attribute(terminal):
+def test_pbar_is_the_last_open_bar(terminal):
     bar, seen = bar_on(terminal), []
     trainer, evaluator = trainer_of(), trainer_of()
     assert bar.pbar is None
@@ -293,7 +293,7 @@ def test_the_bar_that_is_open_is_an_attribute(terminal):
     assert bar.pbar is None
 
 
-def test_an_interrupted_run_goes_on_with_a_new_bar(terminal):
+def test_an_interrupted_run_resumes_with_a_new_bar(terminal):
     trainer = stop_at_3(lambda engine: engine.interrupt())
     bar_on(terminal).attach(trainer)
     trainer.run(range(5))
@@ -303,7 +303,7 @@ def test_an_interrupted_run_goes_on_with_a_new_bar(terminal):
 
 @pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()])
 @pytest.mark.parametrize("bars", [1, 2])
-def test_when_the_run_fails_all_bars_close_and_the_error_leaves_it(terminal, error, bars):
+def test_a_failing_run_closes_all_bars_and_raises(terminal, error, bars):
     trainer = stop_at_3(raise_error(error))
     for _ in range(bars):
         bar_on(terminal).attach(trainer)
@@ -315,7 +315,7 @@ def test_when_the_run_fails_all_bars_close_and_the_error_leaves_it(terminal, err
 
 
 @pytest.mark.parametrize("is_real", [True, False])
-def test_after_a_failure_times_and_rate_are_those_of_the_steps_that_are_shown(terminal, is_real, monkeypatch):
+def test_after_a_failure_times_and_rate_exclude_the_failed_step(terminal, is_real, monkeypatch):
     terminal.is_real = is_real
     now = 1000.0
     for clock in ("camshaft.handlers.tqdm_logger.time", "tqdm.std.time"):
@@ -335,7 +335,7 @@ def test_after_a_failure_times_and_rate_are_those_of_the_steps_that_are_shown(te
     assert terminal.lines[-2:] == ["4/10 in 00:24, 00:48 to go,  8.00s/it", ""]
 
 
-def test_the_bar_has_no_say_in_whether_an_error_is_survived(terminal):
+def test_the_bar_does_not_affect_exception_handling(terminal):
     trainer = stop_at_3(raise_error(ValueError("broken")))
     bar_on(terminal).attach(trainer)
     handled = []
@@ -345,7 +345,7 @@ def test_the_bar_has_no_say_in_whether_an_error_is_survived(terminal):
     assert terminal.lines == ["Epoch [1/2]: 2/5", "Epoch [2/2]: 5/5", ""]
 
 
-def test_the_bar_closes_before_other_handlers_see_the_error_also_if_they_were_there_first(terminal):
+def test_the_bar_closes_before_exception_handlers_run(terminal):
     trainer = stop_at_3(raise_error(ValueError("broken")))
 
     @trainer.on(Events.EXCEPTION_RAISED)
@@ -359,7 +359,7 @@ def test_the_bar_closes_before_other_handlers_see_the_error_also_if_they_were_th
     assert terminal.lines == ["Iteration: 2/5", "failed"]
 
 
-def test_an_error_in_an_output_transform_leaves_no_bar_and_tqdm_usable(terminal):
+def test_an_error_in_an_output_transform_closes_the_bar(terminal):
     trainer = trainer_of()
     bar_on(terminal, **OFTEN).attach(trainer, output_transform=lambda output: {"inverse": 1 / (output - 3)})
     with pytest.raises(ZeroDivisionError):
@@ -368,17 +368,17 @@ def test_an_error_in_an_output_transform_leaves_no_bar_and_tqdm_usable(terminal)
     trainer.run(range(2))
 
 
-def test_the_handle_takes_the_bar_off_with_all_that_belongs_to_it(terminal):
+def test_the_handle_removes_all_handlers_of_the_bar(terminal):
     trainer = stop_at_3(raise_error(ValueError("broken")))
     handle = bar_on(terminal).attach(trainer)
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), handle.remove)
     with pytest.raises(ValueError, match="broken") as raised:
         trainer.run(range(5))
-    assert len(raised.value.__notes__) == 1  # nobody but the process function had to do with it
+    assert len(raised.value.__notes__) == 1  # the bar is no longer involved
     assert terminal.lines == ["Iteration: 2/5", ""]
 
 
-def test_closing_a_progress_bar_closes_what_is_open(terminal):
+def test_close_closes_open_bars(terminal):
     trainer = trainer_of()
     with bar_on(terminal) as bar:
         bar.attach(trainer)
@@ -387,7 +387,7 @@ def test_closing_a_progress_bar_closes_what_is_open(terminal):
     assert not tqdm._instances
 
 
-def test_an_engine_with_a_bar_is_freed_without_the_collector(terminal):
+def test_an_engine_with_a_bar_is_freed_by_reference_counting(terminal):
     trainer = trainer_of()
     bar = bar_on(terminal)
     bar.attach(trainer)
@@ -423,7 +423,7 @@ class Own(EventEnum):
         (Events.ITERATION_COMPLETED, Events.ITERATION_STARTED, "event_name must fire before closing_event_name"),
     ],
 )
-def test_events_that_do_not_fit_are_refused(event, closing, message):
+def test_invalid_events_are_rejected(event, closing, message):
     trainer = trainer_of()
     trainer.register_events(*Own)
     with pytest.raises(ValueError, match=message):
@@ -431,20 +431,20 @@ def test_events_that_do_not_fit_are_refused(event, closing, message):
 
 
 @pytest.mark.parametrize("options", [{"metric_names": "loss"}, {"output_transform": 3}, {"state_attributes": "lr"}])
-def test_values_that_cannot_be_read_are_refused_and_nothing_is_attached(options):
+def test_invalid_arguments_attach_nothing(options):
     trainer = trainer_of()
     with pytest.raises(TypeError, match=next(iter(options))):
         ProgressBar().attach(trainer, **options)
     trainer.run([1])
 
 
-def test_without_tqdm_the_error_says_what_to_install(monkeypatch):
+def test_a_missing_tqdm_raises_with_the_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'camshaft\[progress\]'"):
         ProgressBar()
 
 
-def test_it_has_the_methods_of_a_logger(terminal):
+def test_a_progress_bar_has_the_methods_of_a_logger(terminal):
     trainer = trainer_of()
     bar = bar_on(terminal)
     bar.attach_opt_params_handler(trainer, Events.ITERATION_STARTED, optimizer=None)
@@ -457,7 +457,7 @@ def test_it_has_the_methods_of_a_logger(terminal):
 
 
 @on_ranks(2)
-def test_on_ranks_only_the_first_draws_reads_and_writes_messages():
+def test_only_rank_0_draws_reads_values_and_writes_messages():
     rank, terminal, shown = torch.distributed.get_rank(), Terminal(), []
     trainer = trainer_of()
     bar = bar_on(terminal)
@@ -468,10 +468,10 @@ def test_on_ranks_only_the_first_draws_reads_and_writes_messages():
     assert bool(shown) == (rank == 0)
 
 
-def test_where_there_is_no_terminal_lines_are_written_and_each_ends(terminal):
+def test_without_a_terminal_complete_lines_are_written(terminal):
     terminal.is_real = False
     trainer = trainer_of()
-    with ProgressBar(bar_format=FORMAT, file=terminal) as bar:  # nothing can vanish there
+    with ProgressBar(bar_format=FORMAT, file=terminal) as bar:  # lines cannot be erased
         bar.attach(trainer, output_transform=lambda iteration: {"i": iteration})
         trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: bar.log_message("half of it"))
         trainer.add_event_handler(Events.ITERATION_COMPLETED(once=8), trainer.terminate)
@@ -480,7 +480,7 @@ def test_where_there_is_no_terminal_lines_are_written_and_each_ends(terminal):
     assert terminal.getvalue() == f"half of it\n{text}Epoch [1/2]: 5/5, i=5\nEpoch [2/2]: 3/5, i=8\n"
 
 
-def test_lines_come_as_often_as_asked_for(terminal):
+def test_lines_are_written_at_the_given_interval(terminal):
     terminal.is_real = False
     trainer = trainer_of()
     bar_on(terminal, mininterval=0, miniters=2).attach(trainer, output_transform=lambda iteration: {"i": iteration})
@@ -492,13 +492,13 @@ def test_lines_come_as_often_as_asked_for(terminal):
 
 def read_all(controller):
     seen = b""
-    with os.fdopen(controller, "rb", buffering=0) as reader, contextlib.suppress(OSError):  # the end is an error here
+    with os.fdopen(controller, "rb", buffering=0) as reader, contextlib.suppress(OSError):  # the end of the file raises
         while part := reader.read(4096):
             seen += part
     return seen
 
 
-def test_in_a_real_terminal_the_bar_is_redrawn_in_its_line_and_ends_with_it():
+def test_in_a_terminal_the_bar_is_redrawn_in_its_line():
     controller, controlled = os.openpty()
     fcntl.ioctl(controlled, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
     with os.fdopen(controlled, "w", encoding="utf-8") as terminal:

@@ -1,4 +1,4 @@
-"""TensorBoard's page in a browser without a screen: it shows the curves of a run that was resumed, once."""
+"""Test that TensorBoard's page in a headless browser shows each point of a resumed run once."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.browser
 
 @pytest.fixture
 def server(tmp_path):
-    """Start TensorBoard on a free port, for a run that is over."""
+    """Start TensorBoard on a free port for a finished run."""
     run_script(tmp_path, f"{RUN}run(attempt=1)")
     run_script(tmp_path, f"{RUN}run(attempt=3, start_at=8)")
     log = tmp_path / "server.log"
@@ -67,7 +67,7 @@ def until(process, log, look):
 
 
 def page(address, profile):
-    """Give what a page looks like after its scripts have run; without WebGL curves are drawn as paths."""
+    """Return the DOM of a page after its scripts have run; without WebGL, curves are drawn as paths."""
     command = [
         "chromium",
         "--headless",
@@ -92,7 +92,7 @@ def page(address, profile):
 
 
 def curves(content):
-    """Find the curves by the titles of their cards, each as the places of its points on the page."""
+    """Return the curves by the titles of their cards, each as the positions of its points."""
     found = {}
     for card in content.split("<scalar-card ")[1:]:
         title = re.search(r'title="([^"]+)"', card)[1]
@@ -101,7 +101,7 @@ def curves(content):
     return found
 
 
-def test_the_page_shows_the_curves_of_a_resumed_run_without_a_point_twice(tmp_path, server):
+def test_the_page_shows_each_point_of_a_resumed_run_once(tmp_path, server):
     shown, end = {}, time.monotonic() + PATIENCE
     while len(shown) < 2 and time.monotonic() < end:  # the server reads the files meanwhile
         shown = curves(page(f"{server}#timeseries", tmp_path / "profile"))

@@ -1,4 +1,4 @@
-"""ClearMLLogger and ClearMLSaver in offline mode: the files that they leave are read back."""
+"""Test ClearMLLogger and ClearMLSaver in offline mode by reading the files that they write."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEW = 'ClearMLLogger(project_name="p", task_name="t", auto_resource_monitoring=F
 
 
 def events(folder):
-    """Read what would have gone to the server."""
+    """Return what would have been sent to the server."""
     (file,) = folder.glob("clearml/offline/offline-*/metrics.jsonl")
     found = []
     for line in file.read_text().splitlines():
@@ -33,7 +33,7 @@ def scalars(folder):
     ]
 
 
-def test_values_weights_and_gradients_of_a_run_are_in_its_files(tmp_path):
+def test_values_weights_and_gradients_are_written(tmp_path):
     run_script(
         tmp_path,
         f"""
@@ -75,7 +75,7 @@ def test_values_weights_and_gradients_of_a_run_are_in_its_files(tmp_path):
     assert plots == {("net/weights_0", "weight"), ("grads_0", "weight")}
 
 
-def test_checkpoints_are_models_whose_slots_are_used_again(tmp_path):
+def test_checkpoints_are_models_and_slots_are_reused(tmp_path):
     run_script(
         tmp_path,
         f"""
@@ -114,7 +114,7 @@ def test_checkpoints_are_models_whose_slots_are_used_again(tmp_path):
 
 
 class Model:
-    """Stands where ClearML would talk to its server."""
+    """Replaces the model that ClearML would upload."""
 
     def __init__(self, task, name, framework):
         task.models.append(self)
@@ -133,7 +133,7 @@ class Task:
         return False
 
 
-def test_with_a_server_each_slot_is_a_model_with_the_metadata_as_its_comment(monkeypatch, tmp_path):
+def test_online_each_slot_is_a_model_with_the_metadata_as_its_comment(monkeypatch, tmp_path):
     import clearml
 
     task = Task()
@@ -153,7 +153,7 @@ def test_with_a_server_each_slot_is_a_model_with_the_metadata_as_its_comment(mon
     assert "basename: model" in task.models[1].comment
 
 
-def test_a_server_that_does_not_answer_costs_one_warning_and_the_task_is_kept_offline(tmp_path):
+def test_if_the_server_does_not_answer_the_task_is_kept_offline_with_one_warning(tmp_path):
     run_script(
         tmp_path,
         f"""
@@ -175,12 +175,12 @@ def test_a_server_that_does_not_answer_costs_one_warning_and_the_task_is_kept_of
 @pytest.mark.parametrize(
     ("value", "expected"), [("", False), ("0", False), ("false", False), ("No", False), ("true", True), ("1", True)]
 )
-def test_the_variable_ci_is_understood(monkeypatch, value, expected):
+def test_the_environment_variable_ci_is_parsed(monkeypatch, value, expected):
     monkeypatch.setattr(ClearMLLogger, "_bypass", None)
     monkeypatch.setenv("CI", value)
     assert ClearMLLogger.bypass_mode() is expected
 
 
-def test_a_saver_takes_no_other_logger():
+def test_a_saver_rejects_other_loggers():
     with pytest.raises(TypeError, match="logger must be a ClearMLLogger, got str"):
         ClearMLSaver("logger")

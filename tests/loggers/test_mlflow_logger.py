@@ -1,4 +1,4 @@
-"""MLflowLogger with a store in SQLite, and with a server on this machine."""
+"""Test MLflowLogger with a store in SQLite and with a local server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the 
 
 
 def history(store, name):
-    """Read a metric from the store, by the step."""
+    """Read a metric from the store, ordered by step."""
     return query(store, "select step, value from metrics where key = ? and is_nan = 0 order by step", name)
 
 
@@ -38,7 +38,7 @@ def query(store, text, *values):
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """Make the tables once; that takes longer than the tests."""
+    """Create the tables once, which takes longer than the tests."""
     folder = tmp_path_factory.mktemp("store")
     script = "from mlflow import MlflowClient; MlflowClient('sqlite:///mlflow.db').search_experiments()"
     run_script(folder, script)
@@ -51,7 +51,7 @@ def store(prepared, tmp_path):
     return f"sqlite:///{tmp_path / 'mlflow.db'}"
 
 
-def test_metrics_of_a_run_are_in_the_store(store, tmp_path):
+def test_metrics_are_written_to_the_store(store, tmp_path):
     run_script(
         tmp_path,
         f"""
@@ -77,7 +77,7 @@ def test_metrics_of_a_run_are_in_the_store(store, tmp_path):
     assert query(store, "select status from runs") == [("FINISHED",)]
 
 
-def test_after_a_resume_each_point_is_there_once_and_none_is_missing(store, tmp_path):
+def test_after_a_resume_each_point_exists_exactly_once(store, tmp_path):
     run_script(
         tmp_path,
         f"""
@@ -131,13 +131,13 @@ def is_up(address):
 
 
 def stop(process):
-    """End the server with the processes that it has started."""
+    """Kill the server with the processes that it has started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(30)
 
 
-def test_metrics_reach_a_server(server, store, tmp_path):
+def test_metrics_are_sent_to_a_server(server, store, tmp_path):
     uri, _ = server
     script = f"""
         from camshaft.handlers import MLflowLogger
@@ -152,7 +152,7 @@ def test_metrics_reach_a_server(server, store, tmp_path):
     assert sorted((metric.step, metric.value) for metric in found) == [(2, 1.0), (4, 2.0)]
 
 
-def test_a_server_that_goes_away_costs_one_warning_but_not_the_run(server, tmp_path):
+def test_a_server_that_disappears_causes_one_warning(server, tmp_path):
     uri, process = server
     script = f"""
         import os, signal
@@ -165,12 +165,12 @@ def test_a_server_that_goes_away_costs_one_warning_but_not_the_run(server, tmp_p
             assert trainer.run(range(50)).iteration == 50
             logger._outbox.close()
         assert len([one for one in caught if "values may be missing in MLflow" in str(one.message)]) == 1, caught
-        os._exit(0)  # else MLflow would try to tell the server that the run is over
+        os._exit(0)  # otherwise MLflow would try to end the run on the server
         """
     run_script(tmp_path, script, MLFLOW_HTTP_REQUEST_MAX_RETRIES="1", MLFLOW_HTTP_REQUEST_TIMEOUT="3")
 
 
-def test_a_server_that_does_not_answer_costs_one_warning_but_not_the_run(tmp_path):
+def test_a_server_that_does_not_answer_causes_one_warning(tmp_path):
     script = """
         from camshaft.handlers import MLflowLogger
         with warnings.catch_warnings(record=True) as caught:

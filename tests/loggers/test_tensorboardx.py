@@ -1,4 +1,4 @@
-"""The tests of TensorboardLogger once more, with the writer of tensorboardX, used without tensorboard."""
+"""Repeat tests of TensorboardLogger with the writer of tensorboardX, without tensorboard."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def without_tensorboard(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def a_second_between_runs(monkeypatch):
-    """Let each writer have a file of its own: tensorboardX names them by the second alone."""
+    """Give each writer its own file: tensorboardX names them by the second."""
     run = with_torch.run
     monkeypatch.setattr(with_torch, "run", lambda *args, **options: run(*args, **options) or time.sleep(1.1))
 
 
 test_outputs = with_torch.test_outputs_are_scalars_named_by_tag_and_path
 test_optimizers = with_torch.test_optimizers_weights_and_gradients
-test_a_resume = with_torch.test_after_a_resume_each_point_is_there_once_and_none_is_missing
-test_times = with_torch.test_points_that_are_written_again_keep_their_times
+test_a_resume = with_torch.test_after_a_resume_each_point_exists_exactly_once
+test_times = with_torch.test_rewritten_points_keep_their_times
 
 
-def test_its_writer_is_taken(tmp_path):
+def test_the_writer_of_tensorboardx_is_used(tmp_path):
     with TensorboardLogger(log_dir=tmp_path) as logger:
         assert isinstance(logger.writer, tensorboardX.SummaryWriter)

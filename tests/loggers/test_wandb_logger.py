@@ -1,4 +1,4 @@
-"""WandBLogger in offline mode: the files that it leaves are read with the messages of W&B's own library."""
+"""Test WandBLogger in offline mode by reading its files with the messages of W&B's library."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WHOLE, LAST = 1, 4
 
 
 def records(file: Path) -> Iterator[messages.Record]:
-    """Read a log of W&B: after seven bytes, blocks of records in pieces, as LevelDB writes its logs."""
+    """Read a log of W&B: seven bytes, then blocks of records in the format of LevelDB."""
     content = file.read_bytes()
     assert content.startswith(b":W&B")
     position, record = 7, b""
@@ -51,7 +51,7 @@ def history(folder: Path) -> list[dict[str, object]]:
     return rows
 
 
-def test_values_and_text_of_a_run_are_in_its_file(tmp_path):
+def test_values_and_text_are_written(tmp_path):
     run_script(
         tmp_path,
         """
@@ -76,7 +76,7 @@ def test_values_and_text_of_a_run_are_in_its_file(tmp_path):
     ]
 
 
-def test_a_server_that_does_not_answer_costs_one_warning_and_the_run_is_written_offline(tmp_path):
+def test_if_the_server_does_not_answer_the_run_is_written_offline_with_one_warning(tmp_path):
     run_script(
         tmp_path,
         """
@@ -97,12 +97,12 @@ def test_a_server_that_does_not_answer_costs_one_warning_and_the_run_is_written_
     offline.mkdir()
     (tmp_path / "wandb").rename(offline / "wandb")
     for folder in offline.glob("wandb/run-*"):
-        folder.rename(offline / folder.name)  # what the attempt to reach the server has left
+        folder.rename(offline / folder.name)  # left by the attempt to reach the server
     assert history(offline) == [{"_step": 2, "training/loss": 1.0}, {"_step": 4, "training/loss": 2.0}]
 
 
 class Module(ModuleType):
-    """Stands where the library would be."""
+    """Replaces the library."""
 
     class errors:
         class CommError(Exception):
@@ -132,7 +132,7 @@ def wandb(monkeypatch):
     return module
 
 
-def test_a_run_may_be_there_already(wandb):
+def test_an_existing_run_may_be_used(wandb):
     with wandb_logger.WandBLogger(init=False, project="p") as logger:
         assert wandb.inits == []
         assert logger.lines is wandb.lines
@@ -141,7 +141,7 @@ def test_a_run_may_be_there_already(wandb):
     assert wandb.inits == [(("entity",), {"project": "p"})]
 
 
-def test_a_wrong_key_is_no_reason_to_go_offline(wandb):
+def test_a_wrong_key_raises(wandb):
     def init(**kwargs):
         raise wandb.errors.AuthenticationError("wrong key")
 
@@ -150,7 +150,7 @@ def test_a_wrong_key_is_no_reason_to_go_offline(wandb):
         wandb_logger.WandBLogger(project="p")
 
 
-def test_sync_is_deprecated_and_has_its_old_place(wandb):
+def test_sync_is_deprecated_and_keeps_its_position(wandb):
     with pytest.warns(UserWarning, match="sync is deprecated"):
         handler = wandb_logger.OutputHandler("t", None, None, None, True, ["epoch"])
     with pytest.warns(UserWarning, match="sync is deprecated"):

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, field, replace
 from camshaft.distributed.collectives import all_reduce
 from camshaft.distributed.diagnostics.auto_backend import choose
 from camshaft.distributed.diagnostics.installed import Status, backends, devices, versions
-from camshaft.distributed.launchers import detect
-from camshaft.distributed.launchers.table import table
+from camshaft.distributed.environments import detect
 from camshaft.distributed.rooted_collectives import gather
 from camshaft.distributed.run import current, finalize, initialize
 from camshaft.distributed.topology import Topology
+from camshaft.text import table
 
 
 @dataclass(frozen=True)
