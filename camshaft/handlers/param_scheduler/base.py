@@ -16,14 +16,7 @@ from torch import Tensor
 from camshaft.base import Serializable
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import EventLike, Events, RemovableEventHandle
-from camshaft.handlers.utils import (
-    check_engine,
-    check_entries,
-    check_text,
-    integer,
-    load_optional,
-    resumes_epoch,
-)
+from camshaft.handlers.utils import check_engine, check_entries, check_text, integer, load_optional, resumes_epoch
 
 _EPOCH_STARTED = Events.EPOCH_STARTED  # looking up a member of an enumeration on each call is slow
 

@@ -49,10 +49,7 @@ class ParamGroupScheduler(Serializable):
     _state_dict_all_req_keys = ("schedulers",)
 
     def __init__(
-        self,
-        schedulers: Sequence[ParamScheduler],
-        names: Sequence[str] | None = None,
-        save_history: bool = False,
+        self, schedulers: Sequence[ParamScheduler], names: Sequence[str] | None = None, save_history: bool = False
     ) -> None:
         _check_group(schedulers)
         self.schedulers = list(schedulers)

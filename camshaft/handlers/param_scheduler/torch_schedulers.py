@@ -78,8 +78,8 @@ class LRScheduler(ParamScheduler):
     def _apply(self, engine: Engine[Any, Any] | None) -> None:
         # Many schedulers compute the next rates from those in the groups, which a warm-up may have overwritten.
         scheduler, groups = self.lr_scheduler, self.optimizer.param_groups
-        rates = scheduler.get_last_lr()
-        if rates is not None:
+        first, rates = groups[0], scheduler._last_lr
+        if rates is not None and (len(groups) > 1 or first["lr"] is not rates[0]):
             for group, rate in zip(groups, rates):  # noqa: B905  # the step checks the lengths
                 if group["lr"] is not rate:
                     write(group, "lr", rate)
@@ -93,21 +93,20 @@ class LRScheduler(ParamScheduler):
         # torch's step() without its warnings and the deprecated argument, which take most of its time
         scheduler._step_count += 1
         scheduler._get_lr_called_within_step = True
+        scheduler.last_epoch += 1
         try:
-            scheduler.last_epoch += 1
             rates = scheduler._last_lr = scheduler.get_lr()
         finally:
             scheduler._get_lr_called_within_step = False
         if len(rates) != len(groups):
             raise ValueError(f"lr_scheduler must be made for {len(groups)} parameter groups, got {len(rates)} rates")
-        for group, rate in zip(groups, rates):  # noqa: B905  # checked
-            if type(rate) is float and type(group["lr"]) is float:
-                group["lr"] = rate
-            else:
-                self._write(list(rates))
-                last = [group["lr"] for group in groups]  # tensors are copied, as they may be changed in place
-                scheduler._last_lr = [one.clone() if isinstance(one, Tensor) else one for one in last]
-                break
+        if len(groups) == 1 and (first["lr"] is rates[0] or type(first["lr"]) is type(rates[0]) is float):
+            first["lr"] = rates[0]  # without a loop, whose start takes as long as all of this
+            return
+        self._write(rates)
+        if not all(type(rate) is float for rate in rates):
+            last = [group["lr"] for group in groups]  # tensors are copied, as they may be changed in place
+            scheduler._last_lr = [one.clone() if isinstance(one, Tensor) else one for one in last]
 
     def get_param(self) -> Any:
         """Return the current rate, or a list of rates if there are several groups."""
