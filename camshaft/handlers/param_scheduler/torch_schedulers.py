@@ -13,7 +13,6 @@ from torch.optim import lr_scheduler as native
 
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import EventLike, Events, RemovableEventHandle
-from camshaft.errors import described
 from camshaft.handlers.param_scheduler.base import (
     ParamScheduler,
     no_step_warnings,
@@ -22,7 +21,7 @@ from camshaft.handlers.param_scheduler.base import (
     unchanged,
     write,
 )
-from camshaft.handlers.utils import check_text, number
+from camshaft.handlers.utils import check_text, check_type, number
 
 
 class LRScheduler(ParamScheduler):
@@ -61,8 +60,7 @@ class LRScheduler(ParamScheduler):
                 "lr_scheduler must not be a ReduceLROnPlateau, which needs a metric to step: use "
                 "ReduceLROnPlateauScheduler(optimizer, metric_name, ...)"
             )
-        if not isinstance(lr_scheduler, native.LRScheduler):
-            raise TypeError(f"lr_scheduler must be one of torch.optim.lr_scheduler, got {described(lr_scheduler)}")
+        check_type("lr_scheduler", lr_scheduler, native.LRScheduler, "one of torch.optim.lr_scheduler")
         super().__init__(lr_scheduler.optimizer, "lr", save_history)
         self.lr_scheduler = lr_scheduler
         self._steps_from = 0 if use_legacy else 1
