@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from camshaft.distributed import context
-from camshaft.distributed.backends.native.start import check_options, create
+from camshaft.distributed.backends.native.backend import check_options, create
 from camshaft.distributed.calls import annotate_departures
 from camshaft.distributed.launch.parent_watchdog import end_with_parent
 from camshaft.distributed.launch.processes import Processes, Report

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from torch.distributed import DistStoreError, HashStore
 
-from camshaft.distributed.backends.native import meeting
-from camshaft.distributed.backends.native.meeting import meet
+from camshaft.distributed.backends.native import rendezvous
+from camshaft.distributed.backends.native.rendezvous import meet
 
 PATIENCE, IMPATIENCE = 20.0, 0.3
 
@@ -96,7 +96,7 @@ def test_rank_0_is_missed() -> None:
 def test_the_log_names_who_is_missing_long_before_the_timeout(
     came: tuple[int, ...], reported: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(meeting, "REPORT_AFTER", 0.05)
+    monkeypatch.setattr(rendezvous, "REPORT_AFTER", 0.05)
     come(HashStore(), came, 4, IMPATIENCE)
     assert caplog.messages == reported
 
@@ -106,7 +106,7 @@ def test_rank_0_is_missed_also_where_the_dead_have_met(
 ) -> None:
     store = HashStore()
     come(store, (0, 1, 2), 3)
-    monkeypatch.setattr(meeting, "REPORT_AFTER", 0.05)
+    monkeypatch.setattr(rendezvous, "REPORT_AFTER", 0.05)
     come(store, (1, 2), 3, IMPATIENCE)
     assert sorted(caplog.messages) == [
         f"rank {rank} has waited 0.05 s for rank 0, which has not reached initialize" for rank in (1, 2)
@@ -115,7 +115,7 @@ def test_rank_0_is_missed_also_where_the_dead_have_met(
 
 def test_who_has_left_and_how_is_published_in_the_order_in_which_they_left() -> None:
     store = HashStore()
-    ranks = [meeting.Attendance(store, rank) for rank in range(4)]
+    ranks = [rendezvous.Departures(store, rank) for rank in range(4)]
     assert ranks[0].left(range(4)) == {}
     ranks[3].leave(SystemExit(3))
     ranks[1].leave(None)
@@ -142,10 +142,10 @@ def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Monk
             answers.wait(PATIENCE)
             return super().check(keys)
 
-    monkeypatch.setattr(meeting, "_PATIENCE", 0.1)
-    attendance = meeting.Attendance(Silent(), 1)
-    assert attendance.left([0]) == {}
-    attendance.leave(None)
+    monkeypatch.setattr(rendezvous, "_PATIENCE", 0.1)
+    departures = rendezvous.Departures(Silent(), 1)
+    assert departures.left([0]) == {}
+    departures.leave(None)
     assert asked == ["left/0", "left"]
     answers.set()
 
@@ -155,9 +155,9 @@ def test_a_rank_leaves_also_where_no_thread_can_be_started(monkeypatch: pytest.M
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     store = HashStore()
-    attendance, other = meeting.Attendance(store, 1), meeting.Attendance(store, 0)
+    departures, other = rendezvous.Departures(store, 1), rendezvous.Departures(store, 0)
     monkeypatch.setattr(Thread, "start", refuse)
-    attendance.leave(None)
+    departures.leave(None)
     assert other.left([1]) == {1: "has left the run without an error"}
     other.leave(None)
 
