@@ -53,8 +53,13 @@ def test_the_version_comes_from_the_package(metadata: Message) -> None:
 
 def test_torch_is_all_that_is_needed(metadata: Message) -> None:
     needs = [need for need in metadata.get_all("Requires-Dist", []) if "extra ==" not in need]
-    assert needs == ["torch>=2.7"]
+    assert needs == ["torch>=2.9"]
     assert metadata["Requires-Python"] == ">=3.10"
+
+
+def test_the_gate_runs_the_tests_with_the_oldest_torch_that_may_be_installed(metadata: Message) -> None:
+    (oldest,) = re.findall(r"(?m)^OLDEST=(\S+)", (ROOT / ".ci" / "run").read_text("utf-8"))
+    assert f"torch>={oldest.removesuffix('.0')}" in metadata.get_all("Requires-Dist", [])
 
 
 def test_the_licence_is_in_the_wheel(wheel: ZipFile, metadata: Message) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from camshaft.distributed.launchers import Launch
+from camshaft.distributed.topology import Launch
 
 
 def choose(

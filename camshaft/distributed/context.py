@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 from camshaft.distributed import agreement
 from camshaft.distributed.backend import Backend
 from camshaft.distributed.backends.serial import SerialBackend
+from camshaft.distributed.environments import detect, infer
 from camshaft.distributed.outbox import pending
 from camshaft.distributed.registry import adopted, module_of, nothing_has_begun
 
@@ -48,7 +51,7 @@ def initialize(backend: str, *, debug: bool | None = None, **kwargs: Any) -> Non
         RuntimeError: a run was begun already, or what the launcher left in the environment contradicts itself.
         TypeError: an argument is not known.
     """
-    install(lambda: module_of(backend).create(backend, local_rank=_local_rank, **kwargs), debug)
+    install(lambda: module_of(backend).create(backend, detect(os.environ), local_rank=_local_rank, **kwargs), debug)
 
 
 def install(create: Callable[[], Backend], debug: bool | None = None) -> None:
@@ -122,7 +125,7 @@ def _looked_up() -> Backend:
     """Give the run that exists, adopting it if it is new, and dropping one that has ended."""
     global _process
     if _process is _serial or not _process.is_alive():
-        found = adopted(_local_rank) or _serial
+        found = adopted(partial(infer, os.environ, local_rank=_local_rank)) or _serial
         if found is not _process:
             _process = found
             if found is _serial:

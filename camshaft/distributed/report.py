@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, field, replace
 from camshaft.distributed import context
 from camshaft.distributed.choice import choose
 from camshaft.distributed.collectives import all_reduce
+from camshaft.distributed.environments import detect
 from camshaft.distributed.installed import Status, backends, devices, versions
-from camshaft.distributed.launchers import Launch, detect
-from camshaft.distributed.launchers.table import table
 from camshaft.distributed.parts import gather
-from camshaft.distributed.topology import Topology
+from camshaft.distributed.topology import Launch, Topology
+from camshaft.text import table
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,13 @@
 """The engine and its events, and engines for supervised learning."""
 
-from camshaft.engine.builders import (
+from camshaft.engine.deterministic import DeterministicEngine
+from camshaft.engine.engine import Engine
+from camshaft.engine.events import CallableEventWithFilter, EventEnum, Events, EventsList, RemovableEventHandle
+from camshaft.engine.state import State
+from camshaft.engine.step import prepare_batch as _prepare_batch  # noqa: F401  # its name in the public API
+from camshaft.engine.supervised import (
+    create_supervised_evaluator,
+    create_supervised_trainer,
     supervised_evaluation_step,
     supervised_evaluation_step_amp,
     supervised_training_step,
@@ -8,12 +15,6 @@ from camshaft.engine.builders import (
     supervised_training_step_apex,
     supervised_training_step_tpu,
 )
-from camshaft.engine.deterministic import DeterministicEngine
-from camshaft.engine.engine import Engine
-from camshaft.engine.events import CallableEventWithFilter, EventEnum, Events, EventsList, RemovableEventHandle
-from camshaft.engine.state import State
-from camshaft.engine.steps import prepare_batch as _prepare_batch  # noqa: F401  # its name in the public API
-from camshaft.engine.supervised import create_supervised_evaluator, create_supervised_trainer
 from camshaft.tree import convert_tensor
 
 __all__ = [

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from camshaft.base import Serializable
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import EventLike, Events
-from camshaft.handlers.checkpoint.objects import unwrap
+from camshaft.handlers.checkpoint.state import unwrap
 from camshaft.handlers.state_param_scheduler import StateParamScheduler
 from camshaft.handlers.utils import check_engine, check_is_no_counter, integer
 

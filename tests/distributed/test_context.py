@@ -19,13 +19,11 @@ import torch.distributed.nn.functional as of_torch
 
 import camshaft.distributed as idist
 from camshaft.distributed import agreement, context
-from camshaft.distributed.backends.native import start
-from camshaft.distributed.backends.native.backend import NativeBackend
-from camshaft.distributed.launchers import Launch
-from camshaft.distributed.topology import Topology
-from tests.distributed.launchers.environments import step
+from camshaft.distributed.backends.native.backend import NativeBackend, check_options, create, device_of
+from camshaft.distributed.topology import Launch, Topology
+from tests.distributed.environments.observed import step
 from tests.distributed.test_ranks import Somewhere
-from tests.guards import content, outlasting
+from tests.guards import outlasting
 from tests.ranks import on_ranks
 
 
@@ -240,7 +238,7 @@ def see(monkeypatch, kind, count):
 def test_a_process_has_one_of_the_accelerators_that_it_sees(monkeypatch, kind, count, config, local_rank, device):
     see(monkeypatch, kind, count)
     monkeypatch.setattr(dist, "get_backend_config", lambda group=None: config)
-    assert start.device_of(local_rank) == torch.device(device)
+    assert device_of(local_rank) == torch.device(device)
 
 
 @on_ranks(2)
@@ -289,7 +287,7 @@ def test_a_rank_that_was_told_less_than_another_asks_for_the_hosts_alone(tmp_pat
         launch = Launch("horovodrun", Topology(world_size=2, local_world_size=2), host="n")
     else:
         launch = Launch("horovodrun", Topology(rank=1, world_size=2), assumed=("num_nodes",), host="n")
-    backend = start.begin("gloo", launch, None, init_method=f"file://{tmp_path}/store")
+    backend = create("gloo", launch, init_method=f"file://{tmp_path}/store")
     assert backend.topology == Topology(rank, 2, rank, 2, 0, 1)
     backend.barrier(None)
     backend.close()
@@ -308,11 +306,11 @@ def test_a_single_process_has_the_accelerator_of_the_machine(monkeypatch, kind, 
 def test_a_backend_whose_devices_are_missing_is_refused_by_their_kind(monkeypatch):
     see(monkeypatch, "xpu", 1)
     with pytest.raises(RuntimeError, match="backend 'nccl' needs a CUDA device, and there is none"):
-        start.check_options("nccl", {})
-    start.check_options("xccl", {})
+        check_options("nccl", {})
+    check_options("xccl", {})
     see(monkeypatch, None, 0)
     with pytest.raises(RuntimeError, match="backend 'xccl' needs a xpu device"):
-        start.check_options("xccl", {})
+        check_options("xccl", {})
 
 
 def test_groups_have_the_timeout_of_the_run():
@@ -322,9 +320,8 @@ def test_groups_have_the_timeout_of_the_run():
 
 
 def workers():
-    """Count the worker threads of gloo, which name themselves once they run, and are listed until just after."""
-    names = [content(file) for file in Path("/proc/self/task").glob("*/comm")]
-    return names.count("pt_gloo_runloop\n")
+    """Count the threads that Python did not start: those of gloo have no names before torch 2.9."""
+    return len(list(Path("/proc/self/task").iterdir())) - threading.active_count()
 
 
 class Held:
@@ -347,7 +344,7 @@ class Held:
             self.is_over = True
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have names on Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux lists the threads of a process")
 @pytest.mark.parametrize("end", [idist.finalize, context.abandon])
 def test_the_worker_threads_of_gloo_end_with_the_run(end, monkeypatch):
     """Also if torch.distributed.nn was imported during the run, as the first DistributedDataParallel does."""
@@ -356,10 +353,10 @@ def test_the_worker_threads_of_gloo_end_with_the_run(end, monkeypatch):
     monkeypatch.setattr(of_torch.all_reduce, "__defaults__", (dist.ReduceOp.SUM, dist.group.WORLD))
     subgroup = idist.new_group([0])
     idist.all_reduce(torch.ones(3), group=subgroup)
-    assert not outlasting(lambda: workers() != before + 4)
+    assert not outlasting(lambda: workers() < before + 4)  # two for each group
     del subgroup
     end()
-    assert not outlasting(lambda: workers() != before)
+    assert not outlasting(lambda: workers() > before)
     assert of_torch.all_reduce.__defaults__ == (dist.ReduceOp.SUM, None)
 
 

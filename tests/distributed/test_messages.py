@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import camshaft.distributed as idist
 from camshaft.distributed import outbox
-from camshaft.distributed.backends.native.sending import Sending, Watcher
+from camshaft.distributed.backends.native.gloo import Send, SendWaiter
 from camshaft.distributed.context import current
 from camshaft.distributed.guard import only
 from camshaft.errors import RankDivergenceError
@@ -573,8 +573,8 @@ def test_a_transfer_that_failed_is_told_by_the_next_that_is_kept_or_at_the_end()
 
 
 def test_a_message_of_gloo_is_waited_for_once_whoever_asks():
-    watcher, works = Watcher(), [Work(), Work(OSError("gone")), Work()]
-    first, second, third = (Sending(work, watcher) for work in works)
+    waiter, works = SendWaiter(), [Work(), Work(OSError("gone")), Work()]
+    first, second, third = (Send(work, waiter) for work in works)
     assert not first.is_completed()
     assert not second.is_completed()
     works[0].end.set()

@@ -19,8 +19,8 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 import camshaft.distributed as idist
 from camshaft.distributed import launcher
 from camshaft.distributed.choice import choose
-from camshaft.distributed.launchers import Launch, detect
-from camshaft.distributed.topology import Topology
+from camshaft.distributed.environments import detect
+from camshaft.distributed.topology import Launch, Topology
 from tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]

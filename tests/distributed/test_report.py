@@ -97,7 +97,7 @@ def test_an_environment_that_contradicts_itself_is_told_with_the_rest(
     assert main(["--backend", "gloo"]) == 1
     said = capsys.readouterr().out
     assert said.startswith("a process on ")  # of no rank
-    assert "error: the environment contradicts itself: mpich and environment do not say the same" in said
+    assert "error: the environment is contradictory: mpich and environment disagree" in said
     assert "rank        PMI_RANK=1  RANK=0\n" in said
     assert re.search(r"\ngloo +yes", said)
 
@@ -123,7 +123,7 @@ def test_what_no_variable_says_is_told_to_be_assumed_or_to_follow() -> None:
     report = look({"PMI_RANK": "1", "PMI_SIZE": "4", "RANK": "1"})
     assert report.sources["rank"] == "PMI_RANK=1"
     assert report.sources["num_nodes"] == "assumed, as nothing says it"
-    assert report.notes[0].startswith("mpich started this process, so RANK in the environment is ignored")
+    assert report.notes[0].startswith("mpich started this process: RANK in the environment ignored")
     assert f"note: {report.notes[0]}" in str(report)
     one_node = look({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
     assert one_node.sources["num_nodes"] == "follows from the others"

@@ -31,11 +31,11 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 import camshaft.distributed as idist
 from camshaft.distributed import context as idist_context
-from camshaft.distributed import lifeline
-from camshaft.distributed.backends.horovod import spawning as horovod_spawning
-from camshaft.distributed.backends.native import processes as native_processes
-from camshaft.distributed.backends.native import spawning as native_spawn
-from camshaft.distributed.backends.xla import spawning as xla_spawning
+from camshaft.distributed.launch import horovod as horovod_spawning
+from camshaft.distributed.launch import native as native_spawn
+from camshaft.distributed.launch import parent_watchdog as lifeline
+from camshaft.distributed.launch import processes as native_processes
+from camshaft.distributed.launch import xla as xla_spawning
 from tests.guards import children, is_running
 from tests.ranks import context
 

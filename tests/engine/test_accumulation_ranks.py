@@ -137,7 +137,7 @@ def test_ranks_that_shard_the_model_step_like_one_process_on_all_their_batches(w
             trainer.run(data, max_epochs=2)
         whole = torch.cat([parameter.full_tensor().detach().flatten() for parameter in model.parameters()])
         weights = expected(union(sizes, windows), lambda parameters: nn.utils.clip_grad_norm_(parameters, LIMIT))
-        torch.testing.assert_close(whole, weights, atol=1e-8, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(whole, weights, atol=1e-7, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
         assert len(steps) == len(windows), name
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from camshaft.engine.precision import Autocast, Update, device_type_of, import_for
+from camshaft.engine.step import Update, autocast, device_type_of, import_for
 
 INFINITY = float("inf")
 
@@ -63,10 +63,10 @@ def test_what_computes_is_the_device_given_or_that_of_the_model(device, model, k
 @pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu")])
 def test_autocast_is_that_of_the_device_in_the_precision_wanted(device, dtype, used):
     model = nn.Linear(2, 2)
-    autocast = Autocast(device, model, dtype)
+    context = autocast(device, model, dtype)
     for _ in range(2):
         assert not torch.is_autocast_enabled("cpu")
-        with autocast():
+        with context():
             assert torch.is_autocast_enabled("cpu")
             assert model(torch.ones(1, 2)).dtype == used
     assert model(torch.ones(1, 2)).dtype == torch.float32
@@ -74,15 +74,15 @@ def test_autocast_is_that_of_the_device_in_the_precision_wanted(device, dtype, u
 
 def test_a_model_that_moves_before_the_first_step_is_followed():
     model = Weight()
-    autocast = Autocast(None, model)
+    context = autocast(None, model)
     model.to("meta")
     with pytest.raises(ValueError, match="amp needs a device type that torch has autocast for, got 'meta'"):
-        autocast()
+        context()
 
 
 def test_a_device_without_autocast_is_refused_at_once():
     with pytest.raises(ValueError, match="got 'meta'"):
-        Autocast("meta", Weight())
+        autocast("meta", Weight())
 
 
 # --- updates -------------------------------------------------------------------------------------------------------

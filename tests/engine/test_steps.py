@@ -8,7 +8,7 @@ from torch import nn
 
 from camshaft.engine import Engine, create_supervised_evaluator, create_supervised_trainer
 from camshaft.engine.lazy import LazyNumber
-from camshaft.engine.steps import Mode, call_model, identity, loss_value, predictions_and_targets, prepare_batch
+from camshaft.engine.step import Mode, call_model, identity, loss_value, predictions_and_targets, prepare_batch
 
 
 class Counting(nn.Sequential):
@@ -127,10 +127,10 @@ def test_modes_work_for_models_that_are_no_modules():
             self.calls += ("eval",)
 
     model = Plain()
-    mode = Mode(model)
-    mode.train(None)
-    mode.evaluate(None)
-    mode.train(None)
+    train, evaluate = Mode(model, training=True), Mode(model, training=False)
+    train(None)
+    evaluate(None)
+    train(None)
     assert model.calls == ("train", "eval", "train")
 
 

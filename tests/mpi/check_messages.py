@@ -143,11 +143,14 @@ def a_tag_out_of_range_is_refused() -> None:
 def functional_collectives_give_new_tensors() -> None:
     rank, size = place()
     world, tensor = dist.group.WORLD, torch.full((size,), float(rank))
-    gathered = functional.wait_tensor(functional.all_gather_single(tensor, 0, world))
+    # older versions of torch have other names, which newer ones deprecate
+    all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+    reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+    gathered = functional.wait_tensor(all_gather(tensor, 0, world))
     same(gathered, torch.arange(float(size)).repeat_interleave(size))
     reduced = functional.wait_tensor(functional.all_reduce(tensor, "sum", world))
     same(reduced, torch.full((size,), float(sum(range(size)))))
-    scattered = functional.wait_tensor(functional.reduce_scatter_single(tensor, "avg", 0, world))
+    scattered = functional.wait_tensor(reduce_scatter(tensor, "avg", 0, world))
     same(scattered, torch.tensor([(size - 1) / 2]))
     exchanged = functional.wait_tensor(functional.all_to_all_single(tensor, None, None, world))
     same(exchanged, torch.arange(float(size)))

@@ -15,7 +15,7 @@ import torch_xla.distributed.xla_multiprocessing as multiprocessing
 
 import camshaft.distributed as idist
 from camshaft.distributed import agreement
-from camshaft.distributed.backends.xla import spawning as xla_spawn
+from camshaft.distributed.launch import xla as xla_spawn
 from camshaft.utils import manual_seed
 from tests.xla.processes import call_alone, run
 

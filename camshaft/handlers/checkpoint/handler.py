@@ -1,86 +1,121 @@
-"""Handlers that save objects while an engine runs, and keep the newest or the best of what they saved."""
+"""Handlers that save objects while an engine runs, and keep the newest or the best checkpoints."""
 
 from __future__ import annotations
 
+import copy
+import inspect
+import logging
+import math
+import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import suppress
+from numbers import Integral, Number
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
+from camshaft.base import Serializable
+from camshaft.distributed import all_gather
 from camshaft.engine.engine import Engine, outermost_engine
-from camshaft.engine.events import Events
-from camshaft.handlers.checkpoint import record
-from camshaft.handlers.checkpoint.events import CheckpointEvents, announce
-from camshaft.handlers.checkpoint.later import Later
+from camshaft.engine.events import Events, HandlerEvents
+from camshaft.engine.lazy import LazyNumber
+from camshaft.errors import described
+from camshaft.handlers.checkpoint import names
+from camshaft.handlers.checkpoint.async_save import BackgroundSave
 from camshaft.handlers.checkpoint.loading import load_objects
-from camshaft.handlers.checkpoint.names import (
-    check_folder,
-    check_length,
-    check_pattern,
-    check_stays,
-    file_name,
-    folder_of,
-    make_pattern,
-    name_of,
-)
-from camshaft.handlers.checkpoint.objects import CHECKPOINTER, check_to_save, checkpoint_of, needs_all_ranks
-from camshaft.handlers.checkpoint.recorded import Recorded
 from camshaft.handlers.checkpoint.resuming import resume
-from camshaft.handlers.checkpoint.savers import BaseSaveHandler, DiskSaver
-from camshaft.handlers.checkpoint.scores import ScoreFunction, score_of_metric
-from camshaft.handlers.checkpoint.writer import is_writer
+from camshaft.handlers.checkpoint.savers import BaseSaveHandler, DiskSaver, check_save_on_rank, is_writer
+from camshaft.handlers.checkpoint.state import CHECKPOINTER, check_to_save, is_container, take_state
 from camshaft.handlers.utils import check_callable, check_text
 
-_ENDS = Events.TERMINATE | Events.COMPLETED | Events.INTERRUPT | Events.EXCEPTION_RAISED
+logger = logging.getLogger(__name__)
+ScoreFunction = Callable[[Engine[Any, Any]], Any]
 StepTransform = Callable[[Engine[Any, Any], Any], Any]
 SaveHandler = str | PathLike[str] | BaseSaveHandler | Callable[..., object]
+_ENDS = Events.TERMINATE | Events.COMPLETED | Events.INTERRUPT | Events.EXCEPTION_RAISED
+# The handler that saved a file, until a handler is made or gets another record: then it may overwrite all files, as a
+# resumed run does. Two handlers that write the same file meanwhile would remove that of the other.
+_owners: WeakValueDictionary[Path, Checkpoint] = WeakValueDictionary()
 
 
-class Checkpoint(Recorded):
+class CheckpointEvents(HandlerEvents):
+    """Events that :class:`Checkpoint` fires. Every engine knows them."""
+
+    SAVED_CHECKPOINT = "saved_checkpoint"
+
+
+class Item(NamedTuple):
+    """A checkpoint in the record of a handler."""
+
+    priority: int | float
+    filename: str
+
+
+def score_of_metric(metric_name: str, score_sign: float = 1.0) -> ScoreFunction:
+    """Return a score function that reads a metric; use ``score_sign=-1.0`` for metrics where lower is better.
+
+    Raises:
+        ValueError: ``score_sign`` is neither 1 nor -1.
+        KeyError: raised by the function if the metric does not exist.
+    """
+    if score_sign not in (1, -1):
+        raise ValueError(f"score_sign must be 1 or -1, got {score_sign!r}")
+
+    def score(engine: Engine[Any, Any]) -> Any:
+        metrics = engine.state.metrics
+        if metric_name not in metrics:
+            raise KeyError(f"there is no metric {metric_name!r} to use as score, but only {list(metrics)}")
+        return metrics[metric_name] * score_sign
+
+    return score
+
+
+class Checkpoint(Serializable):
     """Saves objects whenever the event fires on which it is registered, and keeps ``n_saved`` of the files.
 
-    Without a score the newest are kept: where there are ``n_saved`` already, a call with a step that is not larger
-    than the lowest of them saves nothing, unless ``greater_or_equal`` lets an equal one replace it. Call :meth:`reset`
-    before an engine is run anew from 0, and give a handler on an evaluator, whose iteration is always the same, a
-    ``global_step_transform`` or a score. With a score the best are kept; NaN is worse than any number.
+    Without a score the newest checkpoints are kept: if there are ``n_saved`` already, a call with a step that is not
+    larger than the lowest of them saves nothing, unless ``greater_or_equal`` lets an equal one replace it. Call
+    :meth:`reset` before an engine is restarted from 0. A handler on an evaluator, whose iteration is always the same,
+    needs a ``global_step_transform`` or a score. With a score the best are kept; NaN is worse than any number.
 
-    A file is written first, then recorded, and only then the one it replaces is removed; a save that fails
-    changes nothing. On ``EXCEPTION_RAISED`` it works too, but counts there as a handler of the exception, as any
-    does: re-raise it in another handler, registered later, or the run goes on.
+    A file is written first, then recorded, and only then the one it replaces is removed; a save that fails changes
+    nothing. On ``EXCEPTION_RAISED`` it counts as a handler of the exception, as any handler does: re-raise the
+    exception in another handler, registered later, or the run continues.
 
     Args:
         to_save: what to save, by name: objects with ``state_dict()``, also in nested mappings and sequences.
             Modules are taken out of ``DataParallel``, ``DistributedDataParallel`` and ``torch.compile``.
         save_handler: a directory, for a :class:`DiskSaver`; or a ``BaseSaveHandler``; or a function that is
-            called with the checkpoint, the file name and, if it takes that, the metadata.
-        filename_prefix: first part of the file names. With a ``DiskSaver``, ``"best/run"`` leads to the folder
+            called with the checkpoint, the file name and, if it accepts it, the metadata.
+        filename_prefix: first component of the file names. With a ``DiskSaver``, ``"best/run"`` refers to the folder
             ``best`` in its directory, which must exist.
-        score_function: called with the engine, gives a number; the larger, the better.
-        score_name: of the score, for the file names. Without ``score_function`` the metric of this name is it.
+        score_function: called with the engine, returns a number; higher is better.
+        score_name: of the score, for the file names. Without ``score_function``, the metric of this name is the score.
         n_saved: how many to keep; ``None`` for all.
-        global_step_transform: called with the engine and the event, gives the step for the file names;
+        global_step_transform: called with the engine and the event, returns the step for the file names;
             see ``global_step_from_engine``.
         filename_pattern: of the file names, with any of ``{filename_prefix}``, ``{name}``, ``{global_step}``,
-            ``{score_name}``, ``{score}`` and ``{ext}``. By default those that there are, in this order. One that
+            ``{score_name}``, ``{score}`` and ``{ext}``. By default those that exist, in this order. A pattern that
             ends in ``.safetensors`` is for the weights of a single model, in that format.
         include_self: save the record of this handler too, under the key ``checkpointer``; with a single object
-            the key lies inside the state of that object.
+            the key is inside the state of that object.
         greater_or_equal: save also when the score, or step, only equals the lowest one kept.
-        save_on_rank: the rank where files are written and what ranks hold in parts is brought together;
-            ``"node"`` for the first process of each node, where the nodes have disks of their own. A
-            ``DiskSaver`` as ``save_handler`` has its own.
-        asynchronous: save in the background. The state is copied to host memory, as much of it as there is, and
-            the run goes on. One save at a time is under way; its error is raised at the next event, and the run
-            ends when it has ended. A function as ``save_handler`` is called in another thread.
-        when_busy: in the background, what a save does when the one before is still under way: ``"wait"`` for it,
-            or ``"skip"``, so that nothing is saved.
+        save_on_rank: the rank that writes files and gathers sharded state; ``"node"`` for the first process of each
+            node, if nodes have local disks. A ``DiskSaver`` as ``save_handler`` has its own.
+        asynchronous: save in the background: the state is copied to host memory, and the run continues. One save at a
+            time is in progress; its error is raised at the next iteration, and the run ends after it. A function as
+            ``save_handler`` is called in another thread.
+        when_busy: with ``asynchronous``, what to do if the previous save is still in progress: ``"wait"`` for it, or
+            ``"skip"`` the new one.
 
     Raises:
-        TypeError: ``to_save`` is not a mapping of such objects, or another argument is of the wrong kind.
+        TypeError: ``to_save`` is not a mapping of such objects, or another argument is of the wrong type.
         ValueError: ``n_saved`` is below 1, ``to_save`` has the key ``checkpointer`` with ``include_self``, or
             the directory is not empty or cannot be used.
-        KeyError: ``filename_pattern`` uses what is not there.
+        KeyError: ``filename_pattern`` uses an unknown field.
 
     >>> import tempfile, torch
     >>> from camshaft.engine import Events
@@ -95,7 +130,8 @@ class Checkpoint(Recorded):
     """
 
     SAVED_CHECKPOINT = CheckpointEvents.SAVED_CHECKPOINT
-    Item = record.Item
+    Item = Item
+    _state_dict_all_req_keys = ("_saved",)
 
     def __init__(
         self,
@@ -123,45 +159,55 @@ class Checkpoint(Recorded):
         check_text("score_name", score_name, optional=True)
         check_text("filename_pattern", filename_pattern, optional=True)
         if filename_pattern is not None:
-            check_pattern(filename_pattern, to_save, include_self)
-        if score_function is None and score_name is not None:
-            score_function = score_of_metric(score_name)
+            names.check_pattern(filename_pattern, to_save, include_self)
         if isinstance(save_handler, (str, PathLike)):
             save_handler = DiskSaver(save_handler, create_dir=True, save_on_rank=save_on_rank)
-        if isinstance(save_handler, DiskSaver):
-            check_stays("filename_pattern", filename_pattern or "")
-            check_folder(filename_prefix, filename_pattern, save_handler.dirname, save_handler.writes)
-        super().__init__(save_handler, save_on_rank)
+        check_save_on_rank(save_on_rank)
         self.to_save = to_save
+        self.save_handler = save_handler
         self.filename_prefix = filename_prefix
-        self.score_function = score_function
+        self.score_function = score_of_metric(score_name) if score_name and not score_function else score_function
         self.score_name = score_name
         self.n_saved = n_saved
         self.global_step_transform = global_step_transform
         self.filename_pattern = filename_pattern
         self.include_self = include_self
         self.greater_or_equal = greater_or_equal
+        self.save_on_rank = save_on_rank
+        self.asynchronous = asynchronous
         self.ext = "pt"
-        self._later = Later(when_busy) if asynchronous else None
+        self._background = BackgroundSave(when_busy)
+        self._saved: list[Item] = []
+        _release_files()
         if isinstance(save_handler, DiskSaver):
-            self._check_length(save_handler.dirname)
+            self._check_names(save_handler)
+
+    @property
+    def save_handler(self) -> BaseSaveHandler | Callable[..., object]:
+        """Where checkpoints are stored; may be replaced."""
+        return self._save_handler
+
+    @save_handler.setter
+    def save_handler(self, save_handler: BaseSaveHandler | Callable[..., object]) -> None:
+        self._takes_metadata = _takes_metadata(save_handler)
+        self._save_handler = save_handler
 
     @property
     def last_checkpoint(self) -> str | Path | None:
-        """The file of the highest score, or without scores of the largest step; ``None`` before the first.
+        """The file with the highest score, or without scores with the largest step; ``None`` before the first.
 
-        A path with a ``DiskSaver``, else the name that the save handler was given. Waits for a save under way.
+        A path with a ``DiskSaver``, otherwise the name that the save handler received. Waits for a save in progress.
 
         Raises:
-            RuntimeError: saves may have been skipped, and another rank knows which.
+            RuntimeError: saves may have been skipped, and only another rank knows which.
         """
-        saved = self._settled()
-        if self._later is not None and self._later.skips and not is_writer(self._writer):
+        self._background.settle()
+        if self.asynchronous and self._background.skips and not is_writer(self._writer):
             raise RuntimeError(f"with when_busy='skip' only rank {self._writer} knows what was saved; ask there")
-        if not saved:
+        if not self._saved:
             return None
-        filename = saved[-1].filename
-        return self.save_handler.dirname / filename if isinstance(self.save_handler, DiskSaver) else filename
+        saver, filename = self.save_handler, self._saved[-1].filename
+        return saver.dirname / filename if isinstance(saver, DiskSaver) else filename
 
     def __call__(self, engine: Engine[Any, Any], *args: Any, **kwargs: Any) -> None:
         """Save, if the score or the step is large enough.
@@ -171,144 +217,349 @@ class Checkpoint(Recorded):
                 saved to the same file since this one was made. When the run is over, as on ``COMPLETED``, the latter is
                 a warning, and the file is overwritten.
         """
-        later = self._later
-        if later is not None and later.is_busy(may_skip=not needs_all_ranks(self.to_save)):
+        if self._background.is_busy(self.to_save):
             return
-        global_step = self._global_step(engine)
-        priority = self._priority(engine, global_step)
-        if not record.is_wanted(self._saved, priority, self.n_saved, self.greater_or_equal):
-            self._warn_if_behind(priority)
+        step = engine.state.iteration if self.score_function is None else None
+        if self.global_step_transform is not None:
+            step = self.global_step_transform(engine, engine.last_event_name)
+        if self.score_function is None:
+            score, priority = None, _as_priority(step, "global_step_transform")
+        else:
+            score = priority = _as_priority(self.score_function(engine), "score_function")
+        if not self._is_wanted(priority):
             return
-        filename = self._filename(name_of(self.to_save), self._score(priority), global_step)
-        saved, dropped = record.with_item(self._saved, record.Item(priority, filename), self.n_saved)
-        checkpoint = checkpoint_of(
-            self.to_save, self.save_on_rank, record.record_of(saved) if self.include_self else None
-        )
-        metadata = self._metadata(engine, priority, global_step)
+        name = names.name_of(self.to_save)
+        filename = self._filename(name, score, step)
+        kept = [item for item in self._saved if item.filename != filename]  # a file of the same name is overwritten
+        is_full = self.n_saved is not None and len(kept) >= self.n_saved
+        dropped = kept.pop(0).filename if is_full and len(kept) == len(self._saved) else None
+        saved = _sorted([*kept, Item(priority, filename)])
+
+        state = take_state(self.to_save, self._writer)
+        checkpoint = next(iter(state.values())) if len(state) == 1 else state
+        if self.include_self:
+            # The state may be the object's own, so the key goes into a copy.
+            checkpoint = copy.copy(checkpoint) if isinstance(checkpoint, MutableMapping) else state
+            checkpoint[CHECKPOINTER] = _record(saved)
+        basename = f"{self.filename_prefix}_{name}" if self.filename_prefix else name
+        metadata: dict[str, Any] = {"basename": basename, "score_name": self.score_name, "priority": priority}
+        if isinstance(self.save_handler, DiskSaver):  # for its manifest
+            objects = [*self.to_save, *([CHECKPOINTER] if self.include_self else [])]
+            metadata.update(objects=objects, step=engine.state.iteration if step is None else step, score=score)
 
         def save(checkpoint: Any) -> None:
-            self._store(checkpoint, filename, metadata)
+            self.save_handler(checkpoint, filename, *([metadata] if self._takes_metadata else []))
             self._saved = saved
             if dropped is not None:
                 self._remove(dropped)
 
+        def announce() -> None:
+            event = engine.last_event_name  # which other handlers of this event look at
+            engine.fire_event(CheckpointEvents.SAVED_CHECKPOINT)
+            engine.last_event_name = event
+
         self._claim(filename, is_over=(outermost_engine() or engine).last_event_name in _ENDS)
-        if later is None or not self._has_work:
-            save(checkpoint)
-            announce(engine)
+        if self.asynchronous and (not isinstance(self.save_handler, DiskSaver) or self.save_handler.writes):
+            self._background.start(checkpoint, save, announce)
         else:
-            later.save(checkpoint, save, then=lambda: announce(engine))
+            save(checkpoint)
+            announce()
 
     def reload_objects(
         self, to_load: Mapping[str, Any], load_kwargs: Mapping[str, Any] | None = None, **filename_components: Any
     ) -> None:
-        """Load objects from a file saved earlier, which is named by what its name is made of.
+        """Load objects from a file that was saved earlier, given the components of its name.
 
         Args:
             to_load: objects by name.
-            load_kwargs: handed to :meth:`load_objects`.
-            filename_components: ``name`` (by default as in saving ``to_load``), ``score`` (a number, or as it
-                stands in the name) and ``global_step``.
+            load_kwargs: passed to :meth:`load_objects`.
+            filename_components: ``name`` (by default the one with which ``to_load`` would be saved), ``score``
+                (a number, or its text in the name) and ``global_step``.
 
         Raises:
             AttributeError: the save handler is not a ``DiskSaver``.
             TypeError: there are other components.
-            FileNotFoundError: there is no such file.
+            FileNotFoundError: the file does not exist.
         """
         if not isinstance(self.save_handler, DiskSaver):
             raise AttributeError(f"reload_objects needs a DiskSaver as save_handler, got {self.save_handler!r}")
-        unknown = sorted(filename_components.keys() - {"name", "score", "global_step"})
-        if unknown:
-            raise TypeError(f"filename_components may be name, score and global_step, got {unknown}")
-        name = filename_components.get("name", name_of(to_load))
-        score, step = (filename_components.get(key) for key in ("score", "global_step"))
-        self._settled()
-        path = self.save_handler.dirname / self._filename(name, score, step)
-        self.load_objects(to_load, path, **(load_kwargs or {}))
+        self._background.settle()
+        file = self._filename(**{"name": names.name_of(to_load), **filename_components})
+        self.load_objects(to_load, self.save_handler.dirname / file, **(load_kwargs or {}))
 
     load_objects = staticmethod(load_objects)
     resume = staticmethod(resume)
     get_default_score_fn = staticmethod(score_of_metric)
-    setup_filename_pattern = staticmethod(make_pattern)
+    setup_filename_pattern = staticmethod(names.make_pattern)
+
+    def reset(self) -> None:
+        """Forget what was saved, to restart a run from 0. The files stay."""
+        self._background.settle()
+        self._saved = []
+        _release_files()
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """Return the record: pairs of priority and file name, lowest first."""
+        self._background.settle()
+        return _record(self._saved)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a record, in place of the one so far; files with another prefix are another handler's.
+        """Replace the record; files with another prefix belong to another handler, and are left out.
 
         Raises:
             TypeError: it is not a mapping.
             ValueError: ``_saved`` is missing, or is not a list of pairs of a number and a file name.
         """
         super().load_state_dict(state_dict)
-        begin = f"{self.filename_prefix}_" if self.filename_prefix and self.filename_pattern is None else ""
-        names = [item.filename for item in self._saved]
-        foreign = [name for name in names if not name.startswith(begin) or self._is_elsewhere(name)]
-        if foreign:
-            self._saved = [item for item in self._saved if item.filename not in foreign]
-            warnings.warn(
-                f"the record names {foreign}, of a handler with another prefix than {self.filename_prefix!r}: they "
-                "are left alone; give the records of handlers that share a directory names of their own in to_save",
-                stacklevel=2,
-            )
+        items = _read_record(state_dict["_saved"])
+        self.reset()
+        prefix = self.filename_prefix
+        begin = f"{prefix}_" if prefix and self.filename_pattern is None else ""
+        folders = {os.path.dirname(prefix)} if isinstance(self.save_handler, DiskSaver) else ()
+        for item in items:
+            if item.filename.startswith(begin) and (not folders or os.path.dirname(item.filename) in folders):
+                self._saved.append(item)
+        if foreign := [item.filename for item in items if item not in self._saved]:
+            text = f"the record names {foreign}, of a handler with another prefix than {prefix!r}, which are left alone"
+            hint = "give the records of handlers that share a directory names of their own in to_save"
+            warnings.warn(f"{text}; {hint}", stacklevel=2)
 
-    def _is_elsewhere(self, filename: str) -> bool:
-        """Return whether a file of a record lies in another folder than those that this handler saves."""
-        return isinstance(self.save_handler, DiskSaver) and folder_of(filename) != folder_of(self.filename_prefix)
+    def forget_missing_files(self) -> None:
+        """Remove from the record what no rank finds on disk any more; all ranks must call this."""
+        there = {item.filename for item in self._saved if self._may_exist(item.filename)}
+        anywhere: set[str] = set().union(*(files for (files,) in all_gather((there,))))
+        if gone := [item.filename for item in self._saved if item.filename not in anywhere]:
+            self._saved = [item for item in self._saved if item.filename in anywhere]
+            logger.info("%s were saved before, and no longer exist", gone)
 
-    def _check_length(self, directory: Path) -> None:
-        """Raise if names will be too long when the steps have ten digits."""
-        has_step = self.score_function is None or self.global_step_transform is not None
-        score = None if self.score_function is None else -1000.0
+    def _may_exist(self, filename: str) -> bool:
         try:
-            name = self._filename(name_of(self.to_save) if self.to_save else "", score, 10**9 if has_step else None)
-        except ValueError:  # the pattern is for steps of another kind
+            return not isinstance(self.save_handler, DiskSaver) or (self.save_handler.dirname / filename).exists()
+        except OSError:  # not being able to look does not mean that it is gone
+            return True
+
+    def _is_wanted(self, priority: float) -> bool:
+        """Return whether there is room for a checkpoint, or it is better than the lowest one kept."""
+        if self.n_saved is None or len(self._saved) < self.n_saved:
+            return True
+        new, lowest = _comparable(priority), _comparable(self._saved[0].priority)
+        if new < lowest and self.score_function is None:
+            text = "nothing was saved: the step is smaller than those of all checkpoints kept"
+            warnings.warn(f"{text}; call reset() before an engine is restarted from 0", stacklevel=3)
+        return new > lowest or (self.greater_or_equal and new == lowest)
+
+    def _filename(self, name: str, score: Any = None, global_step: Any = None) -> str:
+        fields = {"filename_prefix": self.filename_prefix, "score_name": self.score_name, "ext": self.ext}
+        fields.update(name=name, score=score, global_step=global_step)
+        return names.file_name(self.filename_pattern, fields)
+
+    def _check_names(self, saver: DiskSaver) -> None:
+        """Check that the files can be written, and that their names will not be too long for a step of ten digits."""
+        names.check_folders(self.filename_prefix, self.filename_pattern)
+        saver.check_folder(os.path.dirname(self.filename_prefix))
+        name = names.name_of(self.to_save) if self.to_save else ""
+        score = None if self.score_function is None else -1000.0
+        step = 10**9 if score is None or self.global_step_transform is not None else None
+        try:
+            file = self._filename(name, score, step)
+        except ValueError:  # the pattern is for steps of another type
             return
-        check_length("filename_prefix, score_name or filename_pattern", directory / name)
+        names.check_length("filename_prefix, score_name or filename_pattern", saver.dirname / file)
 
-    def _global_step(self, engine: Engine[Any, Any]) -> Any:
-        if self.global_step_transform is not None:
-            return self.global_step_transform(engine, engine.last_event_name)
-        return engine.state.iteration if self.score_function is None else None
+    @property
+    def _writer(self) -> int | str:
+        """The rank that writes, or ``"node"``; a ``DiskSaver`` has its own."""
+        return self.save_handler.save_on_rank if isinstance(self.save_handler, DiskSaver) else self.save_on_rank
 
-    def _priority(self, engine: Engine[Any, Any], global_step: Any) -> int | float:
-        if self.score_function is None:
-            return record.as_priority(global_step, "global_step_transform")
-        return record.as_priority(self.score_function(engine), "score_function")
+    def _path(self, filename: str) -> Path | None:
+        """Return the file that this process writes, without links, or ``None``."""
+        saver = self.save_handler
+        return (saver.dirname / filename).resolve() if isinstance(saver, DiskSaver) and saver.writes else None
 
-    def _warn_if_behind(self, priority: float) -> None:
-        if self.score_function is None and record.rank_of(priority) < record.rank_of(self._saved[0].priority):
-            warnings.warn(
-                "nothing was saved: the step is smaller than those of all checkpoints kept; call reset() before an "
-                "engine is run anew from 0",
-                stacklevel=3,
-            )
+    def _claim(self, filename: str, is_over: bool) -> None:
+        """Make sure that this handler may write a file; if the run is over, an error would lose what is to be saved."""
+        path = self._path(filename)
+        if path is None:
+            return
+        if (owner := _owners.get(path, self)) is not self:
+            hint = "another filename_prefix, score_name or directory, or use one handler for both events"
+            problem = f"two Checkpoints write the same file '{path}': give one of them {hint}"
+            if not is_over:
+                raise ValueError(problem)
+            warnings.warn(f"{problem}. The run is over, so the file is overwritten", stacklevel=3)
+            owner._background.wait()
+        _owners[path] = self
 
-    def _score(self, priority: float) -> float | None:
-        return None if self.score_function is None else priority
+    def _remove(self, filename: str) -> None:
+        """Remove a checkpoint that is no longer kept, unless another handler has taken it over."""
+        if path := self._path(filename):
+            if _owners.get(path, self) is not self:
+                return
+            _owners.pop(path, None)
+        if isinstance(self.save_handler, DiskSaver):
+            self.save_handler.prune(filename)
+        elif isinstance(self.save_handler, BaseSaveHandler):
+            self.save_handler.remove(filename)
 
-    def _filename(self, name: str, score: Any, global_step: Any) -> str:
-        return file_name(
-            self.filename_pattern,
-            filename_prefix=self.filename_prefix,
-            name=name,
-            score=score,
-            score_name=self.score_name,
-            global_step=global_step,
-            ext=self.ext,
+
+class ModelCheckpoint(Checkpoint):
+    """A :class:`Checkpoint` that saves to a directory, and takes what to save as an argument of the handler.
+
+    Args:
+        dirname: the directory; see :class:`DiskSaver`, also for ``atomic``, ``require_empty``, ``create_dir``
+            and ``kwargs``.
+        filename_prefix: see :class:`Checkpoint`, as for all other arguments.
+
+    >>> import tempfile, torch
+    >>> from camshaft.engine import Events
+    >>> trainer = Engine(lambda engine, batch: None)
+    >>> model = torch.nn.Linear(1, 1)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     checkpoint = ModelCheckpoint(folder, "first")
+    ...     handle = trainer.add_event_handler(Events.EPOCH_COMPLETED, checkpoint, {"model": model})
+    ...     state = trainer.run(range(10), max_epochs=3)
+    ...     checkpoint.last_checkpoint.name
+    'first_model_30.pt'
+    """
+
+    def __init__(
+        self,
+        dirname: str | PathLike[str],
+        filename_prefix: str = "",
+        score_function: ScoreFunction | None = None,
+        score_name: str | None = None,
+        n_saved: int | None = 1,
+        atomic: bool = True,
+        require_empty: bool = True,
+        create_dir: bool = True,
+        global_step_transform: StepTransform | None = None,
+        filename_pattern: str | None = None,
+        include_self: bool = False,
+        greater_or_equal: bool = False,
+        save_on_rank: int | str = 0,
+        *,
+        asynchronous: bool = False,
+        when_busy: str = "wait",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            {},
+            DiskSaver(dirname, atomic, create_dir, require_empty, save_on_rank, **kwargs),
+            filename_prefix,
+            score_function,
+            score_name,
+            n_saved,
+            global_step_transform,
+            filename_pattern,
+            include_self,
+            greater_or_equal,
+            save_on_rank,
+            asynchronous=asynchronous,
+            when_busy=when_busy,
         )
 
-    def _metadata(self, engine: Engine[Any, Any], priority: float, global_step: Any) -> dict[str, Any]:
-        basename = "_".join(part for part in (self.filename_prefix, name_of(self.to_save)) if part)
-        metadata: dict[str, Any] = {"basename": basename, "score_name": self.score_name, "priority": priority}
-        if isinstance(self.save_handler, DiskSaver):  # for its manifest; others get what the API names
-            metadata["objects"] = [*self.to_save, *([CHECKPOINTER] if self.include_self else [])]
-            metadata["step"] = engine.state.iteration if global_step is None else global_step
-            metadata["score"] = self._score(priority)
-        return metadata
+    @property
+    def last_checkpoint(self) -> Path | None:
+        """The file with the highest score, or without scores with the largest step; ``None`` before the first.
 
-    def _settle(self) -> None:
-        if self._later is not None:
-            self._later.settle()
+        Raises:
+            RuntimeError: the save handler is no longer a ``DiskSaver``.
+        """
+        if not isinstance(self.save_handler, DiskSaver):
+            raise RuntimeError(f"last_checkpoint needs a DiskSaver as save_handler, got {self.save_handler!r}")
+        return Path(last) if (last := super().last_checkpoint) is not None else None
 
-    def _wait(self) -> None:
-        if self._later is not None:
-            self._later.wait()
+    def __call__(self, engine: Engine[Any, Any], to_save: Mapping[str, Any], *rest: Any) -> None:
+        """Save, if the score or the step is large enough.
+
+        Args:
+            engine: the engine.
+            to_save: what to save, by name.
+            rest: ends with ``to_save`` on events that pass other arguments first, as ``EXCEPTION_RAISED`` does.
+
+        Raises:
+            RuntimeError: ``to_save`` is empty.
+            TypeError: it is not a mapping of objects with ``state_dict()``.
+        """
+        given = rest[-1] if rest else to_save
+        if isinstance(given, BaseException):
+            raise TypeError(
+                "to_save is missing: register a ModelCheckpoint with its objects, "
+                "engine.add_event_handler(event, handler, {'model': model})"
+            ) from given
+        if is_container(given) and not given:
+            raise RuntimeError(f"to_save must hold at least one object, got {given!r}")
+        check_to_save(given, self.include_self)
+        self.to_save = given
+        super().__call__(engine)
+
+
+def _release_files() -> None:
+    """Let all handlers overwrite the files that others have saved."""
+    for owner in list(_owners.values()):
+        owner._background.wait()
+    _owners.clear()
+
+
+def _takes_metadata(save_handler: Any) -> bool:
+    """Return whether a save handler takes the metadata.
+
+    Raises:
+        TypeError: it cannot be called as a save handler.
+    """
+    if not callable(save_handler):
+        expected = "a str, a Path, a callable or a BaseSaveHandler"
+        raise TypeError(f"save_handler must be {expected}, got {described(save_handler)}")
+    try:
+        signature = inspect.signature(save_handler)
+    except ValueError:  # some builtins
+        return False
+    for count in (3, 2):
+        with suppress(TypeError):
+            signature.bind(*range(count))
+            return count == 3
+    raise TypeError(f"save_handler must take (checkpoint, filename[, metadata]), got one with {signature}")
+
+
+def _as_priority(value: Any, source: str) -> int | float:
+    """Convert any real number to a plain one, which ``torch.load(weights_only=True)`` accepts.
+
+    Raises:
+        ValueError: it is not a real number.
+
+    >>> _as_priority(True, "score_function"), _as_priority(0.5, "score_function")
+    (1, 0.5)
+    """
+    if isinstance(value, LazyNumber):
+        value = value.read()
+    if isinstance(value, Number) and not isinstance(value, complex):
+        return int(value) if isinstance(value, Integral) else float(value)  # type: ignore[arg-type]  # real, or a Decimal
+    hint = "; return score.item()" if hasattr(value, "item") else ""
+    raise ValueError(f"{source} must return a real number, got {value!r} of type {type(value).__name__}{hint}")
+
+
+def _comparable(priority: float) -> tuple[bool, float]:
+    """Return the key for comparing priorities, where NaN is below all numbers."""
+    return (False, 0.0) if math.isnan(priority) else (True, priority)
+
+
+def _sorted(items: list[Item]) -> list[Item]:
+    """Sort by priority; among equals the newest stays last."""
+    return sorted(items, key=lambda item: _comparable(item.priority))
+
+
+def _record(items: list[Item]) -> OrderedDict[str, Any]:
+    return OrderedDict(_saved=[tuple(item) for item in items])
+
+
+def _read_record(value: Any) -> list[Item]:
+    """Validate a saved record; its files may be removed later."""
+    try:
+        items = [Item(_as_priority(priority, "_saved"), filename) for priority, filename in value]
+        for _, filename in items:
+            names.check_path("a file name", filename)
+            if "\0" in filename:
+                raise ValueError(f"a file name must not contain NUL, got {filename!r}")
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"_saved must be a list of pairs (priority, file name), got {value!r}: {error}") from error
+    return _sorted(items)

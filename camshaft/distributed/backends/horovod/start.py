@@ -15,19 +15,19 @@ import torch
 
 from camshaft.distributed.backends.horovod.backend import HorovodBackend
 from camshaft.distributed.backends.horovod.library import library
-from camshaft.distributed.launchers import Launch, detect
-from camshaft.distributed.topology import Topology
+from camshaft.distributed.topology import Launch, Topology
 
 _DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 _OPTIONS = ("comm", "process_sets", "timeout")
 _TIMEOUT = timedelta(minutes=30)  # torch's for gloo
 
 
-def create(name: str, local_rank: int | None = None, **options: Any) -> HorovodBackend:
+def create(name: str, launch: Launch | None, local_rank: int | None = None, **options: Any) -> HorovodBackend:
     """Initialize Horovod; all processes that horovodrun, or mpirun for a Horovod with MPI, started call this.
 
     Args:
         name: ``"horovod"``.
+        launch: how this process was started, ``None`` if it was started alone.
         local_rank: of no use, Horovod knows it.
         options: ``timeout``, a ``timedelta`` for each operation; ``comm`` and ``process_sets``, as
             ``horovod.torch.init`` takes them.
@@ -42,7 +42,6 @@ def create(name: str, local_rank: int | None = None, **options: Any) -> HorovodB
     timeout = options.pop("timeout", None) or _TIMEOUT
     if not isinstance(timeout, timedelta):
         raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}")
-    launch = detect(os.environ)
     hvd = library()
     if hvd.is_initialized():
         raise RuntimeError("Horovod is initialized already: it is used as it is, without initialize")
@@ -66,7 +65,7 @@ def create(name: str, local_rank: int | None = None, **options: Any) -> HorovodB
         raise
 
 
-def adopt(local_rank: int | None = None) -> HorovodBackend | None:
+def adopt(infer: object) -> HorovodBackend | None:
     """Take over what ``horovod.torch.init`` began, if it did, without any communication."""
     hvd: Any = sys.modules["horovod.torch"]
     if not hvd.is_initialized():

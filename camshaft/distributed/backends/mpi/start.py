@@ -11,16 +11,21 @@ import torch.distributed as dist
 
 from camshaft.distributed.backends.mpi.register import initialize_mpi
 from camshaft.distributed.backends.native.backend import NativeBackend
-from camshaft.distributed.topology import Topology
+from camshaft.distributed.topology import Launch, Topology
 
 
 def create(
-    name: str, local_rank: int | None = None, timeout: timedelta | None = None, device: Any = None
+    name: str,
+    launch: Launch | None,
+    local_rank: int | None = None,
+    timeout: timedelta | None = None,
+    device: Any = None,
 ) -> NativeBackend:
     """Begin a run over MPI; all processes that mpirun started call this.
 
     Args:
         name: ``"mpi"``.
+        launch: of no use, as MPI knows the place.
         local_rank: of no use, MPI's processes tell each other their hosts.
         timeout: how long an operation may take; torch's default if ``None``.
         device: where tensors are moved from and to; the CPU if ``None``.

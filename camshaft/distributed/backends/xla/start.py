@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from typing import Any
 
@@ -11,19 +10,21 @@ import torch
 
 from camshaft.distributed.backends.xla.backend import XlaBackend
 from camshaft.distributed.backends.xla.spmd import XlaSpmdBackend
-from camshaft.distributed.launchers import Launch, detect
-from camshaft.distributed.topology import Topology
+from camshaft.distributed.topology import Launch, Topology
 
 logger = logging.getLogger("camshaft.distributed.utils")
 
 _left = False  # the runtime lives on after the run; nobody wants it to be taken over then
 
 
-def create(name: str, local_rank: int | None = None, spmd: bool = False, **options: Any) -> XlaBackend:
+def create(
+    name: str, launch: Launch | None, local_rank: int | None = None, spmd: bool = False, **options: Any
+) -> XlaBackend:
     """Begin to use XLA; all processes call this.
 
     Args:
         name: ``"xla-tpu"``.
+        launch: how this process was started, ``None`` if it was started alone.
         local_rank: of no use, the runtime knows it.
         spmd: one process for all devices of this machine, instead of one for each.
         options: none.
@@ -38,7 +39,6 @@ def create(name: str, local_rank: int | None = None, spmd: bool = False, **optio
     import torch_xla.core.xla_model as xla_model
     import torch_xla.runtime as runtime
 
-    launch = detect(os.environ)
     was_running = _is_running()
     if spmd or runtime.is_spmd():
         backend: XlaBackend = _begin_spmd(runtime)
@@ -53,7 +53,7 @@ def create(name: str, local_rank: int | None = None, spmd: bool = False, **optio
     return backend
 
 
-def adopt(local_rank: int | None = None) -> XlaBackend | None:
+def adopt(infer: object) -> XlaBackend | None:
     """Take over the runtime of XLA if it runs, without any communication; that its library is there means nothing."""
     if _left or not _is_running():
         return None

@@ -1,0 +1,193 @@
+"""The state of objects in nested mappings and sequences: taking it, and loading it back, sharded tensors included."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+from torch.nn.parallel import DistributedDataParallel
+
+from camshaft.handlers.checkpoint.savers import is_writer, writers
+
+CHECKPOINTER = "checkpointer"
+"""The key under which a checkpoint holds the record of the handler that saved it."""
+_COMPILED = "_orig_mod"  # under which a module made by torch.compile holds the original
+
+
+def walk(value: Any, attribute: str = "", where: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield what nested mappings and sequences hold, with its path; what has ``attribute`` is not entered.
+
+    >>> list(walk({"a": [1, 2]}, where="state"))
+    [("state['a'][0]", 1), ("state['a'][1]", 2)]
+    """
+    if not is_container(value) or (attribute and hasattr(value, attribute)):
+        yield where, value
+        return
+    for key, one in value.items() if isinstance(value, Mapping) else enumerate(value):
+        yield from walk(one, attribute, f"{where}[{key!r}]")
+
+
+def is_container(value: Any) -> bool:
+    """Return whether a value is a mapping or a sequence of objects."""
+    return isinstance(value, (Mapping, Sequence)) and not isinstance(value, (str, bytes, bytearray, memoryview, range))
+
+
+def check_objects(objects: Any, attribute: str, argument: str) -> None:
+    """Raise ``TypeError`` if this is not a mapping of objects with an attribute."""
+    if not isinstance(objects, Mapping):
+        raise TypeError(f"{argument} must be a mapping, got {objects!r} of type {type(objects).__name__}")
+    for where, one in walk(dict(objects), attribute, argument):
+        if not hasattr(one, attribute):
+            raise TypeError(f"{where} must have {attribute}(), got {one!r} of type {type(one).__name__}")
+
+
+def check_to_save(to_save: Any, include_self: bool) -> None:
+    """Raise ``TypeError`` or ``ValueError`` if a checkpoint cannot be made of this."""
+    check_objects(to_save, "state_dict", "to_save")
+    if include_self and not isinstance(to_save, MutableMapping):
+        raise TypeError(f"to_save must be a mutable mapping with include_self, got a {type(to_save).__name__}")
+    if include_self and CHECKPOINTER in to_save:
+        raise ValueError(f"to_save must not have the key {CHECKPOINTER!r} with include_self, got {list(to_save)}")
+
+
+def unwrap(target: Any) -> Any:
+    """Return the module inside ``DataParallel``, ``DistributedDataParallel`` and the result of ``torch.compile``.
+
+    >>> layer = nn.Linear(1, 1)
+    >>> unwrap(nn.DataParallel(layer)) is layer
+    True
+    """
+    while isinstance(target, nn.Module):
+        if isinstance(target, (nn.DataParallel, DistributedDataParallel)):
+            target = target.module
+        elif isinstance(inner := target._modules.get(_COMPILED), nn.Module):
+            target = inner
+        else:
+            break
+    return target
+
+
+def take_state(objects: Any, save_on_rank: int | str) -> Any:
+    """Replace every object in nested containers by its state.
+
+    Sharded state is gathered where it is written; all ranks take part, and the others return placeholders.
+    """
+    keep = is_writer(save_on_rank)
+
+    def state_of(one: Any) -> Any:
+        if hasattr(one, "consolidate_state_dict"):  # ZeroRedundancyOptimizer
+            for rank in writers(save_on_rank):
+                one.consolidate_state_dict(to=rank)
+            return one.state_dict() if keep else {}
+        state = unwrap(one).state_dict()
+        return _map(lambda leaf: _gathered(leaf, keep), state) if _is_sharded(state) else state
+
+    return _map(state_of, objects, "state_dict")
+
+
+def needs_all_ranks(objects: Any) -> bool:
+    """Return whether taking the state of objects is a collective operation."""
+    for _, one in walk(objects, "state_dict"):
+        tensors = one.parameters() if isinstance(one, nn.Module) else getattr(one, "param_groups", ())
+        if hasattr(one, "consolidate_state_dict") or _is_sharded(list(tensors)):
+            return True
+    return False
+
+
+def fits(target: Any, state: Any, strict: bool = True) -> bool:
+    """Return False if a state seems to belong to another model or optimizer, by its keys and shapes."""
+    target = unwrap(target)
+    try:
+        if isinstance(target, nn.Module):
+            own, state = target.state_dict(), _without_prefix(state)
+            return (own.keys() == state.keys() or not strict) and all(
+                getattr(state[key], "shape", None) == getattr(own[key], "shape", None) for key in own.keys() & state
+            )
+        if isinstance(target, torch.optim.Optimizer):
+            pairs = zip(target.param_groups, state["param_groups"], strict=True)
+            return all(len(own["params"]) == len(given["params"]) for own, given in pairs)
+    except Exception:  # whatever the state is, or what is not initialized yet
+        return False
+    return True
+
+
+def load_state(target: Any, state: Any, module_options: Mapping[str, Any]) -> None:
+    """Load the state of an object; a tensor goes where it is needed, sharded as the one that it replaces."""
+    target = unwrap(target)
+    if isinstance(target, nn.Module):
+        state, own = _without_prefix(state), target.state_dict()
+        if _is_sharded(own):
+            state = copy.copy(state)  # not a new dict: the state of a module has attributes
+            state.update({name: _sharded_like(own.get(name), value) for name, value in state.items()})
+        target.load_state_dict(state, **module_options)
+    elif isinstance(target, torch.optim.Optimizer) and _is_sharded(target.param_groups):
+        target.load_state_dict({**state, "state": _sharded_optimizer_state(target, state)})
+    else:
+        target.load_state_dict(state)
+
+
+def _map(function: Callable[[Any], Any], value: Any, attribute: str = "") -> Any:
+    """Apply a function to everything that :func:`walk` yields."""
+    if not is_container(value) or (attribute and hasattr(value, attribute)):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: _map(function, one, attribute) for key, one in value.items()}
+    return [_map(function, one, attribute) for one in value]
+
+
+def _without_prefix(state: Any) -> Any:
+    """Rename the entries of a state that was taken from a compiled module."""
+    prefix = f"{_COMPILED}."
+    if not (isinstance(state, Mapping) and state and all(str(key).startswith(prefix) for key in state)):
+        return state
+    renamed: Any = copy.copy(state)
+    if hasattr(state, "_metadata"):
+        renamed._metadata = copy.copy(state._metadata)
+    consume_prefix_in_state_dict_if_present(renamed, prefix)
+    return renamed
+
+
+# Sharded tensors, as fully_shard makes them. torch.distributed.checkpoint.state_dict does not help here: it needs the
+# model of each optimizer and names the optimizer's state by parameters; these files are those of unsharded optimizers.
+
+
+def _sharded_type() -> Any:
+    """Return the type of sharded tensors; if its module is not imported, there are none."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+
+
+def _is_sharded(state: Any) -> bool:
+    kind = _sharded_type()
+    return bool(kind) and any(isinstance(leaf, kind) for _, leaf in walk(state))
+
+
+def _gathered(leaf: Any, keep: bool) -> Any:
+    """Return a sharded tensor as a whole in host memory, or an empty one where it is not needed."""
+    if not isinstance(leaf, _sharded_type()):
+        return leaf
+    full = leaf.full_tensor()
+    return full.cpu() if keep else torch.empty(0)
+
+
+def _sharded_like(own: Any, value: Any) -> Any:
+    """Return this rank's shard of a whole tensor, if the one that it replaces is sharded."""
+    if not isinstance(own, _sharded_type()) or getattr(value, "shape", None) != own.shape:
+        return value
+    distribute: Any = sys.modules["torch.distributed.tensor"].distribute_tensor
+    return distribute(value.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+
+
+def _sharded_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[Any, Any]:
+    """Shard the whole state of an optimizer as the parameters of the optimizer are."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    owners = dict(zip(numbers, parameters, strict=False))
+    return {
+        number: {name: _sharded_like(owners.get(number), value) for name, value in one.items()}
+        for number, one in state["state"].items()
+    }

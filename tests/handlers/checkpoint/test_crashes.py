@@ -1,0 +1,186 @@
+"""What a process that is killed during a save leaves behind."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from camshaft.engine import Engine, Events
+from camshaft.handlers import Checkpoint, DiskSaver
+from camshaft.handlers.checkpoint.manifest import FOLDER
+from tests.handlers.parts import load
+
+# --- killed at every change of the disk -------------------------------------------------------------
+
+
+class Crashes:
+    """Records the files on disk before each operation that changes them: what a kill at this moment leaves.
+
+    An audit hook sees all operations, whoever calls them; writes are seen by the file that is written.
+    """
+
+    current: Crashes | None = None
+    CHANGES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink", "open")
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.returned = 0
+        self.moments: list[tuple[str, int, dict[Path, bytes]]] = []
+
+    def note(self, what: str) -> None:
+        files = {path.relative_to(self.folder): path.read_bytes() for path in self.folder.rglob("*") if path.is_file()}
+        if not self.moments or self.moments[-1][1:] != (self.returned, files):
+            self.moments.append((what, self.returned, files))
+
+    @classmethod
+    def hook(cls, event: str, arguments: tuple) -> None:
+        self = cls.current
+        if self is None or event not in cls.CHANGES or not str(arguments[0]).startswith(str(self.folder)):
+            return
+        if event != "open" or arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            self.note(f"{event} {arguments[0]}")
+
+
+sys.addaudithook(Crashes.hook)
+
+
+class CutOff(io.FileIO):
+    """A file whose first write may be interrupted."""
+
+    def write(self, data):
+        data = memoryview(data).cast("B")
+        is_first, written = self.tell() == 0, 0
+        while written < len(data):
+            written += super().write(data[written : written + max(len(data) // 2, 1)])
+            if is_first:
+                Crashes.current.note(f"write {self.name}")
+        return written
+
+
+@pytest.fixture
+def crashes(tmp_path, monkeypatch):
+    recorded = Crashes(tmp_path / "checkpoints")
+
+    def open_cut_off(path, mode, **options):
+        return CutOff(path, mode) if Crashes.current and set(mode) & set("xw") else open(path, mode, **options)
+
+    monkeypatch.setattr("camshaft.files.open", open_cut_off, raising=False)
+    monkeypatch.setattr(Crashes, "current", recorded)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # only matters if the machine fails
+    return recorded
+
+
+class Counted:
+    """An object whose state is its step, stored twice."""
+
+    def __init__(self):
+        self.step = 0
+
+    def state_dict(self):
+        return {"step": self.step, "weights": torch.full((50,), float(self.step))}
+
+    def load_state_dict(self, state):
+        assert torch.equal(state["weights"], torch.full((50,), float(state["step"])))
+        self.step = state["step"]
+
+
+def job(folder, **options):
+    counted = Counted()
+    engine = Engine(lambda engine, batch: setattr(counted, "step", counted.step + 1))
+    saver = DiskSaver(folder, require_empty=False)
+    checkpoint = Checkpoint({"counted": counted, "trainer": engine}, saver, include_self=True, **options)
+    engine.add_event_handler(Events.ITERATION_COMPLETED, checkpoint)
+    return engine, checkpoint, {"counted": counted, "trainer": engine, "checkpointer": checkpoint}
+
+
+MODES = {
+    "newest": {"n_saved": 1},
+    "two": {"n_saved": 2},
+    "all": {"n_saved": None},
+    "one name": {"filename_pattern": "last.pt"},
+    "best": {"n_saved": 2, "score_function": lambda engine: [3, 3, 2, 1][engine.state.iteration % 4]},
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "asynchronous"), [*((mode, False) for mode in MODES), ("two", True), ("one name", True)]
+)
+def test_a_kill_at_any_disk_change_loses_no_saved_checkpoint(tmp_path, crashes, mode, asynchronous):
+    options = MODES[mode]
+    engine, checkpoint, _ = job(crashes.folder, asynchronous=asynchronous, **options)
+
+    def note_saved():
+        crashes.returned = max(crashes.returned, checkpoint_step(checkpoint))
+
+    engine.add_event_handler(Checkpoint.SAVED_CHECKPOINT, note_saved)
+    engine.run(range(4))
+    crashes.note("the end")
+    Crashes.current = None
+    whats = " ".join(what.partition(" ")[0] for what, _, _ in crashes.moments)
+    assert {"os.mkdir", "open", "write", "os.rename"} <= set(whats.split())
+    assert ("os.remove" in whats) == (mode != "all")
+    assert len(crashes.moments) > 20
+    for number, (what, returned, files) in enumerate(crashes.moments):
+        folder = tmp_path / str(number)
+        for name, content in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+        check_resumes(folder, returned, what, **options)
+
+
+def checkpoint_step(checkpoint):
+    """Return the newest step that the handler keeps."""
+    Crashes.current, current = None, Crashes.current
+    steps = [load(path)["counted"]["step"] for path in current.folder.glob("*.pt")]
+    Crashes.current = current
+    return max(steps)
+
+
+def check_resumes(folder, returned, what, **options):
+    """Check that a job resumes from what was saved, and continues to save and prune."""
+    engine, checkpoint, everything = job(folder, **options)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        path = Checkpoint.resume(everything, folder)
+    assert (path is None) == (everything["counted"].step == 0), what
+    assert everything["counted"].step >= returned, what
+    assert engine.state.iteration == everything["counted"].step
+    if path is None:
+        is_named = any("nothing was loaded, as there is no checkpoint" in str(one.message) for one in seen)
+        assert is_named == bool(list((folder / FOLDER).glob("*.json"))), what
+    engine.run(range(4), max_epochs=2, epoch_length=4)
+    n_saved = options.get("n_saved", 1)
+    assert n_saved is None or len(list(folder.glob("*.pt"))) <= n_saved + 1, what  # one was about to be removed
+    assert checkpoint.last_checkpoint.exists()
+    assert not [path for path in folder.rglob(".camshaft-*") if path.stat().st_size]
+
+
+def run_kills(folder: Path, kills: int, mode: str) -> list[str]:
+    program = Path(__file__).with_name("kill_loop.py")
+    result = subprocess.run(
+        [sys.executable, str(program), str(folder), str(kills), mode],
+        env={**os.environ, "PYTHONPATH": str(program.parents[3])},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+@pytest.mark.parametrize("mode", ["waiting", "background"])
+def test_a_killed_process_resumes_from_the_last_reported_checkpoint(tmp_path, mode):
+    assert len(run_kills(tmp_path, 4, mode)) == 4
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("mode", ["waiting", "background"])
+@pytest.mark.parametrize("part", range(4))
+def test_killed_processes_resume_two_hundred_times(tmp_path, mode, part):
+    assert len(run_kills(tmp_path, 50 + part, mode)) == 50 + part  # the number seeds the moments too

@@ -1,0 +1,668 @@
+"""Checkpoint and ModelCheckpoint: when they save, what, in which order, and which files they keep."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import math
+import warnings
+from collections import OrderedDict
+from types import MappingProxyType
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from camshaft.engine import Engine, Events
+from camshaft.handlers import Checkpoint, DiskSaver, ModelCheckpoint, global_step_from_engine
+from camshaft.handlers.checkpoint import CheckpointEvents
+from tests.handlers.parts import Memory, Part, at, linear, load, names, weight
+from tests.ranks import on_ranks
+
+NAN = float("nan")
+
+
+def scored(scores, **options):
+    """Save with each of these scores, and return the handler and its save handler."""
+    memory, scores = Memory(), list(scores)
+    options = {"score_function": lambda engine: engine.state.score, **options}
+    checkpoint = Checkpoint({"model": Part()}, memory, **options)
+    for step, score in enumerate(scores):
+        engine = at(step)
+        engine.state.score = score
+        checkpoint(engine)
+    return checkpoint, memory
+
+
+# --- arguments ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"to_save": [Part()]}, TypeError, "to_save must be a mapping"),
+        ({"to_save": {"model": 3}}, TypeError, r"to_save\['model'\] must have state_dict\(\), got 3"),
+        ({"to_save": {"a": {"b": [Part(), "text"]}}}, TypeError, r"to_save\['a'\]\['b'\]\[1\] must have state_dict"),
+        ({"save_handler": 12}, TypeError, "save_handler must be a str, a Path, a callable.*got 12"),
+        ({"save_handler": lambda checkpoint: None}, TypeError, r"save_handler must take .*\(checkpoint\)"),
+        ({"score_function": 0.5}, TypeError, "score_function must be callable, got 0.5"),
+        ({"global_step_transform": 3}, TypeError, "global_step_transform must be callable, got 3"),
+        ({"n_saved": 0}, ValueError, "n_saved must be None or at least 1, got 0"),
+        ({"filename_prefix": 3}, TypeError, "filename_prefix must be a str, got 3"),
+        ({"filename_pattern": 3}, TypeError, "filename_pattern must be a str, got 3"),
+        ({"score_name": 3}, TypeError, "score_name must be a str, got 3"),
+        ({"include_self": True, "to_save": {"checkpointer": Part()}}, ValueError, "'checkpointer'"),
+        ({"include_self": True, "to_save": MappingProxyType({"model": Part()})}, TypeError, "mutable"),
+    ],
+)
+def test_invalid_arguments_are_rejected_at_construction(options, error, message):
+    with pytest.raises(error, match=message):
+        Checkpoint(**{"to_save": {"model": Part()}, "save_handler": Memory(), **options})
+
+
+def test_the_arguments_are_attributes(tmp_path):
+    step, score = global_step_from_engine(at()), lambda engine: 1
+    to_save = {"model": Part()}
+    saver = DiskSaver(tmp_path)
+    checkpoint = Checkpoint(to_save, saver, "a", score, "b", 3, step, "{name}", True, True, 0)
+    assert (checkpoint.to_save, checkpoint.save_handler, checkpoint.ext) == (to_save, saver, "pt")
+    assert (checkpoint.filename_prefix, checkpoint.score_function, checkpoint.score_name) == ("a", score, "b")
+    assert (checkpoint.n_saved, checkpoint.global_step_transform, checkpoint.filename_pattern) == (3, step, "{name}")
+    assert (checkpoint.include_self, checkpoint.greater_or_equal, checkpoint.save_on_rank) == (True, True, 0)
+
+
+@pytest.mark.parametrize("kind", [str, lambda path: path])
+def test_a_path_as_save_handler_is_a_directory_that_is_created_and_must_be_empty(tmp_path, kind):
+    checkpoint = Checkpoint({"model": Part()}, kind(tmp_path / "new"))
+    assert isinstance(checkpoint.save_handler, DiskSaver)
+    checkpoint(at(5))
+    assert names(tmp_path / "new") == ["model_5.pt"]
+    with pytest.raises(ValueError, match="require_empty=False"):
+        Checkpoint({"model": Part()}, kind(tmp_path / "new"))
+
+
+@pytest.mark.parametrize("sign", [1, 1.0, -1])
+def test_the_default_score_is_a_metric_with_a_sign(sign):
+    assert Checkpoint.get_default_score_fn("loss", sign)(at(loss=0.5)) == 0.5 * sign
+
+
+def test_other_signs_are_rejected():
+    with pytest.raises(ValueError, match="score_sign must be 1 or -1, got 2"):
+        Checkpoint.get_default_score_fn("loss", 2)
+
+
+@pytest.mark.parametrize("score", [torch.tensor(0.5), "0.5", None, 1j])
+def test_a_score_that_is_not_a_real_number_is_rejected(score):
+    with pytest.raises(ValueError, match="score_function must return a real number"):
+        scored([score])
+
+
+# --- which are kept ----------------------------------------------------------------------------------------
+
+
+def test_without_a_score_the_newest_are_kept():
+    memory = Memory()
+    trainer = Engine(lambda engine, batch: None)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=10), Checkpoint({"m": Part()}, memory, n_saved=2))
+    trainer.run(range(50))
+    assert sorted(memory.files) == ["m_40.pt", "m_50.pt"]
+
+
+@pytest.mark.parametrize(
+    ("scores", "n_saved", "ties", "kept"),
+    [
+        ([1, 3, 2], 1, False, [(3, "model_3.pt")]),
+        ([1, 3, 2], 2, False, [(2, "model_2.pt"), (3, "model_3.pt")]),
+        ([3, 1, 2], None, False, [(1, "model_1.pt"), (2, "model_2.pt"), (3, "model_3.pt")]),
+        ([NAN, 1, NAN], 1, False, [(1, "model_1.pt")]),
+        ([-math.inf, NAN, 0.5], 2, False, [(-math.inf, "model_-inf.pt"), (0.5, "model_0.5000.pt")]),
+        ([0.12341, 0.12344], 3, False, [(0.12344, "model_0.1234.pt")]),  # the same name, so the same file
+    ],
+)
+def test_with_a_score_the_best_are_kept_and_nan_is_worst(scores, n_saved, ties, kept):
+    checkpoint, memory = scored(scores, n_saved=n_saved, greater_or_equal=ties)
+    assert checkpoint.state_dict() == {"_saved": kept}
+    assert set(memory.files) == {name for _, name in kept}
+
+
+@pytest.mark.parametrize(("ties_win", "saved"), [(False, ["model_0_1.pt"]), (True, ["model_2_1.pt"])])
+def test_equal_scores_replace_only_with_greater_or_equal(ties_win, saved):
+    _, memory = scored(
+        [1, 1, 1], greater_or_equal=ties_win, global_step_transform=lambda engine, _: engine.state.iteration
+    )
+    assert list(memory.files) == saved
+
+
+def test_among_equals_the_newest_is_last():
+    checkpoint, _ = scored(
+        [1, 1, 1], n_saved=2, greater_or_equal=True, global_step_transform=lambda engine, _: engine.state.iteration
+    )
+    assert [item.filename for item in checkpoint._saved] == ["model_1_1.pt", "model_2_1.pt"]
+    assert checkpoint.last_checkpoint == "model_2_1.pt"
+
+
+@given(st.lists(st.floats() | st.integers(-5, 5)), st.integers(1, 5), st.booleans())
+def test_the_record_always_holds_the_best_priorities(priorities, most, ties_win):
+    checkpoint, _ = scored(
+        priorities,
+        n_saved=most,
+        greater_or_equal=ties_win,
+        global_step_transform=lambda engine, _: engine.state.iteration,
+    )
+    kept = [priority for priority, _ in checkpoint.state_dict()["_saved"]]
+
+    def order(priority):
+        return (False, 0) if math.isnan(priority) else (True, priority)
+
+    assert [order(priority) for priority in kept] == sorted(map(order, priorities))[-most:]
+
+
+def test_a_fixed_name_overwrites_its_one_file():
+    checkpoint, memory = scored([1, 2, 3], n_saved=2, filename_pattern="best.pt")
+    assert memory.journal == [("save", "best.pt")] * 3
+    assert checkpoint.state_dict() == {"_saved": [(3, "best.pt")]}
+
+
+def test_a_smaller_step_saves_nothing_and_warns_until_reset():
+    memory = Memory()
+    checkpoint = Checkpoint({"model": Part()}, memory)
+    checkpoint(at(10))
+    checkpoint(at(10))  # the same step again, as on EPOCH_COMPLETED and COMPLETED, is accepted
+    with pytest.warns(UserWarning, match="reset"):
+        checkpoint(at(5))
+    assert list(memory.files) == ["model_10.pt"]
+    checkpoint.reset()
+    assert checkpoint.last_checkpoint is None
+    checkpoint(at(5))
+    assert list(memory.files) == ["model_10.pt", "model_5.pt"]
+
+
+# --- what is saved, and in which order ---------------------------------------------------------------------
+
+
+def test_the_new_file_is_written_before_the_record_changes_and_the_old_file_is_removed():
+    memory = Memory()
+    checkpoint = Checkpoint({"model": Part()}, memory)
+    seen = []
+
+    class Watching(Memory):
+        def __call__(self, *args):
+            super().__call__(*args)
+            seen.append(("save", [item.filename for item in checkpoint._saved]))
+
+        def remove(self, filename):
+            super().remove(filename)
+            seen.append(("remove", [item.filename for item in checkpoint._saved]))
+
+    checkpoint.save_handler = Watching()
+    checkpoint(at(1))
+    checkpoint(at(2))
+    assert seen == [("save", []), ("save", ["model_1.pt"]), ("remove", ["model_2.pt"])]
+
+
+def test_a_failed_save_changes_nothing_and_the_next_one_succeeds(tmp_path, monkeypatch):
+    checkpoint = Checkpoint({"model": Part(1)}, tmp_path)
+    checkpoint(at(1))
+
+    def broken(*args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", broken)
+        with pytest.raises(OSError, match="No space left"):
+            checkpoint(at(2))
+    assert checkpoint.state_dict() == {"_saved": [(1, "model_1.pt")]}
+    assert names(tmp_path) == ["model_1.pt"]
+    checkpoint(at(3))
+    assert names(tmp_path) == ["model_3.pt"]
+
+
+def test_a_recorded_file_that_was_deleted_is_not_an_error(tmp_path):
+    checkpoint = Checkpoint({"model": Part()}, tmp_path)
+    checkpoint(at(1))
+    (tmp_path / "model_1.pt").unlink()
+    checkpoint(at(2))
+    assert names(tmp_path) == ["model_2.pt"]
+
+
+def test_a_single_object_is_saved_as_its_state_and_several_by_name():
+    memory = Memory()
+    Checkpoint({"model": Part(1)}, memory)(at())
+    Checkpoint({"a": Part(1), "b": {"c": [Part(2), Part(3)]}}, memory)(at())
+    assert memory.files["model_0.pt"] == {"value": 1}
+    assert memory.files["checkpoint_0.pt"] == {"a": {"value": 1}, "b": {"c": [{"value": 2}, {"value": 3}]}}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # raised by torch.compile
+@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile, lambda model: nn.DataParallel(torch.compile(model))])
+def test_modules_are_saved_unwrapped(wrap):
+    memory = Memory()
+    Checkpoint({"model": wrap(linear(2.0))}, memory)(at())
+    assert set(memory.files["model_0.pt"]) == {"weight", "bias"}
+
+
+def test_metadata_hold_base_name_score_name_and_priority():
+    memory = Memory()
+    Checkpoint({"model": Part()}, memory, "best", score_name="accuracy")(at(accuracy=0.5))
+    assert memory.metadata == {"basename": "best_model", "score_name": "accuracy", "priority": 0.5}
+    Checkpoint({"model": Part()}, memory)(at(3))
+    assert memory.metadata == {"basename": "model", "score_name": None, "priority": 3}
+
+
+def test_a_save_handler_gets_metadata_if_it_accepts_them_and_is_called_once_even_if_it_raises():
+    calls = []
+    Checkpoint({"m": Part()}, lambda checkpoint, filename: calls.append((checkpoint, filename)))(at(1))
+    Checkpoint({"m": Part()}, lambda *args: calls.append(args))(at(2))
+    assert [len(args) for args in calls] == [2, 3]
+
+    def broken(checkpoint, filename, metadata=None):
+        calls.append(filename)
+        raise TypeError("not this")
+
+    with pytest.raises(TypeError, match="not this"):
+        Checkpoint({"m": Part()}, broken)(at(3))
+    assert calls[2:] == ["m_3.pt"]
+
+
+def test_a_replaced_save_handler_is_inspected_again():
+    checkpoint = Checkpoint({"m": Part()}, Memory())
+    calls = []
+    checkpoint.save_handler = lambda checkpoint, filename: calls.append(filename)
+    checkpoint(at(1))
+    assert calls == ["m_1.pt"]
+    with pytest.raises(TypeError, match="save_handler"):
+        checkpoint.save_handler = None
+
+
+def test_include_self_saves_the_record_with_the_new_entry_in_it():
+    memory = Memory()
+    checkpoint = Checkpoint({"a": Part(), "b": Part()}, memory, include_self=True, n_saved=1)
+    checkpoint(at(1))
+    checkpoint(at(2))
+    assert memory.files["checkpoint_2.pt"]["checkpointer"] == {"_saved": [(2, "checkpoint_2.pt")]}
+
+
+def test_include_self_with_one_object_is_in_the_saved_state_but_not_in_the_object():
+    class Owner(Part):
+        def __init__(self):
+            self.own = OrderedDict(value=1)
+
+        def state_dict(self):
+            return self.own
+
+    memory, owner = Memory(), Owner()
+    Checkpoint({"model": owner}, memory, include_self=True)(at(1))
+    assert memory.files["model_1.pt"] == {"value": 1, "checkpointer": {"_saved": [(1, "model_1.pt")]}}
+    assert owner.own == {"value": 1}
+
+
+@pytest.mark.parametrize("score", [torch.tensor(0.5).numpy()[()], 0.5, 3])
+def test_a_record_of_any_score_loads_with_weights_only(tmp_path, score):
+    checkpoint = Checkpoint({"a": Part(1), "b": Part(2)}, tmp_path, score_function=lambda _: score, include_self=True)
+    checkpoint(at())
+    assert load(checkpoint.last_checkpoint)["checkpointer"] == {"_saved": [(score, checkpoint.last_checkpoint.name)]}
+
+
+# --- the record --------------------------------------------------------------------------------------------
+
+
+def test_last_checkpoint_is_the_best_as_a_path_on_disk_and_as_a_name_elsewhere(tmp_path):
+    checkpoint = Checkpoint({"m": Part()}, tmp_path, score_name="score", n_saved=3)
+    assert checkpoint.last_checkpoint is None
+    for score in (1, 3, 2):
+        checkpoint(at(score=score))
+    assert checkpoint.last_checkpoint == tmp_path / "m_score=3.0000.pt"
+    assert scored([1, 3, 2], n_saved=3)[0].last_checkpoint == "model_3.pt"
+
+
+def test_the_record_survives_saving_and_loading():
+    checkpoint, memory = scored([1, 3, 2], n_saved=2)
+    other = Checkpoint({"model": Part()}, memory, n_saved=2, score_function=lambda engine: 9)
+    other.load_state_dict(checkpoint.state_dict())
+    assert other._saved == [Checkpoint.Item(2, "model_2.pt"), Checkpoint.Item(3, "model_3.pt")]
+    other(at())
+    assert sorted(memory.files) == ["model_3.pt", "model_9.pt"]
+
+
+@pytest.mark.parametrize(
+    ("state", "error"),
+    [
+        ([], TypeError),
+        ({}, ValueError),
+        ({"_saved": 3}, ValueError),
+        ({"_saved": [(1, "a", 2)]}, ValueError),
+        ({"_saved": [("a", 1)]}, ValueError),
+        ({"_saved": [(1, 2)]}, ValueError),
+    ],
+)
+def test_an_invalid_record_is_rejected_and_changes_nothing(state, error):
+    checkpoint, _ = scored([1])
+    with pytest.raises(error):
+        checkpoint.load_state_dict(state)
+    assert checkpoint.state_dict() == {"_saved": [(1, "model_1.pt")]}
+
+
+# --- on an engine ------------------------------------------------------------------------------------------
+
+
+def test_the_event_can_be_handled_on_any_engine_before_the_first_save():
+    heard = []
+    trainer = Engine(lambda engine, batch: None)
+    trainer.add_event_handler(Checkpoint.SAVED_CHECKPOINT, lambda engine: heard.append(engine.state.iteration))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=2), Checkpoint({"m": Part()}, Memory()))
+    trainer.run(range(5))
+    assert heard == [2, 4]
+    assert Checkpoint.SAVED_CHECKPOINT is CheckpointEvents.SAVED_CHECKPOINT
+
+
+def test_two_checkpoints_on_one_event_see_the_same_event():
+    memory = Memory()
+    trainer = Engine(lambda engine, batch: None)
+    step = global_step_from_engine(trainer)
+    for name in ("a", "b"):
+        checkpoint = Checkpoint({name: Part()}, memory, global_step_transform=step)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), checkpoint)
+    trainer.run(range(5))
+    assert sorted(memory.files) == ["a_3.pt", "b_3.pt"]
+    checkpoint.reset()
+    checkpoint(trainer)
+    assert trainer.last_event_name == Events.COMPLETED
+
+
+def test_an_evaluator_saves_with_the_epoch_of_the_trainer():
+    memory = Memory()
+    trainer, evaluator = (Engine(lambda engine, batch: None) for _ in range(2))
+    checkpoint = Checkpoint({"m": Part()}, memory, n_saved=None, global_step_transform=global_step_from_engine(trainer))
+    evaluator.add_event_handler(Events.COMPLETED, checkpoint)
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run([1]))
+    trainer.run(range(4), max_epochs=3)
+    assert list(memory.files) == ["m_1.pt", "m_2.pt", "m_3.pt"]
+
+
+def test_it_works_on_events_that_pass_arguments():
+    def step(engine, batch):
+        if batch == "last":
+            engine.terminate_epoch()
+        assert batch != "bad"
+
+    memory = Memory()
+    trainer = Engine(step)
+    for name, event in (("failed", Events.EXCEPTION_RAISED), ("cut", Events.TERMINATE_SINGLE_EPOCH)):
+        trainer.add_event_handler(event, Checkpoint({name: Part()}, memory))
+    trainer.run(["good", "bad", "good", "last"], max_epochs=2, epoch_length=3)
+    assert list(memory.files) == ["failed_2.pt", "cut_4.pt"]
+
+
+# --- several ranks -----------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_on_ranks_a_model_is_saved_unwrapped_and_a_sharded_optimizer_on_one_rank():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own module uses what torch deprecates
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    rank = torch.distributed.get_rank()
+    model = DistributedDataParallel(linear(1.0))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    memory = Memory()
+    Checkpoint({"model": model, "optimizer": optimizer}, memory, save_on_rank=1)(at(1))
+    saved = memory.files["checkpoint_1.pt"]
+    assert set(saved["model"]) == {"weight", "bias"}
+    assert weight(model.module) == saved["model"]["weight"].item()
+    assert (set(saved["optimizer"]) if rank == 1 else saved["optimizer"]) == ({"state", "param_groups"} if rank else {})
+
+
+@on_ranks(2)
+def test_one_rank_writes_the_file_and_every_rank_keeps_the_record(tmp_path):
+    checkpoint = Checkpoint({"m": Part(torch.distributed.get_rank())}, tmp_path, save_on_rank=1)
+    for step in (1, 2):
+        checkpoint(at(step))
+    torch.distributed.barrier()
+    assert names(tmp_path) == ["m_2.pt"]
+    assert load(checkpoint.last_checkpoint) == {"value": 1}
+
+
+@pytest.mark.parametrize("name", ["../model.pt", "/tmp/model.pt", "a/../../model.pt"])
+def test_a_record_with_files_outside_of_the_directory_is_rejected(tmp_path, name):
+    checkpoint = Checkpoint({"model": Part()}, tmp_path)
+    with pytest.raises(ValueError, match="_saved must be .*: a file name must stay in the directory"):
+        checkpoint.load_state_dict({"_saved": [(1, name)]})
+    assert checkpoint.state_dict()["_saved"] == []
+
+
+# --- two handlers of the same file -------------------------------------------------------------------------
+
+
+def handler(folder, **options):
+    return Checkpoint({"model": Part()}, DiskSaver(folder, require_empty=False), **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"asynchronous": True}])
+def test_the_second_handler_of_one_file_raises_before_it_writes(tmp_path, options):
+    trainer = Engine(lambda engine, batch: None)
+    for part in (Part(1), Part(2)):
+        checkpoint = Checkpoint({"model": part}, tmp_path, **options)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(every=2), checkpoint)
+    with pytest.raises(ValueError, match=r"two Checkpoints write the same file '.*model_2\.pt'.*filename_prefix"):
+        trainer.run(range(4))
+    assert load(tmp_path / "model_2.pt") == {"value": 1}
+    assert checkpoint.last_checkpoint is None
+
+
+def test_other_names_or_directories_are_fine(tmp_path):
+    checkpoints = [handler(tmp_path), handler(tmp_path, filename_prefix="b"), handler(tmp_path / "c")]
+    for step in (1, 2):
+        for checkpoint in checkpoints:
+            checkpoint(at(step))
+    assert names(tmp_path) == ["b_model_2.pt", "c", "model_2.pt"]
+
+
+def test_two_handlers_of_one_file_are_detected_through_a_link(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    first, second = handler(tmp_path / "real"), handler(tmp_path / "link")
+    first(at(1))
+    with pytest.raises(ValueError, match="two Checkpoints write the same file"):
+        second(at(1))
+
+
+def test_a_handler_may_overwrite_its_own_files(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path, filename_pattern="last.pt")
+    for step in (1, 2):
+        checkpoint(at(step), {"model": Part(step)})
+    assert load(tmp_path / "last.pt") == {"value": 2}
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_new_handler_takes_over_the_files_of_an_existing_one(tmp_path, loaded):
+    first = handler(tmp_path, n_saved=2)
+    first(at(1))
+    first(at(2))
+    second = handler(tmp_path, n_saved=2)
+    if loaded:
+        second.load_state_dict(first.state_dict())
+    second(at(3 if loaded else 2))
+    second(at(4 if loaded else 3))
+    assert names(tmp_path) == (["model_3.pt", "model_4.pt"] if loaded else ["model_1.pt", "model_2.pt", "model_3.pt"])
+
+
+def test_a_handler_that_loads_the_record_of_another_takes_over_its_files(tmp_path):
+    first, second = handler(tmp_path), handler(tmp_path)
+    first(at(1))
+    second.load_state_dict(first.state_dict())
+    second(at(1))
+    second(at(2))
+    assert names(tmp_path) == ["model_2.pt"]
+
+
+def test_the_files_of_a_deleted_handler_are_free(tmp_path):
+    first, second = handler(tmp_path), handler(tmp_path)
+    first(at(1))
+    del first
+    gc.collect()
+    second(at(1))
+
+
+def test_what_another_handler_has_taken_over_is_not_removed(tmp_path):
+    first = handler(tmp_path)
+    first(at(1))
+    second = handler(tmp_path)
+    second(at(1))
+    first(at(2))
+    assert names(tmp_path) == ["model_1.pt", "model_2.pt"]
+    assert second.last_checkpoint.exists()
+
+
+def test_the_name_of_a_removed_file_is_free(tmp_path):
+    first, second = handler(tmp_path), handler(tmp_path)
+    first(at(1))
+    first(at(2))
+    second(at(1))
+    assert names(tmp_path) == ["model_1.pt", "model_2.pt"]
+
+
+@pytest.mark.parametrize("options", [{}, {"asynchronous": True}])
+@pytest.mark.parametrize("event", [Events.COMPLETED, Events.TERMINATE, Events.EXCEPTION_RAISED, "evaluator"])
+def test_after_the_run_the_second_handler_of_one_file_saves_with_a_warning(tmp_path, event, options):
+    part = Part(1)
+    every, last = (handler(tmp_path, n_saved=2, **options) for _ in range(2))
+    every.to_save = last.to_save = {"model": part}
+    trainer = Engine(lambda engine, batch: 1 / 0 if event == Events.EXCEPTION_RAISED and batch == 3 else None)
+    trainer.add_event_handler(Events.ITERATION_STARTED, every)
+    if event == Events.TERMINATE:
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), trainer.terminate)
+    evaluator = Engine(lambda engine, batch: None)
+    evaluator.state.iteration = 2
+    ending = Events.COMPLETED if event == "evaluator" else event
+    if event == "evaluator":
+        evaluator.add_event_handler(Events.STARTED, lambda engine: setattr(engine.state, "iteration", 3))
+        evaluator.add_event_handler(Events.COMPLETED, last)
+    trainer.add_event_handler(ending, lambda *_: setattr(part, "value", 5))
+    trainer.add_event_handler(ending, (lambda: evaluator.run([0])) if event == "evaluator" else last)
+    with pytest.warns(
+        UserWarning, match=r"two Checkpoints write the same file .*The run is over, so the file is overwritten"
+    ):
+        trainer.run([1, 2, 3, 4])
+    assert last.last_checkpoint.exists()
+    assert load(last.last_checkpoint) == {"value": 5}
+    every(at(9))
+    every(at(10))
+    assert every.last_checkpoint.exists()
+    assert last.last_checkpoint.exists()  # the first handler no longer prunes it
+
+
+# --- ModelCheckpoint ---------------------------------------------------------------------------------------
+
+
+def test_objects_are_an_argument_of_the_handler(tmp_path):
+    handler = ModelCheckpoint(tmp_path, "best", n_saved=2)
+    assert isinstance(handler, Checkpoint)
+    assert handler.last_checkpoint is None
+    trainer = Engine(lambda engine, batch: None)
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, handler, {"model": Part(1)})
+    trainer.run(range(10), max_epochs=3)
+    assert names(tmp_path) == ["best_model_20.pt", "best_model_30.pt"]
+    assert handler.last_checkpoint == tmp_path / "best_model_30.pt"
+    assert load(handler.last_checkpoint) == {"value": 1}
+
+
+def test_objects_may_be_passed_by_name_and_differ_between_events(tmp_path):
+    handler = ModelCheckpoint(tmp_path, n_saved=None)
+    trainer = Engine(lambda engine, batch: None)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), handler, to_save={"a": Part()})
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, handler, {"b": Part(), "c": Part()})
+    trainer.run(range(2))
+    assert names(tmp_path) == ["a_1.pt", "checkpoint_2.pt"]
+
+
+def test_the_directory_is_that_of_a_disk_saver_with_its_arguments(tmp_path):
+    handler = ModelCheckpoint(tmp_path / "a", atomic=False, save_on_rank="node", _use_new_zipfile_serialization=False)
+    saver = handler.save_handler
+    assert isinstance(saver, DiskSaver)
+    assert (saver.atomic, saver.save_on_rank, handler.save_on_rank) == (False, "node", "node")
+    assert saver.kwargs == {"_use_new_zipfile_serialization": False}
+    (tmp_path / "model_1.pt").touch()
+    with pytest.raises(ValueError, match="does not exist"):
+        ModelCheckpoint(tmp_path / "b", create_dir=False)
+    with pytest.raises(ValueError, match=r"ModelCheckpoint\(dirname, require_empty=False\)"):
+        ModelCheckpoint(tmp_path)
+    ModelCheckpoint(tmp_path, require_empty=False)
+
+
+def test_the_order_of_the_arguments_is_part_of_the_interface():
+    assert list(inspect.signature(ModelCheckpoint).parameters) == [
+        *("dirname", "filename_prefix", "score_function", "score_name", "n_saved", "atomic", "require_empty"),
+        *("create_dir", "global_step_transform", "filename_pattern", "include_self", "greater_or_equal"),
+        *("save_on_rank", "asynchronous", "when_busy", "kwargs"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("to_save", "error", "message"),
+    [
+        ({}, RuntimeError, "to_save must hold at least one object, got {}"),
+        ([], RuntimeError, r"to_save must hold at least one object, got \[\]"),
+        (3, TypeError, "to_save must be a mapping"),
+        ([Part()], TypeError, "to_save must be a mapping"),
+        ({"model": 3}, TypeError, r"to_save\['model'\] must have state_dict"),
+        ({"checkpointer": Part()}, ValueError, "'checkpointer'"),
+    ],
+)
+def test_objects_that_cannot_be_saved_are_rejected(tmp_path, to_save, error, message):
+    with pytest.raises(error, match=message):
+        ModelCheckpoint(tmp_path, include_self=True)(at(1), to_save)
+
+
+def test_without_objects_it_cannot_be_registered(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"it also requires to_save: add_event_handler\(event, handler, to_save=\.\.\.\)"
+    ):
+        at().add_event_handler(Events.EPOCH_COMPLETED, ModelCheckpoint(tmp_path))
+
+
+def test_a_model_checkpoint_saves_on_an_exception(tmp_path):
+    def step(engine, batch):
+        raise ValueError("broken")
+
+    trainer = Engine(step)
+    trainer.add_event_handler(Events.EXCEPTION_RAISED, ModelCheckpoint(tmp_path), {"model": Part(1)})
+
+    @trainer.on(Events.EXCEPTION_RAISED)
+    def raise_again(error):
+        raise error
+
+    with pytest.raises(ValueError, match="broken"):
+        trainer.run([1])
+    assert names(tmp_path) == ["model_1.pt"]
+
+
+def test_on_an_exception_without_objects_it_raises_from_the_first_error(tmp_path):
+    trainer = Engine(lambda engine, batch: 1 / 0)
+    trainer.add_event_handler(Events.EXCEPTION_RAISED, ModelCheckpoint(tmp_path))
+    with pytest.raises(TypeError, match="to_save is missing: register a ModelCheckpoint with its objects") as raised:
+        trainer.run([1])
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+
+
+def test_with_another_save_handler_last_checkpoint_raises(tmp_path):
+    handler = ModelCheckpoint(tmp_path)
+    handler.save_handler = Memory()
+    handler(at(1), {"model": Part()})
+    with pytest.raises(RuntimeError, match="needs a DiskSaver"):
+        assert handler.last_checkpoint
+
+
+def test_scores_and_the_record_work_as_in_a_checkpoint(tmp_path):
+    handler = ModelCheckpoint(tmp_path, score_name="accuracy", include_self=True)
+    for accuracy in (0.5, 0.75, 0.25):
+        handler(at(accuracy=accuracy), {"a": Part(accuracy), "b": Part()})
+    assert names(tmp_path) == ["checkpoint_accuracy=0.7500.pt"]
+    a, other = Part(), ModelCheckpoint(tmp_path, require_empty=False, score_name="accuracy")
+    Checkpoint.load_objects({"a": a, "checkpointer": other}, handler.last_checkpoint)
+    assert (a.value, other.last_checkpoint) == (0.75, handler.last_checkpoint)

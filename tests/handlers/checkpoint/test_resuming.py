@@ -1,0 +1,736 @@
+"""Resuming from the newest complete checkpoint, whatever happened to the files."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import shutil
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import nn
+
+from camshaft import distributed as idist
+from camshaft.engine import Engine, Events
+from camshaft.errors import DamagedCheckpointError
+from camshaft.files import checksum_of
+from camshaft.handlers import Checkpoint, DiskSaver
+from camshaft.handlers.checkpoint import manifest, resuming
+from camshaft.handlers.checkpoint.manifest import FOLDER, Entry, Manifest
+from tests.handlers.parts import Part, at, linear, names, weight
+from tests.ranks import on_ranks
+
+
+def save(folder, *steps, **options):
+    """Save an object at each step, with the step as its value."""
+    part = Part()
+    saver = DiskSaver(folder, require_empty=False, **options)
+    checkpoint = Checkpoint({"part": part, "other": Part()}, saver, n_saved=None)
+    for step in steps:
+        part.value = step
+        checkpoint(at(step))
+
+
+def resume(folder, **options):
+    part = Part()
+    path = Checkpoint.resume({"part": part}, folder, **options)
+    return part.value, None if path is None else path.name
+
+
+def file_of(step):
+    return f"checkpoint_{step}.pt"
+
+
+def flip_a_bit(path, position):
+    content = bytearray(path.read_bytes())
+    content[position % len(content)] ^= 1 << (position % 8)
+    path.write_bytes(content)
+
+
+# --- which checkpoint ---------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_loaded_from_an_empty_directory(tmp_path):
+    assert resume(tmp_path) == (0, None)
+    assert resume(tmp_path / "missing") == (0, None)
+
+
+def test_the_newest_is_loaded_whatever_its_step_or_name(tmp_path):
+    save(tmp_path, 20, 30)
+    save(tmp_path, 9)
+    assert resume(tmp_path) == (9, file_of(9))
+
+
+def test_a_clock_that_goes_backwards_changes_nothing(tmp_path, monkeypatch):
+    save(tmp_path, 20)
+    monkeypatch.setattr("time.time_ns", lambda: 1)
+    save(tmp_path, 30, 40)
+    assert resume(tmp_path) == (40, file_of(40))
+
+
+@pytest.mark.parametrize("prefix", ["", "best/"])
+def test_a_clock_that_goes_backwards_changes_nothing_in_a_folder_of_the_prefix(tmp_path, monkeypatch, prefix):
+    (tmp_path / "best").mkdir()
+    DiskSaver(tmp_path)({"value": 1}, f"{prefix}part_1.pt")
+    monkeypatch.setattr("time.time_ns", lambda: 1)
+    DiskSaver(tmp_path, require_empty=False)({"value": 2}, f"{prefix}part_2.pt")
+    assert resume(tmp_path / prefix) == (2, "part_2.pt")
+
+
+def test_an_invalid_time_in_an_entry_does_not_affect_later_ones(tmp_path):
+    save(tmp_path, 1)
+    entry = entry_of(tmp_path, 1)
+    entry.write_text(forged(entry.read_text(), "saved_at", 2**63 - 1))
+    save(tmp_path, 2)
+    with pytest.warns(UserWarning, match="saved_at is 9223372036854775807") as caught:
+        assert resume(tmp_path) == (2, file_of(2))
+    assert len(caught) == 1
+
+
+def list_file(folder, file):
+    """Add a file to the manifest."""
+    size = (folder / file).stat().st_size
+    Manifest(folder).write(Entry(file, checksum_of(folder / file), size, saved_at=2**61))
+
+
+def test_an_unreadable_listed_file_is_reported_and_the_previous_one_is_used(tmp_path):
+    save(tmp_path, 1)
+    torch.save({"part": Evil()}, tmp_path / "evil.pt")
+    list_file(tmp_path, "evil.pt")
+    with pytest.warns(UserWarning, match=r"evil.pt' cannot be read: UnpicklingError: .*; resuming from 'checkpoint_1"):
+        assert resume(tmp_path) == (1, file_of(1))
+    (tmp_path / file_of(1)).unlink()
+    with pytest.raises(pickle.UnpicklingError, match="weights_only") as raised:
+        resume(tmp_path)
+    assert "checkpoint_1.pt' is not there" in "".join(raised.value.__notes__)
+
+
+@on_ranks(2)
+def test_a_file_that_one_rank_cannot_load_is_skipped_on_all(tmp_path, monkeypatch):
+    if idist.get_rank() == 0:
+        save(tmp_path, 1, 2)
+    idist.barrier()
+    read = resuming.read_checkpoint
+
+    def fail(path, map_location=None):
+        if idist.get_rank() == 1 and path.name == file_of(2):
+            raise MemoryError("too much")
+        return read(path, map_location)
+
+    monkeypatch.setattr(resuming, "read_checkpoint", fail)
+    with pytest.warns(UserWarning, match=r"checkpoint_2.pt' cannot be read: MemoryError: too much; resuming from"):
+        assert resume(tmp_path) == (1, file_of(1))
+
+
+def test_files_of_plain_torch_save_without_a_manifest_are_found(tmp_path):
+    torch.save({"part": {"value": 1}}, tmp_path / "checkpoint_1.pt")
+    torch.save({"part": {"value": 2}, "other": {"value": 0}}, tmp_path / "checkpoint_2.pt")
+    torch.save({"model": {}}, tmp_path / "model_3.pt")
+    for age, name in enumerate(("model_3.pt", "checkpoint_2.pt", "checkpoint_1.pt")):
+        os.utime(tmp_path / name, ns=(0, 10**9 - age))
+    assert Checkpoint.resume({"part": (part := Part()), "other": Part()}, tmp_path).name == "checkpoint_2.pt"
+    assert part.value == 2
+
+
+def test_checkpoints_of_other_objects_are_skipped_with_a_warning_if_there_are_no_others(tmp_path):
+    save(tmp_path, 1)
+    Checkpoint({"best": Part(7)}, DiskSaver(tmp_path, require_empty=False))(at(2))
+    assert resume(tmp_path) == (1, file_of(1))
+    with pytest.warns(UserWarning, match=r"nothing was loaded: none of the 2 checkpoints in .* holds \['part', 'x'\]"):
+        assert Checkpoint.resume({"part": Part(), "x": Part()}, tmp_path) is None
+
+
+def test_a_checkpoint_of_one_object_alone(tmp_path):
+    checkpoint = Checkpoint({"model": linear(3.0)}, tmp_path)
+    checkpoint(at(1))
+    model = linear(0.0)
+    assert Checkpoint.resume({"model": model}, tmp_path).name == "model_1.pt"
+    assert weight(model) == 3.0
+
+
+def test_the_engine_and_the_record_resume(tmp_path):
+    def make():
+        engine = Engine(lambda engine, batch: None)
+        checkpoint = Checkpoint(
+            {"trainer": engine}, DiskSaver(tmp_path, require_empty=False), n_saved=2, include_self=True
+        )
+        checkpoint.to_save["model"] = model
+        engine.add_event_handler(Events.EPOCH_COMPLETED, checkpoint)
+        return engine, checkpoint, {"trainer": engine, "model": model, "checkpointer": checkpoint}
+
+    model = linear(1.0)
+    engine, _, _ = make()
+    engine.run(range(3), max_epochs=3)
+    engine, _, everything = make()
+    assert Checkpoint.resume(everything, tmp_path).name == file_of(9)
+    assert engine.state.epoch == 3
+    engine.run(range(3), max_epochs=5)
+    assert names(tmp_path) == [file_of(12), file_of(15)]  # those of the first run were pruned
+
+
+# --- damaged files -------------------------------------------------------------------
+
+
+@settings(max_examples=25)
+@given(position=st.integers(0, 10**6))
+def test_any_flipped_bit_is_reported_and_the_previous_checkpoint_is_used(tmp_path_factory, position):
+    folder = tmp_path_factory.mktemp("bits")
+    save(folder, 1, 2)
+    flip_a_bit(folder / file_of(2), position)
+    with pytest.warns(UserWarning, match=r"checkpoint_2.pt' is damaged: .*resuming from 'checkpoint_1.pt'"):
+        assert resume(folder) == (1, file_of(1))
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), r"has [\d,]+ bytes instead of [\d,]+"),
+        (lambda path: path.write_bytes(b""), "has 0 bytes instead of"),
+        (lambda path: path.unlink(), "is not there"),
+        (lambda path: (path.unlink(), path.mkdir()), "is not a regular file"),
+    ],
+)
+def test_a_truncated_or_missing_file_is_reported_and_the_previous_one_is_used(tmp_path, harm, message):
+    save(tmp_path, 1, 2)
+    harm(tmp_path / file_of(2))
+    with pytest.warns(UserWarning, match=message):
+        assert resume(tmp_path) == (1, file_of(1))
+
+
+def test_if_no_checkpoint_is_complete_the_error_names_each(tmp_path):
+    save(tmp_path, 1, 2)
+    flip_a_bit(tmp_path / file_of(1), 100)
+    (tmp_path / file_of(2)).unlink()
+    part = Part(5)
+    with pytest.raises(DamagedCheckpointError, match=r"(?s)checkpoint_2.pt' is not there.*checkpoint_1.pt' is damaged"):
+        Checkpoint.resume({"part": part}, tmp_path)
+    assert part.value == 5
+
+
+def break_disk(monkeypatch, ending):
+    """Make paths with this ending fail, as a network mount may temporarily do."""
+
+    def broken(inner, path, *args, **kwargs):
+        if str(path).endswith(ending):
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return inner(path, *args, **kwargs)
+
+    for name in ("lstat", "stat", "listdir", "scandir"):
+        monkeypatch.setattr(os, name, partial(broken, getattr(os, name)))
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_temporarily_unreadable_file_does_not_count_as_missing(tmp_path, monkeypatch, is_listed):
+    save(tmp_path, 1, 2)
+    if not is_listed:
+        shutil.rmtree(tmp_path / FOLDER)
+    with monkeypatch.context() as broken:
+        break_disk(broken, file_of(2))
+        with pytest.warns(UserWarning, match=r"checkpoint_2.pt' cannot be read: .*Stale file handle.*; resuming from"):
+            assert resume(tmp_path) == (1, file_of(1))
+    (tmp_path / file_of(1)).unlink()
+    break_disk(monkeypatch, ".pt")
+    with pytest.raises(DamagedCheckpointError, match=r"checkpoint_2.pt' cannot be read: .*Stale file handle"):
+        resume(tmp_path)
+
+
+@pytest.mark.parametrize("ending", ["checkpoints", FOLDER])
+def test_a_directory_that_cannot_be_listed_does_not_count_as_empty(tmp_path, monkeypatch, ending):
+    folder = tmp_path / "checkpoints"
+    save(folder, 1)
+    break_disk(monkeypatch, ending)
+    with pytest.raises(OSError, match=r"the checkpoints in '.*checkpoints' cannot be listed: .*Stale file handle"):
+        resume(folder)
+
+
+@on_ranks(2)
+def test_all_ranks_report_a_directory_that_one_rank_cannot_list(tmp_path, monkeypatch):
+    if idist.get_rank() == 0:
+        save(tmp_path, 1)
+        break_disk(monkeypatch, FOLDER)
+    with pytest.raises(OSError, match="cannot be listed: .*Stale file handle"):
+        resume(tmp_path)
+
+
+def test_loading_a_damaged_file_by_its_path_is_an_error(tmp_path):
+    save(tmp_path, 1)
+    flip_a_bit(tmp_path / file_of(1), 300)
+    with pytest.raises(DamagedCheckpointError, match=r"checkpoint_1.pt' is damaged"):
+        Checkpoint.load_objects({"part": Part()}, tmp_path / file_of(1))
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("you_were_here",)
+
+
+def test_a_file_that_would_run_code_is_not_loaded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"part": {"value": 1}}, tmp_path / "good.pt")
+    (tmp_path / "evil.pt").write_bytes(pickle.dumps({"part": Evil()}, protocol=2))
+    torch.save({"part": Evil()}, tmp_path / "zipped.pt")
+    os.utime(tmp_path / "good.pt", ns=(0, 1))
+    with pytest.warns(UserWarning, match="cannot be read: UnpicklingError") as told:
+        assert resume(tmp_path) == (1, "good.pt")
+    assert len(told) == 2
+    assert not (tmp_path / "you_were_here").exists()
+
+
+def test_the_first_save_warns_if_the_file_cannot_be_loaded_with_weights_only(tmp_path):
+    saver = DiskSaver(tmp_path)
+    with pytest.warns(UserWarning, match=r"objects of .*parts\.Part; return plain values"):
+        saver({"part": Part()}, "a.pt")
+    saver({"part": Part()}, "b.pt")
+
+
+def entry_of(folder, step):
+    (entry,) = (folder / FOLDER).glob(f"{file_of(step)}.*")
+    return entry
+
+
+MALFORMED = {
+    "nothing": "",
+    "half": "{",
+    "a number": "3",
+    "null": "null",
+    "NaN": "NaN",
+    "a list": "[]",
+    "a text": '"file"',
+    "another object": '{"file": 3}',
+    "deep nesting": "[" * 100_000,
+    "deep nesting in it": '{"file": ' * 50_000,
+    "a huge file": " " * (1 << 20) + "{}",
+    "no text": b"\xff\xfe",
+}
+WRONG = {
+    "file": [3, None, "checkpoint_1.pt", "../checkpoint_2.pt", "/dev/zero", ""],
+    "checksum": [None, "crc32:00000000", 5],
+    "size": [None, True, -1, 1.5, "3", 10**30],
+    "saved_at": [None, False, -1, float("nan"), 10**30, 2**63 - 1, []],
+    "objects": [3, [3], [["part"]], {"part": 1}, "part"],
+}
+
+
+def forged(text, field, value):
+    """Change a field of an entry, and its checksum."""
+    content = {**json.loads(text), field: value}
+    del content["checksum_of_entry"]
+    return json.dumps({**content, "checksum_of_entry": manifest.checksum_of_entry(content)})
+
+
+def harms():
+    for name, text in MALFORMED.items():
+        yield pytest.param(lambda _, text=text: text, id=name)
+    for field, values in WRONG.items():
+        for value in values:
+            yield pytest.param(lambda text, f=field, v=value: forged(text, f, v), id=f"{field} {value!r}")
+    for old, new in (('"other"', '"odder"'), ('"saved_at": 1', '"saved_at": 0'), ("2.pt", "3.pt")):
+        yield pytest.param(lambda text, old=old, new=new: text.replace(old, new, 1), id=f"{old} to {new}")
+
+
+@pytest.mark.parametrize("harm", list(harms()))
+def test_a_malformed_entry_is_reported_and_its_checkpoint_is_still_verified(tmp_path, harm):
+    save(tmp_path, 1, 2)
+    entry = entry_of(tmp_path, 2)
+    damaged = harm(entry.read_text())
+    entry.write_bytes(damaged if isinstance(damaged, bytes) else damaged.encode())
+    with pytest.warns(UserWarning, match=r"checkpoint_2\.pt\.[0-9a-f]{8}\.json' cannot be read, so that only its name"):
+        assert resume(tmp_path) == (2, file_of(2))
+    with pytest.warns(UserWarning, match="cannot be read, so that only its name is used"):
+        Checkpoint.load_objects({"part": Part()}, tmp_path / file_of(2))
+    saver = DiskSaver(tmp_path, require_empty=False)
+    flip_a_bit(tmp_path / file_of(2), 700)
+    with pytest.warns(UserWarning, match=r"checkpoint_2\.pt' is damaged|cannot be read, so that only"):
+        assert resume(tmp_path) == (1, file_of(1))
+    with (
+        pytest.warns(UserWarning, match="cannot be read"),
+        pytest.raises(DamagedCheckpointError, match="checkpoint_2.pt' is damaged"),
+    ):
+        Checkpoint.load_objects({"part": Part()}, tmp_path / file_of(2))
+    saver({"value": 3}, file_of(2))
+    assert entry_of(tmp_path, 2)
+    saver.remove(file_of(2))
+    assert not list((tmp_path / FOLDER).glob(f"{file_of(2)}.*"))
+
+
+def test_with_a_damaged_entry_the_file_decides_which_objects_it_holds(tmp_path):
+    save(tmp_path, 1)
+    Checkpoint({"best": Part(7)}, DiskSaver(tmp_path, require_empty=False))(at(2))
+    (entry,) = (tmp_path / FOLDER).glob("best_2.pt.*")
+    entry.write_text("3")
+    part = Part()
+    with pytest.warns(UserWarning, match="cannot be read"):
+        assert Checkpoint.resume({"part": part, "other": Part()}, tmp_path).name == file_of(1)
+
+
+def test_files_in_the_manifest_that_are_not_entries_are_ignored(tmp_path):
+    save(tmp_path, 1)
+    for name in ("broken.json", "...00000000.json", "..00000000.json", ".json", "notes.txt"):
+        (tmp_path / FOLDER / name).write_text("{")
+    assert [entry.file for entry in Manifest(tmp_path).entries()] == [file_of(1)]
+    assert resume(tmp_path) == (1, file_of(1))
+
+
+# --- while a trainer saves and prunes ------------------------------------------------------------------
+
+
+def interrupt(monkeypatch, act, when):
+    """Call ``act`` before accesses of ``resume`` to the disk whose number satisfies ``when``; return the accesses."""
+    accesses = []
+    acting = False
+
+    def watch(owner, name):
+        inner = getattr(owner, name)
+
+        def access(*args, **kwargs):
+            nonlocal acting
+            if not acting:
+                accesses.append(name)
+                acting = True
+                if when(len(accesses)):
+                    act()
+                acting = False
+            return inner(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, access)
+
+    for owner, name in (
+        (resuming, "_find"),
+        (resuming, "checkpoints_in"),
+        (resuming, "_problem"),
+        (resuming, "read_checkpoint"),
+    ):
+        watch(owner, name)
+    return accesses
+
+
+@pytest.mark.parametrize("pattern", [None, "fixed.pt"])
+@pytest.mark.parametrize("n_saved", [1, 2])
+@pytest.mark.parametrize("first", range(1, 7))
+@pytest.mark.parametrize("count", [1, 2, 10])
+def test_while_a_trainer_prunes_the_newest_is_loaded_without_a_warning(
+    tmp_path, monkeypatch, pattern, n_saved, first, count
+):
+    part = Part()
+    saver = DiskSaver(tmp_path, require_empty=False)
+    checkpoint = Checkpoint({"part": part, "other": Part()}, saver, n_saved=n_saved, filename_pattern=pattern)
+
+    def train():
+        part.value += 1
+        checkpoint(at(part.value))
+
+    for _ in range(3):
+        train()
+    accesses = interrupt(monkeypatch, train, lambda number: first <= number < first + count)
+    value, name = resume(tmp_path)
+    assert value >= 3
+    assert name == (pattern or file_of(value))
+    assert len(accesses) >= min(first, 4)
+
+
+def test_a_file_that_is_replaced_while_it_is_verified_is_not_damaged(tmp_path, monkeypatch):
+    saver = DiskSaver(tmp_path)
+    saver({"value": 1}, "part.pt")
+    real, values = manifest.checksum_of, iter([2])
+
+    def replaced_first(path):
+        for value in values:
+            saver({"value": value}, "part.pt")
+        return real(path)
+
+    monkeypatch.setattr(manifest, "checksum_of", replaced_first)
+    part = Part()
+    Checkpoint.load_objects({"part": part}, tmp_path / "part.pt")
+    assert part.value == 2
+
+
+def test_resume_gives_up_if_a_trainer_keeps_replacing_the_files(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    steps = iter(range(2, 10_000))
+
+    def train():
+        for path in tmp_path.glob("*.pt"):
+            DiskSaver(tmp_path, require_empty=False).remove(path.name)
+        save(tmp_path, next(steps))
+
+    monkeypatch.setattr(resuming, "_ATTEMPTS", 5)
+    accesses = interrupt(monkeypatch, train, lambda number: accesses[-1] == "_problem")
+    with pytest.warns(UserWarning, match="nothing was loaded, as there is no checkpoint to resume from"):
+        assert resume(tmp_path) == (0, None)
+    assert accesses.count("_problem") == 5
+
+
+@on_ranks(2)
+def test_all_ranks_list_again_if_one_rank_misses_the_file(tmp_path, monkeypatch):
+    rank = idist.get_rank()
+    if rank == 0:
+        save(tmp_path, 1)
+    idist.barrier()
+    read = resuming.read_checkpoint
+    reads = []
+
+    def vanish(path, map_location=None):
+        reads.append(path.name)
+        if rank == 1 and len(reads) == 1:
+            DiskSaver(tmp_path, require_empty=False, save_on_rank=1).remove(file_of(1))
+            save(tmp_path, 2, save_on_rank=1)
+            raise FileNotFoundError(path)
+        return read(path, map_location)
+
+    monkeypatch.setattr(resuming, "read_checkpoint", vanish)
+    assert resume(tmp_path) == (2, file_of(2))
+    assert len(reads) == 2
+
+
+# --- hostile directories ---------------------------------------------------------------------------------------
+
+
+def write_entry(folder, file, checksum="crc32:00000000", size=0, name=None):
+    """Write an entry as an attacker would."""
+    content = {"format": 1, "file": file, "checksum": checksum, "size": size, "saved_at": 2**61, "objects": None}
+    text = json.dumps({**content, "checksum_of_entry": manifest.checksum_of_entry(content)})
+    (folder / FOLDER / (name or f"{file}.{checksum[-8:]}.json")).write_text(text)
+
+
+@pytest.mark.parametrize("kind", ["parent", "absolute", "device"])
+def test_an_entry_that_names_a_file_outside_of_the_directory_is_rejected(tmp_path, kind):
+    folder = tmp_path / "checkpoints"
+    save(folder, 1)
+    secret = tmp_path / "secret.pt"
+    torch.save({"part": {"value": 666}}, secret)
+    file = {"parent": "../secret.pt", "absolute": str(secret), "device": "/dev/zero"}[kind]
+    write_entry(folder, file, checksum_of(secret), secret.stat().st_size, name="checkpoint_2.pt.01234567.json")
+    with pytest.warns(UserWarning, match="its content does not match its name"):
+        assert resume(folder) == (1, file_of(1))
+
+
+def as_pipe(path, folder):
+    os.mkfifo(path)
+
+
+def as_link(path, folder):
+    path.symlink_to(folder / "secret.pt")
+
+
+def as_device(path, folder):
+    path.symlink_to("/dev/zero")
+
+
+def as_folder(path, folder):
+    path.mkdir()
+
+
+KINDS = [as_pipe, as_link, as_device, as_folder]
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+@pytest.mark.parametrize("make", KINDS)
+def test_only_regular_files_are_opened(tmp_path, make, is_listed):
+    folder = tmp_path / "checkpoints"
+    save(folder, 1)
+    secret = tmp_path / "secret.pt"
+    torch.save({"part": {"value": 666}}, secret)
+    make(folder / "evil.pt", tmp_path)
+    if is_listed:
+        write_entry(folder, "evil.pt", checksum_of(secret), secret.stat().st_size)
+        with pytest.warns(UserWarning, match=r"evil.pt' is not a regular file, and links are not followed"):
+            assert resume(folder) == (1, file_of(1))
+    else:
+        assert resume(folder) == (1, file_of(1))
+    DiskSaver(folder, require_empty=False).remove(file_of(1))
+    with pytest.raises(DamagedCheckpointError, match=r"evil.pt' is not a regular file"):
+        resume(folder)
+
+
+@pytest.mark.parametrize("make", [as_pipe, as_device])
+def test_loading_by_path_does_not_hang_on_a_listed_pipe(tmp_path, make):
+    save(tmp_path, 1)
+    make(tmp_path / "evil.pt", tmp_path)
+    write_entry(tmp_path, "evil.pt")
+    with pytest.raises(DamagedCheckpointError, match="is not a regular file"):
+        Checkpoint.load_objects({"part": Part()}, tmp_path / "evil.pt")
+
+
+def test_a_link_passed_by_the_user_is_followed(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / "latest").symlink_to(tmp_path / file_of(1))
+    part = Part()
+    Checkpoint.load_objects({"part": part}, tmp_path / "latest")
+    assert part.value == 1
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_entries_that_are_not_regular_files_are_not_opened(tmp_path, make):
+    save(tmp_path, 1, 2)
+    entry = entry_of(tmp_path, 2)
+    entry.unlink()
+    make(entry, tmp_path)
+    with pytest.warns(UserWarning, match="it is not a regular file"):
+        assert resume(tmp_path) == (2, file_of(2))
+
+
+def test_a_manifest_that_is_a_link_is_neither_read_nor_written(tmp_path):
+    folder, other = tmp_path / "checkpoints", tmp_path / "other"
+    save(other, 1)
+    save(folder, 2)
+    shutil.rmtree(folder / FOLDER)
+    (folder / FOLDER).symlink_to(other / FOLDER)
+    assert resume(folder) == (2, file_of(2))
+    before = sorted((other / FOLDER).iterdir())
+    with pytest.raises(NotADirectoryError, match="the manifest of the checkpoints, .* is a symbolic link"):
+        DiskSaver(folder, require_empty=False)
+    assert sorted((other / FOLDER).iterdir()) == before
+
+
+def best_and_last(folder):
+    """Return an object, a handler that keeps the best, and one that saves the record of that handler."""
+    part = Part()
+    best = Checkpoint(
+        {"part": part}, DiskSaver(folder / "best", require_empty=False), score_function=lambda _: part.value
+    )
+    last = Checkpoint({"part": part, "best": best}, DiskSaver(folder / "last", require_empty=False))
+    return part, best, last
+
+
+def saved_after_the_best_was_replaced(folder):
+    part, best, last = best_and_last(folder)
+    part.value = 5
+    best(at(1))
+    last(at(1))
+    part.value = 9
+    best(at(2))  # removes the file that the saved record names; then the job is killed
+
+
+def test_a_resumed_record_forgets_files_that_the_run_removed_later(tmp_path):
+    saved_after_the_best_was_replaced(tmp_path)
+    part, best, _ = best_and_last(tmp_path)
+    Checkpoint.resume({"part": part, "best": best}, tmp_path / "last")
+    assert best.last_checkpoint is None
+    part.value = 4
+    best(at(2))
+    assert best.last_checkpoint == tmp_path / "best" / "part_4.pt"
+
+
+@on_ranks(2)
+def test_all_ranks_forget_the_same_files(tmp_path):
+    if idist.get_rank() == 0:
+        saved_after_the_best_was_replaced(tmp_path)
+    idist.barrier()
+    part, best, _ = best_and_last(tmp_path)
+    Checkpoint.resume({"part": part, "best": best}, tmp_path / "last")
+    assert best.state_dict() == {"_saved": []}
+
+
+def test_while_a_file_is_replaced_both_the_old_and_the_new_one_are_valid(tmp_path, monkeypatch):
+    saver = DiskSaver(tmp_path)
+    saver({"value": 1}, "part.pt")
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*args, **kwargs):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "os.replace", lambda source, target: killed() if str(target).endswith(".pt") else rename(source, target)
+        )
+        with pytest.raises(Killed):
+            saver({"value": 2}, "part.pt")
+    assert resume(tmp_path) == (1, "part.pt")
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "remove", killed)
+        with pytest.raises(Killed):
+            saver({"value": 3}, "part.pt")
+    assert resume(tmp_path) == (3, "part.pt")
+    assert len(Manifest(tmp_path).entries()) > 1
+
+
+rename = os.replace
+
+
+@pytest.mark.parametrize("to_load", [None, [Part()], {"part": 3}])
+def test_invalid_to_load_is_rejected(tmp_path, to_load):
+    with pytest.raises(TypeError, match="to_load"):
+        Checkpoint.resume(to_load, tmp_path)
+
+
+# --- on ranks ----------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_all_ranks_resume_from_the_same_checkpoint(tmp_path, monkeypatch):
+    save(tmp_path, 1, 2)
+    idist.barrier()
+    if idist.get_rank() == 0:
+        flip_a_bit(tmp_path / file_of(2), 99)
+    idist.barrier()
+    with pytest.warns(UserWarning, match="is damaged"):
+        assert resume(tmp_path) == (1, file_of(1))
+
+
+@on_ranks(2)
+def test_nodes_with_local_disks_use_the_newest_that_all_of_them_have(tmp_path, monkeypatch):
+    rank = idist.get_rank()
+    for module in ("savers", "resuming"):
+        monkeypatch.setattr(f"camshaft.handlers.checkpoint.{module}.get_local_rank", lambda: 0)
+    folder = tmp_path / f"node_{rank}"
+    save(folder, 1, 2, *([3] if rank == 1 else []), save_on_rank="node")
+    saver = DiskSaver(folder, require_empty=False, save_on_rank="node")
+    saver({"part": {"value": 2}}, file_of(2))
+    idist.barrier()
+    assert resume(folder) == (2, file_of(2))
+    if rank == 1:
+        flip_a_bit(folder / file_of(2), 99)
+    with pytest.warns(UserWarning, match="is damaged"):
+        assert resume(folder) == (1, file_of(1))
+
+
+# --- safetensors -----------------------------------------------------------------------------------------
+
+
+def test_weights_in_safetensors_format(tmp_path):
+    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    tied[1].weight = tied[0].weight
+    checkpoint = Checkpoint({"model": tied}, tmp_path, filename_pattern="{name}_{global_step}.safetensors")
+    checkpoint(at(3))
+    assert load_file(tmp_path / "model_3.safetensors").keys() == tied.state_dict().keys()
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert Checkpoint.resume({"model": model}, tmp_path).name == "model_3.safetensors"
+    assert torch.equal(model[1].weight, tied[0].weight)
+    flip_a_bit(tmp_path / "model_3.safetensors", 200)
+    with pytest.raises(DamagedCheckpointError):
+        Checkpoint.load_objects({"model": model}, tmp_path / "model_3.safetensors")
+
+
+def test_what_a_safetensors_file_cannot_hold_is_rejected_early(tmp_path):
+    pattern = "{name}.safetensors"
+    with pytest.raises(ValueError, match=r"weights of one model, without include_self, but to_save holds \['a', 'b'\]"):
+        Checkpoint({"a": linear(1), "b": Part()}, tmp_path, filename_pattern=pattern)
+    with pytest.raises(ValueError, match="include_self"):
+        Checkpoint({"a": linear(1)}, tmp_path, filename_pattern=pattern, include_self=True)
+    with pytest.raises(TypeError, match=r"a dict of tensors; got values of \['int'\]"):
+        Checkpoint({"a": Part()}, tmp_path, filename_pattern=pattern)(at(1))
+    assert names(tmp_path) == []
+
+
+def test_a_file_as_the_directory_is_rejected(tmp_path):
+    DiskSaver(tmp_path)({"value": 1}, "model.pt")
+    with pytest.raises(ValueError, match=r"directory must contain checkpoints, got the file '.*model\.pt'"):
+        Checkpoint.resume({"model": Part()}, tmp_path / "model.pt")
+
+
+def test_records_are_found_in_nested_objects(tmp_path):
+    part, best, _ = best_and_last(tmp_path)
+    best(at(1))
+    Checkpoint({"part": part, "handlers": [{"best": best}]}, DiskSaver(tmp_path / "nested"))(at(1))
+    best.last_checkpoint.unlink()
+    _, best, _ = best_and_last(tmp_path)
+    Checkpoint.resume({"part": part, "handlers": [{"best": best}]}, tmp_path / "nested")
+    assert best.last_checkpoint is None
