@@ -270,6 +270,7 @@ def _synchronized(metric: Any, states: list[dict[str, Any]]) -> Iterator[None]:
 
     def identify() -> bool:
         """Return that there are other ranks; a metric asks this just before it synchronizes its current tensors."""
+        values_of.clear()  # an id may have been reused
         values_of.update((id(getattr(metric, name)), gathered) for name, gathered in values.items())
         return True
 
