@@ -31,6 +31,7 @@ from camshaft.distributed.topology import Topology
 from camshaft.engine import Engine, Events
 from tests.distributed.test_ranks import Somewhere, at_rank
 from tests.ranks import on_ranks
+from tests.threads import on_threads
 
 INPUTS = torch.linspace(-2, 2, 32).sin().view(8, 4)
 TARGETS = INPUTS.sum(1, keepdim=True).tanh()
@@ -561,6 +562,13 @@ def test_streams_are_sharded_and_all_ranks_end_at_the_same_step():
         idist.auto_dataloader(Stream() if rank else Sharded(range(4)), batch_size=6), max_epochs=2
     )
     assert len(seen) == 2
+
+
+@on_threads(2)
+def test_a_wrapped_stream_ends_at_the_same_step_too():
+    loader = idist.auto_dataloader(Sharded(range(5)), batch_size=2)
+    loader.wrap(lambda plain: (-batch for batch in plain))  # as on XLA
+    assert [batch.tolist() for batch in loader] == [[-idist.get_rank()], [-2 - idist.get_rank()]]
 
 
 @pytest.mark.parametrize(
