@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from camshaft.distributed import context
-from camshaft.distributed.backends.xla.start import create
+from camshaft.distributed.backends.xla import create
 from camshaft.distributed.environments import detect
 
 
