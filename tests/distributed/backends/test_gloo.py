@@ -14,9 +14,9 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as of_torch
 
 import camshaft.distributed as idist
-from camshaft.distributed import context
+from camshaft.distributed import run
 from camshaft.distributed.backends.native.gloo import Send, SendWaiter
-from tests.distributed.test_messages import Work
+from tests.distributed.test_point_to_point import Work
 from tests.guards import outlasting
 
 
@@ -53,7 +53,7 @@ class Held:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux lists the threads of a process")
-@pytest.mark.parametrize("end", [idist.finalize, context.abandon])
+@pytest.mark.parametrize("end", [idist.finalize, run.abandon])
 def test_the_worker_threads_of_gloo_end_with_the_run(end, monkeypatch):
     """Also if torch.distributed.nn was imported during the run, as the first DistributedDataParallel does."""
     before = workers()
@@ -68,7 +68,7 @@ def test_the_worker_threads_of_gloo_end_with_the_run(end, monkeypatch):
     assert of_torch.all_reduce.__defaults__ == (dist.ReduceOp.SUM, None)
 
 
-def test_no_worker_thread_holds_an_operation_once_the_run_has_ended():
+def test_no_worker_thread_holds_an_operation_after_the_run():
     """Also of a group that lives on in a model, which waits for the threads, and keeps the GIL, when it is freed."""
     idist.initialize("gloo")
     group = dist.group.WORLD
@@ -78,10 +78,10 @@ def test_no_worker_thread_holds_an_operation_once_the_run_has_ended():
     assert held.is_over
 
 
-def test_a_run_with_an_operation_that_never_ends_is_ended():
+def test_a_run_can_end_during_an_operation_that_never_completes():
     idist.initialize("gloo")
     held = Held(dist.group.WORLD)
-    context.abandon()
+    run.abandon()
     assert not held.is_over
     assert not dist.is_initialized()
     held.let_go.set()

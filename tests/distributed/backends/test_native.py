@@ -11,7 +11,7 @@ import torch.distributed as dist
 import camshaft.distributed as idist
 from camshaft.distributed.backends.native.backend import NativeBackend, check_options, create, device_of
 from camshaft.distributed.topology import Launch, Topology
-from tests.distributed.test_context import use_fresh_adoption
+from tests.distributed.test_run import use_fresh_adoption
 from tests.ranks import on_ranks
 
 
@@ -45,14 +45,14 @@ def see(monkeypatch, kind, count):
         (None, 0, "cpu:gloo,cuda:gloo", 0, "cpu"),
     ],
 )
-def test_a_process_has_one_of_the_accelerators_that_it_sees(monkeypatch, kind, count, config, local_rank, device):
+def test_a_process_uses_one_of_the_accelerators_that_it_sees(monkeypatch, kind, count, config, local_rank, device):
     see(monkeypatch, kind, count)
     monkeypatch.setattr(dist, "get_backend_config", lambda group=None: config)
     assert device_of(local_rank) == torch.device(device)
 
 
 @on_ranks(2)
-def test_a_rank_that_sees_one_gpu_alone_adopts_a_group_and_has_that_gpu():
+def test_a_rank_that_sees_only_its_own_gpu_adopts_a_group_on_it():
     dist.barrier()
     with pytest.MonkeyPatch.context() as monkeypatch, use_fresh_adoption():
         see(monkeypatch, "cuda", 1)
@@ -62,7 +62,7 @@ def test_a_rank_that_sees_one_gpu_alone_adopts_a_group_and_has_that_gpu():
 
 @on_ranks(2)
 @pytest.mark.parametrize("fails", [False, True])
-def test_ranks_that_see_one_gpu_each_begin_a_run_on_it(fails, tmp_path):
+def test_ranks_that_see_only_their_own_gpu_start_a_run_on_it(fails, tmp_path):
     dist.barrier()
     rank, chosen = dist.get_rank(), []
     idist.finalize()
@@ -89,7 +89,7 @@ def test_ranks_that_see_one_gpu_each_begin_a_run_on_it(fails, tmp_path):
 
 
 @on_ranks(2)
-def test_a_rank_that_was_told_less_than_another_asks_for_the_hosts_alone(tmp_path):
+def test_a_rank_with_an_incomplete_environment_reads_the_hosts_of_the_others(tmp_path):
     dist.barrier()
     rank = dist.get_rank()
     idist.finalize()
@@ -108,12 +108,12 @@ def notes_of(error):
 
 
 @pytest.mark.parametrize(("kind", "device"), [("xpu", "xpu"), ("cuda", "cuda"), ("mps", "mps"), (None, "cpu")])
-def test_a_single_process_has_the_accelerator_of_the_machine(monkeypatch, kind, device):
+def test_a_single_process_uses_the_accelerator_of_the_machine(monkeypatch, kind, device):
     see(monkeypatch, kind, 1)
     assert idist.device() == torch.device(device)
 
 
-def test_a_backend_whose_devices_are_missing_is_refused_by_their_kind(monkeypatch):
+def test_a_backend_without_its_devices_is_refused(monkeypatch):
     see(monkeypatch, "xpu", 1)
     with pytest.raises(RuntimeError, match="backend 'nccl' needs a CUDA device, and there is none"):
         check_options("nccl", {})
