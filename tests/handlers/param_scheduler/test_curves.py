@@ -351,7 +351,7 @@ def test_a_state_that_does_not_fit_is_rejected():
     assert scheduler.state_dict() == state
 
 
-# --- invalid arguments -----------------------------------------------------------------------------------------------------
+# --- invalid arguments -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("optimizer", [None, {}, 1, torch.zeros(1), type("Odd", (), {"param_groups": "abc"})()])
