@@ -22,9 +22,9 @@ from typing import Any, NoReturn
 
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-from camshaft.distributed import context
 from camshaft.distributed.backends.horovod.library import launcher, pickler, rendezvous
 from camshaft.distributed.ranks import get_local_rank
+from camshaft.distributed.run import finalize, initialize
 
 _OURS = ("func", "args", "kwargs", "num_proc", "np")
 _EXIT = re.compile(r"Process name: (\d+)\s+Exit code: (\d+)")
@@ -51,9 +51,9 @@ class Task:
         sys.path[:] = self.path  # that of the parent, which Horovod does not hand on
         try:
             function, args, kwargs, options = pickle.loads(self.work)
-            context.initialize("horovod", **options)
+            initialize("horovod", **options)
             function(get_local_rank(), *args, **kwargs)
-            context.finalize()
+            finalize()
         except SystemExit as error:
             if error.code:
                 raise

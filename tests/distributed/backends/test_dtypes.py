@@ -9,9 +9,9 @@ import torch.distributed as dist
 import camshaft.distributed as idist
 from camshaft.distributed.backends.dtypes import FLOAT8
 from camshaft.distributed.backends.native.backend import NativeBackend
-from camshaft.distributed.context import current
-from camshaft.distributed.encoding import bytes_of
-from camshaft.distributed.numbers import check_reduction
+from camshaft.distributed.run import current
+from camshaft.distributed.values.scalars import check_reduction
+from camshaft.distributed.values.serialization import bytes_of
 from tests.ranks import on_ranks
 
 UNKNOWN = (torch.int16, torch.uint16, torch.uint32, torch.uint64)  # to gloo

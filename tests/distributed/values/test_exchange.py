@@ -57,7 +57,7 @@ def test_a_value_that_cannot_be_pickled_on_one_rank_raises_on_all():
             kind, text = raised(call)
             assert kind is TypeError
             assert "must be picklable, got <function" in text
-            assert rank == 1 or "rank 1 takes no part" in text
+            assert rank == 1 or "rank 1 cannot take part" in text
         assert idist.all_gather(rank) == [0, 1, 2]  # and all are in step
 
 
@@ -93,7 +93,7 @@ def test_a_value_of_the_wrong_kind_on_one_rank_raises_on_all():
         kind, text = raised(call)
         assert kind is TypeError
         assert re.search(shown, text), text
-        assert rank == 0 or "rank 0 takes no part" in text or "of the same kind" in text
+        assert rank == 0 or "rank 0 cannot take part" in text or "of the same kind" in text
         assert idist.all_gather(rank) == [0, 1]
 
 
@@ -188,9 +188,7 @@ def test_tensors_are_changed_in_place_however_they_lie_in_memory():
 @on_ranks(2)
 def test_an_expanded_tensor_is_refused_before_anything_is_sent():
     for call in (idist.all_reduce, idist.broadcast):
-        with pytest.raises(
-            ValueError, match=r"a place in memory for each element, got one that was expanded to \(3, 2\)"
-        ):
+        with pytest.raises(ValueError, match=r"its own memory for each element, got one that was expanded to \(3, 2\)"):
             call(torch.ones(2).expand(3, 2))
     assert idist.all_gather(torch.ones(1).expand(3)).tolist() == [1.0] * 6
     assert idist.reduce(torch.ones(1).expand(3), dst=1) is None or idist.get_rank() == 1

@@ -1,4 +1,4 @@
-"""Collectives after which the ranks hold different things: one of them all, or each a part of its own.
+"""Collectives after which the ranks hold different values: one rank all of them, or each rank its own.
 
 All ranks of the group call them, and no others. Arguments are left as they are.
 """
@@ -10,11 +10,10 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
-from camshaft.distributed.calls import enter
-from camshaft.distributed.context import current
-from camshaft.distributed.exchange import all_to_all_values, gather_values, scatter_values
-from camshaft.distributed.numbers import check_reduction, reduced_number
-from camshaft.distributed.placement import brought, joined
+from camshaft.distributed.groups import enter
+from camshaft.distributed.run import current
+from camshaft.distributed.values.exchange import all_to_all_values, brought, gather_values, scatter_values
+from camshaft.distributed.values.scalars import check_reduction, reduced_number
 
 T = TypeVar("T")
 
@@ -31,16 +30,16 @@ def reduce(tensor: T, dst: int = 0, op: str = "SUM", group: Any = None) -> T | N
     check_reduction(backend, tensor, op)
     with enter("reduce", backend, group, tensor, op, dst) as call:
         call.require_member()
-        mine = backend.topology.rank == call.check_member("dst", dst)
+        is_root = backend.topology.rank == call.check_member("dst", dst)
         if not isinstance(tensor, Tensor):
             number = reduced_number(backend, tensor, op, call.group, len(call.ranks))
-            return cast(T, number) if mine else None
+            return cast(T, number) if is_root else None
         reduced = backend.reduce(brought(backend, tensor).clone(), dst, op, call.group)
-        return cast(T, reduced.to(tensor.device)) if mine else None
+        return cast(T, reduced.to(tensor.device)) if is_root else None
 
 
 def gather(tensor: Any, dst: int = 0, group: Any = None) -> Any:
-    """Gather what the ranks have on rank ``dst``, as :func:`all_gather` gives it; the others get ``None``.
+    """Gather a value from every rank; rank ``dst`` gets what :func:`all_gather` returns, the others ``None``.
 
     >>> gather("a")
     ['a']
@@ -52,19 +51,22 @@ def gather(tensor: Any, dst: int = 0, group: Any = None) -> Any:
         if not isinstance(tensor, Tensor):
             return gather_values(backend, tensor, dst, call.group)
         stacked = backend.gather(brought(backend, tensor), dst, call.group)
-        return joined(stacked, tensor) if backend.topology.rank == dst else None
+        if backend.topology.rank != dst:
+            return None
+        stacked = stacked.to(tensor.device)
+        return stacked.flatten(0, 1) if tensor.dim() else stacked
 
 
 def scatter(values: Sequence[Any] | None, src: int = 0, group: Any = None) -> Any:
-    """Give every rank its own of the values that rank ``src`` has, in the order of the ranks.
+    """Distribute the values of rank ``src`` over the ranks, one for each, in the order of the ranks.
 
     Args:
         values: one for each rank: tensors of any shapes, or numbers, strings, objects. Only ``src`` needs them.
-        src: the rank that has them.
-        group: as for :func:`all_reduce`, but who is not in it must not call this.
+        src: the rank that sends them.
+        group: as for :func:`all_reduce`, but ranks outside of it must not call this.
 
     Returns:
-        The value; a tensor is on :func:`device`.
+        The value for this rank; a tensor is on :func:`device`.
 
     >>> scatter([7])
     7
@@ -78,7 +80,7 @@ def scatter(values: Sequence[Any] | None, src: int = 0, group: Any = None) -> An
 
 
 def reduce_scatter(tensor: Tensor, op: str = "SUM", group: Any = None) -> Tensor:
-    """Reduce a tensor over the ranks and give each its part: the k-th rank the k-th of equal parts.
+    """Reduce a tensor over the ranks, and return the k-th of equal chunks on the k-th rank.
 
     Args:
         tensor: of shape ``(ranks * d, ...)`` on all ranks.
@@ -104,7 +106,7 @@ def reduce_scatter(tensor: Tensor, op: str = "SUM", group: Any = None) -> Tensor
 
 
 def all_to_all(values: Sequence[Any], group: Any = None) -> list[Any]:
-    """Send the k-th of the values to the k-th rank, and give what the ranks sent here, in their order.
+    """Send the k-th value to the k-th rank, and return what the ranks sent to this one, in their order.
 
     Args:
         values: one for each rank: tensors of any shapes, or numbers, strings, objects.
@@ -113,8 +115,8 @@ def all_to_all(values: Sequence[Any], group: Any = None) -> list[Any]:
     Returns:
         The values; tensors are on :func:`device`.
 
-    >>> all_to_all(["to myself"])
-    ['to myself']
+    >>> all_to_all(["to this rank"])
+    ['to this rank']
     """
     backend = current()
     with enter("all_to_all", backend, group) as call:

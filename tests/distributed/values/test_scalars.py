@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import camshaft.distributed as idist
-from camshaft.distributed.numbers import plain_number
+from camshaft.distributed.values.scalars import plain_number
 from tests.ranks import on_ranks
 
 OPS = ("SUM", "MIN", "MAX", "PRODUCT", "AND", "OR")
@@ -133,6 +133,6 @@ def test_all_ranks_agree_on_the_result_or_that_there_is_none():
 
 @on_ranks(2)
 def test_numbers_of_different_kinds_are_not_added():
-    with pytest.raises(TypeError, match="numbers of the same kind, this one gave (0, a int|0.5, a float)"):
+    with pytest.raises(TypeError, match="numbers of the same kind, this one has (0 of type int|0.5 of type float)"):
         idist.all_reduce(0 if idist.get_rank() else 0.5)
     assert idist.all_reduce(1) == 2

@@ -1,7 +1,8 @@
-"""The backend that everything talks to: set by the user, found when the user set one up elsewhere, or serial."""
+"""The current backend: initialized by the user, adopted from a process group that exists already, or serial."""
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,11 +10,10 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
-from camshaft.distributed import agreement
 from camshaft.distributed.backend import Backend
 from camshaft.distributed.backends.serial import SerialBackend
+from camshaft.distributed.coordination import collective_check
 from camshaft.distributed.environments import detect, infer
-from camshaft.distributed.outbox import pending
 from camshaft.distributed.registry import adopted, module_of, nothing_has_begun
 
 _serial = SerialBackend()
@@ -24,84 +24,84 @@ _local_rank: int | None = None
 
 
 def current() -> Backend:
-    """Give the backend of this process, without any communication.
+    """Return the backend of this process, without any communication.
 
-    A process group that somebody else made is found and taken over, and left again when it is gone.
+    A process group that the user created is adopted, and dropped when it has been destroyed.
     """
     scoped = _scoped.get()
     if scoped is not None:
         return scoped
     if _initialized or (_process is _serial and nothing_has_begun()):
         return _process
-    return _looked_up()
+    return _detected()
 
 
 def initialize(backend: str, *, debug: bool | None = None, **kwargs: Any) -> None:
-    """Begin to talk to the other processes of this run.
+    """Join the other processes of this job.
 
     Args:
         backend: one of :func:`available_backends`.
-        debug: compare before each collective what the ranks are about to do; ``None`` asks the environment
+        debug: compare before each collective what the ranks are about to do; ``None`` reads the environment
             variable ``CAMSHAFT_DEBUG``.
-        kwargs: for the backend: ``timeout``, ``init_method``, ``rank``, ``world_size``, ``device`` and what
-            ``torch.distributed.init_process_group`` takes, for those of torch.
+        kwargs: for the backend: ``timeout``, ``init_method``, ``rank``, ``world_size``, ``device`` and, for backends of
+            torch, further arguments of ``torch.distributed.init_process_group``.
 
     Raises:
         ValueError: the backend is not available, or an argument is out of range.
-        RuntimeError: a run was begun already, or what the launcher left in the environment contradicts itself.
-        TypeError: an argument is not known.
+        RuntimeError: already initialized, or the launcher's environment variables contradict each other.
+        TypeError: unknown argument.
     """
     install(lambda: module_of(backend).create(backend, detect(os.environ), local_rank=_local_rank, **kwargs), debug)
 
 
 def install(create: Callable[[], Backend], debug: bool | None = None) -> None:
-    """Talk through the backend that a function makes, until :func:`finalize`.
+    """Make the backend that a function creates the current one, until :func:`finalize`.
 
     Raises:
-        RuntimeError: a run was begun already.
+        RuntimeError: already initialized.
     """
     global _process, _initialized
     if _initialized:
         raise RuntimeError(f"initialize was called already, with {_process.name!r}: call finalize first")
     _process = create()
     _initialized = True
-    agreement.enable_if(debug, _process)
+    _start(_process, debug)
 
 
 def finalize() -> None:
-    """End the run, also one that was taken over; does nothing in a single process."""
+    """Leave the job, whether it was initialized or adopted; does nothing in a single process."""
     try:
-        pending(current()).drain()
+        current().job.finish()
     finally:
         abandon()
 
 
 def abandon() -> None:
-    """End the run as :func:`finalize` does, but without waiting for anybody: something has failed."""
+    """Leave the job as :func:`finalize` does, but without waiting for messages in flight: something has failed."""
     global _process, _initialized
     backend = current()
     if backend is _process:
         _process, _initialized = _serial, False
-        agreement.enable(None)
+    backend.job.close()
     backend.close()
 
 
 def sync(temporary: bool = False) -> None:
-    """Look again for a run that somebody else began, and forget one that is gone.
+    """Adopt a process group that exists by now, and drop one that has been destroyed.
 
     Args:
-        temporary: of no effect; queries look by themselves.
+        temporary: without effect; every query does this by itself.
     """
     if not _initialized:
-        _looked_up()
+        _detected()
 
 
 def set_local_rank(index: int) -> None:
-    """Tell this process's number on its node, for a run that is begun without the help of a launcher.
+    """Set the local rank of this process, for jobs that no launcher started.
 
     Raises:
         TypeError: ``index`` is not an integer.
-        ValueError: it is negative.
+        ValueError: ``index`` is negative.
     """
     global _local_rank
     if not isinstance(index, int):
@@ -113,7 +113,7 @@ def set_local_rank(index: int) -> None:
 
 @contextmanager
 def use_backend(backend: Backend) -> Iterator[Backend]:
-    """Let this thread talk through another backend for a while."""
+    """Make ``backend`` the current one in this thread, for the length of a block."""
     token = _scoped.set(backend)
     try:
         yield backend
@@ -121,15 +121,24 @@ def use_backend(backend: Backend) -> Iterator[Backend]:
         _scoped.reset(token)
 
 
-def _looked_up() -> Backend:
-    """Give the run that exists, adopting it if it is new, and dropping one that has ended."""
+def _detected() -> Backend:
+    """Return the job that exists; adopt it if it is new, drop it if it has ended."""
     global _process
     if _process is _serial or not _process.is_alive():
         found = adopted(partial(infer, os.environ, local_rank=_local_rank)) or _serial
         if found is not _process:
+            _process.job.close()
             _process = found
-            if found is _serial:
-                agreement.enable(None)
-            elif agreement.patience is None:
-                agreement.enable_if(None, found)
+            if found is not _serial:
+                _start(found, None)
     return _process
+
+
+def _start(backend: Backend, debug: bool | None) -> None:
+    collective_check.enable_if(debug, backend)
+    atexit.unregister(_close_at_exit)
+    atexit.register(_close_at_exit)  # registered last, called first: before a backend waits there for the other ranks
+
+
+def _close_at_exit() -> None:
+    _process.job.close()

@@ -17,8 +17,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from camshaft.distributed.encoding import CPU, bytes_of, decode, encode, layout_of, read_layout
-from camshaft.distributed.rows import ROOM, ROW, Parcel, read_rows, refusal, rows_of, whole
+from camshaft.distributed.values.serialization import (
+    CPU,
+    ROOM,
+    ROW,
+    Buffer,
+    bytes_of,
+    decode,
+    decode_layout,
+    encode,
+    encode_layout,
+    padded,
+    read_rows,
+    refusal,
+    rows_of,
+)
 
 Pair = namedtuple("Pair", "left right")
 
@@ -91,7 +104,7 @@ def test_tensors_of_every_dtype_keep_every_bit(dtype):
             tensor.view(-1).view(torch.uint8).copy_(torch.arange(tensor.nbytes) % (2 if dtype is torch.bool else 251))
         got = decode(encode(tensor))
         assert (got.dtype, got.shape, bytes_of(got)) == (dtype, tensor.shape, bytes_of(tensor))
-        assert read_layout(layout_of(tensor)) == (dtype, list(shape))
+        assert decode_layout(encode_layout(tensor)) == (dtype, list(shape))
 
 
 @pytest.mark.parametrize(
@@ -156,12 +169,12 @@ def test_rows_tell_the_beginning_of_each_value_and_the_lengths(data):
 @given(st.sampled_from([TypeError, ValueError]), texts | st.text(min_size=600), st.integers(0, 10**6))
 def test_a_refusal_raises_where_it_is_read(kind, text, rank):
     rows = rows_of([b"x", refusal(kind(text), rank)], CPU)
-    with pytest.raises(kind, match=f"rank {rank} takes no part"):
+    with pytest.raises(kind, match=f"rank {rank} cannot take part"):
         read_rows(rows.read())
 
 
 def test_a_parcel_is_the_memory_of_its_tensor():
-    parcel = Parcel(bytearray(8), CPU, torch.int64)
+    parcel = Buffer(bytearray(8), CPU, torch.int64)
     parcel.tensor += 1
     assert bytes(parcel.read()) == (1).to_bytes(8, "little")
-    assert bytes(whole(b"abc", 5, CPU).read()) == b"abc\0\0"
+    assert bytes(padded(b"abc", 5, CPU).read()) == b"abc\0\0"

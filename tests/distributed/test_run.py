@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as of_torch
 
 import camshaft.distributed as idist
-from camshaft.distributed import agreement, context
+from camshaft.distributed import run
 from camshaft.distributed.backends.native.backend import NativeBackend, check_options, create, device_of
 from camshaft.distributed.topology import Launch, Topology
 from tests.distributed.environments.observed import step
@@ -71,9 +71,9 @@ def test_a_beginning_that_fails_leaves_nothing():
         raise OSError("no network")
 
     with pytest.raises(OSError, match="no network"):
-        context.install(fail, debug=True)
+        run.install(fail, debug=True)
     assert idist.backend() is None
-    assert not agreement.enabled()
+    assert not run.current().job.compares_collectives
     with pytest.raises(TypeError, match=r"\['time_out'\] are not known"):
         idist.initialize("gloo", time_out=3)
     assert not dist.is_initialized()
@@ -82,13 +82,13 @@ def test_a_beginning_that_fails_leaves_nothing():
 
 
 def test_debug_mode_is_over_with_the_run():
-    context.install(Closing, debug=True)
-    assert agreement.enabled()
+    run.install(Closing, debug=True)
+    assert run.current().job.compares_collectives
     idist.finalize()
-    assert not agreement.enabled()
+    assert not run.current().job.compares_collectives
 
 
-@pytest.mark.parametrize("end", [idist.finalize, context.abandon])
+@pytest.mark.parametrize("end", [idist.finalize, run.abandon])
 def test_a_run_that_somebody_else_began_is_ended_too(end):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert idist.backend() == "gloo"
@@ -104,15 +104,15 @@ def test_a_run_whose_group_the_user_has_destroyed_is_ended_without_an_error():
     assert idist.get_world_size() == 1
 
 
-@pytest.mark.parametrize("end", [idist.finalize, context.abandon])
+@pytest.mark.parametrize("end", [idist.finalize, run.abandon])
 def test_what_a_thread_talks_through_for_a_while_is_ended_alone(end):
     of_the_process, of_the_thread = Closing(), Closing()
-    context.install(lambda: of_the_process, debug=True)
+    run.install(lambda: of_the_process, debug=True)
     with idist.use_backend(of_the_thread):
         end()
     assert (of_the_process.closed, of_the_thread.closed) == (0, 1)
-    assert context.current() is of_the_process
-    assert agreement.enabled()
+    assert run.current() is of_the_process
+    assert run.current().job.compares_collectives
     end()
     assert of_the_process.closed == 1
     assert idist.backend() is None
@@ -123,14 +123,14 @@ def test_abandon_waits_for_nobody(tmp_path):
     left = tmp_path / "left"
     if idist.get_rank() == 0:
         idist.isend("never received", 1)
-        context.abandon()
+        run.abandon()
         left.touch()
     else:
         deadline = time.monotonic() + 20
         while not left.exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        context.abandon()
+        run.abandon()
     assert not dist.is_initialized()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the test destroys one
 
@@ -168,7 +168,7 @@ def test_ranks_that_are_not_told_how_many_nodes_there_are_do_not_guess():
     rank = dist.get_rank()
     variables = {"RANK": rank, "WORLD_SIZE": 6, "LOCAL_RANK": rank % 2}
     for hint, environment in ((rank % 2, {}), (None, variables), (None, {"LOCAL_RANK": rank % 2})):
-        context._local_rank = hint
+        run._local_rank = hint
         with told(**environment), use_fresh_adoption():
             assert (idist.get_rank(), idist.get_local_rank(), idist.get_world_size()) == (rank, rank % 2, 6)
             for query in QUERIES:
@@ -183,17 +183,17 @@ def test_ranks_that_are_not_told_how_many_nodes_there_are_do_not_guess():
 @contextmanager
 def use_fresh_adoption():
     """Let the context adopt the process group anew, as in a process that has not asked before."""
-    before, context._process = context._process, context._serial
+    before, run._process = run._process, run._serial
     try:
         yield
     finally:
-        context._process = before
+        run._process = before
 
 
 @on_ranks(2)
 def test_a_local_rank_that_nothing_tells_is_taken_from_the_rank_with_a_warning():
     dist.barrier()
-    context._local_rank = None
+    run._local_rank = None
     with (
         told(),
         use_fresh_adoption(),
@@ -345,7 +345,7 @@ class Held:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux lists the threads of a process")
-@pytest.mark.parametrize("end", [idist.finalize, context.abandon])
+@pytest.mark.parametrize("end", [idist.finalize, run.abandon])
 def test_the_worker_threads_of_gloo_end_with_the_run(end, monkeypatch):
     """Also if torch.distributed.nn was imported during the run, as the first DistributedDataParallel does."""
     before = workers()
@@ -373,7 +373,7 @@ def test_no_worker_thread_holds_an_operation_once_the_run_has_ended():
 def test_a_run_with_an_operation_that_never_ends_is_ended():
     idist.initialize("gloo")
     held = Held(dist.group.WORLD)
-    context.abandon()
+    run.abandon()
     assert not held.is_over
     assert not dist.is_initialized()
     held.let_go.set()
@@ -388,7 +388,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torch._dynamo  # as DistributedDataParallel does
 import camshaft.distributed as idist
 from camshaft.engine import Engine
-from tests.distributed.test_context import Held
+from tests.distributed.test_run import Held
 
 def initialized():
     idist.initialize("gloo")

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import camshaft.distributed as idist
-from camshaft.distributed import outbox
+from camshaft.distributed import point_to_point
 from camshaft.distributed.backends.native.gloo import Send, SendWaiter
-from camshaft.distributed.context import current
-from camshaft.distributed.guard import only
+from camshaft.distributed.ranks import only
+from camshaft.distributed.run import current
 from camshaft.errors import RankDivergenceError
 from tests.ranks import on_ranks
 from tests.threads import run_on_threads
@@ -40,6 +40,10 @@ def same(got, wanted):
 
 def raw(tensor):
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def transfers():
+    return current().job.resource(point_to_point.Transfers)
 
 
 def exchanged(value, **options):
@@ -231,7 +235,7 @@ def test_who_may_wait_does_not_run_ahead_of_the_receiver():
         stop = idist.irecv(1, tag=1)
         for number in range(40):
             idist.send(torch.full((1 << 20,), number), 1)
-            assert len(outbox.pending(current()).to(1)) < 50
+            assert len(transfers().to(1)) < 50
         assert stop.wait() == "stop"
     else:
         time.sleep(1)
@@ -268,13 +272,13 @@ def test_a_value_that_cannot_be_decoded_raises_whenever_it_is_waited_for_and_is_
         for _ in range(2):
             with pytest.raises(TypeError, match="cannot be unpickled here(.|\n)*no number"):
                 coming.wait()
-        assert outbox.pending(current()).awaited == {}
+        assert transfers().awaited == {}
     idist.barrier()
 
 
 @on_ranks(2)
 def test_send_waits_again_once_what_was_to_come_has_failed_or_its_handle_is_dropped():
-    other, under_way = 1 - idist.get_rank(), outbox.pending(current())
+    other, under_way = 1 - idist.get_rank(), transfers()
     if idist.get_rank() == 0:
         coming = idist.irecv(other, tag=1)
         idist.send("does not wait", other)
@@ -295,7 +299,7 @@ def test_send_waits_again_once_what_was_to_come_has_failed_or_its_handle_is_drop
 
 
 def test_a_buffer_whose_handle_is_dropped_is_kept_until_it_has_been_filled():
-    under_way, first, second = outbox.Pending(), Work(), Work()
+    under_way, first, second = point_to_point.Transfers(), Work(), Work()
     under_way.awaited.update({1: (first, torch.empty(1)), 2: (second, torch.empty(1))})
     under_way.drop(1)
     assert [work for work, _ in under_way._dropped] == [first]
@@ -435,7 +439,7 @@ def test_what_waiting_for_a_message_raises_tells_which_one():
         with pytest.raises(RuntimeError) as caught:  # of gloo: the other has gone
             call()
         assert where in caught.value.__notes__
-    assert outbox.pending(current()).awaited == {}
+    assert transfers().awaited == {}
 
 
 @on_ranks(2)
@@ -496,14 +500,14 @@ def test_what_has_left_is_not_kept():
                 idist.recv(0)
         idist.barrier()
     if rank == 0:
-        assert len(outbox.pending(current()).to(1)) < 150  # of 1200 transfers
-        outbox.pending(current()).drain()
+        assert len(transfers().to(1)) < 150  # of 1200 transfers
+        transfers().finish()
         deadline = time.monotonic() + 5
         while (watching := threading.active_count() > 1) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not watching
     else:
-        assert outbox.pending(current()).awaited == {}
+        assert transfers().awaited == {}
 
 
 class Work:
@@ -523,7 +527,7 @@ class Work:
 
 
 def test_the_outbox_looks_seldom_and_lets_go_of_what_has_left():
-    box, looks = outbox.Outbox(1), []
+    box, looks = point_to_point.Outbox(1), []
 
     class Counted(Work):
         def is_completed(self):
@@ -545,7 +549,7 @@ def test_the_outbox_looks_seldom_and_lets_go_of_what_has_left():
 
 
 def test_large_transfers_are_looked_at_at_once():
-    box = outbox.Outbox(1)
+    box = point_to_point.Outbox(1)
     for _ in range(10):
         work = Work()
         work.end.set()
@@ -555,7 +559,7 @@ def test_large_transfers_are_looked_at_at_once():
 
 def test_a_transfer_that_failed_is_told_by_the_next_that_is_kept_or_at_the_end():
     for ended in (True, False):
-        box, failed, last = outbox.Outbox(3), Work(OSError("connection closed")), Work()
+        box, failed, last = point_to_point.Outbox(3), Work(OSError("connection closed")), Work()
         last.end.set()
         if ended:
             failed.end.set()

@@ -1,4 +1,4 @@
-"""What this machine has for distributed runs: versions, backends, devices."""
+"""What this machine has for distributed training: versions, backends, devices."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from camshaft.distributed.backend import accelerator
 from camshaft.distributed.registry import NEEDS, known_backends, lack_of
 from camshaft.version import __version__
 
-_LIMIT = 30  # seconds in which an MPI library must tell its version
+_LIMIT = 30  # seconds for an MPI library to report its version
 _GIB = 2**30
 
 
@@ -26,7 +27,7 @@ class Status:
 
     Args:
         available: whether it can.
-        version: that of its library.
+        version: the version of its library.
         lack: what is missing, and what to do.
     """
 
@@ -36,56 +37,42 @@ class Status:
 
 
 def versions() -> dict[str, str]:
-    """Give the versions of what every run needs."""
+    """Return the versions of what every job needs."""
     return {"camshaft": __version__, "Python": platform.python_version(), "torch": torch.__version__}
 
 
 def backends() -> dict[str, Status]:
-    """Look at each backend, without importing what is optional."""
+    """Return the status of each backend, without importing optional libraries."""
     return {"serial": Status(True, f"camshaft {__version__}"), **{name: _status(name) for name in known_backends()}}
 
 
 def devices() -> dict[str, str]:
-    """Describe the devices that torch sees.
+    """Return a description of each device that torch sees.
 
     >>> "cpu" in devices()
     True
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found = {"cpu": f"{cores} cores, of which torch uses {torch.get_num_threads()}"}
-    kind = _accelerator()
-    for index in range(torch.accelerator.device_count() if kind else 0):
-        found[f"{kind}:{index}"] = _description(str(kind), index)
+    if (here := accelerator()) is not None:
+        properties_of = getattr(torch.get_device_module(here.type), "get_device_properties", None)
+        for index in range(torch.accelerator.device_count()):
+            properties = properties_of and properties_of(index)  # some kinds of devices have none
+            text = f"{properties.name}, {properties.total_memory / _GIB:.1f} GiB" if properties else "one device"
+            found[f"{here.type}:{index}"] = text
     return found
-
-
-def _accelerator() -> str | None:
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return None if device is None else device.type
-
-
-def _description(kind: str, index: int) -> str:
-    ask = getattr(torch.get_device_module(kind), "get_device_properties", None)
-    if ask is None:  # not every kind tells
-        return "one device"
-    properties = ask(index)
-    return f"{properties.name}, {properties.total_memory / _GIB:.1f} GiB"
 
 
 def _status(name: str) -> Status:
     if lack := lack_of(name):
         return Status(False, lack=lack)
-    version = _VERSIONS.get(name, _of_torch)()
+    version = _VERSIONS.get(name, lambda: f"torch {torch.__version__}")()
     if version is None:
         return Status(False, lack=f"mpi4py finds no MPI library: {NEEDS[name]}")
-    kinds = dist.Backend.backend_capability.get(name, ["cpu"])
-    if "cpu" not in kinds and _accelerator() not in kinds:
+    kinds, here = dist.Backend.backend_capability.get(name, ["cpu"]), accelerator()
+    if "cpu" not in kinds and (here is None or here.type not in kinds):
         return Status(False, version, f"needs a device of type {' or '.join(kinds)}")
     return Status(True, version)
-
-
-def _of_torch() -> str:
-    return f"torch {torch.__version__}"
 
 
 def _nccl() -> str:
@@ -93,25 +80,21 @@ def _nccl() -> str:
 
 
 def _mpi() -> str | None:
-    """Ask for the MPI library, if there is one, in a process of its own: in this one it is not to begin."""
+    """Return the version of the MPI library, from another process: in this one, MPI must not be initialized."""
     if dist.is_mpi_available():
         return "torch's own"
     command = [sys.executable, "-m", "mpi4py", "--mpi-lib-version"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, check=True).stdout
+        output = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    library = " ".join(said.partition("\n")[0].partition(",")[0].replace("Version:", "").split())
-    return f"mpi4py {_of('mpi4py')}, {library}"
-
-
-def _of(distribution: str) -> str:
-    return importlib.metadata.version(distribution)
+    library = " ".join(output.partition("\n")[0].partition(",")[0].replace("Version:", "").split())
+    return f"mpi4py {importlib.metadata.version('mpi4py')}, {library}"
 
 
 _VERSIONS: dict[str, Callable[[], str | None]] = {
     "nccl": _nccl,
     "mpi": _mpi,
-    "xla-tpu": lambda: f"torch_xla {_of('torch_xla')}",
-    "horovod": lambda: f"horovod {_of('horovod')}",
+    "xla-tpu": lambda: f"torch_xla {importlib.metadata.version('torch_xla')}",
+    "horovod": lambda: f"horovod {importlib.metadata.version('horovod')}",
 }

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from camshaft.distributed import installed, registry
+from camshaft.distributed import registry
 from camshaft.distributed.__main__ import main
-from camshaft.distributed.installed import Status
-from camshaft.distributed.report import look
+from camshaft.distributed.diagnostics import installed
+from camshaft.distributed.diagnostics.installed import Status
+from camshaft.distributed.diagnostics.report import inspect
 from tests.mpi.checking import ROOT, mpirun
 
 MODULE = ("-m", "camshaft.distributed")
@@ -107,7 +108,7 @@ def test_an_environment_that_contradicts_itself_is_told_with_the_rest(
     ("arguments", "told"),
     [
         (["--backend", "glue"], "error: backend 'glue': ValueError: backend must be one of ("),
-        (["--backend", "gloo", "--timeout", "0.5"], "error: backend 'gloo': not all ranks were there within 0.5 s"),
+        (["--backend", "gloo", "--timeout", "0.5"], "error: backend 'gloo': not all ranks arrived within 0.5 s"),
     ],
 )
 def test_a_backend_that_does_not_work_is_told_with_the_rest(arguments: list[str], told: str) -> None:
@@ -120,19 +121,19 @@ def test_a_backend_that_does_not_work_is_told_with_the_rest(arguments: list[str]
 
 
 def test_what_no_variable_says_is_told_to_be_assumed_or_to_follow() -> None:
-    report = look({"PMI_RANK": "1", "PMI_SIZE": "4", "RANK": "1"})
+    report = inspect({"PMI_RANK": "1", "PMI_SIZE": "4", "RANK": "1"})
     assert report.sources["rank"] == "PMI_RANK=1"
-    assert report.sources["num_nodes"] == "assumed, as nothing says it"
+    assert report.sources["num_nodes"] == "assumed, as no variable says it"
     assert report.notes[0].startswith("mpich started this process: RANK in the environment ignored")
     assert f"note: {report.notes[0]}" in str(report)
-    one_node = look({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+    one_node = inspect({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
     assert one_node.sources["num_nodes"] == "follows from the others"
 
 
 def test_what_is_missing_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "has_xla_support", False)
     monkeypatch.setenv("MPI4PY_LIBMPI", "/nowhere/libmpi.so")
-    report = look({})
+    report = inspect({})
     assert report.backends["xla-tpu"] == Status(False, None, "needs pip install 'camshaft[xla]'")
     assert report.backends["mpi"] == Status(False, None, "mpi4py finds no MPI library: pip install 'camshaft[mpi]'")
     assert re.search(r"\nxla-tpu +no +- +needs pip install 'camshaft\[xla\]'\n", str(report))

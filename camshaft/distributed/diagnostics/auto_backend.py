@@ -1,4 +1,4 @@
-"""Choosing a backend from the launcher and the devices that are there."""
+"""Choose a backend that fits the launcher and the devices of this machine."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from camshaft.distributed.topology import Launch
 def choose(
     environ: Mapping[str, str], launch: Launch | None, nproc_per_node: int | None, available: Sequence[str]
 ) -> tuple[str | None, str]:
-    """Choose a backend, and say why.
+    """Choose a backend.
 
     Args:
-        environ: the variables of the environment.
-        launch: how this process was started, ``None`` if it stands alone.
-        nproc_per_node: how many processes are about to be started, ``None`` if none are.
-        available: names of the backends that can be initialized.
+        environ: the environment variables.
+        launch: how this process was started, ``None`` without a launcher.
+        nproc_per_node: the number of processes about to be started, ``None`` if none are.
+        available: the backends that can be initialized.
 
     Returns:
-        The name, ``None`` for a single process, and the reason.
+        Its name, ``None`` for a single process, and the reason.
 
     >>> choose({}, None, None, ["gloo"])
     (None, 'no launcher started this process, and nproc_per_node is not given')
@@ -36,22 +36,20 @@ def choose(
             return "horovod", "horovodrun started this process"
         if launch.mpi and "mpi" in available:
             return "mpi", f"{launch.launcher} started this process, for MPI"
-    local_size = nproc_per_node or (launch.topology.local_world_size if launch else 1)
-    return _of_devices(local_size, available)
-
-
-def _of_devices(local_size: int, available: Sequence[str]) -> tuple[str, str]:
-    """Choose what moves tensors between the devices of this machine."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return "gloo", "there is no accelerator"
-    count = torch.accelerator.device_count()
     try:
         name = dist.get_default_backend_for_device(accelerator.type)
     except ValueError:
         return "gloo", f"torch knows no backend for {accelerator.type}"
     if name not in available:
         return "gloo", f"{name!r} is not available for {accelerator.type}"
-    if count < local_size:
-        return "gloo", f"there are {count} {accelerator.type} devices for {local_size} processes"
-    return name, f"there are {count} {accelerator.type} devices for {local_size} processes"
+    count, local_size = (
+        torch.accelerator.device_count(),
+        nproc_per_node or (launch.topology.local_world_size if launch else 1),
+    )
+    return (
+        "gloo" if count < local_size else name,
+        f"there are {count} {accelerator.type} devices for {local_size} processes",
+    )

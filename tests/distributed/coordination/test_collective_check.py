@@ -1,4 +1,4 @@
-"""Debug mode: whoever does something else, or will never come, makes all ranks raise, with a table of who does what."""
+"""Debug mode: a rank that calls something else, or never arrives, makes all ranks raise, with a table of the calls."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import camshaft.distributed as idist
-from camshaft.distributed import agreement
-from camshaft.distributed.context import current
+from camshaft.distributed.coordination import collective_check
+from camshaft.distributed.run import current
 from camshaft.errors import RankDivergenceError
 from tests.ranks import on_ranks
 
@@ -26,7 +26,7 @@ LATE = 2.0
 def enable(seconds=FOR_EVER):
     """Turn the comparison on, anew for each part of a test."""
     dist.barrier()
-    agreement.enable(seconds, current())
+    collective_check.enable(current(), seconds)
     dist.barrier()
 
 
@@ -87,7 +87,7 @@ def test_what_differs_is_shown_on_all_ranks():
     ):
         rows = rows_of(lambda one=one, other=other: by_rank(one, other))
         assert all(text in row for text, row in zip(shown, rows, strict=True)), rows
-        assert all("test_agreement.py:" in row for row in rows), rows
+        assert all("test_collective_check.py:" in row for row in rows), rows
 
 
 @on_ranks(3)
@@ -102,7 +102,7 @@ def test_ranks_that_wait_for_each_other_in_different_groups_raise_at_once():
         re.search(rf"all_reduce +\[{one}, {other}\] ", row) for row, (one, other) in zip(rows, pairs, strict=True)
     )
     enable()  # a different order of calls: this rank's first group is another's second
-    with pytest.raises(RankDivergenceError, match="never come"):
+    with pytest.raises(RankDivergenceError, match="will never arrive"):
         for pair in (pairs[rank], pairs[rank - 1]):
             idist.all_gather("x", group=pair)
 
@@ -117,11 +117,11 @@ def test_all_who_wait_in_a_circle_are_shown_also_to_those_who_look_when_one_has_
     if rank != first:
         time.sleep(0.5)  # and looks up that much later
     rows = rows_of(lambda: idist.all_reduce(1, group=pairs[rank]))
-    agreement.enable(None)
+    collective_check.disable(current())
     assert all(
         re.search(rf"all_reduce +\[{one}, {other}\] ", row) for row, (one, other) in zip(rows, pairs, strict=True)
     )
-    assert all("test_agreement.py:" in row for row in rows), rows
+    assert all("test_collective_check.py:" in row for row in rows), rows
     assert rank == first or rows[first].startswith("has ended, last in all_reduce")
 
 
@@ -130,7 +130,7 @@ def test_a_rank_that_has_ended_is_not_waited_for():
     enable()
     idist.barrier()
     if idist.get_rank() == 1:
-        agreement.enable(None)
+        collective_check.disable(current())
     else:
         rows = rows_of(lambda: idist.all_reduce(1))
         assert "all_reduce" in rows[0]
@@ -147,14 +147,14 @@ def test_a_difference_is_shown_before_the_last_rank_comes():
     rows = rows_of(lambda: by_rank(idist.barrier, lambda: idist.all_reduce(1), idist.barrier))
     store.set(f"{rank} has raised", "")
     assert ("barrier ", "all_reduce ") == (rows[0][:8], rows[1][:11])
-    assert rows[2] == "nothing yet" if rank < 2 else rows[2].startswith("barrier ")
+    assert rows[2] == "no call yet" if rank < 2 else rows[2].startswith("barrier ")
 
 
 @on_ranks(3)
 def test_all_who_wait_see_that_a_rank_has_ended_before_its_first_call():
     enable()
     if idist.get_rank() == 2:
-        agreement.enable(None)
+        collective_check.disable(current())
     else:
         rows = rows_of(lambda: idist.all_reduce(1))
         assert all(row.startswith("all_reduce ") for row in rows[:2])
@@ -166,7 +166,7 @@ def test_a_rank_that_was_forked_off_has_not_ended():
     enable()
     child = os.fork()
     if child == 0:
-        agreement.leave()
+        current().job.close()
         os._exit(0)
     os.waitpid(child, 0)
     dist.barrier()
@@ -179,14 +179,14 @@ def test_a_rank_that_was_forked_off_has_not_ended():
 def test_rank_0_stays_until_the_others_have_read_that_it_has_ended():
     enable()
     if idist.get_rank() == 0:
-        board = agreement._board_of(current())
+        check = current().job.resource(collective_check.CollectiveCheck)
         began = time.monotonic()
-        agreement.enable(None)
-        assert board.now(1)["said"] is None or time.monotonic() - began >= 2.0
+        collective_check.disable(current())
+        assert check._now(1)["row"] is None or time.monotonic() - began >= 2.0
     else:
         time.sleep(0.1)  # it comes when rank 0 has nothing left to do
         assert rows_of(idist.barrier)[0] == "has ended"
-        agreement.enable(None)
+        collective_check.disable(current())
 
 
 @pytest.mark.parametrize("limits", [(LATE, FOR_EVER), (FOR_EVER, LATE)])
@@ -204,7 +204,7 @@ def test_a_rank_that_does_nothing_is_waited_for_until_it_is_late(limits):
         assert "last in barrier" in rows[1]
     dist.barrier()
     if idist.get_rank() == 1:  # and nobody is there when it comes after all
-        with pytest.raises(RankDivergenceError, match="rank 0 has given up to wait here"):
+        with pytest.raises(RankDivergenceError, match="rank 0 has stopped waiting here"):
             idist.all_reduce(1)
 
 
@@ -242,18 +242,18 @@ def test_who_waits_for_its_turn_waits_as_long_as_it_takes():
 
 @on_ranks(2)
 def test_a_rank_that_is_slow_is_told_of_in_the_log():
-    agreement._SOON = 1.0
+    collective_check._WARN_AFTER = 1.0
     records = []
     handler = logging.Handler()
     handler.emit = records.append
-    agreement.logger.addHandler(handler)
+    collective_check.logger.addHandler(handler)
     enable()
     if idist.get_rank() == 1:
         time.sleep(3.0)
     idist.barrier()
     assert len(records) == (idist.get_rank() == 0)
     assert all("s for ranks [1]:" in record.getMessage() for record in records)
-    assert all("nothing yet" in record.getMessage() for record in records)
+    assert all("no call yet" in record.getMessage() for record in records)
 
 
 @on_ranks(2)
@@ -279,17 +279,16 @@ def test_what_an_earlier_run_left_in_the_store_is_not_read():
         call()
 
 
-def test_the_environment_turns_it_on_for_a_group_that_is_taken_over(monkeypatch):
+def test_the_environment_enables_it_for_a_group_that_is_adopted(monkeypatch):
     monkeypatch.setenv("CAMSHAFT_DEBUG", "1")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        assert agreement.patience is None
         assert idist.get_rank() == 0
-        assert agreement.patience == math.inf  # the timeout of the run is the limit
+        assert current().job.compares_collectives
     finally:
         dist.destroy_process_group()
     assert idist.backend() is None
-    assert agreement.patience is None
+    assert not current().job.compares_collectives
 
 
 @pytest.mark.parametrize(
@@ -300,10 +299,9 @@ def test_the_environment_turns_it_on_for_a_group_that_is_taken_over(monkeypatch)
         ("60", False, None),
     ],
 )  # fmt: skip
-def test_the_environment_may_tell_how_long_to_wait(monkeypatch, text, wanted, seconds):
+def test_the_environment_may_set_how_long_to_wait(monkeypatch, text, wanted, seconds):
     monkeypatch.setenv("CAMSHAFT_DEBUG", text)
-    try:
-        agreement.enable_if(wanted)
-        assert agreement.patience == seconds
-    finally:
-        agreement.enable(None)
+    enabled = []
+    monkeypatch.setattr(collective_check, "enable", lambda backend, patience: enabled.append(patience))
+    collective_check.enable_if(wanted, current())
+    assert enabled == ([] if seconds is None else [seconds])
