@@ -7,16 +7,15 @@ import os
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
-from camshaft.distributed.calls import annotate_departures
-from camshaft.distributed.choice import choose
-from camshaft.distributed.context import abandon, current, finalize, initialize
-from camshaft.distributed.launchers import detect
-from camshaft.distributed.launchers.torchrun import record
+from camshaft.distributed.diagnostics.auto_backend import choose
+from camshaft.distributed.environments import detect
 from camshaft.distributed.nodes import NODES, check_count, check_nodes
-from camshaft.distributed.ranks import get_local_rank, get_rank, get_world_size
+from camshaft.distributed.ranks import annotate_departures, get_local_rank, get_rank, get_world_size
 from camshaft.distributed.registry import available_backends, module_of
+from camshaft.distributed.run import abandon, current, finalize, initialize
 from camshaft.distributed.spawning import spawn
 
 __all__ = ["Parallel"]
@@ -87,7 +86,7 @@ class Parallel:
         if backend == "auto":
             launch = detect(os.environ)
             backend, why = choose(os.environ, launch, nproc_per_node, available_backends())
-            if launch is None or launch.topology.is_first:
+            if launch is None or launch.topology.rank == 0:
                 self._logger.info("backend 'auto' is %r: %s", backend, why)
         if backend is not None:
             module_of(backend)  # refuses one that is not there
@@ -120,7 +119,7 @@ class Parallel:
             else:
                 annotate_departures(error, current())
                 if isinstance(error, Exception):
-                    record(error)
+                    _record_for_torchrun(error)
                 abandon()  # the others may not be there any more
             if first:
                 self._logger.info("%r is finalized", self.backend)
@@ -178,3 +177,14 @@ def _warn_if_started_with_others() -> None:
             'alone: give backend="auto", or one by name, to let them work together',
             stacklevel=3,
         )
+
+
+def _record_for_torchrun(error: Exception) -> None:
+    """Record the error in torchrun's error file, if there is one, as decorating main with its ``record`` would.
+
+    torchrun reports the process that failed first, so this comes before other processes can notice.
+    """
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        errors = import_module("torch.distributed.elastic.multiprocessing.errors")  # takes 50 ms
+        with suppress(OSError):
+            errors.get_error_handler().record_exception(error)

@@ -8,6 +8,7 @@ takes over one that exists without any communication, or gives ``None``, and ``s
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -16,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from camshaft.distributed.backend import Backend
+from camshaft.distributed.topology import Topology
 
 has_native_dist_support = dist.is_available()
 has_xla_support = find_spec("torch_xla") is not None
@@ -59,7 +61,7 @@ def nothing_has_begun() -> bool:
     return _torch_world.default_pg is None and "torch_xla" not in _imported and "horovod.torch" not in _imported
 
 
-def adopted(local_rank: int | None) -> Backend | None:
+def adopted(infer: Callable[[int, int], tuple[Topology, tuple[str, ...]]]) -> Backend | None:
     """Take over a run that somebody else began, if there is one; whoever began it has imported its library.
 
     This is asked with every query as long as there is none, so it looks nothing up twice.
@@ -67,7 +69,7 @@ def adopted(local_rank: int | None) -> Backend | None:
     for library in _ADOPTERS:
         if library in sys.modules:
             module = _loaded.get(library) or _loaded.setdefault(library, _import(_ADOPTERS[library]))
-            backend: Backend | None = module.adopt(local_rank)
+            backend: Backend | None = module.adopt(infer)
             if backend is not None:
                 return backend
     return None
@@ -78,8 +80,8 @@ def backend_classes() -> list[type[Backend]]:
     classes = {
         ("serial", "SerialBackend"): True,
         ("native.backend", "NativeBackend"): has_native_dist_support,
-        ("xla.backend", "XlaBackend"): has_xla_support,
-        ("horovod.backend", "HorovodBackend"): has_hvd_support,
+        ("xla", "XlaBackend"): has_xla_support,
+        ("horovod", "HorovodBackend"): has_hvd_support,
     }
     return [getattr(_import(module), name) for (module, name), installed in classes.items() if installed]
 

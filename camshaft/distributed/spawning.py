@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from camshaft.distributed.launch import horovod, mpiexec, native, xla
 from camshaft.distributed.nodes import check_count
 from camshaft.distributed.registry import module_of
 
@@ -44,10 +45,11 @@ def spawn(
         torch.multiprocessing.ProcessRaisedException: ``fn`` raised in a process.
         torch.multiprocessing.ProcessExitedException: a process was killed, or exited with another code than 0.
     """
-    module = module_of(backend)
+    module_of(backend)  # validates it
     if not callable(fn):
         raise TypeError(f"fn must be callable, got {fn!r}")
     if not isinstance(args, (tuple, list)):
         raise TypeError(f"args must be a tuple, got {args!r}")
     check_count(nproc_per_node)
-    return module.spawn(backend, fn, tuple(args), dict(kwargs_dict or {}), nproc_per_node=nproc_per_node, **kwargs)
+    start = {"mpi": mpiexec, "horovod": horovod, "xla-tpu": xla}.get(backend, native).spawn
+    return start(backend, fn, tuple(args), dict(kwargs_dict or {}), nproc_per_node=nproc_per_node, **kwargs)

@@ -14,23 +14,12 @@ from hashlib import sha256
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import (
-    ConcatDataset,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    StackDataset,
-    Subset,
-    TensorDataset,
-    default_collate,
-    get_worker_info,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate, get_worker_info
 
-from camshaft.distributed.data.permutation import key_of
+from camshaft.distributed.data.permutation import key_of, mixed
 
-_BITS = 2**64 - 1
 _MT19937_BYTES = 625 * 4  # 624 words and the place in them
-_OF_BATCH, _OF_COLLATE = 0, 1
+_FETCHING, _COLLATING = 0, 1
 
 Sample = TypeVar("Sample", covariant=True)
 
@@ -137,7 +126,6 @@ class _SeededFetching:
     def __init__(self, dataset: Any, collate: Callable[[Any], Any]) -> None:
         self.dataset, self.collate = dataset, collate
         self._in_batches, self._is_ready = fetches_batches(dataset), is_ready(dataset)
-        self._is_plain = collate is default_collate and not self._in_batches and not self._is_ready
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
         if not isinstance(indices, Indices):
@@ -157,17 +145,15 @@ class _SeededFetching:
         return [self.dataset[index] for index in indices]
 
     def _seeded(self, indices: Indices) -> Any:
-        if self._is_plain:
-            return self.collate(self._fetch_one_by_one(indices))
-        of_batch = key_of(indices.seed, indices.epoch, *map(_number, indices))
         if self._is_ready:
             samples = self._fetch(indices)
         elif self._in_batches:
-            seed_generators(mixed(of_batch, _OF_BATCH))
+            _seed_for(indices, _FETCHING)
             samples = self._fetch(indices)
         else:
             samples = self._fetch_one_by_one(indices)
-        seed_generators(mixed(of_batch, _OF_COLLATE))
+        if self.collate is not default_collate:
+            _seed_for(indices, _COLLATING)
         return self.collate(samples)
 
     def _fetch_one_by_one(self, indices: Indices) -> list[Any]:
@@ -182,11 +168,11 @@ class _SeededFetching:
 def is_ready(dataset: Any) -> bool:
     """Return True if a dataset is known to hold its samples, so that fetching one draws no random numbers."""
     kind = type(dataset)  # a subclass may do anything
-    if kind is TensorDataset:
+    if kind is torch.utils.data.TensorDataset:
         return all(map(is_ready, dataset.tensors))
     if kind is Subset:
         return is_ready(dataset.dataset)
-    if kind is ConcatDataset:
+    if kind is torch.utils.data.ConcatDataset:
         return all(map(is_ready, dataset.datasets))
     return kind in (list, tuple, range, torch.Tensor)
 
@@ -196,18 +182,15 @@ def fetches_batches(dataset: Any) -> bool:
     fetch = getattr(type(dataset), "__getitems__", None)
     if fetch is Subset.__getitems__:
         return fetches_batches(dataset.dataset)
-    if fetch is StackDataset.__getitems__:
+    if fetch is torch.utils.data.StackDataset.__getitems__:
         parts = dataset.datasets
         return any(map(fetches_batches, parts.values() if isinstance(parts, dict) else parts))
     return bool(getattr(dataset, "__getitems__", None))
 
 
-def mixed(key: int, number: int) -> int:
-    """Return 64 random bits: those of :func:`random_bits`, for one number and without tensors."""
-    bits = (key + number * 0x9E3779B97F4A7C15) & _BITS
-    bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & _BITS
-    bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & _BITS
-    return bits ^ bits >> 31
+def _seed_for(indices: Indices, use: int) -> None:
+    """Seed the generators for what is done with a whole batch."""
+    seed_generators(mixed(key_of(indices.seed, indices.epoch, *map(_number, indices)), use))
 
 
 def seed_generators(bits: int) -> None:

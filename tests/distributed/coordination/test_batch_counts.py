@@ -41,7 +41,7 @@ def test_rank_0_stays_until_all_have_read():
     staying.start()
     staying.join(0.1)
     assert staying.is_alive()
-    second.wait_for_readers()  # which holds nobody up
+    second.wait_for_readers()  # which does not block
     assert second.collect() == [BatchCount(0), BatchCount(0)]
     second.leave()
     staying.join(10)
@@ -57,8 +57,9 @@ def test_rank_0_does_not_stay_for_ever():
 
 
 def test_a_lost_store_is_reported():
-    first = BatchCounts(mock.Mock(spec=dist.HashStore, **{"check.side_effect": dist.DistNetworkError("gone")}), 0, 2, 8)
-    first._store.timeout = timedelta(seconds=1)
+    first = BatchCounts(
+        mock.Mock(spec=dist.HashStore, **{"add.side_effect": [1, dist.DistNetworkError("gone")]}), 0, 2, 8
+    )
     first.report(BatchCount(1))
     with pytest.raises(RankDivergenceError, match="the process that holds the store of this run has ended"):
         first.collect()

@@ -1,6 +1,5 @@
 """Backend mpi, through torch.distributed: torch's own where it was built with one, else ours over mpi4py."""
 
-from camshaft.distributed.backends.mpi.spawning import spawn
 from camshaft.distributed.backends.mpi.start import create
 
-__all__ = ["create", "spawn"]
+__all__ = ["create"]

@@ -1,6 +1,5 @@
 """The backends of torch.distributed: gloo, nccl, and what is registered with torch for other devices."""
 
-from camshaft.distributed.backends.native.spawning import spawn
-from camshaft.distributed.backends.native.start import adopt, create
+from camshaft.distributed.backends.native.backend import adopt, create
 
-__all__ = ["adopt", "create", "spawn"]
+__all__ = ["adopt", "create"]

@@ -1,0 +1,169 @@
+"""Ranks, here threads, meet at a store that may hold leftovers of earlier processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+from torch.distributed import DistStoreError, HashStore
+
+from camshaft.distributed.backends.native import rendezvous
+from camshaft.distributed.backends.native.rendezvous import meet
+
+PATIENCE, IMPATIENCE = 20.0, 0.3
+
+
+def come(store: Any, ranks: Sequence[int], size: int, seconds: float = PATIENCE) -> list[Future[str]]:
+    """Let these ranks come in this order, and wait until each has returned."""
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        coming = []
+        for rank in ranks:
+            coming.append(threads.submit(meet, store, rank, size, time.monotonic() + seconds, "to the test"))
+            time.sleep(0.02)
+    return coming
+
+
+def names(coming: Sequence[Future[str]]) -> set[str]:
+    return {future.result() for future in coming}
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_each_meeting_has_a_unique_name(order: tuple[int, ...]) -> None:
+    store = HashStore()
+    every = [names(come(store, order, 3)) for _ in range(3)]
+    assert [len(each) for each in every] == [1, 1, 1]
+    assert len(set.union(*every)) == 3
+
+
+def host_left(store: HashStore) -> None:
+    store.set("camshaft/meeting", "dead")
+
+
+def host_died_before_confirming(store: HashStore) -> None:
+    host_left(store)
+    store.set("camshaft/dead/1", "mark of the dead")
+    store.set("camshaft/dead/2", "mark of the dead")
+
+
+def host_confirmed(store: HashStore) -> None:
+    host_died_before_confirming(store)
+    store.set("camshaft/dead/called", '{"marks": ["mark of the dead"], "absent": []}')
+
+
+def host_reported_missing_ranks(store: HashStore) -> None:
+    host_left(store)
+    store.set("camshaft/dead/called", '{"marks": [], "absent": [1, 2]}')
+
+
+@pytest.mark.parametrize("leave", [host_left, host_died_before_confirming, host_confirmed, host_reported_missing_ranks])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_leftovers_of_dead_processes_are_ignored(leave: Callable[[HashStore], None], order: tuple[int, ...]) -> None:
+    store = HashStore()
+    leave(store)
+    found = names(come(store, order, 3))
+    assert len(found) == 1
+    assert found != {"dead"}
+
+
+def test_the_number_of_ranks_may_change_between_meetings() -> None:
+    store = HashStore()
+    assert len({*names(come(store, (0, 1, 2), 3)), *names(come(store, (1, 0), 2)), *names(come(store, (0,), 1))}) == 3
+
+
+def test_the_error_names_the_missing_ranks_on_every_rank() -> None:
+    errors = [future.exception() for future in come(HashStore(), (0, 2), 4, IMPATIENCE)]
+    assert [type(error) for error in errors] == [DistStoreError, DistStoreError]
+    assert {str(error) for error in errors} == {"2 of 4 ranks came to the test; missing: 1, 3"}
+
+
+def test_a_missing_rank_0_is_named() -> None:
+    (error,) = (future.exception() for future in come(HashStore(), (1,), 2, IMPATIENCE))
+    assert isinstance(error, DistStoreError)
+    assert "rank 0 did not come to the test" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("came", "reported"),
+    [
+        ((0, 2), ["rank 0 has waited 0.05 s for ranks that have not reached initialize: 1, 3"]),
+        ((1,), ["rank 1 has waited 0.05 s for rank 0, which has not reached initialize"]),
+    ],
+)
+def test_the_log_names_missing_ranks_long_before_the_timeout(
+    came: tuple[int, ...], reported: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rendezvous, "REPORT_AFTER", 0.05)
+    come(HashStore(), came, 4, IMPATIENCE)
+    assert caplog.messages == reported
+
+
+def test_a_missing_rank_0_is_logged_also_where_earlier_processes_have_met(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = HashStore()
+    come(store, (0, 1, 2), 3)
+    monkeypatch.setattr(rendezvous, "REPORT_AFTER", 0.05)
+    come(store, (1, 2), 3, IMPATIENCE)
+    assert sorted(caplog.messages) == [
+        f"rank {rank} has waited 0.05 s for rank 0, which has not reached initialize" for rank in (1, 2)
+    ]
+
+
+def test_departures_are_published_in_order_with_their_reasons() -> None:
+    store = HashStore()
+    ranks = [rendezvous.Departures(store, rank) for rank in range(4)]
+    assert ranks[0].left(range(4)) == {}
+    ranks[3].leave(SystemExit(3))
+    ranks[1].leave(None)
+    ranks[2].leave(SystemExit())
+    well = "has left the run without an error"
+    assert list(ranks[0].left(range(4)).items()) == [(3, "has failed with SystemExit: 3"), (1, well), (2, well)]
+    assert list(ranks[2].left([3, 2, 0])) == [3]
+    ranks[0].leave(None)
+
+
+def test_a_store_that_does_not_answer_blocks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, asked = Event(), []
+
+    class Silent(HashStore):
+        """A store whose server is gone."""
+
+        def add(self, key: str, value: int) -> int:
+            asked.append(key)
+            answers.wait(PATIENCE)
+            return super().add(key, value)
+
+        def check(self, keys: list[str]) -> bool:
+            asked.append(*keys)
+            answers.wait(PATIENCE)
+            return super().check(keys)
+
+    monkeypatch.setattr(rendezvous, "_PATIENCE", 0.1)
+    departures = rendezvous.Departures(Silent(), 1)
+    assert departures.left([0]) == {}
+    departures.leave(None)
+    assert asked == ["left/0", "left"]
+    answers.set()
+
+
+def test_a_departure_is_published_also_where_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    store = HashStore()
+    departures, other = rendezvous.Departures(store, 1), rendezvous.Departures(store, 0)
+    monkeypatch.setattr(Thread, "start", refuse)
+    departures.leave(None)
+    assert other.left([1]) == {1: "has left the run without an error"}
+    other.leave(None)
+
+
+def test_only_one_of_two_processes_with_the_same_rank_is_confirmed() -> None:
+    coming = come(HashStore(), (1, 1, 0), 2, IMPATIENCE)
+    (error,) = (future.exception() for future in coming if future.exception())
+    assert "it met another process as rank 1" in str(error)
+    assert len(names([future for future in coming if not future.exception()])) == 1

@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+import re
+import socket
+from types import MappingProxyType
+
+import pytest
+
+from camshaft.distributed.environments import detect
+from camshaft.distributed.topology import Launch, Topology
+from tests.distributed.environments.observed import (
+    batch,
+    by_hand,
+    horovod,
+    job,
+    mpich,
+    open_mpi,
+    rendezvous,
+    step,
+    torchrun,
+)
+
+NODES = ("num_nodes", "node_rank")
+
+
+def found(environ):
+    """Detect the launcher in an environment that cannot be written to."""
+    return detect(MappingProxyType(environ))
+
+
+def place(launch):
+    topology = launch.topology
+    return (
+        (topology.rank, topology.world_size),
+        (topology.local_rank, topology.local_world_size),
+        (topology.node_rank, topology.num_nodes),
+    )
+
+
+ONE_LAUNCHER = [
+    # what is set, who started it, (rank, of), (local rank, of), (node, of), what of it is assumed
+    (torchrun(1, 1, [2]), "torchrun", (1, 2), (1, 2), (0, 1), ()),
+    (torchrun(1, 1, [2, 1]), "torchrun", (1, 3), (1, 2), (0, 2), ()),
+    (torchrun(2, 0, [2, 1], node=1), "torchrun", (2, 3), (0, 1), (1, 2), ()),
+    (torchrun(5, 2, [1, 2, 3], node=2), "torchrun", (5, 6), (2, 3), (2, 3), ()),
+    (by_hand(0, 0, 1), "environment", (0, 1), (0, 1), (0, 1), ()),
+    (by_hand(1, 1, 4, LOCAL_WORLD_SIZE="2"), "environment", (1, 4), (1, 2), (0, 2), NODES),
+    (by_hand(3, 3, 4), "environment", (3, 4), (3, 4), (0, 1), ("local_world_size", *NODES)),
+    (by_hand(5, 1, 8), "environment", (5, 8), (1, 4), (1, 2), ("local_world_size", *NODES)),
+    (
+        by_hand(2, 0, 3, LOCAL_WORLD_SIZE="1", GROUP_RANK="1", GROUP_WORLD_SIZE="2"),
+        "environment",
+        (2, 3),
+        (0, 1),
+        (1, 2),
+        (),
+    ),
+    (step(1, 1, [2]), "slurm", (1, 2), (1, 2), (0, 1), ()),
+    (step(1, 0, [1, 1], node=1), "slurm", (1, 2), (0, 1), (1, 2), ()),
+    (step(2, 0, [2, 1], node=1), "slurm", (2, 3), (0, 1), (1, 2), ()),
+    (step(4, 0, [2, 2, 1], node=2, SLURM_STEP_TASKS_PER_NODE="2(x2),1"), "slurm", (4, 5), (0, 1), (2, 3), ()),
+    (open_mpi(1, 2, 1, 2), "openmpi", (1, 2), (1, 2), (0, 1), ()),
+    (open_mpi(3, 4, 1, 2), "openmpi", (3, 4), (1, 2), (1, 2), NODES),
+    (open_mpi(2, 3, 0, 1), "openmpi", (2, 3), (0, 1), (2, 3), NODES),  # uneven, so wrong, and it says so
+    (mpich(1, 2, 1, 2), "mpich", (1, 2), (1, 2), (0, 1), ()),
+    (mpich(2, 4, 0, 2), "mpich", (2, 4), (0, 2), (1, 2), NODES),
+    ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "mpich", (1, 2), (1, 2), (0, 1), ("local_world_size", "local_rank", *NODES)),
+    (horovod(1, 2, 1, 2, 0, 1), "horovodrun", (1, 2), (1, 2), (0, 1), ()),
+    (horovod(1, 3, 0, 2, 1, 2), "horovodrun", (1, 3), (0, 2), (1, 2), ()),
+    (horovod(2, 3, 1, 2, 0, 1), "horovodrun", (2, 3), (1, 2), (1, 2), NODES),  # "cross" counts few nodes here
+]
+
+
+@pytest.mark.parametrize(("environ", "launcher", "rank", "local_rank", "node_rank", "assumed"), ONE_LAUNCHER)
+def test_each_launcher_is_recognised_and_says_where_the_process_stands(
+    environ, launcher, rank, local_rank, node_rank, assumed
+):
+    launch = found(environ)
+    assert (launch.launcher, *place(launch), launch.assumed) == (launcher, rank, local_rank, node_rank, assumed)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"PATH": "/bin", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "8"},
+        job([2, 2]),  # under salloc
+        batch([2, 2]),
+        step(0, 0, [4], SLURM_STEP_ID="4294967290"),  # the shell that salloc opens
+        step(0, 0, [4], SLURM_GTIDS="0"),  # an sbatch script that one task of four submitted
+        {"TORCHELASTIC_RUN_ID": "none"},  # a process for which a worker took the rest away
+    ],
+)
+def test_what_nobody_launched_stands_alone(environ):
+    assert found(environ) is None
+
+
+NESTED = [
+    (torchrun(3, 1, [2, 2], node=1) | step(1, 0, [1, 1], node=1), "torchrun", (3, 4)),
+    (torchrun(0, 0, [2]) | step(1, 1, [2]), "torchrun", (0, 2)),  # a torchrun of its own in each task
+    (torchrun(3, 1, [2, 2], node=1) | open_mpi(1, 2, 0, 1), "torchrun", (3, 4)),
+    (torchrun(1, 1, [2]) | batch([1]), "torchrun", (1, 2)),
+    (open_mpi(1, 4, 1, 4) | batch([4]), "openmpi", (1, 4)),
+    (open_mpi(0, 4, 0, 2) | step(1, 0, [1, 1], node=1), "openmpi", (0, 4)),  # srun began mpirun's daemons
+    (mpich(1, 2, 1, 2) | step(0, 0, [1]), "mpich", (1, 2)),
+    (horovod(1, 2, 1, 2, 0, 1) | step(0, 0, [1]), "horovodrun", (1, 2)),
+    (horovod(1, 2, 1, 2, 0, 1) | open_mpi(0, 1, 0, 1), "horovodrun", (1, 2)),
+    (horovod(0, 1, 0, 1, 0, 1) | open_mpi(1, 2, 1, 2), "openmpi", (1, 2)),
+    (mpich(1, 2, 1, 2) | open_mpi(1, 2, 1, 2), "openmpi", (1, 2)),
+    (by_hand(1, 1, 2) | batch([4]), "environment", (1, 2)),
+    (by_hand(1, 1, 2) | open_mpi(0, 1, 0, 1), "environment", (1, 2)),  # started by the one process of mpirun
+    (by_hand(3, 1, 4) | mpich(1, 2, 0, 1), "environment", (3, 4)),  # or by the one on each node
+    (by_hand(1, 1, 2) | mpich(1, 2, 1, 2), "mpich", (1, 2)),
+    (by_hand(1, 1, 2) | horovod(1, 2, 1, 2, 0, 1), "horovodrun", (1, 2)),
+]
+
+
+@pytest.mark.parametrize(("environ", "launcher", "rank"), NESTED)
+def test_launchers_nest_and_the_innermost_counts(environ, launcher, rank):
+    launch = found(environ)
+    assert (launch.launcher, place(launch)[0]) == (launcher, rank)
+
+
+@pytest.mark.parametrize(
+    ("environ", "both"),
+    [
+        (horovod(0, 2, 0, 2, 0, 1) | open_mpi(1, 2, 1, 2), ["HOROVOD_RANK=0", "OMPI_COMM_WORLD_RANK=1"]),
+        (mpich(1, 3, 1, 3) | open_mpi(1, 2, 1, 2) | {"PMI_RANK": "0"}, ["PMI_SIZE=3", "OMPI_COMM_WORLD_SIZE=2"]),
+        (by_hand(0, 0, 1) | open_mpi(1, 2, 1, 2), ["RANK=0", "OMPI_COMM_WORLD_RANK=1"]),
+        (by_hand(1, 1, 4) | mpich(0, 4, 0, 2), ["RANK=1", "PMI_RANK=0"]),  # two on each node cannot start one more
+    ],
+)
+def test_launchers_that_contradict_each_other_are_refused_with_what_each_says(environ, both):
+    with pytest.raises(RuntimeError, match="the environment is contradictory") as refusal:
+        found(environ)
+    for source in both:
+        assert re.search(rf"(^|\s){source}(\s|$)", str(refusal.value))
+
+
+def test_the_refusal_is_a_table_with_a_column_for_each_source():
+    with pytest.raises(RuntimeError) as refusal:
+        found(rendezvous(3, 3, 2) | {"WORLD_SIZE": "4"} | open_mpi(1, 8, 1, 2))
+    assert str(refusal.value).split("\n", 1)[1] == (
+        "                  openmpi                       environment\n"
+        "rank              OMPI_COMM_WORLD_RANK=1        RANK=3\n"
+        "world_size        OMPI_COMM_WORLD_SIZE=8        WORLD_SIZE=4\n"
+        "local_rank        OMPI_COMM_WORLD_LOCAL_RANK=1  LOCAL_RANK=3\n"
+        "local_world_size  OMPI_COMM_WORLD_LOCAL_SIZE=2  -"
+    )
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (by_hand(2, 0, 2), r"rank must be in \[0, world_size\).*RANK=2.*WORLD_SIZE=2"),
+        (by_hand(-1, 0, 2), r"rank must be in \[0, world_size\).*RANK=-1"),
+        (by_hand(0, 0, 0), "WORLD_SIZE=0"),
+        (by_hand(0, 3, 2), r"local_rank must be in \[0, local_world_size\).*LOCAL_RANK=3"),
+        (by_hand(2, 2, 4, LOCAL_WORLD_SIZE="2"), r"local_rank must be .*LOCAL_RANK=2.*LOCAL_WORLD_SIZE=2"),
+        (by_hand(0, 0, 2, LOCAL_WORLD_SIZE="0"), "LOCAL_WORLD_SIZE=0"),
+        (by_hand(0, 0, 2, LOCAL_WORLD_SIZE="4"), r"every node must have a process.*LOCAL_WORLD_SIZE=4"),
+        (by_hand(0, 0, 2, GROUP_RANK="2", GROUP_WORLD_SIZE="2"), r"node_rank must be .*GROUP_RANK=2"),
+        (torchrun(0, 0, [1]) | {"LOCAL_RANK": "1"}, r"local_rank must be .*torchrun|LOCAL_RANK=1"),
+        (torchrun(0, 0, [2, 1]) | {"GROUP_WORLD_SIZE": "3"}, "every node must have a process.*GROUP_WORLD_SIZE=3"),
+        (open_mpi(2, 2, 0, 2), "rank must be.*OMPI_COMM_WORLD_RANK=2"),
+        (mpich(0, 2, 2, 2), "local_rank must be.*MPI_LOCALRANKID=2"),
+        (horovod(0, 2, 0, 1, 2, 2), "node_rank must be.*HOROVOD_CROSS_RANK=2"),
+        (step(2, 0, [2]), "rank must be.*SLURM_PROCID=2"),
+        (step(0, 2, [2]), "local_rank must be.*SLURM_LOCALID=2"),
+        (step(0, 0, [2], SLURM_NODEID="1"), "node_rank must be.*SLURM_NODEID=1"),
+    ],
+)
+def test_numbers_out_of_range_are_refused_with_their_variables(environ, message):
+    with pytest.raises(RuntimeError, match=f"(?s){message}"):
+        found(environ)
+
+
+@pytest.mark.parametrize("value", ["abc", "", "1.0", "1_0", "0x1", "٣", "9" * 30])
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        (rendezvous(0, 0, 1), "RANK"),
+        (rendezvous(0, 0, 1), "WORLD_SIZE"),
+        (torchrun(0, 0, [1]), "LOCAL_WORLD_SIZE"),
+        (open_mpi(0, 1, 0, 1), "OMPI_COMM_WORLD_LOCAL_RANK"),
+        (mpich(0, 1, 0, 1), "PMI_SIZE"),
+        (horovod(0, 1, 0, 1, 0, 1), "HOROVOD_CROSS_SIZE"),
+        (step(0, 0, [1]), "SLURM_PROCID"),
+        (step(0, 0, [1]), "SLURM_JOB_ID"),
+        (step(0, 0, [1]), "SLURM_STEP_TASKS_PER_NODE"),
+    ],
+)
+def test_what_is_no_number_is_refused_by_name_and_value(environ, name, value):
+    with pytest.raises(RuntimeError, match=rf"variable {name} must be .*{re.escape(repr(value))}"):
+        found(environ | {name: value})
+
+
+@pytest.mark.parametrize("port", ["abc", "-1", "65536"])
+def test_a_port_that_cannot_be_is_refused(port):
+    with pytest.raises(RuntimeError, match=rf"MASTER_PORT must be .*{port}"):
+        found(rendezvous(0, 0, 1) | {"MASTER_PORT": port})
+
+
+@pytest.mark.parametrize(
+    ("environ", "missing"),
+    [
+        ({"RANK": "1"}, "RANK=1 but not LOCAL_RANK, WORLD_SIZE"),
+        ({"LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK=0, WORLD_SIZE=2 but not RANK"),
+        ({"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2"}, "RANK=0, WORLD_SIZE=2 but not LOCAL_RANK"),
+        ({"WORLD_SIZE": "2"} | batch([2]), "WORLD_SIZE=2 but not RANK, LOCAL_RANK"),
+        ({"PMI_RANK": "0"}, "PMI_RANK=0 but not PMI_SIZE"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2 but not OMPI_COMM_WORLD_RANK"),
+        ({"HOROVOD_SIZE": "2"}, "HOROVOD_SIZE=2 but not HOROVOD_RANK"),
+    ],
+)
+def test_a_part_of_what_belongs_together_is_refused(environ, missing):
+    with pytest.raises(RuntimeError, match=f"the environment has {missing}"):
+        found(environ)
+
+
+def test_a_part_set_by_hand_beside_a_launcher_is_ignored_with_a_warning():
+    with pytest.warns(
+        UserWarning, match="openmpi started .*: WORLD_SIZE in the environment ignored, as RANK, LOCAL_RANK is not set;"
+    ):
+        launch = found({"WORLD_SIZE": "7"} | open_mpi(1, 2, 1, 2))
+    assert place(launch)[0] == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("environ", "address"),
+    [
+        (torchrun(0, 0, [1]), ("localhost", 29611)),
+        (rendezvous(0, 0, 1), ("10.0.0.9", 4000)),
+        (by_hand(0, 0, 1), (None, None)),
+        (by_hand(0, 0, 1, MASTER_ADDR="", MASTER_PORT=""), (None, None)),
+        (open_mpi(0, 1, 0, 1), (None, None)),
+        (open_mpi(0, 1, 0, 1) | {"MASTER_ADDR": "a", "MASTER_PORT": "7"}, ("a", 7)),
+        (mpich(0, 1, 0, 1) | {"MASTER_PORT": "0"}, (None, 0)),
+        (mpich(0, 1, 0, 1) | rendezvous(0, 0, 1), ("10.0.0.9", 4000)),
+        (horovod(0, 1, 0, 1, 0, 1) | {"MASTER_ADDR": "a"}, ("a", None)),
+        (step(0, 0, [1]), ("n1", 17345)),
+    ],
+)
+def test_the_address_is_that_of_the_variables_and_of_slurm(environ, address, monkeypatch):
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [])
+    launch = found(environ)
+    assert (launch.master_addr, launch.master_port) == address
+
+
+def test_torchrun_may_host_the_store():
+    assert found(torchrun(0, 0, [1])).agent_store
+    assert not found(torchrun(0, 0, [1], TORCHELASTIC_USE_AGENT_STORE="False")).agent_store
+    assert not found(by_hand(0, 0, 1)).agent_store
+
+
+@pytest.mark.parametrize(
+    ("environ", "mpi", "host"),
+    [
+        (torchrun(0, 0, [1]), False, None),
+        (open_mpi(0, 1, 0, 1), True, "vm"),
+        (mpich(0, 1, 0, 1), True, "vm"),
+        (horovod(0, 1, 0, 1, 0, 1), False, "vm"),
+        (step(1, 0, [1, 1], node=1), False, "n2"),
+        (step(1, 0, [1, 1], node=1, PMI_RANK="1", PMI_SIZE="2", PMI_JOBID="8.0"), True, "n2"),  # srun --mpi=pmi2
+        (step(1, 0, [1, 1], node=1, PMIX_RANK="1"), True, "n2"),
+    ],
+)
+def test_it_is_told_whether_mpi_joins_the_ranks_and_what_the_node_is_called(environ, mpi, host):
+    launch = found(environ)
+    assert (launch.mpi, launch.host) == (mpi, host)
+
+
+def test_a_launch_is_a_value_that_knows_its_sources():
+    launch = found(mpich(0, 1, 0, 1))
+    assert launch == Launch("mpich", Topology(), mpi=True, host="vm")
+    assert len({launch, found(mpich(0, 1, 0, 1))}) == 1
+    assert launch.sources == {
+        "rank": "PMI_RANK=0",
+        "world_size": "PMI_SIZE=1",
+        "local_rank": "MPI_LOCALRANKID=0",
+        "local_world_size": "MPI_LOCALNRANKS=1",
+    }
