@@ -45,7 +45,7 @@ class Closing(Somewhere):
         self.closed += 1
 
 
-def test_a_run_is_begun_and_ended_without_touching_the_environment(monkeypatch):
+def test_initialize_and_finalize_leave_the_environment_alone(monkeypatch):
     before = dict(os.environ)
     idist.initialize("gloo", timeout=timedelta(seconds=30))
     assert (idist.backend(), idist.get_world_size(), idist.model_name()) == ("gloo", 1, "native-dist")
@@ -57,7 +57,7 @@ def test_a_run_is_begun_and_ended_without_touching_the_environment(monkeypatch):
     assert os.environ["OF_THE_USER"] == "stays"
 
 
-def test_a_second_beginning_is_refused_and_the_first_goes_on():
+def test_a_second_initialize_is_rejected():
     idist.initialize("gloo")
     with pytest.raises(RuntimeError, match="initialize was called already, with 'gloo': call finalize first"):
         idist.initialize("gloo")
@@ -66,7 +66,7 @@ def test_a_second_beginning_is_refused_and_the_first_goes_on():
     idist.initialize("gloo")
 
 
-def test_a_beginning_that_fails_leaves_nothing():
+def test_a_failed_initialize_leaves_nothing():
     def fail():
         raise OSError("no network")
 
@@ -81,7 +81,7 @@ def test_a_beginning_that_fails_leaves_nothing():
         idist.initialize("unknown")
 
 
-def test_debug_mode_is_over_with_the_run():
+def test_debug_mode_ends_with_the_job():
     run.install(Closing, debug=True)
     assert run.current().job.compares_collectives
     idist.finalize()
@@ -89,14 +89,14 @@ def test_debug_mode_is_over_with_the_run():
 
 
 @pytest.mark.parametrize("end", [idist.finalize, run.abandon])
-def test_a_run_that_somebody_else_began_is_ended_too(end):
+def test_finalize_destroys_an_adopted_group(end):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert idist.backend() == "gloo"
     end()
     assert (idist.backend(), dist.is_initialized()) == (None, False)
 
 
-def test_a_run_whose_group_the_user_has_destroyed_is_ended_without_an_error():
+def test_finalize_after_the_user_destroyed_the_group():
     idist.initialize("gloo")
     dist.destroy_process_group()
     idist.finalize()
@@ -105,7 +105,7 @@ def test_a_run_whose_group_the_user_has_destroyed_is_ended_without_an_error():
 
 
 @pytest.mark.parametrize("end", [idist.finalize, run.abandon])
-def test_what_a_thread_talks_through_for_a_while_is_ended_alone(end):
+def test_finalize_in_use_backend_closes_that_backend_only(end):
     of_the_process, of_the_thread = Closing(), Closing()
     run.install(lambda: of_the_process, debug=True)
     with idist.use_backend(of_the_thread):
@@ -119,7 +119,7 @@ def test_what_a_thread_talks_through_for_a_while_is_ended_alone(end):
 
 
 @on_ranks(2)
-def test_abandon_waits_for_nobody(tmp_path):
+def test_abandon_does_not_wait(tmp_path):
     left = tmp_path / "left"
     if idist.get_rank() == 0:
         idist.isend("never received", 1)
@@ -135,7 +135,7 @@ def test_abandon_waits_for_nobody(tmp_path):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the test destroys one
 
 
-def test_a_query_under_srun_starts_no_program_and_asks_no_name_server(monkeypatch):
+def test_queries_under_srun_start_no_process_and_resolve_no_host(monkeypatch):
     for name, value in step(0, 0, [1]).items():
         monkeypatch.setenv(name, value)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -162,7 +162,7 @@ def told(**variables):
 
 
 @on_ranks(6)
-def test_ranks_that_are_not_told_how_many_nodes_there_are_do_not_guess():
+def test_unknown_numbers_of_nodes_are_not_guessed():
     """On three nodes with two processes each, ranks 0, 2 and 4 would infer 1, 3 and 2 nodes."""
     dist.barrier()
     rank = dist.get_rank()
@@ -191,7 +191,7 @@ def use_fresh_adoption():
 
 
 @on_ranks(2)
-def test_a_local_rank_that_nothing_tells_is_taken_from_the_rank_with_a_warning():
+def test_an_unknown_local_rank_warns():
     dist.barrier()
     run._local_rank = None
     with (
@@ -203,7 +203,7 @@ def test_a_local_rank_that_nothing_tells_is_taken_from_the_rank_with_a_warning()
 
 
 @on_ranks(2)
-def test_variables_of_another_run_are_not_those_of_the_group():
+def test_environment_variables_of_another_job_are_ignored():
     dist.barrier()
     rank = dist.get_rank()
     with told(RANK=3, WORLD_SIZE=4, LOCAL_RANK=3, LOCAL_WORLD_SIZE=4), use_fresh_adoption():
@@ -235,14 +235,14 @@ def see(monkeypatch, kind, count):
         (None, 0, "cpu:gloo,cuda:gloo", 0, "cpu"),
     ],
 )
-def test_a_process_has_one_of_the_accelerators_that_it_sees(monkeypatch, kind, count, config, local_rank, device):
+def test_the_device_is_one_of_the_visible_accelerators(monkeypatch, kind, count, config, local_rank, device):
     see(monkeypatch, kind, count)
     monkeypatch.setattr(dist, "get_backend_config", lambda group=None: config)
     assert device_of(local_rank) == torch.device(device)
 
 
 @on_ranks(2)
-def test_a_rank_that_sees_one_gpu_alone_adopts_a_group_and_has_that_gpu():
+def test_a_rank_with_one_visible_gpu_adopts_a_group_on_it():
     dist.barrier()
     with pytest.MonkeyPatch.context() as monkeypatch, use_fresh_adoption():
         see(monkeypatch, "cuda", 1)
@@ -252,7 +252,7 @@ def test_a_rank_that_sees_one_gpu_alone_adopts_a_group_and_has_that_gpu():
 
 @on_ranks(2)
 @pytest.mark.parametrize("fails", [False, True])
-def test_ranks_that_see_one_gpu_each_begin_a_run_on_it(fails, tmp_path):
+def test_ranks_with_one_visible_gpu_each_initialize_on_it(fails, tmp_path):
     dist.barrier()
     rank, chosen = dist.get_rank(), []
     idist.finalize()
@@ -279,7 +279,7 @@ def test_ranks_that_see_one_gpu_each_begin_a_run_on_it(fails, tmp_path):
 
 
 @on_ranks(2)
-def test_a_rank_that_was_told_less_than_another_asks_for_the_hosts_alone(tmp_path):
+def test_a_rank_that_knows_less_than_another_gathers_the_hosts(tmp_path):
     dist.barrier()
     rank = dist.get_rank()
     idist.finalize()
@@ -298,12 +298,12 @@ def notes_of(error):
 
 
 @pytest.mark.parametrize(("kind", "device"), [("xpu", "xpu"), ("cuda", "cuda"), ("mps", "mps"), (None, "cpu")])
-def test_a_single_process_has_the_accelerator_of_the_machine(monkeypatch, kind, device):
+def test_a_single_process_uses_the_accelerator(monkeypatch, kind, device):
     see(monkeypatch, kind, 1)
     assert idist.device() == torch.device(device)
 
 
-def test_a_backend_whose_devices_are_missing_is_refused_by_their_kind(monkeypatch):
+def test_a_backend_without_its_devices_is_rejected(monkeypatch):
     see(monkeypatch, "xpu", 1)
     with pytest.raises(RuntimeError, match="backend 'nccl' needs a CUDA device, and there is none"):
         check_options("nccl", {})
@@ -313,7 +313,7 @@ def test_a_backend_whose_devices_are_missing_is_refused_by_their_kind(monkeypatc
         check_options("xccl", {})
 
 
-def test_groups_have_the_timeout_of_the_run():
+def test_groups_inherit_the_timeout():
     idist.initialize("gloo", timeout=timedelta(seconds=33))
     options = idist.new_group([0])._get_backend(torch.device("cpu")).options
     assert options._timeout == timedelta(seconds=33)
@@ -346,7 +346,7 @@ class Held:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux lists the threads of a process")
 @pytest.mark.parametrize("end", [idist.finalize, run.abandon])
-def test_the_worker_threads_of_gloo_end_with_the_run(end, monkeypatch):
+def test_the_worker_threads_of_gloo_end_with_the_job(end, monkeypatch):
     """Also if torch.distributed.nn was imported during the run, as the first DistributedDataParallel does."""
     before = workers()
     idist.initialize("gloo")
@@ -360,7 +360,7 @@ def test_the_worker_threads_of_gloo_end_with_the_run(end, monkeypatch):
     assert of_torch.all_reduce.__defaults__ == (dist.ReduceOp.SUM, None)
 
 
-def test_no_worker_thread_holds_an_operation_once_the_run_has_ended():
+def test_finalize_waits_for_the_callbacks_of_worker_threads():
     """Also of a group that lives on in a model, which waits for the threads, and keeps the GIL, when it is freed."""
     idist.initialize("gloo")
     group = dist.group.WORLD
@@ -370,7 +370,7 @@ def test_no_worker_thread_holds_an_operation_once_the_run_has_ended():
     assert held.is_over
 
 
-def test_a_run_with_an_operation_that_never_ends_is_ended():
+def test_abandon_with_an_operation_that_never_completes():
     idist.initialize("gloo")
     held = Held(dist.group.WORLD)
     run.abandon()
@@ -378,6 +378,48 @@ def test_a_run_with_an_operation_that_never_ends_is_ended():
     assert not dist.is_initialized()
     held.let_go.set()
     idist.initialize("gloo")
+
+
+def test_initialize_and_finalize_leave_nothing():
+    idist.initialize("gloo", timeout=timedelta(seconds=20))
+    try:
+        assert (idist.backend(), idist.model_name(), idist.get_rank(), idist.get_world_size()) == (
+            "gloo",
+            "native-dist",
+            0,
+            1,
+        )
+        assert idist.all_gather("x") == ["x"]
+        with pytest.raises(RuntimeError, match="finalize"):
+            idist.initialize("gloo")
+    finally:
+        idist.finalize()
+    assert (idist.backend(), dist.is_initialized()) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error", "named"),
+    [
+        ("glo", {}, ValueError, "glo"),
+        ("gloo", {"time_out": 3}, TypeError, "time_out"),
+        ("gloo", {"rank": 0}, ValueError, "world_size"),
+        ("gloo", {"rank": 2, "world_size": 2}, ValueError, "rank"),
+        ("gloo", {"init_method": "file:///tmp/no"}, ValueError, "rank and world_size"),
+    ],
+)
+def test_a_rejected_initialize_leaves_nothing(name, options, error, named):
+    with pytest.raises(error, match=named):
+        idist.initialize(name, **options)
+    assert (idist.backend(), dist.is_initialized()) == (None, False)
+
+
+def test_an_existing_group_is_adopted_and_dropped():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert (idist.backend(), idist.get_world_size()) == ("gloo", 1)
+    finally:
+        dist.destroy_process_group()
+    assert idist.backend() is None
 
 
 PROGRAM = """
@@ -448,7 +490,7 @@ else:
 
 @pytest.mark.jobs
 @pytest.mark.timeout(310)
-def test_no_worker_thread_aborts_the_process_at_its_exit():
+def test_worker_threads_do_not_abort_the_process_at_exit():
     """A thread that asks for the GIL while the interpreter shuts down ends the process by SIGABRT."""
     command = [sys.executable, "-c", PROGRAM]
     root = Path(__file__).resolve().parents[2]
