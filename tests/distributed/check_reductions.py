@@ -98,7 +98,7 @@ def all_reduce_refuses_an_op_that_the_backend_does_not_name() -> None:
 def all_reduce_refuses_to_take_floating_point_for_bits() -> None:
     for op in known(BITWISE):
         for dtype in (torch.float32, torch.complex64):
-            with pytest.raises(TypeError, match=f"op '{op}' is for whole numbers and bools, got a tensor of {dtype}"):
+            with pytest.raises(TypeError, match=f"op '{op}' is for integers and bools, got a tensor of {dtype}"):
                 idist.all_reduce(here(torch.ones(2, dtype=dtype)), op)
 
 

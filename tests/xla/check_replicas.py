@@ -33,7 +33,7 @@ def a_refused_collective_does_not_affect_the_next() -> None:
     for op in ("AND", "OR"):
         for dtype in (torch.float32, torch.complex64):
             if idist.get_world_size() > 1:
-                with pytest.raises(TypeError, match=f"op '{op}' is for whole numbers and bools"):
+                with pytest.raises(TypeError, match=f"op '{op}' is for integers and bools"):
                     idist.all_reduce(here(torch.ones(2, dtype=dtype)), op)
     same(idist.all_reduce(here(torch.ones(2))), torch.full((2,), float(idist.get_world_size())))
 
