@@ -10,13 +10,12 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from camshaft.distributed.calls import annotate_departures
-from camshaft.distributed.choice import choose
-from camshaft.distributed.context import abandon, current, finalize, initialize
+from camshaft.distributed.diagnostics.auto_backend import choose
 from camshaft.distributed.environments import detect
 from camshaft.distributed.nodes import NODES, check_count, check_nodes
-from camshaft.distributed.ranks import get_local_rank, get_rank, get_world_size
+from camshaft.distributed.ranks import annotate_departures, get_local_rank, get_rank, get_world_size
 from camshaft.distributed.registry import available_backends, module_of
+from camshaft.distributed.run import abandon, current, finalize, initialize
 from camshaft.distributed.spawning import spawn
 
 __all__ = ["Parallel"]

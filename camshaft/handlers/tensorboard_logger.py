@@ -116,7 +116,8 @@ class TensorboardLogger(ServiceLogger):
         # to keep are written again, with their original times.
         self.writer.flush()
         folder = FilePath(self.writer.file_writer.get_logdir())
-        event_class = _event_class(self.writer)
+        # events of the library that the writer uses
+        event_class = sys.modules[type(self.writer._get_file_writer()).__module__].event_pb2.Event
         points = _points(folder, event_class)
         beyond = [point.step for point in points if reached.is_beyond(point.path, point.step)]
         if beyond:
@@ -231,8 +232,3 @@ def _wait_for_a_new_name(folder: FilePath) -> None:
     newest = max((int(one) for one in seconds if one.isdigit()), default=0)
     if 0 <= newest - int(time.time()) <= 1:
         time.sleep(newest + 1 - time.time())
-
-
-def _event_class(writer: Any) -> Any:
-    """Return the class of events of the library that the writer uses."""
-    return sys.modules[type(writer._get_file_writer()).__module__].event_pb2.Event

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 import camshaft.distributed as idist
-from camshaft.distributed import context as idist_context
+from camshaft.distributed import run as idist_run
 from camshaft.distributed.launch import horovod as horovod_spawning
 from camshaft.distributed.launch import native as native_spawn
 from camshaft.distributed.launch import parent_watchdog as lifeline
@@ -229,7 +229,7 @@ def test_processes_may_begin_anew_with_what_the_environment_says():
 
 
 def test_debug_mode_reaches_the_processes():
-    with pytest.raises(ProcessRaisedException, match="RankDivergenceError: the ranks do different things"):
+    with pytest.raises(ProcessRaisedException, match="RankDivergenceError: the ranks call different things"):
         start("gloo", in_debug_mode, (), nproc_per_node=2, debug=True)
 
 
@@ -237,8 +237,8 @@ def test_debug_mode_reaches_the_processes():
 def begun(monkeypatch):
     """Note how backends that are not installed here would begin."""
     calls = []
-    monkeypatch.setattr(idist_context, "initialize", lambda backend, **options: calls.append((backend, options)))
-    monkeypatch.setattr(idist_context, "install", lambda create, debug: calls.append(debug) or idist_context.current())
+    monkeypatch.setattr(horovod_spawning, "initialize", lambda backend, **options: calls.append((backend, options)))
+    monkeypatch.setattr(xla_spawning, "install", lambda create, debug: calls.append(debug) or idist_run.current())
     return calls
 
 

@@ -13,7 +13,7 @@ from torch_xla.distributed.parallel_loader import MpDeviceLoader
 
 import camshaft.distributed as idist
 from camshaft.distributed.backends.xla import adopt
-from camshaft.distributed.context import current
+from camshaft.distributed.run import current
 from camshaft.engine import create_supervised_trainer
 from tests.distributed.check_training import DATA, numbers_of, small_model
 from tests.distributed.checking import check, equal, here, place, same
@@ -138,7 +138,7 @@ def an_engine_trains_on_several_devices_as_on_one() -> None:
 def several_devices_in_one_process_are_for_spmd() -> None:
     if idist.get_world_size() > 1:
         with pytest.raises(RuntimeError, match=r"this one has \d: use initialize\('xla-tpu', spmd=True\)"):
-            adopt()
+            adopt(None)
 
 
 @check

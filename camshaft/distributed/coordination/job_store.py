@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistNetworkError
 
 from camshaft.distributed.backend import Backend
-from camshaft.distributed.guard import check_all_present
+from camshaft.distributed.ranks import check_all_present
 from camshaft.errors import RankDivergenceError
 
 T = TypeVar("T")

@@ -15,12 +15,12 @@ from zlib import crc32
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 
-from camshaft.distributed.context import current
 from camshaft.distributed.coordination.data_consistency import DataConsistency, SharedSeed
 from camshaft.distributed.data.augmentation import Indices
 from camshaft.distributed.data.orders import Order, Sequential
 from camshaft.distributed.data.partition import Partition, even_partition, partition_of_batches
 from camshaft.distributed.data.permutation import BLOCK, key_of
+from camshaft.distributed.run import current
 from camshaft.seeding import manual_seed, preserved_random_state
 
 _FIRST = 1 << 10  # indices in the first block of a pass: few, so that its first batch is ready soon

@@ -27,8 +27,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-from camshaft.distributed import context
 from camshaft.distributed.launch.parent_watchdog import GRACE, end_with_parent
+from camshaft.distributed.run import current, finalize, initialize
 
 _OPTIONS = ("debug", "device", "timeout")
 # Within a job of Slurm the mpiexec of MPICH would use srun, which waits for the step that this process is in, and
@@ -98,10 +98,10 @@ def run(folder: str, port: int) -> None:
     local_rank = 0
     try:
         function, args, kwargs, options = _unpickled(Path(folder, "task").read_bytes())
-        context.initialize("mpi", **options)
-        local_rank = context.current().topology.local_rank
+        initialize("mpi", **options)
+        local_rank = current().topology.local_rank
         function(local_rank, *args, **kwargs)
-        context.finalize()
+        finalize()
     except (Exception, SystemExit) as error:
         if isinstance(error, SystemExit) and not error.code:
             raise

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from camshaft.distributed import context
 from camshaft.distributed.backends.native.backend import check_options, create
-from camshaft.distributed.calls import annotate_departures
 from camshaft.distributed.launch.parent_watchdog import end_with_parent
 from camshaft.distributed.launch.processes import Processes, Report
 from camshaft.distributed.nodes import check_nodes
+from camshaft.distributed.ranks import annotate_departures
+from camshaft.distributed.run import abandon, current, finalize, install
 from camshaft.distributed.topology import Launch, Topology
 
 _HALF = 8_000  # characters of a traceback that are told from each of its ends
@@ -156,14 +156,14 @@ def _run(
     end_with_parent(parent.sentinel)
     try:
         os.environ.update(plan.variables(local_rank))  # the process ends with the function
-        context.install(lambda: create(plan.backend, plan.launch(local_rank), **plan.options), plan.debug)
+        install(lambda: create(plan.backend, plan.launch(local_rank), **plan.options), plan.debug)
         _call(function, local_rank, *args, **kwargs)
-        context.finalize()
+        finalize()
     except BaseException as error:  # also KeyboardInterrupt, which would be told on the screen only
-        annotate_departures(error, context.current())
+        annotate_departures(error, current())
         code = _exit_code(error) if isinstance(error, SystemExit) else None
         reports.send(Report(time.monotonic(), code, _shortened(_text_of(error))))
-        context.abandon()
+        abandon()
         sys.exit(1 if code is None else code)
 
 

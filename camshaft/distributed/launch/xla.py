@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from camshaft.distributed import context
-from camshaft.distributed.backends.xla.start import create
+from camshaft.distributed.backends.xla import create
 from camshaft.distributed.environments import detect
+from camshaft.distributed.run import abandon, current, finalize, install
 
 
 def spawn(
@@ -74,9 +74,9 @@ def _run(
     debug: bool | None,
 ) -> None:
     """What each process does."""
-    context.install(lambda: create(name, detect(os.environ), spmd=spmd), debug)
+    install(lambda: create(name, detect(os.environ), spmd=spmd), debug)
     try:
-        topology = context.current().topology
+        topology = current().topology
         found = topology.local_world_size, topology.num_nodes
         if found != wanted:
             raise ValueError(
@@ -85,6 +85,6 @@ def _run(
             )
         function(topology.local_rank, *args, **kwargs)
     except BaseException:
-        context.abandon()
+        abandon()
         raise
-    context.finalize()
+    finalize()

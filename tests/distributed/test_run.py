@@ -1,0 +1,205 @@
+"""A run is begun once, ended once, and leaves nothing behind, whoever began it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+import camshaft.distributed as idist
+from camshaft.distributed import run
+from camshaft.distributed.topology import Topology
+from tests.distributed.environments.observed import step
+from tests.distributed.test_ranks import Somewhere
+from tests.ranks import on_ranks
+
+
+@pytest.fixture(autouse=True)
+def ends():
+    """Whatever a test leaves, the next one finds nothing."""
+    yield
+    idist.finalize()
+
+
+class Closing(Somewhere):
+    """A backend that counts how often it is closed."""
+
+    def __init__(self):
+        super().__init__(Topology())
+        self.closed = 0
+
+    def close(self):
+        self.closed += 1
+
+
+def test_a_run_is_begun_and_ended_without_touching_the_environment(monkeypatch):
+    before = dict(os.environ)
+    idist.initialize("gloo", timeout=timedelta(seconds=30))
+    assert (idist.backend(), idist.get_world_size(), idist.model_name()) == ("gloo", 1, "native-dist")
+    assert dict(os.environ) == before
+    monkeypatch.setenv("OF_THE_USER", "stays")
+    for _ in range(2):
+        idist.finalize()
+        assert (idist.backend(), dist.is_initialized()) == (None, False)
+    assert os.environ["OF_THE_USER"] == "stays"
+
+
+def test_a_second_beginning_is_refused_and_the_first_goes_on():
+    idist.initialize("gloo")
+    with pytest.raises(RuntimeError, match="initialize was called already, with 'gloo': call finalize first"):
+        idist.initialize("gloo")
+    assert idist.backend() == "gloo"
+    idist.finalize()
+    idist.initialize("gloo")
+
+
+def test_a_beginning_that_fails_leaves_nothing():
+    def fail():
+        raise OSError("no network")
+
+    with pytest.raises(OSError, match="no network"):
+        run.install(fail, debug=True)
+    assert idist.backend() is None
+    assert not run.current().job.compares_collectives
+    with pytest.raises(TypeError, match=r"\['time_out'\] are not known"):
+        idist.initialize("gloo", time_out=3)
+    assert not dist.is_initialized()
+    with pytest.raises(ValueError, match="backend must be one of"):
+        idist.initialize("unknown")
+
+
+def test_debug_mode_is_over_with_the_run():
+    run.install(Closing, debug=True)
+    assert run.current().job.compares_collectives
+    idist.finalize()
+    assert not run.current().job.compares_collectives
+
+
+@pytest.mark.parametrize("end", [idist.finalize, run.abandon])
+def test_a_run_that_somebody_else_began_is_ended_too(end):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert idist.backend() == "gloo"
+    end()
+    assert (idist.backend(), dist.is_initialized()) == (None, False)
+
+
+def test_a_run_whose_group_the_user_has_destroyed_is_ended_without_an_error():
+    idist.initialize("gloo")
+    dist.destroy_process_group()
+    idist.finalize()
+    idist.initialize("gloo")
+    assert idist.get_world_size() == 1
+
+
+@pytest.mark.parametrize("end", [idist.finalize, run.abandon])
+def test_what_a_thread_talks_through_for_a_while_is_ended_alone(end):
+    of_the_process, of_the_thread = Closing(), Closing()
+    run.install(lambda: of_the_process, debug=True)
+    with idist.use_backend(of_the_thread):
+        end()
+    assert (of_the_process.closed, of_the_thread.closed) == (0, 1)
+    assert run.current() is of_the_process
+    assert run.current().job.compares_collectives
+    end()
+    assert of_the_process.closed == 1
+    assert idist.backend() is None
+
+
+@on_ranks(2)
+def test_abandon_waits_for_nobody(tmp_path):
+    left = tmp_path / "left"
+    if idist.get_rank() == 0:
+        idist.isend("never received", 1)
+        run.abandon()
+        left.touch()
+    else:
+        deadline = time.monotonic() + 20
+        while not left.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        run.abandon()
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the test destroys one
+
+
+def test_a_query_under_srun_starts_no_program_and_asks_no_name_server(monkeypatch):
+    for name, value in step(0, 0, [1]).items():
+        monkeypatch.setenv(name, value)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: pytest.fail(f"{args} was started"))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: pytest.fail(f"{args} was looked up"))
+    assert (idist.get_rank(), idist.get_world_size(), idist.get_nnodes()) == (0, 1, 1)
+
+
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+QUERIES = (idist.get_nnodes, idist.get_node_rank, idist.get_nproc_per_node)
+
+
+@contextmanager
+def told(**variables):
+    """Set the variables of a place, and no others of them."""
+    before = {name: os.environ.pop(name) for name in PLACE if name in os.environ}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    try:
+        yield
+    finally:
+        for name in variables:
+            os.environ.pop(name, None)
+        os.environ.update(before)
+
+
+@on_ranks(6)
+def test_ranks_that_are_not_told_how_many_nodes_there_are_do_not_guess():
+    """On three nodes with two processes each, ranks 0, 2 and 4 would infer 1, 3 and 2 nodes."""
+    dist.barrier()
+    rank = dist.get_rank()
+    variables = {"RANK": rank, "WORLD_SIZE": 6, "LOCAL_RANK": rank % 2}
+    for hint, environment in ((rank % 2, {}), (None, variables), (None, {"LOCAL_RANK": rank % 2})):
+        run._local_rank = hint
+        with told(**environment), use_fresh_adoption():
+            assert (idist.get_rank(), idist.get_local_rank(), idist.get_world_size()) == (rank, rank % 2, 6)
+            for query in QUERIES:
+                with pytest.raises(RuntimeError, match="is not known: .* Set LOCAL_WORLD_SIZE"):
+                    query()
+            idist.show_config()
+    whole = {**variables, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": rank // 2, "GROUP_WORLD_SIZE": 3}
+    with told(**whole), use_fresh_adoption():
+        assert [query() for query in QUERIES] == [3, rank // 2, 2]
+
+
+@contextmanager
+def use_fresh_adoption():
+    """Let the context adopt the process group anew, as in a process that has not asked before."""
+    before, run._process = run._process, run._serial
+    try:
+        yield
+    finally:
+        run._process = before
+
+
+@on_ranks(2)
+def test_a_local_rank_that_nothing_tells_is_taken_from_the_rank_with_a_warning():
+    dist.barrier()
+    run._local_rank = None
+    with (
+        told(),
+        use_fresh_adoption(),
+        pytest.warns(UserWarning, match="local rank of rank . is unknown.* set_local_rank first"),
+    ):
+        assert idist.get_local_rank() == dist.get_rank()
+
+
+@on_ranks(2)
+def test_variables_of_another_run_are_not_those_of_the_group():
+    dist.barrier()
+    rank = dist.get_rank()
+    with told(RANK=3, WORLD_SIZE=4, LOCAL_RANK=3, LOCAL_WORLD_SIZE=4), use_fresh_adoption():
+        assert (idist.get_local_rank(), idist.get_world_size()) == (rank, 2)  # as set_local_rank told
+    with told(LOCAL_RANK=7), use_fresh_adoption():
+        assert idist.get_local_rank() == rank
