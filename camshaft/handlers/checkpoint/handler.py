@@ -213,8 +213,8 @@ class Checkpoint(Serializable):
 
         Raises:
             ValueError: ``score_function`` or ``global_step_transform`` does not return a number, or another handler has
-                saved to the same file since this one was made. If the run is over, as on ``COMPLETED``, the latter is only
-                a warning, and the file is overwritten.
+                saved to the same file since this one was made. If the run is over, as on ``COMPLETED``, the latter is
+                only a warning, and the file is overwritten.
         """
         if self._background.is_busy(self.to_save):
             return
