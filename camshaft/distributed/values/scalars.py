@@ -88,7 +88,7 @@ def plain_number(number: Any, op: str, size: int) -> int | float | complex:
     kind = type(number)
     if kind is float and op not in _BITWISE:
         return float(number)
-    numpy = sys.modules.get("numpy")  # whose bool is not registered as a Number; whoever has one has imported it
+    numpy = None if kind is int else sys.modules.get("numpy")  # whose bool is not registered as a Number
     if kind is bool or (numpy is not None and isinstance(number, numpy.bool_)):
         return int(number) if op in ("SUM", "PRODUCT") else bool(number)
     if kind is int or isinstance(number, Integral):
