@@ -12,6 +12,7 @@ from camshaft.distributed.collectives import (
 )
 from camshaft.distributed.comp_models import registered_computation_models
 from camshaft.distributed.context import finalize, initialize, set_local_rank, sync
+from camshaft.distributed.launch.spawn import spawn
 from camshaft.distributed.ranks import (
     backend,
     device,
@@ -33,7 +34,6 @@ from camshaft.distributed.registry import (
     has_native_dist_support,
     has_xla_support,
 )
-from camshaft.distributed.spawning import spawn
 
 __all__ = [
     "all_gather",
