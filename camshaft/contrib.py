@@ -1,4 +1,4 @@
-"""There is no contrib package here; importing this module says what to use instead."""
+"""Placeholder: importing it raises an error that names the replacements of the contrib package."""
 
 raise ImportError(
     "camshaft has no contrib package. Instead of ignite.contrib.handlers import from camshaft.handlers, and leave "

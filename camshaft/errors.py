@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from typing import Any
 
 from camshaft.ignite import ignite_class
@@ -63,3 +66,12 @@ def check_is_no_class(name: str, value: Any) -> None:
     """
     if isinstance(value, type):
         raise TypeError(f"{name} must be an object, got the class {value!r}: pass {value.__name__}(...) instead")
+
+
+def line_of_caller(folder: str = "") -> str:
+    """Return the line that called into a folder of this package, as ``"train.py:12 in main"`` with its full path."""
+    inner = (os.path.join(os.path.dirname(__file__), folder, ""), contextlib.__file__)
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inner):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -1,4 +1,4 @@
-"""The exceptions, where imports written for the API look for them."""
+"""The exceptions of this package, under the name of PyTorch-Ignite."""
 
 from __future__ import annotations
 

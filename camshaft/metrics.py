@@ -1,4 +1,4 @@
-"""There are no metrics here; importing this module says where to find them."""
+"""Placeholder: importing it raises an error that says where to find metrics."""
 
 raise ImportError(
     "camshaft has no metrics of its own. Those of PyTorch-Ignite attach to its engines unchanged: leave 'from "

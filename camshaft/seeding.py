@@ -16,13 +16,13 @@ import torch
 def manual_seed(seed: SupportsIndex) -> None:
     """Seed Python's ``random``, torch on all devices, NumPy where it is installed, and XLA where it is in use.
 
-    XLA is not started for this: until it runs, ``initialize("xla-tpu")`` seeds it with what torch was seeded with.
+    This does not start XLA: ``initialize("xla-tpu")`` later seeds it with the seed of torch.
 
     Args:
         seed: any integer. torch and torch_xla take it modulo 2**64, NumPy modulo 2**32.
 
     Raises:
-        TypeError: ``seed`` is not an integer; then nothing has been seeded.
+        TypeError: ``seed`` is not an integer; nothing was seeded.
 
     >>> manual_seed(17)
     >>> first = random.random(), torch.rand(1).item()
@@ -45,12 +45,11 @@ def manual_seed(seed: SupportsIndex) -> None:
 def capture_random_state(*, devices: bool = False) -> dict[str, Any]:
     """Return the states of Python's ``random``, torch's CPU generator and, where installed, NumPy's.
 
-    The dict holds only plain numbers, strings, tensors, and lists, tuples and dicts of those, so that it
-    comes back from ``torch.save`` and ``torch.load(..., weights_only=True)``.
+    The dict contains only numbers, strings, tensors, and lists, tuples and dicts of those, so
+    ``torch.load(..., weights_only=True)`` can load it.
 
     Args:
-        devices: also capture the generators of all devices in use. CUDA is not initialised for this: as long
-            as it is not, there is nothing to capture.
+        devices: whether to also capture the generators of all devices in use. This does not initialize CUDA.
 
     >>> state = capture_random_state()
     >>> drawn = random.random()
@@ -67,28 +66,28 @@ def capture_random_state(*, devices: bool = False) -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any] | Sequence[Any]) -> None:
-    """Put the generators back to a captured state.
+    """Restore a captured state.
 
-    Generators of libraries or devices that this process lacks are left out.
+    Generators of libraries or devices that this process does not have are skipped.
 
     Args:
-        state: from ``capture_random_state``, or a list ``[random.getstate(), torch.get_rng_state()]``,
-            optionally with ``numpy.random.get_state()`` as its third element.
+        state: from ``capture_random_state``, or a list ``[random.getstate(), torch.get_rng_state()]``, optionally with
+            ``numpy.random.get_state()`` as its third element.
 
     Raises:
         TypeError: ``state`` is neither a mapping nor a list or tuple.
-        ValueError: a generator is missing in it, or refuses its part. All generators then stay as they were.
+        ValueError: a generator is missing, or rejects its state. All generators are unchanged.
     """
     check_random_state(state)
     _apply(_in_our_layout(state))
 
 
 def check_random_state(state: Mapping[str, Any] | Sequence[Any]) -> None:
-    """Check that a state can be restored; all generators stay as they are.
+    """Check that a state can be restored, and leave all generators unchanged.
 
     Raises:
         TypeError: ``state`` is neither a mapping nor a list or tuple.
-        ValueError: a generator is missing in it, or refuses its part.
+        ValueError: a generator is missing, or rejects its state.
     """
     wanted = _in_our_layout(state)
     before = capture_random_state(devices="devices" in wanted)
@@ -102,7 +101,7 @@ def check_random_state(state: Mapping[str, Any] | Sequence[Any]) -> None:
 
 @contextmanager
 def preserved_random_state(*, devices: bool = True) -> Iterator[None]:
-    """Run a block, and put all generators back afterwards, also when it raises.
+    """Restore all generators after a block, even if it raises.
 
     >>> manual_seed(3)
     >>> with preserved_random_state():
@@ -128,7 +127,7 @@ def _import_if_installed(name: str) -> Any:
 
 
 def _in_our_layout(state: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
-    """Return ``state`` in the layout of ``capture_random_state``."""
+    """Convert ``state`` to the layout of ``capture_random_state``."""
     if isinstance(state, (list, tuple)):
         if len(state) not in (2, 3):
             raise ValueError(f"state must have 2 or 3 elements when it is a list, got {len(state)}")
@@ -151,7 +150,7 @@ def _apply(state: Mapping[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Turn the arrays and scalars of NumPy in ``value`` into lists and numbers."""
+    """Convert the NumPy arrays and scalars in ``value`` to lists and numbers."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value
@@ -175,6 +174,6 @@ def _restore_device(kind: str, states: Sequence[torch.Tensor]) -> None:
     if kind == "mps" and torch.backends.mps.is_available():
         torch.mps.set_rng_state(states[0].cpu())
     elif kind != "mps" and (module := getattr(torch, kind)).is_available():
-        module.init()  # before that, torch replays queued seeds after queued states, and the seeds would win
+        module.init()  # before, torch would apply queued seeds after queued states
         for index, state in zip(range(module.device_count()), states, strict=False):
             module.set_rng_state(state.cpu(), index)

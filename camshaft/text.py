@@ -1,4 +1,4 @@
-"""Values as text: short texts of numbers and tensors for log lines, and tables."""
+"""Format values as text: numbers and tensors for log lines, and tables."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def table(columns: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def to_str_list(data: Any) -> list[str]:
-    """Return ``data`` as flat texts.
+    """Format ``data`` as a flat list of texts.
 
-    Numbers and 0-d tensors have 4 decimals; 1-d tensors stand in brackets, cut after 10 elements; tensors
-    with more dimensions give their shape. An item of a mapping is preceded by ``key: ``. A sequence becomes
-    one text, joined with commas; mappings inside a value become entries of their own, before it. ``None`` and
-    what is empty leave the bare ``key: ``, or nothing without a key. Strings and all else are dropped.
+    Numbers and 0-d tensors have 4 decimals; 1-d tensors are in brackets, truncated after 10 elements; tensors of more
+    dimensions are shown by their shape. Items of a mapping are prefixed with ``key: ``. A sequence becomes one text,
+    joined by commas; mappings inside a value become entries of their own, before it. ``None`` and empty values leave
+    the bare ``key: ``, or nothing without a key. Strings and all other values are dropped.
 
     >>> to_str_list({"loss": 0.25, "size": (2, 3), "weight": torch.ones(2, 3), "name": "run"})
     ['loss: 0.2500', 'size: 2.0000, 3.0000', 'weight: Shape[2, 3]']
@@ -47,7 +47,7 @@ def to_str_list(data: Any) -> list[str]:
 
 
 def _entries(value: Any, prefix: str) -> list[str]:
-    """Return the entries of mappings within ``value``, then that of ``value`` itself, if it has one."""
+    """Return the entries of mappings inside ``value``, then that of ``value`` itself, if any."""
     nested: list[str] = []
     own = ", ".join(_own_texts(value, nested))
     has_entry = own or (prefix and (value is None or _is_container(value)))
@@ -55,9 +55,9 @@ def _entries(value: Any, prefix: str) -> list[str]:
 
 
 def _own_texts(value: Any, nested: list[str]) -> Iterator[str]:
-    """Yield the texts of ``value``; those of mappings in it are added to ``nested`` instead."""
+    """Yield the texts of ``value``; add those of mappings in it to ``nested`` instead."""
     if isinstance(value, Real):
-        yield f"{float(value):.4f}"  # a Fraction takes no format before Python 3.12
+        yield f"{float(value):.4f}"  # Fraction has no float format before Python 3.12
     elif isinstance(value, Number):
         yield f"{value:.4f}"
     elif isinstance(value, torch.Tensor):

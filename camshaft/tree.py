@@ -1,4 +1,4 @@
-"""Map a function over nested lists, tuples and mappings, and move tensors to a device."""
+"""Map functions over nested lists, tuples and mappings, and move tensors to a device."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def apply_to_type(x: Any, input_type: type[T] | tuple[type, ...], func: Callable
     """Apply ``func`` to every instance of ``input_type`` in ``x``, however deeply nested.
 
     Args:
-        x: an instance, a string or bytes (returned unchanged), or a mapping or sequence of those, nested.
-        input_type: a type or a tuple of types; asked first, so it may also be that of a container.
+        x: an instance, a string or bytes (returned unchanged), or a nested mapping or sequence of those.
+        input_type: a type or a tuple of types; checked first, so it may also be that of a container.
         func: called with each instance.
 
     Returns:
-        The same structure with the results in place. A container is rebuilt as its own type; one that cannot
-        be, such as ``range``, becomes a plain ``dict``, ``tuple`` or ``list``.
+        The same structure with the results. A container is rebuilt as its own type, or, if that is impossible as for
+        ``range``, as a ``dict``, ``tuple`` or ``list``.
 
     Raises:
-        TypeError: something in ``x`` is none of these, for example a number, ``None`` or a set.
+        TypeError: ``x`` contains something else, such as a number, ``None`` or a set.
 
     >>> apply_to_type({"a": (1, 2), "b": "text"}, int, lambda value: value * 10)
     {'a': (10, 20), 'b': 'text'}
@@ -48,7 +48,7 @@ def apply_to_type(x: Any, input_type: type[T] | tuple[type, ...], func: Callable
 
 
 def apply_to_tensor(x: Any, func: Callable[[torch.Tensor], Any]) -> Any:
-    """Apply ``func`` to every tensor in ``x``; as ``apply_to_type`` with ``torch.Tensor``.
+    """Apply ``func`` to every tensor in ``x``, like ``apply_to_type`` with ``torch.Tensor``.
 
     >>> apply_to_tensor([torch.tensor(1), {"y": torch.tensor(2)}], torch.Tensor.item)
     [1, {'y': 2}]
@@ -60,13 +60,12 @@ def convert_tensor(x: T, device: DeviceLike | None = None, non_blocking: bool = 
     """Move every tensor in ``x`` to ``device``.
 
     Args:
-        x: a tensor, a string or bytes, or a mapping or sequence of those, nested.
-        device: where to; ``None`` leaves the tensors where they are (containers are copied and checked all
-            the same).
-        non_blocking: do not wait for copies from pinned memory.
+        x: a tensor, a string or bytes, or a nested mapping or sequence of those.
+        device: target device; ``None`` leaves the tensors where they are, but containers are still copied and checked.
+        non_blocking: whether to copy from pinned memory asynchronously.
 
     Raises:
-        TypeError: ``x`` holds something else, for example a number or ``None``.
+        TypeError: ``x`` contains something else, such as a number or ``None``.
 
     >>> convert_tensor([torch.ones(2), "label"], device="meta")[0].device
     device(type='meta')
@@ -80,13 +79,13 @@ def convert_tensor(x: T, device: DeviceLike | None = None, non_blocking: bool = 
 
 
 def to_onehot(indices: torch.Tensor, num_classes: int) -> torch.Tensor:
-    """Turn class indices of shape ``(N, ...)`` into one-hot vectors of shape ``(N, num_classes, ...)``.
+    """Convert class indices of shape ``(N, ...)`` to one-hot vectors of shape ``(N, num_classes, ...)``.
 
     The result is ``uint8`` on the device of ``indices``.
 
     Raises:
-        TypeError: ``indices`` are not integers.
-        RuntimeError: an index lies outside ``[0, num_classes)``; on a GPU this is a device-side assertion.
+        TypeError: ``indices`` does not hold integers.
+        RuntimeError: an index is outside ``[0, num_classes)``; on a GPU this is a device-side assertion.
 
     >>> to_onehot(torch.tensor([0, 2]), num_classes=3)
     tensor([[1, 0, 0],
@@ -122,24 +121,24 @@ def _rebuild_sequence(original: Sequence[Any], items: list[Any]) -> Any:
 
 
 def _construct(original: Any, content: Any) -> Any:
-    """Call the type of ``original`` with ``content``, or return None if it is built another way."""
+    """Return the type of ``original`` called with ``content``, or ``None`` if its constructor works differently."""
     try:
         return type(original)(content)
-    except Exception:  # a foreign constructor that was given what it was not made for may raise anything
+    except Exception:  # constructors of users may raise anything
         return None
 
 
 def _copy_and_assign(original: Any, values: Any) -> Any:
-    """Replace the values in a copy, or return None if that is impossible.
+    """Return a copy with other values, or ``None`` if that is impossible.
 
-    Only for subclasses of the built-in containers: their copies never share the storage. A copy of any other
-    type may, and then the assignments would change the user's own data.
+    Only for subclasses of built-in containers, whose copies never share their storage. With any other type, the
+    assignments might change the user's data.
     """
     try:
         built = copy.copy(original)
         for key, value in values:
             built[key] = value
-    except Exception:  # as in _construct: the methods are the user's
+    except Exception:  # as in _construct
         return None
     return built
 

@@ -44,19 +44,19 @@ def steps(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [str, Path])
-def test_content_is_on_disk_before_the_name_and_the_name_before_the_end(tmp_path, steps, kind):
+def test_content_is_flushed_before_the_rename_and_the_rename_before_returning(tmp_path, steps, kind):
     write_atomically(kind(tmp_path / "model.pt"), lambda file: file.write(b"weights"))
     assert steps == ["flush 7 bytes", "rename", "flush directory"]
     assert (tmp_path / "model.pt").read_bytes() == b"weights"
     assert names(tmp_path) == ["model.pt"]
 
 
-def test_torch_writes_and_reads_it(tmp_path):
+def test_torch_writes_and_reads_the_file(tmp_path):
     write_atomically(tmp_path / "model.pt", lambda file: torch.save({"step": 3}, file))
     assert torch.load(tmp_path / "model.pt", weights_only=True) == {"step": 3}
 
 
-def test_until_the_end_the_old_file_stays_and_the_new_one_lies_beside_it(tmp_path):
+def test_the_old_file_stays_until_the_new_one_is_complete(tmp_path):
     target = tmp_path / "model.pt"
     target.write_bytes(b"old")
 
@@ -72,7 +72,7 @@ def test_until_the_end_the_old_file_stays_and_the_new_one_lies_beside_it(tmp_pat
 @pytest.mark.parametrize("error", [ValueError, OSError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("failing", ["write", "fsync", "replace"])
 @pytest.mark.parametrize("old", [b"old", None])
-def test_a_failure_leaves_what_was_there_and_no_temporary_file(tmp_path, monkeypatch, error, failing, old):
+def test_a_failure_leaves_the_old_file_and_no_temporary_file(tmp_path, monkeypatch, error, failing, old):
     target = tmp_path / "model.pt"
     if old:
         target.write_bytes(old)
@@ -103,7 +103,7 @@ def test_the_umask_decides_who_may_read(tmp_path, umask, mode):
     assert stat.S_IMODE((tmp_path / "model.pt").stat().st_mode) == mode
 
 
-def test_a_name_of_the_greatest_length_is_possible(tmp_path):
+def test_names_may_have_the_maximum_length(tmp_path):
     write_atomically(tmp_path / ("m" * 255), lambda file: file.write(b""))
     assert names(tmp_path) == ["m" * 255]
 
@@ -114,9 +114,7 @@ def test_a_missing_directory_is_an_error_before_anything_is_written(tmp_path):
 
 
 @pytest.mark.parametrize(("code", "is_fatal"), [(errno.EINVAL, False), (errno.ENOTSUP, False), (errno.EIO, True)])
-def test_a_file_system_that_flushes_no_directories_is_accepted_a_broken_disk_is_not(
-    tmp_path, monkeypatch, code, is_fatal
-):
+def test_a_file_system_that_cannot_flush_directories_is_accepted(tmp_path, monkeypatch, code, is_fatal):
     fsync = os.fsync
 
     def refuse_directories(descriptor):
@@ -133,7 +131,7 @@ def test_a_file_system_that_flushes_no_directories_is_accepted_a_broken_disk_is_
     assert names(tmp_path) == ["model.pt"]
 
 
-# 4.6 and U3
+# hash_checkpoint
 
 
 @pytest.fixture
@@ -156,13 +154,13 @@ def test_a_checkpoint_moves_to_the_name_with_its_digest(checkpoint, tmp_path, ki
     assert not checkpoint.exists()
 
 
-def test_an_existing_directory_and_even_the_same_one_will_do(checkpoint, tmp_path):
+def test_the_output_directory_may_exist_and_be_that_of_the_checkpoint(checkpoint, tmp_path):
     moved, _ = hash_checkpoint(checkpoint, tmp_path)
     assert names(tmp_path) == [moved.name]
 
 
 @pytest.mark.parametrize("name", ["absent.pt", "."])
-def test_without_a_file_nothing_is_made(tmp_path, name):
+def test_without_a_file_nothing_is_created(tmp_path, name):
     with pytest.raises(FileNotFoundError, match="checkpoint_path must be an existing file, got"):
         hash_checkpoint(tmp_path / name, tmp_path / "new")
     assert names(tmp_path) == []
@@ -187,11 +185,11 @@ def summed(path, write=write_pieces):
 EXPECTED = f"crc32:{zlib.crc32(b''.join(PIECES)):08x}"
 
 
-def test_the_checksum_is_that_of_the_file(tmp_path):
+def test_the_checksum_matches_the_file(tmp_path):
     assert summed(tmp_path / "file") == checksum_of(tmp_path / "file") == EXPECTED
 
 
-def test_where_no_thread_can_begin_the_checksum_is_taken_afterwards(tmp_path, monkeypatch):
+def test_if_no_thread_can_start_the_checksum_is_computed_afterwards(tmp_path, monkeypatch):
     def refuse(thread):
         raise RuntimeError("can't start new thread")
 
@@ -200,7 +198,7 @@ def test_where_no_thread_can_begin_the_checksum_is_taken_afterwards(tmp_path, mo
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError, RuntimeError])
-def test_a_write_that_is_cut_off_leaves_no_thread(tmp_path, error):
+def test_an_interrupted_write_leaves_no_thread(tmp_path, error):
     def write(file):
         write_pieces(file)
         raise error
@@ -211,7 +209,7 @@ def test_a_write_that_is_cut_off_leaves_no_thread(tmp_path, error):
     assert threading.enumerate() == before
 
 
-def test_a_file_that_was_not_seen_whole_at_once_is_read_again(tmp_path, monkeypatch):
+def test_a_file_that_was_not_read_completely_is_read_again(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "camshaft.files._sum", lambda path, is_written=None: (3, "crc32:0") if is_written else whole(path)
     )
@@ -219,7 +217,7 @@ def test_a_file_that_was_not_seen_whole_at_once_is_read_again(tmp_path, monkeypa
     assert summed(tmp_path / "file") == EXPECTED
 
 
-def test_a_helper_that_cannot_read_says_nothing(tmp_path, monkeypatch):
+def test_a_failure_to_read_meanwhile_is_ignored(tmp_path, monkeypatch):
     def refuse(path, is_written=None):
         if is_written:
             raise OSError(24, "Too many open files")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from camshaft.distributed.context import use_backend
+from camshaft.distributed.run import use_backend
 from camshaft.distributed.topology import Topology
 from tests.thread_backend import Meeting, ReleasedError, ThreadBackend
 

@@ -1,4 +1,4 @@
-"""Base classes of what can be saved, and of handlers that can start afresh."""
+"""Base classes of objects with a state, and of handlers that can be reset."""
 
 from camshaft.base.mixins import ResettableHandler, Serializable
 

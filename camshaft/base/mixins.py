@@ -1,4 +1,4 @@
-"""Base classes of what can be saved, and of handlers that can start afresh."""
+"""Base classes of objects with a state, and of handlers that can be reset."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["ResettableHandler", "Serializable"]
 
 
 class Serializable:
-    """Something whose state is a dict with known keys.
+    """Base class of objects whose state is a dict with known keys.
 
-    A subclass names the keys, and calls ``super().load_state_dict`` before it changes anything.
+    Subclasses define the keys, and call ``super().load_state_dict`` before they change anything.
 
     >>> class Counter(Serializable):
     ...     _state_dict_all_req_keys = ("name",)
@@ -24,12 +24,12 @@ class Serializable:
     ValueError: state_dict must hold exactly one of ('iteration', 'epoch'), got keys ['name']
     """
 
-    # Keys that must all be there, and groups of keys of which exactly one must be there.
+    # Required keys, and groups of keys of which exactly one is required.
     _state_dict_all_req_keys: ClassVar[tuple[str, ...]] = ()
     _state_dict_one_of_opt_keys: ClassVar[tuple[tuple[str, ...], ...] | tuple[str, ...]] = ()
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """Return the state; for subclasses to define."""
+        """Return the state. Subclasses define it."""
         raise NotImplementedError(f"{type(self).__name__} must define state_dict()")
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -37,7 +37,7 @@ class Serializable:
 
         Raises:
             TypeError: it is not a mapping.
-            ValueError: a required key is missing, or of a group of keys not exactly one is there.
+            ValueError: a required key is missing, or a group has not exactly one key.
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a mapping, got {state_dict!r} of type {type(state_dict).__name__}")
@@ -55,12 +55,12 @@ class Serializable:
 
 
 class ResettableHandler(ABC):
-    """A handler that can return to how it was when made, and that attaches itself to an engine."""
+    """Base class of handlers that can be reset and attach themselves to an engine."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Return to the state after construction."""
+        """Restore the state after construction."""
 
     @abstractmethod
     def attach(self, engine: Any, *args: Any, **kwargs: Any) -> None:
-        """Register with the events of ``engine``."""
+        """Register handlers on events of ``engine``."""

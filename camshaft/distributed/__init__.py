@@ -17,10 +17,8 @@ from camshaft.distributed.comp_models import (
     has_xla_support,
     registered_computation_models,
 )
-from camshaft.distributed.context import finalize, initialize, set_local_rank, sync, use_backend
 from camshaft.distributed.launcher import Parallel
-from camshaft.distributed.messages import irecv, isend, recv, send
-from camshaft.distributed.parts import all_to_all, gather, reduce, reduce_scatter, scatter
+from camshaft.distributed.point_to_point import irecv, isend, recv, send
 from camshaft.distributed.ranks import (
     backend,
     device,
@@ -36,6 +34,8 @@ from camshaft.distributed.ranks import (
     one_rank_only,
     show_config,
 )
+from camshaft.distributed.rooted_collectives import all_to_all, gather, reduce, reduce_scatter, scatter
+from camshaft.distributed.run import finalize, initialize, set_local_rank, sync, use_backend
 from camshaft.distributed.utils import available_backends, spawn
 
 __all__ = [

@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from camshaft.distributed.context import current
 from camshaft.distributed.data.loaders import EvenLoader, make_loader
 from camshaft.distributed.data.samplers import DistributedProxySampler
+from camshaft.distributed.run import current
 
 __all__ = ["DistributedProxySampler", "auto_dataloader", "auto_model", "auto_optim"]
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn, Protocol, TypeAlias
+from functools import cached_property
+from itertools import count
+from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +36,74 @@ def accelerator() -> torch.device | None:
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
+class Resource:
+    """What a process keeps for a job and releases with it."""
+
+    def finish(self) -> None:
+        """Wait for what is in progress, at the end of a job that did not fail."""
+
+    def close(self) -> None:
+        """Release the resource without waiting for other ranks."""
+
+
+R = TypeVar("R", bound=Resource)
+_job_numbers = count(1)
+
+
+class Job:
+    """The state that this process keeps for one job, whatever its backend.
+
+    Attributes:
+        groups: the groups created from lists of ranks.
+        compares_collectives: whether the debug mode is on.
+    """
+
+    def __init__(self) -> None:
+        self.groups: dict[tuple[int, ...], Group] = {}
+        self.compares_collectives = False
+        self._names: Counter[str] = Counter()
+        self._resources: dict[type[Resource], Any] = {}
+        self._process = os.getpid()
+
+    @cached_property
+    def number(self) -> int:
+        """The number of the job in this process, for keys in a store that may outlive it."""
+        return next(_job_numbers)
+
+    def unique_name(self, name: str) -> str:
+        """Return a prefix for keys in the store; the n-th call with a name returns the same one on all ranks."""
+        self._names[name] += 1
+        return f"camshaft/{self.number}/{name}/{self._names[name]}"
+
+    def resource(self, kind: type[R], *args: Any) -> R:
+        """Return the job's only resource of a kind, created from the arguments on first use."""
+        if kind not in self._resources:
+            self._resources[kind] = kind(*args)
+        found: R = self._resources[kind]
+        return found
+
+    def has(self, kind: type[Resource]) -> bool:
+        """Return True if the job has a resource of a kind."""
+        return kind in self._resources
+
+    def release(self, kind: type[Resource]) -> None:
+        """Close the resource of a kind, if there is one."""
+        if kind in self._resources:
+            self._resources.pop(kind).close()
+
+    def finish(self) -> None:
+        """Wait for what is in progress."""
+        for resource in tuple(self._resources.values()):
+            resource.finish()
+
+    def close(self) -> None:
+        """Release all resources; in a forked child, which is not a rank, only forget them."""
+        resources, self._resources, self.compares_collectives = self._resources, {}, False
+        if os.getpid() == self._process:
+            for resource in resources.values():
+                resource.close()
+
+
 class Backend(ABC):
     """Moves tensors between ranks. Implementations translate; they do not decide.
 
@@ -54,6 +126,11 @@ class Backend(ABC):
     device: torch.device
     assumed: tuple[str, ...] = ()
     reductions: tuple[str, ...] = ("SUM", "PRODUCT", "MIN", "MAX", "AND", "OR")
+
+    @cached_property
+    def job(self) -> Job:
+        """The state of the job that this backend carries; backends leave it alone."""
+        return Job()
 
     @property
     def carrier(self) -> torch.device:

@@ -1,24 +1,21 @@
 """Collectives for tensors, numbers, strings and objects, the same on every backend.
 
-A tensor is reduced or overwritten **in place** by :func:`all_reduce` and :func:`broadcast`, and given back. Everything
-else gives new values and leaves its arguments alone. What a rank cannot send it refuses in the same exchange, so that
-all ranks raise the error and none waits.
+:func:`all_reduce` and :func:`broadcast` change a tensor **in place**, and return it. Everything else returns new
+values and leaves its arguments alone. A value that cannot be sent raises the same error on all ranks, and none hangs.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
-from camshaft.distributed import agreement
-from camshaft.distributed.calls import enter, find
-from camshaft.distributed.context import current
-from camshaft.distributed.exchange import all_gather_values, broadcast_value
-from camshaft.distributed.groups import checked_ranks, make
-from camshaft.distributed.numbers import check_reduction, reduced_number
-from camshaft.distributed.placement import brought, in_place
+from camshaft.distributed.groups import Call, checked_ranks, enter, make
+from camshaft.distributed.run import current
+from camshaft.distributed.values.exchange import all_gather_values, broadcast_value, brought, in_place
+from camshaft.distributed.values.scalars import check_reduction, reduced_number
 
 T = TypeVar("T")
 
@@ -28,16 +25,16 @@ def all_reduce(tensor: T, op: str = "SUM", group: Any = None) -> T:
 
     Args:
         tensor: of the same shape and dtype on all ranks, reduced in place; or a number, of the same kind on all
-            ranks: an ``int`` is reduced as a 64-bit integer, a ``float`` in double precision, and ``True`` counts.
-        op: ``"SUM"``, ``"PRODUCT"``, ``"MIN"``, ``"MAX"``, ``"AND"`` or ``"OR"`` (bitwise), as far as the backend
-            has them.
+            ranks: an ``int`` is reduced as a 64-bit integer, a ``float`` in double precision, and ``True`` counts as 1.
+        op: ``"SUM"``, ``"PRODUCT"``, ``"MIN"``, ``"MAX"``, ``"AND"`` or ``"OR"`` (bitwise), if the backend supports it.
         group: ``None`` for all ranks, a list of ranks, or a group from :func:`new_group` or of the library below, such
             as a process group of torch. Ranks outside of it get the argument back.
 
     Raises:
-        TypeError: neither a tensor nor a number, or not one that can be reduced; on every rank, if the others have
-            numbers and this one something else, ``None`` excepted, which raises here alone.
-        ValueError: the backend does not know ``op``, or ``group`` is none; or a number does not fit into 64 bits.
+        TypeError: not a tensor or a number that can be reduced; on all ranks if one of them has another value among
+            numbers. ``None`` raises on this rank only.
+        ValueError: the backend does not support ``op``, ``group`` is not a group, or a number does not fit into 64
+            bits.
         RankDivergenceError: not all ranks of the group are here.
 
     >>> import torch
@@ -55,19 +52,19 @@ def all_reduce(tensor: T, op: str = "SUM", group: Any = None) -> T:
 
 
 def all_gather(tensor: Any, group: Any = None) -> Any:
-    """Gather what the ranks have; every rank gets all of it, in the order of the ranks.
+    """Gather a value from every rank; every rank gets all of them, in the order of the ranks.
 
     Args:
-        tensor: a tensor of the same shape on all ranks, or a number, a string, or any object that can be
-            pickled.
+        tensor: a tensor of the same shape on all ranks, or a number, a string, or any picklable object.
         group: as for :func:`all_reduce`.
 
     Returns:
         For tensors of shape ``(d, ...)`` one of shape ``(ranks * d, ...)``; of shape ``()`` one of shape
-        ``(ranks,)``, except in a single process without a context, where it stays as it is. For all else a list.
+        ``(ranks,)``, except in a single process without a backend, where it is returned unchanged. For other values a
+        list.
 
     Raises:
-        TypeError: on every rank, if what one of them has cannot be pickled.
+        TypeError: on all ranks, if a value cannot be pickled.
 
     >>> import torch
     >>> all_gather(torch.tensor([1, 2])), all_gather("größer")
@@ -100,9 +97,9 @@ def all_gather_tensors_with_shapes(tensor: Tensor, shapes: Sequence[Sequence[int
         The tensors of the ranks.
 
     Raises:
-        TypeError: ``tensor`` is none, or ``shapes`` holds something else.
-        ValueError: ``shapes`` does not hold one for each rank, all with as many dimensions, or another one than this
-            rank's for it.
+        TypeError: ``tensor`` is not a tensor, or ``shapes`` does not hold shapes.
+        ValueError: ``shapes`` does not hold one for each rank, all with the same number of dimensions, or a wrong one
+            for this rank.
 
     >>> import torch
     >>> all_gather_tensors_with_shapes(torch.ones(2, 1), [(2, 1)])
@@ -112,11 +109,22 @@ def all_gather_tensors_with_shapes(tensor: Tensor, shapes: Sequence[Sequence[int
     if not isinstance(tensor, Tensor):
         raise TypeError(f"tensor must be a tensor, got {tensor!r} of type {type(tensor).__name__}")
     backend = current()
-    with find("all_gather_tensors_with_shapes", backend, group) as call:
+    with Call("all_gather_tensors_with_shapes", backend, group) as call:
         if not call.is_member:
             return [tensor]
-        plain = call.checked_shapes(tensor, shapes)
-        call.begin(how=f"{tensor.dtype} {plain}" if agreement.enabled() else "")
+        held, wrong = call.one_for_each("shapes", shapes)
+        if wrong is not None:
+            raise wrong
+        try:
+            plain = [tuple(map(operator.index, shape)) for shape in held]
+        except TypeError as error:
+            raise TypeError(f"shapes must hold a shape for each rank, as (2, 3), got {shapes!r}") from error
+        if len(set(map(len, plain))) > 1:
+            raise ValueError(f"shapes must all have the same number of dimensions, got {plain}")
+        place = call.ranks.index(backend.topology.rank)
+        if plain[place] != tuple(tensor.shape):
+            raise ValueError(f"shapes must hold this rank's shape {tuple(tensor.shape)} at {place}, got {plain[place]}")
+        call.begin(how=f"{tensor.dtype} {plain}" if backend.job.compares_collectives else "")
         largest = [max(sizes) for sizes in zip(*plain, strict=True)]
         padded = brought(backend, tensor).new_zeros(largest)
         padded[tuple(map(slice, tensor.shape))] = tensor.detach()
@@ -125,17 +133,17 @@ def all_gather_tensors_with_shapes(tensor: Tensor, shapes: Sequence[Sequence[int
 
 
 def broadcast(tensor: Any, src: int = 0, safe_mode: bool = False, group: Any = None) -> Any:
-    """Give every rank what one of them has.
+    """Send a value from one rank to all.
 
     Args:
-        tensor: a tensor, a number, a string, a path, or any object that can be pickled. Tensors have the same
-            shape and dtype on all ranks, and are overwritten in place; the other kinds are the same on all ranks.
-        src: the rank that has it.
-        safe_mode: what the other ranks pass does not matter, and may be ``None``.
+        tensor: a tensor, a number, a string, a path, or any picklable object. Tensors have the same shape and dtype on
+            all ranks, and are overwritten in place; other values are of the same kind on all ranks.
+        src: the rank that sends its value.
+        safe_mode: the other ranks may pass anything, also ``None``.
         group: as for :func:`all_reduce`.
 
     Raises:
-        TypeError: on every rank, if the value cannot be pickled.
+        TypeError: on all ranks, if the value cannot be pickled.
         ValueError: the value is ``None`` where it is needed, or ``src`` is not in the group.
 
     >>> broadcast(16777217), broadcast("model.pt")
@@ -151,7 +159,7 @@ def broadcast(tensor: Any, src: int = 0, safe_mode: bool = False, group: Any = N
             wrong = ValueError(
                 "tensor must not be None on the rank that sends it, and elsewhere only with safe_mode=True"
             )
-            if not safe_mode:  # without it nobody knows what the others wait for
+            if not safe_mode:  # the other ranks may pass tensors, which expect no refusal
                 raise wrong
         if isinstance(tensor, Tensor) and not safe_mode:
             return in_place(backend, tensor, backend.broadcast, src, call.group)
@@ -159,7 +167,7 @@ def broadcast(tensor: Any, src: int = 0, safe_mode: bool = False, group: Any = N
 
 
 def barrier(group: Any = None) -> None:
-    """Wait until all ranks of a group are here."""
+    """Wait until all ranks of a group have called this."""
     backend = current()
     with enter("barrier", backend, group) as call:
         if call.is_member:
@@ -167,11 +175,11 @@ def barrier(group: Any = None) -> None:
 
 
 def new_group(ranks: Sequence[int], **kwargs: Any) -> Any:
-    """Make a group of some ranks; all ranks must call this, in the same order.
+    """Create a group of some ranks; all ranks must call this, in the same order.
 
     Args:
         ranks: global ranks, a list, tuple or range in any order; the group orders them by rank.
-        kwargs: what ``torch.distributed.new_group`` takes, such as ``timeout``, as far as the backend supports it.
+        kwargs: for ``torch.distributed.new_group``, such as ``timeout``, if the backend supports them.
 
     Returns:
         What the library below calls a group, so that it can be passed there too, as in
@@ -180,7 +188,7 @@ def new_group(ranks: Sequence[int], **kwargs: Any) -> Any:
         ranks in a single process.
 
     Raises:
-        TypeError: an argument is not known.
+        TypeError: unknown argument.
         ValueError: ``ranks`` is not a list of different integers in range, or torch does not have ``backend``.
         RankDivergenceError: not all ranks are here.
 

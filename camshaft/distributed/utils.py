@@ -11,7 +11,6 @@ from camshaft.distributed.collectives import (
     new_group,
 )
 from camshaft.distributed.comp_models import registered_computation_models
-from camshaft.distributed.context import finalize, initialize, set_local_rank, sync
 from camshaft.distributed.launch.spawn import spawn
 from camshaft.distributed.ranks import (
     backend,
@@ -34,6 +33,7 @@ from camshaft.distributed.registry import (
     has_native_dist_support,
     has_xla_support,
 )
+from camshaft.distributed.run import finalize, initialize, set_local_rank, sync
 
 __all__ = [
     "all_gather",

@@ -22,7 +22,7 @@ from camshaft.engine.events import (
     RemovableEventHandle,
     events_in,
 )
-from camshaft.engine.loop import Run, Stop
+from camshaft.engine.loop import Run, Stop, StopFlag
 from camshaft.engine.progress import (
     Origin,
     Progress,
@@ -67,6 +67,9 @@ class Engine(Serializable, Generic[Batch, Output]):
     Attributes:
         last_event_name: the event fired last, ``None`` before the first.
         logger: logger of the engine; may be replaced.
+        should_terminate: whether the run is to end: ``False``, ``True`` or ``"skip_completed"``.
+        should_terminate_single_epoch: whether the epoch is to end: ``False``, ``True`` or ``"skip_epoch_completed"``.
+        should_interrupt: whether the run is to pause.
         state_dict_user_keys: attributes of ``state`` to save with the counters.
         interrupt_resume_enabled: whether :meth:`interrupt` may be used.
 
@@ -282,40 +285,9 @@ class Engine(Serializable, Generic[Batch, Output]):
 
     # --- stop requests -------------------------------------------------------------------------------------
 
-    @property
-    def should_terminate(self) -> bool | str:
-        """Whether the run is to end: ``False``, ``True`` or ``"skip_completed"``."""
-        return self._stops.get(Stop.RUN, False)
-
-    @should_terminate.setter
-    def should_terminate(self, value: bool | str) -> None:
-        self._request_stop(Stop.RUN, value, "skip_completed")
-
-    @property
-    def should_terminate_single_epoch(self) -> bool | str:
-        """Whether the epoch is to end: ``False``, ``True`` or ``"skip_epoch_completed"``."""
-        return self._stops.get(Stop.EPOCH, False)
-
-    @should_terminate_single_epoch.setter
-    def should_terminate_single_epoch(self, value: bool | str) -> None:
-        self._request_stop(Stop.EPOCH, value, "skip_epoch_completed")
-
-    @property
-    def should_interrupt(self) -> bool:
-        """Whether the run is to pause."""
-        return Stop.PAUSE in self._stops
-
-    @should_interrupt.setter
-    def should_interrupt(self, value: bool) -> None:
-        self._request_stop(Stop.PAUSE, bool(value))
-
-    def _request_stop(self, stop: Stop, value: bool | str, skipping: str | None = None) -> None:
-        if value not in (False, True, skipping):
-            raise ValueError(f"the flag must be False, True or {skipping!r}, got {value!r}")
-        if value:
-            self._stops[stop] = value
-        else:
-            self._stops.pop(stop, None)
+    should_terminate = StopFlag(Stop.RUN, "skip_completed")
+    should_terminate_single_epoch = StopFlag(Stop.EPOCH, "skip_epoch_completed")
+    should_interrupt = StopFlag(Stop.PAUSE)
 
     def terminate(self, skip_completed: bool = False) -> None:
         """End the run after the current event: ``TERMINATE`` fires, then ``COMPLETED`` unless it is skipped.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 import operator
 from collections import OrderedDict
@@ -90,31 +91,6 @@ class Results(dict[str, Any]):
         """Return the value of ``name``."""
         return self[name] if name in self else default  # noqa: SIM401  # get() of dict would return the LazyNumber
 
-    def items(self) -> Any:
-        """Return the names and values."""
-        self._read()
-        return super().items()
-
-    def values(self) -> Any:
-        """Return the values."""
-        self._read()
-        return super().values()
-
-    def pop(self, name: str, *default: Any) -> Any:
-        """Remove ``name`` and return its value."""
-        self._read()
-        return super().pop(name, *default)
-
-    def popitem(self) -> tuple[str, Any]:
-        """Remove and return the last item."""
-        self._read()
-        return super().popitem()
-
-    def setdefault(self, name: str, default: Any = None) -> Any:
-        """Return the value of ``name``, after setting it to ``default`` if it is missing."""
-        super().setdefault(name, default)
-        return self[name]
-
     def copy(self) -> Results:
         """Return a copy."""
         return Results(self)
@@ -126,6 +102,19 @@ class Results(dict[str, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, (list(self.items()),)  # loads with weights_only=True
+
+
+def _reading(name: str) -> Callable[..., Any]:
+    @functools.wraps(getattr(dict, name))
+    def method(self: Results, *args: Any) -> Any:
+        self._read()
+        return getattr(super(Results, self), name)(*args)
+
+    return method
+
+
+for _name in ("items", "values", "pop", "popitem", "setdefault"):
+    setattr(Results, _name, _reading(_name))
 
 
 def _same(value: Any) -> Any:

@@ -48,6 +48,25 @@ class Stop(Enum):
     PAUSE = auto()
 
 
+class StopFlag:
+    """Attribute of an engine that shows and sets a stop request: ``False``, ``True``, or the event to skip."""
+
+    def __init__(self, stop: Stop, skip: str | None = None) -> None:
+        self._stop = stop
+        self._skip = skip
+
+    def __get__(self, engine: Engine[Any, Any] | None, kind: type) -> Any:
+        return self if engine is None else engine._stops.get(self._stop, False)
+
+    def __set__(self, engine: Engine[Any, Any], value: bool | str) -> None:
+        if value not in (False, True, self._skip):
+            raise ValueError(f"the flag must be False, True or {self._skip!r}, got {value!r}")
+        if value:
+            engine._stops[self._stop] = value
+        else:
+            engine._stops.pop(self._stop, None)
+
+
 class StopRun(BaseException):
     """Leaves the loop for the end of the run. As it is not an ``Exception``, it is not reported as an error."""
 

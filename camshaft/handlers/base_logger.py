@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Number
-from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -403,9 +402,7 @@ class BaseLogger(ABC):
     def __enter__(self: Self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @abstractmethod
@@ -428,6 +425,7 @@ class BaseLogger(ABC):
     def _run_started(self, engine: Engine[Any, Any]) -> None:
         """Rewind the log if this run resumes an earlier one."""
         if not any(_follows(handle, engine) for handle in self._attached):
+            engine.remove_event_handler(self._run_started, Events.STARTED)  # all handlers were removed
             return
         reached = Reached(engine, self._attached)
         if engine.state.iteration > 0:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -90,7 +91,7 @@ class FBResearchLogger:
         each = Events.ITERATION_COMPLETED(every=every)
         if get_rank() != 0:
             return
-        attachment = self._attached[engine] = _Attachment(output_transform, state_attributes or [])
+        attachment = self._attached[engine] = _Attachment(output_transform, state_attributes or ())
         self.iter_timer, self.data_timer = attachment.iterations, attachment.data
         for timer, resume, pause in (
             (self.iter_timer, Events.ITERATION_STARTED, Events.ITERATION_COMPLETED),
@@ -104,7 +105,7 @@ class FBResearchLogger:
 
     def log_every(self, engine: Engine[Any, Any], optimizer: Any = None) -> None:
         """Write the line of an iteration."""
-        attachment = self._attached.get(engine) or _Attachment(None, [])
+        attachment = self._attached.get(engine) or _Attachment()
         state, length, done = engine.state, engine.state.epoch_length, engine.iteration_in_epoch
         fields = [_epoch(engine), f"[{done}/{length}]: " if length else f"[{done}]: "]
         if length:
@@ -141,14 +142,14 @@ class FBResearchLogger:
         self.logger.info("%s", self.delimiter.join(fields))
 
 
+@dataclass(frozen=True)
 class _Attachment:
     """What to show of an engine, and its times."""
 
-    def __init__(self, transform: Callable[[Any], Any] | None, attributes: list[str]) -> None:
-        self.transform = transform
-        self.attributes = attributes
-        self.iterations = Timer(average=True)
-        self.data = Timer(average=True)
+    transform: Callable[[Any], Any] | None = None
+    attributes: Sequence[str] = ()
+    iterations: Timer = field(default_factory=lambda: Timer(average=True))
+    data: Timer = field(default_factory=lambda: Timer(average=True))
 
 
 def _epoch(engine: Engine[Any, Any]) -> str:

@@ -18,9 +18,8 @@ from camshaft.distributed import all_reduce, get_world_size
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events
 from camshaft.engine.order import Order
-from camshaft.errors import described
 from camshaft.handlers.param_scheduler.base import plain, write
-from camshaft.handlers.utils import check_callable, check_engine, integer, load_optional, number
+from camshaft.handlers.utils import check_callable, check_engine, check_type, integer, load_optional, number
 from camshaft.seeding import preserved_random_state
 
 __all__ = ["FastaiLRFinder"]
@@ -296,8 +295,7 @@ def _loss(value: Any) -> float:
         if value.numel() != 1:
             raise ValueError(f"output_transform must return one loss, got a tensor of shape {tuple(value.shape)}")
         return float(value.item())
-    if not isinstance(value, Real):
-        raise TypeError(f"output_transform must return a number or a tensor, got {described(value)}")
+    check_type("the result of output_transform", value, Real, "a number or a tensor")
     return float(value)
 
 
@@ -312,15 +310,13 @@ def _one_per_group(name: str, value: Any, count: int) -> list[float]:
 
 
 def _check_objects(to_save: Any) -> None:
-    if not isinstance(to_save, Mapping):
-        raise TypeError(f"to_save must be a mapping, got {described(to_save)}")
+    check_type("to_save", to_save, Mapping, "a mapping")
     for name, one in to_save.items():
         if not all(callable(getattr(one, method, None)) for method in ("state_dict", "load_state_dict")):
             raise TypeError(f"to_save[{name!r}] must have state_dict() and load_state_dict(), got {one!r}")
     if "optimizer" not in to_save:
         raise ValueError(f"to_save must hold 'optimizer', whose rate is searched, got {list(to_save)}")
-    if not isinstance(to_save["optimizer"], Optimizer):
-        raise TypeError(f"to_save['optimizer'] must be a torch.optim.Optimizer, got {to_save['optimizer']!r}")
+    check_type("to_save['optimizer']", to_save["optimizer"], Optimizer, "a torch.optim.Optimizer")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from camshaft.base import Serializable
 from camshaft.distributed import all_gather, get_rank, get_world_size
-from camshaft.distributed.encoding import decode, encode
+from camshaft.distributed.values.serialization import decode, encode
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, RemovableEventHandle
 from camshaft.engine.lazy import LazyNumber, Results
@@ -270,6 +270,7 @@ def _synchronized(metric: Any, states: list[dict[str, Any]]) -> Iterator[None]:
 
     def identify() -> bool:
         """Return that there are other ranks; a metric asks this just before it synchronizes its current tensors."""
+        values_of.clear()  # an id may have been reused
         values_of.update((id(getattr(metric, name)), gathered) for name, gathered in values.items())
         return True
 

@@ -46,9 +46,6 @@ class Silence:
         """Do nothing."""
         return self
 
-    def __bool__(self) -> bool:
-        return False
-
 
 def answers(url: str, seconds: float = 10.0) -> bool:
     """Return whether a server answers at a URL, even if with an error or an untrusted certificate."""

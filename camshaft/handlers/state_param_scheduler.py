@@ -98,7 +98,7 @@ class StateParamScheduler(BaseParamScheduler):
         if engine.last_event_name is not _EPOCH_STARTED or not (self.event_index and resumes_epoch(engine)):
             self.event_index += 1
         value = self.get_param()
-        setattr(engine.state, self.param_name, value)
+        setattr(engine._state, self.param_name, value)  # the property takes as long as all of this
         if self.save_history:
             self._record(engine, self.param_name, value)
 
@@ -228,12 +228,7 @@ class ExpStateScheduler(StateParamScheduler):
     )
 
     def __init__(
-        self,
-        initial_value: float,
-        gamma: float,
-        param_name: str,
-        save_history: bool = False,
-        create_new: bool = False,
+        self, initial_value: float, gamma: float, param_name: str, save_history: bool = False, create_new: bool = False
     ) -> None:
         super().__init__(param_name, save_history, create_new)
         self.initial_value = number("initial_value", initial_value)

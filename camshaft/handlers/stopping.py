@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
-from camshaft.distributed.ending import CommonEnd, common_end
-from camshaft.distributed.guard import line_of_caller
+from camshaft.distributed.coordination.stop import CommonStop, common_stop
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, FailureEvents, RemovableEventHandle
 from camshaft.engine.order import Order
+from camshaft.errors import line_of_caller
 from camshaft.handlers.utils import check_engine
-
-_PACKAGE = str(Path(__file__).resolve().parents[1])
 
 
 class StopTogether:
@@ -24,9 +21,9 @@ class StopTogether:
     """
 
     def __init__(self) -> None:
-        self._name = os.path.basename(line_of_caller(within=_PACKAGE))
+        self._name = os.path.basename(line_of_caller())
         self._is_attached = self._is_watching = False
-        self._end: CommonEnd | None = None
+        self._end: CommonStop | None = None
         self._handles: list[RemovableEventHandle] = []
 
     def attach(self, engine: Engine[Any, Any]) -> None:
@@ -53,7 +50,7 @@ class StopTogether:
     def _begin(self, engine: Engine[Any, Any], step: int) -> None:
         self._leave()
         self._is_watching = True
-        self._end = common_end(self._name, step)
+        self._end = common_stop(self._name, step)
         if self._end is not None:
             leaving = Events.COMPLETED | Events.INTERRUPT | Events.TERMINATE
             self._handles = [

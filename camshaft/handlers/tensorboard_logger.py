@@ -116,7 +116,8 @@ class TensorboardLogger(ServiceLogger):
         # to keep are written again, with their original times.
         self.writer.flush()
         folder = FilePath(self.writer.file_writer.get_logdir())
-        event_class = _event_class(self.writer)
+        # events of the library that the writer uses
+        event_class = sys.modules[type(self.writer._get_file_writer()).__module__].event_pb2.Event
         points = _points(folder, event_class)
         beyond = [point.step for point in points if reached.is_beyond(point.path, point.step)]
         if beyond:
@@ -125,7 +126,7 @@ class TensorboardLogger(ServiceLogger):
             self.writer.close()
             _wait_for_a_new_name(folder)
             self.writer.purge_step = first  # read when the writer opens its next file
-            file_writer = _next_file(self.writer, room_for=len(kept))
+            file_writer = self.writer._get_file_writer()
             for point in kept:
                 event = event_class()
                 event.summary.value.append(point.value)
@@ -231,18 +232,3 @@ def _wait_for_a_new_name(folder: FilePath) -> None:
     newest = max((int(one) for one in seconds if one.isdigit()), default=0)
     if 0 <= newest - int(time.time()) <= 1:
         time.sleep(newest + 1 - time.time())
-
-
-def _next_file(writer: Any, room_for: int) -> Any:
-    """Open the next file of a writer, with a queue that takes that many events without blocking on each."""
-    setting = "max_queue" if hasattr(writer, "max_queue") else "_max_queue"  # of torch, and of tensorboardX
-    given = getattr(writer, setting)
-    setattr(writer, setting, given + room_for)
-    file_writer = writer._get_file_writer()
-    setattr(writer, setting, given)
-    return file_writer
-
-
-def _event_class(writer: Any) -> Any:
-    """Return the class of events of the library that the writer uses."""
-    return sys.modules[type(writer._get_file_writer()).__module__].event_pb2.Event

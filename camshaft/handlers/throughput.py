@@ -95,13 +95,12 @@ class Throughput:
         peak_flops: float | None = None,
         window: int = 100,
     ) -> None:
-        self._samples, self._tokens = _checked("samples", samples), _checked("tokens", tokens)
-        self._flops = _FlopCounter() if flops == "count" else _checked("flops", flops)
-        self._peak = _checked("peak_flops", peak_flops)
+        amounts = {"samples": samples, "tokens": tokens, "flops": _FlopCounter() if flops == "count" else flops}
+        self._amounts = {name: _checked(name, amount) for name, amount in amounts.items() if amount is not None}
+        self._peak = None if peak_flops is None else _checked("peak_flops", peak_flops)
         self._knows_device = peak_flops is not None
         self._window = integer("window", window, least=1)
-        # the end of each iteration, and the samples, tokens and operations in it
-        self._marks: deque[tuple[float, Any, Any, Any]] = deque(maxlen=self._window + 1)
+        self._marks: deque[tuple[float, list[Any]]] = deque(maxlen=self._window + 1)  # ends of iterations, amounts
         self._idle = self._paused_at = 0.0
         self._pauses = 0  # more than one if pauses are nested
 
@@ -119,10 +118,11 @@ class Throughput:
         check_engine("engine", engine)
         if event_name is None:
             event_name = Events.ITERATION_COMPLETED(every=self._window) | Events.EPOCH_COMPLETED
+        flops = self._amounts.get("flops")
         handles = [
             engine.add_event_handler(event, handler, order=order)
             for event, handler, order in (
-                *(self._flops.hooks() if isinstance(self._flops, _FlopCounter) else ()),
+                *(flops.hooks() if isinstance(flops, _FlopCounter) else ()),
                 (Events.STARTED, self._start, Order.MEASURE_FIRST),
                 (Events.EPOCH_STARTED, self._end_pauses, Order.MEASURE_LAST),
                 (Events.ITERATION_COMPLETED, self._mark, Order.MEASURE_FIRST),
@@ -153,7 +153,7 @@ class Throughput:
     def _start(self, engine: Engine[Any, Any]) -> None:
         self._marks.clear()
         self._pauses = 0
-        if self._flops is not None and not self._knows_device:
+        if "flops" in self._amounts and not self._knows_device:
             self._peak = peak_of(device())
         self._knows_device = True
         engine.state.metrics.update(self.rates())
@@ -166,24 +166,17 @@ class Throughput:
     def _mark(self, engine: Engine[Any, Any]) -> None:
         now = self._paused_at if self._pauses else perf_counter()
         batch = engine.state.batch
-        samples, tokens, flops = self._samples, self._tokens, self._flops
-        self._marks.append(
-            (
-                now - self._idle,
-                samples(batch) if callable(samples) else samples,
-                tokens(batch) if callable(tokens) else tokens,
-                flops(batch) if callable(flops) else flops,
-            )
-        )
+        amounts = [one(batch) if callable(one) else one for one in self._amounts.values()]
+        self._marks.append((now - self._idle, amounts))
 
     def _own_rates(self) -> list[float]:
-        """Return steps, samples, tokens, operations per second, and the peak, which all add up over ranks."""
+        """Return steps and amounts per second, and the peak, which all add up over ranks."""
         marks = list(self._marks)
         seconds = marks[-1][0] - marks[0][0] if marks else 0.0
         if seconds <= 0:
-            return [math.nan] * 5
-        _, *amounts = zip(*marks[1:], strict=True)
-        return [(len(marks) - 1) / seconds, *(_total(one) / seconds for one in amounts), self._peak or 0.0]
+            return [math.nan] * (len(self._amounts) + 2)
+        totals = map(_total, zip(*(amounts for _, amounts in marks[1:]), strict=True))
+        return [(len(marks) - 1) / seconds, *(total / seconds for total in totals), self._peak or 0.0]
 
     def _publish(self, engine: Engine[Any, Any]) -> None:
         rates, size = self._own_rates(), get_world_size()
@@ -193,30 +186,21 @@ class Throughput:
         engine.state.metrics.update(self._named(rates))
 
     def _named(self, rates: list[float]) -> dict[str, float]:
-        steps, samples, tokens, flops, peak = rates
-        values = {"steps_per_second": steps}
-        if self._samples is not None:
-            values["samples_per_second"] = samples
-        if self._tokens is not None:
-            values["tokens_per_second"] = tokens
-        if self._flops is not None:
-            values["flops_per_second"] = flops
-            if self._peak is not None:
-                values["mfu"] = flops / peak
+        values = {f"{name}_per_second": rate for name, rate in zip(("steps", *self._amounts), rates, strict=False)}
+        if "flops" in self._amounts and self._peak is not None:
+            values["mfu"] = values["flops_per_second"] / rates[-1]
         return values
 
 
 def _total(amounts: Sequence[Any]) -> float:
     """Return the sum of numbers and tensors, with one transfer from the device."""
     tensors = [amount for amount in amounts if isinstance(amount, Tensor)]
-    total: float = sum(amount for amount in amounts if amount is not None and not isinstance(amount, Tensor))
+    total: float = sum(amount for amount in amounts if not isinstance(amount, Tensor))
     return total + (torch.stack(tensors).sum().item() if tensors else 0.0)
 
 
 def _checked(name: str, amount: Any) -> Any:
-    if amount is None or (callable(amount) and name != "peak_flops"):
-        return amount
-    if number(name, amount) <= 0:
+    if not (callable(amount) and name != "peak_flops") and number(name, amount) <= 0:
         raise ValueError(f"{name} must be above 0, got {amount!r}")
     return amount
 

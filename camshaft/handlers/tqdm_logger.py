@@ -70,7 +70,7 @@ class ProgressBar(BaseLogger):
         self.persist = persist
         self.bar_format = bar_format
         self.tqdm_kwargs = tqdm_kwargs
-        self._open: WeakKeyDictionary[_Bar, None] = WeakKeyDictionary()  # in the order of opening
+        self._open_bars: WeakKeyDictionary[_Bar, None] = WeakKeyDictionary()  # in the order of opening
 
     def attach(  # type: ignore[override]  # as in the API: a bar has no log handlers
         self,
@@ -124,7 +124,7 @@ class ProgressBar(BaseLogger):
     @property
     def pbar(self) -> Any:
         """The open tqdm bar, the last one opened if there are several, or ``None``."""
-        bars = list(self._open)
+        bars = list(self._open_bars)
         return bars[-1].tqdm if bars else None
 
     def attach_output_handler(
@@ -145,7 +145,7 @@ class ProgressBar(BaseLogger):
 
     def close(self) -> None:
         """Close the open bars."""
-        for bar in list(self._open):
+        for bar in list(self._open_bars):
             bar.close()
 
     def _make_bar(self, **options: Any) -> Any:
@@ -228,7 +228,7 @@ class _Bar:
 
     def close(self) -> None:
         bar, self.tqdm = self.tqdm, None
-        self._owner._open.pop(self, None)
+        self._owner._open_bars.pop(self, None)
         if bar is not None:
             bar.close()
 
@@ -242,7 +242,7 @@ class _Bar:
             text += f" [{self._closing.position(engine, times)}/{times}]"
         position = self._counter.position(engine, total)
         self.tqdm = self._owner._make_bar(total=total, initial=position, desc=f"{text}: ")
-        self._owner._open[self] = None
+        self._owner._open_bars[self] = None
         self._advanced_at = time()
         if not self.tqdm.disable and self.tqdm.delay <= 0 and self._values:
             self._show_values(engine)

@@ -68,8 +68,18 @@ def check_callable(name: str, value: Any) -> None:
 
 def check_engine(name: str, value: Any) -> None:
     """Raise ``TypeError`` unless ``value`` is an engine of this library."""
-    if not isinstance(value, Engine):
-        raise TypeError(f"{name} must be an Engine, got {described(value)}")
+    check_type(name, value, Engine, "an Engine")
+
+
+def check_type(name: str, value: Any, kind: type[Any] | tuple[type[Any], ...], expected: str) -> None:
+    """Raise ``TypeError`` unless ``value`` is an instance of a class.
+
+    >>> check_type("names", "lr", (list, tuple), "a list or a tuple")
+    Traceback (most recent call last):
+    TypeError: names must be a list or a tuple, got 'lr' of type str
+    """
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {expected}, got {described(value)}")
 
 
 def check_text(name: str, value: Any, optional: bool = False) -> None:

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import camshaft.distributed as idist
-from camshaft.distributed import agreement
-from camshaft.distributed.calls import find
-from camshaft.distributed.context import current
+from camshaft.distributed.coordination import collective_check
+from camshaft.distributed.groups import Call
+from camshaft.distributed.run import current
 from tests.ranks import on_ranks
 
 MOVES = (
@@ -154,10 +154,10 @@ def test_what_the_library_raises_tells_how_to_see_who_called_what():
 @on_ranks(2)
 def test_only_what_the_library_raises_tells_so():
     for error, is_told in ((RuntimeError, True), (ValueError, False), (NotImplementedError, False)):
-        with pytest.raises(error) as caught, find("barrier", current(), None):
+        with pytest.raises(error) as caught, Call("barrier", current(), None):
             raise error("here")
         assert any("CAMSHAFT_DEBUG=1" in note for note in caught.value.__notes__) is is_told
-    agreement.enable(60.0)
-    with pytest.raises(RuntimeError) as caught, find("barrier", current(), None):
+    collective_check.enable(current(), 60.0)
+    with pytest.raises(RuntimeError) as caught, Call("barrier", current(), None):
         raise RuntimeError("the comparison is on already")
     assert len(caught.value.__notes__) == 1

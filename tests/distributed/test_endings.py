@@ -58,7 +58,7 @@ def run(who: int, how: str, mode: str) -> tuple[list[str], list[int]]:
 def test_a_rank_that_ends_before_its_first_collective_is_shown(who: int, how: str) -> None:
     """Long before the run's timeout; rank 0 serves the store."""
     texts, codes = run(who, how, "debug")
-    table = texts[1 - who].split("RankDivergenceError: some ranks never come:\n")[1].splitlines()
+    table = texts[1 - who].split("RankDivergenceError: some ranks will never arrive:\n")[1].splitlines()
     rows = [line.split("]: ")[-1].split() for line in table]  # torch names the rank before each line
     assert rows[1 + who][:3] == [str(who), "has", "ended"]
     assert rows[2 - who][:2] == [str(1 - who), "all_reduce"]

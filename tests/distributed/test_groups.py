@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import camshaft.distributed as idist
-from camshaft.distributed import agreement
+from camshaft.distributed.coordination import collective_check
+from camshaft.distributed.run import current
 from camshaft.errors import RankDivergenceError
 from tests.ranks import on_ranks
 
@@ -67,14 +68,14 @@ def test_one_rank_alone_may_use_a_group_of_its_own():
 
 @on_ranks(3, limit=20)
 def test_debug_mode_compares_the_members_of_a_list():
-    agreement.enable(1.5)
+    collective_check.enable(current(), 1.5)
     rank = idist.get_rank()
     if rank < 2:
         assert idist.all_reduce(1, group=[0, 1]) == 2
     if rank == 0:
         with pytest.raises(RankDivergenceError, match="new_group"):
             idist.all_reduce(1, group=[0, 2])
-    agreement.enable(None)
+    collective_check.disable(current())
     dist.barrier()
 
 
@@ -152,7 +153,8 @@ def use_everywhere(group, ranks):
 @on_ranks(3, limit=30)
 @pytest.mark.parametrize("debug", [False, True])
 def test_groups_of_torch_are_taken_everywhere(debug):
-    agreement.enable(20 if debug else None)
+    if debug:
+        collective_check.enable(current(), 20)
     rank = idist.get_rank()
     some = dist.new_group([2, 0])
     mesh = init_device_mesh("cpu", (3,))
@@ -161,7 +163,7 @@ def test_groups_of_torch_are_taken_everywhere(debug):
             use_everywhere(group, ranks)
         else:
             assert idist.all_gather(rank, group=group) == rank
-    agreement.enable(None)
+    collective_check.disable(current())
     dist.barrier()
 
 

@@ -194,5 +194,5 @@ def test_what_runs_after_the_call_cannot_be_for_one_rank_only():
         yield
 
     for function in (later, generate, generate_later):
-        with pytest.raises(TypeError, match="no generators or coroutines"):
+        with pytest.raises(TypeError, match="does not support generators and coroutines"):
             idist.one_rank_only()(function)

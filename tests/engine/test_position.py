@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
 import camshaft.distributed as idist
-from camshaft.engine import DeterministicEngine, Engine, Events, create_supervised_trainer
+from camshaft.engine import DeterministicEngine, Engine, Events, State, create_supervised_trainer
 from camshaft.utils import manual_seed
 
 SIZE = 11
@@ -156,6 +156,21 @@ def test_with_another_batch_size_the_rest_of_the_epoch_is_seen_once_and_iteratio
     assert [sorted(joined(seen[begin : begin + 6])) for begin in range(3, len(seen), 6)] == [list(range(SIZE))] * 5
 
 
+def test_a_state_loaded_in_started_is_recounted_for_another_batch_size_too(whole):
+    recorder = Recorder()
+    recorder.engine.add_event_handler(Events.STARTED, lambda: recorder.engine.load_state_dict(whole.states[6]))
+    recorder.engine.run(loader(batch_size=2), max_epochs=1)
+    assert sorted(joined(whole.seen[4:6]) + joined(recorder.seen[:3])) == list(range(SIZE))
+    assert (recorder.engine.state.iteration, recorder.engine.state.epoch) == (42, 7)
+
+
+def test_a_target_in_iterations_that_a_smaller_batch_size_reaches_at_once_warns():
+    first = Recorder()
+    first.engine.run(loader(batch_size=4), max_iters=8)
+    with pytest.warns(UserWarning, match="reaches the target of 8: pass a larger max_iters"):
+        assert Recorder().resumed(first.states[7], loader(batch_size=2)) == []
+
+
 @pytest.mark.parametrize("epoch_length", [3, 6])
 def test_epochs_that_are_no_passes_can_be_gone_on_with(epoch_length):
     first = Recorder()
@@ -231,6 +246,30 @@ def test_a_batch_that_the_data_cannot_return_again_is_kept_for_the_next_run(make
     engine.run(data)
     assert seen == [0, 1, 2, 3, 4]
     assert (engine.state.iteration, engine.state.epoch) == (5, 1)
+
+
+class InterruptedState(State):
+    """A state in which Ctrl-C arrives just before the third iteration is counted."""
+
+    armed = True
+
+    def __setattr__(self, name, value):
+        if name == "iteration" and value == 3 and self.armed:
+            type(self).armed = False
+            raise KeyboardInterrupt
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("make", [iter, Stateful], ids=["iterator", "data with a state"])
+def test_a_batch_that_was_fetched_when_ctrl_c_came_is_kept_for_the_next_run(make, monkeypatch):
+    monkeypatch.setattr(InterruptedState, "armed", True)
+    seen, data = [], make(list(range(5)))
+    engine = Engine(lambda engine, batch: seen.append(batch))
+    engine.state = InterruptedState()
+    with pytest.raises(KeyboardInterrupt):
+        engine.run(data, epoch_length=5)
+    engine.run(data)
+    assert seen == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("event", [Events.GET_BATCH_COMPLETED(once=2), Events.ITERATION_STARTED(once=3)])
@@ -407,6 +446,13 @@ def test_a_position_that_is_none_is_refused(whole):
     with pytest.raises(TypeError, match="position must be a mapping, got 3"):
         engine.load_state_dict({**whole.states[6], "position": 3})
     assert engine.state.iteration == 0
+
+
+@pytest.mark.parametrize(("name", "value"), [("consumed", True), ("consumed", -1), ("epoch", 1.5), ("lost", "2")])
+def test_a_position_with_a_malformed_number_is_rejected(whole, name, value):
+    state = {**whole.states[6], "position": {**whole.states[6]["position"], name: value}}
+    with pytest.raises((TypeError, ValueError), match=rf"position\['{name}'\] must"):
+        Engine(lambda engine, batch: None).load_state_dict(state)
 
 
 # --- other data --------------------------------------------------------------------------------------------------

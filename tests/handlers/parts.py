@@ -1,4 +1,4 @@
-"""What the tests of handlers share: small things to save, and an engine at a given place."""
+"""Helpers for the tests of handlers: objects to save, and engines in a given state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from camshaft.handlers.checkpoint.manifest import FOLDER
 
 
 class Part:
-    """Has a state, and nothing else."""
+    """An object that only has a state."""
 
     def __init__(self, value=0):
         self.value = value
@@ -24,7 +24,7 @@ class Part:
 
 
 class Memory(BaseSaveHandler):
-    """Keeps checkpoints in a dict, and a journal of what was asked of it."""
+    """Keeps checkpoints in a dict, and a journal of the calls."""
 
     def __init__(self):
         self.files = {}
@@ -42,7 +42,7 @@ class Memory(BaseSaveHandler):
 
 
 def at(iteration=0, epoch=0, **metrics):
-    """Give an engine that has come so far."""
+    """Return an engine with these counters and metrics."""
     engine = Engine(lambda engine, batch: None)
     engine.state.iteration, engine.state.epoch, engine.state.metrics = iteration, epoch, metrics
     return engine

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from camshaft import distributed as idist
-from camshaft.distributed.ending import EndInStore
+from camshaft.distributed.coordination.stop import StopInStore
+from camshaft.distributed.coordination.watcher import Watcher
 from camshaft.engine import Engine, Events, create_supervised_trainer
 from camshaft.handlers import EarlyStopping, TerminateOnNan, TimeLimit
 from camshaft.handlers.stopping import StopTogether
@@ -20,7 +21,7 @@ from tests.ranks import on_ranks
 
 
 def threads():
-    return [thread for thread in threading.enumerate() if thread.name == "camshaft-end"]
+    return [thread for thread in threading.enumerate() if thread.name == "camshaft-watcher"]
 
 
 def together(batch):
@@ -50,7 +51,9 @@ def test_one_rank_wants_to_stop_and_all_stop_at_the_same_iteration():
 
 
 @on_ranks(2)
-def test_it_works_however_far_apart_the_ranks_are():
+def test_it_works_however_far_apart_the_ranks_are(monkeypatch):
+    monkeypatch.setattr("camshaft.distributed.coordination.watcher.PERIOD", 0.05)  # else a rank gets a second ahead
+
     def step(engine, batch):
         if idist.get_rank() == 0 and batch % 7 == 0:
             time.sleep(0.002)
@@ -136,7 +139,7 @@ def test_a_run_that_fails_on_one_rank_leaves_no_thread():
 
 @on_ranks(2)
 def test_a_rank_that_was_never_told_of_it_is_not_waited_for_for_ever(monkeypatch):
-    monkeypatch.setattr("camshaft.distributed.ending._PATIENCE", 0.2)
+    monkeypatch.setattr("camshaft.distributed.coordination.stop._PATIENCE", 0.2)
     engine = Engine(lambda engine, batch: None)
     if idist.get_rank() == 0:
         engine.add_event_handler(Events.ITERATION_COMPLETED, TimeLimit(1e-6))
@@ -146,7 +149,7 @@ def test_a_rank_that_was_never_told_of_it_is_not_waited_for_for_ever(monkeypatch
 
 @on_ranks(2)
 def test_a_handler_on_one_rank_alone_touches_no_other(monkeypatch):
-    monkeypatch.setattr("camshaft.distributed.ending._PATIENCE", 0.2)
+    monkeypatch.setattr("camshaft.distributed.coordination.stop._PATIENCE", 0.2)
     first = Engine(lambda engine, batch: None)
     if idist.get_rank() == 1:
         first.add_event_handler(Events.ITERATION_COMPLETED, TimeLimit(1e-6))
@@ -306,11 +309,14 @@ def test_a_stop_that_is_wanted_when_the_others_have_gone_ends_this_rank():
         def check(self, keys):
             return False
 
-        def set(self, key, value):
+        def set(self, *args):
             raise torch.distributed.DistNetworkError("Broken pipe")
 
-    end = EndInStore(Gone(), rank=1, size=2, step=3)
-    end.want()
-    assert end.may_begin(3)
-    assert not end.may_begin(4)
-    end.leave()
+        compare_set = set
+
+    store = Gone()
+    stop = StopInStore(Watcher(store), "stop", store, rank=1, size=2, step=3)
+    stop.want()
+    assert stop.may_begin(3)
+    assert not stop.may_begin(4)
+    stop.leave()

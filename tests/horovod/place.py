@@ -13,7 +13,7 @@ from contextlib import nullcontext
 import pytest
 
 import camshaft.distributed as idist
-from camshaft.distributed.context import current
+from camshaft.distributed.run import current
 
 
 def tell(how: str) -> None:

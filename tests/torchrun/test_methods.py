@@ -16,8 +16,8 @@ import pytest
 import torch.distributed as dist
 
 import camshaft.distributed as idist
-from camshaft.distributed.backends.native import meeting
-from camshaft.distributed.backends.native.store import store_of
+from camshaft.distributed.backends.native import rendezvous
+from camshaft.distributed.backends.native.rendezvous import open_store
 from camshaft.distributed.environments import detect
 from tests.ranks import context, run_on_ranks
 from tests.torchrun.launching import free_port
@@ -149,9 +149,9 @@ def test_a_rank_0_that_never_comes_is_named(tmp_path: Path) -> None:
 def test_the_log_names_a_rank_0_that_serves_no_store_long_before_the_timeout(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(meeting, "REPORT_AFTER", 0.05)
+    monkeypatch.setattr(rendezvous, "REPORT_AFTER", 0.05)
     with pytest.raises(dist.DistNetworkError, match="rank 0 did not come"):
-        store_of(None, f"tcp://127.0.0.1:{free_port()}", 1, 2, timedelta(seconds=0.3))
+        open_store(None, f"tcp://127.0.0.1:{free_port()}", 1, 2, timedelta(seconds=0.3))
     assert caplog.messages == ["rank 1 has waited 0.05 s for rank 0, which has not reached initialize"]
 
 

@@ -28,7 +28,7 @@ from torch_xla._internal import pjrt
 import camshaft.distributed as idist
 from camshaft.distributed.backends.xla.backend import XlaBackend
 from camshaft.distributed.backends.xla.start import _topology
-from camshaft.distributed.context import use_backend
+from camshaft.distributed.run import use_backend
 from tests.distributed.conformance import CHECKS, lack_of
 from tests.distributed.run_conformance import say
 from tests.xla import check_replicas

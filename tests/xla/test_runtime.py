@@ -14,8 +14,8 @@ import torch_xla
 import torch_xla.distributed.xla_multiprocessing as multiprocessing
 
 import camshaft.distributed as idist
-from camshaft.distributed import agreement
 from camshaft.distributed.launch import xla as xla_spawn
+from camshaft.distributed.run import current
 from camshaft.utils import manual_seed
 from tests.xla.processes import call_alone, run
 
@@ -128,7 +128,7 @@ def spawn_in_debug_mode():
 
 
 def assert_debug_is_off(local_rank):
-    assert not agreement.enabled(), "debug is on"
+    assert not current().job.compares_collectives, "debug is on"
 
 
 def test_debug_mode_reaches_the_function():

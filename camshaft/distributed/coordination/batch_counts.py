@@ -11,10 +11,11 @@ from torch._C._distributed_c10d import Store
 
 from camshaft.distributed.backend import Backend
 from camshaft.distributed.collectives import all_gather
-from camshaft.distributed.coordination.job_store import PAUSE, lost_store_reported, store_at, unique_name, wait_for
+from camshaft.distributed.coordination.job_store import PAUSE, store_at, unique_name, wait_for
 from camshaft.errors import RankDivergenceError
 
 _FAREWELL = 10.0  # seconds for which rank 0, whose process usually holds the store, stays until all have read it
+_ENDED = 1 << 44  # in the counter of reports, a rank whose data have ended: above any number of reports
 _WHAT = "a pass over data that ends on all ranks together"
 
 
@@ -34,10 +35,9 @@ class BatchCount:
 class BatchCounts:
     """The batch counts of all ranks in one pass, in the store of the job; without a store, one collective per window.
 
-    For each window the ranks count themselves, and those whose data end in it; the last one publishes how many those
-    are. Only if there are any are the reports of all ranks read. So a window costs a rank as much among a thousand
-    ranks as among two. Nothing stays in the store: a window is deleted when all have reported the next one, and the
-    rest by the last rank to leave.
+    For each window the ranks add themselves to a counter, and those whose data end in it also to its upper part: only
+    if there are any, or a rank has left, are the reports of all ranks read. So a window costs a rank as much among a
+    thousand ranks as among two. The last rank to leave deletes all keys.
 
     Args:
         store: for this pass alone, or ``None``.
@@ -61,9 +61,10 @@ class BatchCounts:
     def report(self, mine: BatchCount) -> None:
         """Report for the next window, without waiting."""
         self._mine = mine
+        self._window += 1
         if self._store is not None:
-            self._store.set(f"rank/{self._rank}", json.dumps([self._window + 1, mine.count, mine.error]))
-            self._count_in(self._store, ends=mine.count < self._full)
+            self._write(self._store, has_left=False)
+            self._store.add("reports", 1 if mine.count == self._full else 1 + _ENDED)
 
     def collect(self) -> list[BatchCount]:
         """Wait for the reports of all ranks, and return them in the order of the ranks.
@@ -71,20 +72,30 @@ class BatchCounts:
         Raises:
             RankDivergenceError: one has left, or does not report in time.
         """
-        if self._store is None:
+        store = self._store
+        if store is None:
             return [BatchCount(*report) for report in all_gather((self._mine.count, self._mine.error))]
-        with lost_store_reported():
-            ended = wait_for(
-                self._store, f"{self._window}/ended", _WHAT, ranks=self._ranks, rank=self._rank, detail=self._late
-            )
-            if not int(ended):
-                return [BatchCount(self._full)] * len(self._ranks)
-            reports = [self._latest(rank) for rank in self._ranks]
-        if gone := [rank for rank, (window, _) in enumerate(reports) if window < self._window]:
+
+        def poll() -> list[tuple[int, bool, BatchCount]] | None:
+            ended, reports = divmod(store.add("reports", 0), _ENDED)
+            is_complete = reports >= self._window * len(self._ranks)
+            if is_complete and not ended:
+                return []
+            if not is_complete and (not store.check(["left"]) or self._late(store)):
+                return None
+            return [_latest(store, rank) for rank in self._ranks]
+
+        def detail() -> str:
+            why = "they are still loading a batch, are elsewhere in the program, or have ended"
+            return f"ranks {self._late(store)} in {_WHAT}: {why}"
+
+        latest = wait_for(poll, store, _WHAT, ranks=self._ranks, rank=self._rank, detail=detail)
+        if gone := [rank for rank, (window, *_) in enumerate(latest) if window < self._window]:
             raise RankDivergenceError(
                 f"rank {self._rank} is in {_WHAT}, but ranks {gone} have failed or stopped before its end"
             )
-        return [report for _, report in reports]
+        full = BatchCount(self._full)  # also of a rank that has reported for the next window
+        return [report if window == self._window else full for window, _, report in latest] or [full] * len(self._ranks)
 
     def leave(self) -> None:
         """Report nothing more, and do not let the others wait; the last rank deletes what is left."""
@@ -92,11 +103,9 @@ class BatchCounts:
             return
         self._has_left = True
         with suppress(RuntimeError):  # the process that holds the store has ended already
-            self._count_in(self._store, ends=True)
+            self._write(self._store, has_left=True)
             if self._store.add("left", 1) == len(self._ranks):
-                for window in range(self._window - 1, self._window + 2):
-                    self._forget(window)
-                for key in (*(f"rank/{rank}" for rank in self._ranks), "left"):
+                for key in (*(f"rank/{rank}" for rank in self._ranks), "reports", "left"):
                     self._store.delete_key(key)
 
     def wait_for_readers(self) -> None:
@@ -106,28 +115,18 @@ class BatchCounts:
             while self._store and not self._rank and self._store.check(["left"]) and time.monotonic() < deadline:
                 time.sleep(PAUSE / 10)
 
-    def _count_in(self, store: Store, ends: bool) -> None:
-        """Count this rank in the next window; the last one deletes the window before, which all have read."""
-        self._window += 1
-        if ends:
-            store.add(f"{self._window}/ending", 1)
-        if store.add(f"{self._window}/reported", 1) == len(self._ranks):
-            self._forget(self._window - 1)
-            store.set(f"{self._window}/ended", str(store.add(f"{self._window}/ending", 0)))
+    def _write(self, store: Store, has_left: bool) -> None:
+        text = json.dumps([self._window, has_left, self._mine.count, self._mine.error])
+        store.set(f"rank/{self._rank}", text)
 
-    def _forget(self, window: int) -> None:
-        assert self._store is not None, "nothing is kept without one"
-        for name in ("reported", "ending", "ended"):
-            self._store.delete_key(f"{window}/{name}")
+    def _late(self, store: Store) -> list[int]:
+        """Return the ranks that may still report for this window."""
+        latest = (_latest(store, rank) for rank in self._ranks)
+        return [rank for rank, (window, has_left, _) in enumerate(latest) if window < self._window and not has_left]
 
-    def _latest(self, rank: int) -> tuple[int, BatchCount]:
-        """Return the window that a rank has reported for last, and the report."""
-        assert self._store is not None, "reports are not kept without one"
-        if not self._store.check([f"rank/{rank}"]):
-            return 0, BatchCount(0)
-        window, *report = json.loads(self._store.get(f"rank/{rank}"))
-        return window, BatchCount(*report)
 
-    def _late(self) -> str:
-        late = [rank for rank in self._ranks if self._latest(rank)[0] < self._window]
-        return f"ranks {late} in {_WHAT}: they are still loading a batch, are elsewhere in the program, or have ended"
+def _latest(store: Store, rank: int) -> tuple[int, bool, BatchCount]:
+    """Return the window that a rank has reported for last, whether it has left, and the report."""
+    key = f"rank/{rank}"
+    window, has_left, *report = json.loads(store.get(key)) if store.check([key]) else (0, False, 0)
+    return window, has_left, BatchCount(*report)

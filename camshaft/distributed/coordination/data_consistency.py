@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from camshaft.distributed.collectives import broadcast
-from camshaft.distributed.context import current
-from camshaft.distributed.coordination.job_store import job_number, lost_store_reported, store_at, unique_name, wait_for
-from camshaft.distributed.guard import alone, line_of_caller
-from camshaft.errors import RankDivergenceError
+from camshaft.distributed.coordination.job_store import job_number, store_at, unique_name, wait_for
+from camshaft.distributed.ranks import alone
+from camshaft.distributed.run import current
+from camshaft.errors import RankDivergenceError, line_of_caller
 
 
 class DataConsistency:
@@ -114,7 +114,7 @@ class SharedSeed:
         if here is not None and here.turn is None:
             self._value = self._own
             return
-        self._line = line_of_caller().rpartition(os.sep)[2]  # folders may differ between nodes
+        self._line = line_of_caller("distributed").rpartition(os.sep)[2]  # folders may differ between nodes
         self._backend, self._name = weakref.ref(backend), unique_name(backend, f"seed/{self._line}")
         store = store_at(backend, self._name)
         self._is_broadcast = store is None
@@ -152,9 +152,13 @@ class SharedSeed:
             f"rank 0 to create the loader that this rank creates at {self._line}, whose seed rank 0 chooses: create it "
             "on the same line on all ranks, or pass seed= to auto_dataloader"
         )
-        with lost_store_reported():
-            rank = backend.topology.rank
-            return int(wait_for(store, "seed", "the seed of a loader", ranks=[0], rank=rank, detail=lambda: detail))
+        return wait_for(
+            lambda: int(store.get("seed")) if store.check(["seed"]) else None,
+            *(store, "the seed of a loader"),
+            ranks=[0],
+            rank=backend.topology.rank,
+            detail=lambda: detail,
+        )
 
 
 def _calls() -> str:

@@ -6,17 +6,18 @@ import logging
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import count
+from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistNetworkError
 
 from camshaft.distributed.backend import Backend
-from camshaft.distributed.guard import check_all_present
+from camshaft.distributed.ranks import check_all_present
 from camshaft.errors import RankDivergenceError
 
+T = TypeVar("T")
 PAUSE = 0.05  # longest time between two requests of a rank that waits, in seconds
 SILENCE = 10.0  # time after which a rank logs that it waits, in seconds
 _logger = logging.getLogger(__name__)
@@ -45,41 +46,37 @@ def store_at(backend: Backend | None, prefix: str) -> Store | None:
     return None if store is None else PrefixStore(prefix, store)
 
 
-@contextmanager
-def lost_store_reported() -> Iterator[None]:
-    """Raise ``RankDivergenceError`` where a request fails as the store is gone."""
-    try:
-        yield
-    except DistNetworkError as error:
-        raise RankDivergenceError("the process that holds the store of this run has ended") from error
-
-
-def wait_for(store: Store, key: str, what: str, *, ranks: Sequence[int], rank: int, detail: Callable[[], str]) -> str:
-    """Wait for a key, and return its value.
+def wait_for(
+    poll: Callable[[], T | None], store: Store, what: str, *, ranks: Sequence[int], rank: int, detail: Callable[[], str]
+) -> T:
+    """Ask the store until there is an answer, and return it.
 
     Args:
-        store: where the key will be.
-        key: set by another rank.
+        poll: asks; returns ``None`` where there is no answer yet.
+        store: for its timeout.
         what: what the ranks do, for the message if this rank is where not all of them can follow.
         ranks: those that are waited for.
         rank: of this process.
         detail: returns who is waited for, and what may keep them.
 
     Raises:
-        RankDivergenceError: it is not there when the store's timeout has passed, or cannot come.
+        RankDivergenceError: there is none when the store's timeout has passed, or there can be none.
     """
     began, has_logged = time.monotonic(), False
-    while not store.check([key]):
-        check_all_present(what, ranks, rank)
-        timeout = store.timeout.total_seconds()  # type: ignore[attr-defined]  # torch's stubs lack it
-        waited = time.monotonic() - began
-        if waited > timeout:
-            raise RankDivergenceError(f"rank {rank} timed out after {timeout:g} s waiting for {detail()}")
-        if waited > SILENCE and not has_logged:
-            has_logged = True
-            _logger.warning("rank %d is waiting up to %g s for %s", rank, timeout, detail())
-        time.sleep(min(PAUSE, max(PAUSE / 500, waited / 4)))
-    return store.get(key).decode()
+    try:
+        while (answer := poll()) is None:
+            check_all_present(what, ranks, rank)
+            timeout = store.timeout.total_seconds()  # type: ignore[attr-defined]  # torch's stubs lack it
+            waited = time.monotonic() - began
+            if waited > timeout:
+                raise RankDivergenceError(f"rank {rank} timed out after {timeout:g} s waiting for {detail()}")
+            if waited > SILENCE and not has_logged:
+                has_logged = True
+                _logger.warning("rank %d is waiting up to %g s for %s", rank, timeout, detail())
+            time.sleep(min(PAUSE, max(PAUSE / 500, waited / 4)))
+    except DistNetworkError as error:
+        raise RankDivergenceError("the process that holds the store of this run has ended") from error
+    return answer
 
 
 def _job(backend: Backend) -> tuple[int, Counter[str]]:

@@ -14,21 +14,10 @@ from hashlib import sha256
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import (
-    ConcatDataset,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    StackDataset,
-    Subset,
-    TensorDataset,
-    default_collate,
-    get_worker_info,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate, get_worker_info
 
-from camshaft.distributed.data.permutation import key_of
+from camshaft.distributed.data.permutation import key_of, mixed
 
-_BITS = 2**64 - 1
 _MT19937_BYTES = 625 * 4  # 624 words and the place in them
 _OF_BATCH, _OF_COLLATE = 0, 1
 
@@ -182,11 +171,11 @@ class _SeededFetching:
 def is_ready(dataset: Any) -> bool:
     """Return True if a dataset is known to hold its samples, so that fetching one draws no random numbers."""
     kind = type(dataset)  # a subclass may do anything
-    if kind is TensorDataset:
+    if kind is torch.utils.data.TensorDataset:
         return all(map(is_ready, dataset.tensors))
     if kind is Subset:
         return is_ready(dataset.dataset)
-    if kind is ConcatDataset:
+    if kind is torch.utils.data.ConcatDataset:
         return all(map(is_ready, dataset.datasets))
     return kind in (list, tuple, range, torch.Tensor)
 
@@ -196,18 +185,10 @@ def fetches_batches(dataset: Any) -> bool:
     fetch = getattr(type(dataset), "__getitems__", None)
     if fetch is Subset.__getitems__:
         return fetches_batches(dataset.dataset)
-    if fetch is StackDataset.__getitems__:
+    if fetch is torch.utils.data.StackDataset.__getitems__:
         parts = dataset.datasets
         return any(map(fetches_batches, parts.values() if isinstance(parts, dict) else parts))
     return bool(getattr(dataset, "__getitems__", None))
-
-
-def mixed(key: int, number: int) -> int:
-    """Return 64 random bits: those of :func:`random_bits`, for one number and without tensors."""
-    bits = (key + number * 0x9E3779B97F4A7C15) & _BITS
-    bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & _BITS
-    bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & _BITS
-    return bits ^ bits >> 31
 
 
 def seed_generators(bits: int) -> None:

@@ -10,15 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, cast
 
 import torch
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-)
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
 from camshaft.distributed.coordination.data_consistency import SharedSeed
 from camshaft.distributed.data.augmentation import SeededLoader
@@ -145,8 +137,7 @@ def _checked_length(dataset: Any) -> int:
 def _exact(dataset: Dataset[Any], options: dict[str, Any]) -> DataLoader[Any]:
     """Return the loader of an exact batch sampler, which is told what its indices refer to."""
     batches: ExactBatchSampler = options["batch_sampler"]
-    if isinstance(batches.source, Order):
-        check_length(batches.source, dataset)
+    check_length(batches.source, dataset)
     loader: DataLoader[Any] = SeededLoader(dataset, **options)
     batches.dataset = dataset
     return loader
@@ -173,11 +164,11 @@ def _over_single_samples(
 ) -> DataLoader[Any]:
     """Distribute samples without batches, in torch's way."""
     shuffle = options.pop("shuffle", None)
-    is_shuffled = sampler is None and shuffle is not False
-    if sampler is None:
-        sampler = (RandomSampler if is_shuffled else SequentialSampler)(cast(Sized, dataset))
+    is_shuffled = sampler is None and shuffle in (None, True)
+    if is_shuffled:
+        sampler = RandomSampler(cast(Sized, dataset))
     elif not isinstance(sampler, Sampler):
-        sampler = _Indices(sampler)
+        sampler = _Indices(range(_checked_length(dataset)) if sampler is None else sampler)
     sampler = DistributedProxySampler(sampler, topology.world_size, topology.rank)
     if is_shuffled:
         sampler.seed = cast(int, SharedSeed()) if seed is None else seed  # read when the first pass starts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -11,17 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from camshaft.distributed.data.permutation import (
-    BLOCK,
-    VERSION,
-    Permutation,
-    check_count,
-    check_positions,
-    key_of,
-    random_bits,
-    shifted_right,
-)
+from camshaft.distributed.data.permutation import BLOCK, Permutation, check_count, key_of, random_bits, uniform
 
+VERSION = 1  # of the orders; increase it with any change that alters the order of a seed and an epoch
 _permutation = lru_cache(maxsize=16)(Permutation)  # creating one takes as long as some thousand positions
 
 
@@ -65,8 +57,15 @@ class Order(ABC):
             TypeError: seed or epoch is not an integer, or positions is not such a tensor.
             ValueError: a position is not in the epoch.
         """
-        check_positions(positions, self.length)
-        return self._in_blocks(seed, epoch, len(positions), lambda begin, end: positions[begin:end])
+        for name, value in {"seed": seed, "epoch": epoch}.items():
+            if not hasattr(value, "__index__"):
+                raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
+        if not isinstance(positions, Tensor) or positions.dtype != torch.int64 or positions.dim() != 1:
+            raise TypeError(f"positions must be an int64 tensor of one dimension, got {positions!r}")
+        if len(positions) and ((ends := positions.aminmax()).min < 0 or ends.max >= self.length):
+            raise ValueError(f"positions must be in [0, {self.length}), got from {ends.min} to {ends.max}")
+        blocks = positions.split(BLOCK)  # type: ignore[no-untyped-call]  # in torch
+        return torch.cat([self._at(seed, epoch, block) for block in blocks])
 
     def indices(self, seed: int, epoch: int, begin: int, end: int) -> Tensor:
         """Return the samples at the positions from ``begin`` up to ``end`` of an epoch; see :meth:`at`.
@@ -76,19 +75,7 @@ class Order(ABC):
         """
         if not 0 <= begin <= end <= self.length:
             raise ValueError(f"begin and end must be in order and in [0, {self.length}], got {begin} and {end}")
-        return self._in_blocks(
-            seed, epoch, end - begin, lambda start, stop: torch.arange(begin + start, begin + stop, device="cpu")
-        )
-
-    def _in_blocks(self, seed: int, epoch: int, count: int, positions: Callable[[int, int], Tensor]) -> Tensor:
-        for name, value in {"seed": seed, "epoch": epoch}.items():
-            if not hasattr(value, "__index__"):
-                raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
-        samples = torch.empty(count, dtype=torch.int64, device="cpu")
-        for start in range(0, count, BLOCK):
-            stop = min(start + BLOCK, count)
-            samples[start:stop] = self._at(seed, epoch, positions(start, stop))
-        return samples
+        return self.at(seed, epoch, torch.arange(begin, end, device="cpu"))
 
 
 @dataclass(frozen=True)
@@ -201,9 +188,8 @@ class Weighted(Order):
         return f"weighted, {self.length} of {self._num_weights} samples, weights {self._fingerprint}, version {VERSION}"
 
     def _at(self, seed: int, epoch: int, positions: Tensor) -> Tensor:
-        bits = random_bits(key_of(seed, epoch, self.length, self._num_weights), positions)
-        uniform = shifted_right(bits, 11).to(torch.float64) * 2.0**-53  # as many bits as a float64 holds, so below 1
-        return torch.searchsorted(self._upper_ends, uniform * self._upper_ends[-1], right=True)
+        chance = uniform(key_of(seed, epoch, self.length, self._num_weights), positions)
+        return torch.searchsorted(self._upper_ends, chance * self._upper_ends[-1], right=True)
 
 
 def _checked_weights(weights: Any) -> Tensor:

@@ -73,7 +73,8 @@ class Partition:
         """Return the positions of a rank in consecutive steps, and how many there are in each."""
         equal = range(steps.start, max(steps.start, min(steps.stop, self.num_equal)))
         first, last = (number * self.step_size // self.ranks for number in (rank, rank + 1))
-        begins = torch.arange(equal.start, equal.stop).mul_(self.step_size).add_(self.begin)
+        start, stop = (self.begin + step * self.step_size for step in (equal.start, equal.stop))
+        begins = torch.arange(start, stop, self.step_size)
         positions, sizes = [(begins.unsqueeze(1) + torch.arange(first, last)).flatten()], [last - first] * len(equal)
         for step in range(equal.stop, steps.stop):
             begin, end = self.share_of(rank, step)
@@ -142,7 +143,7 @@ def partition_of_batches(begin: int, sizes: Sequence[int], ranks: int) -> Partit
         if not ends:
             raise _too_few(position - begin, ranks, "")
         ends[-1] = position
-    return Partition(ranks, begin, 0, 0, tuple(ends))
+    return Partition(ranks, begin, 1, 0, tuple(ends))
 
 
 def _too_few(left: int, ranks: int, otherwise: str) -> ValueError:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-VERSION = 1  # of the orders; increase it with any change that alters the order of a seed and an epoch
+_ALL = 2**64 - 1
 LARGEST = 2**62
 SORTED = 2**12  # up to this many elements, sorting is faster than a network
 BLOCK = 2**15 - 1  # positions per block: from 2**15 on, torch starts threads, and the data leave the caches
@@ -47,9 +47,22 @@ def random_bits(key: int | Tensor, counters: Tensor) -> Tensor:
     return bits ^ shifted_right(bits, 31)
 
 
+def mixed(key: int, counter: int) -> int:
+    """Return what :func:`random_bits` does, for one counter, as an unsigned number, and without tensors."""
+    bits = key + counter * 0x9E3779B97F4A7C15 & _ALL
+    bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & _ALL
+    bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & _ALL
+    return bits ^ bits >> 31
+
+
 def shifted_right(bits: Tensor, shift: int) -> Tensor:
     """Shift int64 bits to the right and fill with zeros (``>>`` copies the sign)."""
     return (bits >> shift) & ((1 << 64 - shift) - 1)
+
+
+def uniform(key: int, counters: Tensor) -> Tensor:
+    """Return a float64 in [0, 1) per counter, with as many random bits as it holds."""
+    return shifted_right(random_bits(key, counters), 11).to(torch.float64) * 2.0**-53
 
 
 def signed(number: int, num_bits: int) -> int:
@@ -64,14 +77,6 @@ def check_count(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
     if not 1 <= value <= LARGEST:
         raise ValueError(f"{name} must be in [1, 2**62], got {value}")
-
-
-def check_positions(positions: Any, n: int) -> None:
-    """Raise unless ``positions`` is a vector of positions below ``n``."""
-    if not isinstance(positions, Tensor) or positions.dtype != torch.int64 or positions.dim() != 1:
-        raise TypeError(f"positions must be an int64 tensor of one dimension, got {positions!r}")
-    if len(positions) and ((ends := positions.aminmax()).min < 0 or ends.max >= n):
-        raise ValueError(f"positions must be in [0, {n}), got from {ends.min} to {ends.max}")
 
 
 class Permutation:
@@ -104,7 +109,6 @@ class Permutation:
             members: which permutation of the family each position is in: int64 from 0 on, of shape (k,); ``None``:
                 all are in one.
         """
-        check_positions(positions, self.n)
         if self._network is None:
             return self._look_up(positions, torch.zeros_like(positions) if members is None else members)
         return self._walk(self._network, positions, members)
@@ -169,9 +173,8 @@ class FeistelNetwork:
         self._num_bits = (n - 1).bit_length() // 2
         num_left = -(-n >> self._num_bits)
         self.size = num_left << self._num_bits
-        keys = random_bits(key, torch.arange(-2 * _DOUBLE_ROUNDS, 0, device="cpu"))  # members count from 0 on
-        one, other = (keys >> 32).to(torch.int32).view(-1, 2).unbind(1)
-        self._keys = list(zip(one, other, strict=True))
+        keys = [_constant(mixed(key, round_) >> 32) for round_ in range(-2 * _DOUBLE_ROUNDS, 0)]  # members: from 0 on
+        self._keys = list(zip(keys[::2], keys[1::2], strict=True))
         self._minus_num_left = _constant(-num_left)
         self._scale = torch.tensor(num_left / 2**31, dtype=torch.float64, device="cpu")
         self._surplus = _constant(32 - self._num_bits)

@@ -15,12 +15,12 @@ from zlib import crc32
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 
-from camshaft.distributed.context import current
 from camshaft.distributed.coordination.data_consistency import DataConsistency, SharedSeed
 from camshaft.distributed.data.augmentation import Indices
 from camshaft.distributed.data.orders import Order, Sequential
 from camshaft.distributed.data.partition import Partition, even_partition, partition_of_batches
 from camshaft.distributed.data.permutation import BLOCK, key_of
+from camshaft.distributed.run import current
 from camshaft.seeding import manual_seed, preserved_random_state
 
 _FIRST = 1 << 10  # indices in the first block of a pass: few, so that its first batch is ready soon
@@ -251,7 +251,7 @@ class ExactBatchSampler(BatchSampler):
 
     def _batches(self) -> Iterator[Indices]:
         # A loader with workers asks for two iterators and uses the second: where to start holds until the first batch.
-        self._check_length()
+        check_length(self.source, self.dataset)
         if self._is_announced is False and self.num_replicas == 1:
             self._epoch += 1  # there are no other ranks to diverge from
         this: _Pass = self.next_pass()
@@ -280,11 +280,6 @@ class ExactBatchSampler(BatchSampler):
                     self._consistency.end()
                 yield Indices(samples[begin:end], this.seed, this.epoch)
             step, most = step + count, min(4 * most, BLOCK)
-
-    def _check_length(self) -> None:
-        """Raise if an order does not fit the dataset, which may have changed since the loader was created."""
-        if isinstance(self.source, Order):
-            check_length(self.source, self.dataset)
 
     def _read(self, this: _Pass, steps: range) -> tuple[list[Any], list[int]]:
         """Return the samples of this rank in consecutive steps, and how many there are in each."""
@@ -375,7 +370,7 @@ class ExactBatchSampler(BatchSampler):
             ValueError: it is of other data, or in another order, or fewer samples than ranks are left; then nothing
                 has changed.
         """
-        self._check_length()
+        check_length(self.source, self.dataset)
         self._check_position(position)
         before, begin = (self._epoch, self._seed, self._drawn), position["consumed"]
         if not self._is_seed_given:
@@ -425,16 +420,16 @@ class ExactBatchSampler(BatchSampler):
         name, self._drawn = type(self.source).__name__, None
         self._enter(self._epoch)
         self._partition(0)
-        if cast(_DrawnEpoch, self._drawn).fingerprint == found:
-            raise ValueError(
-                f"the position was saved in the middle of an epoch, of which {name} yields other samples or another "
-                f"order now, so samples would be repeated or left out; resume with the same sampler, or {_START_ANEW}"
+        cause = "yields other samples or another order now: resume with the same sampler"
+        if cast(_DrawnEpoch, self._drawn).fingerprint != found:
+            cause = (
+                "yields another order each time: let it take its random numbers from torch, NumPy or Python, which are "
+                "seeded for each epoch, or from a torch.Generator in an attribute generator, or seed its own in "
+                "set_epoch(epoch)"
             )
         raise ValueError(
-            f"the position was saved in the middle of an epoch, but {name} yields another order each time that it is "
-            "iterated over in the same epoch, so samples would be repeated or left out: let it take its random numbers "
-            "from torch, NumPy or Python, which are seeded for each epoch, or from a torch.Generator in an attribute "
-            f"generator, or seed its own in set_epoch(epoch); or {_START_ANEW}"
+            f"the position was saved within an epoch, so samples would be repeated or left out, as {name} {cause}; or "
+            f"{_START_ANEW}"
         )
 
     def _describe(self) -> str:
@@ -519,12 +514,12 @@ def length_of(sampler: Any) -> int:
         raise TypeError(f"sampler must have a length, got {sampler!r}") from error
 
 
-def check_length(order: Order, dataset: Any) -> None:
-    """Raise ``ValueError`` if a dataset is longer or shorter than an order expects."""
+def check_length(source: Any, dataset: Any) -> None:
+    """Raise ``ValueError`` if a dataset, which may have changed, is longer or shorter than an order expects."""
     length = _length_of_dataset(dataset)
-    if length not in (None, order.num_samples):
+    if isinstance(source, Order) and length not in (None, source.num_samples):
         raise ValueError(
-            f"the order is one of {order.num_samples} samples ({order.describe()}), but the dataset has {length}: "
+            f"the order is one of {source.num_samples} samples ({source.describe()}), but the dataset has {length}: "
             "create it for as many samples as the dataset has"
         )
 

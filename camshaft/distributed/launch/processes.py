@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store, TCPStore
 
-from camshaft.distributed import context
 from camshaft.distributed.environments import torchrun
 from camshaft.distributed.launch.worker import GRACE, Failure, Task, end_with_parent, exit_code, not_picklable, work
 from camshaft.distributed.registry import module_of
+from camshaft.distributed.run import abandon
 from camshaft.distributed.topology import Launch, Topology
 
 _SETTLE = 0.3  # seconds in which a failure and its consequences in other processes may arrive in any order
@@ -100,7 +100,7 @@ def _run(rank: int, connection: Connection, name: str, task: tuple[Any, ...], is
     try:
         work(rank, lambda: task, partial(module_of(name).create, name, launch), connection.send)
     except BaseException as error:
-        context.abandon()
+        abandon()
         sys.exit(exit_code(error) if isinstance(error, SystemExit) else 1)
 
 

@@ -17,10 +17,9 @@ from typing import Any, TypeAlias
 
 from torch.multiprocessing.spawn import ProcessException, ProcessExitedException, ProcessRaisedException
 
-from camshaft.distributed import context
 from camshaft.distributed.backend import Backend
-from camshaft.distributed.calls import annotate_departures
-from camshaft.distributed.ranks import get_local_rank
+from camshaft.distributed.ranks import annotate_departures, get_local_rank
+from camshaft.distributed.run import current, finalize, install
 
 GRACE = 5.0
 """Seconds a process has to exit after SIGTERM before it is killed."""
@@ -102,15 +101,15 @@ def work(
     try:
         function, args, kwargs, options = load()
         debug = options.pop("debug", None)
-        context.install(lambda: create(**options), debug)
+        install(lambda: create(**options), debug)
         try:
             function(get_local_rank(), *args, **kwargs)
         except SystemExit as error:
             if exit_code(error):
                 raise
-        context.finalize()
+        finalize()
     except BaseException as error:  # KeyboardInterrupt, too
-        annotate_departures(error, context.current())
+        annotate_departures(error, current())
         report(Failure.of(error, rank))
         raise
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from camshaft.distributed import context
 from camshaft.distributed.backend import Backend
 from camshaft.distributed.launch.worker import Task, work
 from camshaft.distributed.registry import module_of
+from camshaft.distributed.run import abandon
 
 _OPTIONS = ("nnodes", "node_rank", "master_addr", "master_port", "start_method", "spmd", "debug")
 
@@ -54,5 +54,5 @@ def _run(rank: int, name: str, task: Any, expected: tuple[int, int]) -> None:
     try:
         work(rank, lambda: task, create, lambda failure: None)
     except BaseException:
-        context.abandon()
+        abandon()
         raise

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import math
 import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, MutableMapping
-from itertools import count
+from contextlib import suppress
 from numbers import Integral, Number
 from os import PathLike
 from pathlib import Path
@@ -21,17 +22,12 @@ from camshaft.distributed import all_gather
 from camshaft.engine.engine import Engine, outermost_engine
 from camshaft.engine.events import Events, HandlerEvents
 from camshaft.engine.lazy import LazyNumber
+from camshaft.errors import described
 from camshaft.handlers.checkpoint import names
 from camshaft.handlers.checkpoint.async_save import BackgroundSave
 from camshaft.handlers.checkpoint.loading import load_objects
 from camshaft.handlers.checkpoint.resuming import resume
-from camshaft.handlers.checkpoint.savers import (
-    BaseSaveHandler,
-    DiskSaver,
-    check_save_on_rank,
-    is_writer,
-    takes_metadata,
-)
+from camshaft.handlers.checkpoint.savers import BaseSaveHandler, DiskSaver, check_save_on_rank, is_writer
 from camshaft.handlers.checkpoint.state import CHECKPOINTER, check_to_save, is_container, take_state
 from camshaft.handlers.utils import check_callable, check_text
 
@@ -40,8 +36,9 @@ ScoreFunction = Callable[[Engine[Any, Any]], Any]
 StepTransform = Callable[[Engine[Any, Any], Any], Any]
 SaveHandler = str | PathLike[str] | BaseSaveHandler | Callable[..., object]
 _ENDS = Events.TERMINATE | Events.COMPLETED | Events.INTERRUPT | Events.EXCEPTION_RAISED
-_owners: WeakValueDictionary[Path, Checkpoint] = WeakValueDictionary()  # who saved a file last
-_clock = count()
+# The handler that saved a file, until a handler is made or gets another record: then it may overwrite all files, as a
+# resumed run does. Two handlers that write the same file meanwhile would remove that of the other.
+_owners: WeakValueDictionary[Path, Checkpoint] = WeakValueDictionary()
 
 
 class CheckpointEvents(HandlerEvents):
@@ -181,8 +178,7 @@ class Checkpoint(Serializable):
         self.ext = "pt"
         self._background = BackgroundSave(when_busy)
         self._saved: list[Item] = []
-        self._claimed: dict[Path, int] = {}
-        self._since = next(_clock)
+        _release_files()
         if isinstance(save_handler, DiskSaver):
             self._check_names(save_handler)
 
@@ -193,7 +189,7 @@ class Checkpoint(Serializable):
 
     @save_handler.setter
     def save_handler(self, save_handler: BaseSaveHandler | Callable[..., object]) -> None:
-        self._takes_metadata = takes_metadata(save_handler)
+        self._takes_metadata = _takes_metadata(save_handler)
         self._save_handler = save_handler
 
     @property
@@ -206,13 +202,11 @@ class Checkpoint(Serializable):
             RuntimeError: saves may have been skipped, and only another rank knows which.
         """
         self._background.settle()
-        saver = self.save_handler
-        writer = saver.save_on_rank if isinstance(saver, DiskSaver) else self.save_on_rank
-        if self.asynchronous and self._background.skips and not is_writer(writer):
-            raise RuntimeError(f"with when_busy='skip' only rank {writer} knows what was saved; ask there")
+        if self.asynchronous and self._background.skips and not is_writer(self._writer):
+            raise RuntimeError(f"with when_busy='skip' only rank {self._writer} knows what was saved; ask there")
         if not self._saved:
             return None
-        filename = self._saved[-1].filename
+        saver, filename = self.save_handler, self._saved[-1].filename
         return saver.dirname / filename if isinstance(saver, DiskSaver) else filename
 
     def __call__(self, engine: Engine[Any, Any], *args: Any, **kwargs: Any) -> None:
@@ -234,19 +228,24 @@ class Checkpoint(Serializable):
             score = priority = _as_priority(self.score_function(engine), "score_function")
         if not self._is_wanted(priority):
             return
-        filename = self._filename(names.name_of(self.to_save), score, step)
+        name = names.name_of(self.to_save)
+        filename = self._filename(name, score, step)
         kept = [item for item in self._saved if item.filename != filename]  # a file of the same name is overwritten
         is_full = self.n_saved is not None and len(kept) >= self.n_saved
         dropped = kept.pop(0).filename if is_full and len(kept) == len(self._saved) else None
         saved = _sorted([*kept, Item(priority, filename)])
 
-        state = take_state(self.to_save, self.save_on_rank)
+        state = take_state(self.to_save, self._writer)
         checkpoint = next(iter(state.values())) if len(state) == 1 else state
         if self.include_self:
             # The state may be the object's own, so the key goes into a copy.
             checkpoint = copy.copy(checkpoint) if isinstance(checkpoint, MutableMapping) else state
             checkpoint[CHECKPOINTER] = _record(saved)
-        metadata = self._metadata(priority, score, engine.state.iteration if step is None else step)
+        basename = f"{self.filename_prefix}_{name}" if self.filename_prefix else name
+        metadata: dict[str, Any] = {"basename": basename, "score_name": self.score_name, "priority": priority}
+        if isinstance(self.save_handler, DiskSaver):  # for its manifest
+            objects = [*self.to_save, *([CHECKPOINTER] if self.include_self else [])]
+            metadata.update(objects=objects, step=engine.state.iteration if step is None else step, score=score)
 
         def save(checkpoint: Any) -> None:
             self.save_handler(checkpoint, filename, *([metadata] if self._takes_metadata else []))
@@ -267,31 +266,25 @@ class Checkpoint(Serializable):
             announce()
 
     def reload_objects(
-        self,
-        to_load: Mapping[str, Any],
-        load_kwargs: Mapping[str, Any] | None = None,
-        *,
-        name: str | None = None,
-        score: Any = None,
-        global_step: Any = None,
+        self, to_load: Mapping[str, Any], load_kwargs: Mapping[str, Any] | None = None, **filename_components: Any
     ) -> None:
         """Load objects from a file that was saved earlier, given the components of its name.
 
         Args:
             to_load: objects by name.
             load_kwargs: passed to :meth:`load_objects`.
-            name: in the file name; by default the one with which ``to_load`` would be saved.
-            score: a number, or its text in the file name.
-            global_step: in the file name.
+            filename_components: ``name`` (by default the one with which ``to_load`` would be saved), ``score``
+                (a number, or its text in the name) and ``global_step``.
 
         Raises:
             AttributeError: the save handler is not a ``DiskSaver``.
+            TypeError: there are other components.
             FileNotFoundError: the file does not exist.
         """
         if not isinstance(self.save_handler, DiskSaver):
             raise AttributeError(f"reload_objects needs a DiskSaver as save_handler, got {self.save_handler!r}")
         self._background.settle()
-        file = self._filename(names.name_of(to_load) if name is None else name, score, global_step)
+        file = self._filename(**{"name": names.name_of(to_load), **filename_components})
         self.load_objects(to_load, self.save_handler.dirname / file, **(load_kwargs or {}))
 
     load_objects = staticmethod(load_objects)
@@ -303,7 +296,7 @@ class Checkpoint(Serializable):
         """Forget what was saved, to restart a run from 0. The files stay."""
         self._background.settle()
         self._saved = []
-        self._since = next(_clock)
+        _release_files()
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return the record: pairs of priority and file name, lowest first."""
@@ -355,11 +348,10 @@ class Checkpoint(Serializable):
             warnings.warn(f"{text}; call reset() before an engine is restarted from 0", stacklevel=3)
         return new > lowest or (self.greater_or_equal and new == lowest)
 
-    def _filename(self, name: str, score: Any, global_step: Any) -> str:
+    def _filename(self, name: str, score: Any = None, global_step: Any = None) -> str:
         fields = {"filename_prefix": self.filename_prefix, "score_name": self.score_name, "ext": self.ext}
-        return names.file_name(
-            self.filename_pattern, {**fields, "name": name, "score": score, "global_step": global_step}
-        )
+        fields.update(name=name, score=score, global_step=global_step)
+        return names.file_name(self.filename_pattern, fields)
 
     def _check_names(self, saver: DiskSaver) -> None:
         """Check that the files can be written, and that their names will not be too long for a step of ten digits."""
@@ -374,17 +366,10 @@ class Checkpoint(Serializable):
             return
         names.check_length("filename_prefix, score_name or filename_pattern", saver.dirname / file)
 
-    def _metadata(self, priority: float, score: float | None, step: Any) -> dict[str, Any]:
-        name = names.name_of(self.to_save)
-        basename = f"{self.filename_prefix}_{name}" if self.filename_prefix else name
-        metadata: dict[str, Any] = {"basename": basename, "score_name": self.score_name, "priority": priority}
-        if isinstance(self.save_handler, DiskSaver):  # for its manifest
-            objects = [*self.to_save, *([CHECKPOINTER] if self.include_self else [])]
-            metadata.update(objects=objects, step=step, score=score)
-        return metadata
-
-    # Two handlers of a process may save files of the same names. What another one saved before this one was made, or
-    # loaded its record, may be overwritten: that is how a run resumes. What it has saved since may not.
+    @property
+    def _writer(self) -> int | str:
+        """The rank that writes, or ``"node"``; a ``DiskSaver`` has its own."""
+        return self.save_handler.save_on_rank if isinstance(self.save_handler, DiskSaver) else self.save_on_rank
 
     def _path(self, filename: str) -> Path | None:
         """Return the file that this process writes, without links, or ``None``."""
@@ -396,27 +381,21 @@ class Checkpoint(Serializable):
         path = self._path(filename)
         if path is None:
             return
-        owner = _owners.get(path, self)
-        if owner is not self:
-            if owner._claimed[path] > self._since:
-                hint = "another filename_prefix, score_name or directory, or use one handler for both events"
-                problem = f"two Checkpoints write the same file '{path}': give one of them {hint}"
-                if not is_over:
-                    raise ValueError(problem)
-                warnings.warn(f"{problem}. The run is over, so the file is overwritten", stacklevel=3)
+        if (owner := _owners.get(path, self)) is not self:
+            hint = "another filename_prefix, score_name or directory, or use one handler for both events"
+            problem = f"two Checkpoints write the same file '{path}': give one of them {hint}"
+            if not is_over:
+                raise ValueError(problem)
+            warnings.warn(f"{problem}. The run is over, so the file is overwritten", stacklevel=3)
             owner._background.wait()
         _owners[path] = self
-        self._claimed[path] = next(_clock)
 
     def _remove(self, filename: str) -> None:
         """Remove a checkpoint that is no longer kept, unless another handler has taken it over."""
         if path := self._path(filename):
-            owner = _owners.get(path, self)
-            self._claimed.pop(path, None)
-            if owner is self:
-                _owners.pop(path, None)
-            elif owner._claimed[path] > self._since:
+            if _owners.get(path, self) is not self:
                 return
+            _owners.pop(path, None)
         if isinstance(self.save_handler, DiskSaver):
             self.save_handler.prune(filename)
         elif isinstance(self.save_handler, BaseSaveHandler):
@@ -513,6 +492,33 @@ class ModelCheckpoint(Checkpoint):
         check_to_save(given, self.include_self)
         self.to_save = given
         super().__call__(engine)
+
+
+def _release_files() -> None:
+    """Let all handlers overwrite the files that others have saved."""
+    for owner in list(_owners.values()):
+        owner._background.wait()
+    _owners.clear()
+
+
+def _takes_metadata(save_handler: Any) -> bool:
+    """Return whether a save handler takes the metadata.
+
+    Raises:
+        TypeError: it cannot be called as a save handler.
+    """
+    if not callable(save_handler):
+        expected = "a str, a Path, a callable or a BaseSaveHandler"
+        raise TypeError(f"save_handler must be {expected}, got {described(save_handler)}")
+    try:
+        signature = inspect.signature(save_handler)
+    except ValueError:  # some builtins
+        return False
+    for count in (3, 2):
+        with suppress(TypeError):
+            signature.bind(*range(count))
+            return count == 3
+    raise TypeError(f"save_handler must take (checkpoint, filename[, metadata]), got one with {signature}")
 
 
 def _as_priority(value: Any, source: str) -> int | float:

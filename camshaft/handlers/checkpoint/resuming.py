@@ -7,7 +7,7 @@ import os
 import stat
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,8 @@ from camshaft.handlers.checkpoint.state import check_objects, walk
 logger = logging.getLogger(__name__)
 _ATTEMPTS = 100
 _NEWEST = 2**63  # later than any time that a checkpoint may have
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A checkpoint to resume from, if it is complete.
-
-    Args:
-        saved_at: nanoseconds since 1970.
-        entries: of the manifest; while a file is replaced, those of the old and the new one.
-    """
-
-    saved_at: int
-    entries: tuple[Entry, ...] = ()
+# When each file was saved, and its entries in the manifest; while it is replaced, those of the old and the new one.
+Found = dict[str, tuple[int, list[Entry]]]
 
 
 def resume(
@@ -81,7 +70,7 @@ def resume(
         found, damaged = _find_on_all(folder)
         problems: dict[str, str] = {}
         failure: Exception | None = None
-        for name in _newest_first(found, wanted):
+        for name in _newest_first(found, set(wanted)):
             problem, content, error = _read(folder / name, name in found, wanted, map_location)
             if problem is None:
                 _warn([*damaged, *(f"{text}; resuming from '{name}'" for text in _described(problems, folder))])
@@ -93,7 +82,7 @@ def resume(
                 return folder / name
             problems[name] = problem
             failure = failure or error
-            if attempt + 1 < _ATTEMPTS and _has_changed(folder, found):
+            if attempt + 1 < _ATTEMPTS and _first(None if _find_on_all(folder)[0] == found else "changed"):
                 break  # a trainer that saves to this directory has replaced or pruned it
         else:
             break
@@ -111,34 +100,36 @@ def resume(
     return None
 
 
-def _find(directory: Path, damaged: list[str]) -> dict[str, Candidate]:
-    """Find the checkpoints of a directory by name; problems of the manifest are appended to ``damaged``."""
-    entries: dict[str, list[Entry]] = {}
+def _find(directory: Path, damaged: list[str]) -> Found:
+    """Find the checkpoints of a directory on this node; problems of the manifest are appended to ``damaged``."""
+    found: Found = {}
     for entry in Manifest(directory).entries(damaged=damaged):
-        entries.setdefault(entry.file, []).append(entry)
-    found = {}
-    for file, known in entries.items():
-        # Several entries are left by an interrupted replacement: the one of the content counts.
-        actual = (one for one in known if len(known) > 1 and one.problem(directory / file) is None)
-        found[file] = Candidate(next(actual, known[0]).saved_at, tuple(known))
+        saved_at, entries = found.get(entry.file, (entry.saved_at, []))
+        found[entry.file] = saved_at, [*entries, entry]
+    for file, (_, entries) in found.items():
+        if len(entries) > 1:  # an interrupted replacement: the entry of the content counts
+            actual = (entry for entry in entries if entry.problem(directory / file) is None)
+            found[file] = next(actual, entries[0]).saved_at, entries
     for path in checkpoints_in(directory):
-        if path.name in found:
-            continue
-        try:
-            status = path.lstat()
-        except FileNotFoundError:  # removed meanwhile
-            continue
-        except OSError:  # tried first, so that a warning reports it
-            saved_at = _NEWEST
-        else:  # links and pipes are tried last: they are only reported if there is nothing else
-            saved_at = status.st_mtime_ns if stat.S_ISREG(status.st_mode) else -1
-        found[path.name] = Candidate(saved_at)
+        with suppress(FileNotFoundError):  # removed meanwhile
+            found.setdefault(path.name, (_modified_at(path), []))
     return found
 
 
-def _find_on_all(directory: Path) -> tuple[dict[str, Candidate], list[str]]:
+def _modified_at(path: Path) -> int:
+    """Return when a file was modified, for the order in which the files that the manifest does not list are tried."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return _NEWEST  # tried first, so that a warning reports it
+    return status.st_mtime_ns if stat.S_ISREG(status.st_mode) else -1  # links and pipes are tried last
+
+
+def _find_on_all(directory: Path) -> tuple[Found, list[str]]:
     """Find the checkpoints on the first rank of each node; raise on all ranks if one cannot read the directory."""
-    found: dict[str, Candidate] = {}
+    found: Found = {}
     damaged: list[str] = []
     error: OSError | None = None
     if get_local_rank() == 0:
@@ -151,21 +142,16 @@ def _find_on_all(directory: Path) -> tuple[dict[str, Candidate], list[str]]:
     return found, damaged
 
 
-def _has_changed(directory: Path, found: dict[str, Candidate]) -> bool:
-    """Return whether the checkpoints of a directory have changed on any node."""
-    return _first("changed" if _find_on_all(directory)[0] != found else None) is not None
-
-
-def _newest_first(found: Mapping[str, Candidate], wanted: list[str]) -> list[str]:
+def _newest_first(found: Found, wanted: set[str]) -> list[str]:
     """List the checkpoints that every node has and that, according to the manifest, hold what is wanted."""
-    mine = {
-        file: candidate.saved_at
-        for file, candidate in found.items()
-        if all(entry.objects is None or set(wanted) <= set(entry.objects) for entry in candidate.entries)
-    }
+
+    def holds(entry: Entry) -> bool:
+        return entry.objects is None or wanted.issubset(entry.objects)
+
+    mine = {file: saved_at for file, (saved_at, entries) in found.items() if all(map(holds, entries))}
     on_nodes = [files for is_first, files in all_gather((get_local_rank() == 0, mine)) if is_first]
-    saved_at = {file: max(files[file] for files in on_nodes) for file in set.intersection(*map(set, on_nodes))}
-    return sorted(saved_at, key=lambda file: (saved_at[file], file), reverse=True)
+    times = {file: max(files[file] for files in on_nodes) for file in set.intersection(*map(set, on_nodes))}
+    return sorted(times, key=lambda file: (times[file], file), reverse=True)
 
 
 def _read(path: Path, is_found: bool, wanted: list[str], map_location: Any) -> tuple[str | None, Any, Exception | None]:
@@ -179,7 +165,7 @@ def _read(path: Path, is_found: bool, wanted: list[str], map_location: Any) -> t
     if problem is None:
         try:
             content = read_checkpoint(path, map_location)
-            if len(wanted) > 1 and not (isinstance(content, Mapping) and set(wanted) <= content.keys()):
+            if len(wanted) > 1 and not (isinstance(content, Mapping) and content.keys() >= set(wanted)):
                 problem = ""
         except FileNotFoundError:
             problem = MISSING

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import pickle
 import sys
@@ -10,14 +9,12 @@ import warnings
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
 from camshaft.distributed import all_gather, get_local_rank, get_rank, get_world_size
-from camshaft.errors import described
 from camshaft.files import is_regular, remove_leftovers, write_and_sum, write_atomically
 from camshaft.handlers.checkpoint.manifest import Entry, Manifest
 from camshaft.handlers.checkpoint.names import SAFETENSORS, check_length, check_path, checkpoints_in
@@ -219,29 +216,6 @@ class DiskSaver(BaseSaveHandler):
         if self._is_first:
             self._is_first = False
             _warn_if_unloadable(path)
-
-
-def takes_metadata(save_handler: Any) -> bool:
-    """Return whether a save handler takes the metadata.
-
-    Raises:
-        TypeError: it cannot be called as a save handler.
-
-    >>> takes_metadata(lambda checkpoint, filename: None)
-    False
-    """
-    if not callable(save_handler):
-        expected = "a str, a Path, a callable or a BaseSaveHandler"
-        raise TypeError(f"save_handler must be {expected}, got {described(save_handler)}")
-    try:
-        signature = inspect.signature(save_handler)
-    except ValueError:  # some builtins
-        return False
-    for count in (3, 2):
-        with suppress(TypeError):
-            signature.bind(*range(count))
-            return count == 3
-    raise TypeError(f"save_handler must take (checkpoint, filename[, metadata]), got one with {signature}")
 
 
 def check_save_on_rank(save_on_rank: int | str) -> None:

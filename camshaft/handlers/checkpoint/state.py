@@ -50,9 +50,7 @@ def check_to_save(to_save: Any, include_self: bool) -> None:
     """Raise ``TypeError`` or ``ValueError`` if a checkpoint cannot be made of this."""
     check_objects(to_save, "state_dict", "to_save")
     if include_self and not isinstance(to_save, MutableMapping):
-        raise TypeError(
-            f"to_save must be a mutable mapping with include_self, got one of type {type(to_save).__name__}"
-        )
+        raise TypeError(f"to_save must be a mutable mapping with include_self, got a {type(to_save).__name__}")
     if include_self and CHECKPOINTER in to_save:
         raise ValueError(f"to_save must not have the key {CHECKPOINTER!r} with include_self, got {list(to_save)}")
 

@@ -16,14 +16,7 @@ from torch import Tensor
 from camshaft.base import Serializable
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import EventLike, Events, RemovableEventHandle
-from camshaft.handlers.utils import (
-    check_engine,
-    check_entries,
-    check_text,
-    integer,
-    load_optional,
-    resumes_epoch,
-)
+from camshaft.handlers.utils import check_engine, check_entries, check_text, integer, load_optional, resumes_epoch
 
 _EPOCH_STARTED = Events.EPOCH_STARTED  # looking up a member of an enumeration on each call is slow
 
@@ -91,11 +84,8 @@ class BaseParamScheduler(Serializable, ABC):
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return a copy of the attributes that the next values depend on."""
         memo = _memo(self)
-        values = ((name, getattr(self, name)) for name in self._state_dict_all_req_keys)
-        return OrderedDict(
-            (name, copy.deepcopy(value.state_dict() if hasattr(value, "state_dict") else value, memo))
-            for name, value in values
-        )
+        keys = self._state_dict_all_req_keys
+        return OrderedDict((name, copy.deepcopy(_state_of(getattr(self, name)), memo)) for name in keys)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a state.
@@ -136,6 +126,9 @@ class BaseParamScheduler(Serializable, ABC):
             value, saved = getattr(self, name), copy.deepcopy(state_dict[name], memo)
             if hasattr(value, "load_state_dict"):
                 value.load_state_dict(saved)
+            elif isinstance(value, list) and value and hasattr(value[0], "load_state_dict"):
+                for one, state in zip(value, saved, strict=True):
+                    one.load_state_dict(state)
             else:
                 setattr(self, name, saved)
 
@@ -145,6 +138,12 @@ class BaseParamScheduler(Serializable, ABC):
         if getattr(state, "param_history", None) is None:
             state.param_history = {}
         state.param_history.setdefault(name, []).append(entry)
+
+
+def _state_of(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_state_of(one) for one in value]
+    return value.state_dict() if hasattr(value, "state_dict") else value
 
 
 def _memo(scheduler: BaseParamScheduler) -> dict[int, Any]:

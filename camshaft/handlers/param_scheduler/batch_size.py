@@ -12,9 +12,8 @@ from camshaft.distributed.data.samplers import ExactBatchSampler
 from camshaft.engine.data import length_of
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import EventLike, Events, RemovableEventHandle
-from camshaft.errors import described
 from camshaft.handlers.param_scheduler.base import SteppedScheduler
-from camshaft.handlers.utils import check_callable
+from camshaft.handlers.utils import check_callable, check_type
 
 
 class BatchSizeScheduler(SteppedScheduler):
@@ -62,8 +61,7 @@ class BatchSizeScheduler(SteppedScheduler):
         adapt_epoch_length: bool = False,
     ) -> None:
         super().__init__("batch_size", save_history)
-        if not isinstance(dataloader, DataLoader):
-            raise TypeError(f"dataloader must be a DataLoader, got {described(dataloader)}")
+        check_type("dataloader", dataloader, DataLoader, "a DataLoader")
         check_callable("scheduler_fn", scheduler_fn)
         sampler: Any = dataloader.batch_sampler
         if not isinstance(sampler, BatchSampler) or not isinstance(getattr(sampler, "batch_size", None), Integral):

@@ -6,6 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from numbers import Integral
+from types import NoneType
 from typing import Any
 
 from torch.optim import lr_scheduler as native
@@ -15,7 +16,7 @@ from camshaft.engine.engine import Engine
 from camshaft.errors import described
 from camshaft.handlers.param_scheduler.base import ParamScheduler, as_list, plain, rows_of, unchanged
 from camshaft.handlers.param_scheduler.torch_schedulers import LRScheduler, ignite_torch_state
-from camshaft.handlers.utils import check_entries, check_sequence, integer, number
+from camshaft.handlers.utils import check_entries, check_sequence, check_type, integer, number
 
 
 class ParamGroupScheduler(Serializable):
@@ -49,10 +50,7 @@ class ParamGroupScheduler(Serializable):
     _state_dict_all_req_keys = ("schedulers",)
 
     def __init__(
-        self,
-        schedulers: Sequence[ParamScheduler],
-        names: Sequence[str] | None = None,
-        save_history: bool = False,
+        self, schedulers: Sequence[ParamScheduler], names: Sequence[str] | None = None, save_history: bool = False
     ) -> None:
         _check_group(schedulers)
         self.schedulers = list(schedulers)
@@ -117,7 +115,16 @@ class ParamGroupScheduler(Serializable):
         names = [name for name, _ in state_dict["schedulers"]]
         if names != self.names:
             raise ValueError(f"state_dict must be of schedulers with the names {self.names}, got {names}")
-        _load_all(self.schedulers, [state for _, state in state_dict["schedulers"]])
+        before = self.state_dict()
+        try:
+            self._restore(state_dict)
+        except BaseException:
+            self._restore(before)
+            raise
+
+    def _restore(self, state_dict: Mapping[str, Any]) -> None:
+        for scheduler, (_, state) in zip(self.schedulers, state_dict["schedulers"], strict=True):
+            scheduler.load_state_dict(state)
 
     @classmethod
     def simulate_values(cls, num_events: int, schedulers: Sequence[ParamScheduler], **kwargs: Any) -> list[list[Any]]:
@@ -161,8 +168,10 @@ class ConcatScheduler(ParamScheduler):
     [0.0, 0.5, 1.0, 0.5, 1.0, 0.5]
     """
 
-    _own_keys = (*ParamScheduler._state_dict_all_req_keys, "durations", "_current_duration", "_scheduler_index")
-    _state_dict_all_req_keys = (*_own_keys, "schedulers")
+    _state_dict_all_req_keys = (
+        *ParamScheduler._state_dict_all_req_keys,
+        *("durations", "_current_duration", "_scheduler_index", "schedulers"),
+    )
 
     def __init__(
         self,
@@ -217,25 +226,12 @@ class ConcatScheduler(ParamScheduler):
     def _columns(self) -> list[Any]:
         return self._written()
 
-    def state_dict(self) -> OrderedDict[str, Any]:
-        """Return a copy of what the next values depend on, including the states of the schedulers."""
-        saved = OrderedDict((name, getattr(self, name)) for name in self._own_keys)
-        saved["durations"] = list(self.durations)
-        saved["schedulers"] = [scheduler.state_dict() for scheduler in self.schedulers]
-        return saved
-
     def _from_ignite(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         index, left = state_dict["_scheduler_index"], state_dict["_current_duration"]
         durations = state_dict["durations"]
         is_last = index == len(durations)  # whose calls are counted down from -1 there
         calls = sum(durations[:index]) + (-1 - left if is_last else durations[index] - left)
         return {**state_dict, "event_index": calls, "_current_duration": -1 if is_last else left}
-
-    def _restore(self, state_dict: Mapping[str, Any]) -> None:
-        _load_all(self.schedulers, state_dict["schedulers"])
-        for name in self._own_keys:
-            setattr(self, name, state_dict[name])
-        self.durations = list(self.durations)
 
     @classmethod
     def simulate_values(  # type: ignore[override]  # takes schedulers instead of arguments
@@ -312,13 +308,10 @@ def create_lr_scheduler_with_warmup(
     >>> values
     [[0, 0.0], [1, 0.5], [2, 1.0], [3, 0.5], [4, 0.25]]
     """
-    if not isinstance(lr_scheduler, (ParamScheduler, native.LRScheduler)):
-        raise TypeError(
-            f"lr_scheduler must be a ParamScheduler or one of torch.optim.lr_scheduler, got {described(lr_scheduler)}"
-        )
+    kinds = (ParamScheduler, native.LRScheduler)
+    check_type("lr_scheduler", lr_scheduler, kinds, "a ParamScheduler or one of torch.optim.lr_scheduler")
     duration = integer("warmup_duration", warmup_duration, least=2)
-    if output_simulated_values is not None and not isinstance(output_simulated_values, list):
-        raise TypeError(f"output_simulated_values must be a list, got {output_simulated_values!r}")
+    check_type("output_simulated_values", output_simulated_values, (list, NoneType), "a list")
     start = number("warmup_start_value", warmup_start_value)
     main = lr_scheduler if isinstance(lr_scheduler, ParamScheduler) else LRScheduler(lr_scheduler)
     ends = main._written()
@@ -404,24 +397,6 @@ def _are_close(ends: list[Any], firsts: list[Any]) -> bool:
     return all(math.isclose(end, first, rel_tol=1e-6) for end, first in zip(ends, firsts, strict=True))
 
 
-def _load_all(schedulers: Sequence[Any], states: Sequence[Any]) -> None:
-    """Load states into schedulers: all of them or none.
-
-    Raises:
-        ValueError: one does not fit.
-    """
-    if len(schedulers) != len(states):
-        raise ValueError(f"state_dict must be of {len(schedulers)} schedulers, got {len(states)}")
-    before = [scheduler.state_dict() for scheduler in schedulers]
-    try:
-        for scheduler, state in zip(schedulers, states, strict=True):
-            scheduler.load_state_dict(state)
-    except BaseException:
-        for scheduler, state in zip(schedulers, before, strict=True):
-            scheduler.load_state_dict(state)
-        raise
-
-
 def _described(scheduler: Any) -> str:
     return described(scheduler) + ("; wrap it in LRScheduler" if isinstance(scheduler, native.LRScheduler) else "")
 
@@ -436,8 +411,7 @@ def _check_group(schedulers: Any) -> None:
 
 
 def _checked_names(names: Any, count: int) -> list[str]:
-    if not isinstance(names, (list, tuple)):
-        raise TypeError(f"names must be a list or a tuple, got {described(names)}")
+    check_type("names", names, (list, tuple), "a list or a tuple")
     if not all(isinstance(name, str) for name in names):
         raise ValueError(f"names must hold strings, got {names!r}")
     if len(names) != count:
@@ -455,8 +429,7 @@ def _checked_durations(schedulers: Any, durations: Any) -> list[int]:
             )
     if len(schedulers) < 2:
         raise ValueError(f"schedulers must hold at least two, got {len(schedulers)}")
-    if not isinstance(durations, (list, tuple)):
-        raise TypeError(f"durations must be a list or a tuple, got {described(durations)}")
+    check_type("durations", durations, (list, tuple), "a list or a tuple")
     if len(durations) != len(schedulers) - 1:
         raise ValueError(
             f"durations must hold one for each scheduler but the last, {len(schedulers) - 1}, got {len(durations)}"

@@ -10,9 +10,8 @@ from numbers import Integral
 from typing import Any, ClassVar
 
 from camshaft.engine.engine import Engine
-from camshaft.errors import described
 from camshaft.handlers.param_scheduler.base import ParamScheduler
-from camshaft.handlers.utils import check_sequence, integer, number
+from camshaft.handlers.utils import check_sequence, check_type, integer, number
 
 
 class CyclicalScheduler(ParamScheduler):
@@ -220,8 +219,7 @@ def split_milestones(milestones_values: Any) -> tuple[list[int], list[float]]:
     for pair in milestones_values:
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ValueError(f"milestones_values must hold tuples (milestone, value), got {pair!r}")
-        if not isinstance(pair[0], Integral):
-            raise TypeError(f"a milestone must be an integer, got {described(pair[0])}")
+        check_type("a milestone", pair[0], Integral, "an integer")
     milestones = [int(milestone) for milestone, _ in milestones_values]
     if any(earlier > later for earlier, later in pairwise(milestones)):
         raise ValueError(f"the milestones of milestones_values must be sorted, got {milestones}")

@@ -13,7 +13,6 @@ from torch.optim import lr_scheduler as native
 
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import EventLike, Events, RemovableEventHandle
-from camshaft.errors import described
 from camshaft.handlers.param_scheduler.base import (
     ParamScheduler,
     no_step_warnings,
@@ -22,7 +21,7 @@ from camshaft.handlers.param_scheduler.base import (
     unchanged,
     write,
 )
-from camshaft.handlers.utils import check_text, number
+from camshaft.handlers.utils import check_text, check_type, number
 
 
 class LRScheduler(ParamScheduler):
@@ -61,8 +60,7 @@ class LRScheduler(ParamScheduler):
                 "lr_scheduler must not be a ReduceLROnPlateau, which needs a metric to step: use "
                 "ReduceLROnPlateauScheduler(optimizer, metric_name, ...)"
             )
-        if not isinstance(lr_scheduler, native.LRScheduler):
-            raise TypeError(f"lr_scheduler must be one of torch.optim.lr_scheduler, got {described(lr_scheduler)}")
+        check_type("lr_scheduler", lr_scheduler, native.LRScheduler, "one of torch.optim.lr_scheduler")
         super().__init__(lr_scheduler.optimizer, "lr", save_history)
         self.lr_scheduler = lr_scheduler
         self._steps_from = 0 if use_legacy else 1
@@ -78,8 +76,8 @@ class LRScheduler(ParamScheduler):
     def _apply(self, engine: Engine[Any, Any] | None) -> None:
         # Many schedulers compute the next rates from those in the groups, which a warm-up may have overwritten.
         scheduler, groups = self.lr_scheduler, self.optimizer.param_groups
-        rates = scheduler.get_last_lr()
-        if rates is not None:
+        first, rates = groups[0], scheduler._last_lr
+        if rates is not None and (len(groups) > 1 or first["lr"] is not rates[0]):
             for group, rate in zip(groups, rates):  # noqa: B905  # the step checks the lengths
                 if group["lr"] is not rate:
                     write(group, "lr", rate)
@@ -93,21 +91,20 @@ class LRScheduler(ParamScheduler):
         # torch's step() without its warnings and the deprecated argument, which take most of its time
         scheduler._step_count += 1
         scheduler._get_lr_called_within_step = True
+        scheduler.last_epoch += 1
         try:
-            scheduler.last_epoch += 1
             rates = scheduler._last_lr = scheduler.get_lr()
         finally:
             scheduler._get_lr_called_within_step = False
         if len(rates) != len(groups):
             raise ValueError(f"lr_scheduler must be made for {len(groups)} parameter groups, got {len(rates)} rates")
-        for group, rate in zip(groups, rates):  # noqa: B905  # checked
-            if type(rate) is float and type(group["lr"]) is float:
-                group["lr"] = rate
-            else:
-                self._write(list(rates))
-                last = [group["lr"] for group in groups]  # tensors are copied, as they may be changed in place
-                scheduler._last_lr = [one.clone() if isinstance(one, Tensor) else one for one in last]
-                break
+        if len(groups) == 1 and (first["lr"] is rates[0] or type(first["lr"]) is type(rates[0]) is float):
+            first["lr"] = rates[0]  # without a loop, whose start takes as long as all of this
+            return
+        self._write(rates)
+        if not all(type(rate) is float for rate in rates):
+            last = [group["lr"] for group in groups]  # tensors are copied, as they may be changed in place
+            scheduler._last_lr = [one.clone() if isinstance(one, Tensor) else one for one in last]
 
     def get_param(self) -> Any:
         """Return the current rate, or a list of rates if there are several groups."""

@@ -57,8 +57,9 @@ def test_rank_0_does_not_stay_for_ever():
 
 
 def test_a_lost_store_is_reported():
-    first = BatchCounts(mock.Mock(spec=dist.HashStore, **{"check.side_effect": dist.DistNetworkError("gone")}), 0, 2, 8)
-    first._store.timeout = timedelta(seconds=1)
+    first = BatchCounts(
+        mock.Mock(spec=dist.HashStore, **{"add.side_effect": [1, dist.DistNetworkError("gone")]}), 0, 2, 8
+    )
     first.report(BatchCount(1))
     with pytest.raises(RankDivergenceError, match="the process that holds the store of this run has ended"):
         first.collect()

@@ -32,11 +32,10 @@ from camshaft.distributed.data.augmentation import (
     SeededLoader,
     fetches_batches,
     is_ready,
-    mixed,
     preserved_generators,
     seed_generators,
 )
-from camshaft.distributed.data.permutation import key_of, random_bits
+from camshaft.distributed.data.permutation import key_of, mixed
 from camshaft.engine.deterministic import ReproducibleBatchSampler, update_dataloader
 from camshaft.seeding import capture_random_state, manual_seed
 
@@ -498,13 +497,6 @@ def test_what_holds_its_samples_is_left_to_torch(monkeypatch, dataset, ready):
 )
 def test_who_fetches_whole_batches(dataset, whole):
     assert fetches_batches(dataset) is whole
-
-
-def test_numbers_are_mixed_as_elsewhere():
-    key, numbers = 0xFEDCBA9876543210, [0, 1, -1, 2**62, -(2**63)]
-    assert [mixed(key, number) for number in numbers] == [
-        bits % 2**64 for bits in random_bits(key, torch.tensor(numbers)).tolist()
-    ]
 
 
 @pytest.mark.parametrize("change", [lambda data: data.append(10), lambda data: data.pop()])

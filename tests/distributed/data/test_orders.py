@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from camshaft.distributed.data import orders
+from camshaft.distributed.data import permutation
 from camshaft.distributed.data.orders import Order, Sequential, Shuffled, ShuffledWindows, Weighted
 from camshaft.distributed.data.permutation import BLOCK, LARGEST, SORTED
 from tests.distributed.data.chance import histogram, looks_random
@@ -177,7 +177,7 @@ def test_also_the_ends_of_chance_hit_a_sample_that_has_a_weight(
     bits: int, weight: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = Weighted([0.0, weight, 0.0, 0.0])
-    monkeypatch.setattr(orders, "random_bits", lambda key, positions: torch.full_like(positions, bits))
+    monkeypatch.setattr(permutation, "random_bits", lambda key, positions: torch.full_like(positions, bits))
     assert epoch_of(order).tolist() == [1, 1, 1, 1]
 
 

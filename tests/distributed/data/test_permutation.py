@@ -19,6 +19,7 @@ from camshaft.distributed.data.permutation import (
     FeistelNetwork,
     Permutation,
     key_of,
+    mixed,
     random_bits,
     shifted_right,
     signed,
@@ -35,6 +36,13 @@ SEEDS = [0, 1, -1, 2, 10, 16, 2**32, 2**63, -(2**63), 2**64, 2**64 + 1, -(2**64)
 def test_the_numbers_are_those_of_splitmix() -> None:
     bits = random_bits(1234567, torch.arange(1, 6))
     assert [number % 2**64 for number in bits.tolist()] == SPLITMIX
+
+
+def test_one_number_without_tensors_is_the_same() -> None:
+    key, numbers = 0xFEDCBA9876543210, [0, 1, -1, 2**62, -(2**63)]
+    assert [mixed(key, number) for number in numbers] == [
+        bits % 2**64 for bits in random_bits(key, torch.tensor(numbers)).tolist()
+    ]
 
 
 def test_a_tensor_of_keys_is_as_each_key_alone() -> None:
@@ -233,21 +241,6 @@ def test_a_device_or_a_type_that_is_the_default_changes_nothing() -> None:
 def test_a_number_of_elements_that_cannot_be_is_refused(n: int, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         Permutation(n, 0)
-
-
-@pytest.mark.parametrize(
-    ("positions", "error", "message"),
-    [
-        (torch.tensor([0, 5]), ValueError, r"positions must be in \[0, 5\), got from 0 to 5"),
-        (torch.tensor([-1, 4]), ValueError, r"positions must be in \[0, 5\), got from -1 to 4"),
-        (torch.tensor([0], dtype=torch.int32), TypeError, "positions must be an int64 tensor of one dimension"),
-        (torch.tensor([[0]]), TypeError, "positions must be an int64 tensor of one dimension"),
-        ([0], TypeError, r"positions must be an int64 tensor of one dimension, got \[0\]"),
-    ],
-)
-def test_positions_that_cannot_be_are_refused(positions: Tensor, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        Permutation(5, 0)(positions)
 
 
 # From here on: is it random? Seeds are fixed, so a test that passes once passes always.

@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import camshaft.distributed as idist
 from camshaft.distributed.backends.native.backend import NativeBackend
-from camshaft.distributed.context import current
 from camshaft.distributed.coordination import batch_counts
 from camshaft.distributed.coordination.batch_counts import BatchCounts
 from camshaft.distributed.data import read_ahead
 from camshaft.distributed.data.read_ahead import end_together, prefetch_to_device
+from camshaft.distributed.run import current
 from camshaft.errors import RankDivergenceError
 from camshaft.types import Stateful
 from tests.ranks import on_ranks

@@ -19,8 +19,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-import camshaft.distributed
-from camshaft.distributed import DistributedProxySampler
+from camshaft.distributed import DistributedProxySampler, auto
 from camshaft.distributed.data import ExactBatchSampler, Sequential, Shuffled, ShuffledWindows
 from tests.distributed.test_ranks import at_rank
 
@@ -540,7 +539,7 @@ def test_rank_and_number_of_ranks_are_those_of_the_context():
     assert list(sampler) == [2, 6, 0]
     assert list(DistributedProxySampler(SequentialSampler(range(3)))) == [0, 1, 2]
     assert isinstance(sampler, DistributedSampler)
-    assert camshaft.distributed.auto.DistributedProxySampler is DistributedProxySampler
+    assert auto.DistributedProxySampler is DistributedProxySampler
 
 
 class EndlessSampler(Sampler):

@@ -1,10 +1,9 @@
-"""Save in a loop, be killed, look at what is left, and again; a program of its own, so that it can fork.
+"""Save in a loop, get killed, check what is left, and repeat; a separate program, so that it can fork.
 
     python kill_loop.py FOLDER KILLS MODE
 
-MODE is `waiting` or `background`. Prints for each kill what was reported saved last and the step from which one can
-go on, and ends with an error when a file that can be seen is not whole, or when one goes on from an older step than
-the one that was reported saved.
+MODE is `waiting` or `background`. Prints for each kill the step that was last reported as saved and the step that the
+run resumes from. Fails if a visible file is incomplete, or if the run resumes from an older step than the reported one.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ class Weights:
         self.weights.copy_(state["weights"])
 
 
-def save_for_ever(folder: Path, weights: Weights, report: int, background: bool) -> None:
+def save_forever(folder: Path, weights: Weights, report: int, background: bool) -> None:
     first = weights.step
 
     def step(engine: Engine, batch: int) -> None:
         weights.step = first + batch
-        weights.weights.fill_(weights.step)  # also while the step before is being saved
+        weights.weights.fill_(weights.step)  # also while the previous step is being saved
 
     engine = Engine(step)
     saver = DiskSaver(folder, require_empty=False)
@@ -53,20 +52,20 @@ def save_for_ever(folder: Path, weights: Weights, report: int, background: bool)
     )
     engine.add_event_handler(Events.ITERATION_COMPLETED(every=2 if background else 1), checkpoint)
 
-    def tell() -> None:
+    def send_report() -> None:
         os.write(report, f"{checkpoint.state_dict()['_saved'][-1][0]}\n".encode())
 
-    engine.add_event_handler(Checkpoint.SAVED_CHECKPOINT, tell)
+    engine.add_event_handler(Checkpoint.SAVED_CHECKPOINT, send_report)
     engine.run(range(1, 10_000))
 
 
 def kill_while_saving(folder: Path, weights: Weights, patience: float, background: bool) -> int:
-    """Let a child save, kill it a moment after its first report, and give the last step that it reported."""
+    """Let a child save, kill it shortly after its first report, and return the last step that it reported."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reader)
-        save_for_ever(folder, weights, writer, background)
+        save_forever(folder, weights, writer, background)
     os.close(writer)
     heard = os.read(reader, 100)
     time.sleep(patience)
@@ -79,7 +78,7 @@ def kill_while_saving(folder: Path, weights: Weights, patience: float, backgroun
 
 
 def check_all(folder: Path) -> None:
-    """Check that every file that can be seen is whole."""
+    """Check that every visible file is complete."""
     for path in folder.glob("*.pt"):
         content = torch.load(path, weights_only=True)
         assert path.name == f"w_{content['step']}.pt"
@@ -95,10 +94,12 @@ def main(folder: Path, kills: int, mode: str) -> None:
         reported = kill_while_saving(folder, weights, chance.uniform(0, 0.03), mode == "background")
         check_all(folder)
         with warnings.catch_warnings():
-            # A save that was cut off between its entry in the manifest and its name is named, and no loss.
+            # A save that was killed between its manifest entry and the rename is reported, and loses nothing.
             warnings.filterwarnings("ignore", message=r".*its save was interrupted")
             assert Checkpoint.resume({"w": weights}, folder) is not None
-        assert weights.step >= reported, f"step {reported} was reported saved, but {weights.step} is the newest whole"
+        assert weights.step >= reported, (
+            f"step {reported} was reported as saved, but {weights.step} is the newest complete one"
+        )
         print(reported, weights.step)
         for path in sorted(folder.glob("*.pt"), key=lambda path: path.stat().st_mtime_ns)[:-3]:
             path.unlink()  # each child keeps two files of its own

@@ -1,4 +1,4 @@
-"""Saving in the background."""
+"""Saving in the background: the copy of the state, one save at a time, and what the engine waits for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.ranks import on_ranks
 
 
 class Gate(DiskSaver):
-    """Saves when it is opened."""
+    """A DiskSaver that blocks until it is opened."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -51,7 +51,7 @@ def background(to_save, saver, **options):
 # --- the copy ----------------------------------------------------------------------------------------------
 
 
-def test_the_run_goes_on_while_it_is_saved_and_changes_nothing_of_what_is_saved(tmp_path):
+def test_the_run_continues_during_a_save_without_changing_the_saved_state(tmp_path):
     model = nn.Linear(2, 2)
     nn.init.constant_(model.weight, 1.0)
     saver = Gate(tmp_path)
@@ -73,7 +73,7 @@ def test_the_run_goes_on_while_it_is_saved_and_changes_nothing_of_what_is_saved(
     assert saver.threads != [threading.current_thread()]
 
 
-def test_memory_that_tensors_share_is_copied_once_and_shared_in_the_copy():
+def test_shared_memory_is_copied_once_and_shared_in_the_copy():
     weight = torch.arange(6.0)
     state = {
         "a": weight,
@@ -94,7 +94,7 @@ def test_memory_that_tensors_share_is_copied_once_and_shared_in_the_copy():
     assert copied["rest"][1:] == ["text", None]
 
 
-def test_the_memory_is_used_again():
+def test_host_memory_is_reused():
     staging = StateCopier()
     first, _ = staging.copy({"a": torch.ones(1000), "b": torch.ones(10)})
     place = first["a"].data_ptr()
@@ -125,7 +125,7 @@ states = st.recursive(
 
 
 @given(state=states)
-def test_a_copy_is_saved_as_the_state_itself_would_be(state):
+def test_a_copy_equals_the_state(state):
     copied, finish = StateCopier().copy(state)
     finish()
     same(copied, state)
@@ -149,17 +149,17 @@ def same(one, other):
         assert one == other
 
 
-def test_the_state_of_a_module_keeps_what_else_it_knows(tmp_path):
+def test_the_copied_state_of_a_module_keeps_its_metadata(tmp_path):
     model = nn.BatchNorm1d(2)
     copied, _ = StateCopier().copy(model.state_dict())
     assert type(copied) is type(model.state_dict())
     assert copied._metadata == model.state_dict()._metadata
 
 
-# --- one at a time -----------------------------------------------------------------------------------------
+# --- one save at a time -----------------------------------------------------------------------------------------
 
 
-def test_the_next_save_waits_for_the_one_before(tmp_path):
+def test_the_next_save_waits_for_the_previous_one(tmp_path):
     saver = Gate(tmp_path)
     checkpoint = background({"part": Part()}, saver, n_saved=None)
     checkpoint(at(1))
@@ -169,7 +169,7 @@ def test_the_next_save_waits_for_the_one_before(tmp_path):
     assert checkpoint.state_dict()["_saved"] == [(1, "part_1.pt"), (2, "part_2.pt")]
 
 
-def test_or_it_is_skipped(tmp_path):
+def test_with_when_busy_skip_the_next_save_is_skipped(tmp_path):
     saver = Gate(tmp_path)
     checkpoint = background({"part": Part()}, saver, n_saved=None, when_busy="skip")
     checkpoint(at(1))
@@ -181,7 +181,7 @@ def test_or_it_is_skipped(tmp_path):
     assert names(tmp_path) == ["part_1.pt", "part_3.pt"]
 
 
-def test_the_old_file_goes_when_the_new_one_is_there(tmp_path):
+def test_the_old_file_is_removed_after_the_new_one_is_saved(tmp_path):
     saver = Gate(tmp_path)
     checkpoint = background({"part": Part()}, saver)
     saver.opened.set()
@@ -195,10 +195,10 @@ def test_the_old_file_goes_when_the_new_one_is_there(tmp_path):
     assert names(tmp_path) == ["part_2.pt"]
 
 
-# --- what the engine does about it -------------------------------------------------------------------------
+# --- on an engine -------------------------------------------------------------------------
 
 
-def test_the_event_fires_when_it_is_saved_and_at_the_latest_before_the_run_ends(tmp_path):
+def test_the_event_fires_after_the_save_and_before_the_run_ends(tmp_path):
     saver = Gate(tmp_path)
     checkpoint = background({"part": Part()}, saver)
     engine = Engine(lambda engine, batch: saver.opened.set() if batch == 2 else None)
@@ -214,7 +214,7 @@ def test_the_event_fires_when_it_is_saved_and_at_the_latest_before_the_run_ends(
     assert not engine.has_event_handler(checkpoint._background.settle)
 
 
-def test_when_it_fails_the_run_fails_at_the_next_event(tmp_path, caplog):
+def test_a_failed_save_fails_the_run_at_the_next_iteration(tmp_path, caplog):
     saver = Broken(tmp_path)
     checkpoint = background({"part": Part()}, saver)
 
@@ -240,7 +240,7 @@ def test_when_it_fails_the_run_fails_at_the_next_event(tmp_path, caplog):
     assert not engine.has_event_handler(checkpoint._background.settle)
 
 
-def test_a_failure_at_the_end_of_the_run_is_not_lost(tmp_path):
+def test_a_failure_at_the_end_of_the_run_is_raised(tmp_path):
     saver = Broken(tmp_path)
     saver.opened.set()
     engine = Engine(lambda engine, batch: None)
@@ -249,7 +249,7 @@ def test_a_failure_at_the_end_of_the_run_is_not_lost(tmp_path):
         engine.run(range(2))
 
 
-def test_an_error_of_the_run_itself_is_the_one_that_is_raised_and_the_save_ends_all_the_same(tmp_path):
+def test_an_error_of_the_run_takes_precedence_and_the_save_still_completes(tmp_path):
     saver = Gate(tmp_path)
     checkpoint = background({"part": Part()}, saver)
 
@@ -267,7 +267,7 @@ def test_an_error_of_the_run_itself_is_the_one_that_is_raised_and_the_save_ends_
     assert not engine.has_event_handler(checkpoint._background.settle)
 
 
-def test_on_an_evaluator_the_trainer_goes_on_and_waits_before_it_ends(tmp_path):
+def test_on_an_evaluator_the_trainer_continues_and_waits_before_it_ends(tmp_path):
     saver = Gate(tmp_path)
     checkpoint = background({"part": Part()}, saver, score_function=lambda engine: trainer.state.epoch, n_saved=None)
     evaluator = Engine(lambda engine, batch: None)
@@ -289,7 +289,7 @@ def test_on_an_evaluator_the_trainer_goes_on_and_waits_before_it_ends(tmp_path):
 
 
 @pytest.mark.parametrize("event", [Events.COMPLETED, Events.TERMINATE])
-def test_what_begins_at_the_end_of_a_run_is_waited_for_at_once(tmp_path, event):
+def test_a_save_that_starts_at_the_end_of_a_run_is_awaited_at_once(tmp_path, event):
     saver = Broken(tmp_path)
     saver.opened.set()
     engine = Engine(lambda engine, batch: engine.terminate())
@@ -298,7 +298,7 @@ def test_what_begins_at_the_end_of_a_run_is_waited_for_at_once(tmp_path, event):
         engine.run(range(2))
 
 
-def test_at_its_exit_the_process_waits(tmp_path):
+def test_the_process_waits_at_exit(tmp_path):
     program = f"""
 import time, torch
 from camshaft.engine import Engine
@@ -316,19 +316,19 @@ checkpoint(engine)
     assert names(tmp_path) == ["model_1.pt"]
 
 
-def test_a_model_checkpoint_saves_in_the_background_too(tmp_path):
+def test_a_model_checkpoint_saves_in_the_background(tmp_path):
     checkpoint = ModelCheckpoint(tmp_path, asynchronous=True)
     checkpoint(at(1), {"part": Part(3)})
     assert checkpoint.last_checkpoint == tmp_path / "part_1.pt"
     assert load(tmp_path / "part_1.pt") == {"value": 3}
 
 
-def test_another_choice_is_refused(tmp_path):
+def test_unknown_values_of_when_busy_are_rejected(tmp_path):
     with pytest.raises(ValueError, match="when_busy must be 'wait' or 'skip', got 'drop'"):
         background({"part": Part()}, tmp_path, when_busy="drop")
 
 
-def test_tensors_that_begin_at_one_address_in_storages_of_their_own_are_copied_whole():
+def test_tensors_at_one_address_in_different_storages_are_copied_completely():
     array = numpy.arange(8.0)
     state = {"head": torch.from_numpy(array[:2]), "all": torch.from_numpy(array)}
     copied, finish = StateCopier().copy(state)
@@ -341,7 +341,7 @@ def test_tensors_that_begin_at_one_address_in_storages_of_their_own_are_copied_w
 
 
 @on_ranks(2)
-def test_on_ranks_one_copies_and_writes_and_all_know_the_file(tmp_path):
+def test_one_rank_copies_and_writes_and_all_ranks_know_the_file(tmp_path):
     checkpoint = background({"part": Part(idist.get_rank())}, DiskSaver(tmp_path, save_on_rank=1))
     checkpoint(at(1))
     assert (checkpoint._background._pending is not None) == (idist.get_rank() == 1)
@@ -351,7 +351,7 @@ def test_on_ranks_one_copies_and_writes_and_all_know_the_file(tmp_path):
 
 
 @on_ranks(2)
-def test_where_saves_may_be_skipped_only_the_rank_that_writes_knows(tmp_path):
+def test_if_saves_may_be_skipped_only_the_writing_rank_knows_the_last_checkpoint(tmp_path):
     checkpoint = background({"part": Part()}, DiskSaver(tmp_path), when_busy="skip")
     checkpoint(at(1))
     if idist.get_rank() == 0:

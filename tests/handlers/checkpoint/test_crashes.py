@@ -1,4 +1,4 @@
-"""What a process that is killed while it saves leaves behind."""
+"""What a process that is killed during a save leaves behind."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from camshaft.handlers import Checkpoint, DiskSaver
 from camshaft.handlers.checkpoint.manifest import FOLDER
 from tests.handlers.parts import load
 
-# --- at every moment at which the disk changes -------------------------------------------------------------
+# --- killed at every change of the disk -------------------------------------------------------------
 
 
 class Crashes:
-    """Records what is on the disk at each operation that changes it: what a kill at this moment leaves.
+    """Records the files on disk before each operation that changes them: what a kill at this moment leaves.
 
-    Operations are seen by an audit hook, which every way to them passes, and writes by the file that is written to.
+    An audit hook sees all operations, whoever calls them; writes are seen by the file that is written.
     """
 
     current: Crashes | None = None
@@ -52,7 +52,7 @@ sys.addaudithook(Crashes.hook)
 
 
 class CutOff(io.FileIO):
-    """May be cut off in the middle of what is written first."""
+    """A file whose first write may be interrupted."""
 
     def write(self, data):
         data = memoryview(data).cast("B")
@@ -73,12 +73,12 @@ def crashes(tmp_path, monkeypatch):
 
     monkeypatch.setattr("camshaft.files.open", open_cut_off, raising=False)
     monkeypatch.setattr(Crashes, "current", recorded)
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # which matters when the machine fails
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # only matters if the machine fails
     return recorded
 
 
 class Counted:
-    """Has its step as its state, in more than one place."""
+    """An object whose state is its step, stored twice."""
 
     def __init__(self):
         self.step = 0
@@ -112,7 +112,7 @@ MODES = {
 @pytest.mark.parametrize(
     ("mode", "asynchronous"), [*((mode, False) for mode in MODES), ("two", True), ("one name", True)]
 )
-def test_whenever_the_disk_changes_a_kill_loses_nothing_that_was_saved(tmp_path, crashes, mode, asynchronous):
+def test_a_kill_at_any_disk_change_loses_no_saved_checkpoint(tmp_path, crashes, mode, asynchronous):
     options = MODES[mode]
     engine, checkpoint, _ = job(crashes.folder, asynchronous=asynchronous, **options)
 
@@ -136,7 +136,7 @@ def test_whenever_the_disk_changes_a_kill_loses_nothing_that_was_saved(tmp_path,
 
 
 def checkpoint_step(checkpoint):
-    """Return the newest step of those that the handler keeps."""
+    """Return the newest step that the handler keeps."""
     Crashes.current, current = None, Crashes.current
     steps = [load(path)["counted"]["step"] for path in current.folder.glob("*.pt")]
     Crashes.current = current
@@ -144,7 +144,7 @@ def checkpoint_step(checkpoint):
 
 
 def check_resumes(folder, returned, what, **options):
-    """Check that a job resumes from what was saved, and goes on to save and to prune."""
+    """Check that a job resumes from what was saved, and continues to save and prune."""
     engine, checkpoint, everything = job(folder, **options)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -175,12 +175,12 @@ def run_kills(folder: Path, kills: int, mode: str) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", ["waiting", "background"])
-def test_whenever_a_process_is_killed_one_goes_on_from_what_was_reported_saved(tmp_path, mode):
+def test_a_killed_process_resumes_from_the_last_reported_checkpoint(tmp_path, mode):
     assert len(run_kills(tmp_path, 4, mode)) == 4
 
 
 @pytest.mark.jobs
 @pytest.mark.parametrize("mode", ["waiting", "background"])
 @pytest.mark.parametrize("part", range(4))
-def test_the_same_two_hundred_times(tmp_path, mode, part):
+def test_killed_processes_resume_two_hundred_times(tmp_path, mode, part):
     assert len(run_kills(tmp_path, 50 + part, mode)) == 50 + part  # the number seeds the moments too

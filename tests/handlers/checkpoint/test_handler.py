@@ -1,4 +1,4 @@
-"""Checkpoint: when it saves, what, in which order, and which of the files it keeps."""
+"""Checkpoint and ModelCheckpoint: when they save, what, in which order, and which files they keep."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAN = float("nan")
 
 
 def scored(scores, **options):
-    """Save with these scores, one after the other, and give the handler and where it saved."""
+    """Save with each of these scores, and return the handler and its save handler."""
     memory, scores = Memory(), list(scores)
     options = {"score_function": lambda engine: engine.state.score, **options}
     checkpoint = Checkpoint({"model": Part()}, memory, **options)
@@ -58,7 +58,7 @@ def scored(scores, **options):
         ({"include_self": True, "to_save": MappingProxyType({"model": Part()})}, TypeError, "mutable"),
     ],
 )
-def test_wrong_arguments_are_refused_at_construction(options, error, message):
+def test_invalid_arguments_are_rejected_at_construction(options, error, message):
     with pytest.raises(error, match=message):
         Checkpoint(**{"to_save": {"model": Part()}, "save_handler": Memory(), **options})
 
@@ -75,7 +75,7 @@ def test_the_arguments_are_attributes(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [str, lambda path: path])
-def test_a_path_as_save_handler_is_a_directory_to_make_which_must_be_empty(tmp_path, kind):
+def test_a_path_as_save_handler_is_a_directory_that_is_created_and_must_be_empty(tmp_path, kind):
     checkpoint = Checkpoint({"model": Part()}, kind(tmp_path / "new"))
     assert isinstance(checkpoint.save_handler, DiskSaver)
     checkpoint(at(5))
@@ -89,13 +89,13 @@ def test_the_default_score_is_a_metric_with_a_sign(sign):
     assert Checkpoint.get_default_score_fn("loss", sign)(at(loss=0.5)) == 0.5 * sign
 
 
-def test_another_sign_is_refused():
+def test_other_signs_are_rejected():
     with pytest.raises(ValueError, match="score_sign must be 1 or -1, got 2"):
         Checkpoint.get_default_score_fn("loss", 2)
 
 
 @pytest.mark.parametrize("score", [torch.tensor(0.5), "0.5", None, 1j])
-def test_a_score_that_is_no_real_number_is_refused(score):
+def test_a_score_that_is_not_a_real_number_is_rejected(score):
     with pytest.raises(ValueError, match="score_function must return a real number"):
         scored([score])
 
@@ -119,10 +119,10 @@ def test_without_a_score_the_newest_are_kept():
         ([3, 1, 2], None, False, [(1, "model_1.pt"), (2, "model_2.pt"), (3, "model_3.pt")]),
         ([NAN, 1, NAN], 1, False, [(1, "model_1.pt")]),
         ([-math.inf, NAN, 0.5], 2, False, [(-math.inf, "model_-inf.pt"), (0.5, "model_0.5000.pt")]),
-        ([0.12341, 0.12344], 3, False, [(0.12344, "model_0.1234.pt")]),  # one name, so one file
+        ([0.12341, 0.12344], 3, False, [(0.12344, "model_0.1234.pt")]),  # the same name, so the same file
     ],
 )
-def test_with_a_score_the_best_are_kept_and_nan_is_the_worst(scores, n_saved, ties, kept):
+def test_with_a_score_the_best_are_kept_and_nan_is_worst(scores, n_saved, ties, kept):
     checkpoint, memory = scored(scores, n_saved=n_saved, greater_or_equal=ties)
     assert checkpoint.state_dict() == {"_saved": kept}
     assert set(memory.files) == {name for _, name in kept}
@@ -145,7 +145,7 @@ def test_among_equals_the_newest_is_last():
 
 
 @given(st.lists(st.floats() | st.integers(-5, 5)), st.integers(1, 5), st.booleans())
-def test_the_record_always_holds_the_best_of_all_that_came(priorities, most, ties_win):
+def test_the_record_always_holds_the_best_priorities(priorities, most, ties_win):
     checkpoint, _ = scored(
         priorities,
         n_saved=most,
@@ -166,11 +166,11 @@ def test_a_fixed_name_overwrites_its_one_file():
     assert checkpoint.state_dict() == {"_saved": [(3, "best.pt")]}
 
 
-def test_a_smaller_step_saves_nothing_says_so_and_reset_helps():
+def test_a_smaller_step_saves_nothing_and_warns_until_reset():
     memory = Memory()
     checkpoint = Checkpoint({"model": Part()}, memory)
     checkpoint(at(10))
-    checkpoint(at(10))  # the same step again, as on EPOCH_COMPLETED and COMPLETED, is in order
+    checkpoint(at(10))  # the same step again, as on EPOCH_COMPLETED and COMPLETED, is accepted
     with pytest.warns(UserWarning, match="reset"):
         checkpoint(at(5))
     assert list(memory.files) == ["model_10.pt"]
@@ -183,7 +183,7 @@ def test_a_smaller_step_saves_nothing_says_so_and_reset_helps():
 # --- what is saved, and in which order ---------------------------------------------------------------------
 
 
-def test_the_new_file_is_written_before_the_record_changes_and_the_old_one_is_removed():
+def test_the_new_file_is_written_before_the_record_changes_and_the_old_file_is_removed():
     memory = Memory()
     checkpoint = Checkpoint({"model": Part()}, memory)
     seen = []
@@ -203,7 +203,7 @@ def test_the_new_file_is_written_before_the_record_changes_and_the_old_one_is_re
     assert seen == [("save", []), ("save", ["model_1.pt"]), ("remove", ["model_2.pt"])]
 
 
-def test_a_failed_save_changes_nothing_and_the_next_one_works(tmp_path, monkeypatch):
+def test_a_failed_save_changes_nothing_and_the_next_one_succeeds(tmp_path, monkeypatch):
     checkpoint = Checkpoint({"model": Part(1)}, tmp_path)
     checkpoint(at(1))
 
@@ -220,7 +220,7 @@ def test_a_failed_save_changes_nothing_and_the_next_one_works(tmp_path, monkeypa
     assert names(tmp_path) == ["model_3.pt"]
 
 
-def test_a_recorded_file_that_somebody_deleted_is_not_missed(tmp_path):
+def test_a_recorded_file_that_was_deleted_is_not_an_error(tmp_path):
     checkpoint = Checkpoint({"model": Part()}, tmp_path)
     checkpoint(at(1))
     (tmp_path / "model_1.pt").unlink()
@@ -228,7 +228,7 @@ def test_a_recorded_file_that_somebody_deleted_is_not_missed(tmp_path):
     assert names(tmp_path) == ["model_2.pt"]
 
 
-def test_one_object_is_saved_as_its_state_and_several_by_name_however_nested():
+def test_a_single_object_is_saved_as_its_state_and_several_by_name():
     memory = Memory()
     Checkpoint({"model": Part(1)}, memory)(at())
     Checkpoint({"a": Part(1), "b": {"c": [Part(2), Part(3)]}}, memory)(at())
@@ -236,15 +236,15 @@ def test_one_object_is_saved_as_its_state_and_several_by_name_however_nested():
     assert memory.files["checkpoint_0.pt"] == {"a": {"value": 1}, "b": {"c": [{"value": 2}, {"value": 3}]}}
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch.compile brings that along
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # raised by torch.compile
 @pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile, lambda model: nn.DataParallel(torch.compile(model))])
-def test_modules_are_saved_without_what_they_are_wrapped_in(wrap):
+def test_modules_are_saved_unwrapped(wrap):
     memory = Memory()
     Checkpoint({"model": wrap(linear(2.0))}, memory)(at())
     assert set(memory.files["model_0.pt"]) == {"weight", "bias"}
 
 
-def test_metadata_tell_base_name_score_name_and_priority():
+def test_metadata_hold_base_name_score_name_and_priority():
     memory = Memory()
     Checkpoint({"model": Part()}, memory, "best", score_name="accuracy")(at(accuracy=0.5))
     assert memory.metadata == {"basename": "best_model", "score_name": "accuracy", "priority": 0.5}
@@ -252,7 +252,7 @@ def test_metadata_tell_base_name_score_name_and_priority():
     assert memory.metadata == {"basename": "model", "score_name": None, "priority": 3}
 
 
-def test_a_save_handler_gets_the_metadata_if_it_takes_them_and_is_called_once_also_when_it_raises():
+def test_a_save_handler_gets_metadata_if_it_accepts_them_and_is_called_once_even_if_it_raises():
     calls = []
     Checkpoint({"m": Part()}, lambda checkpoint, filename: calls.append((checkpoint, filename)))(at(1))
     Checkpoint({"m": Part()}, lambda *args: calls.append(args))(at(2))
@@ -267,7 +267,7 @@ def test_a_save_handler_gets_the_metadata_if_it_takes_them_and_is_called_once_al
     assert calls[2:] == ["m_3.pt"]
 
 
-def test_an_exchanged_save_handler_is_looked_at_anew():
+def test_a_replaced_save_handler_is_inspected_again():
     checkpoint = Checkpoint({"m": Part()}, Memory())
     calls = []
     checkpoint.save_handler = lambda checkpoint, filename: calls.append(filename)
@@ -285,7 +285,7 @@ def test_include_self_saves_the_record_with_the_new_entry_in_it():
     assert memory.files["checkpoint_2.pt"]["checkpointer"] == {"_saved": [(2, "checkpoint_2.pt")]}
 
 
-def test_include_self_with_one_object_lies_in_its_saved_state_but_not_in_the_object():
+def test_include_self_with_one_object_is_in_the_saved_state_but_not_in_the_object():
     class Owner(Part):
         def __init__(self):
             self.own = OrderedDict(value=1)
@@ -300,7 +300,7 @@ def test_include_self_with_one_object_lies_in_its_saved_state_but_not_in_the_obj
 
 
 @pytest.mark.parametrize("score", [torch.tensor(0.5).numpy()[()], 0.5, 3])
-def test_a_record_of_any_score_can_be_read_without_running_code(tmp_path, score):
+def test_a_record_of_any_score_loads_with_weights_only(tmp_path, score):
     checkpoint = Checkpoint({"a": Part(1), "b": Part(2)}, tmp_path, score_function=lambda _: score, include_self=True)
     checkpoint(at())
     assert load(checkpoint.last_checkpoint)["checkpointer"] == {"_saved": [(score, checkpoint.last_checkpoint.name)]}
@@ -309,7 +309,7 @@ def test_a_record_of_any_score_can_be_read_without_running_code(tmp_path, score)
 # --- the record --------------------------------------------------------------------------------------------
 
 
-def test_last_checkpoint_is_the_best_a_path_on_disk_and_a_name_elsewhere(tmp_path):
+def test_last_checkpoint_is_the_best_as_a_path_on_disk_and_as_a_name_elsewhere(tmp_path):
     checkpoint = Checkpoint({"m": Part()}, tmp_path, score_name="score", n_saved=3)
     assert checkpoint.last_checkpoint is None
     for score in (1, 3, 2):
@@ -318,7 +318,7 @@ def test_last_checkpoint_is_the_best_a_path_on_disk_and_a_name_elsewhere(tmp_pat
     assert scored([1, 3, 2], n_saved=3)[0].last_checkpoint == "model_3.pt"
 
 
-def test_the_record_survives_saving_and_loading_it():
+def test_the_record_survives_saving_and_loading():
     checkpoint, memory = scored([1, 3, 2], n_saved=2)
     other = Checkpoint({"model": Part()}, memory, n_saved=2, score_function=lambda engine: 9)
     other.load_state_dict(checkpoint.state_dict())
@@ -338,7 +338,7 @@ def test_the_record_survives_saving_and_loading_it():
         ({"_saved": [(1, 2)]}, ValueError),
     ],
 )
-def test_a_record_of_another_form_is_refused_and_changes_nothing(state, error):
+def test_an_invalid_record_is_rejected_and_changes_nothing(state, error):
     checkpoint, _ = scored([1])
     with pytest.raises(error):
         checkpoint.load_state_dict(state)
@@ -348,7 +348,7 @@ def test_a_record_of_another_form_is_refused_and_changes_nothing(state, error):
 # --- on an engine ------------------------------------------------------------------------------------------
 
 
-def test_who_wants_to_know_of_saves_can_say_so_on_any_engine_before_the_first_one():
+def test_the_event_can_be_handled_on_any_engine_before_the_first_save():
     heard = []
     trainer = Engine(lambda engine, batch: None)
     trainer.add_event_handler(Checkpoint.SAVED_CHECKPOINT, lambda engine: heard.append(engine.state.iteration))
@@ -382,7 +382,7 @@ def test_an_evaluator_saves_with_the_epoch_of_the_trainer():
     assert list(memory.files) == ["m_1.pt", "m_2.pt", "m_3.pt"]
 
 
-def test_it_works_on_events_that_hand_something_over():
+def test_it_works_on_events_that_pass_arguments():
     def step(engine, batch):
         if batch == "last":
             engine.terminate_epoch()
@@ -400,7 +400,7 @@ def test_it_works_on_events_that_hand_something_over():
 
 
 @on_ranks(2)
-def test_on_ranks_a_wrapped_model_is_saved_bare_and_a_sharded_optimizer_on_one_rank():
+def test_on_ranks_a_model_is_saved_unwrapped_and_a_sharded_optimizer_on_one_rank():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own module uses what torch deprecates
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -419,7 +419,7 @@ def test_on_ranks_a_wrapped_model_is_saved_bare_and_a_sharded_optimizer_on_one_r
 
 
 @on_ranks(2)
-def test_on_ranks_one_file_is_written_and_every_rank_keeps_the_record(tmp_path):
+def test_one_rank_writes_the_file_and_every_rank_keeps_the_record(tmp_path):
     checkpoint = Checkpoint({"m": Part(torch.distributed.get_rank())}, tmp_path, save_on_rank=1)
     for step in (1, 2):
         checkpoint(at(step))
@@ -429,14 +429,14 @@ def test_on_ranks_one_file_is_written_and_every_rank_keeps_the_record(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../model.pt", "/tmp/model.pt", "a/../../model.pt"])
-def test_a_record_with_files_elsewhere_which_would_be_removed_is_refused(tmp_path, name):
+def test_a_record_with_files_outside_of_the_directory_is_rejected(tmp_path, name):
     checkpoint = Checkpoint({"model": Part()}, tmp_path)
     with pytest.raises(ValueError, match="_saved must be .*: a file name must stay in the directory"):
         checkpoint.load_state_dict({"_saved": [(1, name)]})
     assert checkpoint.state_dict()["_saved"] == []
 
 
-# --- two handlers whose files have the same names -------------------------------------------------------------
+# --- two handlers of the same file -------------------------------------------------------------------------
 
 
 def handler(folder, **options):
@@ -444,7 +444,7 @@ def handler(folder, **options):
 
 
 @pytest.mark.parametrize("options", [{}, {"asynchronous": True}])
-def test_the_second_of_two_is_refused_before_it_writes_anything(tmp_path, options):
+def test_the_second_handler_of_one_file_raises_before_it_writes(tmp_path, options):
     trainer = Engine(lambda engine, batch: None)
     for part in (Part(1), Part(2)):
         checkpoint = Checkpoint({"model": part}, tmp_path, **options)
@@ -463,7 +463,7 @@ def test_other_names_or_directories_are_fine(tmp_path):
     assert names(tmp_path) == ["b_model_2.pt", "c", "model_2.pt"]
 
 
-def test_a_link_to_the_directory_hides_nothing(tmp_path):
+def test_two_handlers_of_one_file_are_detected_through_a_link(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     first, second = handler(tmp_path / "real"), handler(tmp_path / "link")
@@ -480,7 +480,7 @@ def test_a_handler_may_overwrite_its_own_files(tmp_path):
 
 
 @pytest.mark.parametrize("loaded", [True, False])
-def test_a_handler_made_later_goes_on_with_the_files_of_an_earlier_one_that_is_still_there(tmp_path, loaded):
+def test_a_new_handler_takes_over_the_files_of_an_existing_one(tmp_path, loaded):
     first = handler(tmp_path, n_saved=2)
     first(at(1))
     first(at(2))
@@ -492,7 +492,7 @@ def test_a_handler_made_later_goes_on_with_the_files_of_an_earlier_one_that_is_s
     assert names(tmp_path) == (["model_3.pt", "model_4.pt"] if loaded else ["model_1.pt", "model_2.pt", "model_3.pt"])
 
 
-def test_a_handler_that_loads_the_record_of_another_takes_over(tmp_path):
+def test_a_handler_that_loads_the_record_of_another_takes_over_its_files(tmp_path):
     first, second = handler(tmp_path), handler(tmp_path)
     first(at(1))
     second.load_state_dict(first.state_dict())
@@ -501,7 +501,7 @@ def test_a_handler_that_loads_the_record_of_another_takes_over(tmp_path):
     assert names(tmp_path) == ["model_2.pt"]
 
 
-def test_files_of_a_handler_that_is_gone_are_free(tmp_path):
+def test_the_files_of_a_deleted_handler_are_free(tmp_path):
     first, second = handler(tmp_path), handler(tmp_path)
     first(at(1))
     del first
@@ -519,7 +519,7 @@ def test_what_another_handler_has_taken_over_is_not_removed(tmp_path):
     assert second.last_checkpoint.exists()
 
 
-def test_a_name_that_is_no_longer_used_is_free(tmp_path):
+def test_the_name_of_a_removed_file_is_free(tmp_path):
     first, second = handler(tmp_path), handler(tmp_path)
     first(at(1))
     first(at(2))
@@ -529,7 +529,7 @@ def test_a_name_that_is_no_longer_used_is_free(tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"asynchronous": True}])
 @pytest.mark.parametrize("event", [Events.COMPLETED, Events.TERMINATE, Events.EXCEPTION_RAISED, "evaluator"])
-def test_when_the_run_is_over_the_second_of_two_saves_with_a_warning(tmp_path, event, options):
+def test_after_the_run_the_second_handler_of_one_file_saves_with_a_warning(tmp_path, event, options):
     part = Part(1)
     every, last = (handler(tmp_path, n_saved=2, **options) for _ in range(2))
     every.to_save = last.to_save = {"model": part}
@@ -554,13 +554,13 @@ def test_when_the_run_is_over_the_second_of_two_saves_with_a_warning(tmp_path, e
     every(at(9))
     every(at(10))
     assert every.last_checkpoint.exists()
-    assert last.last_checkpoint.exists()  # it is no longer the first one's to prune
+    assert last.last_checkpoint.exists()  # the first handler no longer prunes it
 
 
 # --- ModelCheckpoint ---------------------------------------------------------------------------------------
 
 
-def test_objects_come_as_an_argument_of_the_handler(tmp_path):
+def test_objects_are_an_argument_of_the_handler(tmp_path):
     handler = ModelCheckpoint(tmp_path, "best", n_saved=2)
     assert isinstance(handler, Checkpoint)
     assert handler.last_checkpoint is None
@@ -572,7 +572,7 @@ def test_objects_come_as_an_argument_of_the_handler(tmp_path):
     assert load(handler.last_checkpoint) == {"value": 1}
 
 
-def test_they_may_be_given_by_name_and_differ_between_events(tmp_path):
+def test_objects_may_be_passed_by_name_and_differ_between_events(tmp_path):
     handler = ModelCheckpoint(tmp_path, n_saved=None)
     trainer = Engine(lambda engine, batch: None)
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), handler, to_save={"a": Part()})
@@ -614,7 +614,7 @@ def test_the_order_of_the_arguments_is_part_of_the_interface():
         ({"checkpointer": Part()}, ValueError, "'checkpointer'"),
     ],
 )
-def test_objects_that_cannot_be_saved_are_refused(tmp_path, to_save, error, message):
+def test_objects_that_cannot_be_saved_are_rejected(tmp_path, to_save, error, message):
     with pytest.raises(error, match=message):
         ModelCheckpoint(tmp_path, include_self=True)(at(1), to_save)
 
@@ -626,7 +626,7 @@ def test_without_objects_it_cannot_be_registered(tmp_path):
         at().add_event_handler(Events.EPOCH_COMPLETED, ModelCheckpoint(tmp_path))
 
 
-def test_it_saves_on_an_exception_too(tmp_path):
+def test_a_model_checkpoint_saves_on_an_exception(tmp_path):
     def step(engine, batch):
         raise ValueError("broken")
 
@@ -642,7 +642,7 @@ def test_it_saves_on_an_exception_too(tmp_path):
     assert names(tmp_path) == ["model_1.pt"]
 
 
-def test_there_without_objects_it_says_so_and_the_first_error_is_still_seen(tmp_path):
+def test_on_an_exception_without_objects_it_raises_from_the_first_error(tmp_path):
     trainer = Engine(lambda engine, batch: 1 / 0)
     trainer.add_event_handler(Events.EXCEPTION_RAISED, ModelCheckpoint(tmp_path))
     with pytest.raises(TypeError, match="to_save is missing: register a ModelCheckpoint with its objects") as raised:
@@ -650,7 +650,7 @@ def test_there_without_objects_it_says_so_and_the_first_error_is_still_seen(tmp_
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
 
 
-def test_with_another_save_handler_there_is_no_path_to_give(tmp_path):
+def test_with_another_save_handler_last_checkpoint_raises(tmp_path):
     handler = ModelCheckpoint(tmp_path)
     handler.save_handler = Memory()
     handler(at(1), {"model": Part()})

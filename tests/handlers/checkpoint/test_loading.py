@@ -1,4 +1,4 @@
-"""load_objects and reload_objects: what fits what, and that code in a file is not run."""
+"""load_objects and reload_objects: which states fit, and that code in a file is not run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ load_objects = Checkpoint.load_objects
 
 
 def saved(path, to_save, **options):
-    """Save objects, and give the file."""
+    """Save objects, and return the file."""
     checkpoint = Checkpoint(to_save, DiskSaver(path, require_empty=False), **options)
     checkpoint(at(1))
     return checkpoint.last_checkpoint
@@ -33,7 +33,7 @@ def test_objects_come_back_from_a_path_or_a_mapping(tmp_path, kind):
     assert [new["a"].value, *(part.value for part in (*new["b"]["c"], *new["b"]["d"]))] == [1, 2, 3, 4]
 
 
-def test_what_the_checkpoint_holds_besides_does_not_matter(tmp_path):
+def test_other_contents_of_a_checkpoint_are_ignored(tmp_path):
     part = Part()
     load_objects({"a": part}, saved(tmp_path, {"a": Part(1), "b": Part(2)}))
     assert part.value == 1
@@ -66,7 +66,7 @@ def test_a_checkpoint_of_one_object_is_its_state(tmp_path, to_save, to_load):
         ({"a": Part(), "b": [Part()]}, {"a": {"value": 1}, "b": {0: 1}}, ValueError, r"\['b'\] must be a list"),
     ],
 )
-def test_what_does_not_fit_is_named_and_nothing_is_loaded(to_load, checkpoint, error, message):
+def test_a_mismatch_is_reported_and_nothing_is_loaded(to_load, checkpoint, error, message):
     with pytest.raises(error, match=message):
         load_objects(to_load, checkpoint)
     assert not isinstance(to_load, dict) or getattr(to_load["a"], "value", 0) == 0
@@ -110,16 +110,16 @@ def test_a_module_that_converts_old_states_is_loaded_whatever_their_keys_are():
     assert (weight(model), weight(renamed)) == (2, 3)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch.compile brings that along
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # raised by torch.compile
 @pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile, lambda model: nn.DataParallel(torch.compile(model))])
-def test_modules_are_loaded_within_what_they_are_wrapped_in(tmp_path, wrap):
+def test_wrapped_modules_are_loaded(tmp_path, wrap):
     model = linear(0.0)
     load_objects({"model": wrap(model)}, saved(tmp_path, {"model": linear(2.0)}))
     assert weight(model) == 2
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-def test_the_state_of_a_compiled_module_loads_into_a_plain_one_and_stays_as_it_was():
+def test_the_state_of_a_compiled_module_loads_into_a_plain_one_and_is_unchanged():
     state, model = torch.compile(linear(2.0)).state_dict(), linear(0.0)
     load_objects({"model": model}, {"model": state})
     assert weight(model) == 2
@@ -140,7 +140,7 @@ def test_further_arguments_go_to_modules_only():
     assert weight(model) == 1
 
 
-def test_a_file_is_read_to_the_cpu_unless_told_otherwise(tmp_path, monkeypatch):
+def test_a_file_is_read_to_the_cpu_by_default(tmp_path, monkeypatch):
     asked, load = [], torch.load
     monkeypatch.setattr("torch.load", lambda path, **options: asked.append(options) or load(path, **options))
     file = saved(tmp_path, {"model": linear(1.0)})
@@ -157,7 +157,7 @@ class Bomb:
         return (print, ("boom",))
 
 
-def test_code_in_a_file_is_not_run_and_the_file_is_named(tmp_path, capsys):
+def test_code_in_a_file_is_not_run_and_the_error_names_the_file(tmp_path, capsys):
     torch.save({"model": Bomb()}, tmp_path / "bad.pt")
     with pytest.raises(pickle.UnpicklingError) as raised:
         load_objects({"model": Part()}, tmp_path / "bad.pt")
@@ -166,7 +166,7 @@ def test_code_in_a_file_is_not_run_and_the_file_is_named(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 and no more"])
-def test_a_damaged_file_is_named(tmp_path, content):
+def test_the_error_names_a_damaged_file(tmp_path, content):
     (tmp_path / "bad.pt").write_bytes(content)
     with pytest.raises(DamagedCheckpointError, match=r"bad.pt' cannot be read: "):
         load_objects({"model": Part()}, tmp_path / "bad.pt")
@@ -211,7 +211,7 @@ def test_the_version_of_a_modules_state_survives_taking_the_record_out(tmp_path)
     assert versions == [3]
 
 
-def test_a_state_that_happens_to_have_such_a_key_keeps_it():
+def test_a_state_with_a_key_checkpointer_of_its_own_keeps_it():
     class Own(Part):
         def load_state_dict(self, state):
             self.value = state
@@ -243,7 +243,7 @@ def test_objects_are_reloaded_by_the_components_of_the_name(tmp_path, options, c
     assert part.value == 5
 
 
-def test_reloading_hands_options_on_and_says_what_it_cannot_do(tmp_path):
+def test_reloading_passes_options_and_rejects_invalid_arguments(tmp_path):
     checkpoint = Checkpoint({"model": linear(1.0)}, tmp_path)
     checkpoint(at(1))
     target = nn.Linear(1, 1, bias=False)
@@ -257,10 +257,10 @@ def test_reloading_hands_options_on_and_says_what_it_cannot_do(tmp_path):
         Checkpoint({"model": Part()}, Memory()).reload_objects({"model": Part()}, global_step=1)
 
 
-# --- on a device ---------------------------------------------------------------------------------------------
+# --- optimizers --------------------------------------------------------------------------------------------
 
 
-def test_an_optimizer_takes_its_state_to_where_its_parameters_are(tmp_path):
+def test_an_optimizer_moves_its_state_to_the_device_of_its_parameters(tmp_path):
     model = linear(1.0)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 1)).sum().backward()

@@ -12,7 +12,7 @@ from tests.handlers.parts import Memory, Part, at, names
 
 
 def name(engine, **options):
-    """Give the name under which one call saves."""
+    """Return the name under which a call saves."""
     memory = Memory()
     options = {"to_save": {"model": Part()}, **options}
     Checkpoint(save_handler=memory, **options)(engine)
@@ -47,7 +47,7 @@ ENGINE = {"iteration": 123, "epoch": 4, "accuracy": 0.98765}
         ({"to_save": {"model": Part()}, "include_self": True}, "model_123.pt"),
     ],
 )
-def test_the_default_name_has_the_parts_that_there_are(options, expected):
+def test_the_default_name_has_the_components_that_exist(options, expected):
     assert name(at(**ENGINE), **options) == expected
 
 
@@ -64,7 +64,7 @@ def test_the_default_name_has_the_parts_that_there_are(options, expected):
         (LazyNumber(torch.tensor(0.5)), "0.5000"),
     ],
 )
-def test_integers_stand_in_names_as_they_are_and_other_numbers_with_4_decimals(value, text):
+def test_scores_have_4_decimals_unless_they_are_integers(value, text):
     assert name(at(), score_function=lambda engine: value) == f"model_{text}.pt"
 
 
@@ -77,17 +77,17 @@ def test_integers_stand_in_names_as_they_are_and_other_numbers_with_4_decimals(v
         ("fixed", "fixed"),
     ],
 )
-def test_a_pattern_uses_what_it_names_and_none_for_what_is_absent(pattern, expected):
+def test_a_pattern_renders_absent_components_as_none(pattern, expected):
     assert name(at(**ENGINE), filename_prefix="best", filename_pattern=pattern) == expected
 
 
-def test_a_pattern_with_a_score_has_no_step_unless_it_is_given():
+def test_a_pattern_with_a_score_has_no_step_without_a_transform():
     pattern = "{global_step}_{score_name}_{score}"
     assert name(at(**ENGINE), score_name="accuracy", filename_pattern=pattern) == "None_accuracy_0.9877"
 
 
 @pytest.mark.parametrize("pattern", ["{name}_{epoch}.{ext}", "{}", "{name.real}"])
-def test_a_pattern_with_an_unknown_key_is_refused_at_construction(pattern):
+def test_a_pattern_with_an_unknown_key_is_rejected_at_construction(pattern):
     with pytest.raises(KeyError, match="filename_pattern"):
         Checkpoint({"model": Part()}, Memory(), filename_pattern=pattern)
 
@@ -109,12 +109,12 @@ def test_setup_filename_pattern(options, expected):
 @pytest.mark.parametrize(
     "options", [{"with_score": False, "with_global_step": False, "with_score_name": False}, {"with_score": False}]
 )
-def test_setup_filename_pattern_refuses_parts_that_do_not_fit(options):
+def test_setup_filename_pattern_rejects_invalid_combinations(options):
     with pytest.raises(ValueError, match="with_score"):
         Checkpoint.setup_filename_pattern(**options)
 
 
-def test_a_pattern_whose_format_does_not_fit_is_named():
+def test_the_error_names_a_pattern_whose_format_does_not_fit():
     checkpoint = Checkpoint(
         {"model": Part()}, Memory(), filename_pattern="{name}_{global_step:06d}.{ext}", score_name="a"
     )
@@ -122,27 +122,27 @@ def test_a_pattern_whose_format_does_not_fit_is_named():
         checkpoint(at(1, a=0.5))
 
 
-def test_a_key_that_is_no_text_names_a_file_too():
+def test_a_key_that_is_not_a_string_names_a_file():
     memory = Memory()
     Checkpoint({3: Part()}, memory)(at(1))
     assert list(memory.files) == ["3_1.pt"]
 
 
 @pytest.mark.parametrize("prefix", ["../best", "best/../../x", "/tmp/best", ".."])
-def test_a_prefix_does_not_lead_out_of_the_directory(tmp_path, prefix):
+def test_a_prefix_outside_of_the_directory_is_rejected(tmp_path, prefix):
     with pytest.raises(ValueError, match="filename_prefix must stay in the directory, got"):
         Checkpoint({"part": Part()}, tmp_path, filename_prefix=prefix)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_pattern_leads_to_no_other_directory(tmp_path):
+def test_a_pattern_with_a_folder_is_rejected(tmp_path):
     with pytest.raises(ValueError, match="filename_pattern must be a file name, without a folder"):
         Checkpoint({"part": Part()}, tmp_path, filename_pattern="../{name}.pt")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("pattern", [None, "{filename_prefix}-{name}-{global_step}.pt"])
-def test_a_prefix_may_lead_to_a_folder_that_exists(tmp_path, pattern):
+def test_a_prefix_may_contain_an_existing_folder(tmp_path, pattern):
     (tmp_path / "best").mkdir()
     (tmp_path / "best" / ".camshaft-killed.tmp").write_text("half")
     checkpoint = Checkpoint({"part": Part()}, tmp_path, filename_prefix="best/x", filename_pattern=pattern)
@@ -161,12 +161,12 @@ def test_a_prefix_may_lead_to_a_folder_that_exists(tmp_path, pattern):
     assert names(tmp_path / "best") == [expected.replace("2", "3")]
 
 
-def test_a_folder_that_is_missing_is_reported_at_construction(tmp_path):
+def test_a_missing_folder_of_a_prefix_is_rejected_at_construction(tmp_path):
     with pytest.raises(ValueError, match=r"checkpoints need an existing directory, got '.*best', which does not exist"):
         ModelCheckpoint(tmp_path, "best/x")
 
 
-def test_the_folder_of_a_prefix_must_be_empty_too(tmp_path):
+def test_the_folder_of_a_prefix_must_be_empty(tmp_path):
     (tmp_path / "best").mkdir()
     (tmp_path / "best" / "x_part_1.pt").touch()
     with pytest.raises(ValueError, match=r"best' contains 1 checkpoints, such as x_part_1.pt; .*require_empty=False"):
@@ -182,14 +182,14 @@ def test_handlers_that_share_a_disk_saver_may_share_the_folder_of_a_prefix(tmp_p
     assert names(tmp_path / "best") == ["a_part_1.pt", "b_part_1.pt"]
 
 
-def test_a_prefix_with_a_folder_needs_to_come_first(tmp_path):
+def test_a_pattern_must_start_with_a_prefix_that_contains_a_folder(tmp_path):
     (tmp_path / "best").mkdir()
     with pytest.raises(ValueError, match=r"filename_pattern must start with \{filename_prefix\} if"):
         Checkpoint({"part": Part()}, tmp_path, filename_prefix="best/x", filename_pattern="{name}-{filename_prefix}.pt")
 
 
 @pytest.mark.parametrize("letter", ["p", "\N{LATIN SMALL LETTER E WITH ACUTE}"])
-def test_a_name_that_will_be_too_long_is_refused_at_construction(tmp_path, letter):
+def test_a_name_that_would_become_too_long_is_rejected_at_construction(tmp_path, letter):
     width = len(letter.encode())
     with pytest.raises(
         ValueError,
@@ -203,7 +203,7 @@ def test_a_name_that_will_be_too_long_is_refused_at_construction(tmp_path, lette
     assert len(list(tmp_path.glob("*.pt"))) == 1
 
 
-def test_a_name_that_is_too_long_is_refused_before_anything_is_written(tmp_path):
+def test_a_name_that_is_too_long_is_rejected_before_writing(tmp_path):
     with pytest.raises(
         ValueError, match=r"filename is too long: .* has 242 bytes, and at most 241 are allowed, because its manifest"
     ):
@@ -213,25 +213,25 @@ def test_a_name_that_is_too_long_is_refused_before_anything_is_written(tmp_path)
 
 
 @pytest.mark.parametrize("limit", [0, -1])
-def test_a_file_system_that_reports_no_limit_takes_names_of_the_usual_length(tmp_path, monkeypatch, limit):
+def test_without_a_reported_limit_names_may_have_the_usual_length(tmp_path, monkeypatch, limit):
     monkeypatch.setattr("os.pathconf", lambda *args: limit)
     DiskSaver(tmp_path)({}, "model.pt")
     with pytest.raises(ValueError, match="at most 241 are allowed"):
         DiskSaver(tmp_path, require_empty=False)({}, "m" * 242)
 
 
-def test_a_record_with_nul_in_a_file_name_is_refused(tmp_path):
+def test_a_record_with_nul_in_a_file_name_is_rejected(tmp_path):
     checkpoint = Checkpoint({"part": Part()}, tmp_path)
     with pytest.raises(ValueError, match="a file name must not contain NUL"):
         checkpoint.load_state_dict({"_saved": [(1, "a\0b.pt")]})
 
 
-def test_a_pattern_that_is_none_is_refused_by_name(tmp_path):
+def test_an_invalid_format_string_is_rejected_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"filename_pattern '\{name' is not a format string"):
         Checkpoint({"part": Part()}, tmp_path, filename_pattern="{name")
 
 
-def test_a_score_with_a_slash_in_its_name_is_saved(tmp_path):
+def test_slashes_in_names_of_scores_and_objects_are_replaced(tmp_path):
     engine = Engine(lambda engine, batch: None)
     engine.state.metrics["validation/accuracy"] = 0.5
     checkpoint = Checkpoint({"a/b": Part()}, tmp_path, score_name="validation/accuracy")
@@ -239,7 +239,7 @@ def test_a_score_with_a_slash_in_its_name_is_saved(tmp_path):
     assert checkpoint.last_checkpoint == tmp_path / "a_b_validation_accuracy=0.5000.pt"
 
 
-def test_the_record_of_a_handler_with_another_prefix_is_left_alone(tmp_path):
+def test_files_of_another_prefix_in_a_record_are_left_alone(tmp_path):
     last = Checkpoint({"part": Part()}, DiskSaver(tmp_path), filename_prefix="last")
     with pytest.warns(UserWarning, match=r"the record names \['best_part_1.pt'\], of a handler with another prefix"):
         last.load_state_dict({"_saved": [(1, "best_part_1.pt"), (2, "last_part_2.pt")]})
@@ -254,7 +254,7 @@ def test_a_pattern_without_the_prefix_keeps_its_record(tmp_path):
     assert checkpoint.state_dict() == {"_saved": [(1, "part_1.pt")]}
 
 
-def test_names_of_other_places_than_directories_may_have_slashes():
+def test_names_passed_to_a_function_may_contain_slashes():
     saved = []
     checkpoint = Checkpoint({"part": Part()}, lambda state, name: saved.append(name), filename_prefix="runs/best")
     checkpoint(at(1))

@@ -1,4 +1,4 @@
-"""Going on from the newest whole checkpoint, whatever happened to the files."""
+"""Resuming from the newest complete checkpoint, whatever happened to the files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.ranks import on_ranks
 
 
 def save(folder, *steps, **options):
-    """Save one object at each step, of which the step is the value."""
+    """Save an object at each step, with the step as its value."""
     part = Part()
     saver = DiskSaver(folder, require_empty=False, **options)
     checkpoint = Checkpoint({"part": part, "other": Part()}, saver, n_saved=None)
@@ -53,15 +53,15 @@ def flip_a_bit(path, position):
     path.write_bytes(content)
 
 
-# --- which one ---------------------------------------------------------------------------------------------
+# --- which checkpoint ---------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_loaded_where_nothing_was_saved(tmp_path):
+def test_nothing_is_loaded_from_an_empty_directory(tmp_path):
     assert resume(tmp_path) == (0, None)
     assert resume(tmp_path / "missing") == (0, None)
 
 
-def test_the_newest_counts_not_the_one_with_the_largest_step_or_name(tmp_path):
+def test_the_newest_is_loaded_whatever_its_step_or_name(tmp_path):
     save(tmp_path, 20, 30)
     save(tmp_path, 9)
     assert resume(tmp_path) == (9, file_of(9))
@@ -83,7 +83,7 @@ def test_a_clock_that_goes_backwards_changes_nothing_in_a_folder_of_the_prefix(t
     assert resume(tmp_path / prefix) == (2, "part_2.pt")
 
 
-def test_an_absurd_time_in_an_entry_does_not_spoil_later_ones(tmp_path):
+def test_an_invalid_time_in_an_entry_does_not_affect_later_ones(tmp_path):
     save(tmp_path, 1)
     entry = entry_of(tmp_path, 1)
     entry.write_text(forged(entry.read_text(), "saved_at", 2**63 - 1))
@@ -94,12 +94,12 @@ def test_an_absurd_time_in_an_entry_does_not_spoil_later_ones(tmp_path):
 
 
 def list_file(folder, file):
-    """Let the manifest list a file as it is."""
+    """Add a file to the manifest."""
     size = (folder / file).stat().st_size
     Manifest(folder).write(Entry(file, checksum_of(folder / file), size, saved_at=2**61))
 
 
-def test_a_listed_file_that_cannot_be_loaded_is_named_and_the_one_before_is_taken(tmp_path):
+def test_an_unreadable_listed_file_is_reported_and_the_previous_one_is_used(tmp_path):
     save(tmp_path, 1)
     torch.save({"part": Evil()}, tmp_path / "evil.pt")
     list_file(tmp_path, "evil.pt")
@@ -112,7 +112,7 @@ def test_a_listed_file_that_cannot_be_loaded_is_named_and_the_one_before_is_take
 
 
 @on_ranks(2)
-def test_on_ranks_a_file_that_one_cannot_load_is_passed_over_on_all(tmp_path, monkeypatch):
+def test_a_file_that_one_rank_cannot_load_is_skipped_on_all(tmp_path, monkeypatch):
     if idist.get_rank() == 0:
         save(tmp_path, 1, 2)
     idist.barrier()
@@ -128,7 +128,7 @@ def test_on_ranks_a_file_that_one_cannot_load_is_passed_over_on_all(tmp_path, mo
         assert resume(tmp_path) == (1, file_of(1))
 
 
-def test_files_of_plain_torch_save_without_a_manifest_are_found_too(tmp_path):
+def test_files_of_plain_torch_save_without_a_manifest_are_found(tmp_path):
     torch.save({"part": {"value": 1}}, tmp_path / "checkpoint_1.pt")
     torch.save({"part": {"value": 2}, "other": {"value": 0}}, tmp_path / "checkpoint_2.pt")
     torch.save({"model": {}}, tmp_path / "model_3.pt")
@@ -138,7 +138,7 @@ def test_files_of_plain_torch_save_without_a_manifest_are_found_too(tmp_path):
     assert part.value == 2
 
 
-def test_a_checkpoint_of_other_objects_is_passed_over_and_if_there_is_none_but_such_that_is_said(tmp_path):
+def test_checkpoints_of_other_objects_are_skipped_with_a_warning_if_there_are_no_others(tmp_path):
     save(tmp_path, 1)
     Checkpoint({"best": Part(7)}, DiskSaver(tmp_path, require_empty=False))(at(2))
     assert resume(tmp_path) == (1, file_of(1))
@@ -154,7 +154,7 @@ def test_a_checkpoint_of_one_object_alone(tmp_path):
     assert weight(model) == 3.0
 
 
-def test_the_engine_and_the_record_go_on_too(tmp_path):
+def test_the_engine_and_the_record_resume(tmp_path):
     def make():
         engine = Engine(lambda engine, batch: None)
         checkpoint = Checkpoint(
@@ -171,15 +171,15 @@ def test_the_engine_and_the_record_go_on_too(tmp_path):
     assert Checkpoint.resume(everything, tmp_path).name == file_of(9)
     assert engine.state.epoch == 3
     engine.run(range(3), max_epochs=5)
-    assert names(tmp_path) == [file_of(12), file_of(15)]  # those of the first run were pruned in their turn
+    assert names(tmp_path) == [file_of(12), file_of(15)]  # those of the first run were pruned
 
 
-# --- what may have happened to the files -------------------------------------------------------------------
+# --- damaged files -------------------------------------------------------------------
 
 
 @settings(max_examples=25)
 @given(position=st.integers(0, 10**6))
-def test_whichever_bit_flips_the_one_before_is_taken_and_the_damaged_one_named(tmp_path_factory, position):
+def test_any_flipped_bit_is_reported_and_the_previous_checkpoint_is_used(tmp_path_factory, position):
     folder = tmp_path_factory.mktemp("bits")
     save(folder, 1, 2)
     flip_a_bit(folder / file_of(2), position)
@@ -196,14 +196,14 @@ def test_whichever_bit_flips_the_one_before_is_taken_and_the_damaged_one_named(t
         (lambda path: (path.unlink(), path.mkdir()), "is not a regular file"),
     ],
 )
-def test_a_file_that_was_cut_off_or_is_gone_is_named_and_the_one_before_is_taken(tmp_path, harm, message):
+def test_a_truncated_or_missing_file_is_reported_and_the_previous_one_is_used(tmp_path, harm, message):
     save(tmp_path, 1, 2)
     harm(tmp_path / file_of(2))
     with pytest.warns(UserWarning, match=message):
         assert resume(tmp_path) == (1, file_of(1))
 
 
-def test_when_none_is_whole_that_is_an_error_which_names_each(tmp_path):
+def test_if_no_checkpoint_is_complete_the_error_names_each(tmp_path):
     save(tmp_path, 1, 2)
     flip_a_bit(tmp_path / file_of(1), 100)
     (tmp_path / file_of(2)).unlink()
@@ -214,7 +214,7 @@ def test_when_none_is_whole_that_is_an_error_which_names_each(tmp_path):
 
 
 def break_disk(monkeypatch, ending):
-    """Let the system refuse to look at paths with this ending, as a network mount may for a while."""
+    """Make paths with this ending fail, as a network mount may temporarily do."""
 
     def broken(inner, path, *args, **kwargs):
         if str(path).endswith(ending):
@@ -226,7 +226,7 @@ def break_disk(monkeypatch, ending):
 
 
 @pytest.mark.parametrize("is_listed", [True, False])
-def test_a_file_that_the_disk_does_not_show_for_a_while_does_not_count_as_missing(tmp_path, monkeypatch, is_listed):
+def test_a_temporarily_unreadable_file_does_not_count_as_missing(tmp_path, monkeypatch, is_listed):
     save(tmp_path, 1, 2)
     if not is_listed:
         shutil.rmtree(tmp_path / FOLDER)
@@ -250,7 +250,7 @@ def test_a_directory_that_cannot_be_listed_does_not_count_as_empty(tmp_path, mon
 
 
 @on_ranks(2)
-def test_on_ranks_all_report_a_directory_that_one_cannot_list(tmp_path, monkeypatch):
+def test_all_ranks_report_a_directory_that_one_rank_cannot_list(tmp_path, monkeypatch):
     if idist.get_rank() == 0:
         save(tmp_path, 1)
         break_disk(monkeypatch, FOLDER)
@@ -258,7 +258,7 @@ def test_on_ranks_all_report_a_directory_that_one_cannot_list(tmp_path, monkeypa
         resume(tmp_path)
 
 
-def test_loading_a_damaged_file_by_its_path_is_an_error_too(tmp_path):
+def test_loading_a_damaged_file_by_its_path_is_an_error(tmp_path):
     save(tmp_path, 1)
     flip_a_bit(tmp_path / file_of(1), 300)
     with pytest.raises(DamagedCheckpointError, match=r"checkpoint_1.pt' is damaged"):
@@ -282,7 +282,7 @@ def test_a_file_that_would_run_code_is_not_loaded(tmp_path, monkeypatch):
     assert not (tmp_path / "you_were_here").exists()
 
 
-def test_what_could_not_be_loaded_again_is_told_at_the_first_save(tmp_path):
+def test_the_first_save_warns_if_the_file_cannot_be_loaded_with_weights_only(tmp_path):
     saver = DiskSaver(tmp_path)
     with pytest.warns(UserWarning, match=r"objects of .*parts\.Part; return plain values"):
         saver({"part": Part()}, "a.pt")
@@ -318,7 +318,7 @@ WRONG = {
 
 
 def forged(text, field, value):
-    """Change a field of an entry, and its checksum with it."""
+    """Change a field of an entry, and its checksum."""
     content = {**json.loads(text), field: value}
     del content["checksum_of_entry"]
     return json.dumps({**content, "checksum_of_entry": manifest.checksum_of_entry(content)})
@@ -335,7 +335,7 @@ def harms():
 
 
 @pytest.mark.parametrize("harm", list(harms()))
-def test_an_entry_that_is_malformed_is_named_and_its_checkpoint_is_still_verified(tmp_path, harm):
+def test_a_malformed_entry_is_reported_and_its_checkpoint_is_still_verified(tmp_path, harm):
     save(tmp_path, 1, 2)
     entry = entry_of(tmp_path, 2)
     damaged = harm(entry.read_text())
@@ -359,7 +359,7 @@ def test_an_entry_that_is_malformed_is_named_and_its_checkpoint_is_still_verifie
     assert not list((tmp_path / FOLDER).glob(f"{file_of(2)}.*"))
 
 
-def test_a_damaged_entry_does_not_tell_which_objects_there_are_so_the_file_is_asked(tmp_path):
+def test_with_a_damaged_entry_the_file_decides_which_objects_it_holds(tmp_path):
     save(tmp_path, 1)
     Checkpoint({"best": Part(7)}, DiskSaver(tmp_path, require_empty=False))(at(2))
     (entry,) = (tmp_path / FOLDER).glob("best_2.pt.*")
@@ -369,7 +369,7 @@ def test_a_damaged_entry_does_not_tell_which_objects_there_are_so_the_file_is_as
         assert Checkpoint.resume({"part": part, "other": Part()}, tmp_path).name == file_of(1)
 
 
-def test_files_of_the_manifest_that_are_no_entries_do_not_matter(tmp_path):
+def test_files_in_the_manifest_that_are_not_entries_are_ignored(tmp_path):
     save(tmp_path, 1)
     for name in ("broken.json", "...00000000.json", "..00000000.json", ".json", "notes.txt"):
         (tmp_path / FOLDER / name).write_text("{")
@@ -377,28 +377,28 @@ def test_files_of_the_manifest_that_are_no_entries_do_not_matter(tmp_path):
     assert resume(tmp_path) == (1, file_of(1))
 
 
-# --- beside a trainer that saves and prunes ------------------------------------------------------------------
+# --- while a trainer saves and prunes ------------------------------------------------------------------
 
 
 def interrupt(monkeypatch, act, when):
-    """Act before each look of ``resume`` at the disk for whose number ``when`` holds; return the looks so far."""
-    looks = []
+    """Call ``act`` before accesses of ``resume`` to the disk whose number satisfies ``when``; return the accesses."""
+    accesses = []
     acting = False
 
     def watch(owner, name):
         inner = getattr(owner, name)
 
-        def look(*args, **kwargs):
+        def access(*args, **kwargs):
             nonlocal acting
             if not acting:
-                looks.append(name)
+                accesses.append(name)
                 acting = True
-                if when(len(looks)):
+                if when(len(accesses)):
                     act()
                 acting = False
             return inner(*args, **kwargs)
 
-        monkeypatch.setattr(owner, name, look)
+        monkeypatch.setattr(owner, name, access)
 
     for owner, name in (
         (resuming, "_find"),
@@ -407,14 +407,14 @@ def interrupt(monkeypatch, act, when):
         (resuming, "read_checkpoint"),
     ):
         watch(owner, name)
-    return looks
+    return accesses
 
 
 @pytest.mark.parametrize("pattern", [None, "fixed.pt"])
 @pytest.mark.parametrize("n_saved", [1, 2])
 @pytest.mark.parametrize("first", range(1, 7))
 @pytest.mark.parametrize("count", [1, 2, 10])
-def test_beside_a_trainer_that_prunes_the_newest_is_loaded_without_a_warning(
+def test_while_a_trainer_prunes_the_newest_is_loaded_without_a_warning(
     tmp_path, monkeypatch, pattern, n_saved, first, count
 ):
     part = Part()
@@ -427,11 +427,11 @@ def test_beside_a_trainer_that_prunes_the_newest_is_loaded_without_a_warning(
 
     for _ in range(3):
         train()
-    looks = interrupt(monkeypatch, train, lambda number: first <= number < first + count)
+    accesses = interrupt(monkeypatch, train, lambda number: first <= number < first + count)
     value, name = resume(tmp_path)
     assert value >= 3
     assert name == (pattern or file_of(value))
-    assert len(looks) >= min(first, 4)
+    assert len(accesses) >= min(first, 4)
 
 
 def test_a_file_that_is_replaced_while_it_is_verified_is_not_damaged(tmp_path, monkeypatch):
@@ -450,7 +450,7 @@ def test_a_file_that_is_replaced_while_it_is_verified_is_not_damaged(tmp_path, m
     assert part.value == 2
 
 
-def test_a_trainer_that_never_rests_does_not_keep_resume_from_ending(tmp_path, monkeypatch):
+def test_resume_gives_up_if_a_trainer_keeps_replacing_the_files(tmp_path, monkeypatch):
     save(tmp_path, 1)
     steps = iter(range(2, 10_000))
 
@@ -460,14 +460,14 @@ def test_a_trainer_that_never_rests_does_not_keep_resume_from_ending(tmp_path, m
         save(tmp_path, next(steps))
 
     monkeypatch.setattr(resuming, "_ATTEMPTS", 5)
-    looks = interrupt(monkeypatch, train, lambda number: looks[-1] == "_problem")
+    accesses = interrupt(monkeypatch, train, lambda number: accesses[-1] == "_problem")
     with pytest.warns(UserWarning, match="nothing was loaded, as there is no checkpoint to resume from"):
         assert resume(tmp_path) == (0, None)
-    assert looks.count("_problem") == 5
+    assert accesses.count("_problem") == 5
 
 
 @on_ranks(2)
-def test_on_ranks_all_list_again_when_one_finds_the_file_gone(tmp_path, monkeypatch):
+def test_all_ranks_list_again_if_one_rank_misses_the_file(tmp_path, monkeypatch):
     rank = idist.get_rank()
     if rank == 0:
         save(tmp_path, 1)
@@ -488,7 +488,7 @@ def test_on_ranks_all_list_again_when_one_finds_the_file_gone(tmp_path, monkeypa
     assert len(reads) == 2
 
 
-# --- hostile folders ---------------------------------------------------------------------------------------
+# --- hostile directories ---------------------------------------------------------------------------------------
 
 
 def write_entry(folder, file, checksum="crc32:00000000", size=0, name=None):
@@ -499,7 +499,7 @@ def write_entry(folder, file, checksum="crc32:00000000", size=0, name=None):
 
 
 @pytest.mark.parametrize("kind", ["parent", "absolute", "device"])
-def test_an_entry_names_a_file_of_its_folder_or_nothing(tmp_path, kind):
+def test_an_entry_that_names_a_file_outside_of_the_directory_is_rejected(tmp_path, kind):
     folder = tmp_path / "checkpoints"
     save(folder, 1)
     secret = tmp_path / "secret.pt"
@@ -549,7 +549,7 @@ def test_only_regular_files_are_opened(tmp_path, make, is_listed):
 
 
 @pytest.mark.parametrize("make", [as_pipe, as_device])
-def test_loading_by_path_does_not_hang_on_what_an_entry_says_of_a_pipe(tmp_path, make):
+def test_loading_by_path_does_not_hang_on_a_listed_pipe(tmp_path, make):
     save(tmp_path, 1)
     make(tmp_path / "evil.pt", tmp_path)
     write_entry(tmp_path, "evil.pt")
@@ -557,7 +557,7 @@ def test_loading_by_path_does_not_hang_on_what_an_entry_says_of_a_pipe(tmp_path,
         Checkpoint.load_objects({"part": Part()}, tmp_path / "evil.pt")
 
 
-def test_a_link_that_the_user_names_is_followed(tmp_path):
+def test_a_link_passed_by_the_user_is_followed(tmp_path):
     save(tmp_path, 1)
     (tmp_path / "latest").symlink_to(tmp_path / file_of(1))
     part = Part()
@@ -566,7 +566,7 @@ def test_a_link_that_the_user_names_is_followed(tmp_path):
 
 
 @pytest.mark.parametrize("make", KINDS)
-def test_entries_that_are_no_regular_files_are_not_opened(tmp_path, make):
+def test_entries_that_are_not_regular_files_are_not_opened(tmp_path, make):
     save(tmp_path, 1, 2)
     entry = entry_of(tmp_path, 2)
     entry.unlink()
@@ -589,7 +589,7 @@ def test_a_manifest_that_is_a_link_is_neither_read_nor_written(tmp_path):
 
 
 def best_and_last(folder):
-    """Make a handler that keeps the best, and one that saves its record and what else a run needs."""
+    """Return an object, a handler that keeps the best, and one that saves the record of that handler."""
     part = Part()
     best = Checkpoint(
         {"part": part}, DiskSaver(folder / "best", require_empty=False), score_function=lambda _: part.value
@@ -604,10 +604,10 @@ def saved_after_the_best_was_replaced(folder):
     best(at(1))
     last(at(1))
     part.value = 9
-    best(at(2))  # which removes the file that the record in the checkpoint names; then the job is killed
+    best(at(2))  # removes the file that the saved record names; then the job is killed
 
 
-def test_a_record_forgets_files_that_the_run_went_on_to_remove(tmp_path):
+def test_a_resumed_record_forgets_files_that_the_run_removed_later(tmp_path):
     saved_after_the_best_was_replaced(tmp_path)
     part, best, _ = best_and_last(tmp_path)
     Checkpoint.resume({"part": part, "best": best}, tmp_path / "last")
@@ -618,7 +618,7 @@ def test_a_record_forgets_files_that_the_run_went_on_to_remove(tmp_path):
 
 
 @on_ranks(2)
-def test_on_ranks_all_forget_the_same(tmp_path):
+def test_all_ranks_forget_the_same_files(tmp_path):
     if idist.get_rank() == 0:
         saved_after_the_best_was_replaced(tmp_path)
     idist.barrier()
@@ -627,7 +627,7 @@ def test_on_ranks_all_forget_the_same(tmp_path):
     assert best.state_dict() == {"_saved": []}
 
 
-def test_while_one_file_is_replaced_both_the_old_and_the_new_are_good(tmp_path, monkeypatch):
+def test_while_a_file_is_replaced_both_the_old_and_the_new_one_are_valid(tmp_path, monkeypatch):
     saver = DiskSaver(tmp_path)
     saver({"value": 1}, "part.pt")
 
@@ -655,34 +655,8 @@ def test_while_one_file_is_replaced_both_the_old_and_the_new_are_good(tmp_path, 
 rename = os.replace
 
 
-def test_the_manifest_tells_step_score_and_versions(tmp_path):
-    checkpoint = Checkpoint({"part": Part()}, tmp_path, score_name="accuracy")
-    checkpoint(at(7, accuracy=0.5))
-    (entry,) = Manifest(tmp_path).entries()
-    assert (entry.file, entry.step, entry.score, entry.score_name) == ("part_accuracy=0.5000.pt", 7, 0.5, "accuracy")
-    assert entry.objects == ["part"]
-    assert entry.size == (tmp_path / entry.file).stat().st_size
-    assert entry.versions.keys() == {"camshaft", "torch", "python"}
-
-
-def test_pruning_forgets_the_entry_too(tmp_path):
-    checkpoint = Checkpoint({"part": Part()}, tmp_path, n_saved=2)
-    for step in range(5):
-        checkpoint(at(step))
-    assert {entry.file for entry in Manifest(tmp_path).entries()} == {"part_3.pt", "part_4.pt"} == set(names(tmp_path))
-
-
-def test_file_names_with_signs_of_patterns(tmp_path):
-    saver = DiskSaver(tmp_path)
-    saver({"value": 1}, "a[1]*.pt")
-    saver({"value": 2}, "a1.pt")
-    assert [entry.file for entry in Manifest(tmp_path).entries("a[1]*.pt")] == ["a[1]*.pt"]
-    saver.remove("a[1]*.pt")
-    assert [entry.file for entry in Manifest(tmp_path).entries()] == ["a1.pt"]
-
-
 @pytest.mark.parametrize("to_load", [None, [Part()], {"part": 3}])
-def test_what_cannot_be_loaded_into_is_refused(tmp_path, to_load):
+def test_invalid_to_load_is_rejected(tmp_path, to_load):
     with pytest.raises(TypeError, match="to_load"):
         Checkpoint.resume(to_load, tmp_path)
 
@@ -691,7 +665,7 @@ def test_what_cannot_be_loaded_into_is_refused(tmp_path, to_load):
 
 
 @on_ranks(2)
-def test_all_ranks_go_on_from_the_same_one_and_files_are_read_but_once_to_check_them(tmp_path, monkeypatch):
+def test_all_ranks_resume_from_the_same_checkpoint(tmp_path, monkeypatch):
     save(tmp_path, 1, 2)
     idist.barrier()
     if idist.get_rank() == 0:
@@ -702,7 +676,7 @@ def test_all_ranks_go_on_from_the_same_one_and_files_are_read_but_once_to_check_
 
 
 @on_ranks(2)
-def test_nodes_with_disks_of_their_own_take_the_newest_that_all_have(tmp_path, monkeypatch):
+def test_nodes_with_local_disks_use_the_newest_that_all_of_them_have(tmp_path, monkeypatch):
     rank = idist.get_rank()
     for module in ("savers", "resuming"):
         monkeypatch.setattr(f"camshaft.handlers.checkpoint.{module}.get_local_rank", lambda: 0)
@@ -718,10 +692,10 @@ def test_nodes_with_disks_of_their_own_take_the_newest_that_all_have(tmp_path, m
         assert resume(folder) == (1, file_of(1))
 
 
-# --- tensors alone -----------------------------------------------------------------------------------------
+# --- safetensors -----------------------------------------------------------------------------------------
 
 
-def test_weights_in_the_format_of_safetensors(tmp_path):
+def test_weights_in_safetensors_format(tmp_path):
     tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     tied[1].weight = tied[0].weight
     checkpoint = Checkpoint({"model": tied}, tmp_path, filename_pattern="{name}_{global_step}.safetensors")
@@ -735,7 +709,7 @@ def test_weights_in_the_format_of_safetensors(tmp_path):
         Checkpoint.load_objects({"model": model}, tmp_path / "model_3.safetensors")
 
 
-def test_what_such_a_file_cannot_hold_is_refused_early(tmp_path):
+def test_what_a_safetensors_file_cannot_hold_is_rejected_early(tmp_path):
     pattern = "{name}.safetensors"
     with pytest.raises(ValueError, match=r"weights of one model, without include_self, but to_save holds \['a', 'b'\]"):
         Checkpoint({"a": linear(1), "b": Part()}, tmp_path, filename_pattern=pattern)
@@ -746,13 +720,13 @@ def test_what_such_a_file_cannot_hold_is_refused_early(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_a_file_as_the_directory_is_refused(tmp_path):
+def test_a_file_as_the_directory_is_rejected(tmp_path):
     DiskSaver(tmp_path)({"value": 1}, "model.pt")
     with pytest.raises(ValueError, match=r"directory must contain checkpoints, got the file '.*model\.pt'"):
         Checkpoint.resume({"model": Part()}, tmp_path / "model.pt")
 
 
-def test_records_are_found_in_nested_objects_too(tmp_path):
+def test_records_are_found_in_nested_objects(tmp_path):
     part, best, _ = best_and_last(tmp_path)
     best(at(1))
     Checkpoint({"part": part, "handlers": [{"best": best}]}, DiskSaver(tmp_path / "nested"))(at(1))

@@ -1,4 +1,4 @@
-"""DiskSaver: which directories it takes, what it writes, and that a failed save leaves what was there."""
+"""DiskSaver: which directories it accepts, what it writes and removes, and what a failed save leaves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.ranks import on_ranks
 BIG = {"weight": torch.zeros(100_000)}
 
 
-def test_the_directory_is_made_with_its_parents_and_home_is_expanded(tmp_path, monkeypatch):
+def test_the_directory_is_created_with_its_parents_and_home_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     saver = DiskSaver("~/a/b")
     assert saver.dirname == tmp_path / "a" / "b"
@@ -37,20 +37,20 @@ def test_the_directory_is_made_with_its_parents_and_home_is_expanded(tmp_path, m
         (".", {"save_on_rank": "0"}, "save_on_rank must be an integer >= 0 or 'node', got '0'"),
     ],
 )
-def test_a_place_that_cannot_be_used_is_refused_at_once(tmp_path, place, options, message):
+def test_an_unusable_directory_is_rejected_at_construction(tmp_path, place, options, message):
     (tmp_path / "a_file").touch()
     with pytest.raises(ValueError, match=message):
         DiskSaver(tmp_path / place, **options)
 
 
-def test_a_directory_without_write_permission_is_refused_at_once(tmp_path, monkeypatch):
+def test_a_directory_without_write_permission_is_rejected_at_construction(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)  # root may write everywhere
     with pytest.raises(PermissionError, match="checkpoints need a writable directory"):
         DiskSaver(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["model_10.pt", "model_10.safetensors"])
-def test_only_checkpoints_count_for_require_empty_and_the_error_tells_the_way_out(tmp_path, name):
+def test_only_checkpoints_count_for_require_empty_and_the_error_suggests_a_fix(tmp_path, name):
     (tmp_path / "log.txt").touch()
     DiskSaver(tmp_path)
     (tmp_path / name).touch()
@@ -61,7 +61,7 @@ def test_only_checkpoints_count_for_require_empty_and_the_error_tells_the_way_ou
 
 
 @pytest.mark.parametrize("atomic", [True, False])
-def test_a_plain_torch_load_reads_what_was_saved_over_an_older_file_too(tmp_path, atomic):
+def test_torch_load_reads_a_file_that_replaced_an_older_one(tmp_path, atomic):
     saver = DiskSaver(tmp_path, atomic=atomic)
     for step in (1, 2):
         saver({"step": step}, "model.pt", {"basename": "model"})
@@ -69,7 +69,7 @@ def test_a_plain_torch_load_reads_what_was_saved_over_an_older_file_too(tmp_path
     assert names(tmp_path) == ["model.pt"]
 
 
-def test_removing_deletes_the_file_and_ignores_one_that_is_gone(tmp_path):
+def test_removing_deletes_the_file_and_ignores_a_missing_one(tmp_path):
     saver = DiskSaver(tmp_path)
     saver({}, "model.pt")
     saver.remove("model.pt")
@@ -86,7 +86,7 @@ def test_the_umask_decides_who_may_read(tmp_path):
     assert stat.S_IMODE((tmp_path / "model.pt").stat().st_mode) == 0o640
 
 
-def test_options_go_to_torch_save_and_unknown_ones_fail_when_saving(tmp_path):
+def test_options_are_passed_to_torch_save_and_unknown_ones_fail_at_the_save(tmp_path):
     DiskSaver(tmp_path, _use_new_zipfile_serialization=False)({"a": 1}, "old.pth")
     assert (tmp_path / "old.pth").read_bytes()[:2] != b"PK"
     with pytest.raises(TypeError, match="speed"):
@@ -98,7 +98,7 @@ def fail(*args, **kwargs):
 
 
 @pytest.mark.parametrize("step", ["open", "torch.save", "fsync", "replace"])
-def test_an_atomic_save_that_fails_at_any_step_leaves_the_old_file_and_no_other(tmp_path, monkeypatch, step):
+def test_an_atomic_save_that_fails_at_any_step_leaves_only_the_old_file(tmp_path, monkeypatch, step):
     saver = DiskSaver(tmp_path)
     saver({"step": 1}, "model.pt")
     with monkeypatch.context() as broken:
@@ -109,7 +109,7 @@ def test_an_atomic_save_that_fails_at_any_step_leaves_the_old_file_and_no_other(
     assert load(tmp_path / "model.pt") == {"step": 1}
 
 
-def test_what_cannot_be_pickled_leaves_the_old_file_and_keeps_its_error(tmp_path):
+def test_an_object_that_cannot_be_pickled_leaves_the_old_file(tmp_path):
     saver = DiskSaver(tmp_path)
     saver({"step": 1}, "model.pt")
     with pytest.raises((AttributeError, TypeError)):
@@ -120,14 +120,14 @@ def test_what_cannot_be_pickled_leaves_the_old_file_and_keeps_its_error(tmp_path
 
 @pytest.fixture
 def small_files():
-    """Let the system refuse files of more than 50 kB, as a full disk would."""
+    """Limit the size of files to 50 kB, to simulate a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_disk_without_room_is_named_with_the_file_not_hidden_behind_torchs_writer(tmp_path, small_files):
+def test_a_full_disk_is_reported_with_the_file_name(tmp_path, small_files):
     saver = DiskSaver(tmp_path)
     saver({"step": 1}, "model.pt")
     with pytest.raises(OSError, match=r"File too large: '.*model\.pt'"):
@@ -136,7 +136,7 @@ def test_a_disk_without_room_is_named_with_the_file_not_hidden_behind_torchs_wri
     assert names(tmp_path) == ["model.pt"]
 
 
-def test_a_save_that_is_not_atomic_leaves_a_broken_file_when_it_fails(tmp_path, small_files):
+def test_a_failed_save_that_is_not_atomic_leaves_a_broken_file(tmp_path, small_files):
     saver = DiskSaver(tmp_path, atomic=False)
     saver({"step": 1}, "model.pt")
     with pytest.raises(OSError, match="File too large"):
@@ -146,10 +146,10 @@ def test_a_save_that_is_not_atomic_leaves_a_broken_file_when_it_fails(tmp_path, 
 
 
 @on_ranks(2)
-def test_one_rank_alone_looks_at_the_directory_writes_and_removes(tmp_path):
+def test_only_one_rank_checks_the_directory_writes_and_removes(tmp_path):
     rank = torch.distributed.get_rank()
     if rank == 0:
-        DiskSaver("/dev/null/nowhere", save_on_rank=1)  # rank 1 is to look, and it does not get this one
+        DiskSaver("/dev/null/nowhere", save_on_rank=1)  # only rank 1 checks the directory, and gets another saver
     folder = tmp_path / "on_rank_1"
     saver = DiskSaver(folder, save_on_rank=1)
     torch.distributed.barrier()
@@ -164,7 +164,7 @@ def test_one_rank_alone_looks_at_the_directory_writes_and_removes(tmp_path):
 
 
 @pytest.mark.parametrize("make", [DiskSaver, ModelCheckpoint, lambda *args, **kw: Checkpoint({}, *args, **kw)])
-def test_the_warning_of_a_single_process_points_at_the_line_of_the_user(tmp_path, make):
+def test_the_warning_of_a_single_process_points_at_user_code(tmp_path, make):
     with pytest.warns(UserWarning, match="the job has a single process") as caught:
         make(tmp_path, save_on_rank=1)
     assert [warning.filename for warning in caught] == [__file__]
@@ -180,7 +180,7 @@ def test_a_single_process_saves_whatever_the_rank_with_a_warning(tmp_path):
 
 
 @on_ranks(2)
-def test_a_rank_that_the_job_does_not_have_is_refused_at_construction(tmp_path):
+def test_a_rank_outside_of_the_job_is_rejected_at_construction(tmp_path):
     for make in (DiskSaver, lambda folder, save_on_rank: Checkpoint({"a": Part()}, print, save_on_rank=save_on_rank)):
         with pytest.raises(ValueError, match="save_on_rank must be a rank of the job, which has 2 processes, got 2"):
             make(tmp_path, save_on_rank=2)
@@ -189,7 +189,7 @@ def test_a_rank_that_the_job_does_not_have_is_refused_at_construction(tmp_path):
 # --- the manifest ------------------------------------------------------------------------------------------
 
 
-def test_patterns_do_not_show_the_manifest_and_it_is_never_the_last(tmp_path):
+def test_wildcards_do_not_match_the_manifest_and_it_never_sorts_last(tmp_path):
     saver = DiskSaver(tmp_path)
     for step in (1, 2):
         saver({}, f"Model_{step}.pt")
@@ -199,16 +199,16 @@ def test_patterns_do_not_show_the_manifest_and_it_is_never_the_last(tmp_path):
     assert sorted(os.listdir(tmp_path))[-1] == max(os.listdir(tmp_path)) == "Model_2.pt"
 
 
-def test_the_migration_page_says_first_that_a_plain_listing_shows_it():
+def test_the_migration_page_mentions_the_manifest_before_other_differences():
     page = (Path(__file__).parents[3] / "docs" / "migrating" / "from-ignite.md").read_text()
     assert "`.manifest`" in page.partition("What behaves differently")[0]
 
 
-# --- what may be removed -----------------------------------------------------------------------------------
+# --- removing files -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["../train.py", "/etc/passwd", "a/../../train.py"])
-def test_names_that_lead_out_of_the_directory_are_refused(tmp_path, name):
+def test_names_outside_of_the_directory_are_rejected(tmp_path, name):
     (tmp_path / "train.py").touch()
     saver = DiskSaver(tmp_path / "checkpoints")
     for act in (saver.remove, lambda name: saver({}, name)):
@@ -218,7 +218,7 @@ def test_names_that_lead_out_of_the_directory_are_refused(tmp_path, name):
     assert names(saver.dirname) == []
 
 
-def test_only_what_the_manifest_lists_is_removed(tmp_path):
+def test_only_files_that_the_manifest_lists_are_removed(tmp_path):
     saver = DiskSaver(tmp_path)
     (tmp_path / "train.py").touch()
     (tmp_path / "folder").mkdir()
@@ -228,7 +228,7 @@ def test_only_what_the_manifest_lists_is_removed(tmp_path):
     assert names(tmp_path) == ["folder", "train.py"]
 
 
-def test_a_link_in_place_of_a_checkpoint_is_not_removed_nor_what_it_leads_to(tmp_path):
+def test_neither_a_link_in_place_of_a_checkpoint_nor_its_target_is_removed(tmp_path):
     saver = DiskSaver(tmp_path)
     saver({}, "model.pt")
     (tmp_path / "model.pt").rename(tmp_path / "precious")
@@ -258,13 +258,13 @@ def test_a_hostile_record_removes_nothing(tmp_path, name):
     assert (folder / name).exists()
 
 
-def test_pipes_among_what_killed_processes_left_are_not_opened(tmp_path):
+def test_pipes_among_leftover_files_are_not_opened(tmp_path):
     os.mkfifo(tmp_path / ".camshaft-pipe.tmp")
     DiskSaver(tmp_path)
 
 
 class Renaming(DiskSaver):
-    """Saves under one name, whatever it is asked for, as MONAI's CheckpointSaver does."""
+    """Saves under one name, whatever the requested name, as MONAI's CheckpointSaver does."""
 
     def __call__(self, checkpoint, filename, metadata=None):
         super().__call__(checkpoint=checkpoint, filename="best.pt", metadata=metadata)
@@ -287,7 +287,7 @@ def test_pruning_never_removes_the_file_that_was_just_written(tmp_path, n_saved,
     assert names(tmp_path) == []
 
 
-def test_what_the_safe_reader_cannot_read_is_saved_with_a_warning(tmp_path):
+def test_a_file_that_weights_only_cannot_read_is_saved_with_a_warning(tmp_path):
     with pytest.warns(UserWarning, match="cannot be loaded with weights_only=True"):
         DiskSaver(tmp_path, pickle_protocol=4)({"a": "text"}, "model.pt")
     assert torch.load(tmp_path / "model.pt", weights_only=False) == {"a": "text"}

@@ -1,4 +1,4 @@
-"""Models and optimizers of which each rank holds but a part."""
+"""The state of sharded models and optimizers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def whole(state):
 
 
 @on_ranks(2)
-def test_what_the_ranks_hold_in_parts_is_saved_whole_and_goes_on_in_parts_or_whole(tmp_path):
+def test_sharded_state_is_saved_unsharded_and_resumes_sharded_or_unsharded(tmp_path):
     batch = torch.ones(2, 3)
     model, optimizer = make()
     step(model, optimizer, batch)
@@ -59,7 +59,7 @@ def test_what_the_ranks_hold_in_parts_is_saved_whole_and_goes_on_in_parts_or_who
 
 
 @on_ranks(2)
-def test_in_the_background_too(tmp_path):
+def test_sharded_state_is_saved_in_the_background(tmp_path):
     model, optimizer = make()
     engine = Engine(lambda engine, batch: step(model, optimizer, batch))
     checkpoint = Checkpoint({"model": model}, DiskSaver(tmp_path), asynchronous=True, when_busy="skip")
@@ -78,3 +78,13 @@ def test_a_sharded_optimizer_alone_is_never_skipped_on_one_rank_only():
     assert needs_all_ranks({"optimizer": optimizer})
     assert needs_all_ranks({"nested": [{"model": model}]})
     assert not needs_all_ranks({"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())})
+
+
+@on_ranks(2)
+def test_sharded_tensors_are_gathered_on_the_rank_on_which_the_disk_saver_writes(tmp_path):
+    model, _ = make()
+    Checkpoint({"model": model}, DiskSaver(tmp_path, save_on_rank=1))(at(1))
+    expected = whole(model.state_dict())
+    idist.barrier()
+    for name, tensor in load(tmp_path / "model_1.pt").items():
+        torch.testing.assert_close(tensor, expected[name])

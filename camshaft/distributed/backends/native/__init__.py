@@ -1,5 +1,5 @@
 """The backends of torch.distributed: gloo, nccl, and what is registered with torch for other devices."""
 
-from camshaft.distributed.backends.native.start import adopt, check_options, create
+from camshaft.distributed.backends.native.backend import adopt, check_options, create
 
 __all__ = ["adopt", "check_options", "create"]

@@ -1,10 +1,13 @@
-"""torch.distributed: gloo, nccl, and whatever torch registers for other devices."""
+"""torch.distributed: gloo, nccl, and what is registered with torch for other devices."""
 
 from __future__ import annotations
 
+import inspect
+import socket
 import sys
+import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,19 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 
-from camshaft.distributed.backend import Backend, Group, Work
-from camshaft.distributed.backends.native.dtypes import FLOAT8, NOT_MOVED, NOT_REDUCED, as_bytes, reduced_in_another
-from camshaft.distributed.backends.native.grouping import (
-    can_make_among_members,
-    connected,
-    end_groups,
-    make_among_members,
-    register,
-)
-from camshaft.distributed.backends.native.meeting import Attendance
-from camshaft.distributed.backends.native.network import gloo_on
-from camshaft.distributed.backends.native.sending import Sending, Watcher
-from camshaft.distributed.topology import Topology
+from camshaft.distributed.backend import Backend, Group, Work, accelerator
+from camshaft.distributed.backends.dtypes import FLOAT8, as_bytes, check_reducible, from_bytes, reduced_as
+from camshaft.distributed.backends.native import gloo
+from camshaft.distributed.backends.native.network import find_interface, gloo_on
+from camshaft.distributed.backends.native.rendezvous import Departures, open_store
+from camshaft.distributed.topology import Launch, Topology
+from camshaft.errors import annotate
 
 _CPU = torch.device("cpu")
 _NO_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
@@ -39,9 +36,20 @@ _REDUCTIONS = {
     "AND": dist.ReduceOp.BAND,
     "OR": dist.ReduceOp.BOR,
 }
-# The first name is the one that newer torch asks for, the second the only one that older torch has.
+_REDUCED_AS = {
+    torch.bool: torch.int32,  # gloo adds them as bytes, which leaves a 2 in a bool
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+}
+_COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
+_MOVED_AS_BYTES = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64}) | FLOAT8 | _COMPLEX
+# the first name is that of newer torch, which deprecates the second
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_PASSED_ON = frozenset(inspect.signature(dist.init_process_group).parameters) - {"backend", "store", "group_name"}
 
 
 class NativeBackend(Backend):
@@ -50,10 +58,10 @@ class NativeBackend(Backend):
     Args:
         topology: where this process stands.
         device: where tensors are moved from and to.
-        interface: the network interface that gloo must be told, if it must.
+        interface: the network interface that gloo must be told, if any.
         timeout: how long an operation of a group may take; torch's default if ``None``.
-        assumed: the numbers of ``topology`` that nothing tells.
-        attendance: which ranks have left the run, where this is known.
+        departures: which ranks have left the run, where this is known.
+        assumed: the numbers of ``topology`` that follow from nothing.
     """
 
     model_name = "native-dist"
@@ -64,24 +72,25 @@ class NativeBackend(Backend):
         device: torch.device,
         interface: str | None = None,
         timeout: timedelta | None = None,
-        attendance: Attendance | None = None,
+        departures: Departures | None = None,
         assumed: tuple[str, ...] = (),
     ) -> None:
+        config = dist.get_backend_config()
         self.name = dist.get_backend()
         self.topology = topology
         self.assumed = assumed
         self.device = device
-        self._world = dist.group.WORLD
-        register(self._world)
-        self._carrier = _CPU if "cpu:" in dist.get_backend_config() else device
-        self._not_reduced = NOT_REDUCED - FLOAT8 if "nccl" in dist.get_backend_config() else NOT_REDUCED
-        if "nccl" in dist.get_backend_config() and device.type == "cuda":
+        if "nccl" in config and device.type == "cuda":
             self.reductions = tuple(op for op in _REDUCTIONS if op not in ("AND", "OR"))  # nccl has none of bits
+        self._carrier = _CPU if "cpu:" in config else device
+        self._not_always_reducible = _COMPLEX if "nccl" in config else _COMPLEX | FLOAT8
         self._interface = interface
         self._timeout = timeout
-        self._attendance = attendance
+        self._departures = departures
+        self._world = dist.group.WORLD
         self._ranks: WeakKeyDictionary[Any, tuple[dict[int, int], tuple[int, ...]]] = WeakKeyDictionary()
-        self._watchers: defaultdict[int, Watcher] = defaultdict(Watcher)
+        self._send_waiters: defaultdict[int, gloo.SendWaiter] = defaultdict(gloo.SendWaiter)
+        gloo.drain_at_exit(self._world)
 
     @property
     def carrier(self) -> torch.device:
@@ -89,111 +98,107 @@ class NativeBackend(Backend):
         return self._carrier
 
     def messages_at(self, group: Group | None) -> torch.device:
-        """The CPU: nccl tells no messages apart, and two ranks that send to each other would wait for ever."""
+        """Return the CPU: nccl ignores tags, and two ranks that send to each other would wait forever."""
         if "cpu:" not in dist.get_backend_config(group):
             self.lack("send and recv", "gloo and mpi, also in a group, new_group(ranks, backend='gloo'),")
         return _CPU
 
     def all_reduce(self, tensor: Tensor, op: str, group: Group | None) -> Tensor:
         """Reduce in place."""
-        if tensor.dtype in self._not_reduced:
-            return reduced_in_another(tensor, op, lambda other, op: self.all_reduce(other, op, group))
-        if op != "SUM" and tensor.is_complex():
-            self._check_complex(tensor, op)
-            root = 0 if group is None else dist.get_global_rank(group, 0)
-            return self.broadcast(self.reduce(tensor, root, op, group), root, group)  # as torch refuses this op here
-        dist.all_reduce(tensor, _REDUCTIONS[op], group)
-        return tensor
+
+        def reduce(tensor: Tensor, op: str) -> Tensor:
+            dist.all_reduce(tensor, _REDUCTIONS[op], group)
+            return tensor
+
+        return self._reduced(tensor, op, reduce)
 
     def all_gather(self, tensor: Tensor, group: Group | None) -> Tensor:
         """Gather into one tensor."""
-        sent = as_bytes(tensor) if tensor.dtype in NOT_MOVED else tensor
+        sent = _movable(tensor)
         out = sent.new_empty((dist.get_world_size(group), *sent.shape))
         _all_gather_single(out.view(-1), sent.view(-1), group)
-        return out if sent is tensor else out.view(tensor.dtype).squeeze(-1)
+        return out if sent is tensor else from_bytes(out, tensor.dtype)
 
     def all_gather_into(self, out: Tensor, tensor: Tensor, group: Group | None) -> None:
-        """Gather into one tensor that is there."""
-        if tensor.dtype in NOT_MOVED:
-            out, tensor = as_bytes(out), as_bytes(tensor)
-        _all_gather_single(out, tensor, group)
+        """Gather into one tensor that exists."""
+        _all_gather_single(_movable(out), _movable(tensor), group)
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None) -> Tensor:
         """Broadcast in place."""
-        dist.broadcast(as_bytes(tensor) if tensor.dtype in NOT_MOVED else tensor, src, group)
+        dist.broadcast(_movable(tensor), src, group)
         return tensor
 
     def barrier(self, group: Group | None) -> None:
-        """Wait for the others; nccl is told the device, so that it need not guess."""
+        """Wait for the others; nccl gets the device, so that it need not guess."""
         device_ids = [self.device.index] if self.name == "nccl" and self.device.index is not None else None
         dist.barrier(group, device_ids=device_ids)
 
     def reduce(self, tensor: Tensor, dst: int, op: str, group: Group | None) -> Tensor:
         """Reduce in place."""
-        if tensor.dtype in self._not_reduced:
-            return reduced_in_another(tensor, op, lambda other, op: self.reduce(other, dst, op, group))
-        if op != "SUM":
-            self._check_complex(tensor, op)
-        dist.reduce(tensor, dst, _REDUCTIONS[op], group)
-        return tensor
+
+        def reduce(tensor: Tensor, op: str) -> Tensor:
+            dist.reduce(tensor, dst, _REDUCTIONS[op], group)
+            return tensor
+
+        return self._reduced(tensor, op, reduce)
 
     def gather(self, tensor: Tensor, dst: int, group: Group | None) -> Tensor:
         """Gather into the rows of one tensor."""
-        sent = as_bytes(tensor) if tensor.dtype in NOT_MOVED else tensor
+        sent = _movable(tensor)
         if self.topology.rank != dst:
             dist.gather(sent, None, dst, group)
             return tensor
         out = sent.new_empty((dist.get_world_size(group), *sent.shape))
         dist.gather(sent, list(out.unbind()), dst, group)
-        return out if sent is tensor else out.view(tensor.dtype).squeeze(-1)
+        return out if sent is tensor else from_bytes(out, tensor.dtype)
 
     def scatter(self, tensors: Tensor | None, out: Tensor, src: int, group: Group | None) -> Tensor:
         """Scatter the rows of one tensor."""
-        received = as_bytes(out) if out.dtype in NOT_MOVED else out
-        rows = None if tensors is None else list((tensors if received is out else as_bytes(tensors)).unbind())
-        dist.scatter(received, rows, src, group)
+        rows = None if tensors is None else list(_movable(tensors).unbind())
+        dist.scatter(_movable(out), rows, src, group)
         return out
 
     def reduce_scatter(self, tensors: Tensor, op: str, group: Group | None) -> Tensor:
         """Reduce and scatter the rows of one tensor."""
-        if tensors.dtype in self._not_reduced:
-            return reduced_in_another(tensors, op, lambda other, op: self.reduce_scatter(other, op, group))
-        if op != "SUM":
-            self._check_complex(tensors, op)
-        out = torch.empty_like(tensors[0])
-        _reduce_scatter_single(out.view(-1), tensors.view(-1), _REDUCTIONS[op], group)
-        return out
+
+        def reduce(tensors: Tensor, op: str) -> Tensor:
+            out = torch.empty_like(tensors[0])
+            _reduce_scatter_single(out.view(-1), tensors.view(-1), _REDUCTIONS[op], group)
+            return out
+
+        return self._reduced(tensors, op, reduce)
 
     def all_to_all(self, tensor: Tensor, sends: list[int], receives: list[int], group: Group | None) -> Tensor:
         """Exchange the parts of one tensor."""
-        sent = as_bytes(tensor) if tensor.dtype in NOT_MOVED else tensor
+        sent = _movable(tensor)
         out = sent.new_empty((sum(receives), *sent.shape[1:]))
         dist.all_to_all_single(out, sent, receives, sends, group)
-        return out if sent is tensor else out.view(tensor.dtype).squeeze(-1)
+        return out if sent is tensor else from_bytes(out, tensor.dtype)
 
     def send(self, tensor: Tensor, dst: int, tag: int, group: Group | None) -> Work:
         """Begin to send."""
-        work = _begun(dist.isend(tensor, dst, group, tag))
-        return work if self.name == "mpi" else Sending(work, self._watchers[dst])
+        work: Any = dist.isend(tensor, dst, group, tag)
+        return work if self.name == "mpi" else gloo.Send(work, self._send_waiters[dst])
 
     def receive(self, tensor: Tensor, src: int, tag: int, group: Group | None) -> Work:
         """Begin to receive."""
-        return _begun(dist.irecv(tensor, src, group, tag))
+        work: Any = dist.irecv(tensor, src, group, tag)
+        return work  # type: ignore[no-any-return]  # never None, as this rank is a member of the group
 
     def new_group(self, ranks: list[int], **options: Any) -> Group:
         """Make a process group."""
         with gloo_on(self._interface):
-            return connected(dist.new_group(ranks, **{"timeout": self._timeout, **options}))
+            return gloo.connected(dist.new_group(ranks, **{"timeout": self._timeout, **options}))
 
     @property
     def members_make_groups(self) -> bool:
-        """True, but for communicators that are parts of the one of all ranks."""
-        return can_make_among_members()
+        """True, unless the communicator of a group is a part of that of all ranks."""
+        return gloo.members_make_groups()
 
     def group_of_members(self, ranks: list[int]) -> Group:
         """Make a process group without the other ranks."""
         with gloo_on(self._interface):
-            return make_among_members(ranks, self._timeout)
+            return gloo.group_of_members(ranks, self._timeout)
 
     def ranks_of(self, group: Any) -> Sequence[int] | None:
         """Return the ranks of a process group that exists; none for what torch returns to ranks outside of it."""
@@ -212,31 +217,35 @@ class NativeBackend(Backend):
         return _torch_world.default_pg is self._world
 
     def store(self) -> Store | None:
-        """Give the store that the process group was made with."""
+        """Return the store that the process group was made with."""
         store: Store = dist.distributed_c10d._get_default_store()
         return store
 
     def left(self, ranks: Sequence[int]) -> dict[int, str]:
         """Look into the store of the run."""
-        return {} if self._attendance is None else self._attendance.left(ranks)
+        return {} if self._departures is None else self._departures.left(ranks)
 
     def close(self) -> None:
-        """Destroy the process groups; the other ranks learn before that this one has left."""
-        if self._attendance is not None:
-            self._attendance.leave(sys.exc_info()[1])
+        """Destroy the process groups; before that, publish that this rank has left."""
+        if self._departures is not None:
+            self._departures.leave(sys.exc_info()[1])
         if dist.is_initialized():
-            end_groups()
+            gloo.destroy_groups()
 
     def wrap_model(self, model: nn.Module, sync_bn: bool, **options: Any) -> nn.Module:
         """Wrap in ``DistributedDataParallel``."""
         if self.topology.world_size == 1 or _is_wrapped(model):
             return model
         if sync_bn:
-            _check_synchronizable(model, self.device)
+            layers = (module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
+            if self.device.type == "cpu" and any(layers):
+                raise ValueError(
+                    "sync_bn must be False on the CPU, got True: torch has synchronized batch norm on GPUs only"
+                )
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch's
         if not any(parameter.requires_grad for parameter in model.parameters()):
             for tensor in (*model.parameters(), *model.buffers()):  # nothing to reduce, so torch does not wrap it
-                _take_from_first(tensor.detach())
+                _overwrite_by_first(tensor.detach())
             return model
         if self.device.type != "cpu":
             if "device_ids" in options:
@@ -244,14 +253,21 @@ class NativeBackend(Backend):
             options["device_ids"] = [self.device.index]
         return nn.parallel.DistributedDataParallel(model, **options)
 
-    def _check_complex(self, tensor: Tensor, op: str) -> None:
-        """Refuse what torch would refuse in words of its own, or would not."""
-        if tensor.is_complex() and not (op == "PRODUCT" and self.name == "mpi"):
-            raise TypeError(f"op {op!r} is not for complex numbers on {self.name}, got a tensor of {tensor.dtype}")
+    def _reduced(self, tensor: Tensor, op: str, reduce: Callable[[Tensor, str], Tensor]) -> Tensor:
+        """Reduce a tensor, in another dtype if torch does not reduce its own."""
+        if tensor.dtype in _REDUCED_AS:
+            return reduced_as(_REDUCED_AS[tensor.dtype], tensor, op, reduce)
+        if tensor.dtype in self._not_always_reducible:
+            check_reducible(tensor, op)
+        return reduce(tensor, op)
 
 
-def _take_from_first(tensor: Tensor) -> None:
-    """Overwrite a tensor by that of rank 0, whatever its layout; gloo looks at none and writes past an expanded one."""
+def _movable(tensor: Tensor) -> Tensor:
+    return as_bytes(tensor) if tensor.dtype in _MOVED_AS_BYTES else tensor
+
+
+def _overwrite_by_first(tensor: Tensor) -> None:
+    """Overwrite a tensor by that of rank 0, in any layout; gloo ignores strides and writes past an expanded tensor."""
     whole = tensor.contiguous()
     dist.broadcast(whole, 0)
     if whole.data_ptr() != tensor.data_ptr():
@@ -259,20 +275,145 @@ def _take_from_first(tensor: Tensor) -> None:
         tensor[once].copy_(whole[once])
 
 
-def _check_synchronizable(model: nn.Module, device: torch.device) -> None:
-    if device.type == "cpu" and any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules()):
-        raise ValueError("sync_bn must be False on the CPU, got True: torch has synchronized batch norm on GPUs only")
-
-
 def _is_wrapped(model: nn.Module) -> bool:
-    """Tell whether a model, compiled or not, reduces its gradients already; FSDP is imported only by its users."""
+    """Return whether a model, compiled or not, reduces its gradients already; FSDP is imported only by its users."""
     inner = getattr(model, "_orig_mod", model)
     fsdp = sys.modules.get("torch.distributed.fsdp")
     sharded = () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
     return isinstance(inner, (nn.parallel.DistributedDataParallel, *sharded))
 
 
-def _begun(work: Any) -> Work:
-    assert work is not None, "this rank is a member of the group"
-    begun: Work = work
-    return begun
+# --- starting a run, and adopting one --------------------------------------------------------------------------
+
+
+def create(name: str, launch: Launch | None, local_rank: int | None = None, **options: Any) -> NativeBackend:
+    """Make the default process group; all ranks call this.
+
+    Args:
+        name: ``"gloo"``, ``"nccl"``, or another backend of torch.
+        launch: how this process was started, ``None`` if no launcher started it.
+        local_rank: ignored, as the ranks exchange their hosts.
+        options: ``init_method``, ``rank``, ``world_size``, ``timeout``, ``device`` (an override), and what else
+            ``torch.distributed.init_process_group`` takes.
+
+    Raises:
+        TypeError: an option is not known.
+        ValueError: rank and world size are missing, or given although Slurm sets them.
+        RuntimeError: the device of the backend is missing, a group exists, or the environment contradicts itself.
+    """
+    check_options(name, options)
+    if dist.is_initialized():
+        raise RuntimeError("a default process group exists already: it is used as it is, without initialize")
+    device, method = options.pop("device", None), options.pop("init_method", None)
+    rank, size = _rank_and_size(launch, options.pop("rank", None), options.pop("world_size", None), method)
+    store = open_store(launch, method, rank, size, options.get("timeout") or dist.default_pg_timeout)
+    on_one_node = launch is not None and launch.topology.num_nodes == 1 and not launch.assumed
+    interface = None if on_one_node else find_interface(store, rank, size)
+    given = {option: value for option, value in options.items() if value is not None}
+    with gloo_on(interface):
+        dist.init_process_group(name, store=store, rank=rank, world_size=size, **given)
+    departures = Departures(store, rank)
+    try:
+        topology = _exchanged_topology(launch)
+        chosen = device_of(topology.local_rank) if device is None else torch.device(device)
+        backend = NativeBackend(topology, chosen, interface, options.get("timeout"), departures)
+        if (here := accelerator()) is not None and chosen.type == here.type:
+            torch.accelerator.set_device_index(chosen)
+        _meet_on_devices(backend)
+    except BaseException as error:
+        departures.leave(error)
+        gloo.destroy_groups()
+        raise
+    return backend
+
+
+def check_options(name: str, options: dict[str, Any]) -> None:
+    """Refuse options that nothing would read, and a backend whose devices are missing.
+
+    Raises:
+        TypeError: an option is not known.
+        RuntimeError: there is no device for the backend.
+    """
+    known = {option for option in _PASSED_ON if not option.startswith("_")} | {"device"}
+    if unknown := sorted(set(options) - known):
+        raise TypeError(f"{unknown} are not known for backend {name!r}, but {sorted(known)} are")
+    kinds = dist.Backend.backend_capability.get(name, ["cpu"])
+    here = accelerator()
+    if "cpu" not in kinds and (here is None or here.type not in kinds):
+        needed = " or ".join(kinds).replace("cuda", "CUDA")
+        raise RuntimeError(f"backend {name!r} needs a {needed} device, and there is none; 'gloo' works on the CPU")
+
+
+def adopt(infer: Callable[[int, int], tuple[Topology, tuple[str, ...]]]) -> NativeBackend | None:
+    """Adopt the default process group if there is one, without any communication.
+
+    Args:
+        infer: returns the topology of a rank and a world size, and which of its numbers are assumed.
+    """
+    if dist.distributed_c10d.GroupMember.WORLD is None or dist.get_backend() == "xla":
+        return None  # the runtime of XLA knows more than torch's group over it
+    topology, assumed = infer(dist.get_rank(), dist.get_world_size())
+    if "local_rank" in assumed:
+        warnings.warn(
+            f"the local rank of rank {topology.rank} is unknown; assuming {topology.local_rank}, as on a single node; "
+            "start with torchrun, or call set_local_rank first",
+            stacklevel=6,
+        )
+    bound: torch.device | None = getattr(dist.group.WORLD, "bound_device_id", None)
+    return NativeBackend(topology, bound or device_of(topology.local_rank), assumed=assumed)
+
+
+def device_of(local_rank: int) -> torch.device:
+    """Choose the device of a process: one of the accelerators that it sees, if the process group works there.
+
+    A process may see all accelerators of its node, or only its own (``srun --gpus-per-task=1``, Kubernetes), and
+    nothing says which. So the local rank is taken modulo the number of those that it sees.
+    """
+    kind = accelerator()
+    if kind is None or f"{kind.type}:" not in dist.get_backend_config():
+        return _CPU
+    count = torch.accelerator.device_count()
+    return torch.device(kind.type, local_rank % count) if count else _CPU
+
+
+def _meet_on_devices(backend: NativeBackend) -> None:
+    """Wait for all ranks on their devices; where that fails, note whether processes of a node may share one."""
+    try:
+        backend.barrier(None)
+    except RuntimeError as error:
+        size = backend.topology.local_world_size
+        if backend.device.type != "cpu" and (count := torch.accelerator.device_count()) < size:
+            annotate(
+                error,
+                f"rank {backend.topology.rank} uses {backend.device}, one of {count} that it sees, and {size} "
+                f"processes run on its node: with backend {backend.name!r} each needs a device of its own",
+            )
+        raise
+
+
+def _rank_and_size(launch: Launch | None, rank: Any, size: Any, init_method: str | None) -> tuple[int, int]:
+    if launch is not None:
+        if launch.launcher == "slurm" and (rank is not None or size is not None):
+            raise ValueError(f"rank and world_size come from Slurm, got rank={rank!r} and world_size={size!r}")
+        return launch.topology.rank, launch.topology.world_size
+    if (rank is None) != (size is None):
+        raise ValueError(f"rank and world_size must be given together, got rank={rank!r} and world_size={size!r}")
+    if rank is None and init_method is not None and not init_method.startswith("env://"):
+        raise ValueError(f"rank and world_size must be given with init_method={init_method!r}, or by a launcher")
+    rank, size = (0, 1) if rank is None else (rank, size)
+    Topology(rank=rank, world_size=size, local_world_size=size, local_rank=rank)  # checks them
+    return rank, size
+
+
+def _exchanged_topology(launch: Launch | None) -> Topology:
+    """Find the topology of a new group, exchanging host names where the environment is incomplete.
+
+    They are exchanged in the store: a collective would need the device, which depends on the topology. Every rank
+    publishes its host, as a launcher may tell some ranks more than others (horovodrun).
+    """
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"camshaft/host/{dist.get_rank()}", (launch and launch.host) or socket.gethostname())
+    if launch is not None and not launch.assumed:
+        return launch.topology
+    hosts = [store.get(f"camshaft/host/{rank}").decode() for rank in range(dist.get_world_size())]
+    return Topology.from_hosts(dist.get_rank(), hosts)

@@ -1,8 +1,8 @@
-"""The network that gloo uses between nodes, where nobody has named it.
+"""The network interface that gloo uses between nodes, where the user has not named it.
 
 gloo listens on the address that the name of this host stands for. On many machines ``/etc/hosts`` makes that a
-loopback address, which the other nodes cannot reach; ``GLOO_SOCKET_IFNAME`` is torch's remedy. Here the network
-interface is found that leads to the other nodes.
+loopback address, which other nodes cannot reach; ``GLOO_SOCKET_IFNAME`` is torch's remedy. Here the network interface
+is found that leads to the other nodes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -26,10 +26,10 @@ _ANY_PORT = 9  # nothing is sent to it
 
 
 def find_interface(store: Store, rank: int, world_size: int) -> str | None:
-    """Find the network interface that gloo must be told, if it must; all ranks call this.
+    """Find the network interface that gloo must be told, if any; all ranks call this.
 
     Args:
-        store: where the ranks meet, and each tells its address.
+        store: where each rank publishes its address.
         rank: of this process.
         world_size: number of processes.
 
@@ -46,17 +46,17 @@ def find_interface(store: Store, rank: int, world_size: int) -> str | None:
     if os.environ.get(_VARIABLE) or not _is_loopback(_address_of_this_host()):
         return None
     if _is_loopback(address):  # the store is on this node, so look towards another one
-        told = store.multi_get([_key(other) for other in range(world_size)])
-        elsewhere = next((other for other in map(bytes.decode, told) if not _is_loopback(other)), None)
+        published = store.multi_get([_key(other) for other in range(world_size)])
+        elsewhere = next((other for other in map(bytes.decode, published) if not _is_loopback(other)), None)
         address = address if elsewhere is None else _address_towards(elsewhere)
     return None if _is_loopback(address) else _interface_with(address)
 
 
 @contextmanager
 def gloo_on(interface: str | None) -> Iterator[None]:
-    """Let process groups that are made meanwhile use this interface.
+    """Let process groups that are made in the block use this interface, unless the user has named one.
 
-    torch reads it from the environment and nowhere else, so the variable is there only for the moment.
+    torch reads it from the environment and nowhere else, so the variable is set only for the block.
     """
     before = os.environ.get(_VARIABLE)
     if interface is None or before:
@@ -81,25 +81,19 @@ def _is_loopback(address: str) -> bool:
 
 
 def _address_towards(host: str) -> str:
-    """Give the address that packets to a host carry as their sender; empty if no way leads there."""
+    """Return the address that packets to a host carry as their sender; empty if no route leads there."""
     for family, address in _addresses(host, _ANY_PORT):
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect(address)
-            except OSError:
-                continue
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
             return str(probe.getsockname()[0])
     return ""
 
 
 def _address_of_this_host() -> str:
-    """Give the address that gloo chooses: the first of this host's name that is one of this host's."""
+    """Return the address that gloo chooses: the first of this host's name that this host has."""
     for family, address in _addresses(socket.gethostname(), 0):
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            try:
-                probe.bind(address)
-            except OSError:
-                continue
+        with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(address)
             return str(address[0])
     return ""
 
@@ -113,15 +107,13 @@ def _addresses(host: str, port: int) -> list[tuple[int, tuple[str, int]]]:
 
 
 def _interface_with(address: str) -> str | None:
-    """Find the interface that has this address; only IPv4 and only Linux tell."""
+    """Find the interface that has this address; only IPv4 and only on Linux."""
     if sys.platform != "linux":
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            try:
+            with suppress(OSError):  # an interface without an address
                 answer = fcntl.ioctl(probe, _ADDRESS_OF_INTERFACE, struct.pack("40s", name.encode()))
-            except OSError:  # it has no such address
-                continue
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
     return None

@@ -1,0 +1,364 @@
+"""The rendezvous of a run: all ranks open one store, meet there, and later publish in it how they left the run."""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import json
+import logging
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from threading import Thread
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed.rendezvous import rendezvous
+
+from camshaft.distributed.topology import Launch
+
+REPORT_AFTER = 10.0  # seconds until the log names the ranks that are missing
+_MEETING = "camshaft/meeting"
+_LONGEST_PAUSE = 0.5
+_PATIENCE = 2.0  # seconds for a store that does not answer, perhaps because its machine is gone
+_LENGTH = 200  # characters of an error that the other ranks see
+_DEFAULT_PORT = 15000
+_last = ""  # the last meeting of this process
+T = TypeVar("T")
+logger = logging.getLogger("camshaft.distributed.utils")
+
+
+class StaleStore(Exception):
+    """The store is that of this process's last meeting, and rank 0 has closed it meanwhile: it will open a new one."""
+
+
+def open_store(launch: Launch | None, method: str | None, rank: int, size: int, timeout: timedelta) -> Store:
+    """Open the store of a run, wait there for all ranks, and return a part of it that is new.
+
+    Args:
+        launch: how this process was started, ``None`` if no launcher started it.
+        method: ``init_method``; ``None`` is ``"env://"``.
+        rank: of this process.
+        size: the number of processes.
+        timeout: how long to wait.
+
+    Raises:
+        TypeError: ``timeout`` is not a ``timedelta``.
+        ValueError: ``method`` is not valid.
+        DistNetworkError: the port is in use, nobody answers there, or the store was lost while the ranks met.
+        DistStoreError: not all ranks came in time.
+    """
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}")
+    method = method or "env://"
+    if size == 1 and method.startswith("env://"):
+        return HashStore()  # nobody to meet, so no port to take
+    seconds = timeout.total_seconds()
+    deadline = time.monotonic() + seconds
+    while True:
+        store, place = _open(launch, method, rank, size, timedelta(seconds=max(0.0, deadline - time.monotonic())))
+        try:
+            name = meet(store, rank, size, deadline, f"to {place} within {seconds:g} s")
+            break
+        except StaleStore:
+            del store
+        except DistStoreError:
+            raise
+        except RuntimeError as error:
+            raise DistNetworkError(f"rank {rank} lost {place} while it waited: its host process has ended") from error
+    if method.startswith("file://"):
+        store = _new_file(_path(method), name, rank, size, deadline)
+    store.set_timeout(timeout)
+    return PrefixStore(f"camshaft/{name}", store)
+
+
+def _open(launch: Launch | None, method: str, rank: int, size: int, timeout: timedelta) -> tuple[Store, str]:
+    """Open the store, and return it with what users know it by."""
+    scheme = method.partition("://")[0]
+    if scheme == "file":
+        path = _path(method)
+        return FileStore(str(path), -1), f"the file {path} (init_method)"
+    has_agent = launch is not None and launch.agent_store
+    if scheme == "env":
+        (host, port), source = _from_environment(launch), "MASTER_ADDR and MASTER_PORT"
+    elif scheme == "tcp":
+        (host, port), source = _host_and_port(method), "init_method"
+        has_agent = launch is not None and has_agent and launch.master_port == port
+    else:
+        return next(rendezvous(method, rank, size, timeout=timeout))[0], f"init_method={method!r}"
+    place = f"the store at {host}:{port} ({source})"
+    return _connect(host, port, place, has_agent, rank, size, timeout), place
+
+
+def _from_environment(launch: Launch | None) -> tuple[str, int]:
+    if launch is not None:
+        return launch.master_addr or "127.0.0.1", launch.master_port or _DEFAULT_PORT
+    port = os.environ.get("MASTER_PORT") or str(_DEFAULT_PORT)  # as torch's own env:// does
+    if not port.isdecimal():
+        raise RuntimeError(f"environment variable MASTER_PORT must be an integer, got {port!r}")
+    return os.environ.get("MASTER_ADDR") or "127.0.0.1", int(port)
+
+
+def _path(method: str) -> Path:
+    path = Path(urlsplit(method).path)
+    if not path.name or path.is_dir() or not path.parent.is_dir():
+        raise ValueError(f"init_method must be file:///FOLDER/FILE, in a folder that exists, got {method!r}")
+    return path
+
+
+def _host_and_port(method: str) -> tuple[str, int]:
+    try:
+        url = urlsplit(method)
+        host, port = url.hostname, url.port
+    except ValueError as error:
+        raise ValueError(f"init_method must be tcp://HOST:PORT, got {method!r}: {error}") from error
+    if not host or not port:
+        raise ValueError(f"init_method must be tcp://HOST:PORT, got {method!r}")
+    return host, port
+
+
+def _new_file(path: Path, name: str, rank: int, size: int, deadline: float) -> Store:
+    """Open a second file, beside that of the meeting, which rank 0 then removes.
+
+    torch removes a file when as many processes as there are ranks have closed it. One that already opens it again,
+    for the next run, would be left with a file that is gone; this one has a name that is never used again.
+    """
+    store = FileStore(f"{path}.{name}", size)
+    store.add("opened", 1)
+    for _ in _attempts(deadline):
+        if rank != 0 or store.add("opened", 0) == size:
+            break
+    if rank == 0:
+        path.unlink(missing_ok=True)
+    return store
+
+
+def _connect(host: str, port: int, place: str, has_agent: bool, rank: int, size: int, timeout: timedelta) -> Store:
+    """Listen on rank 0, unless the agent of the launcher does; elsewhere connect."""
+    listens = rank == 0 and not has_agent
+    limit = timeout.total_seconds()
+    # in a thread, as torch waits forever for the answer of a program that is not a store
+    opened = _in_thread(lambda: TCPStore(host, port, size, listens, timeout, wait_for_workers=False, multi_tenant=True))
+    try:
+        if not listens and not has_agent and limit > REPORT_AFTER:
+            concurrent.futures.wait([opened], REPORT_AFTER)
+            if not opened.done():
+                _report_missing_first(rank)
+                limit -= REPORT_AFTER
+        return opened.result(limit)
+    except Exception as error:
+        if "EADDRINUSE" in str(error):
+            what = f"cannot open {place}: the port is in use; choose another one"
+        else:
+            what = f"got no answer from {place} within {round(timeout.total_seconds(), 1):g} s"
+            what += "" if listens else ": rank 0 did not come, or the port is another program's"
+        raise DistNetworkError(f"rank {rank} {what}") from error
+
+
+def meet(store: Store, rank: int, size: int, deadline: float, where: str) -> str:
+    """Wait for all ranks, and return a name for the meeting that has never been used.
+
+    A store may outlive the processes that used it: a file after a crash, that of torchrun when it restarts the workers;
+    and none of the numbers that these get then is both new and the same on all nodes. So rank 0 opens a meeting with a
+    unique name. The others join the meeting that they find, each with a unique mark. A rank whose mark rank 0 does not
+    confirm has joined a meeting of processes that are gone, and looks for the next.
+
+    Args:
+        store: reached by all ranks.
+        rank: of this process.
+        size: the number of processes.
+        deadline: how long to wait, as a time of ``time.monotonic``.
+        where: the store and the time limit as users know them, for the error: ``"to FILE within 5 s"``.
+
+    Raises:
+        DistStoreError: not all ranks came; it names those that are missing.
+        StaleStore: rank 0 has not opened the store of this run yet.
+    """
+    global _last
+    _last = _host(store, size, deadline, where) if rank == 0 else _join(store, rank, size, deadline, where)
+    return _last
+
+
+def _host(store: Store, size: int, deadline: float, where: str) -> str:
+    """Open a meeting on rank 0, wait for the others, and confirm those who came."""
+    name = uuid.uuid4().hex
+    store.set(_MEETING, name)
+    awaited = list(range(1, size))
+
+    def report() -> None:
+        missing = _listed(_absent(store, name, range(1, size)))
+        logger.warning("rank 0 has waited %g s for ranks that have not reached initialize: %s", REPORT_AFTER, missing)
+
+    for _ in _attempts(deadline, report):
+        while awaited and store.check([_key(name, awaited[-1])]):
+            awaited.pop()
+        if not awaited:
+            break
+    absent = _absent(store, name, awaited)
+    marks = store.multi_get([_key(name, rank) for rank in range(1, size) if rank not in absent])
+    store.set(_key(name, "called"), json.dumps({"marks": [mark.decode() for mark in marks], "absent": absent}))
+    if absent:
+        for _ in _attempts(time.monotonic() + 2 * _LONGEST_PAUSE):  # the store may go away with this process
+            if store.add(_key(name, "told"), 0) == len(marks):
+                break
+        raise _incomplete(absent, size, where)
+    return name
+
+
+def _join(store: Store, rank: int, size: int, deadline: float, where: str) -> str:
+    """Join the meeting that is open, or the next one if rank 0 does not confirm this rank."""
+    name, mark = "", uuid.uuid4().hex
+
+    def report() -> None:
+        if not name or not _absent(store, name, range(1, size)):  # else rank 0 is there, and reports who is not
+            _report_missing_first(rank)
+
+    for _ in _attempts(deadline, report):
+        try:
+            if (found := _read(store, _MEETING)) != name:
+                name = found
+                store.set(_key(name, rank), mark)
+            answer = json.loads(_read(store, _key(name, "called")) or "{}")
+        except RuntimeError as error:
+            if _last and name in ("", _last):
+                raise StaleStore from error
+            raise
+        if mark in answer.get("marks", ()):
+            if answer["absent"]:
+                store.add(_key(name, "told"), 1)
+                raise _incomplete(answer["absent"], size, where)
+            return name
+    if name and (absent := _absent(store, name, range(1, size))):
+        raise _incomplete(absent, size, where)
+    raise DistStoreError(f"rank 0 did not come {where}, or it met another process as rank {rank}")
+
+
+class Departures:
+    """Which ranks have left a run, published in its store: otherwise the others only see a closed connection.
+
+    A rank leaves when its process group is closed, at the latest when Python exits.
+
+    Args:
+        store: of this run alone.
+        rank: of this process.
+    """
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._process = os.getpid()
+        atexit.register(self._leave_at_exit)
+
+    def leave(self, error: BaseException | None) -> None:
+        """Publish that this rank has left, and which error made it leave."""
+        self._leave(_how(error))
+
+    def left(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Return how those of the ranks that have left did so, in the order in which they left."""
+        found: dict[int, tuple[int, str]] = {}
+
+        def read() -> None:
+            try:
+                for rank in ranks:
+                    if rank != self._rank and (text := _read(self._store, f"left/{rank}")):
+                        found[rank] = tuple(json.loads(text))
+            except DistNetworkError:
+                if self._rank != 0 and 0 in ranks:
+                    found[0] = (0, "or its launcher has left the run: the store is unreachable")
+
+        _within_patience(read)
+        return {rank: how for rank, (_, how) in sorted(found.items(), key=lambda item: item[1])}
+
+    def _leave(self, how: str) -> None:
+        def publish() -> None:
+            number = self._store.add("left", 1)
+            self._store.set(f"left/{self._rank}", json.dumps((number, how)))
+            self._store.add("left", 0)  # whose answer says that the store has the rest too
+
+        atexit.unregister(self._leave_at_exit)
+        if os.getpid() == self._process:  # a forked child is not a rank
+            _within_patience(publish)
+
+    def _leave_at_exit(self) -> None:
+        error = getattr(sys, "last_value", None)  # which Python does not set for SystemExit
+        self._leave("has exited: it returned, or called sys.exit()" if error is None else _how(error))
+
+
+def _how(error: BaseException | None) -> str:
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return "has left the run without an error"
+    text = " ".join(str(error).split())
+    return f"has failed with {type(error).__name__}: {text[:_LENGTH]}{'...' * (len(text) > _LENGTH)}"
+
+
+def _within_patience(ask: Callable[[], None]) -> None:
+    """Ask the store, but wait only a moment: the process that hosts it may be gone."""
+    with suppress(RuntimeError, concurrent.futures.TimeoutError):
+        _in_thread(ask).result(_PATIENCE)
+
+
+def _in_thread(function: Callable[[], T]) -> Future[T]:
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except Exception as error:
+            result.set_exception(error)
+
+    try:
+        Thread(target=run, name="camshaft-store", daemon=True).start()
+    except RuntimeError:  # Python 3.12.0 and 3.12.1 start no threads in atexit handlers
+        run()
+    return result
+
+
+def _attempts(deadline: float, report: Callable[[], None] | None = None) -> Iterator[None]:
+    """Yield with ever longer pauses in between; a wait of the store's own that expires prints a warning.
+
+    Args:
+        deadline: when to end, as a time of ``time.monotonic``; there is one attempt in any case.
+        report: called once if the attempts take long.
+    """
+    begin = time.monotonic()
+    while True:
+        yield
+        now = time.monotonic()
+        if now >= deadline:
+            return
+        if report is not None and now - begin >= REPORT_AFTER:
+            report()
+            report = None
+        time.sleep(min(0.001 + (now - begin) / 10, _LONGEST_PAUSE, deadline - now))
+
+
+def _report_missing_first(rank: int) -> None:
+    logger.warning("rank %d has waited %g s for rank 0, which has not reached initialize", rank, REPORT_AFTER)
+
+
+def _key(name: str, *what: object) -> str:
+    return "/".join(["camshaft", name, *map(str, what)])
+
+
+def _read(store: Store, key: str) -> str:
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def _absent(store: Store, name: str, ranks: Sequence[int]) -> list[int]:
+    return [rank for rank in ranks if not store.check([_key(name, rank)])]
+
+
+def _incomplete(absent: Sequence[int], size: int, where: str) -> DistStoreError:
+    return DistStoreError(f"{size - len(absent)} of {size} ranks came {where}; missing: {_listed(absent)}")
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:10])) + (", ..." if len(ranks) > 10 else "")

@@ -1,0 +1,144 @@
+"""The current backend: initialized by the user, adopted from a process group that exists already, or serial."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+from camshaft.distributed.backend import Backend
+from camshaft.distributed.backends.serial import SerialBackend
+from camshaft.distributed.coordination import collective_check
+from camshaft.distributed.environments import detect, infer
+from camshaft.distributed.registry import adopted, module_of, nothing_has_begun
+
+_serial = SerialBackend()
+_process: Backend = _serial
+_initialized = False
+_scoped: ContextVar[Backend | None] = ContextVar("camshaft_backend", default=None)
+_local_rank: int | None = None
+
+
+def current() -> Backend:
+    """Return the backend of this process, without any communication.
+
+    A process group that the user created is adopted, and dropped when it has been destroyed.
+    """
+    scoped = _scoped.get()
+    if scoped is not None:
+        return scoped
+    if _initialized or (_process is _serial and nothing_has_begun()):
+        return _process
+    return _detected()
+
+
+def initialize(backend: str, *, debug: bool | None = None, **kwargs: Any) -> None:
+    """Join the other processes of this job.
+
+    Args:
+        backend: one of :func:`available_backends`.
+        debug: compare before each collective what the ranks are about to do; ``None`` reads the environment
+            variable ``CAMSHAFT_DEBUG``.
+        kwargs: for the backend: ``timeout``, ``init_method``, ``rank``, ``world_size``, ``device`` and, for backends of
+            torch, further arguments of ``torch.distributed.init_process_group``.
+
+    Raises:
+        ValueError: the backend is not available, or an argument is out of range.
+        RuntimeError: already initialized, or the launcher's environment variables contradict each other.
+        TypeError: unknown argument.
+    """
+    install(lambda: module_of(backend).create(backend, detect(os.environ), local_rank=_local_rank, **kwargs), debug)
+
+
+def install(create: Callable[[], Backend], debug: bool | None = None) -> None:
+    """Make the backend that a function creates the current one, until :func:`finalize`.
+
+    Raises:
+        RuntimeError: already initialized.
+    """
+    global _process, _initialized
+    if _initialized:
+        raise RuntimeError(f"initialize was called already, with {_process.name!r}: call finalize first")
+    _process = create()
+    _initialized = True
+    _start(_process, debug)
+
+
+def finalize() -> None:
+    """Leave the job, whether it was initialized or adopted; does nothing in a single process."""
+    try:
+        current().job.finish()
+    finally:
+        abandon()
+
+
+def abandon() -> None:
+    """Leave the job as :func:`finalize` does, but without waiting for messages in flight: something has failed."""
+    global _process, _initialized
+    backend = current()
+    if backend is _process:
+        _process, _initialized = _serial, False
+    backend.job.close()
+    backend.close()
+
+
+def sync(temporary: bool = False) -> None:
+    """Adopt a process group that exists by now, and drop one that has been destroyed.
+
+    Args:
+        temporary: without effect; every query does this by itself.
+    """
+    if not _initialized:
+        _detected()
+
+
+def set_local_rank(index: int) -> None:
+    """Set the local rank of this process, for jobs that no launcher started.
+
+    Raises:
+        TypeError: ``index`` is not an integer.
+        ValueError: ``index`` is negative.
+    """
+    global _local_rank
+    if not isinstance(index, int):
+        raise TypeError(f"index must be an int, got {index!r}")
+    if index < 0:
+        raise ValueError(f"index must not be negative, got {index}")
+    _local_rank = index
+
+
+@contextmanager
+def use_backend(backend: Backend) -> Iterator[Backend]:
+    """Make ``backend`` the current one in this thread, for the length of a block."""
+    token = _scoped.set(backend)
+    try:
+        yield backend
+    finally:
+        _scoped.reset(token)
+
+
+def _detected() -> Backend:
+    """Return the job that exists; adopt it if it is new, drop it if it has ended."""
+    global _process
+    if _process is _serial or not _process.is_alive():
+        found = adopted(partial(infer, os.environ, local_rank=_local_rank)) or _serial
+        if found is not _process:
+            _process.job.close()
+            _process = found
+            if found is not _serial:
+                _start(found, None)
+    return _process
+
+
+def _start(backend: Backend, debug: bool | None) -> None:
+    collective_check.enable_if(debug, backend)
+    atexit.unregister(_close_at_exit)
+    atexit.register(_close_at_exit)  # registered last, called first: before a backend waits there for the other ranks
+
+
+def _close_at_exit() -> None:
+    _process.job.close()

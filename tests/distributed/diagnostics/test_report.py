@@ -1,0 +1,171 @@
+"""What `python -m camshaft.distributed` tells: alone, under real launchers, and when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from camshaft.distributed import registry
+from camshaft.distributed.__main__ import main
+from camshaft.distributed.diagnostics import installed
+from camshaft.distributed.diagnostics.installed import Status
+from camshaft.distributed.diagnostics.report import inspect
+from tests.mpi.checking import ROOT, mpirun
+
+MODULE = ("-m", "camshaft.distributed")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+def python(*arguments: str, seconds: float = 55, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, timeout=seconds, capture_output=True, text=True)
+
+
+def objects(output: str) -> list[dict[str, Any]]:
+    """Read the lines that hold an object; other libraries may write between them."""
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+
+
+def test_alone_it_tells_what_this_machine_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    said = capsys.readouterr().out
+    assert re.match(r"rank 0 of 1 on \S+\n-+\nlauncher: none found\n", said)
+    assert re.search(rf"\ntorch +{re.escape(torch.__version__)}\n", said)
+    assert re.search(r"\ncpu +\d+ cores, of which torch uses \d+\n", said)
+    assert re.search(rf"\ngloo +yes +torch {re.escape(torch.__version__)} +-\n", said)
+    assert re.search(r"\nmpi +yes +mpi4py [\d.]+, (MPICH|Open MPI) v?[\d.]+ +-\n", said)
+
+
+def test_in_json_it_is_one_object_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--json"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1
+    report = json.loads(said)
+    assert (report["launcher"], report["error"], report["topology"]["world_size"]) == (None, None, 1)
+    assert report["backends"]["serial"]["available"] is True
+
+
+@pytest.mark.jobs
+def test_under_torchrun_each_rank_tells_its_place_and_which_variable_says_it() -> None:
+    done = python(*TORCHRUN, *MODULE, "--json")
+    assert done.returncode == 0, done.stderr
+    reports = sorted(objects(done.stdout), key=lambda report: report["topology"]["rank"])
+    assert [report["sources"]["rank"] for report in reports] == ["RANK=0", "RANK=1"]
+    assert [report["launcher"] for report in reports] == ["torchrun"] * 2
+    assert [report["topology"]["local_world_size"] for report in reports] == [2, 2]
+    assert [report["proof"] for report in reports] == [None, None]
+    assert reports[0]["address"] == reports[1]["address"]
+    assert re.fullmatch(r"\S+:\d+", reports[0]["address"])
+
+
+@pytest.mark.jobs
+def test_with_a_backend_rank_0_tells_what_each_rank_saw_in_their_order() -> None:
+    done = python(*TORCHRUN, *MODULE, "--backend", "gloo")
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^rank \d of \d", done.stdout, re.MULTILINE) == ["rank 0 of 2", "rank 1 of 2"]
+    assert done.stdout.count("tried: gloo, all_reduce of 1 over 2 ranks gave 2, on cpu\n") == 2
+    assert re.findall(r"^rank +\d +RANK=\d", done.stdout, re.MULTILINE) == [
+        "rank              0      RANK=0",
+        "rank              1      RANK=1",
+    ]
+
+
+@pytest.mark.jobs
+def test_under_mpirun_the_backend_is_mpi() -> None:
+    done = mpirun(2, *MODULE, "--backend", "mpi", "--json")
+    assert done.returncode == 0, done.stdout
+    reports = objects(done.stdout)
+    assert [report["topology"]["rank"] for report in reports] == [0, 1]
+    assert [report["launcher"] in ("mpich", "openmpi") for report in reports] == [True, True]
+    assert [report["auto"].partition(",")[0] for report in reports] == ["mpi", "mpi"]
+    assert [report["proof"] for report in reports] == ["mpi, all_reduce of 1 over 2 ranks gave 2, on cpu"] * 2
+
+
+def test_an_environment_that_contradicts_itself_is_told_with_the_rest(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"PMI_RANK": "1", "PMI_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["--backend", "gloo"]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("a process on ")  # of no rank
+    assert "error: the environment is contradictory: mpich and environment disagree" in said
+    assert "rank        PMI_RANK=1  RANK=0\n" in said
+    assert re.search(r"\ngloo +yes", said)
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--backend", "glue"], "error: backend 'glue': ValueError: backend must be one of ("),
+        (["--backend", "gloo", "--timeout", "0.5"], "error: backend 'gloo': not all ranks arrived within 0.5 s"),
+    ],
+)
+def test_a_backend_that_does_not_work_is_told_with_the_rest(arguments: list[str], told: str) -> None:
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    done = python(*MODULE, *arguments, **alone)
+    assert done.returncode == 1
+    assert told in done.stdout
+    assert "rank 0 of 2" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_what_no_variable_says_is_told_to_be_assumed_or_to_follow() -> None:
+    report = inspect({"PMI_RANK": "1", "PMI_SIZE": "4", "RANK": "1"})
+    assert report.sources["rank"] == "PMI_RANK=1"
+    assert report.sources["num_nodes"] == "assumed, as no variable says it"
+    assert report.notes[0].startswith("mpich started this process: RANK in the environment ignored")
+    assert f"note: {report.notes[0]}" in str(report)
+    one_node = inspect({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+    assert one_node.sources["num_nodes"] == "follows from the others"
+
+
+def test_what_is_missing_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "has_xla_support", False)
+    monkeypatch.setenv("MPI4PY_LIBMPI", "/nowhere/libmpi.so")
+    report = inspect({})
+    assert report.backends["xla-tpu"] == Status(False, None, "needs pip install 'camshaft[xla]'")
+    assert report.backends["mpi"] == Status(False, None, "mpi4py finds no MPI library: pip install 'camshaft[mpi]'")
+    assert re.search(r"\nxla-tpu +no +- +needs pip install 'camshaft\[xla\]'\n", str(report))
+
+
+def test_the_versions_of_what_is_installed_are_told_without_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(sys.modules)
+    monkeypatch.setattr(installed, "lack_of", lambda name: None)
+    monkeypatch.setattr(installed.importlib.metadata, "version", lambda distribution: f"9 of {distribution}")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    found = installed.backends()
+    assert found["xla-tpu"] == Status(True, "torch_xla 9 of torch_xla")
+    assert found["horovod"] == Status(True, "horovod 9 of horovod")
+    assert found["nccl"] == Status(False, "2.27.5", "needs a device of type cuda")
+    assert not {"torch_xla", "horovod", "mpi4py"} & (set(sys.modules) - before)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_accelerators_are_told_by_name_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(name="Big GPU", total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    assert [installed.devices()[name] for name in ("cuda:0", "cuda:1")] == ["Big GPU, 80.0 GiB"] * 2
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_an_accelerator_that_does_not_describe_itself_is_told_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.cuda, "get_device_properties")
+    assert "cuda:1" in installed.devices()

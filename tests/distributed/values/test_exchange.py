@@ -1,0 +1,238 @@
+"""Collectives at the edges: whatever one rank cannot send or read, all learn of, and nobody waits."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import camshaft.distributed as idist
+from camshaft.errors import RankDivergenceError
+from tests.ranks import on_ranks
+
+LONG = "x" * 5000
+
+
+class Vanishing:
+    """What can be pickled anywhere and unpickled on rank 0 alone."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def __reduce__(self):
+        return appear, (self.rank,)
+
+
+def appear(rank):
+    if dist.get_rank() != rank:
+        raise ImportError("no such module here")
+    return "here"
+
+
+def raised(call):
+    """Give the error that a call raises, as its kind and text with notes."""
+    try:
+        call()
+    except (TypeError, ValueError) as error:
+        return type(error), f"{error} {error.__notes__}"
+    return None, ""
+
+
+@on_ranks(3)
+def test_a_value_that_cannot_be_pickled_on_one_rank_raises_on_all():
+    rank, unpicklable = idist.get_rank(), lambda: 1
+    for good in ("short", LONG):
+        mine = unpicklable if rank == 1 else good
+        for call in (
+            lambda mine=mine: idist.all_gather(mine),
+            lambda mine=mine: idist.gather(mine, dst=2),
+            lambda mine=mine: idist.broadcast(mine, src=1),
+            lambda mine=mine: idist.broadcast(mine, src=1, safe_mode=True),
+            lambda good=good: idist.scatter([good, unpicklable, good] if rank == 1 else None, src=1),
+            lambda good=good: idist.all_to_all([good, good, unpicklable] if rank == 1 else [good] * 3),
+        ):
+            kind, text = raised(call)
+            assert kind is TypeError
+            assert "must be picklable, got <function" in text
+            assert rank == 1 or "rank 1 cannot take part" in text
+        assert idist.all_gather(rank) == [0, 1, 2]  # and all are in step
+
+
+@on_ranks(2)
+def test_a_wrong_number_of_values_on_one_rank_raises_on_all():
+    rank = idist.get_rank()
+    for call in (
+        lambda: idist.scatter([1, 2, 3] if rank == 0 else None),
+        lambda: idist.scatter(None),
+        lambda: idist.all_to_all([1, 2][: 2 - rank]),
+        lambda: idist.broadcast(None, safe_mode=True),
+    ):
+        assert raised(call)[0] is ValueError
+        assert idist.all_gather(rank) == [0, 1]
+
+
+@on_ranks(2)
+def test_a_value_of_the_wrong_kind_on_one_rank_raises_on_all():
+    rank = idist.get_rank()
+    for call, shown in (
+        (lambda: idist.broadcast(torch.ones(2, device="meta") if rank == 0 else None, safe_mode=True), "hold values"),
+        (lambda: idist.broadcast(torch.ones(999, device="meta") if rank == 0 else None, safe_mode=True), "hold values"),
+        (lambda: idist.scatter([torch.ones(2, device="meta"), 1] if rank == 0 else None), "hold values"),
+        (lambda: idist.scatter(5 if rank == 0 else None), "values must hold one value .* got 5 of type int"),
+        (lambda: idist.scatter(iter([1, 2]) if rank == 0 else None), "values must hold one value .*iterator"),
+        (lambda: idist.scatter(torch.tensor(1) if rank == 0 else None), "values must hold one value .* of type Tensor"),
+        (lambda: idist.all_to_all((one for one in (1, 2)) if rank == 0 else [1, 2]), "one value .* of type generator"),
+        (lambda: idist.all_reduce("3" if rank == 0 else 3), "got '3' of type str|numbers of the same kind"),
+        (lambda: idist.reduce([1.0] if rank == 0 else 1.0), r"got \[1.0\] of type list|numbers of the same kind"),
+        (lambda: idist.all_reduce("3" if rank == 0 else 3, "MAX"), "got '3' of type str"),
+        (lambda: idist.all_reduce("3" if rank == 0 else 3, "OR"), "got '3' of type str"),
+    ):
+        kind, text = raised(call)
+        assert kind is TypeError
+        assert re.search(shown, text), text
+        assert rank == 0 or "rank 0 cannot take part" in text or "of the same kind" in text
+        assert idist.all_gather(rank) == [0, 1]
+
+
+@on_ranks(2)
+def test_nothing_at_all_is_no_number_and_is_not_exchanged():
+    """The others may have tensors, which gloo could only abort the processes for."""
+    if idist.get_rank() == 0:
+        with pytest.raises(TypeError, match="tensor must be a tensor or a number, got None"):
+            idist.all_reduce(None)
+    assert idist.all_reduce(torch.ones(1000)).sum() == 2000
+
+
+@on_ranks(2)
+def test_tensors_that_are_not_dense_can_be_had_from_one_rank():
+    here = idist.get_rank() == 0
+    sparse = torch.eye(3).to_sparse()
+    assert idist.broadcast(sparse if here else None, safe_mode=True).to_dense().equal(torch.eye(3))
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(300)], layout=torch.jagged)
+    assert [len(one) for one in idist.broadcast(nested if here else None, safe_mode=True).unbind()] == [2, 300]
+
+
+def test_a_tensor_holds_a_value_for_each_rank_along_its_first_dimension():
+    assert idist.scatter(torch.arange(1)) == torch.tensor(0)
+    assert idist.all_to_all(torch.arange(1)) == [torch.tensor(0)]
+
+
+@on_ranks(2)
+def test_a_tensor_is_scattered_along_its_first_dimension():
+    rank = idist.get_rank()
+    assert idist.scatter(torch.arange(2) if rank == 0 else None) == rank
+    assert idist.all_to_all(torch.arange(2)) == [rank, rank]
+
+
+@on_ranks(2)
+def test_a_value_that_cannot_be_unpickled_raises_there_and_names_its_rank():
+    rank = idist.get_rank()
+    kind, text = raised(lambda: idist.all_gather(Vanishing(0) if rank == 1 else "fine"))
+    assert (kind is TypeError) is (rank == 1)
+    assert rank == 0 or "the value is that of rank 1" in text
+    assert idist.all_reduce(1) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize")
+@on_ranks(2)
+def test_tensors_that_are_not_dense_are_refused():
+    for tensor, kind in (
+        (torch.eye(2).to_sparse(), "sparse_coo"),
+        (torch.ones(2, device="meta"), "strided"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "jagged"),
+    ):
+        for call in (
+            idist.all_reduce, idist.all_gather, idist.broadcast, idist.reduce, idist.gather,
+            lambda tensor: idist.all_gather_tensors_with_shapes(tensor, [tensor.shape] * 2),
+        ):  # fmt: skip
+            if kind == "jagged" and call.__name__ == "<lambda>":
+                continue
+            with pytest.raises(TypeError, match=f"tensor must be dense and hold values, got a {kind} one"):
+                call(tensor)
+
+
+@on_ranks(2)
+def test_tensors_are_changed_in_place_however_they_lie_in_memory():
+    rank = idist.get_rank()
+    whole = torch.full((4, 4), float(rank))
+    image = torch.full((1, 2, 3, 4), float(rank)).contiguous(memory_format=torch.channels_last)
+    with torch.inference_mode():
+        inferred = torch.full((2, 2), float(rank))
+    complex_one = torch.full((2,), complex(rank, 1)).conj()
+    for tensor, wanted in (
+        (nn.Parameter(torch.full((2,), float(rank))), 1.0),
+        (nn.Parameter(torch.full((2, 3), float(rank))).t(), 1.0),
+        (whole[:, 1], 1.0),
+        (whole[2:3, 2:], 1.0),
+        (image, 1.0),
+        (image[:, :, :2], 2.0),
+        (inferred, 1.0),
+        (inferred.t(), 2.0),
+        (complex_one, 1 - 2j),
+        (torch.tensor(rank), 1),
+    ):
+        pointer, stride = tensor.data_ptr(), tensor.stride()
+        assert idist.all_reduce(tensor) is tensor
+        assert (tensor.data_ptr(), tensor.stride()) == (pointer, stride)
+        assert tensor.detach().eq(wanted).all(), tensor
+    assert whole[0].tolist() == [rank, 1.0, rank, rank]
+    with torch.no_grad():
+        leaf = torch.ones(2, requires_grad=True)
+        idist.broadcast(leaf.t(), src=1)
+    assert leaf.is_leaf
+
+
+@on_ranks(2)
+def test_an_expanded_tensor_is_refused_before_anything_is_sent():
+    for call in (idist.all_reduce, idist.broadcast):
+        with pytest.raises(ValueError, match=r"its own memory for each element, got one that was expanded to \(3, 2\)"):
+            call(torch.ones(2).expand(3, 2))
+    assert idist.all_gather(torch.ones(1).expand(3)).tolist() == [1.0] * 6
+    assert idist.reduce(torch.ones(1).expand(3), dst=1) is None or idist.get_rank() == 1
+
+
+@on_ranks(2)
+def test_ranks_in_arguments_are_integers_of_the_group():
+    for call in (lambda rank: idist.broadcast(1, src=rank), lambda rank: idist.gather(1, dst=rank)):
+        for rank in ("0", 1.0, None, [0]):
+            with pytest.raises(TypeError, match="must be a rank, an integer, got"):
+                call(rank)
+        for rank in (-1, 2):
+            with pytest.raises(ValueError, match=r"must be a rank of the group \[0, 1\], got"):
+                call(rank)
+    assert idist.broadcast(idist.get_rank(), src=torch.tensor(1)) == 1  # whatever is an index
+    for ranks in ([0, 0], [], [-1], [0, 2], [0.0], (0, 2), "01", [[0]]):
+        with pytest.raises(ValueError, match="^(ranks|group) must be"):
+            idist.all_reduce(1, group=ranks)
+
+
+@on_ranks(2)
+def test_groups_of_torch_are_taken_also_by_ranks_that_are_not_in_them():
+    mine = dist.new_group([1])
+    assert idist.all_reduce(3, group=mine) == 3
+    assert idist.all_gather("x", group=mine) == (["x"] if idist.get_rank() == 1 else "x")
+    if idist.get_rank() == 0:
+        with pytest.raises(RankDivergenceError, match="not in its group"):
+            idist.gather(1, group=mine)
+
+
+@on_ranks(2)
+def test_large_values_of_different_lengths():
+    rank = idist.get_rank()
+    values = [LONG, "short", {"k": torch.ones(1000), "l": LONG}, 1, torch.arange(3000.0)]
+    for mine, theirs in ((one, other) for one in values for other in values):
+        got = idist.all_to_all([mine, theirs] if rank == 0 else [theirs, mine])
+        for value, wanted in zip(got, (mine, theirs) if rank == 0 else (theirs, mine), strict=True):
+            assert type(value) is type(wanted)
+        assert type(idist.scatter([mine, theirs] if rank == 0 else None)) is type((mine, theirs)[rank])
+    assert idist.gather(LONG * (rank + 1), dst=1) == (None if rank == 0 else [LONG, LONG * 2])
+
+
+@on_ranks(2)
+def test_what_a_collective_raises_tells_where():
+    with pytest.raises(ValueError, match="src must be") as caught:
+        idist.broadcast(1, src=7)
+    assert caught.value.__notes__ == [f"in broadcast on rank {idist.get_rank()}, among the ranks [0, 1]"]
