@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ LEAVES = (
 ENGINE = ("camshaft.engine", "camshaft.engine.*")
 ABOVE_THE_CORE = ("camshaft.engine", "camshaft.engine.supervised*", "camshaft.engine.deterministic*")
 DISTRIBUTED = ("camshaft.distributed", "camshaft.distributed.*")
+ENVIRONMENTS = ("camshaft.distributed.environments", "camshaft.distributed.environments.*")
+LAUNCH = ("camshaft.distributed.launch", "camshaft.distributed.launch.*")
 HANDLERS = ("camshaft.handlers", "camshaft.handlers.*")
 
 # modules, what they may import of camshaft, and what of that they may not after all; the first fit counts
@@ -41,7 +44,17 @@ RULES: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     (("camshaft.utils",), (*DISTRIBUTED, *LEAVES), ()),
     (ABOVE_THE_CORE, (*ENGINE, *DISTRIBUTED, *LEAVES), ()),
     (ENGINE, (*ENGINE, *LEAVES), ABOVE_THE_CORE),
-    (DISTRIBUTED, (*DISTRIBUTED, *LEAVES), ()),
+    (("camshaft.distributed.topology",), (), ()),
+    (ENVIRONMENTS, (*ENVIRONMENTS, "camshaft.distributed.topology", *LEAVES), ()),
+    (
+        ("camshaft.distributed.registry",),
+        ("camshaft.distributed.backend", "camshaft.distributed.topology", *LEAVES),
+        (),
+    ),
+    (LAUNCH, (*DISTRIBUTED, *LEAVES), ("camshaft.distributed.backends.*",)),
+    (("camshaft.distributed", "camshaft.distributed.launcher", "camshaft.distributed.utils"), DISTRIBUTED, ()),
+    (("camshaft.distributed.run", "camshaft.distributed.diagnostics.*"), (*DISTRIBUTED, *LEAVES), LAUNCH),
+    (DISTRIBUTED, (*DISTRIBUTED, *LEAVES), (*ENVIRONMENTS, *LAUNCH)),
     (HANDLERS, (*HANDLERS, *ENGINE, *DISTRIBUTED, *LEAVES), ()),
 )
 
@@ -157,6 +170,23 @@ def test_the_package_keeps_the_rules() -> None:
     assert not found, "\n".join(found)
 
 
+# what launchers set to tell a process its place
+PLACE = re.compile(
+    r"(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|(SLURM|OMPI|PMIX?|MPI)_\w+|HOROVOD_(RANK|SIZE|HOSTNAME|LOCAL_\w+|CROSS_\w+)"
+)
+
+
+def test_only_environments_name_the_variables_that_contain_a_place() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.value}"
+        for path in sorted(ROOT.glob("camshaft/**/*.py"))
+        if not fits(name_of(path, ROOT), ENVIRONMENTS)
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and PLACE.fullmatch(node.value)
+    ]
+    assert not found, "\n".join(found)
+
+
 FUTURE = "from __future__ import annotations\n"
 
 
@@ -171,6 +201,10 @@ FUTURE = "from __future__ import annotations\n"
         ("engine/loop.py", "import camshaft.engine.supervised", "arrows point down only"),
         ("engine/loop.py", "if TYPE_CHECKING:\n    import camshaft.handlers", "arrows point down only"),
         ("distributed/ranks.py", "from camshaft.engine.state import State", "arrows point down only"),
+        ("distributed/ranks.py", "from camshaft.distributed.environments import detect", "arrows point down only"),
+        ("distributed/environments/slurm.py", "import camshaft.distributed.registry", "arrows point down only"),
+        ("distributed/launch/xla.py", "import camshaft.distributed.backends.xla", "arrows point down only"),
+        ("distributed/registry.py", "from camshaft.distributed.run import current", "arrows point down only"),
         ("engine/loop.py", "from . import state", "imports are absolute"),
         ("engine/loop.py", "def f():\n    from camshaft.engine.state import State", "in a function"),
         ("engine/loop.py", "class A:\n    def f(self):\n        import json", "in a function"),
