@@ -1,4 +1,4 @@
-"""`auto_model`, `auto_optim` and `auto_dataloader` make a script for one process train the same on many."""
+"""A script for one process trains the same on many with `auto_model`, `auto_optim` and `auto_dataloader`."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from camshaft.distributed.topology import Topology
 from camshaft.engine import Engine, Events
 from tests.distributed.test_ranks import Somewhere, at_rank
 from tests.ranks import on_ranks
+from tests.threads import on_threads
 
 INPUTS = torch.linspace(-2, 2, 32).sin().view(8, 4)
 TARGETS = INPUTS.sum(1, keepdim=True).tanh()
@@ -102,7 +103,7 @@ def test_a_compiled_model_trains_as_in_one_process_whichever_comes_first():
 
 
 @on_ranks(2)
-def test_a_model_that_is_wrapped_already_stays_as_it_is():
+def test_a_wrapped_model_is_returned_unchanged():
     from torch.distributed.fsdp import fully_shard
 
     model = idist.auto_model(nn.Linear(4, 1))
@@ -160,7 +161,7 @@ def test_synchronized_batch_norm_is_refused_on_the_cpu_before_the_model_is_chang
 
 
 @on_ranks(2)
-def test_errors_of_torch_come_out_as_they_are():
+def test_errors_of_torch_are_not_changed():
     with pytest.raises(TypeError, match="unexpected keyword argument 'buckets'"):
         idist.auto_model(nn.Linear(1, 1), buckets=3)
     with pytest.raises(RuntimeError, match="uninitialized parameters"):
@@ -179,7 +180,7 @@ def test_a_run_of_one_process_wraps_nothing():
 
 
 class OnMeta(Somewhere):
-    """A backend whose device holds no numbers."""
+    """A backend on the meta device."""
 
     device = torch.device("meta")
 
@@ -196,13 +197,13 @@ def test_a_model_is_moved_with_parameters_and_buffers(buffers_only):
     assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"meta"}
 
 
-def test_a_model_that_is_where_it_should_be_is_not_moved(monkeypatch):
+def test_a_model_on_the_device_is_not_moved(monkeypatch):
     model = Net()
     monkeypatch.setattr(model, "to", pytest.fail)
     assert idist.auto_model(model) is model
 
 
-def test_one_process_without_a_run_uses_all_gpus_and_says_so(monkeypatch, caplog):
+def test_without_a_context_all_gpus_are_used_and_it_is_logged(monkeypatch, caplog):
     class Wrapped(nn.Module):
         def __init__(self, module):
             super().__init__()
@@ -222,7 +223,7 @@ def test_one_process_without_a_run_uses_all_gpus_and_says_so(monkeypatch, caplog
 
 
 @pytest.mark.parametrize("thing", ["model", None, nn.Linear, SGD])
-def test_what_is_no_model_or_optimizer_is_refused(thing):
+def test_other_objects_than_models_and_optimizers_are_refused(thing):
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got"):
         idist.auto_model(thing)
     with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, got"):
@@ -237,7 +238,7 @@ def test_a_loader_is_refused_where_a_dataset_is_expected(world_size):
                 idist.auto_dataloader(loader)
 
 
-def test_an_optimizer_is_given_back_as_it_is():
+def test_an_optimizer_is_returned_unchanged():
     optimizer = SGD(nn.Linear(1, 1).parameters(), lr=0.5)
     assert idist.auto_optim(optimizer) is optimizer
     with at_rank(0):
@@ -252,7 +253,7 @@ LOGGER = "camshaft.distributed.auto.auto_dataloader"
 
 @pytest.fixture(autouse=True)
 def no_broadcasts(monkeypatch):
-    """Let places without other ranks have a seed; ranks of their own processes do not see this."""
+    """Provide a seed to fake contexts; ranks in their own processes are not affected."""
     monkeypatch.setattr(SharedSeed, "_broadcast", lambda seed: 0)
 
 
@@ -267,7 +268,7 @@ def test_the_batch_size_is_divided_by_the_number_of_ranks(on_rank_5_of_8, given,
     assert idist.auto_dataloader(range(100), batch_size=given).batch_size == got
 
 
-def test_without_a_batch_size_it_is_that_of_torch(on_rank_5_of_8):
+def test_the_default_batch_size_is_torchs(on_rank_5_of_8):
     assert idist.auto_dataloader(range(100)).batch_size == 1
 
 
@@ -281,7 +282,7 @@ def test_the_workers_are_divided_by_the_processes_of_the_node_and_rounded_up(on_
 @pytest.mark.parametrize(
     ("given", "got"), [({}, True), ({"shuffle": None}, True), ({"shuffle": True}, True), ({"shuffle": False}, False)]
 )
-def test_many_ranks_shuffle_unless_told_otherwise_and_the_log_says_so(on_rank_5_of_8, caplog, given, got):
+def test_several_ranks_shuffle_by_default_and_it_is_logged(on_rank_5_of_8, caplog, given, got):
     caplog.set_level(logging.INFO, logger=LOGGER)
     sampler = idist.auto_dataloader(range(100), **given).sampler
     assert isinstance(sampler, DistributedSampler)
@@ -289,7 +290,7 @@ def test_many_ranks_shuffle_unless_told_otherwise_and_the_log_says_so(on_rank_5_
     assert f"with shuffle={got}" in caplog.text
 
 
-def test_one_process_does_not_shuffle_unless_told():
+def test_one_process_does_not_shuffle_by_default():
     loader = idist.auto_dataloader(range(3), batch_size=2, num_workers=0)
     assert [batch.tolist() for batch in loader] == [[0, 1], [2]]
     assert loader.batch_size == 2
@@ -300,11 +301,11 @@ def test_one_process_does_not_shuffle_unless_told():
 @pytest.mark.parametrize(
     "sampler", [SequentialSampler(range(100)), RandomSampler(range(100)), WeightedRandomSampler([1.0], 100)]
 )
-def test_another_sampler_is_dealt_out(on_rank_5_of_8, sampler):
-    dealt = idist.auto_dataloader(range(100), sampler=sampler).sampler
-    assert isinstance(dealt, idist.DistributedProxySampler)
-    assert dealt.sampler is sampler
-    assert (dealt.rank, dealt.num_replicas) == (5, 8)
+def test_another_sampler_is_distributed(on_rank_5_of_8, sampler):
+    made = idist.auto_dataloader(range(100), sampler=sampler).sampler
+    assert isinstance(made, idist.DistributedProxySampler)
+    assert made.sampler is sampler
+    assert (made.rank, made.num_replicas) == (5, 8)
 
 
 def test_a_distributed_sampler_is_used_as_it_is_and_must_fit(on_rank_5_of_8):
@@ -319,7 +320,7 @@ def test_a_distributed_sampler_is_used_as_it_is_and_must_fit(on_rank_5_of_8):
 
 
 class Epochs(Sampler):
-    """Draws with a generator of NumPy of its own, which it may seed when it is told the epoch."""
+    """Draws with its own NumPy generator, which set_epoch may seed."""
 
     def __init__(self, seeded):
         self.seeded, self.generator_of_its_own = seeded, np.random.default_rng(0)
@@ -341,7 +342,7 @@ class Unsized:
 
 
 def resumed(first, second=None, stop=6):
-    """Give what a run over a loader was given after a stop, and what one that goes on there is given, over another."""
+    """Return the batches of a run after a stop, and those of one that resumes there, maybe over another loader."""
     whole, rest, state = [], [], {}
     engine = Engine(lambda engine, batch: whole.append(torch.as_tensor(batch).tolist()))
     engine.add_event_handler(Events.ITERATION_COMPLETED(once=stop), lambda: state.update(engine.state_dict()))
@@ -360,7 +361,7 @@ FOURS = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
     [lambda: FOURS, lambda: BatchSampler(RandomSampler(range(12)), 3, False)]
     + [lambda: BatchSampler(Epochs(seeded=True), 3, False)],
 )
-def test_alone_a_batch_sampler_is_gone_on_with(batches):
+def test_in_one_process_a_batch_sampler_is_resumed(batches):
     wanted, got = resumed(lambda: idist.auto_dataloader(range(12), batch_sampler=batches()))
     assert got == wanted
 
@@ -373,7 +374,7 @@ def test_alone_a_batch_sampler_is_gone_on_with(batches):
         {"batch_size": 3, "sampler": DistributedSampler(range(12), 1, 0)},
     ],
 )
-def test_a_loader_that_does_not_deal_is_skipped_forward_with_a_warning(options):
+def test_a_loader_that_cannot_seek_is_skipped_forward_with_a_warning(options):
     with pytest.warns(UserWarning, match="skipping 2 batches to resume"):
         wanted, got = resumed(
             lambda: idist.auto_dataloader(range(12), **options), stop=14 if options["batch_size"] is None else 6
@@ -382,14 +383,14 @@ def test_a_loader_that_does_not_deal_is_skipped_forward_with_a_warning(options):
 
 
 @on_ranks(2)
-def test_among_ranks_a_batch_sampler_is_skipped_forward_with_a_warning():
+def test_on_several_ranks_a_batch_sampler_is_skipped_forward_with_a_warning():
     with pytest.warns(UserWarning, match="batch_sampler is used as it is|skipping . batches to resume") as caught:
         wanted, got = resumed(lambda: idist.auto_dataloader(range(12), batch_sampler=FOURS))
     assert got == wanted
     assert "skipping 2 batches to resume" in str(caught[-1].message)
 
 
-def test_a_sampler_that_draws_another_order_is_refused_in_the_middle_of_an_epoch():
+def test_a_sampler_with_another_order_is_refused_within_an_epoch():
     def over(sampler):
         return lambda: idist.auto_dataloader(range(16), sampler=sampler, batch_size=2)
 
@@ -401,7 +402,7 @@ def test_a_sampler_that_draws_another_order_is_refused_in_the_middle_of_an_epoch
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_sampler_with_random_numbers_of_its_own_is_gone_on_with_if_it_seeds_them(world_size):
+def test_a_sampler_with_its_own_generator_is_resumed_if_it_seeds_it(world_size):
     def over(seeded):
         return lambda: idist.auto_dataloader(range(12), sampler=Epochs(seeded), batch_size=4)
 
@@ -456,7 +457,7 @@ def test_indices_that_the_dataset_lacks_are_refused_on_all_ranks(what):
     is_refused_on_all_ranks(what)
 
 
-def test_alone_a_plain_batch_sampler_is_checked_too():
+def test_in_one_process_a_batch_sampler_is_checked_too():
     with pytest.raises(ValueError, match="the sampler yielded index -3 at position 3, but the dataset has 10 samples"):
         list(idist.auto_dataloader(Plain(), batch_sampler=[[0, 1], [2, -3]]))
 
@@ -473,7 +474,7 @@ def test_an_order_of_more_or_fewer_samples_than_the_dataset_has_is_refused(world
         assert len(idist.auto_dataloader(Plain(), sampler=Weighted([1.0] * 10, 20), batch_size=4)) == 5
 
 
-def test_keys_that_are_no_numbers_and_datasets_without_length_are_not_checked():
+def test_other_keys_and_datasets_without_length_are_not_checked():
     class Endless(Dataset):
         def __getitem__(self, index):
             return index
@@ -491,7 +492,7 @@ def test_keys_that_are_no_numbers_and_datasets_without_length_are_not_checked():
     assert [batch.tolist() for batch in loader] == [[1], [2]]
 
 
-def test_a_batch_sampler_is_the_business_of_the_user(on_rank_5_of_8):
+def test_a_batch_sampler_is_used_as_it_is(on_rank_5_of_8):
     batches = BatchSampler(SequentialSampler(range(100)), 3, False)
     with pytest.warns(UserWarning, match="batch_sampler is used as it is") as caught:
         loader = idist.auto_dataloader(range(100), batch_sampler=batches)
@@ -506,7 +507,7 @@ class Stream(IterableDataset):
         return iter(range(10))
 
 
-def test_an_iterable_dataset_is_the_business_of_the_user_and_the_log_says_so(on_rank_5_of_8, caplog):
+def test_an_iterable_dataset_is_used_as_it_is_and_it_is_logged(on_rank_5_of_8, caplog):
     caplog.set_level(logging.INFO, logger=LOGGER)
     loader = idist.auto_dataloader(Stream(), batch_size=16)
     assert isinstance(loader, DataLoader)
@@ -516,7 +517,7 @@ def test_an_iterable_dataset_is_the_business_of_the_user_and_the_log_says_so(on_
 
 
 @on_ranks(2)
-def test_rank_0_warns_once_for_each_kind_of_iterable_dataset_that_does_not_say_how_it_is_split():
+def test_rank_0_warns_once_per_class_of_iterable_dataset_without_shard():
     class Other(Stream):
         pass
 
@@ -550,7 +551,7 @@ class Sharded(IterableDataset):
 
 
 @on_ranks(3)
-def test_streams_are_split_if_they_say_how_and_all_ranks_end_at_the_same_step():
+def test_streams_are_sharded_and_all_ranks_end_at_the_same_step():
     rank = idist.get_rank()
     warnings.filterwarnings("ignore", "Stream has no method shard")
     loader = idist.auto_dataloader(Sharded(range(11)), batch_size=3)
@@ -563,6 +564,13 @@ def test_streams_are_split_if_they_say_how_and_all_ranks_end_at_the_same_step():
     assert len(seen) == 2
 
 
+@on_threads(2)
+def test_a_wrapped_stream_ends_at_the_same_step_too():
+    loader = idist.auto_dataloader(Sharded(range(5)), batch_size=2)
+    loader.wrap(lambda plain: (-batch for batch in plain))  # as on XLA
+    assert [batch.tolist() for batch in loader] == [[-idist.get_rank()], [-2 - idist.get_rank()]]
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -573,19 +581,19 @@ def test_streams_are_split_if_they_say_how_and_all_ranks_end_at_the_same_step():
         ({"sampler": [1, 2]}, ValueError, "2 samples cannot be distributed over 8 ranks"),
     ],
 )
-def test_conflicts_come_out_as_torch_tells_them(on_rank_5_of_8, arguments, error, message):
+def test_contradictory_arguments_raise_as_in_torch(on_rank_5_of_8, arguments, error, message):
     with pytest.raises(error, match=message):
         idist.auto_dataloader(range(9), **arguments)
 
 
-def test_a_batch_size_beside_a_batch_sampler_is_a_conflict_also_when_it_is_the_number_of_ranks(on_rank_5_of_8):
+def test_a_batch_size_with_a_batch_sampler_is_refused_also_if_it_is_the_number_of_ranks(on_rank_5_of_8):
     batches = BatchSampler(SequentialSampler(range(9)), 3, False)
     error = "batch_sampler option is mutually exclusive"
     with pytest.warns(UserWarning, match="batch_sampler is used"), pytest.raises(ValueError, match=error):
         idist.auto_dataloader(range(9), batch_sampler=batches, batch_size=8)
 
 
-def test_the_arguments_of_the_caller_stay_as_they_are(on_rank_5_of_8):
+def test_the_arguments_of_the_caller_are_not_changed(on_rank_5_of_8):
     arguments = {"batch_size": 16, "num_workers": 0, "shuffle": False, "drop_last": True}
     before = dict(arguments)
     idist.auto_dataloader(range(100), **arguments)
@@ -615,7 +623,7 @@ class OnXla(Somewhere):
         return [loader]
 
 
-def test_memory_is_pinned_where_there_is_a_gpu_unless_told_otherwise():
+def test_memory_is_pinned_by_default_if_there_is_a_gpu():
     assert idist.auto_dataloader(range(30)).pin_memory is (idist.device().type == "cuda")
     with idist.use_backend(OnGpu()):
         assert idist.auto_dataloader(range(30)).pin_memory is True
@@ -676,7 +684,7 @@ def test_fewer_samples_than_ranks_are_refused():
         ),
     ],
 )
-def test_what_would_train_on_nothing_or_on_something_else_is_refused(world_size, arguments, error, message):
+def test_invalid_arguments_are_refused(world_size, arguments, error, message):
     with at_rank(0, world_size), pytest.raises(error, match=message):
         idist.auto_dataloader(**arguments)
 
@@ -698,7 +706,7 @@ def test_a_sequence_is_a_sampler_on_any_number_of_ranks():
 
 
 @on_ranks(2)
-def test_samples_without_batches_are_dealt_out_and_filled_up():
+def test_samples_without_batches_are_distributed_and_padded():
     with pytest.warns(UserWarning, match="some are repeated; pass a batch_size"):
         loader = idist.auto_dataloader(range(5), batch_size=None, shuffle=False)
     assert idist.all_gather(list(loader)) == [[0, 2, 4], [1, 3, 0]]

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, defau
 from camshaft.distributed.data.permutation import key_of, mixed
 
 _MT19937_BYTES = 625 * 4  # 624 words and the place in them
-_OF_BATCH, _OF_COLLATE = 0, 1
+_FETCHING, _COLLATING = 0, 1
 
 Sample = TypeVar("Sample", covariant=True)
 
@@ -126,7 +126,6 @@ class _SeededFetching:
     def __init__(self, dataset: Any, collate: Callable[[Any], Any]) -> None:
         self.dataset, self.collate = dataset, collate
         self._in_batches, self._is_ready = fetches_batches(dataset), is_ready(dataset)
-        self._is_plain = collate is default_collate and not self._in_batches and not self._is_ready
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
         if not isinstance(indices, Indices):
@@ -146,17 +145,15 @@ class _SeededFetching:
         return [self.dataset[index] for index in indices]
 
     def _seeded(self, indices: Indices) -> Any:
-        if self._is_plain:
-            return self.collate(self._fetch_one_by_one(indices))
-        of_batch = key_of(indices.seed, indices.epoch, *map(_number, indices))
         if self._is_ready:
             samples = self._fetch(indices)
         elif self._in_batches:
-            seed_generators(mixed(of_batch, _OF_BATCH))
+            _seed_for(indices, _FETCHING)
             samples = self._fetch(indices)
         else:
             samples = self._fetch_one_by_one(indices)
-        seed_generators(mixed(of_batch, _OF_COLLATE))
+        if self.collate is not default_collate:
+            _seed_for(indices, _COLLATING)
         return self.collate(samples)
 
     def _fetch_one_by_one(self, indices: Indices) -> list[Any]:
@@ -189,6 +186,11 @@ def fetches_batches(dataset: Any) -> bool:
         parts = dataset.datasets
         return any(map(fetches_batches, parts.values() if isinstance(parts, dict) else parts))
     return bool(getattr(dataset, "__getitems__", None))
+
+
+def _seed_for(indices: Indices, use: int) -> None:
+    """Seed the generators for what is done with a whole batch."""
+    seed_generators(mixed(key_of(indices.seed, indices.epoch, *map(_number, indices)), use))
 
 
 def seed_generators(bits: int) -> None:

@@ -41,7 +41,7 @@ def test_rank_0_stays_until_all_have_read():
     staying.start()
     staying.join(0.1)
     assert staying.is_alive()
-    second.wait_for_readers()  # which holds nobody up
+    second.wait_for_readers()  # which does not block
     assert second.collect() == [BatchCount(0), BatchCount(0)]
     second.leave()
     staying.join(10)

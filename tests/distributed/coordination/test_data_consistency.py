@@ -1,4 +1,4 @@
-"""Ranks that read different data raise and say what each has; no rank waits for another to find out."""
+"""Ranks that read different data raise and report the difference, without waiting for each other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.threads import run_on_threads
 
 
 class Own(Sampler):
-    """Draws on each rank something else, of which the random numbers of torch know nothing."""
+    """Yields different indices on each rank, independent of torch's generator."""
 
     def __len__(self):
         return 12
@@ -33,7 +33,7 @@ class Own(Sampler):
 
 
 def one_after_the_other(function):
-    """Let rank 0 be through before rank 1 begins, and give what each returned, or its error."""
+    """Run on rank 0 before rank 1; return what the function returned, or its error."""
     outcome = None
     for turn in range(idist.get_world_size()):
         if turn == idist.get_rank():
@@ -79,7 +79,7 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
-def test_whoever_reads_something_else_raises_and_so_do_the_others_in_their_next_pass(what):
+def test_a_rank_with_different_data_raises_and_so_do_the_others_in_their_next_pass(what):
     raises_on_both(what)
 
 
@@ -90,7 +90,7 @@ def raises_on_both(what):
     first = one_after_the_other(lambda: len(list(loader)))
     second = one_after_the_other(lambda: len(list(loader)))
     if idist.get_rank() == 0:
-        assert first == len(loader), "it came first, and nobody is waited for"
+        assert first == len(loader), "it came first, and does not wait"
     else:
         assert first == second
     assert second.startswith("the ranks do not read the same data, so samples would be repeated or left out: ")
@@ -99,7 +99,7 @@ def raises_on_both(what):
 
 
 @on_ranks(2)
-def test_another_epoch_or_another_place_in_it_is_found():
+def test_a_different_epoch_or_place_in_it_raises():
     rank = idist.get_rank()
     loader = idist.auto_dataloader(range(12), batch_size=4)
     loader.sampler.set_epoch(5 + rank)
@@ -114,7 +114,7 @@ def test_another_epoch_or_another_place_in_it_is_found():
 
 
 @on_ranks(2)
-def test_a_rank_that_looks_before_it_is_told_the_epoch_disturbs_nobody():
+def test_a_rank_may_read_a_batch_before_the_epoch_is_announced():
     loader = idist.auto_dataloader(range(12), batch_size=4)
     if idist.get_rank():
         for epoch in (3, 4):
@@ -127,7 +127,7 @@ def test_a_rank_that_looks_before_it_is_told_the_epoch_disturbs_nobody():
 
 
 @on_ranks(2)
-def test_a_rank_that_alone_is_not_told_the_epoch_finds_out_in_its_third_pass():
+def test_a_rank_without_announced_epochs_raises_in_its_third_pass():
     rank = idist.get_rank()
     loader = idist.auto_dataloader(range(12), batch_size=4)
     next(iter(loader))  # as one rank alone may do
@@ -139,7 +139,7 @@ def test_a_rank_that_alone_is_not_told_the_epoch_finds_out_in_its_third_pass():
 
 
 @on_ranks(2)
-def test_engines_raise_when_one_rank_goes_on_and_the_other_begins():
+def test_engines_raise_if_only_one_rank_resumes():
     rank = idist.get_rank()
     loader = idist.auto_dataloader(range(12), batch_size=4)
     saved = Engine(lambda engine, batch: None)
@@ -152,7 +152,7 @@ def test_engines_raise_when_one_rank_goes_on_and_the_other_begins():
 
 
 @on_ranks(2)
-def test_a_pass_costs_two_questions_at_most_and_leaves_one_key():
+def test_a_pass_costs_at_most_two_requests_and_leaves_one_key():
     loader = idist.auto_dataloader(range(12), batch_size=2, seed=0)
     store = dist.distributed_c10d._get_default_store()
     idist.barrier()
@@ -170,7 +170,7 @@ def test_a_pass_costs_two_questions_at_most_and_leaves_one_key():
 
 
 class Counted:
-    """A part of a store that counts what it is asked."""
+    """A store that counts its requests."""
 
     asked = 0
 
@@ -186,11 +186,11 @@ class Counted:
         return getattr(self.store, name)
 
 
-# --- what one rank may do alone ----------------------------------------------------------------------------------
+# --- what a single rank may do ----------------------------------------------------------------------------------
 
 
 @on_ranks(2)
-def test_one_rank_may_look_at_a_batch_whenever_it_likes():
+def test_one_rank_may_read_a_batch_at_any_time():
     rank = idist.get_rank()
     loader = idist.auto_dataloader(range(12), batch_size=4)
 
@@ -208,7 +208,7 @@ def test_one_rank_may_look_at_a_batch_whenever_it_likes():
 
 
 @on_ranks(2)
-def test_one_rank_may_look_at_a_batch_before_a_run_goes_on():
+def test_one_rank_may_read_a_batch_before_a_run_resumes():
     loader = idist.auto_dataloader(range(12), batch_size=4)
     engine = Engine(lambda engine, batch: idist.all_reduce(1))
     engine.load_state_dict(saved_in_the_middle(loader))
@@ -223,7 +223,7 @@ def saved_in_the_middle(loader):
 
 
 @on_ranks(2)
-def test_a_loader_of_one_rank_alone_takes_no_others_place():
+def test_a_loader_of_a_single_rank_is_not_compared_with_others():
     loaders = {}
     for number in range(3):
         if idist.get_rank() == number % 2:
@@ -264,7 +264,7 @@ def test_a_rank_that_is_a_pass_behind_compares_all_but_the_place():
 
 
 @on_ranks(2)
-def test_samplers_for_other_ranks_than_this_are_nobodys_business():
+def test_samplers_for_other_ranks_are_not_compared():
     rank = idist.get_rank()
     for ranks in (1, 2, 3):
         for number in range(ranks):
@@ -274,7 +274,7 @@ def test_samplers_for_other_ranks_than_this_are_nobodys_business():
 
 
 @on_ranks(2)
-def test_samplers_of_the_user_that_draw_alike_go_on_as_before():
+def test_samplers_that_draw_alike_pass():
     loader = idist.auto_dataloader(range(12), batch_size=4, sampler=RandomSampler(range(12)))
     for epoch in (0, 1, 1, 7):
         loader.sampler.set_epoch(epoch)
@@ -283,7 +283,7 @@ def test_samplers_of_the_user_that_draw_alike_go_on_as_before():
 
 
 @on_ranks(2)
-def test_after_the_run_nobody_is_asked():
+def test_after_the_run_nothing_is_compared():
     loader = idist.auto_dataloader(range(12 - idist.get_rank()), batch_size=4, seed=0)
     dist.destroy_process_group()
     assert len(list(loader)) == 3
@@ -309,7 +309,7 @@ def given(loader):
 
 
 @on_ranks(2)
-def test_loaders_without_a_seed_share_that_of_torch_on_rank_0():
+def test_loaders_without_a_seed_share_torchs_seed_of_rank_0():
     rank, orders = idist.get_rank(), set()
     for seed in (5, 6, 2**64 - 1, 5):
         torch.manual_seed(seed - rank)
@@ -326,7 +326,7 @@ def test_loaders_without_a_seed_share_that_of_torch_on_rank_0():
 
 
 @on_ranks(2)
-def test_a_rank_asks_for_the_seed_once_and_making_a_loader_waits_for_nobody():
+def test_the_seed_is_requested_once_and_creating_a_loader_does_not_block():
     rank = idist.get_rank()
     with mock.patch("camshaft.distributed.coordination.job_store.PrefixStore", Counted):
         if rank == 1:
@@ -347,7 +347,7 @@ def test_a_rank_asks_for_the_seed_once_and_making_a_loader_waits_for_nobody():
 
 
 @on_ranks(2)
-def test_a_loader_that_is_made_on_one_rank_alone_waits_for_nobody():
+def test_a_loader_created_within_one_rank_only_does_not_block():
     rank = idist.get_rank()
     torch.manual_seed(rank)
 
@@ -373,7 +373,7 @@ class Log(logging.Handler):
 
 
 @on_ranks(2)
-def test_a_rank_whose_loader_rank_0_does_not_make_logs_and_raises():
+def test_a_rank_logs_and_raises_if_rank_0_does_not_create_the_loader():
     if idist.get_rank() == 1:
         loader, store, log = make(), dist.distributed_c10d._get_default_store(), Log()
         logging.getLogger(job_store.__name__).addHandler(log)
@@ -390,7 +390,7 @@ def test_a_rank_whose_loader_rank_0_does_not_make_logs_and_raises():
 
 
 @on_ranks(2)
-def test_after_the_run_a_seed_that_was_never_asked_for_is_missed():
+def test_a_seed_that_was_not_read_during_the_run_is_lost():
     loader = make()
     seed = loader.batch_sampler.seed if idist.get_rank() == 0 else None
     dist.destroy_process_group()

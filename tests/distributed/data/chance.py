@@ -1,4 +1,4 @@
-"""How likely counts are that chance made: what the tests of random orders share."""
+"""A chi-square test, shared by the tests of random orders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def histogram(values: Tensor, num_bins: int) -> Tensor:
 
 
 def looks_random(counts: Tensor, expected: Tensor | None = None) -> bool:
-    """Compare counts with what is expected (as many in each bin, if not said) by a chi-square test."""
+    """Compare counts with the expected ones (by default equal in all bins) by a chi-square test."""
     if expected is None:
         expected = torch.ones(len(counts))
     expected = expected.to(torch.float64) * (counts.sum() / expected.sum())

@@ -140,7 +140,7 @@ def test_samples_are_the_same_with_any_number_of_workers(expected, workers):
     assert torch.equal(by_sample(seen[4:]), expected[1])
 
 
-def test_samples_are_the_same_after_a_start_in_the_middle(expected, workers):
+def test_samples_are_the_same_after_a_resume_within_an_epoch(expected, workers):
     seen = passes(Augmented(), num_epochs=1, workers=workers, begin=2)
     assert torch.equal(by_sample(seen), expected[0][6:])
 
@@ -182,7 +182,7 @@ def test_a_concatenation_is_seeded_sample_by_sample(expected):
     assert torch.equal(seen, expected[0])
 
 
-def test_datasets_side_by_side_are_seeded_sample_by_sample(expected):
+def test_a_stacked_dataset_is_seeded_sample_by_sample(expected):
     seen = passes(StackDataset(Augmented(), range(N)), 1, batch_size=5)
     assert torch.equal(by_sample([rows for rows, _ in seen]), expected[0])
 
@@ -238,7 +238,7 @@ def test_collating_draws_other_numbers_than_fetching():
     assert not set(seen[0]) & set(seen[1])
 
 
-# No more than is needed
+# No more seeding than needed
 
 
 def test_samples_that_are_ready_are_not_seeded_one_by_one(monkeypatch):
@@ -248,7 +248,7 @@ def test_samples_that_are_ready_are_not_seeded_one_by_one(monkeypatch):
     assert len(seeded) == len(Batches())
 
 
-def test_workers_keep_no_states(monkeypatch):
+def test_workers_do_not_preserve_generators(monkeypatch):
     monkeypatch.setattr(augmentation, "preserved_generators", None)
     assert len(list(SeededLoader(Augmented(), batch_sampler=Batches(), num_workers=1))) == len(Batches())
 
@@ -258,7 +258,7 @@ def test_workers_keep_no_states(monkeypatch):
 
 @pytest.mark.parametrize("dataset", [Augmented(), Whole(), Other(), TensorDataset(torch.zeros(N))])
 @pytest.mark.parametrize("num_gaussians", [0, 1])
-def test_the_random_states_of_the_main_process_stay_as_they_are(dataset, num_gaussians, workers):
+def test_the_random_states_of_the_main_process_are_preserved(dataset, num_gaussians, workers):
     manual_seed(3)
     for _ in range(num_gaussians):  # one leaves the second half of a pair
         random.gauss(0, 1), numpy.random.randn()
@@ -277,7 +277,7 @@ def torchs(*states):
     return [[state["torch"]] for state in states]
 
 
-def test_the_random_states_stay_as_they_are_after_an_error():
+def test_the_random_states_are_preserved_after_an_error():
     class Broken(Augmented):
         def __getitem__(self, index):
             draw()
@@ -290,7 +290,7 @@ def test_the_random_states_stay_as_they_are_after_an_error():
 
 
 @pytest.mark.parametrize("bit_generator", [numpy.random.PCG64, numpy.random.Philox])
-def test_another_bit_generator_of_numpy_is_seeded_and_put_back(bit_generator):
+def test_another_bit_generator_of_numpy_is_seeded_and_restored(bit_generator):
     before = numpy.random.get_bit_generator()
     numpy.random.set_bit_generator(bit_generator(3))
     try:
@@ -327,21 +327,21 @@ class Noise(torch.utils.data.Dataset):
     def __getitem__(self, index):
         return numpy.random.rand()
 
-assert "numpy.random" not in sys.modules, "nobody has used it yet"
+assert "numpy.random" not in sys.modules, "not imported yet"
 loader = SeededLoader(Noise(), batch_sampler=[Indices([0, 1], 17, 1)])
 first, second = ([batch.tolist() for batch in loader] for _ in range(2))
 assert first == second, (first, second)
 """
 
 
-def test_a_sample_that_is_the_first_to_use_numpys_generator_is_seeded_too():
+def test_the_first_sample_that_uses_numpys_generator_is_seeded():
     subprocess.run([sys.executable, "-c", FIRST_USE_OF_NUMPY], check=True)
 
 
 # The loader
 
 
-def test_the_loader_shows_what_it_was_given(workers):
+def test_the_loader_has_the_attributes_it_was_given(workers):
     dataset, batches = Augmented(), Batches(4)
     loader = SeededLoader(dataset, batch_sampler=batches, **workers)
     list(loader)
@@ -359,7 +359,7 @@ def test_indices_are_a_list_and_survive_pickling():
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
-def test_a_copy_of_the_loader_gives_the_same(duplicate):
+def test_a_copy_of_the_loader_yields_the_same(duplicate):
     loader = SeededLoader(Augmented(), batch_sampler=Batches())
     list(loader)
     again = duplicate(loader)
@@ -367,13 +367,13 @@ def test_a_copy_of_the_loader_gives_the_same(duplicate):
     assert again.batch_size == 3
 
 
-def test_another_batch_sampler_of_ours_may_take_the_place(expected):
+def test_the_batch_sampler_can_be_replaced(expected):
     loader = update_dataloader(SeededLoader(Augmented(), batch_sampler=Batches()), ReproducibleBatchSampler(Batches(5)))
     assert torch.equal(by_sample(list(loader)), expected[0])
 
 
 @pytest.mark.parametrize("dataset", [Augmented(), Whole(), Subset(Augmented(), range(N))])
-def test_plain_indices_are_fetched_as_torch_does_it(dataset, workers):
+def test_plain_indices_are_fetched_as_by_torch(dataset, workers):
     batches = BatchSampler(range(N), 3, drop_last=False)
     drawn = []
     for loader in (
@@ -385,7 +385,7 @@ def test_plain_indices_are_fetched_as_torch_does_it(dataset, workers):
     assert equal(*drawn)
 
 
-def test_all_else_that_torch_takes_is_loaded_as_torch_does_it():
+def test_other_arguments_are_loaded_as_by_torch():
     class Stream(IterableDataset):
         def __iter__(self):
             return iter(draw())
@@ -401,7 +401,7 @@ def test_all_else_that_torch_takes_is_loaded_as_torch_does_it():
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_error_in_a_worker_is_told_as_usual(num_workers):
+def test_an_error_in_a_worker_is_raised(num_workers):
     class Broken(Augmented):
         def __getitem__(self, index):
             if index == 4:
@@ -434,7 +434,7 @@ def test_workers_see_the_dataset_of_the_user():
     assert told() == [(None, True, 0)] * 6 + [(None, True, 1)] * 5
 
 
-def test_workers_start_from_other_scratch_in_each_epoch_and_the_same_in_each_run():
+def test_worker_seeds_differ_between_epochs_and_repeat_in_each_run():
     class Started(Dataset):
         def __getitem__(self, index):
             return get_worker_info().seed
@@ -475,7 +475,7 @@ def test_a_generator_of_the_user_is_used():
         (ConcatDataset([[1], Subset(Other(), [0])]), False),
     ],
 )
-def test_what_holds_its_samples_is_left_to_torch(monkeypatch, dataset, ready):
+def test_datasets_that_hold_their_samples_are_left_to_torch(monkeypatch, dataset, ready):
     assert is_ready(dataset) is ready
     iterator = iter(SeededLoader(dataset, batch_sampler=[Indices([0], 1, 1)]))
     assert (iterator._dataset is dataset) is ready
@@ -495,7 +495,7 @@ def test_what_holds_its_samples_is_left_to_torch(monkeypatch, dataset, ready):
         (type("Off", (), {"__getitems__": None})(), False),
     ],
 )
-def test_who_fetches_whole_batches(dataset, whole):
+def test_which_datasets_fetch_whole_batches(dataset, whole):
     assert fetches_batches(dataset) is whole
 
 

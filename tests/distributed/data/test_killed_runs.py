@@ -1,4 +1,4 @@
-"""Real ranks that are killed and go on in other numbers: what they were given, and the weights they end with."""
+"""Real ranks that are killed and resume in other numbers: the samples that they get, and the weights they end with."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def prepare_to_be_killed_with_workers() -> None:
     warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
 
 
-# --- what was given ----------------------------------------------------------------------------------------------
+# --- the samples --------------------------------------------------------------------------------------------------
 
 LENGTH = 83  # sixteen steps of 5, and 3 samples: a step on 2 and 3 ranks, but too few for one on 4
 
 
-def note_what_is_given(folder: Path, job: int, workers: int, kill_at: int | None) -> None:
-    """Write down the samples of each step; every third iteration, save where the run stands."""
+def record_samples(folder: Path, job: int, workers: int, kill_at: int | None) -> None:
+    """Write down the samples of each step; save the state every third iteration."""
     prepare_to_be_killed_with_workers()
     loader = idist.auto_dataloader(
         list(range(LENGTH)), batch_size=5, shuffle=True, seed=3, num_workers=workers * idist.get_world_size(),
@@ -86,23 +86,23 @@ def note_what_is_given(folder: Path, job: int, workers: int, kill_at: int | None
         loader._iterator._shutdown_workers()  # else they outlast this rank, for seconds
 
 
-def given_by(folder: Path, job: int, until: float) -> Counter[tuple[int, int]]:
-    """Count how often each sample was given in each epoch, in the iterations that a job did not do in vain."""
+def samples_of(folder: Path, job: int, until: float) -> Counter[tuple[int, int]]:
+    """Count how often each sample came in each epoch, in the iterations of a job that are not repeated."""
     lines = [json.loads(line) for file in folder.glob(f"{job}-*.jsonl") for line in file.read_text().splitlines()]
     return Counter((epoch, index) for iteration, epoch, batch in lines if iteration <= until for index in batch)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_killed_on_2_and_4_ranks_the_last_3_have_given_each_sample_once(tmp_path, workers):
-    kill_on_ranks(2, note_what_is_given, tmp_path, 0, workers, 8)
-    kill_on_ranks(4, note_what_is_given, tmp_path, 1, workers, 14)
-    run_on_ranks(3, note_what_is_given, tmp_path, 2, workers, None)
+def test_each_sample_comes_once_in_runs_killed_on_2_and_4_ranks_and_resumed_on_3(tmp_path, workers):
+    kill_on_ranks(2, record_samples, tmp_path, 0, workers, 8)
+    kill_on_ranks(4, record_samples, tmp_path, 1, workers, 14)
+    run_on_ranks(3, record_samples, tmp_path, 2, workers, None)
 
     states = [json.loads((tmp_path / f"{job}.state").read_text()) for job in (0, 1)]
     assert [state["iteration"] for state in states] == [6, 12]
     assert [state["epoch_length"] for state in states] == [17, 16]
     ends = [state["iteration"] for state in states] + [float("inf")]
-    given = sum((given_by(tmp_path, job, until) for job, until in enumerate(ends)), Counter())
+    given = sum((samples_of(tmp_path, job, until) for job, until in enumerate(ends)), Counter())
     assert given == Counter((epoch, index) for epoch in range(1, EPOCHS + 1) for index in range(LENGTH))
 
 
@@ -110,7 +110,7 @@ def test_killed_on_2_and_4_ranks_the_last_3_have_given_each_sample_once(tmp_path
 
 
 def train(folder: Path, window: int, workers: int = 0, kill_at: int | None = None) -> list[torch.Tensor]:
-    """Train on noisy samples, save every second iteration, and go on from what is saved; give the weights."""
+    """Train on noisy samples, save every second iteration, resume from what is saved; return the weights."""
     prepare_to_be_killed_with_workers()
     manual_seed(2)
     model = idist.auto_model(nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2)).double())
@@ -140,7 +140,7 @@ def train(folder: Path, window: int, workers: int = 0, kill_at: int | None = Non
         (3, [14, 19, 26]),  # saved after one and two batches of a window, and at the end of an epoch
     ],
 )
-def test_the_weights_of_a_run_that_was_killed_are_those_of_one_that_was_not(tmp_path, ranks, window, kills):
+def test_a_killed_and_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path, ranks, window, kills):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir()
     killed.mkdir()

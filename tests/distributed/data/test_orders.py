@@ -1,4 +1,4 @@
-"""Each policy gives what it promises, the same whenever it is asked, and refuses what makes no sense."""
+"""Each policy returns the order it promises, reproducibly, and refuses invalid arguments."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_each_sample_comes_once_in_an_epoch(order: Order, seed: int, epoch: int)
 
 @settings(deadline=None, max_examples=40)
 @given(FULL | DRAWN, INTEGERS, INTEGERS, st.data())
-def test_parts_of_an_epoch_are_the_same_alone(order: Order, seed: int, epoch: int, data: st.DataObject) -> None:
+def test_any_part_of_an_epoch_can_be_computed_alone(order: Order, seed: int, epoch: int, data: st.DataObject) -> None:
     samples = epoch_of(order, seed, epoch)
     begin, end = sorted(data.draw(st.tuples(*[st.integers(0, order.length)] * 2)))
     assert torch.equal(order.indices(seed, epoch, begin, end), samples[begin:end])
@@ -59,14 +59,14 @@ def test_parts_of_an_epoch_are_the_same_alone(order: Order, seed: int, epoch: in
 
 
 @pytest.mark.parametrize("order", RANDOM, ids=Order.describe)
-def test_each_seed_and_each_epoch_has_an_order_of_its_own(order: Order) -> None:
+def test_each_seed_and_epoch_has_its_own_order(order: Order) -> None:
     pairs = [(0, 0), (0, 1), (1, 0), (1, 1), (-1, 0), (0, -1), (2**64, 0), (10**5000, 7)]
     drawn = [tuple(order.indices(seed, epoch, 0, 50).tolist()) for seed, epoch in pairs]
     assert len(set(drawn)) == len(pairs)
 
 
-def test_orders_stay_what_they_are() -> None:
-    """A position saved by an earlier version goes on with the same samples; else, raise VERSION."""
+def test_orders_do_not_change_between_versions() -> None:
+    """A position saved by an earlier version resumes with the same samples; otherwise, increase VERSION."""
     all_kinds = [Shuffled(10), Shuffled(20_000), Shuffled(10**12), ShuffledWindows(20, 6), Weighted([1.0, 2.0, 3.0], 9)]
     assert [one.indices(3, 5, 2, 7).tolist() for one in all_kinds] == [
         [0, 5, 2, 3, 8],
@@ -77,13 +77,13 @@ def test_orders_stay_what_they_are() -> None:
     ]
 
 
-def test_sequential_is_as_it_lies() -> None:
+def test_sequential_keeps_the_order_of_the_data() -> None:
     assert Sequential(LARGEST).indices(1, 2, LARGEST - 2, LARGEST).tolist() == [LARGEST - 2, LARGEST - 1]
     assert epoch_of(Sequential(3)).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("order", [Sequential(9), *RANDOM], ids=Order.describe)
-def test_what_is_given_belongs_to_the_caller(order: Order) -> None:
+def test_the_result_shares_no_memory_with_the_order(order: Order) -> None:
     positions = torch.arange(9)
     samples = order.at(0, 0, positions)
     kept = samples.clone()
@@ -121,21 +121,21 @@ def test_each_window_may_come_anywhere_and_so_may_each_sample_within(length: int
 
 
 @pytest.mark.parametrize("window", [100, SORTED + 3])
-def test_windows_are_shuffled_each_in_its_own_way(window: int) -> None:
+def test_each_window_is_shuffled_differently(window: int) -> None:
     within = epoch_of(ShuffledWindows(20 * window, window)).view(20, window) % window
     steps = (within[1:] - within[:-1]) % window
     assert looks_random(histogram(steps.flatten() * 20 // window, 20))
     assert (within[1:] == within[:-1]).sum(1).max() < 10
 
 
-def test_many_long_windows_need_not_be_held() -> None:
+def test_long_windows_take_no_memory() -> None:
     order = ShuffledWindows(LARGEST, 10**9 + 7)
     samples = order.indices(0, 0, 5 * (10**9 + 7) - 500, 5 * (10**9 + 7) + 500)
     assert len(samples.unique()) == 1000
     assert len((samples // (10**9 + 7)).unique()) == 2
 
 
-def test_one_window_or_windows_of_one_are_a_shuffle() -> None:
+def test_one_window_or_windows_of_one_sample_are_a_shuffle() -> None:
     for window in (1, 1000, 10**6):
         samples = epoch_of(ShuffledWindows(1000, window))
         assert looks_random(histogram((samples[1:] - samples[:-1]) % 1000 // 100, 10))
@@ -152,7 +152,7 @@ def test_samples_come_as_often_as_their_weights_say() -> None:
     assert looks_random(histogram(drawn, 9)[possible], weights[possible])
 
 
-def test_draws_have_nothing_to_do_with_each_other() -> None:
+def test_draws_are_independent() -> None:
     order = Weighted(torch.ones(20), 50_000)
     drawn, later, other = epoch_of(order), epoch_of(order, epoch=1), epoch_of(order, seed=1)
     assert looks_random(histogram(drawn[1:] * 20 + drawn[:-1], 400))
@@ -165,7 +165,7 @@ def test_draws_have_nothing_to_do_with_each_other() -> None:
     [[5e-324, 0.0, 5e-324], [1.7e308, 0.0, 1.7e308], [1, 0, 1], [True, False, True], torch.tensor([3, 0, 3])],
     ids=["tiny", "huge", "integers", "truths", "tensor"],
 )
-def test_weights_of_any_size_and_type_are_taken(weights: Any) -> None:
+def test_weights_of_any_size_and_type_are_accepted(weights: Any) -> None:
     drawn = epoch_of(Weighted(weights, 10_000))
     assert looks_random(histogram(drawn, 3)[[0, 2]])
     assert 1 not in drawn
@@ -173,7 +173,7 @@ def test_weights_of_any_size_and_type_are_taken(weights: Any) -> None:
 
 @pytest.mark.parametrize("bits", [0, -1], ids=["lowest", "highest"])
 @pytest.mark.parametrize("weight", [1.0, 1 + 2**-52, 2 - 2**-52, 0.1])
-def test_also_the_ends_of_chance_hit_a_sample_that_has_a_weight(
+def test_the_smallest_and_largest_random_numbers_draw_a_sample_with_a_weight(
     bits: int, weight: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = Weighted([0.0, weight, 0.0, 0.0])
@@ -181,13 +181,13 @@ def test_also_the_ends_of_chance_hit_a_sample_that_has_a_weight(
     assert epoch_of(order).tolist() == [1, 1, 1, 1]
 
 
-def test_as_many_are_drawn_as_there_are_weights_if_not_said() -> None:
+def test_the_default_length_is_the_number_of_weights() -> None:
     weights = torch.ones(3, requires_grad=True)
     assert Weighted(weights).length == 3
     assert copy.deepcopy(Weighted(weights)).length == 3
 
 
-def test_weights_that_change_later_do_not_count() -> None:
+def test_weights_are_copied() -> None:
     weights = torch.ones(100, dtype=torch.float64)
     order = Weighted(weights)
     before = epoch_of(order)
@@ -198,7 +198,7 @@ def test_weights_that_change_later_do_not_count() -> None:
 # What tells orders apart, and what is refused
 
 
-def test_descriptions_tell_apart_what_gives_other_samples() -> None:
+def test_descriptions_differ_where_orders_differ() -> None:
     swapped = torch.ones(BLOCK + 4)
     swapped[[3, BLOCK + 3]] = torch.tensor([2.0, 3.0])
     other = torch.ones(BLOCK + 4)
@@ -241,13 +241,13 @@ def test_descriptions_tell_apart_what_gives_other_samples() -> None:
         ),
     ],
 )
-def test_orders_that_cannot_be_are_refused(make: Any, error: type[Exception], message: str) -> None:
+def test_invalid_orders_are_refused(make: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()
 
 
 @pytest.mark.parametrize("order", [Sequential(10), Shuffled(10), ShuffledWindows(10, 3), Weighted([1.0], 10)])
-def test_what_is_not_in_an_epoch_is_refused(order: Order) -> None:
+def test_invalid_positions_seeds_and_epochs_are_refused(order: Order) -> None:
     for begin, end in [(-1, 3), (3, 11), (5, 4)]:
         with pytest.raises(ValueError, match=rf"begin and end must be .* in \[0, 10\], got {begin} and {end}"):
             order.indices(0, 0, begin, end)

@@ -45,14 +45,14 @@ def test_one_number_without_tensors_is_the_same() -> None:
     ]
 
 
-def test_a_tensor_of_keys_is_as_each_key_alone() -> None:
+def test_a_tensor_of_keys_equals_each_key_alone() -> None:
     keys, counters = torch.tensor([[3], [-4]]), torch.arange(-5, 5)
     bits = random_bits(keys, counters)
     assert torch.equal(bits, torch.stack([random_bits(3, counters), random_bits(-4, counters)]))
     assert torch.equal(bits[1], random_bits(2**64 - 4, counters))
 
 
-def test_each_bit_is_as_often_set_as_not_and_depends_on_no_other() -> None:
+def test_bits_are_unbiased_and_independent() -> None:
     bits = random_bits(key_of(0), torch.arange(20_000))
     places = [shifted_right(bits, place) & 1 for place in range(1, 64)] + [bits & 1]
     for one, other in itertools.pairwise(places):
@@ -68,8 +68,8 @@ def test_keys_of_different_numbers_differ() -> None:
     assert all(0 <= key < 2**64 for key in keys)
 
 
-def test_keys_stay_what_they_are() -> None:
-    """A position saved by an earlier version goes on with the same samples."""
+def test_keys_do_not_change_between_versions() -> None:
+    """A position saved by an earlier version resumes with the same samples."""
     assert [key_of(0, 0), key_of(1, 2), key_of(-1, 2**64)] == [
         18155624764998497171,
         2998336559307561463,
@@ -77,7 +77,7 @@ def test_keys_stay_what_they_are() -> None:
     ]
 
 
-def test_what_is_no_integer_makes_no_key() -> None:
+def test_keys_are_made_of_integers_only() -> None:
     with pytest.raises(TypeError, match="integer"):
         key_of(0, 1.5)  # type: ignore[arg-type]
 
@@ -103,7 +103,7 @@ def hashed(half: int, key: int) -> int:
 
 
 def mapped_one_by_one(n: int, value: int, member: int | None) -> int:
-    """Do in integers of any size what the network does in int32."""
+    """Compute in Python integers what the network does in int32."""
     num_bits = (n - 1).bit_length() // 2
     num_left, half = -(-n // 2**num_bits), 2**num_bits // 2
     keys = [key >> 32 for key in random_bits(KEY, torch.arange(-6, 0)).tolist()]
@@ -120,7 +120,7 @@ def mapped_one_by_one(n: int, value: int, member: int | None) -> int:
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_tensors_give_what_plain_integers_give(n: int) -> None:
+def test_tensors_give_the_same_as_python_integers(n: int) -> None:
     network = FeistelNetwork(n, KEY)
     assert n <= network.size < n + 2 * n**0.5
     values = [value % network.size for value in (0, 1, 2, n // 3, n - 1, -1, *range(10**9, 10**20, 10**18 + 7))]
@@ -134,7 +134,7 @@ def test_tensors_give_what_plain_integers_give(n: int) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(3, 40_000), st.integers(0, 2**64 - 1), st.none() | st.integers(0, 2**62))
-def test_each_value_of_the_range_comes_once(n: int, key: int, member: int | None) -> None:
+def test_the_network_is_a_permutation_of_its_range(n: int, key: int, member: int | None) -> None:
     network = FeistelNetwork(n, key)
     values = torch.arange(network.size)
     given_back = network(values, None if member is None else torch.full_like(values, member))
@@ -142,7 +142,7 @@ def test_each_value_of_the_range_comes_once(n: int, key: int, member: int | None
 
 
 @pytest.mark.parametrize("n", SIZES[-6:])
-def test_values_of_a_long_range_stay_apart(n: int) -> None:
+def test_values_of_a_long_range_stay_different(n: int) -> None:
     network = FeistelNetwork(n, KEY)
     values = torch.cat([torch.arange(10_000) + start for start in (0, network.size // 2, network.size - 10_000)])
     given_back = network(values)
@@ -151,7 +151,7 @@ def test_values_of_a_long_range_stay_apart(n: int) -> None:
     assert (given_back < network.size).all()
 
 
-def test_members_and_keys_have_orders_of_their_own() -> None:
+def test_members_and_keys_have_different_orders() -> None:
     values = torch.arange(1000)
     orders = [FeistelNetwork(1000, key)(values) for key in (1, 2, 2**63)]
     orders += [FeistelNetwork(1000, 1)(values, torch.full_like(values, member)) for member in (0, 1, 2**40)]
@@ -184,7 +184,7 @@ def test_each_element_comes_once(n: int, key: int) -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(st.sampled_from(HUGE) | st.integers(SORTED + 1, LARGEST), KEYS, st.data())
-def test_of_many_elements_each_part_is_the_same_alone(n: int, key: int, data: st.DataObject) -> None:
+def test_any_part_of_a_long_permutation_can_be_computed_alone(n: int, key: int, data: st.DataObject) -> None:
     begin = data.draw(st.integers(0, n - 1000))
     positions = torch.arange(begin, begin + 1000)
     permutation = Permutation(n, key)
@@ -200,7 +200,7 @@ def test_of_many_elements_each_part_is_the_same_alone(n: int, key: int, data: st
 
 
 @pytest.mark.parametrize("n", [1, 2, 10, 5000, SORTED + 1, 10**12])
-def test_members_have_orders_of_their_own(n: int) -> None:
+def test_members_of_a_permutation_have_different_orders(n: int) -> None:
     permutation, count = Permutation(n, 7), min(n, 2000)
     positions, members = torch.arange(count), torch.arange(10)
     together = permutation(positions.repeat(10), members.repeat_interleave(count)).view(10, count)
@@ -214,14 +214,14 @@ def test_members_have_orders_of_their_own(n: int) -> None:
         assert len(together.unique(dim=0)) == 10
 
 
-def test_nothing_is_found_at_no_position() -> None:
+def test_no_positions_have_no_elements() -> None:
     nothing = torch.empty(0, dtype=torch.int64)
     for n in (1, SORTED, SORTED + 1):
         assert torch.equal(Permutation(n, 0)(nothing), nothing)
         assert torch.equal(Permutation(n, 0)(nothing, nothing), nothing)
 
 
-def test_a_device_or_a_type_that_is_the_default_changes_nothing() -> None:
+def test_the_default_device_does_not_matter() -> None:
     with torch.device("meta"):
         again = [Permutation(n, 5)(torch.arange(9, device="cpu")) for n in (9, 10**9)]
     assert [one.tolist() for one in again] == [Permutation(n, 5)(torch.arange(9)).tolist() for n in (9, 10**9)]
@@ -238,16 +238,16 @@ def test_a_device_or_a_type_that_is_the_default_changes_nothing() -> None:
         (None, TypeError, "n must be an int, got None"),
     ],
 )
-def test_a_number_of_elements_that_cannot_be_is_refused(n: int, error: type[Exception], message: str) -> None:
+def test_an_invalid_number_of_elements_is_refused(n: int, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         Permutation(n, 0)
 
 
-# From here on: is it random? Seeds are fixed, so a test that passes once passes always.
+# Statistical tests from here on; seeds are fixed, so a test that passes once always passes.
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5])
-def test_all_orders_of_a_few_come_equally_often(n: int) -> None:
+def test_all_orders_of_few_elements_come_equally_often(n: int) -> None:
     place = {one: number for number, one in enumerate(permutations(range(n)))}
     found = torch.tensor([place[tuple(one)] for one in orders(n, 1000).tolist()])
     assert looks_random(histogram(found, math.factorial(n)))
@@ -273,7 +273,7 @@ def test_an_element_may_stand_anywhere(n: int) -> None:
 
 @pytest.mark.parametrize("lag", LAGS)
 @pytest.mark.parametrize(("n", "count"), [(1000, 50), (20_000, 40)])
-def test_neighbours_have_nothing_to_do_with_each_other(n: int, count: int, lag: int) -> None:
+def test_neighbours_are_independent(n: int, count: int, lag: int) -> None:
     drawn = orders(n, count)
     steps = (drawn[:, lag:] - drawn[:, :-lag]) % n
     assert looks_random(histogram(steps.flatten() - 1, n - 1))  # 0 is no step: each element comes once
@@ -281,7 +281,7 @@ def test_neighbours_have_nothing_to_do_with_each_other(n: int, count: int, lag: 
 
 @pytest.mark.parametrize("n", [2**31 + 1, 10**12, LARGEST])
 @pytest.mark.parametrize("exponent", [0, 1, 10, 15, 20, 30])
-def test_nor_have_those_in_a_long_order(n: int, exponent: int) -> None:
+def test_neighbours_in_a_long_order_are_independent(n: int, exponent: int) -> None:
     permutation = Permutation(n, key_of(3, 4))
     positions = torch.arange(20_000) * 2**10
     one, other = permutation(positions), permutation(positions + 2**exponent)
@@ -301,7 +301,7 @@ def test_four_that_the_network_could_confuse_are_independent(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [1000, 20_000])
-def test_epochs_and_seeds_have_nothing_to_do_with_each_other(n: int) -> None:
+def test_epochs_and_seeds_are_independent(n: int) -> None:
     drawn = orders(n, 25)
     for one, other in [(drawn[:-1], drawn[1:]), (drawn, orders(n, 25, seed=1)), (drawn, orders(n, 25, seed=-1))]:
         assert looks_random(histogram(((one - other) % n).flatten() * 500 // n, 500))
@@ -310,13 +310,13 @@ def test_epochs_and_seeds_have_nothing_to_do_with_each_other(n: int) -> None:
 
 
 @pytest.mark.parametrize(("n", "count"), [(100, 400), (20_000, 120)])
-def test_about_one_element_stands_where_it_stood(n: int, count: int) -> None:
+def test_about_one_element_stays_in_place(n: int, count: int) -> None:
     fixed = (orders(n, count) == torch.arange(n)).sum(1)
     expected = torch.tensor([math.exp(-1) / math.factorial(number) for number in range(3)])
     assert looks_random(histogram(fixed.clamp(max=3), 4), torch.cat([expected, 1 - expected.sum(0, keepdim=True)]))
 
 
-def test_members_have_nothing_to_do_with_each_other() -> None:
+def test_members_are_independent() -> None:
     n, members = SORTED + 1, torch.arange(100_000)
     permutation = Permutation(n, key_of(5, 6))
     for position in (0, n - 1):

@@ -34,7 +34,7 @@ from tests.threads import on_threads
 
 
 class Loader:
-    """Gives numbers, and fails in the end if it is told to."""
+    """Yields numbers, and may fail at its end."""
 
     title = "numbers"
 
@@ -50,7 +50,7 @@ class Loader:
 
 
 class Samples(IterableDataset):
-    """Shared by the workers, one of which may fail."""
+    """Split among the workers, one of which may fail."""
 
     def __init__(self, length, bad=None):
         self.length, self.bad = length, bad
@@ -69,7 +69,7 @@ def ending(loader, window=8):
 
 @contextlib.contextmanager
 def store_is_left_clean():
-    """See that what was written is deleted again."""
+    """Check that all keys that were written are deleted again."""
     store = dist.distributed_c10d._get_default_store()
     idist.barrier()
     before = store.num_keys()
@@ -94,7 +94,7 @@ def counted():
 
 
 @on_ranks(3)
-def test_all_ranks_end_with_the_first():
+def test_all_ranks_end_with_the_first_that_runs_out():
     rank = idist.get_rank()
     for lengths, window in itertools.product([(5, 7, 20), (16, 8, 9), (3, 0, 4), (8, 8, 8)], [1, 3, 8]):
         with store_is_left_clean():
@@ -103,7 +103,7 @@ def test_all_ranks_end_with_the_first():
 
 
 @on_ranks(2)
-def test_the_ranks_agree_once_for_each_window():
+def test_the_ranks_agree_once_per_window():
     for length, window, agreements in [(100, 8, 13), (96, 8, 13), (7, 8, 1), (6, 1, 7), (0, 8, 1)]:
         loader = Loader(length + 50 * idist.get_rank())
         with counted() as collect:
@@ -120,7 +120,7 @@ def test_the_store_does_not_grow():
 
 
 def loader_of(dataset, workers):
-    """Make a loader on a rank, which is a daemon and otherwise may have no workers, and not soon."""
+    """Create a loader on a rank: a daemon, which otherwise may not have workers."""
     multiprocessing.process.current_process()._config["daemon"] = False
     context = "fork" if workers else None
     return DataLoader(dataset, batch_size=2, num_workers=workers, multiprocessing_context=context)
@@ -167,13 +167,13 @@ def test_an_error_in_a_worker_is_raised_on_all(workers):
 
 
 @on_ranks(2)
-def test_an_error_behind_the_end_is_nobodys():
+def test_an_error_after_the_common_end_is_not_raised():
     loader = Loader(5, ValueError("never reached")) if idist.get_rank() == 0 else Loader(4)
     assert list(ending(loader)) == [0, 1, 2, 3]
 
 
 @on_ranks(2)
-def test_who_stops_with_all_others_leaves_nothing_behind():
+def test_ranks_that_stop_together_leave_no_keys():
     for steps, window in itertools.product([1, 2, 3, 4, 7], [1, 3]):
         with store_is_left_clean():
             batches = iter(ending(Loader(6 + idist.get_rank()), window))
@@ -183,7 +183,7 @@ def test_who_stops_with_all_others_leaves_nothing_behind():
 
 
 @on_ranks(2)
-def test_who_stops_at_different_steps_leaves_nothing_behind():
+def test_ranks_that_stop_at_different_steps_leave_no_keys():
     rank = idist.get_rank()
     for last, steps in itertools.product(range(2), [(1, 2), (2, 1), (3, 2), (2, 3)]):
         with store_is_left_clean():
@@ -199,7 +199,7 @@ def test_who_stops_at_different_steps_leaves_nothing_behind():
 
 @on_ranks(3)
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_who_stops_alone_is_not_waited_for(steps):
+def test_ranks_do_not_wait_for_one_that_stopped(steps):
     rank = idist.get_rank()
     with store_is_left_clean():
         batches = iter(ending(Loader(9), 2))
@@ -214,7 +214,7 @@ def test_who_stops_alone_is_not_waited_for(steps):
 
 
 @on_ranks(2)
-def test_an_interrupt_ends_the_others_too():
+def test_an_interrupted_rank_ends_the_others():
     rank = idist.get_rank()
     loader = Loader(3, KeyboardInterrupt()) if rank == 0 else Loader(5)
     with pytest.raises(KeyboardInterrupt if rank == 0 else RankDivergenceError):
@@ -222,7 +222,7 @@ def test_an_interrupt_ends_the_others_too():
 
 
 @on_ranks(2)
-def test_who_does_not_come_is_named():
+def test_a_missing_rank_is_named_after_the_timeout():
     if idist.get_rank() == 0:
         dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=0.2))
         with pytest.raises(
@@ -233,7 +233,7 @@ def test_who_does_not_come_is_named():
 
 
 @on_ranks(2)
-def test_a_part_of_the_program_that_one_rank_runs_cannot_wait_for_the_others():
+def test_a_pass_within_one_rank_only_raises():
     @idist.one_rank_only()
     def read():
         list(ending(Loader(3)))
@@ -244,7 +244,7 @@ def test_a_part_of_the_program_that_one_rank_runs_cannot_wait_for_the_others():
 
 
 @on_threads(3)
-def test_without_a_store_a_collective_for_each_window_is_enough():
+def test_without_a_store_the_ranks_agree_by_collectives():
     rank = idist.get_rank()
     loader = Loader((20, 17, 30)[rank])
     assert current().store() is None
@@ -255,7 +255,7 @@ def test_without_a_store_a_collective_for_each_window_is_enough():
         list(ending(failing, 4))
 
 
-def test_the_collectives_are_counted():
+def test_without_a_store_a_window_costs_one_collective():
     calls = []
 
     @on_threads(2)
@@ -284,12 +284,12 @@ def test_the_process_with_the_store_may_end_before_the_others():
     with mock.patch.object(NativeBackend, "store", side_effect=lambda: stores[0]):
         for batch in ending(Loader(2), 2):
             if rank == 1 and batch == 1:
-                time.sleep(0.3)  # it has said that it has no more, and not heard that nobody has
+                time.sleep(0.3)  # it has reported its end, and not read those of the others
     stores.clear()  # and with it on rank 0 the server
 
 
 @on_ranks(2)
-def test_nobody_waits_for_the_last_step_of_the_others():
+def test_the_end_is_known_before_the_last_step_of_the_others():
     store = dist.distributed_c10d._get_default_store()
     batches = iter(ending(Loader(1), 8))
     assert next(batches) == 0
@@ -307,7 +307,7 @@ Pair = namedtuple("Pair", ["x", "y"])
 
 
 class Cuda:
-    """What torch.cuda has, writing down who does what."""
+    """Stands in for torch.cuda, and logs what is done on which stream."""
 
     def __init__(self):
         self.log = []
@@ -351,7 +351,7 @@ class Stream:
 
 
 class Traced(torch.Tensor):
-    """A tensor that can be pinned, and says that it is copied."""
+    """A tensor that can be pinned, and logs that it is copied."""
 
     cuda: Cuda
     pinned = False
@@ -403,7 +403,7 @@ def test_one_batch_is_kept_ahead(cuda):
     ]
 
 
-def test_the_stream_that_waits_is_that_of_the_step(cuda):
+def test_the_current_stream_of_the_consumer_waits(cuda):
     steps = iter(prefetch_to_device(numbered(cuda, 2), GPU))
     next(steps)
     cuda.consumer = Stream(cuda, "other")
@@ -411,12 +411,12 @@ def test_the_stream_that_waits_is_that_of_the_step(cuda):
     assert cuda.log[-2:] == ["other waits for 2", "1 used on other"]
 
 
-def test_what_is_not_pinned_is_pinned_first(cuda):
+def test_pageable_tensors_are_pinned_first(cuda):
     list(prefetch_to_device(numbered(cuda, 1, pinned=False), GPU))
     assert cuda.log[:3] == ["load 0", "pin 0", "copy 0 on side"]
 
 
-def test_tensors_are_found_in_containers_and_all_else_stays(cuda):
+def test_tensors_in_containers_are_copied_and_nothing_else(cuda):
     packed = pack_sequence([torch.ones(2)])
     elsewhere, sparse, thing = torch.ones(2, device="meta"), torch.eye(2).to_sparse(), object()
     x, y, z = (traced(cuda, number, pinned=True) for number in range(3))
@@ -435,7 +435,7 @@ def test_tensors_are_found_in_containers_and_all_else_stays(cuda):
 
 
 @pytest.mark.parametrize("good", [0, 1, 4])
-def test_an_error_comes_at_its_batch(cuda, good):
+def test_an_error_is_raised_at_its_batch(cuda, good):
     got = []
     loader = prefetch_to_device(numbered(cuda, good, ValueError("broken")), GPU)
     with pytest.raises(ValueError, match="broken"):
@@ -443,7 +443,7 @@ def test_an_error_comes_at_its_batch(cuda, good):
     assert got == list(range(good))
 
 
-def test_an_error_does_not_hold_the_loader(cuda):
+def test_an_error_does_not_keep_the_loader_alive(cuda):
     loader = (traced(cuda, 1 // number, pinned=True) for number in (1, 0))
     gone = weakref.ref(loader)
     with no_collection():
@@ -456,14 +456,14 @@ def test_an_error_does_not_hold_the_loader(cuda):
 
 @contextlib.contextmanager
 def no_collection():
-    """Let what refers to itself live, so that a test sees it."""
+    """Disable the garbage collector, so that reference cycles are found."""
     gc.disable()
     yield
     gc.enable()
 
 
 @pytest.mark.parametrize("given", [0, 1, 2])
-def test_nothing_is_kept_when_nobody_reads_on(cuda, given):
+def test_nothing_is_kept_alive_after_the_consumer_stops(cuda, given):
     alive = []
 
     copied = read_ahead._Prefetcher._copied
@@ -485,7 +485,7 @@ def test_nothing_is_kept_when_nobody_reads_on(cuda, given):
 
 
 class Remembering:
-    """Knows where it is; behind its end it begins anew."""
+    """Has a state; after its end it restarts."""
 
     def __init__(self, cuda=None):
         self.cuda, self.state = cuda, {"now": 0}
@@ -503,7 +503,7 @@ class Remembering:
         self.state = dict(state_dict)
 
 
-def test_the_state_is_that_of_the_batches_given(cuda):
+def test_the_state_does_not_count_batches_read_ahead(cuda):
     loader = prefetch_to_device(Remembering(cuda), GPU)
     assert loader.state_dict() == {"now": 0}
     assert [loader.state_dict()["now"] for _ in loader] == [1, 2, 3, 4, 5]
@@ -514,7 +514,7 @@ def test_the_state_is_that_of_the_batches_given(cuda):
     assert [int(batch[0]) for batch in again] == [3, 4]
 
 
-def test_a_loader_looks_the_same(cuda, monkeypatch):
+def test_a_prefetching_loader_has_the_attributes_of_the_loader(cuda, monkeypatch):
     monkeypatch.setattr(read_ahead, "current", lambda: type("Backend", (), {"device": GPU}))
     inner = DataLoader([1.0, 2.0, 3.0], batch_size=2)
     loader = prefetch_to_device(inner)
@@ -529,13 +529,13 @@ def test_a_loader_looks_the_same(cuda, monkeypatch):
 
 
 @pytest.mark.parametrize("device", ["cpu", torch.device("meta"), "xla:0", "mps"])
-def test_elsewhere_nothing_happens(device):
+def test_on_other_devices_the_loader_is_returned(device):
     loader = DataLoader([1.0])
     assert prefetch_to_device(loader, device) is loader
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the default is the GPU then, as tests/gpu sees")
-def test_the_device_is_that_of_the_run():
+def test_the_default_device_is_that_of_the_context():
     assert idist.device().type == "cpu"
     loader = [torch.ones(1)]
     assert prefetch_to_device(loader) is loader

@@ -1,4 +1,4 @@
-"""Each sample of an epoch once: for any length, batch size and number of ranks, through stops and changes of them."""
+"""Each sample of an epoch comes once, for any length, batch size and number of ranks, also across resumes."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def samplers(source, batch_size, ranks, **options):
 
 
 def passes(made):
-    """Run one pass on each rank, and give its steps: for each, the batches of the ranks."""
+    """Run one pass on each rank; return its steps: for each, the batches of the ranks."""
     drawn = [list(one) for one in made]
-    assert len({len(batches) for batches in drawn}) == 1, "every rank makes as many batches"
+    assert len({len(batches) for batches in drawn}) == 1, "every rank makes the same number of batches"
     return list(zip(*drawn, strict=True))
 
 
@@ -51,7 +51,7 @@ def settings_of_a_run(draw, smallest=1):
 
 
 @given(settings_of_a_run(), st.sampled_from([Sequential, Shuffled, lambda n: ShuffledWindows(n, 7)]), st.integers(0, 3))
-def test_every_sample_is_dealt_once_and_no_rank_is_left_without(run, order, epoch):
+def test_every_sample_comes_once_and_every_rank_has_a_sample_in_each_step(run, order, epoch):
     length, batch_size, ranks = run
     made = samplers(order(length), batch_size, ranks)
     for one in made:
@@ -68,16 +68,16 @@ def test_every_sample_is_dealt_once_and_no_rank_is_left_without(run, order, epoc
 
 
 @given(settings_of_a_run())
-def test_the_tail_of_the_whole_is_dropped_on_request(run):
+def test_drop_last_drops_the_tail_of_the_whole(run):
     length, batch_size, ranks = run
     steps = passes(samplers(Shuffled(length), batch_size, ranks, drop_last=True))
-    dealt = samples(steps)
-    assert len(dealt) == len(set(dealt)) == length // batch_size * batch_size
+    distributed = samples(steps)
+    assert len(distributed) == len(set(distributed)) == length // batch_size * batch_size
     assert all(sum(map(len, step)) == batch_size for step in steps)
 
 
 @given(st.integers(7, 80), st.integers(7, 20), st.integers(0, 5), st.integers(0, 2**70))
-def test_what_makes_up_a_step_does_not_depend_on_the_number_of_ranks(length, batch_size, epoch, seed):
+def test_steps_do_not_depend_on_the_number_of_ranks(length, batch_size, epoch, seed):
     wanted = None
     for ranks in (1, 2, 3, 4, (batch_size + 1) // 2):
         if ranks > length:
@@ -93,7 +93,7 @@ def test_what_makes_up_a_step_does_not_depend_on_the_number_of_ranks(length, bat
 @pytest.mark.parametrize(
     ("length", "sizes"), [(16, [8, 8]), (17, [8, 5, 4]), (19, [8, 6, 5]), (20, [8, 8, 4]), (9, [5, 4]), (3, [3])]
 )
-def test_a_tiny_last_step_is_evened_out_with_the_one_before(length, sizes):
+def test_a_small_last_step_is_balanced_with_the_one_before(length, sizes):
     for ranks in (1, 2, 3):
         assert [sum(map(len, step)) for step in passes(samplers(Sequential(length), 8, ranks))] == sizes
 
@@ -109,7 +109,7 @@ def test_a_last_step_of_fewer_samples_than_ranks_joins_the_one_before(run):
 
 
 @given(settings_of_a_run())
-def test_the_shares_of_ranks_make_the_mean_over_a_step(run):
+def test_shares_weight_the_means_of_ranks_to_the_mean_of_the_step(run):
     length, batch_size, ranks = run
     made = samplers(Shuffled(length), batch_size, ranks)
     value = torch.arange(length, dtype=torch.float64) ** 2
@@ -119,7 +119,7 @@ def test_the_shares_of_ranks_make_the_mean_over_a_step(run):
         torch.testing.assert_close(sum(parts) / ranks, everything)
 
 
-def test_the_first_batch_of_a_vast_epoch_is_there_at_once():
+def test_a_huge_epoch_starts_at_once():
     (one,) = samplers(Shuffled(10**15), 64, 1)
     assert len(next(iter(one))) == 64
     assert len(one) == 10**15 // 64 + 0
@@ -134,7 +134,7 @@ def test_large_passes_are_read_in_blocks_that_fit_together():
 # --- several epochs ----------------------------------------------------------------------------------------------
 
 
-def test_epochs_have_orders_of_their_own_which_come_again():
+def test_each_epoch_has_its_own_reproducible_order():
     made = samplers(Shuffled(30), 6, 2)
     drawn = []
     for epoch in (0, 1, 0):
@@ -146,7 +146,7 @@ def test_epochs_have_orders_of_their_own_which_come_again():
     assert made[0].epoch == made[0].sampler.epoch == 0
 
 
-def test_alone_a_pass_nobody_numbered_is_the_next_one():
+def test_in_one_process_each_pass_is_the_next_epoch():
     (one,) = samplers(Shuffled(30), 30, 1)
     first, second = list(one), list(one)
     assert first != second
@@ -154,17 +154,17 @@ def test_alone_a_pass_nobody_numbered_is_the_next_one():
     assert list(one) == second
 
 
-def test_among_others_a_pass_nobody_numbered_is_the_same_one():
+def test_on_several_ranks_an_unnumbered_pass_repeats_the_epoch():
     one, _ = samplers(Shuffled(30), 30, 2)
     assert list(one) == list(one)
 
 
-# --- stops, and other numbers of ranks ---------------------------------------------------------------------------
+# --- resuming, also on another number of ranks -------------------------------------------------------------------
 
 
 @settings(max_examples=60)
 @given(st.data())
-def test_through_any_stops_and_changes_each_epoch_holds_every_sample_once(data):
+def test_each_sample_comes_once_across_any_resumes(data):
     length = data.draw(st.integers(5, 50))
     seed = data.draw(st.integers(0, 100))
     source = data.draw(st.sampled_from([Shuffled(length), Sequential(length), ShuffledWindows(length, 4)]))
@@ -193,10 +193,10 @@ def test_through_any_stops_and_changes_each_epoch_holds_every_sample_once(data):
             fresh[0].seek(position)
         next(iter(fresh[0]))
         position = fresh[0].position(left_out + stop)
-    assert all(sorted(dealt) == list(range(length)) for number, dealt in seen.items() if number < epoch)
+    assert all(sorted(distributed) == list(range(length)) for number, distributed in seen.items() if number < epoch)
 
 
-def test_a_position_is_where_all_ranks_stand_and_at_the_end_the_next_epoch():
+def test_all_ranks_have_the_same_position_and_after_the_last_step_it_is_in_the_next_epoch():
     one, other = samplers(Shuffled(10), 4, 2)
     iter(one), next(iter(one)), next(iter(other))
     assert one.position(1) == other.position(1)
@@ -205,7 +205,7 @@ def test_a_position_is_where_all_ranks_stand_and_at_the_end_the_next_epoch():
     assert (one.position(1, over=True)["epoch"], one.position(1, over=True)["consumed"]) == (1, 0)
 
 
-def test_a_position_may_be_told_while_the_pass_goes_on_and_the_next_is_announced():
+def test_the_position_in_a_pass_is_known_after_the_next_was_announced():
     (one,) = samplers(Shuffled(10), 4, 1)
     batches = iter(one)
     next(batches)
@@ -214,7 +214,7 @@ def test_a_position_may_be_told_while_the_pass_goes_on_and_the_next_is_announced
     assert one.position(0)["consumed"] == 0
 
 
-def test_without_a_seed_the_order_follows_from_that_of_torch_and_a_resumed_one_from_the_position():
+def test_the_default_seed_is_torchs_or_that_of_the_position():
     drawn = []
     for seed in (1, 2, 1):
         torch.manual_seed(seed)
@@ -239,7 +239,7 @@ def test_without_a_seed_the_order_follows_from_that_of_torch_and_a_resumed_one_f
         assert list(other) == list(same)
 
 
-def test_where_too_little_is_left_for_a_larger_batch_the_next_epoch_begins():
+def test_with_drop_last_too_few_samples_left_start_the_next_epoch():
     (one,) = samplers(Shuffled(10), 4, 1, drop_last=True)
     assert one.seek({**one.position(0), "consumed": 8}) == (1, 0)
     assert (one.epoch, len(list(one))) == (1, 2)
@@ -262,13 +262,13 @@ def test_a_position_of_other_data_is_refused_and_changes_nothing(change, message
     assert list(one) == list(samplers(Shuffled(10), 4, 2)[0])
 
 
-def test_a_position_that_lacks_something_is_refused():
+def test_an_incomplete_position_is_refused():
     (one,) = samplers(Shuffled(10), 4, 1)
     with pytest.raises(ValueError, match=r"position lacks \['epoch', 'consumed'"):
         one.seek({"batches": 3})
 
 
-# --- samplers of users -------------------------------------------------------------------------------------------
+# --- user samplers -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_a_position_that_lacks_something_is_refused():
         lambda: SequentialSampler(range(17)),
     ],
 )
-def test_a_sampler_is_drawn_alike_on_all_ranks_and_dealt_once(make):
+def test_a_sampler_is_drawn_alike_on_all_ranks_and_each_index_comes_once(make):
     made = [ExactBatchSampler(make(), 6, num_replicas=3, rank=rank) for rank in range(3)]
     before = torch.get_rng_state()
     steps = passes(made)
@@ -293,7 +293,7 @@ def test_a_sampler_is_drawn_alike_on_all_ranks_and_dealt_once(make):
     assert (again == steps) == isinstance(made[0].source, SequentialSampler)
 
 
-def test_each_seed_and_epoch_has_an_order_of_its_own():
+def test_a_sampler_has_its_own_order_for_each_seed_and_epoch():
     drawn = {}
     for seed, epoch in itertools.product(range(-2, 3), range(5)):
         for make in (lambda: RandomSampler(range(99)), lambda: RandomSampler(range(99), generator=torch.Generator())):
@@ -312,7 +312,7 @@ class Failing(RandomSampler):
         raise OSError("no index")
 
 
-def test_a_sampler_that_raises_leaves_all_generators_as_they_were():
+def test_generators_are_restored_after_a_sampler_raised():
     generator = torch.Generator().manual_seed(3)
     (one,) = samplers(Failing(range(9), generator=generator), 3, 1)
     before = generator.get_state(), torch.get_rng_state()
@@ -321,13 +321,13 @@ def test_a_sampler_that_raises_leaves_all_generators_as_they_were():
     assert all(map(torch.equal, before, (generator.get_state(), torch.get_rng_state())))
 
 
-def test_a_weighted_sampler_gives_over_ranks_what_it_gives_alone():
+def test_a_weighted_sampler_yields_the_same_on_any_number_of_ranks():
     weighted = WeightedRandomSampler([0.1, 0.2, 0.7], 20)
     alone = samples(passes(samplers(weighted, 8, 1)))
     assert sorted(samples(passes(samplers(weighted, 8, 4)))) == sorted(alone)
 
 
-def test_each_batch_of_a_batch_sampler_is_dealt_to_all_ranks():
+def test_each_batch_of_a_batch_sampler_is_distributed_over_all_ranks():
     batches = BatchSampler(RandomSampler(range(11)), 4, drop_last=False)
     steps = passes(samplers(batches, None, 2))
     assert [sum(map(len, step)) for step in steps] == [4, 4, 3]
@@ -337,7 +337,7 @@ def test_each_batch_of_a_batch_sampler_is_dealt_to_all_ranks():
     assert len(made[0]) == 2
 
 
-def test_a_batch_sampler_can_be_left_and_gone_on_with():
+def test_a_batch_sampler_can_be_resumed():
     def fresh():
         return samplers(BatchSampler(RandomSampler(range(22)), 4, drop_last=False), None, 1)[0]
 
@@ -349,7 +349,7 @@ def test_a_batch_sampler_can_be_left_and_gone_on_with():
     assert list(other) == whole[2:]
 
 
-def test_a_sampler_that_gives_something_else_is_refused_and_nothing_changes():
+def test_seeking_with_another_sampler_raises_and_changes_nothing():
     (one,) = samplers(list(range(8)), 2, 1)
     position = next(one.position(2) for _ in one)
     (other,) = samplers(list(range(8, 16)), 2, 1)
@@ -362,7 +362,7 @@ def test_a_sampler_that_gives_something_else_is_refused_and_nothing_changes():
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_samplers_are_told_the_epoch_however_deep_they_are(ranks):
+def test_the_epoch_is_announced_to_nested_samplers(ranks):
     told = []
 
     class Told(SequentialSampler):
@@ -375,7 +375,7 @@ def test_samplers_are_told_the_epoch_however_deep_they_are(ranks):
 
 
 class Turned(SequentialSampler):
-    """Begins elsewhere in each epoch, from a state of its own that goes on when it is drawn."""
+    """Starts elsewhere in each epoch, from a state of its own that advances when it is drawn."""
 
     def __init__(self, first):
         super().__init__(range(8))
@@ -389,14 +389,14 @@ class Turned(SequentialSampler):
         return iter([(self.begin + place) % 8 for place in range(8)])
 
 
-def test_what_was_drawn_before_a_sampler_was_told_the_epoch_does_not_count():
+def test_a_sampler_is_drawn_again_after_the_epoch_was_announced():
     (one,) = samplers(Turned(0), 2, 1)
     assert len(one) == 4
     one.set_epoch(0)
     assert next(iter(one)) == [1, 2]
 
 
-def test_a_sampler_that_seeds_itself_otherwise_is_not_said_to_draw_anew_each_time():
+def test_a_sampler_with_another_seed_is_not_reported_as_irreproducible():
     one, same, other = (samplers(Turned(first), 2, 1)[0] for first in (0, 0, 1))
     one.set_epoch(3)
     position = next(one.position(2) for _ in one)
@@ -410,7 +410,7 @@ def test_a_batch_sampler_over_a_tensor_can_be_drawn():
     assert passes(samplers(BatchSampler(torch.arange(4), 2, False), None, 1)) == [([0, 1],), ([2, 3],)]
 
 
-def test_a_sampler_that_users_ask_for_is_one_of_those_they_know():
+def test_the_sampler_attribute_is_a_distributed_sampler():
     one, _ = samplers(Shuffled(10), 4, 2)
     assert isinstance(one.sampler, (DistributedSampler, DistributedProxySampler))
     assert (one.sampler.num_replicas, one.sampler.rank, one.sampler.shuffle) == (2, 0, True)
@@ -430,13 +430,13 @@ def test_a_sampler_that_users_ask_for_is_one_of_those_they_know():
         ((Shuffled(9), None), {}, "batch_size must be given"),
     ],
 )  # fmt: skip
-def test_numbers_that_make_no_sense_are_refused(arguments, options, message):
+def test_numbers_out_of_range_are_refused(arguments, options, message):
     with pytest.raises(ValueError, match=message):
         ExactBatchSampler(*arguments, **options)
 
 
 @pytest.mark.parametrize(("source", "size"), [(iter([1]), 1), (3, 1), (Shuffled(9), "4"), (Shuffled(9), 2.0)])
-def test_what_is_no_source_or_size_is_refused(source, size):
+def test_wrong_types_are_refused(source, size):
     with pytest.raises(TypeError, match="must"):
         ExactBatchSampler(source, size)
     with pytest.raises(TypeError, match="seed must be an integer, got '1' of type str"):
@@ -447,7 +447,7 @@ def test_what_is_no_source_or_size_is_refused(source, size):
 
 
 class Drawing(Sampler):
-    """A sampler that says a length and gives another number of indices, from torch's random numbers."""
+    """A sampler whose number of indices, drawn from torch's generator, differs from its length."""
 
     def __init__(self, length, drawn):
         self.length, self.drawn = length, drawn
@@ -461,7 +461,7 @@ class Drawing(Sampler):
 
 
 def seeded(sampler, epoch):
-    """Give what a sampler draws under a seed, and after that, without end."""
+    """Yield what a sampler draws under a seed, repeatedly and without end."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(epoch)
         while drawn := list(sampler):
@@ -483,7 +483,7 @@ SAMPLERS = st.one_of(
 
 @settings(deadline=None, max_examples=200)
 @given(SAMPLERS, st.integers(1, 6), st.integers(0, 2**40))
-def test_the_ranks_together_get_what_the_sampler_gives_under_the_epoch_as_seed(sampler, size, epoch):
+def test_a_proxy_distributes_what_the_sampler_yields_seeded_with_the_epoch(sampler, size, epoch):
     ranks = [DistributedProxySampler(sampler, num_replicas=size, rank=rank) for rank in range(size)]
     for one in ranks:
         one.set_epoch(epoch)
@@ -491,13 +491,13 @@ def test_the_ranks_together_get_what_the_sampler_gives_under_the_epoch_as_seed(s
     parts = [list(one) for one in ranks]
     assert torch.equal(torch.get_rng_state(), before)
     assert [len(part) for part in parts] == [len(one) for one in ranks] == [-(-len(sampler) // size)] * size
-    dealt = [index for turn in zip(*parts, strict=True) for index in turn]
-    wanted = list(itertools.islice(seeded(sampler, epoch), len(dealt)))
-    assert dealt == wanted
+    distributed = [index for turn in zip(*parts, strict=True) for index in turn]
+    wanted = list(itertools.islice(seeded(sampler, epoch), len(distributed)))
+    assert distributed == wanted
     assert parts == [list(one) for one in ranks]
 
 
-def test_each_epoch_has_an_order_of_its_own_and_the_same_again():
+def test_a_proxy_has_a_reproducible_order_per_epoch():
     sampler = DistributedProxySampler(RandomSampler(range(100)), num_replicas=2, rank=0)
     orders = []
     for epoch in (0, 1, 0):
@@ -506,7 +506,7 @@ def test_each_epoch_has_an_order_of_its_own_and_the_same_again():
     assert orders[0] == orders[2] != orders[1]
 
 
-def test_the_random_state_is_put_back_also_when_the_sampler_fails():
+def test_the_random_state_is_restored_when_the_sampler_fails():
     class FailingDrawing(Drawing):
         def __iter__(self):
             torch.rand(3)
@@ -522,13 +522,13 @@ def test_a_sampler_that_never_ends_is_cut_at_its_length():
     assert list(DistributedProxySampler(Drawing(5, None), num_replicas=2, rank=1)) != []
 
 
-def test_what_is_dealt_out_may_be_whole_batches():
+def test_a_proxy_distributes_batches_of_a_batch_sampler():
     batches = BatchSampler(SequentialSampler(range(7)), batch_size=2, drop_last=False)
     parts = [list(DistributedProxySampler(batches, num_replicas=2, rank=rank)) for rank in (0, 1)]
     assert parts == [[[0, 1], [4, 5]], [[2, 3], [6]]]
 
 
-def test_nothing_is_dealt_out_of_nothing():
+def test_a_proxy_of_an_empty_sampler_is_empty():
     assert list(DistributedProxySampler(SequentialSampler([]), num_replicas=2, rank=0)) == []
 
 
@@ -563,12 +563,12 @@ class UnsizedSampler(EndlessSampler):
         (UnsizedSampler(), "sampler must have a length"),
     ],
 )
-def test_what_cannot_be_dealt_out_is_refused(sampler, message):
+def test_a_proxy_of_something_else_is_refused(sampler, message):
     with pytest.raises(TypeError, match=message):
         DistributedProxySampler(sampler)
 
 
-def test_ranks_that_are_not_there_and_samplers_that_break_their_word_are_told():
+def test_a_proxy_refuses_invalid_ranks_and_samplers_without_indices():
     with pytest.raises(ValueError, match="rank"):
         DistributedProxySampler(SequentialSampler(range(3)), num_replicas=2, rank=2)
     with pytest.raises(ValueError, match="sampler must yield 3 indices, as its length says, got none"):
