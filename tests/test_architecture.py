@@ -176,7 +176,8 @@ def test_only_environments_name_the_variables_that_contain_a_place() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.value}"
         for path in sorted(ROOT.glob("camshaft/**/*.py"))
-        if not fits(name_of(path, ROOT), (*ENVIRONMENTS, "camshaft.distributed.backends.*"))
+        # mpi compares the size of its world with what the launcher of another MPI library has set
+        if not fits(name_of(path, ROOT), (*ENVIRONMENTS, "camshaft.distributed.backends.mpi.*"))
         for node in ast.walk(ast.parse(path.read_text("utf-8")))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and PLACE.fullmatch(node.value)
     ]

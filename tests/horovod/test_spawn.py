@@ -101,7 +101,7 @@ def test_what_fails_before_the_processes_have_met_is_told_too() -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
-        (("raise",), {"nnodes": 2, "node_rank": 0}, RuntimeError, "give hosts='name:processes,...' .* nnodes=2"),
+        (("raise",), {"nnodes": 2, "node_rank": 0}, RuntimeError, "use hosts='name:processes,...' .* nnodes=2"),
         (("raise",), {"node_rank": 1}, RuntimeError, "node_rank=1"),
         (
             ("raise",),
