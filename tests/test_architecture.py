@@ -32,9 +32,47 @@ LEAVES = (
 ENGINE = ("camshaft.engine", "camshaft.engine.*")
 ABOVE_THE_CORE = ("camshaft.engine", "camshaft.engine.supervised*", "camshaft.engine.deterministic*")
 DISTRIBUTED = ("camshaft.distributed", "camshaft.distributed.*")
-ENVIRONMENTS = ("camshaft.distributed.environments", "camshaft.distributed.environments.*")
-LAUNCH = ("camshaft.distributed.launch", "camshaft.distributed.launch.*")
 HANDLERS = ("camshaft.handlers", "camshaft.handlers.*")
+
+
+def inside(*names: str) -> tuple[str, ...]:
+    """Modules of `distributed`."""
+    return tuple(f"camshaft.distributed.{name}" for name in names)
+
+
+CONTRACT = (*inside("backend", "topology"), *LEAVES)
+ENVIRONMENTS, LAUNCH = inside("environments", "environments.*"), inside("launch", "launch.*")
+VALUES = inside("values", "values.*")
+CHECK, WATCHER = inside("coordination.collective_check"), inside("coordination.watcher")
+
+# who may import whom inside `distributed`, from the bottom up
+IN_DISTRIBUTED: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
+    (inside("topology"), (), ()),
+    (inside("backend"), CONTRACT, ()),
+    (inside("registry"), inside("backend", "topology"), ()),
+    (ENVIRONMENTS, (*ENVIRONMENTS, *inside("topology"), *LEAVES), ()),
+    (LAUNCH, (*DISTRIBUTED, *LEAVES), inside("backends.*")),
+    ((*VALUES, *WATCHER), (*VALUES, *CONTRACT), ()),
+    (CHECK, (*VALUES, *CONTRACT), ()),
+    (inside("run"), (*inside("registry", "environments", "backends.serial"), *CHECK, *CONTRACT), ()),
+    (inside("ranks"), (*inside("run"), *CHECK, *CONTRACT), ()),
+    (inside("groups"), (*inside("ranks"), *CONTRACT), ()),
+    (
+        inside("collectives", "rooted_collectives", "point_to_point"),
+        (*inside("groups", "ranks", "run"), *VALUES, *CONTRACT),
+        (),
+    ),
+    (
+        inside("coordination", "coordination.*"),
+        (*inside("coordination.*", "collectives", "ranks", "run"), *VALUES, *CONTRACT),
+        (),
+    ),
+    (
+        inside("data", "data.*", "auto", "diagnostics", "diagnostics.*"),
+        (*DISTRIBUTED, *LEAVES),
+        (*inside("backends.*"), *LAUNCH),
+    ),
+)
 
 # modules, what they may import of camshaft, and what of that they may not after all; the first fit counts
 RULES: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
@@ -44,12 +82,8 @@ RULES: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     (("camshaft.utils",), (*DISTRIBUTED, *LEAVES), ()),
     (ABOVE_THE_CORE, (*ENGINE, *DISTRIBUTED, *LEAVES), ()),
     (ENGINE, (*ENGINE, *LEAVES), ABOVE_THE_CORE),
-    (("camshaft.distributed.topology",), (), ()),
-    (ENVIRONMENTS, (*ENVIRONMENTS, "camshaft.distributed.topology", *LEAVES), ()),
-    (("camshaft.distributed.registry",), ("camshaft.distributed.backend", "camshaft.distributed.topology"), ()),
-    (LAUNCH, (*DISTRIBUTED, *LEAVES), ("camshaft.distributed.backends.*",)),
-    (("camshaft.distributed", "camshaft.distributed.launcher", "camshaft.distributed.utils"), DISTRIBUTED, ()),
-    (("camshaft.distributed.run", "camshaft.distributed.diagnostics.*"), (*DISTRIBUTED, *LEAVES), LAUNCH),
+    *IN_DISTRIBUTED,
+    (("camshaft.distributed", *inside("launcher", "utils")), (*DISTRIBUTED, *LEAVES), ()),
     (DISTRIBUTED, (*DISTRIBUTED, *LEAVES), (*ENVIRONMENTS, *LAUNCH)),
     (HANDLERS, (*HANDLERS, *ENGINE, *DISTRIBUTED, *LEAVES), ()),
 )
@@ -202,6 +236,8 @@ FUTURE = "from __future__ import annotations\n"
         ("distributed/environments/slurm.py", "import camshaft.distributed.registry", "arrows point down only"),
         ("distributed/launch/xla.py", "import camshaft.distributed.backends.xla", "arrows point down only"),
         ("distributed/registry.py", "from camshaft.distributed.run import current", "arrows point down only"),
+        ("distributed/backend.py", "from camshaft.distributed.run import current", "arrows point down only"),
+        ("distributed/auto.py", "from camshaft.distributed.backends.serial import S", "arrows point down only"),
         ("engine/loop.py", "from . import state", "imports are absolute"),
         ("engine/loop.py", "def f():\n    from camshaft.engine.state import State", "in a function"),
         ("engine/loop.py", "class A:\n    def f(self):\n        import json", "in a function"),

@@ -1,13 +1,10 @@
-"""The store of a job: names for keys, and waiting for one."""
+"""The store of a job, and waiting for what other ranks write there."""
 
 from __future__ import annotations
 
 import logging
 import time
-import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import count
 from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -18,23 +15,9 @@ from camshaft.distributed.ranks import check_all_present
 from camshaft.errors import RankDivergenceError
 
 T = TypeVar("T")
-PAUSE = 0.05  # longest time between two requests of a rank that waits, in seconds
+PAUSE = 0.05  # longest time between two requests of a rank that waits, in seconds; later it is a second
 SILENCE = 10.0  # time after which a rank logs that it waits, in seconds
 _logger = logging.getLogger(__name__)
-_numbers = count(1)  # of the jobs of this process, as a store may outlive a job
-_jobs: weakref.WeakKeyDictionary[Backend, tuple[int, Counter[str]]] = weakref.WeakKeyDictionary()
-
-
-def job_number(backend: Backend) -> int:
-    """Return the number of a job in this process, for keys that must not be found again after it."""
-    return _job(backend)[0]
-
-
-def unique_name(backend: Backend, name: str) -> str:
-    """Return a prefix for keys: the n-th call of a job with a name returns the same one on all ranks."""
-    calls = _job(backend)[1]
-    calls[name] += 1
-    return f"camshaft/{name}/{calls[name]}"
 
 
 def store_at(backend: Backend | None, prefix: str) -> Store | None:
@@ -73,13 +56,7 @@ def wait_for(
             if waited > SILENCE and not has_logged:
                 has_logged = True
                 _logger.warning("rank %d is waiting up to %g s for %s", rank, timeout, detail())
-            time.sleep(min(PAUSE, max(PAUSE / 500, waited / 4)))
+            time.sleep(min(PAUSE if waited < SILENCE else 1.0, max(PAUSE / 500, waited / 4)))
     except DistNetworkError as error:
         raise RankDivergenceError("the process that holds the store of this run has ended") from error
     return answer
-
-
-def _job(backend: Backend) -> tuple[int, Counter[str]]:
-    if backend not in _jobs:
-        _jobs[backend] = next(_numbers), Counter()
-    return _jobs[backend]
