@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import Store
 
 from camshaft.distributed.backend import Backend
 from camshaft.distributed.collectives import all_gather
-from camshaft.distributed.coordination.job_store import PAUSE, store_at, unique_name, wait_for
+from camshaft.distributed.coordination.job_store import PAUSE, store_at, wait_for
 from camshaft.errors import RankDivergenceError
 
 _FAREWELL = 10.0  # seconds for which rank 0, whose process usually holds the store, stays until all have read it
@@ -55,7 +55,7 @@ class BatchCounts:
     @classmethod
     def of(cls, backend: Backend, window: int) -> BatchCounts:
         """Return those of the next pass; all ranks do the same."""
-        store = store_at(backend, unique_name(backend, "batches"))
+        store = store_at(backend, backend.job.unique_name("batches"))
         return cls(store, backend.topology.rank, backend.topology.world_size, window)
 
     def report(self, mine: BatchCount) -> None:

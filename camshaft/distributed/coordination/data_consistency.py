@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from camshaft.distributed.collectives import broadcast
-from camshaft.distributed.coordination.job_store import job_number, store_at, unique_name, wait_for
+from camshaft.distributed.coordination.job_store import store_at, wait_for
 from camshaft.distributed.ranks import alone
 from camshaft.distributed.run import current
 from camshaft.errors import RankDivergenceError, line_of_caller
@@ -36,7 +36,7 @@ class DataConsistency:
     def __init__(self) -> None:
         backend = current()
         self._backend = weakref.ref(backend)
-        self._name = f"{unique_name(backend, f'data/{_calls()}')}/{job_number(backend)}"
+        self._name = backend.job.unique_name(f"data/{_calls()}")
         self._passes, self._place, self._is_over, self._num_ended = 0, (0, 0), False, 0
 
     def __reduce__(self) -> tuple[type[DataConsistency], tuple[()]]:
@@ -115,7 +115,7 @@ class SharedSeed:
             self._value = self._own
             return
         self._line = line_of_caller("distributed").rpartition(os.sep)[2]  # folders may differ between nodes
-        self._backend, self._name = weakref.ref(backend), unique_name(backend, f"seed/{self._line}")
+        self._backend, self._name = weakref.ref(backend), backend.job.unique_name(f"seed/{self._line}")
         store = store_at(backend, self._name)
         self._is_broadcast = store is None
         if store is None:

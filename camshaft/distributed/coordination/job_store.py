@@ -1,13 +1,10 @@
-"""The store of a job: names for keys, and waiting for one."""
+"""The store of a job, as far as it is still there, and waiting for what other ranks write to it."""
 
 from __future__ import annotations
 
 import logging
 import time
-import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import count
 from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -21,20 +18,6 @@ T = TypeVar("T")
 PAUSE = 0.05  # longest time between two requests of a rank that waits, in seconds
 SILENCE = 10.0  # time after which a rank logs that it waits, in seconds
 _logger = logging.getLogger(__name__)
-_numbers = count(1)  # of the jobs of this process, as a store may outlive a job
-_jobs: weakref.WeakKeyDictionary[Backend, tuple[int, Counter[str]]] = weakref.WeakKeyDictionary()
-
-
-def job_number(backend: Backend) -> int:
-    """Return the number of a job in this process, for keys that must not be found again after it."""
-    return _job(backend)[0]
-
-
-def unique_name(backend: Backend, name: str) -> str:
-    """Return a prefix for keys: the n-th call of a job with a name returns the same one on all ranks."""
-    calls = _job(backend)[1]
-    calls[name] += 1
-    return f"camshaft/{name}/{calls[name]}"
 
 
 def store_at(backend: Backend | None, prefix: str) -> Store | None:
@@ -77,9 +60,3 @@ def wait_for(
     except DistNetworkError as error:
         raise RankDivergenceError("the process that holds the store of this run has ended") from error
     return answer
-
-
-def _job(backend: Backend) -> tuple[int, Counter[str]]:
-    if backend not in _jobs:
-        _jobs[backend] = next(_numbers), Counter()
-    return _jobs[backend]
