@@ -33,6 +33,37 @@ ABOVE_THE_CORE = ("camshaft.engine", "camshaft.engine.supervised*", "camshaft.en
 DISTRIBUTED = ("camshaft.distributed", "camshaft.distributed.*")
 HANDLERS = ("camshaft.handlers", "camshaft.handlers.*")
 
+
+def inside(*names: str) -> tuple[str, ...]:
+    """Modules of `distributed`."""
+    return tuple(f"camshaft.distributed.{name}" for name in names)
+
+
+CONTRACT = (*inside("backend", "topology"), *LEAVES)
+VALUES = inside("values", "values.*")
+CHECK, WATCHER = inside("coordination.collective_check"), inside("coordination.watcher")
+
+# who may import whom inside `distributed`, from the bottom up
+IN_DISTRIBUTED: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
+    (inside("topology", "backend"), CONTRACT, ()),
+    ((*VALUES, *WATCHER), (*VALUES, *CONTRACT), ()),
+    (CHECK, (*VALUES, *CONTRACT), ()),
+    (inside("run"), (*inside("registry", "environments", "backends.serial"), *CHECK, *CONTRACT), ()),
+    (inside("ranks"), (*inside("run"), *CHECK, *CONTRACT), ()),
+    (inside("groups"), (*inside("ranks"), *CONTRACT), ()),
+    (
+        inside("collectives", "rooted_collectives", "point_to_point"),
+        (*inside("groups", "ranks", "run"), *VALUES, *CONTRACT),
+        (),
+    ),
+    (
+        inside("coordination", "coordination.*"),
+        (*inside("coordination.*", "collectives", "ranks", "run"), *VALUES, *CONTRACT),
+        (),
+    ),
+    (inside("data", "data.*", "auto", "diagnostics", "diagnostics.*"), (*DISTRIBUTED, *LEAVES), inside("backends.*")),
+)
+
 # modules, what they may import of camshaft, and what of that they may not after all; the first fit counts
 RULES: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     (("camshaft", "camshaft.__main__"), ("camshaft", "camshaft.*"), ()),
@@ -41,6 +72,7 @@ RULES: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     (("camshaft.utils",), (*DISTRIBUTED, *LEAVES), ()),
     (ABOVE_THE_CORE, (*ENGINE, *DISTRIBUTED, *LEAVES), ()),
     (ENGINE, (*ENGINE, *LEAVES), ABOVE_THE_CORE),
+    *IN_DISTRIBUTED,
     (DISTRIBUTED, (*DISTRIBUTED, *LEAVES), ()),
     (HANDLERS, (*HANDLERS, *ENGINE, *DISTRIBUTED, *LEAVES), ()),
 )
@@ -171,6 +203,8 @@ FUTURE = "from __future__ import annotations\n"
         ("engine/loop.py", "import camshaft.engine.supervised", "arrows point down only"),
         ("engine/loop.py", "if TYPE_CHECKING:\n    import camshaft.handlers", "arrows point down only"),
         ("distributed/ranks.py", "from camshaft.engine.state import State", "arrows point down only"),
+        ("distributed/backend.py", "from camshaft.distributed.run import current", "arrows point down only"),
+        ("distributed/auto.py", "from camshaft.distributed.backends.serial import S", "arrows point down only"),
         ("engine/loop.py", "from . import state", "imports are absolute"),
         ("engine/loop.py", "def f():\n    from camshaft.engine.state import State", "in a function"),
         ("engine/loop.py", "class A:\n    def f(self):\n        import json", "in a function"),

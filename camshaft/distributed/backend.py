@@ -1,7 +1,8 @@
-"""The contract between collectives and whatever moves the data."""
+"""The interface between collectives and the library that moves the data."""
 
 from __future__ import annotations
 
+import inspect
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -18,22 +19,33 @@ from camshaft.distributed.topology import Topology
 
 
 class Work(Protocol):
-    """A transfer that was begun."""
+    """A transfer under way."""
 
     def wait(self) -> Any:
-        """Wait for its end."""
+        """Wait until it has completed."""
 
     def is_completed(self) -> bool:
-        """Whether it has ended."""
+        """Return whether it has completed."""
 
 
 Group: TypeAlias = Any
-"""A group in the backend's own terms, which users also hold: a torch process group, a Horovod process set, a list."""
+"""A group as the backend represents it, which users also hold: a torch process group, a Horovod process set, a list."""
 
 
 def accelerator() -> torch.device | None:
     """Return the kind of accelerator that this process can use, without an index, or ``None``."""
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+def check_ddp_options(options: dict[str, Any]) -> None:
+    """Refuse arguments that ``DistributedDataParallel`` does not have, where its own have no meaning.
+
+    Raises:
+        TypeError: an argument is not known.
+    """
+    known = sorted({*inspect.signature(nn.parallel.DistributedDataParallel).parameters} - {"module"})
+    if unknown := sorted(set(options) - set(known)):
+        raise TypeError(f"{unknown} are not known to auto_model, but {known} are")
 
 
 class Resource:
@@ -107,17 +119,17 @@ class Job:
 class Backend(ABC):
     """Moves tensors between ranks. Implementations translate; they do not decide.
 
-    A ``group`` is ``None`` for all ranks, or a group that :meth:`ranks_of` knows and this rank is a member of. Ranks in
-    arguments are global ones. Tensors are dense, contiguous and on :attr:`device`.
+    A ``group`` is ``None`` for all ranks, or a group that :meth:`ranks_of` recognizes, with this rank as a member. Rank
+    arguments are global ranks. Tensors are dense, contiguous and on :attr:`device`.
 
     Attributes:
         name: what ``initialize`` calls it; ``None`` for the single process.
-        model_name: the kind of run that users are told.
+        model_name: the kind of run, as ``model_name()`` returns it.
         topology: where this process stands.
         device: where tensors are moved from and to.
-        reductions: names of the reductions that it knows.
-        assumed: the numbers of :attr:`topology` that nothing tells this rank. Ranks may assume different ones, so a
-            query for one of them raises.
+        reductions: names of the reductions that it supports.
+        assumed: the numbers of :attr:`topology` that are guesses. Ranks may guess differently, so a query for one of
+            them raises.
     """
 
     name: str | None
@@ -134,45 +146,45 @@ class Backend(ABC):
 
     @property
     def carrier(self) -> torch.device:
-        """Where numbers and bytes are put to travel: not on the device, if the backend also takes them from the CPU."""
+        """The device for numbers and bytes: the CPU, if the backend also moves tensors from there."""
         return self.device
 
     def messages_at(self, group: Group | None) -> torch.device:
-        """Where what one rank sends to another is put to travel."""
+        """Return the device for what one rank sends to another."""
         return self.carrier
 
     def bring(self, tensor: Tensor) -> Tensor:
-        """Give a tensor in a place that the backend works on."""
+        """Return a tensor on a device that the backend works on."""
         return tensor.to(self.device)
 
     # --- tensors -------------------------------------------------------------------------------------------
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: str, group: Group | None) -> Tensor:
-        """Reduce over the ranks, in place, and give the tensor."""
+        """Reduce over the ranks, in place, and return the tensor."""
 
     @abstractmethod
     def all_gather(self, tensor: Tensor, group: Group | None) -> Tensor:
-        """Stack the tensors of the ranks, of shape ``(ranks, *shape)``."""
+        """Return the tensors of the ranks, of shape ``(ranks, *shape)``."""
 
     def all_gather_into(self, out: Tensor, tensor: Tensor, group: Group | None) -> None:
-        """Fill a tensor with those of the ranks, of at least one dimension, joined along the first."""
+        """Fill a tensor with those of the ranks, of at least one dimension, concatenated along the first."""
         out.copy_(self.all_gather(tensor, group).view(out.shape))
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, src: int, group: Group | None) -> Tensor:
-        """Give every rank the tensor of one, in place."""
+        """Overwrite the tensor on every rank by that of one, and return it."""
 
     @abstractmethod
     def barrier(self, group: Group | None) -> None:
         """Wait for all ranks."""
 
     def reduce(self, tensor: Tensor, dst: int, op: str, group: Group | None) -> Tensor:
-        """Reduce over the ranks; only the result on rank ``dst`` means something."""
+        """Reduce over the ranks, possibly in place; only the result on rank ``dst`` is defined."""
         return self.all_reduce(tensor, op, group)
 
     def gather(self, tensor: Tensor, dst: int, group: Group | None) -> Tensor:
-        """Stack the tensors of the ranks; only the result on rank ``dst`` means something."""
+        """Return the tensors of the ranks, stacked; only the result on rank ``dst`` is defined."""
         return self.all_gather(tensor, group)
 
     def scatter(self, tensors: Tensor | None, out: Tensor, src: int, group: Group | None) -> Tensor:
@@ -180,11 +192,11 @@ class Backend(ABC):
         self.lack("scatter")
 
     def reduce_scatter(self, tensors: Tensor, op: str, group: Group | None) -> Tensor:
-        """Reduce tensors of shape ``(ranks, *shape)`` over the ranks, and give this rank its row."""
+        """Reduce tensors of shape ``(ranks, *shape)`` over the ranks, and return this rank's row."""
         self.lack("reduce_scatter")
 
     def all_to_all(self, tensor: Tensor, sends: list[int], receives: list[int], group: Group | None) -> Tensor:
-        """Send ``sends[k]`` leading entries to the k-th rank, and give the ``receives[k]`` from each, joined."""
+        """Send ``sends[k]`` rows to the k-th rank, and return the ``receives[k]`` rows from each, concatenated."""
         self.lack("all_to_all")
 
     def send(self, tensor: Tensor, dst: int, tag: int, group: Group | None) -> Work:
@@ -195,11 +207,11 @@ class Backend(ABC):
         """Begin to fill a tensor with what one rank sends."""
         self.lack("recv", "gloo and mpi")
 
-    # --- groups and life -----------------------------------------------------------------------------------
+    # --- groups and lifetime -------------------------------------------------------------------------------
 
     @abstractmethod
     def new_group(self, ranks: list[int], **options: Any) -> Group:
-        """Make a group, which users get as it is; every rank calls this."""
+        """Make a group, which users get as it is; all ranks call this."""
 
     @abstractmethod
     def ranks_of(self, group: Any) -> Sequence[int] | None:
@@ -214,46 +226,46 @@ class Backend(ABC):
 
     @property
     def members_make_groups(self) -> bool:
-        """Whether :meth:`group_of_members` is there; if not, all ranks must make a group, by :meth:`new_group`."""
+        """Whether :meth:`group_of_members` is supported; else all ranks must make a group, by :meth:`new_group`."""
         return False
 
     def group_of_members(self, ranks: list[int]) -> Group:
-        """Make a group; only its members wait for each other, and all name it by the same ranks, once."""
+        """Make a group without the other ranks; its members alone call this, with the same ranks, once."""
         self.lack("groups that their members make alone")
 
     def is_alive(self) -> bool:
-        """Whether what was adopted is still there."""
+        """Return whether an adopted run still exists."""
         return True
 
     def store(self) -> Store | None:
-        """Give a store that all ranks reach, for agreements off the device, or ``None``.
+        """Return a store that all ranks reach, for coordination off the device, or ``None``.
 
-        Whoever waits in this object, by ``get`` of a key that is not there yet, keeps the agreements of this rank
-        waiting too: open another client, or use ``check`` first.
+        A thread that waits in this object, by ``get`` of a key that is not there yet, blocks the coordination of this
+        rank too: clone it, or use ``check`` first.
         """
         return None
 
     def left(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return how each rank that has left the run left it, as far as this is known."""
+        """Return how each of the ranks that have left the run did so, as far as this is known."""
         return {}
 
-    def close(self) -> None:  # noqa: B027  # most have something to end, one process has not
-        """End what ``initialize`` began."""
+    def close(self) -> None:  # noqa: B027  # a single process has nothing to end
+        """End the run."""
 
     # --- what users wrap -----------------------------------------------------------------------------------
 
     def wrap_model(self, model: nn.Module, sync_bn: bool, **options: Any) -> nn.Module:
-        """Make a model, already on :attr:`device`, train together with the other ranks'."""
+        """Return a model that trains together with those of the other ranks; it is already on :attr:`device`."""
         return model
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, **options: Any) -> torch.optim.Optimizer:
-        """Make an optimizer step together with the other ranks'."""
+        """Return an optimizer that steps together with those of the other ranks."""
         return optimizer
 
     def wrap_loader(self, loader: Iterable[Any]) -> Any:
-        """Make a loader deliver to this rank's device, where the backend has a way of its own."""
+        """Return a loader that moves batches to this rank's device, where the backend has its own way to do so."""
         return loader
 
     def lack(self, capability: str, others: str = "gloo, nccl (on GPUs) and mpi") -> NoReturn:
-        """Refuse what the backend cannot do."""
+        """Raise the error for what the backend does not support."""
         raise NotImplementedError(f"backend {self.name!r} has no {capability}; {others} have it")

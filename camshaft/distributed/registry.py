@@ -80,8 +80,8 @@ def backend_classes() -> list[type[Backend]]:
     classes = {
         ("serial", "SerialBackend"): True,
         ("native.backend", "NativeBackend"): has_native_dist_support,
-        ("xla.backend", "XlaBackend"): has_xla_support,
-        ("horovod.backend", "HorovodBackend"): has_hvd_support,
+        ("xla", "XlaBackend"): has_xla_support,
+        ("horovod", "HorovodBackend"): has_hvd_support,
     }
     return [getattr(_import(module), name) for (module, name), installed in classes.items() if installed]
 

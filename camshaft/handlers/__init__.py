@@ -1,4 +1,4 @@
-"""What reacts to events: saving, showing progress."""
+"""Handlers: saving, logging, scheduling, stopping, and measuring."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ def _as_numbers(results: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _over_all_ranks(metrics: Mapping[str, Any]) -> Iterator[None]:
-    """Let metrics of torchmetrics compute over the states of all ranks in this block.
+    """Make metrics of torchmetrics compute over the states of all ranks in this block.
 
     Raises:
         RuntimeError: the ranks have different metrics.

@@ -23,7 +23,7 @@ class StopTogether:
     def __init__(self) -> None:
         self._name = os.path.basename(line_of_caller())
         self._is_attached = self._is_watching = False
-        self._end: CommonStop | None = None
+        self._common: CommonStop | None = None
         self._handles: list[RemovableEventHandle] = []
 
     def attach(self, engine: Engine[Any, Any]) -> None:
@@ -42,16 +42,16 @@ class StopTogether:
     def stop(self, engine: Engine[Any, Any]) -> None:
         """Terminate the run."""
         self.watch(engine)
-        if self._end is None:
+        if self._common is None:
             engine.terminate()
         else:
-            self._end.want()
+            self._common.want()
 
     def _begin(self, engine: Engine[Any, Any], step: int) -> None:
         self._leave()
         self._is_watching = True
-        self._end = common_stop(self._name, step)
-        if self._end is not None:
+        self._common = common_stop(self._name, step)
+        if self._common is not None:
             leaving = Events.COMPLETED | Events.INTERRUPT | Events.TERMINATE
             self._handles = [
                 engine.add_event_handler(Events.ITERATION_COMPLETED, self._after_iteration, order=Order.LAST),
@@ -66,12 +66,12 @@ class StopTogether:
             self._proceed_or_stop(engine)
 
     def _proceed_or_stop(self, engine: Engine[Any, Any]) -> None:
-        if self._end is not None and not self._end.may_begin(engine.state.iteration + 1):
+        if self._common is not None and not self._common.may_begin(engine.state.iteration + 1):
             engine.terminate()
 
     def _leave(self) -> None:
         for handle in self._handles:
             handle.remove()
-        end, self._end, self._handles, self._is_watching = self._end, None, [], False
-        if end is not None:
-            end.leave()
+        stop, self._common, self._handles, self._is_watching = self._common, None, [], False
+        if stop is not None:
+            stop.leave()

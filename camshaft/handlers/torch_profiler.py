@@ -79,14 +79,9 @@ class TorchProfiler:
         on_trace_ready: Callable[[profile], object] | None = None,
         **options: Any,
     ) -> None:
-        for name, count, least in (
-            ("wait", wait, 0),
-            ("warmup", warmup, 0),
-            ("active", active, 1),
-            ("repeat", repeat, 0),
-            ("skip_first", skip_first, 0),
-        ):
-            integer(name, count, least)
+        counts = {"wait": wait, "warmup": warmup, "active": active, "repeat": repeat, "skip_first": skip_first}
+        for name, count in counts.items():
+            integer(name, count, least=1 if name == "active" else 0)
         check_callable("on_trace_ready", on_trace_ready)
         inspect.signature(profile).bind(schedule=None, **options)
         self.directory = Path(directory)

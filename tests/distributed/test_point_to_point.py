@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 import camshaft.distributed as idist
 from camshaft.distributed import point_to_point
-from camshaft.distributed.backends.native.gloo import Send, SendWaiter
 from camshaft.distributed.ranks import only
 from camshaft.distributed.run import current
 from camshaft.errors import RankDivergenceError
@@ -574,25 +573,6 @@ def test_a_transfer_that_failed_is_told_by_the_next_that_is_kept_or_at_the_end()
         assert isinstance(caught.value.__cause__, OSError)
         assert last.waits == 1
         assert len(box) == 0
-
-
-def test_a_message_of_gloo_is_waited_for_once_whoever_asks():
-    waiter, works = SendWaiter(), [Work(), Work(OSError("gone")), Work()]
-    first, second, third = (Send(work, waiter) for work in works)
-    assert not first.is_completed()
-    assert not second.is_completed()
-    works[0].end.set()
-    works[1].end.set()
-    first.wait()
-    first.wait()
-    with pytest.raises(OSError, match="gone"):
-        second.wait()
-    assert first.is_completed()
-    assert second.is_completed()
-    works[2].end.set()
-    third.wait()
-    assert third.is_completed()
-    assert [work.waits for work in works] == [1, 1, 1]
 
 
 @on_ranks(2)

@@ -1,4 +1,4 @@
-"""A clock that stands until somebody moves it, in the place of the one that handlers look at."""
+"""A fake clock that replaces the one of handlers, and advances only on request."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Clock:
         return self.now
 
     def take(self, seconds):
-        """Let something take so long."""
+        """Advance the clock."""
         self.now += seconds
 
     def taking(self, seconds):
-        """Make a handler that takes so long."""
+        """Return a handler that takes this long."""
 
         def handler():
             self.now += seconds
@@ -30,7 +30,7 @@ class Clock:
 
 @contextlib.contextmanager
 def clock_in(*classes):
-    """Give a clock that what is in the modules of these classes looks at in the block."""
+    """Yield a clock that replaces the one in the modules of these classes."""
     clock = Clock()
     with contextlib.ExitStack() as stack:
         for one in classes:

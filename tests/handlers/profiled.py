@@ -26,7 +26,7 @@ REGULAR = (
 
 
 def profilers_clock():
-    """Give a clock that the profilers look at in the block."""
+    """Yield a clock for the profilers."""
     return clock_in(BasicTimeProfiler)
 
 
@@ -46,7 +46,7 @@ ENDS = ("whole", "terminate", "terminate_epoch", "interrupt", "fail", "fail hand
 
 @dataclass
 class Plan:
-    """What is to happen in a run."""
+    """What happens in a run."""
 
     handlers: list[tuple[Events, dict, int]]
     length: int
@@ -54,7 +54,7 @@ class Plan:
     sized: bool
     end: str
     at: int  # the iteration in which it ends
-    event: Events  # of the wish to stop
+    event: Events  # in which a stop is requested
 
 
 PLANS = st.builds(
@@ -73,7 +73,7 @@ PLANS = st.builds(
 
 @dataclass
 class Course:
-    """A run that goes as planned, and what really took the time."""
+    """A run according to the plan, and the actual durations."""
 
     clock: object
     plan: Plan
@@ -96,7 +96,7 @@ class Course:
             self.engine.add_event_handler(Events.EXCEPTION_RAISED, lambda error: None)
 
     def run(self):
-        """Run, and go on after pauses, in which time goes by."""
+        """Run, and resume after pauses, which take time."""
         data = [None] * self.plan.length if self.plan.sized else None
         with contextlib.suppress(KeyError):
             self.engine.run(Data(self, self.plan.length, data), max_epochs=self.plan.epochs)
@@ -138,7 +138,7 @@ class Course:
 
 
 class Data:
-    """Batches that take time to come; nothing is known of how many there are, unless a list is given."""
+    """Batches that take time to fetch, without a length unless a list is given."""
 
     def __init__(self, course, length, sized):
         self.course, self.length = course, length

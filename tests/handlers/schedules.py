@@ -1,4 +1,4 @@
-"""What the tests of schedulers share: optimizers, every scheduler of torch, runs that note the values in use."""
+"""Helpers for tests of schedulers: optimizers, every scheduler of torch, and runs that record the values in use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from camshaft.engine import Engine, Events
 
 
 def sgd(*rates, momentum=0.9, **options):
-    """Give an optimizer with one group for each rate."""
+    """Return an optimizer with one group for each rate."""
     groups = [{"params": [torch.zeros(1)], "lr": rate} for rate in rates or (0.5,)]
     return torch.optim.SGD(groups, lr=0.1, momentum=momentum, **options)
 
@@ -67,12 +67,12 @@ NATIVE = {
 
 
 def seen(optimizer):
-    """Read all that schedulers of torch set."""
+    """Return everything that schedulers of torch set."""
     return [(float(group["lr"]), group["momentum"]) for group in optimizer.param_groups]
 
 
 def natively(make, optimizer, count):
-    """List what the steps see with the scheduler stepped at the end of each iteration."""
+    """Return what the steps use if the scheduler steps at the end of each iteration."""
     scheduler, rows = make(optimizer), []
     for _ in range(count):
         rows.append(seen(optimizer))
@@ -82,7 +82,7 @@ def natively(make, optimizer, count):
 
 
 def run_with(scheduler, optimizer, count, event=Events.ITERATION_STARTED, read=seen):
-    """List what the steps of an engine see."""
+    """Return what the steps of an engine use."""
     rows = []
 
     def step(engine, batch):
@@ -96,7 +96,7 @@ def run_with(scheduler, optimizer, count, event=Events.ITERATION_STARTED, read=s
 
 
 def calls(scheduler, count, read):
-    """List what is there after each of some calls."""
+    """Return what is read after each call."""
     rows = []
     for _ in range(count):
         scheduler(None)
@@ -105,7 +105,7 @@ def calls(scheduler, count, read):
 
 
 def reread(state):
-    """Write a state to a file and read it back, as a checkpoint is."""
+    """Save and load a state like a checkpoint."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -113,5 +113,5 @@ def reread(state):
 
 
 def entries(optimizer):
-    """Copy all groups of an optimizer, but for the parameters."""
+    """Return a copy of the groups of an optimizer without the parameters."""
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]

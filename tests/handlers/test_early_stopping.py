@@ -1,4 +1,4 @@
-"""When training stops for want of improvement."""
+"""Early stopping: when training stops, state, and old names of arguments."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from camshaft.handlers import EarlyStopping
 
 
 def make(scores, patience=1, **options):
-    """Make a handler that sees the scores, one at each call, and a trainer that is asked to stop."""
+    """Return a handler that gets one score per call, and its trainer."""
     trainer, given_scores = Engine(lambda engine, batch: None), iter(scores)
     return EarlyStopping(patience, lambda engine: next(given_scores), trainer, **options), trainer
 
 
 def stops_after(scores, **options):
-    """Give the number of the evaluation after which training stops, or None."""
+    """Return the number of the evaluation after which training stops, or None."""
     handler, trainer = make(scores, **options)
     for number, _ in enumerate(scores, 1):
         handler(trainer)
@@ -69,7 +69,7 @@ def test_min_is_max_of_the_negative_scores(scores, patience, threshold):
 
 
 @given(scores=st.lists(st.floats(-10, 10), min_size=1, max_size=12), patience=st.integers(1, 4))
-def test_without_a_threshold_it_stops_after_so_many_scores_since_the_best(scores, patience):
+def test_without_a_threshold_it_stops_patience_scores_after_the_best(scores, patience):
     expected, since = None, 0
     for number, score in enumerate(scores, 1):
         since = 0 if number == 1 or score > max(scores[: number - 1]) else since + 1
@@ -79,11 +79,11 @@ def test_without_a_threshold_it_stops_after_so_many_scores_since_the_best(scores
     assert stops_after(scores, patience=patience) == expected
 
 
-def test_a_loss_on_its_way_is_a_score():
+def test_a_lazy_loss_is_a_score():
     assert stops_after([LazyNumber(torch.tensor(1.0)), LazyNumber(torch.tensor(0.5))]) == 2
 
 
-def test_the_trainer_ends_and_the_evaluator_does_not():
+def test_the_trainer_is_terminated_and_the_evaluator_is_not():
     handler, trainer = make([2.0, 1.0])
     evaluator = Engine(lambda engine, batch: None)
     handler.attach(evaluator)
@@ -93,7 +93,7 @@ def test_the_trainer_ends_and_the_evaluator_does_not():
     assert evaluator.state.iteration == 3
 
 
-def test_each_run_of_the_trainer_begins_anew_but_a_resumed_one_goes_on():
+def test_a_new_run_resets_the_counter_and_a_resumed_run_does_not():
     handler, trainer = make([5.0, 4.0, 3.0, 2.0, 1.0, 0.0], patience=2)
     evaluator = Engine(lambda engine, batch: None)
     handler.attach(evaluator)
@@ -107,7 +107,7 @@ def test_each_run_of_the_trainer_begins_anew_but_a_resumed_one_goes_on():
     assert handler.counter == 0
 
 
-def test_the_state_goes_through_a_checkpoint_and_old_ones_without_a_mode_are_taken(tmp_path):
+def test_the_state_is_saved_and_loaded_also_without_a_mode(tmp_path):
     handler, trainer = make([1.0, 0.5, 0.5], patience=5)
     for _ in range(3):
         handler(trainer)
@@ -151,27 +151,27 @@ def test_old_names_work_and_warn(old):
         ({"trainer": None}, TypeError, "trainer must be an Engine, got None"),
     ],
 )
-def test_wrong_arguments_are_refused(options, error, message):
+def test_invalid_arguments_are_rejected(options, error, message):
     given_options = {"patience": 1, "score_function": min, "trainer": Engine(lambda engine, batch: None), **options}
     with pytest.raises(error, match=message):
         EarlyStopping(**given_options)
 
 
-def test_a_score_that_is_no_number_is_named():
+def test_a_score_that_is_not_a_number_is_reported():
     trainer = Engine(lambda engine, batch: None)
     with pytest.raises(TypeError, match="score_function must return a number, got None of type NoneType"):
         EarlyStopping(1, lambda engine: None, trainer)(trainer)
 
 
 @pytest.mark.parametrize(("argument", "value"), [("patience", math.nan), ("patience", "3"), ("threshold", "x")])
-def test_what_is_no_number_is_refused_by_name(argument, value):
+def test_values_that_are_not_numbers_are_rejected(argument, value):
     with pytest.raises(ValueError, match=f"{argument} must be"):
         EarlyStopping(
             **{"patience": 2, "score_function": len, "trainer": Engine(lambda engine, batch: None), argument: value}
         )
 
 
-def test_a_job_that_ended_so_ends_at_once_when_it_is_started_again(caplog):
+def test_a_stopped_job_stops_at_once_when_it_is_restarted(caplog):
     def job(states):
         trainer = Engine(lambda engine, batch: None)
         evaluator = Engine(lambda engine, batch: None)
@@ -193,7 +193,7 @@ def test_a_job_that_ended_so_ends_at_once_when_it_is_started_again(caplog):
     assert second.run(max_epochs=5).epoch == 5
 
 
-def test_what_was_loaded_ends_no_later_run():
+def test_a_loaded_state_stops_no_later_run():
     trainer, evaluator = Engine(lambda engine, batch: None), Engine(lambda engine, batch: None)
     stopping = EarlyStopping(2, lambda engine: trainer.state.epoch, trainer)
     evaluator.add_event_handler(Events.COMPLETED, stopping)
@@ -203,7 +203,7 @@ def test_what_was_loaded_ends_no_later_run():
     assert trainer.run(max_epochs=6).epoch == 6
 
 
-def test_a_count_that_is_none_changes_nothing():
+def test_an_invalid_counter_changes_nothing():
     stopping = EarlyStopping(2, len, Engine(lambda engine, batch: None))
     with pytest.raises(TypeError, match="counter must be an integer, got '2'"):
         stopping.load_state_dict({"counter": "2", "best_score": 0.5})

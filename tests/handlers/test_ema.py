@@ -1,4 +1,4 @@
-"""The average of a model: its values, its buffers, its momentum, its cost in calls."""
+"""The average of a model: values, buffers, momentum, and number of operations."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def values(model):
 
 
 def trainer_of(model):
-    """Make an engine whose batches are the values that the model takes on."""
+    """Return an engine that sets the model to the values of the batches."""
     return Engine(lambda engine, batch: set_to(model, batch))
 
 
@@ -62,7 +62,7 @@ def test_each_update_moves_the_average_by_the_momentum():
     momenta=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=5),
     numbers=st.lists(st.floats(-10, 10), min_size=6, max_size=6),
 )
-def test_an_update_is_the_formula(momenta, numbers):
+def test_an_update_follows_the_formula(momenta, numbers):
     model = nn.Linear(1, 1, bias=False).double()
     set_to(model, numbers[0])
     ema = EMAHandler(model)
@@ -74,7 +74,7 @@ def test_an_update_is_the_formula(momenta, numbers):
         assert ema.ema_model.weight.item() == pytest.approx(average, abs=1e-9)
 
 
-def test_the_average_is_a_model_of_its_own_without_gradients():
+def test_the_average_is_a_separate_model_without_gradients():
     model = Buffered()
     model.first.weight.grad = torch.ones(2, 2)
     ema = EMAHandler(model)
@@ -90,7 +90,7 @@ def test_the_average_is_a_model_of_its_own_without_gradients():
     ("handle_buffers", "mean", "count", "training"),
     [("copy", 4.0, 4, False), ("update", 1.0, 4, False), ("ema_train", 0.0, 0, True)],
 )
-def test_buffers_are_copied_averaged_or_left_alone(handle_buffers, mean, count, training):
+def test_buffers_are_copied_averaged_or_unchanged(handle_buffers, mean, count, training):
     model = Buffered()
     ema = EMAHandler(model, momentum=0.25, handle_buffers=handle_buffers)
     set_to(model, 4.0)
@@ -117,7 +117,7 @@ def test_the_two_models_share_no_memory(handle_buffers):
 
 
 class Counting(TorchDispatchMode):
-    """Counts the operations that torch is asked for."""
+    """Counts the operations of torch."""
 
     def __init__(self):
         super().__init__()
@@ -128,7 +128,7 @@ class Counting(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-def test_all_weights_take_one_operation_and_nothing_is_read():
+def test_all_weights_are_updated_in_one_operation():
     model = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(20)))
     ema = EMAHandler(model, handle_buffers="update")
     with Counting() as counting:
@@ -136,7 +136,7 @@ def test_all_weights_take_one_operation_and_nothing_is_read():
     assert counting.operations == ["aten._foreach_lerp_.Scalar", "aten._foreach_copy_.default"]
 
 
-def test_weights_of_several_kinds_are_averaged():
+def test_weights_of_several_dtypes_are_averaged():
     model = nn.ModuleList([nn.Linear(1, 1, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.complex64)])
     set_to(model, 0.0)
     ema = EMAHandler(model)
@@ -145,7 +145,7 @@ def test_weights_of_several_kinds_are_averaged():
     assert {complex(one.flatten()[0].item()) for one in ema.ema_model.parameters()} == {1 + 0j}
 
 
-def test_a_model_that_gets_other_weights_between_runs_is_followed():
+def test_weights_replaced_between_runs_are_found():
     model = nn.Linear(1, 1)
     ema = EMAHandler(model)
     trainer = trainer_of(model)
@@ -157,7 +157,7 @@ def test_a_model_that_gets_other_weights_between_runs_is_followed():
     assert values(ema.ema_model) == {1.0}
 
 
-def test_a_model_without_weights_is_no_problem():
+def test_a_model_without_weights_is_accepted():
     EMAHandler(nn.Identity()).update(0.5)
 
 
@@ -178,7 +178,7 @@ def momenta(trainer, name="ema_momentum", iterations=5):
         (0.25, 0.75, 3, [0.25, 0.5, 0.75, 0.75, 0.75]),
         (0.75, 0.25, 5, [0.75, 0.625, 0.5, 0.375, 0.25]),
         (0.25, 0.75, 1, [0.25, 0.75, 0.75, 0.75, 0.75]),
-        (1.0, 0.5, 3, [1.0, 0.75, 0.5, 0.5, 0.5]),  # the average begins as a copy of the model
+        (1.0, 0.5, 3, [1.0, 0.75, 0.5, 0.5, 0.5]),  # the average starts as a copy of the model
         (0.0, 0.5, 3, [0.0, 0.25, 0.5, 0.5, 0.5]),
     ],
 )
@@ -202,7 +202,7 @@ def test_the_first_update_uses_the_momentum_of_the_warm_up():
     assert values(ema.ema_model) == {1.0}
 
 
-def test_the_warm_up_goes_on_after_a_resume():
+def test_the_warm_up_continues_after_a_resume():
     first = EMAHandler(nn.Linear(1, 1), 0.75, 0.25, 3)
     trainer = trainer_of(first.model)
     first.attach(trainer)
@@ -234,13 +234,13 @@ def test_it_is_saved_and_resumed_like_other_objects(tmp_path, warmup):
     trainer.run([1.0, 2.0, 3.0, 4.0], max_epochs=1)
     trainer, model, ema = make()
     assert Checkpoint.resume({"trainer": trainer, "model": model, "ema": ema}, tmp_path)
-    trainer.run([3.0, 4.0])  # what is left of the epoch
+    trainer.run([3.0, 4.0])  # the rest of the epoch
     expected = whole[2].state_dict()
     assert ema.state_dict()["momentum_scheduler"] == expected["momentum_scheduler"]
     torch.testing.assert_close(ema.state_dict()["ema_model"], expected["ema_model"])
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch.compile brings that along
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # from torch.compile
 def test_the_state_of_a_compiled_model_has_the_names_of_the_plain_one():
     plain, compiled = EMAHandler(nn.Linear(1, 1)), EMAHandler(torch.compile(nn.Linear(1, 1)))
     assert list(compiled.state_dict()["ema_model"]) == list(plain.state_dict()["ema_model"])
@@ -248,7 +248,7 @@ def test_the_state_of_a_compiled_model_has_the_names_of_the_plain_one():
     assert values(compiled.ema_model) == values(plain.ema_model)
 
 
-def test_a_state_with_another_warm_up_is_refused_and_changes_nothing():
+def test_a_state_with_a_different_warm_up_is_rejected_and_changes_nothing():
     plain, warming = EMAHandler(nn.Linear(1, 1)), EMAHandler(nn.Linear(1, 1), 0.75, 0.25, 3)
     before = values(plain.ema_model), values(warming.ema_model)
     with pytest.raises(ValueError, match="must be that of an EMAHandler with the same warm-up, got that of one with a"):
@@ -273,7 +273,7 @@ def test_any_scheduler_of_the_state_may_set_the_momentum():
     assert momenta(trainer, iterations=2) == [0.5, 0.25]
 
 
-def test_a_momentum_that_is_there_is_used_with_a_warning():
+def test_an_existing_momentum_is_used_with_a_warning():
     model = nn.Linear(1, 1)
     trainer = trainer_of(model)
     trainer.state.ema_momentum = 0.5
@@ -282,7 +282,7 @@ def test_a_momentum_that_is_there_is_used_with_a_warning():
     assert trainer.state.ema_momentum == 0.5
 
 
-def test_two_averages_with_a_name_each():
+def test_two_averages_with_different_names():
     model = nn.Linear(1, 1)
     set_to(model, 0.0)
     fast, slow = EMAHandler(model, 0.5), EMAHandler(model, 0.25)
@@ -293,12 +293,12 @@ def test_two_averages_with_a_name_each():
     assert (values(fast.ema_model), values(slow.ema_model)) == ({3.0}, {1.0})
 
 
-def test_the_warm_up_can_be_looked_at_alone():
+def test_the_warm_up_can_be_simulated():
     rows = EMAWarmUp.simulate_values(3, momentum_warmup=0.5, warmup_iters=2, momentum=0.25)
     assert rows == [[0, 0.5], [1, 0.25], [2, 0.25]]
 
 
-# --- bad input ---------------------------------------------------------------------------------------------
+# --- invalid arguments ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_the_warm_up_can_be_looked_at_alone():
         ({"model": lambda x: x}, "model must be a torch.nn.Module"),
     ],
 )
-def test_bad_arguments_are_refused(arguments, message):
+def test_invalid_arguments_are_rejected(arguments, message):
     with pytest.raises(ValueError, match=message):
         EMAHandler(**{"model": nn.Linear(1, 1), **arguments})
 
@@ -338,7 +338,7 @@ def test_a_wrapped_model_is_unwrapped():
     assert values(ema.ema_model) == {1.0}
 
 
-def test_a_model_in_data_parallel_stays_there():
+def test_data_parallel_is_not_unwrapped():
     model = nn.DataParallel(nn.Linear(1, 1))
     ema = EMAHandler(model)
     assert ema.model is model
@@ -353,14 +353,14 @@ def test_a_lambda_may_set_the_momentum():
     assert momenta(trainer, iterations=2) == [1.0, 0.5]
 
 
-def test_a_counter_of_the_engine_is_no_momentum():
+def test_a_counter_of_the_engine_is_rejected_as_name():
     trainer = Engine(lambda engine, batch: None)
     with pytest.raises(ValueError, match="name must not be 'iteration', which is a counter of the engine"):
         EMAHandler(nn.Linear(1, 1)).attach(trainer, name="iteration")
     assert trainer.run([0, 0]).iteration == 2
 
 
-def test_whole_numbers_among_the_parameters_are_taken_over():
+def test_integer_parameters_are_copied():
     model = torch.nn.Linear(1, 1, bias=False)
     model.levels = torch.nn.Parameter(torch.tensor([1, 2], dtype=torch.int8), requires_grad=False)
     ema = EMAHandler(model, momentum=0.5)

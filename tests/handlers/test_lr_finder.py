@@ -1,4 +1,4 @@
-"""The search for a learning rate: its rates, its end, its results, and everything as it was afterwards."""
+"""The learning rate search: its rates, its end, its results, and the restored objects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.ranks import on_ranks
 
 
 class Search:
-    """A trainer whose losses are given, and a finder for its rate."""
+    """A trainer with given losses, and a finder for its rate."""
 
     def __init__(self, losses=(), rates=(0.1,), kind=Engine):
         self.parameters = [torch.zeros(1, requires_grad=True) for _ in rates]
@@ -49,7 +49,7 @@ class Search:
 # --- the rates ---------------------------------------------------------------------------------------------
 
 
-def test_rates_are_multiplied_from_the_first_iteration_to_the_last():
+def test_rates_grow_exponentially_from_start_to_end():
     search = Search()
     results = search.run(start_lr=1.0, end_lr=16.0)
     assert search.used == pytest.approx([1.0, 2.0, 4.0, 8.0, 16.0])
@@ -57,13 +57,13 @@ def test_rates_are_multiplied_from_the_first_iteration_to_the_last():
     assert results["loss"] == [1.0] * 5
 
 
-def test_rates_grow_evenly():
+def test_rates_grow_linearly():
     search = Search()
     search.run(start_lr=0, end_lr=4, step_mode="linear")
     assert search.used == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
-def test_the_search_begins_with_the_rate_of_the_optimizer():
+def test_the_search_starts_at_the_rate_of_the_optimizer():
     search = Search(rates=(0.001,))
     search.run(num_iter=3, end_lr=0.1)
     assert search.used == pytest.approx([0.001, 0.01, 0.1])
@@ -90,7 +90,7 @@ def test_a_schedule_of_the_trainer_does_not_interfere(late):
     assert scheduler.event_index == 0
 
 
-def test_a_rate_that_is_a_tensor_stays_one():
+def test_a_tensor_rate_is_updated_in_place():
     search = Search()
     search.optimizer.param_groups[0]["lr"] = rate = torch.tensor(0.5)
     kinds = set()
@@ -108,7 +108,7 @@ def test_a_rate_that_is_a_tensor_stays_one():
 @pytest.mark.parametrize("num_iter", [1, 3, 5, 12])
 @pytest.mark.parametrize("target", [{}, {"max_epochs": 2}, {"max_iters": 7}])
 @pytest.mark.parametrize("kind", [Engine, DeterministicEngine])
-def test_it_makes_as_many_iterations_as_asked_for(num_iter, target, kind):
+def test_it_runs_num_iter_iterations(num_iter, target, kind):
     search = Search(kind=kind)
     data = list(range(5))
     results = search.run(data, num_iter=num_iter, **target)
@@ -118,25 +118,25 @@ def test_it_makes_as_many_iterations_as_asked_for(num_iter, target, kind):
 
 
 @pytest.mark.parametrize(("target", "count"), [({}, 5), ({"max_epochs": 2}, 10), ({"max_iters": 7}, 7)])
-def test_by_default_it_makes_those_of_the_run(target, count):
+def test_num_iter_defaults_to_the_iterations_of_the_run(target, count):
     search = Search()
     assert len(search.run(**target)["lr"]) == count
     assert search.used[-1] == pytest.approx(10.0)
 
 
 class Unsized:
-    """Data that can be iterated over again, and do not tell how long they are."""
+    """Data that can be iterated over repeatedly, without a length."""
 
     def __iter__(self):
         return iter(range(5))
 
 
 @pytest.mark.parametrize("num_iter", [3, 12])
-def test_data_may_be_without_a_length(num_iter):
+def test_data_may_have_no_length(num_iter):
     assert len(Search().run(Unsized(), num_iter=num_iter)["lr"]) == num_iter
 
 
-def test_data_without_a_length_need_a_number():
+def test_data_without_a_length_need_num_iter():
     search = Search()
     with pytest.raises(ValueError, match="num_iter must be given"):
         search.run(Unsized())
@@ -150,12 +150,12 @@ def test_it_runs_without_data():
 # --- losses and the end ------------------------------------------------------------------------------------
 
 
-def test_losses_are_smoothed_from_the_second_on():
+def test_losses_are_smoothed_from_the_second_iteration_on():
     results = Search([4.0, 2.0, 2.0]).run(num_iter=3, smooth_f=0.5)
     assert results["loss"] == [4.0, 3.0, 2.5]
 
 
-def test_without_smoothing_losses_are_as_they_come():
+def test_smooth_f_0_keeps_the_losses():
     assert Search([4.0, 2.0, 3.0]).run(num_iter=3, smooth_f=0)["loss"] == [4.0, 2.0, 3.0]
 
 
@@ -163,12 +163,12 @@ def test_without_smoothing_losses_are_as_they_come():
     ("losses", "threshold", "count"),
     [
         ([4.0, 2.0, 6.0, 6.1], 3, 4),
-        ([-1.0, -2.0, -1.5, -0.5, 3.0], 2, 5),  # from -2, as far as 2 from 1
+        ([-1.0, -2.0, -1.5, -0.5, 3.0], 2, 5),  # as far from -2 as 2 is from 1
         ([-1.0, -2.0, 0.0, 0.1], 2, 4),
         ([1.0, 1.0, 1.1], 1, 3),
     ],
 )
-def test_the_search_ends_when_the_loss_diverges(losses, threshold, count, caplog):
+def test_the_search_stops_when_the_loss_diverges(losses, threshold, count, caplog):
     search = Search(losses)
     with caplog.at_level("INFO"), warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -180,7 +180,7 @@ def test_the_search_ends_when_the_loss_diverges(losses, threshold, count, caplog
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_loss_that_is_none_ends_the_search_and_is_left_out(loss):
+def test_a_non_finite_loss_stops_the_search_and_is_not_recorded(loss):
     search = Search([3.0, 2.0, 1.0, loss])
     results = search.run(range(100), smooth_f=0.5)
     assert len(search.used) == 4
@@ -199,7 +199,7 @@ def test_a_search_without_a_divergence_warns():
 
 
 @pytest.mark.parametrize("output", [2, 2.0, torch.tensor(2.0), torch.tensor([[2.0]])])
-def test_a_loss_is_a_number_or_one_element(output):
+def test_a_loss_is_a_number_or_a_tensor_with_one_element(output):
     assert Search([{"loss": output}]).run(num_iter=1, output_transform=lambda one: one["loss"])["loss"] == [2.0]
 
 
@@ -207,15 +207,15 @@ def test_a_loss_is_a_number_or_one_element(output):
     ("output", "error", "message"),
     [(torch.zeros(2), ValueError, r"shape \(2,\)"), ("2", TypeError, "got '2'"), (None, TypeError, "NoneType")],
 )
-def test_other_outputs_are_refused(output, error, message):
+def test_other_outputs_are_rejected(output, error, message):
     with pytest.raises(error, match=message):
         Search([output]).run()
 
 
-# --- what it says ------------------------------------------------------------------------------------------
+# --- results ------------------------------------------------------------------------------------------
 
 
-def test_the_suggestion_is_where_the_loss_falls_fastest_before_the_minimum():
+def test_the_suggestion_is_the_steepest_descent_before_the_minimum():
     search = Search([9.0, 8.5, 7.0, 3.0, 2.5, 2.0, 9.0, 0.0])
     search.run(start_lr=1.0, end_lr=128.0, num_iter=7, smooth_f=0)
     assert search.finder.lr_suggestion() == pytest.approx(128 ** (2 / 6))  # between 8.5 and 3
@@ -241,24 +241,24 @@ def test_too_few_points_make_no_suggestion(losses):
 
 
 @pytest.mark.parametrize("method", ["lr_suggestion", "plot"])
-def test_without_a_search_there_is_nothing_to_say(method):
+def test_results_need_a_search(method):
     with pytest.raises(RuntimeError, match="no search yet"):
         getattr(FastaiLRFinder(), method)()
     assert FastaiLRFinder().get_results() == {"lr": [], "loss": []}
 
 
-def test_a_second_search_begins_anew():
+def test_a_second_search_starts_from_the_beginning():
     search = Search()
     first = search.run(num_iter=3)
     assert len(search.run(num_iter=4)["lr"]) == 4
     assert len(first["lr"]) == 3
 
 
-# --- everything as it was ----------------------------------------------------------------------------------
+# --- restoring ----------------------------------------------------------------------------------
 
 
 class Training:
-    """A real trainer that has trained for an epoch already."""
+    """A real trainer."""
 
     def __init__(self, optimizer=torch.optim.Adam):
         torch.manual_seed(0)
@@ -281,7 +281,7 @@ class Training:
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_all_is_as_it_was_before(trained):
+def test_everything_is_restored(trained):
     training = Training()
     if trained:
         training.trainer.run(training.data, max_epochs=3)
@@ -302,7 +302,7 @@ def test_all_is_as_it_was_before(trained):
     assert [one.data_ptr() for one in training.model.parameters()] == weights
 
 
-def test_training_goes_as_without_a_search():
+def test_a_search_does_not_affect_training():
     plain, searched = Training(torch.optim.SGD), Training(torch.optim.SGD)
     plain.trainer.run(plain.data, max_epochs=2)
     torch.manual_seed(0)
@@ -315,7 +315,7 @@ def test_training_goes_as_without_a_search():
 
 @pytest.mark.parametrize("where", ["block", "step", "handler", "before the run"])
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_all_is_as_it_was_before_also_after_an_error(where, error):
+def test_everything_is_restored_after_an_error(where, error):
     training = Training()
     training.trainer.run(training.data)
     before = training.everything()
@@ -342,7 +342,7 @@ def test_all_is_as_it_was_before_also_after_an_error(where, error):
     assert training.everything() == before
 
 
-def test_a_run_that_is_interrupted_in_the_block_is_given_up():
+def test_a_run_interrupted_in_the_block_is_discarded():
     search = Search()
     search.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), search.trainer.interrupt)
     search.trainer.interrupt_resume_enabled = True
@@ -352,10 +352,10 @@ def test_a_run_that_is_interrupted_in_the_block_is_given_up():
         pytest.raises(RuntimeError, match="in the middle of a run"),
         search.finder.attach(search.trainer, search.to_save),
     ):
-        pytest.fail("should not begin")
+        pytest.fail("should not start")
 
 
-def test_what_cannot_be_loaded_does_not_keep_the_rest_from_being_restored():
+def test_an_error_while_restoring_does_not_prevent_the_rest():
     class Stubborn:
         def state_dict(self):
             return {}
@@ -371,7 +371,7 @@ def test_what_cannot_be_loaded_does_not_keep_the_rest_from_being_restored():
     assert search.trainer.state.iteration == 0
 
 
-# --- bad input ---------------------------------------------------------------------------------------------
+# --- invalid arguments ---------------------------------------------------------------------------------------------
 
 OPTIMIZER = torch.optim.SGD([torch.zeros(1)], lr=0.1)
 
@@ -401,7 +401,7 @@ OPTIMIZER = torch.optim.SGD([torch.zeros(1)], lr=0.1)
         ({"diverge_th": None}, TypeError, "diverge_th must be a number"),
     ],
 )
-def test_bad_arguments_are_refused_before_the_block(arguments, error, message):
+def test_invalid_arguments_are_rejected_before_the_block(arguments, error, message):
     trainer = Engine(lambda engine, batch: 1.0)
     with pytest.raises(error, match=message):
         FastaiLRFinder().attach(trainer, **{"to_save": {"optimizer": OPTIMIZER}, **arguments})
@@ -411,7 +411,7 @@ def test_bad_arguments_are_refused_before_the_block(arguments, error, message):
 
 
 @on_ranks(2)
-def test_the_mean_of_the_losses_counts_and_all_ranks_end_together():
+def test_losses_are_averaged_over_ranks_and_all_ranks_stop_together():
     one, other = [4.0, 2.0, 100.0], [2.0, 2.0, 0.0]
     search = Search(one if idist.get_rank() == 0 else other)
     results = search.run(range(50), smooth_f=0)
@@ -449,7 +449,7 @@ def points(line):
     return [tuple(point) for point in line.get_xydata().tolist()]
 
 
-def test_losses_are_drawn_over_rates(pyplot):
+def test_losses_are_plotted_over_rates(pyplot):
     finder = searched()
     ax = finder.plot(skip_start=2, skip_end=1)
     results = finder.get_results()
@@ -459,7 +459,7 @@ def test_losses_are_drawn_over_rates(pyplot):
     assert marked.get_offsets().tolist() == [[finder.lr_suggestion(), 5.0]]
 
 
-def test_nothing_is_left_out_and_nothing_marked_if_asked_so(pyplot):
+def test_skipping_and_the_suggestion_can_be_turned_off(pyplot):
     ax = searched().plot(skip_start=0, skip_end=0, log_lr=False, display_suggestion=False)
     assert len(points(ax.lines[0])) == len(LOSSES)
     assert ax.get_xscale() == "linear"
@@ -467,7 +467,7 @@ def test_nothing_is_left_out_and_nothing_marked_if_asked_so(pyplot):
     assert ax.get_legend() is None
 
 
-def test_it_draws_into_given_axes_or_makes_some(pyplot):
+def test_it_plots_into_given_or_new_axes(pyplot):
     _, ax = pyplot.subplots()
     assert searched().plot(2, 0, ax=ax) is ax
     assert searched().plot(2, 0, figsize=(3, 4)).figure.get_size_inches().tolist() == [3, 4]
@@ -480,34 +480,34 @@ def test_each_group_has_a_line(pyplot):
     assert [label for label in labels if label.startswith("group")] == ["group 0", "group 1"]
 
 
-def test_a_suggestion_that_is_not_drawn_is_named(pyplot):
+def test_a_suggestion_in_the_skipped_start_warns(pyplot):
     with pytest.warns(UserWarning, match="point 4, among the first 10"):
         searched().plot()
 
 
-def test_more_may_be_left_out_than_there_is(pyplot):
+def test_more_points_may_be_skipped_than_exist(pyplot):
     with pytest.warns(UserWarning, match="not drawn"):
         assert points(searched().plot(10, 10).lines[0]) == []
 
 
-def test_a_search_without_a_suggestion_can_be_drawn(pyplot):
+def test_a_search_without_a_suggestion_can_be_plotted(pyplot):
     finder = searched(losses=[1.0, 2.0, 3.0])
     assert len(points(finder.plot(0, 0, display_suggestion=False).lines[0])) == 3
 
 
 @pytest.mark.parametrize("name", ["skip_start", "skip_end"])
-def test_negative_numbers_are_refused(name):
+def test_negative_skips_are_rejected(name):
     with pytest.raises(ValueError, match=f"{name} must be at least 0, got -1"):
         searched().plot(**{name: -1})
 
 
-def test_without_matplotlib_it_says_what_to_install(monkeypatch):
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     for finder in (searched(), FastaiLRFinder()):
         with pytest.raises(ModuleNotFoundError, match=r"pip install 'camshaft\[plot\]'"):
             finder.plot()
 
 
-def test_without_a_search_there_is_nothing_to_draw(pyplot):
+def test_plotting_needs_a_search(pyplot):
     with pytest.raises(RuntimeError, match="no search yet"):
         FastaiLRFinder().plot()

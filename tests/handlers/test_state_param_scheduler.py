@@ -22,7 +22,7 @@ from tests.handlers.schedules import reread
 
 
 class Counting:
-    """A function with a state."""
+    """A callable with a state."""
 
     def __init__(self, start=0):
         self.calls = start
@@ -43,7 +43,7 @@ KINDS = {
 
 
 def run(scheduler, count):
-    """List what is there after each iteration."""
+    """Return the values after each iteration."""
     trainer, rows = Engine(lambda engine, batch: None), []
     scheduler.attach(trainer)
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: rows.append(trainer.state.noise))
@@ -89,8 +89,8 @@ def test_a_run_sets_what_was_simulated(make):
 
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 @given(before=st.integers(0, 10), after=st.integers(1, 10))
-def test_a_state_saved_at_any_call_goes_on(make, before, after):
-    """[H26] It is read back safely, also where the values come from a function."""
+def test_a_state_saved_at_any_call_continues(make, before, after):
+    """[H26] It loads with weights_only=True, also if the values come from a function."""
 
     def calls(scheduler, count):
         engine = Engine(lambda engine, batch: None)
@@ -122,7 +122,7 @@ def decorated(function):
         Counting().__call__,
     ],
 )
-def test_functions_are_not_in_the_state(function):
+def test_functions_are_not_saved(function):
     scheduler = LambdaStateScheduler(function, "noise", create_new=True)
     assert not reread(scheduler.state_dict())["lambda_obj"]
     run(scheduler, 2)
@@ -130,7 +130,7 @@ def test_functions_are_not_in_the_state(function):
     assert scheduler.lambda_obj is function
 
 
-def test_simulating_leaves_a_function_with_a_state_as_it_is():
+def test_simulating_does_not_change_a_stateful_function():
     function = Counting()
     LambdaStateScheduler.simulate_values(5, lambda_obj=function, param_name="noise")
     assert function.calls == 0
@@ -144,7 +144,7 @@ def test_history():
 
 
 @given(st.integers(1, 19))
-def test_an_epoch_that_is_taken_up_again_is_no_new_one(stop_at):
+def test_a_resumed_epoch_is_not_counted_twice(stop_at):
     def run(stop_at=None, states=()):
         values, saved = [], []
         trainer = Engine(lambda engine, batch: values.append(engine.state.noise))
@@ -175,7 +175,7 @@ def test_a_new_attribute_is_none_at_first():
     assert trainer.state.noise is None
 
 
-def test_an_attribute_that_is_there_is_set():
+def test_an_existing_attribute_is_set():
     trainer = Engine(lambda engine, batch: None)
     trainer.state.noise = 5.0
     ExpStateScheduler(8.0, 0.5, "noise").attach(trainer)
@@ -184,7 +184,7 @@ def test_an_attribute_that_is_there_is_set():
     assert trainer.state.noise == 4.0
 
 
-def test_an_attribute_that_is_there_is_not_new():
+def test_create_new_rejects_an_existing_attribute():
     trainer = Engine(lambda engine, batch: None)
     trainer.state.noise = 5.0
     with pytest.raises(ValueError, match="already has an attribute 'noise'"):
@@ -193,14 +193,14 @@ def test_an_attribute_that_is_there_is_not_new():
     assert trainer.state.noise == 5.0
 
 
-def test_an_attribute_that_is_not_there_is_made_with_a_warning():
+def test_a_missing_attribute_is_created_with_a_warning():
     trainer = Engine(lambda engine, batch: None)
     with pytest.warns(UserWarning, match="no attribute 'noise', so it is created"):
         ExpStateScheduler(8.0, 0.5, "noise").attach(trainer)
     assert trainer.state.noise is None
 
 
-def test_a_scheduler_of_the_users_own():
+def test_a_custom_scheduler():
     class Parity(StateParamScheduler):
         def get_param(self):
             return self.event_index % 2
@@ -208,7 +208,7 @@ def test_a_scheduler_of_the_users_own():
     assert Parity.simulate_values(3, param_name="noise") == [[0, 1], [1, 0], [2, 1]]
 
 
-def test_what_does_not_fit_is_not_loaded():
+def test_a_state_that_does_not_fit_is_rejected():
     scheduler = KINDS["object"]()
     with pytest.raises(ValueError, match="must hold 'lambda_obj'"):
         scheduler.load_state_dict({"event_index": 3, "param_name": "noise"})
@@ -234,18 +234,18 @@ def test_what_does_not_fit_is_not_loaded():
         (lambda: MultiStepStateScheduler(2, 0.5, [0.5], "noise"), TypeError, "a milestone must be an integer"),
     ],
 )
-def test_bad_input_is_refused(make, error, message):
+def test_invalid_arguments_are_rejected(make, error, message):
     with pytest.raises(error, match=message):
         make()
 
 
 @pytest.mark.parametrize("name", ["iteration", "epoch"])
-def test_counters_of_the_engine_are_not_scheduled(name):
+def test_counters_of_the_engine_are_rejected(name):
     with pytest.raises(ValueError, match=f"param_name must not be '{name}', which is a counter of the engine"):
         ExpStateScheduler(1.0, 0.5, name).attach(Engine(lambda engine, batch: None))
 
 
-def test_names_that_are_not_there_are_made_as_before():
+def test_create_new_creates_the_attribute():
     engine = Engine(lambda engine, batch: None)
     ExpStateScheduler(1.0, 0.5, "noise", create_new=True).attach(engine)
     engine.run([0])

@@ -1,4 +1,4 @@
-"""A run that one rank wants to end ends on all, after the same iteration; and what makes a rank want it."""
+"""Stopping on all ranks after the same iteration, TerminateOnNan, and TimeLimit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def threads():
 
 
 def together(batch):
-    """Do what needs all ranks in a step."""
+    """Run a collective in a step."""
     idist.all_reduce(1)
     return batch
 
@@ -34,7 +34,7 @@ def together(batch):
 
 
 @on_ranks(3)
-def test_one_rank_wants_to_stop_and_all_stop_at_the_same_iteration():
+def test_all_ranks_stop_after_the_same_iteration():
     engine = Engine(lambda engine, batch: together(batch))
     stopping = StopTogether()
     stopping.attach(engine)
@@ -51,8 +51,10 @@ def test_one_rank_wants_to_stop_and_all_stop_at_the_same_iteration():
 
 
 @on_ranks(2)
-def test_it_works_however_far_apart_the_ranks_are(monkeypatch):
-    monkeypatch.setattr("camshaft.distributed.coordination.watcher.PERIOD", 0.05)  # else a rank gets a second ahead
+def test_ranks_may_be_far_apart(monkeypatch):
+    monkeypatch.setattr(
+        "camshaft.distributed.coordination.watcher.PERIOD", 0.05
+    )  # otherwise a rank gets a second ahead
 
     def step(engine, batch):
         if idist.get_rank() == 0 and batch % 7 == 0:
@@ -73,22 +75,22 @@ def test_it_works_however_far_apart_the_ranks_are(monkeypatch):
 
 
 @on_ranks(2)
-def test_at_the_end_of_an_epoch_all_stop_there():
+def test_a_stop_at_the_end_of_an_epoch():
     trainer = Engine(lambda engine, batch: together(batch))
     evaluator = Engine(lambda engine, batch: None)
-    scores = [[3.0, 2.0, 1.0, 0.0], [3.0, 4.0, 5.0, 6.0]][idist.get_rank()]  # one of them would go on
+    scores = [[3.0, 2.0, 1.0, 0.0], [3.0, 4.0, 5.0, 6.0]][idist.get_rank()]  # rank 1 would continue
     stopping = EarlyStopping(2, lambda engine: scores[trainer.state.epoch - 1], trainer)
     stopping.attach(evaluator)
     trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: (evaluator.run(range(2)), idist.barrier()))
     trainer.run(range(4), max_epochs=4)
     iterations = idist.all_gather(trainer.state.iteration)
     assert iterations[0] == iterations[1]
-    assert 12 <= iterations[0] <= 13  # at the end of the epoch, unless the other had begun the next
+    assert 12 <= iterations[0] <= 13  # at the end of the epoch, unless the other rank had started the next one
     assert threads() == []
 
 
 @on_ranks(2)
-def test_all_want_it_at_once():
+def test_all_ranks_request_a_stop_at_once():
     trainer = Engine(lambda engine, batch: together(batch))
     stopping = EarlyStopping(1, lambda engine: 1.0, trainer)
     trainer.add_event_handler(Events.EPOCH_COMPLETED, stopping)
@@ -99,7 +101,7 @@ def test_all_want_it_at_once():
 
 
 @on_ranks(2)
-def test_nan_on_one_rank_stops_all_and_so_does_time_on_one():
+def test_nan_or_a_time_limit_on_one_rank_stops_all():
     rank = idist.get_rank()
     engine = Engine(lambda engine, batch: torch.tensor(together(math.nan if rank == 1 and batch == 3 else batch)))
     engine.add_event_handler(Events.ITERATION_COMPLETED, TerminateOnNan())
@@ -114,7 +116,7 @@ def test_nan_on_one_rank_stops_all_and_so_does_time_on_one():
 
 
 @on_ranks(2)
-def test_a_run_that_nobody_ends_leaves_nothing_and_a_second_run_works_again():
+def test_a_completed_run_leaves_no_thread_and_a_second_run_can_be_stopped():
     engine = Engine(lambda engine, batch: together(batch))
     stopping = StopTogether()
     stopping.attach(engine)
@@ -138,7 +140,7 @@ def test_a_run_that_fails_on_one_rank_leaves_no_thread():
 
 
 @on_ranks(2)
-def test_a_rank_that_was_never_told_of_it_is_not_waited_for_for_ever(monkeypatch):
+def test_missing_ranks_time_out(monkeypatch):
     monkeypatch.setattr("camshaft.distributed.coordination.stop._PATIENCE", 0.2)
     engine = Engine(lambda engine, batch: None)
     if idist.get_rank() == 0:
@@ -148,7 +150,7 @@ def test_a_rank_that_was_never_told_of_it_is_not_waited_for_for_ever(monkeypatch
 
 
 @on_ranks(2)
-def test_a_handler_on_one_rank_alone_touches_no_other(monkeypatch):
+def test_a_handler_on_one_rank_does_not_affect_others(monkeypatch):
     monkeypatch.setattr("camshaft.distributed.coordination.stop._PATIENCE", 0.2)
     first = Engine(lambda engine, batch: None)
     if idist.get_rank() == 1:
@@ -160,12 +162,12 @@ def test_a_handler_on_one_rank_alone_touches_no_other(monkeypatch):
     assert second.run(range(50)).iteration == 50
 
 
-def test_the_name_is_the_line_of_the_user():
+def test_the_name_is_the_line_of_the_users_code():
     handlers = [TerminateOnNan(), TimeLimit()]
     assert all("test_stopping.py" in handler._together._name for handler in handlers)
 
 
-def test_one_process_just_terminates_with_nothing_added(monkeypatch):
+def test_a_single_process_adds_no_handlers(monkeypatch):
     engine = Engine(lambda engine, batch: None)
     stopping = StopTogether()
     stopping.attach(engine)
@@ -176,7 +178,7 @@ def test_one_process_just_terminates_with_nothing_added(monkeypatch):
     assert (engine.state.iteration, counts, threads()) == (2, [0], [])
 
 
-# --- numbers that are none ---------------------------------------------------------------------------------
+# --- NaN and infinity ---------------------------------------------------------------------------------
 
 
 class Strange:
@@ -206,7 +208,7 @@ class Strange:
         ([np.array([1.0]), True], False),
     ],
 )
-def test_what_counts_as_a_number_that_is_none(output, stops, caplog):
+def test_what_counts_as_nan_or_infinite(output, stops, caplog):
     engine = Engine(lambda engine, batch: output)
     engine.add_event_handler(Events.ITERATION_COMPLETED, TerminateOnNan())
     engine.run(range(3))
@@ -214,7 +216,7 @@ def test_what_counts_as_a_number_that_is_none(output, stops, caplog):
     assert ("is NaN or infinite" in caplog.text) == stops
 
 
-def test_a_part_of_the_output_can_be_chosen():
+def test_output_transform_selects_a_part_of_the_output():
     engine = Engine(lambda engine, batch: (1.0, math.nan))
     engine.add_event_handler(Events.ITERATION_COMPLETED, TerminateOnNan(lambda output: output[0]))
     assert engine.run(range(3)).iteration == 3
@@ -222,7 +224,7 @@ def test_a_part_of_the_output_can_be_chosen():
         TerminateOnNan(3)
 
 
-def test_the_loss_of_a_supervised_trainer_is_looked_at_and_stays_lazy():
+def test_the_lazy_loss_of_a_supervised_trainer_is_checked():
     model = nn.Linear(1, 1)
     trainer = create_supervised_trainer(model, torch.optim.SGD(model.parameters(), lr=1.0), nn.MSELoss())
     trainer.add_event_handler(Events.ITERATION_COMPLETED, TerminateOnNan())
@@ -230,7 +232,7 @@ def test_the_loss_of_a_supervised_trainer_is_looked_at_and_stays_lazy():
     assert trainer.run([good, bad, good]).iteration == 2
 
 
-def test_on_a_device_the_answer_is_read_an_iteration_later_and_at_the_end(monkeypatch):
+def test_results_on_a_device_are_read_one_iteration_later_and_at_the_end(monkeypatch):
     reads = []
 
     class Answer:
@@ -257,7 +259,7 @@ def test_on_a_device_the_answer_is_read_an_iteration_later_and_at_the_end(monkey
 # --- time --------------------------------------------------------------------------------------------------
 
 
-def test_the_clock_runs_from_when_it_is_made_and_is_monotonic(monkeypatch, caplog):
+def test_the_time_limit_starts_at_construction_with_a_monotonic_clock(monkeypatch, caplog):
     now = 100.0
     monkeypatch.setattr("camshaft.handlers.time_limit.monotonic", lambda: now)
     limit = TimeLimit(10)
@@ -295,16 +297,16 @@ def test_a_limit_may_be_any_number():
     assert TimeLimit().limit_sec == 28800
 
 
-def test_tensors_without_plain_elements_are_not_looked_at():
+def test_sparse_tensors_are_ignored():
     sparse = torch.sparse_coo_tensor([[0]], [math.nan], (2,), check_invariants=True)
     engine = Engine(lambda engine, batch: (sparse, 1.0))
     engine.add_event_handler(Events.ITERATION_COMPLETED, TerminateOnNan())
     assert engine.run(range(3)).iteration == 3
 
 
-def test_a_stop_that_is_wanted_when_the_others_have_gone_ends_this_rank():
+def test_a_stop_request_after_the_others_have_exited_stops_this_rank():
     class Gone:
-        """A store whose process has ended."""
+        """A store whose process has exited."""
 
         def check(self, keys):
             return False

@@ -1,4 +1,4 @@
-"""Throughput: what is counted, over which time, by which ranks, and what it costs."""
+"""Throughput: amounts, time, ranks, and MFU."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_rates_are_of_the_last_iterations(clock):
     st.integers(1, 10),
     st.integers(1, 10),
 )
-def test_rates_are_what_was_done_over_the_time_it_took(batches, window, length):
+def test_rates_are_amounts_over_time(batches, window, length):
     def samples(batch):
         return torch.tensor(batch[0]) if batch[2] else batch[0]
 
@@ -68,13 +68,13 @@ def test_rates_are_what_was_done_over_the_time_it_took(batches, window, length):
         assert rates["steps_per_second"] == pytest.approx(len(done) / seconds)
 
 
-def test_what_is_not_asked_for_is_not_there(clock):
+def test_only_requested_rates_are_reported(clock):
     engine = trainer(clock)
     Throughput().attach(engine, Events.COMPLETED)
     assert engine.run(range(5)).metrics == {"steps_per_second": 0.5}
 
 
-def test_results_of_an_earlier_run_go_and_other_metrics_stay(clock):
+def test_a_new_run_clears_the_rates_but_not_other_metrics(clock):
     engine = trainer(clock)
     Throughput().attach(engine)
     engine.run(range(5)).metrics["loss"] = 3
@@ -84,14 +84,14 @@ def test_results_of_an_earlier_run_go_and_other_metrics_stay(clock):
     assert engine.run(range(3)).metrics == {"loss": 3, "steps_per_second": 0.5}
 
 
-def test_evaluation_at_the_end_of_epochs_does_not_count(clock):
+def test_evaluation_at_the_end_of_epochs_is_not_counted(clock):
     engine, evaluator = trainer(clock), trainer(clock, 100)
     Throughput().attach(engine)
     engine.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(range(3)))
     assert engine.run(range(2), max_epochs=3).metrics["steps_per_second"] == 0.5
 
 
-def test_evaluation_within_epochs_does_not_count_where_the_evaluator_pauses_the_clock(clock):
+def test_evaluation_within_epochs_is_not_counted_if_it_pauses_the_clock(clock):
     engine, evaluator = trainer(clock), trainer(clock, 100)
     meter = Throughput()
     meter.attach(engine)
@@ -104,7 +104,7 @@ def test_evaluation_within_epochs_does_not_count_where_the_evaluator_pauses_the_
     assert engine.run(range(3), max_epochs=3).metrics["steps_per_second"] == 0.5
 
 
-def test_an_evaluator_that_fails_stops_the_clock_for_an_epoch_at_most(clock):
+def test_a_missing_resume_stops_the_clock_until_the_end_of_the_epoch(clock):
     engine = trainer(clock)
     meter = Throughput(window=3)
     meter.attach(engine)
@@ -112,7 +112,7 @@ def test_an_evaluator_that_fails_stops_the_clock_for_an_epoch_at_most(clock):
     assert engine.run(range(4), max_epochs=2).metrics["steps_per_second"] == 0.5
 
 
-def test_resuming_what_goes_on_does_nothing(clock):
+def test_resume_without_pause_has_no_effect(clock):
     engine = trainer(clock)
     meter = Throughput()
     meter.attach(engine)
@@ -142,7 +142,7 @@ def test_tensors_are_read_when_results_are_computed_and_not_before(clock, monkey
     assert engine.state.metrics["tokens_per_second"] == 3.0
 
 
-def test_model_flop_utilisation_of_a_known_number(clock):
+def test_mfu_of_a_given_number_of_operations(clock):
     engine = trainer(clock)
     Throughput(flops=6e12, peak_flops=12e12).attach(engine)
     metrics = engine.run(range(5)).metrics
@@ -163,7 +163,7 @@ def test_torch_counts_the_operations_of_an_iteration_once(clock):
     engine.add_event_handler(Events.ITERATION_COMPLETED, clock.taking(2))
     entered = []
     for event in (Events.ITERATION_STARTED, Events.ITERATION_COMPLETED):
-        engine.add_event_handler(event, lambda: entered.append(modes()), order=2**50)  # where the count has begun
+        engine.add_event_handler(event, lambda: entered.append(modes()), order=2**50)  # after counting has started
     Throughput(flops="count", peak_flops=1e6).attach(engine)
     metrics = engine.run(data).metrics
     forward = 2 * 16 * 32 * 64
@@ -201,7 +201,7 @@ def test_counting_ends_with_its_iteration_however_that_ends(clock, how):
     assert engine.state.metrics["flops_per_second"] == 2 * 16 * 32 * 64
 
 
-def test_operations_that_torch_does_not_see_are_told(clock):
+def test_uncounted_operations_warn(clock):
     engine = trainer(clock)
     Throughput(flops="count", peak_flops=1e6).attach(engine)
     with pytest.warns(UserWarning, match="torch counted no floating-point operations"):
@@ -231,7 +231,7 @@ def test_the_peak_of_a_device_is_found_by_its_name(monkeypatch, name, peak):
     assert throughput.peak_of(torch.device("cuda", 0)) == peak
 
 
-def test_a_device_whose_peak_nobody_knows_is_told_once(clock):
+def test_an_unknown_peak_warns_once(clock):
     engine = trainer(clock)
     meter = Throughput(flops=1e12)
     meter.attach(engine)
@@ -250,13 +250,13 @@ def test_a_progress_bar_shows_it(clock):
     assert "samples_per_second=16" in output.getvalue()
 
 
-def test_without_a_clock_that_moves_there_are_no_rates(clock):
+def test_zero_time_gives_no_rates(clock):
     engine = trainer(clock, 0)
     Throughput().attach(engine)
     assert math.isnan(engine.run(range(4)).metrics["steps_per_second"])
 
 
-def test_the_handle_takes_it_off(clock):
+def test_the_handle_detaches_it(clock):
     engine = trainer(clock)
     before = {event: plan.registrations for event, plan in engine._dispatcher.plans.items()}
     Throughput(flops="count", peak_flops=1.0).attach(engine).remove()

@@ -1,4 +1,4 @@
-"""What both profilers have in common: exact sums and counts in any run, and no trace when they leave."""
+"""What both profilers have in common: exact sums and counts in any run, and no side effects after detaching."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_time_in_which_a_run_is_paused_does_not_count(clock, profiler, event):
     assert sum(profiler.dataflow_times) == 0
 
 
-def test_a_run_begins_anew(clock, profiler):
+def test_each_run_is_measured_separately(clock, profiler):
     engine = Engine(lambda engine, batch: clock.take(2))
     profiler.attach(engine)
     engine.run(range(4))
@@ -90,7 +90,7 @@ def test_a_run_begins_anew(clock, profiler):
     assert list(profiler.processing_times) == [2.0] * 3
 
 
-def test_attaching_twice_is_attaching_once(clock, profiler):
+def test_attaching_twice_has_no_effect(clock, profiler):
     engine = Engine(lambda engine, batch: None)
     profiler.attach(engine)
     profiler.attach(engine)
@@ -123,7 +123,7 @@ def test_two_profilers_do_not_measure_each_other(clock):
     assert third.get_results()[1][2] == 15.0
 
 
-def test_without_it_an_engine_is_as_before(profiler):
+def test_detaching_restores_the_engine(profiler):
     def plans(engine):
         return {
             event: [(one.serial, one.invoke) for one in plan.registrations]
@@ -148,14 +148,14 @@ def test_without_it_an_engine_is_as_before(profiler):
     assert other.run([1]).iteration == 1
 
 
-def test_an_error_leaves_the_run(profiler):
+def test_errors_are_raised(profiler):
     engine = Engine(lambda engine, batch: {}[batch])
     profiler.attach(engine)
     with pytest.raises(KeyError):
         engine.run([1])
 
 
-def test_only_an_engine_can_be_measured_and_only_one(profiler):
+def test_only_a_single_engine_can_be_measured(profiler):
     with pytest.raises(TypeError, match="engine must be an Engine, got None"):
         profiler.attach(None)
     engine = Engine(lambda engine, batch: None)
@@ -179,7 +179,7 @@ def test_it_does_not_keep_an_engine_alive(profiler):
     profiler.attach(Engine(lambda engine, batch: None))
 
 
-def test_results_can_be_had_before_and_in_a_run(profiler, capsys):
+def test_results_are_available_before_and_during_a_run(profiler, capsys):
     engine = Engine(lambda engine, batch: None)
     profiler.attach(engine)
     profiler.print_results(profiler.get_results())
@@ -196,7 +196,7 @@ def test_an_engine_without_data_is_measured(clock, profiler):
     assert len(profiler.dataflow_times) == 0
 
 
-def test_attached_in_a_run_it_measures_the_rest(clock, profiler):
+def test_attached_during_a_run_it_measures_the_rest(clock, profiler):
     engine = Engine(lambda engine, batch: clock.take(2))
     engine.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: profiler.attach(engine))
     engine.run(range(5))

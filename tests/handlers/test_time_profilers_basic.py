@@ -1,4 +1,4 @@
-"""BasicTimeProfiler: the form of its results, report and file."""
+"""BasicTimeProfiler: the format of its results, report and file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def clock():
 
 @pytest.fixture
 def engine(clock):
-    """Its batches are the seconds that they take to be processed, and half of that to come."""
+    """An engine whose batches are the seconds that they take to process, and half of that to fetch."""
 
     def batches():
         for batch in (2, 6, 4):
@@ -96,30 +96,30 @@ def test_attributes(engine):
     assert set(profiler.events_to_ignore) | set(profiler.event_handlers_times) == set(Events)
 
 
-def test_without_a_run_nothing_is_triggered(engine):
+def test_results_without_a_run(engine):
     results = engine.profiler.get_results()
     assert results["processing_stats"] == results["dataflow_stats"] == {"total": "not yet triggered"}
     assert results["event_handlers_stats"]["STARTED"] == {"total": "not yet triggered"}
     assert results["event_handlers_stats"]["total_time"] == 0
 
 
-def test_samples_belong_to_their_batches_also_where_an_epoch_is_longer_than_the_data(engine):
+def test_samples_match_their_batches_if_an_epoch_is_longer_than_the_data(engine):
     profiler = run(engine, epoch_length=5)  # H18: was an IndexError, and shifted by one
     assert profiler.processing_times.tolist() == [2.0, 6.0, 4.0, 2.0, 6.0]
     assert profiler.dataflow_times.tolist() == [1.0, 3.0, 2.0, 1.0, 3.0]
 
 
-def test_runs_of_iterations_are_measured(engine):
+def test_runs_with_max_iters_are_measured(engine):
     profiler = run(engine, max_iters=4)  # H18: was a TypeError
     assert (profiler.max_epochs, profiler.total_num_iters) == (None, 4)
 
 
-def test_handlers_that_come_and_go_are_named(engine):
+def test_handlers_attached_during_a_run_are_listed(engine):
     def late():
-        """Come in the first epoch."""
+        """Attached in the second epoch."""
 
     def early():
-        """Go after it."""
+        """Removed in the second epoch."""
 
     handle = engine.add_event_handler(Events.EPOCH_COMPLETED, early)
     engine.add_event_handler(Events.EPOCH_STARTED(once=2), handle.remove)
@@ -157,7 +157,7 @@ def test_the_file_has_a_row_per_iteration_and_its_columns_add_up(engine, tmp_pat
         assert column == profiler.event_handlers_times[Events[name]].sum()
 
 
-def test_a_file_of_nothing_has_a_head(tmp_path):
+def test_an_empty_file_has_a_header(tmp_path):
     profiler = BasicTimeProfiler()
     profiler.write_results(str(tmp_path / "times.csv"))
     assert read(tmp_path / "times.csv") == []
@@ -180,8 +180,8 @@ def test_the_report(engine, capsys):
     assert text.index("Events.STARTED") < text.index("Events.EPOCH_STARTED") < text.index("Events.COMPLETED")
 
 
-def test_an_iteration_takes_no_more_memory_than_its_six_times():
-    """Eight bytes each, besides what the arrays hold in reserve."""
+def test_an_iteration_takes_the_memory_of_its_six_samples():
+    """Eight bytes each, plus the spare capacity of the arrays."""
     engine, profiler = Engine(lambda engine, batch: None), BasicTimeProfiler()
     profiler.attach(engine)
     tracemalloc.start()

@@ -1,4 +1,4 @@
-"""HandlersTimeProfiler: which calls count, and the form of its results, table and file."""
+"""HandlersTimeProfiler: which calls are measured, and the format of its results, table and file."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_results(engine, clock):
     ]
 
 
-def test_the_times_are_there_by_event_and_handler(engine, clock):
+def test_times_by_event_and_handler(engine, clock):
     class Own(EventEnum):
         HALFWAY = "halfway"
 
@@ -80,7 +80,7 @@ def test_the_times_are_there_by_event_and_handler(engine, clock):
 
 @pytest.mark.parametrize("event_filter", [{"every": 2}, {"event_filter": lambda engine, count: count % 2 == 0}])
 @pytest.mark.parametrize(("threshold", "kept"), [(None, [0.0001, 5.0]), (0.0, [0.00009, 0.0001, 5.0])])
-def test_short_calls_of_handlers_with_a_filter_are_left_out(engine, clock, event_filter, threshold, kept):
+def test_short_calls_of_filtered_handlers_are_ignored(engine, clock, event_filter, threshold, kept):
     assert HandlersTimeProfiler.EVENT_FILTER_THESHOLD_TIME == 0.0001
     clock.now = 0.0
     durations = {2: 0.00009, 4: 0.0001, 6: 5.0}
@@ -92,7 +92,7 @@ def test_short_calls_of_handlers_with_a_filter_are_left_out(engine, clock, event
     engine.run([0] * 7)
     (times,) = engine.profiler.event_handlers_times[Events.ITERATION_COMPLETED].values()
     assert times == pytest.approx(kept)
-    assert rows(engine)["Processing", "None"][0] == 0.0  # their time is nobody else's
+    assert rows(engine)["Processing", "None"][0] == 0.0  # their time is not counted elsewhere
 
 
 def test_short_calls_of_other_handlers_count(engine):
@@ -109,7 +109,7 @@ def test_the_same_handler_twice_has_two_rows(engine, clock):
     assert [row[2] for row in engine.profiler.get_results()[:2]] == [6.0, 2.0]
 
 
-def test_handlers_of_an_event_that_a_handler_fires_have_their_own_time(engine, clock):
+def test_handlers_of_nested_events_are_measured_separately(engine, clock):
     engine.register_events("inner")
 
     def outer(engine):
@@ -128,7 +128,7 @@ def test_handlers_of_an_event_that_a_handler_fires_have_their_own_time(engine, c
     assert found["Processing", "None"][0] == 3.0
 
 
-def test_events_that_come_to_be_known_later_are_measured(engine, clock):
+def test_events_registered_later_are_measured(engine, clock):
     checkpoint = Checkpoint({"part": Part()}, Memory())
     engine.add_event_handler(Events.EPOCH_COMPLETED, checkpoint)
     engine.add_event_handler(CheckpointEvents.SAVED_CHECKPOINT, clock.taking(3))
@@ -158,14 +158,14 @@ def test_a_handler_that_was_removed_keeps_its_row_until_the_next_run(engine, clo
     assert ("handler", "ITERATION_COMPLETED") not in rows(engine)
 
 
-def test_runs_do_not_add_up(engine, clock):
+def test_runs_are_not_accumulated(engine, clock):
     engine.add_event_handler(Events.ITERATION_COMPLETED, clock.taking(4))
     for _ in range(3):  # H19: samples doubled
         engine.run([1] * 4)
         assert rows(engine)["handler", "ITERATION_COMPLETED"][0] == 16.0
 
 
-def test_errors_leave_the_run_although_handlers_of_errors_are_measured(engine, clock):
+def test_errors_are_raised_although_their_handlers_are_measured(engine, clock):
     def fail():
         clock.take(3)
         raise KeyError("on purpose")
@@ -187,7 +187,7 @@ def test_errors_leave_the_run_although_handlers_of_errors_are_measured(engine, c
         engine.run([1] * 4)
 
 
-def test_handlers_with_arguments_and_of_all_kinds_get_what_they_get_without_it(engine):
+def test_handlers_get_the_same_arguments_as_without_the_profiler(engine):
     seen = []
 
     class Handler:
@@ -221,7 +221,7 @@ def test_the_file_has_a_column_per_handler_filled_with_zeros(engine, clock, tmp_
     ]
 
 
-def test_the_table_leaves_the_results_as_they_are(engine, clock, capsys):
+def test_printing_does_not_change_the_results(engine, clock, capsys):
     engine.add_event_handler(Events.EPOCH_COMPLETED, clock.taking(4))
     engine.run([1, 2, 3])
     results = engine.profiler.get_results()

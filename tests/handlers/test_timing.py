@@ -1,4 +1,4 @@
-"""Timer: what counts and what does not."""
+"""Timer: which time is measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def clock():
         yield clock
 
 
-def test_it_runs_from_the_start(clock):
+def test_a_timer_starts_when_it_is_created(clock):
     timer = Timer()
     clock.take(2)
     assert (timer.value(), timer.total, timer.step_count, timer.running) == (2.0, 0.0, 0.0, True)
@@ -32,7 +32,7 @@ def test_pauses_do_not_count(clock):
     assert timer.value() == 3.0
 
 
-def test_pause_and_resume_twice_are_once(clock):
+def test_pause_and_resume_are_idempotent(clock):
     timer = Timer()
     clock.take(2)
     timer.resume()
@@ -43,7 +43,7 @@ def test_pause_and_resume_twice_are_once(clock):
     assert timer.value() == timer.total == 4.0
 
 
-def test_an_averaging_timer_divides_by_its_steps(clock):
+def test_average_divides_by_the_steps(clock):
     timer = Timer(average=True)
     clock.take(6)
     assert timer.value() == 6.0
@@ -53,7 +53,7 @@ def test_an_averaging_timer_divides_by_its_steps(clock):
     assert (timer.value(), timer.step_count) == (2.0, 3.0)
 
 
-def test_reset_begins_anew_and_gives_the_timer(clock):
+def test_reset_restarts_and_returns_the_timer(clock):
     timer = Timer(average=True)
     clock.take(6)
     timer.step()
@@ -64,7 +64,7 @@ def test_reset_begins_anew_and_gives_the_timer(clock):
 
 
 @pytest.mark.parametrize("name", ["reset", "pause", "resume", "step"])
-def test_methods_take_what_handlers_are_given(name):
+def test_methods_accept_arguments_of_handlers(name):
     getattr(Timer(), name)(object(), "more")
 
 
@@ -75,7 +75,7 @@ def trainer(clock):
     return engine
 
 
-def test_attached_it_measures_a_run(clock):
+def test_an_attached_timer_measures_a_run(clock):
     engine = trainer(clock)
     timer = Timer()
     clock.take(50)

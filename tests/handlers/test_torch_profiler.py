@@ -1,4 +1,4 @@
-"""TorchProfiler: which iterations are recorded, and that a trace is there however a run ends."""
+"""TorchProfiler: which iterations are recorded, and traces of runs that end early."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Profiler won't be using warmup:U
 
 
 def trainer():
-    """Make an engine whose iterations can be told apart in a trace."""
+    """Return an engine whose iterations are labeled in a trace."""
 
     def step(engine, batch):
         with torch.profiler.record_function(f"iteration {engine.state.iteration}"):
@@ -34,7 +34,7 @@ def read(path):
 
 
 def recorded(path):
-    """Give the numbers of the iterations in a trace."""
+    """Return the numbers of the iterations in a trace."""
     names = {event["name"] for event in read(path) if event.get("ph") == "X"}
     return sorted(int(name.split()[1]) for name in names if name.startswith("iteration "))
 
@@ -68,7 +68,7 @@ def test_the_cycle(tmp_path, options, iterations):
     assert all(path.name.startswith("rank0.") and path.name.endswith(".pt.trace.json") for path in profiler.traces)
 
 
-def test_a_trace_is_what_perfetto_and_tensorboard_read(tmp_path):
+def test_traces_are_readable_by_perfetto_and_tensorboard(tmp_path):
     engine = trainer()
     profiler = profiled(engine, tmp_path, record_shapes=True)
     engine.run(range(6))
@@ -104,7 +104,7 @@ def test_a_run_that_ends_early_leaves_what_was_recorded(tmp_path, how, event):
     assert not torch.autograd.profiler._is_profiler_enabled
 
 
-def test_after_a_pause_the_next_cycle_begins(tmp_path):
+def test_the_next_cycle_starts_after_a_pause(tmp_path):
     engine = trainer()
     profiler = profiled(engine, tmp_path, wait=0, warmup=1, active=2, repeat=3)
     engine.add_event_handler(Events.ITERATION_COMPLETED(once=5), engine.interrupt)
@@ -114,7 +114,7 @@ def test_after_a_pause_the_next_cycle_begins(tmp_path):
     assert [recorded(path) for path in profiler.traces] == [[2, 3], [5], [8, 9]]
 
 
-def test_a_pause_before_anything_was_recorded_costs_no_cycle(tmp_path):
+def test_a_pause_before_recording_does_not_count_as_a_cycle(tmp_path):
     engine = trainer()
     profiler = profiled(engine, tmp_path, wait=0, warmup=2, active=1)
     engine.add_event_handler(Events.ITERATION_COMPLETED(once=1), engine.interrupt)
@@ -123,7 +123,7 @@ def test_a_pause_before_anything_was_recorded_costs_no_cycle(tmp_path):
     assert [recorded(path) for path in profiler.traces] == [[5]]
 
 
-def test_an_error_that_is_handled_does_not_end_the_profiling(tmp_path):
+def test_a_handled_error_does_not_end_profiling(tmp_path):
     engine = trainer()
     profiler = profiled(engine, tmp_path, wait=0, warmup=0, active=3, repeat=2)
 
@@ -145,7 +145,7 @@ def test_each_run_is_profiled_and_overwrites_nothing(tmp_path):
     assert [recorded(path) for path in profiler.traces] == [[3, 4], [7, 8]] * 2
 
 
-def test_the_handle_takes_it_off(tmp_path):
+def test_the_handle_detaches_it(tmp_path):
     engine = trainer()
     profiler = TorchProfiler(tmp_path / "traces")
     profiler.attach(engine).remove()
@@ -153,7 +153,7 @@ def test_the_handle_takes_it_off(tmp_path):
     assert not (tmp_path / "traces").exists()
 
 
-def test_the_profiler_is_handed_over_after_a_trace(tmp_path):
+def test_on_trace_ready_receives_the_profiler(tmp_path):
     engine = trainer()
     tables = []
     profiled(engine, tmp_path, on_trace_ready=lambda profile: tables.append(profile.key_averages().table()))
@@ -171,7 +171,7 @@ def test_traces_can_be_compressed(tmp_path):
     assert recorded(path) == [3, 4, 5]
 
 
-def test_a_directory_that_cannot_be_made_is_an_error(tmp_path):
+def test_a_directory_that_cannot_be_created_is_an_error(tmp_path):
     (tmp_path / "file").touch()
     engine = trainer()
     profiled(engine, tmp_path / "file" / "traces")

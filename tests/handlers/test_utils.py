@@ -38,9 +38,9 @@ def trainer():
         (Events.COMPLETED, {"custom_event_name": Events.TERMINATE}, 3),
     ],
 )
-def test_the_step_is_the_count_of_the_event_or_the_fallback(trainer, event, options, step):
+def test_the_step_is_the_counter_of_the_event_or_the_fallback(trainer, event, options, step):
     assert global_step_from_engine(trainer, **options)(at(iteration=1), event) == step
 
 
-def test_logger_modules_have_it_too():
+def test_logger_modules_export_it():
     assert tqdm_logger.global_step_from_engine is global_step_from_engine

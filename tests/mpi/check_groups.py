@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import camshaft.distributed as idist
-from camshaft.distributed.backends.mpi import work as mpi_work
-from camshaft.distributed.backends.mpi.group import MPIGroup
-from camshaft.distributed.backends.mpi.register import create_group
+from camshaft.distributed.backends.mpi import operation
+from camshaft.distributed.backends.mpi.process_group import MPIGroup
+from camshaft.distributed.backends.mpi.start import create_group
 from tests.mpi.checking import check, place, same
 
 SHORT = timedelta(seconds=0.3)
@@ -173,10 +173,10 @@ def a_message_from_a_rank_that_left_is_not_waited_for() -> None:
     if rank == 1:
         dist.destroy_process_group(group)
     elif rank == 0:
-        patience, mpi_work._PATIENCE = mpi_work._PATIENCE, 0.1
+        patience, operation._PATIENCE = operation._PATIENCE, 0.1
         with pytest.raises(dist.DistBackendError, match="recv cannot complete: rank 1 left after 0 collectives"):
             dist.recv(torch.ones(1), 1, group=group)
-        mpi_work._PATIENCE = patience
+        operation._PATIENCE = patience
 
 
 @check
@@ -188,7 +188,7 @@ def a_rank_that_did_its_part_may_leave_before_the_others() -> None:
     parts = [torch.empty(1) for _ in range(size)] if rank == 0 else None
     gathering = dist.gather(torch.tensor([float(rank)]), parts, 0, group=group, async_op=True)
     if rank == 0:
-        while len(group.attendance.departures()) < size - 2:
+        while len(group.membership.departures()) < size - 2:
             gathering.is_completed()
         dist.send(torch.ones(1), size - 1)
     gathering.wait()
@@ -206,7 +206,7 @@ def a_group_that_nobody_holds_any_more_is_left() -> None:
     if rank == 1:
         del group
     else:
-        while 1 not in group.attendance.departures():
+        while 1 not in group.membership.departures():
             pass
 
 
@@ -220,7 +220,7 @@ def a_child_that_was_forked_does_not_leave_for_its_parent() -> None:
     os.waitpid(child, 0)
     dist.barrier()
     dist.barrier(group=group)
-    assert group.attendance.departures() == {}
+    assert group.membership.departures() == {}
     dist.barrier()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from camshaft.distributed.backends.mpi.rendezvous import check_launcher
+from camshaft.distributed.backends.mpi.start import check_launcher
 from tests.mpi.checking import mpirun
 
 pytestmark = pytest.mark.jobs
@@ -14,7 +14,7 @@ import os, sys, threading, time
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from camshaft.distributed.backends.mpi.register import initialize_mpi, register_mpi
+from camshaft.distributed.backends.mpi.start import initialize_mpi, register_mpi
 
 initialize_mpi(timedelta(seconds=40))
 rank = dist.get_rank()
@@ -116,17 +116,17 @@ def test_after_the_group_is_destroyed_an_error_is_an_error_of_one_process() -> N
 MEET_AFTER_RANK_0_HAS_LEFT = """
 dist.new_group([1], timeout=timedelta(seconds=5))
 if rank == 1:
-    while not dist.group.WORLD.attendance.departures():
+    while not dist.group.WORLD.membership.departures():
         time.sleep(0.01)
     time.sleep(0.5)  # for rank 0 to come to its end
-    register.create_group([1], timedelta(seconds=5))
+    start.create_group([1], timedelta(seconds=5))
     print("rank 1 has made a group")
 dist.destroy_process_group()
 """
 
 
 def test_what_rank_0_serves_outlives_it_as_long_as_others_meet_there() -> None:
-    begin = BEGIN + "from camshaft.distributed.backends.mpi import register\n"
+    begin = BEGIN + "from camshaft.distributed.backends.mpi import start\n"
     run = mpirun(2, "-c", begin + MEET_AFTER_RANK_0_HAS_LEFT, seconds=20)
     assert run.returncode == 0, run.stdout
     assert "rank 1 has made a group" in run.stdout
@@ -134,7 +134,7 @@ def test_what_rank_0_serves_outlives_it_as_long_as_others_meet_there() -> None:
 
 RAISE_WHEN_RANK_0_HAS_LEFT = """
 if rank == 1:
-    while not dist.group.WORLD.attendance.departures():
+    while not dist.group.WORLD.membership.departures():
         time.sleep(0.01)
     raise LookupError("the cause")
 dist.destroy_process_group()
@@ -150,7 +150,7 @@ def test_an_error_ends_the_job_also_when_rank_0_waits_for_the_others_to_leave() 
 WITHOUT_GUARD = """
 import time
 import torch, torch.distributed as dist
-from camshaft.distributed.backends.mpi.register import register_mpi
+from camshaft.distributed.backends.mpi.start import register_mpi
 
 register_mpi()
 dist.init_process_group("mpi")

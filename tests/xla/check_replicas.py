@@ -138,7 +138,7 @@ def an_engine_trains_on_several_devices_as_on_one() -> None:
 def several_devices_in_one_process_are_for_spmd() -> None:
     if idist.get_world_size() > 1:
         with pytest.raises(RuntimeError, match=r"this one has \d: use initialize\('xla-tpu', spmd=True\)"):
-            adopt()
+            adopt(None)
 
 
 @check

@@ -26,8 +26,7 @@ import torch_xla.runtime as runtime
 from torch_xla._internal import pjrt
 
 import camshaft.distributed as idist
-from camshaft.distributed.backends.xla.backend import XlaBackend
-from camshaft.distributed.backends.xla.start import _topology
+from camshaft.distributed.backends.xla import XlaBackend, topology_of
 from camshaft.distributed.run import use_backend
 from tests.distributed.conformance import CHECKS, lack_of
 from tests.distributed.run_conformance import say
@@ -52,7 +51,7 @@ def on_replicas(function: Callable[[], object]) -> None:
     def on_one() -> None:
         kept = torch.ones(1, device=torch_xla.device())
         try:
-            with use_backend(XlaBackend(_topology(runtime), torch_xla.device())):
+            with use_backend(XlaBackend(topology_of(runtime), torch_xla.device())):
                 function()
             assert kept.item() == 1
         except BaseException:

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torch_xla.distributed.parallel_loader import MpDeviceLoader
 
-from camshaft.distributed.backends.xla.loader import moving_loader
+from camshaft.distributed.backends.xla_wrappers import device_loader
 from camshaft.engine import Engine
 
 DEVICE = torch.device("xla:0")
@@ -42,7 +42,7 @@ class Sample(NamedTuple):
 
 def test_it_gives_the_batches_of_the_loader_on_the_device_in_each_pass():
     plain = DataLoader(Numbers(5), batch_size=2)
-    loader = moving_loader(plain, DEVICE)
+    loader = device_loader(plain, DEVICE)
     assert isinstance(loader, MpDeviceLoader)
     assert (len(loader), loader.dataset, loader.sampler) == (3, plain.dataset, plain.sampler)
     for _ in range(2):
@@ -53,7 +53,7 @@ def test_it_gives_the_batches_of_the_loader_on_the_device_in_each_pass():
 
 
 def test_what_the_loader_raises_is_raised_after_the_batches_before_it():
-    loader = moving_loader(DataLoader(Numbers(6, bad=4), batch_size=2), DEVICE)
+    loader = device_loader(DataLoader(Numbers(6, bad=4), batch_size=2), DEVICE)
     batches = []
     with pytest.raises(OSError, match="sample 4 cannot be read"):
         batches.extend(loader)
@@ -66,16 +66,16 @@ def test_what_the_loader_raises_is_raised_after_the_batches_before_it():
 
 def test_batches_keep_their_structure():
     sample = Sample(torch.ones(2), "one", (torch.zeros(1), 3, None))
-    (moved,) = moving_loader([sample], DEVICE)
+    (moved,) = device_loader([sample], DEVICE)
     assert isinstance(moved, Sample)
     assert (moved.name, type(moved.extra), moved.extra[1:]) == ("one", tuple, (3, None))
     assert moved.image.device == moved.extra[0].device == DEVICE
-    (moved,) = moving_loader([{"x": [torch.ones(1, dtype=torch.int64)], "y": "no tensor"}], DEVICE)
+    (moved,) = device_loader([{"x": [torch.ones(1, dtype=torch.int64)], "y": "no tensor"}], DEVICE)
     assert (moved["x"][0].tolist(), moved["x"][0].dtype, moved["y"]) == ([1], torch.int64, "no tensor")
 
 
 def test_a_pass_that_is_given_up_leaves_no_thread():
-    loader = moving_loader(DataLoader(Numbers(500), batch_size=1), DEVICE)
+    loader = device_loader(DataLoader(Numbers(500), batch_size=1), DEVICE)
     for batch in loader:
         assert batch.tolist() == [0]
         break
@@ -84,7 +84,7 @@ def test_a_pass_that_is_given_up_leaves_no_thread():
 
 def test_an_engine_tells_the_sampler_its_epoch():
     sampler = DistributedSampler(range(8), num_replicas=2, rank=0)
-    loader = moving_loader(DataLoader(Numbers(8), sampler=sampler, batch_size=2), DEVICE)
+    loader = device_loader(DataLoader(Numbers(8), sampler=sampler, batch_size=2), DEVICE)
     epochs, seen = [], []
     trainer = Engine(lambda engine, batch: seen.extend(batch.tolist()))
     trainer.add_event_handler("EPOCH_COMPLETED", lambda engine: epochs.append((sampler.epoch, tuple(seen))))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import camshaft.distributed as idist
-from camshaft.distributed.backends.xla.backend import XlaBackend
+from camshaft.distributed.backends.xla import XlaBackend
 from camshaft.distributed.run import use_backend
 from camshaft.distributed.topology import Topology
 from camshaft.engine import create_supervised_trainer

@@ -1,4 +1,4 @@
-"""One process: every collective is among one."""
+"""A single process: every collective is over one rank."""
 
 from __future__ import annotations
 
@@ -27,45 +27,45 @@ class SerialBackend(Backend):
     topology = Topology()
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]  # asked for, so that importing asks no driver
+    def device(self) -> torch.device:  # type: ignore[override]  # a property, so that importing needs no driver
         """The accelerator, if there is one."""
         return accelerator() or torch.device("cpu")
 
     @property
     def carrier(self) -> torch.device:
-        """The CPU: nothing travels."""
+        """The CPU: nothing is moved."""
         return torch.device("cpu")
 
     def bring(self, tensor: Tensor) -> Tensor:
-        """Leave a tensor where it is."""
+        """Return the tensor where it is."""
         return tensor
 
     def all_reduce(self, tensor: Tensor, op: str, group: Group | None) -> Tensor:
-        """Give the tensor."""
+        """Return the tensor."""
         return tensor
 
     def all_gather(self, tensor: Tensor, group: Group | None) -> Tensor:
-        """Stack one tensor."""
+        """Return the tensor as the only row."""
         return tensor.unsqueeze(0)
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None) -> Tensor:
-        """Give the tensor."""
+        """Return the tensor."""
         return tensor
 
     def barrier(self, group: Group | None) -> None:
-        """Wait for nobody."""
+        """Do nothing."""
 
     def scatter(self, tensors: Tensor | None, out: Tensor, src: int, group: Group | None) -> Tensor:
-        """Take the only row."""
+        """Return the only row."""
         assert tensors is not None, "the only rank is the source"
         return out.copy_(tensors[0])
 
     def reduce_scatter(self, tensors: Tensor, op: str, group: Group | None) -> Tensor:
-        """Take the only row."""
+        """Return the only row."""
         return tensors[0]
 
     def all_to_all(self, tensor: Tensor, sends: list[int], receives: list[int], group: Group | None) -> Tensor:
-        """Give the tensor."""
+        """Return the tensor."""
         return tensor
 
     def wrap_model(self, model: nn.Module, sync_bn: bool, **options: Any) -> nn.Module:

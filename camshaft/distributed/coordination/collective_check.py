@@ -1,7 +1,7 @@
 """Debug mode: before each collective the ranks compare their calls, and raise if they differ or a rank cannot come.
 
-Each rank writes to the store what it is about to call: under two keys per group, for this call and the one before,
-which slower ranks may still read; and under one key that says where the rank is now.
+Each rank has one key in the store, with its latest calls: for each group the number of calls, what it is about to call,
+and what it called before, which slower ranks may still read. A counter per call tells when all ranks have written.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import logging
 import math
 import os
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -27,8 +26,8 @@ from camshaft.errors import RankDivergenceError, line_of_caller
 
 Row = dict[str, str]
 """A row of the table: what a rank calls."""
-Waiting = dict[int, tuple[str, frozenset[int]]]
-"""For each rank the call in which it waits, and the ranks that it waits for."""
+State = dict[str, Any]
+"""What a rank writes: its latest group and the ranks of it (their number if all), its calls by group, its end."""
 
 _COMPARED = ("collective", "ranks", "how", "root", "value")
 _COLUMNS = (*_COMPARED, "line")
@@ -115,8 +114,8 @@ class CollectiveCheck(Resource):
 
     def __init__(self, store: Store, rank: int, size: int, patience: float = math.inf) -> None:
         self._store, self._rank, self._all, self._patience = store, rank, range(size), patience
-        self._numbers: Counter[str] = Counter()
-        self._gave_up: dict[str, Any] | None = None
+        self._state: State = {"group": "", "ranks": [], "calls": {}, "ended": False}
+        self._gave_up = False
 
     def exchange(self, ranks: Sequence[int], mine: Row, is_long: bool) -> dict[int, Row]:
         """Write this rank's call, and return those of all ranks of a group as soon as they are there.
@@ -124,18 +123,21 @@ class CollectiveCheck(Resource):
         Raises:
             RankDivergenceError: some differ already, or will not come.
         """
-        name = "all" if ranks == self._all else ",".join(map(str, ranks))
-        self._numbers[name] += 1
-        number, self._gave_up = self._numbers[name], None
-        place, members = f"{name}/{number}", None if ranks == self._all else list(ranks)
-        keys = [f"{place}/{rank}" for rank in ranks]
+        is_world = len(ranks) == len(self._all)
+        group = "all" if is_world else ",".join(map(str, ranks))
+        number, latest = self._state["calls"].get(group, (0, None, None))[:2]
+        number, self._gave_up = number + 1, False
+        self._state["calls"][group] = [number, mine, latest]
+        self._state.update(group=group, ranks=len(ranks) if is_world else list(ranks))
+        place = f"{group}/{number}"
         try:
-            self._store.set(f"{place}/{self._rank}", json.dumps(mine))
-            self._store.set(f"now/{self._rank}", json.dumps({"place": place, "ranks": members, "row": mine}))
+            self._write()
+            self._store.add(place, 1)
             self._wait(ranks, place, mine, is_long)
-            rows = dict(zip(ranks, map(json.loads, self._store.multi_get(keys)), strict=True))
-            if number > 1:  # all have read it, since they have written more
-                self._store.delete_key(f"{name}/{number - 1}/{self._rank}")
+            states = map(json.loads, self._store.multi_get([str(rank) for rank in ranks]))
+            rows = {rank: _call(state, group, number) or {} for rank, state in zip(ranks, states, strict=True)}
+            if number > 1 and self._rank == ranks[0]:
+                self._store.delete_key(f"{group}/{number - 1}")
         except dist.DistNetworkError as error:
             table = _table({self._rank: mine})
             raise RankDivergenceError(
@@ -146,109 +148,107 @@ class CollectiveCheck(Resource):
 
     def close(self) -> None:
         """Let the other ranks know that this one has ended."""
+        self._state["ended"] = True
+        if not self._gave_up:
+            self._state.update(group="", ranks=[])
         try:
-            farewell = {"place": "", "ranks": [], **(self._gave_up or {}), "row": None}
-            farewell["gave up"] = self._gave_up and self._gave_up["row"]
-            self._store.set(f"now/{self._rank}", json.dumps(farewell))
+            self._write()
             deadline = time.monotonic() + _FAREWELL
-            while self._rank == 0 and not self._is_last() and time.monotonic() < deadline:
+            while self._rank == 0 and sum(state["ended"] for state in self._read().values()) < len(self._all):
+                if time.monotonic() > deadline:
+                    break
                 time.sleep(_PAUSE)
         except RuntimeError:  # the rank that serves the store has ended already
             return
+
+    def _write(self) -> None:
+        self._store.set(str(self._rank), json.dumps(self._state))
+
+    def _read(self) -> dict[int, State]:
+        """Return the states of the ranks that have written one."""
+        there = [str(rank) for rank in self._all if self._store.check([str(rank)])]
+        return {int(key): json.loads(text) for key, text in zip(there, self._store.multi_get(there), strict=True)}
 
     def _wait(self, ranks: Sequence[int], place: str, mine: Row, is_long: bool) -> None:
         """Wait until all have come; look once a second whether they differ, or some never will."""
         timeout: timedelta = self._store.timeout  # type: ignore[attr-defined]  # torch's stubs lack it
         limit = timeout.total_seconds() if is_long else min(self._patience, timeout.total_seconds())
+        group, number = self._state["group"], self._state["calls"][self._state["group"]][0]
         began = looked = time.monotonic()
         has_warned = False
-        while not self._store.check([f"{place}/{rank}" for rank in ranks]):
-            waited = time.monotonic() - began
-            time.sleep(min(max(waited / 4, 1e-4), _LOOK))
-            if time.monotonic() - looked < _LOOK:
+        while self._store.add(place, 0) < len(ranks):
+            now = time.monotonic()
+            time.sleep(min(max((now - began) / 4, 1e-4), _LOOK))
+            if now - looked < _LOOK:
                 continue
-            looked = time.monotonic()
-            here = self._here(ranks, place)
+            looked, waited = now, now - began
+            states = self._read()
+            here = {rank: row for rank in ranks if (row := _call(states.get(rank), group, number)) is not None}
             if _differ(here, mine):
-                raise _divergence({rank: here.get(rank) or self._elsewhere(rank) for rank in ranks})
-            stuck = self._stuck()
-            table = _table({rank: here.get(rank) or self._elsewhere(rank) for rank in sorted({*ranks, *stuck})})
-            if stuck or looked - began >= limit:
-                self._gave_up = self._now(self._rank)
-                self._store.set(f"{place}/{self._rank}", json.dumps({**mine, "gave up": table}))
-                reason = "will never arrive" if stuck else f"have not arrived within {looked - began:.0f} s"
+                raise _divergence({rank: here.get(rank) or _elsewhere(states.get(rank)) for rank in ranks})
+            stuck = self._stuck(states)
+            shown = sorted({*ranks, *stuck})
+            table = _table({rank: here.get(rank) or _elsewhere(states.get(rank)) for rank in shown})
+            if stuck or waited >= limit:
+                self._gave_up = True
+                self._state["calls"][group][1] = {**mine, "gave up": table}
+                self._write()
+                reason = "will never arrive" if stuck else f"have not arrived within {waited:.0f} s"
                 raise RankDivergenceError(f"some ranks {reason}:\n{table}")
             _check_patience(here)
-            if looked - began >= _WARN_AFTER and not has_warned and self._rank == min(here):  # one rank for all
+            if waited >= _WARN_AFTER and not has_warned and self._rank == min(here):  # one rank for all
                 has_warned = True
                 missing = [rank for rank in ranks if rank not in here]
-                logger.warning(
-                    "rank %d has waited %.0f s for ranks %s:\n%s", self._rank, looked - began, missing, table
-                )
+                logger.warning("rank %d has waited %.0f s for ranks %s:\n%s", self._rank, waited, missing, table)
 
-    def _here(self, ranks: Sequence[int], place: str) -> dict[int, Row]:
-        """Return the calls of the ranks that have come."""
-        come = [rank for rank in ranks if self._store.check([f"{place}/{rank}"])]
-        return {rank: json.loads(self._store.get(f"{place}/{rank}")) for rank in come}
-
-    def _elsewhere(self, rank: int) -> Row:
-        """Describe where a rank is that has not come."""
-        now = self._now(rank)
-        if now is None:
-            return {"collective": "no call yet"}
-        if (row := now["row"]) is not None:
-            return {**row, "collective": f"last in {row['collective']}"}
-        if (row := now["gave up"]) is not None:
-            return {**row, "collective": f"has ended, last in {row['collective']}"}
-        return {"collective": "has ended"}
-
-    def _now(self, rank: int) -> dict[str, Any] | None:
-        """Return the latest call of a rank, ``None`` if it has not made any."""
-        key = f"now/{rank}"
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
-
-    def _is_last(self) -> bool:
-        """Return True if all ranks have ended."""
-        return all((now := self._now(rank)) is not None and now["row"] is None for rank in self._all)
-
-    def _stuck(self) -> list[int]:
+    def _stuck(self, states: Mapping[int, State]) -> list[int]:
         """Return this rank and those it waits for if they wait for each other or have ended; else an empty list."""
-        first = self._waiting()
-        if not self._is_stuck(first):
+        first = _waiting(self._rank, states)
+        left = {rank: set(missing) for rank, missing in first.items()}
+        while free := [rank for rank, missing in left.items() if not missing & left.keys()]:
+            for rank in free:  # it can continue, and then those can that wait for it
+                del left[rank]
+        if self._rank not in left:
             return []
         time.sleep(_PAUSE)
-        # Look again: otherwise they may not have waited at the same time.
-        return sorted(first) if self._waiting() == first else []
+        again = self._read()  # otherwise they may not have waited at the same time
+        return sorted(first) if all(states.get(rank) == again.get(rank) for rank in first) else []
 
-    def _waiting(self) -> Waiting:
-        """Find where this rank waits and for whom, and the same for those ranks, and so on."""
-        found: Waiting = {}
-        todo = [self._rank]
-        while todo:
-            rank = todo.pop()
-            if rank not in found:
-                found[rank] = self._missing(rank)
-                todo.extend(found[rank][1])
-        return found
 
-    def _missing(self, rank: int) -> tuple[str, frozenset[int]]:
-        now = self._now(rank)
-        if now is None:
-            return "", frozenset()
-        place, members = now["place"], self._all if now["ranks"] is None else now["ranks"]
-        has_ended = now["row"] is None  # and does not continue, not even if the ranks come for which it gave up waiting
-        if not has_ended and self._store.check([f"{place}/{member}" for member in members]):
-            return place, frozenset()
-        missing = {member for member in members if not self._store.check([f"{place}/{member}"])}
-        return place, frozenset(missing | {rank} if has_ended else missing)
+def _waiting(rank: int, states: Mapping[int, State]) -> dict[int, set[int]]:
+    """Return the ranks that a rank waits for, and so on for those; one that has ended waits for itself."""
+    found: dict[int, set[int]] = {}
+    todo = [rank]
+    while todo:
+        one = todo.pop()
+        if one in found:
+            continue
+        state = states.get(one) or {"ranks": [], "ended": False}
+        missing = {one} if state["ended"] else set()
+        if members := state["ranks"]:
+            group, number = state["group"], state["calls"][state["group"]][0]
+            members = range(members) if isinstance(members, int) else members
+            missing.update(other for other in members if _call(states.get(other), group, number) is None)
+        found[one] = missing
+        todo.extend(missing)
+    return found
 
-    def _is_stuck(self, waiting: Waiting) -> bool:
-        """Return True if this rank remains when all continue that can, then those that waited for them, and so on."""
-        left = {rank: set(missing) for rank, (_, missing) in waiting.items()}
-        while free := [rank for rank, missing in left.items() if not missing & left.keys()]:
-            for rank in free:
-                del left[rank]
-        return self._rank in left
+
+def _call(state: State | None, group: str, number: int) -> Row | None:
+    """Return a rank's n-th call over a group, which is its latest or the one before; ``None`` if it has not come."""
+    latest, row, previous = (state or {"calls": {}})["calls"].get(group, (0, None, None))
+    found: Row | None = None if latest < number else row if latest == number else previous
+    return found
+
+
+def _elsewhere(state: State | None) -> Row:
+    """Describe where a rank is that has not come."""
+    if state is None or not (state["ended"] or state["ranks"]):
+        return {"collective": "no call yet"}
+    if not state["ranks"]:
+        return {"collective": "has ended"}
+    row: Row = state["calls"][state["group"]][1]
+    return {**row, "collective": f"{'has ended, ' if state['ended'] else ''}last in {row['collective']}"}
 
 
 def _differ(rows: Mapping[int, Row], mine: Row) -> bool:

@@ -1,4 +1,4 @@
-"""The store of a job, as far as it is still there, and waiting for what other ranks write to it."""
+"""The store of a job, and waiting for what other ranks write there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from camshaft.distributed.ranks import check_all_present
 from camshaft.errors import RankDivergenceError
 
 T = TypeVar("T")
-PAUSE = 0.05  # longest time between two requests of a rank that waits, in seconds
+PAUSE = 0.05  # longest time between two requests of a rank that waits, in seconds; later it is a second
 SILENCE = 10.0  # time after which a rank logs that it waits, in seconds
 _logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def wait_for(
             if waited > SILENCE and not has_logged:
                 has_logged = True
                 _logger.warning("rank %d is waiting up to %g s for %s", rank, timeout, detail())
-            time.sleep(min(PAUSE, max(PAUSE / 500, waited / 4)))
+            time.sleep(min(PAUSE if waited < SILENCE else 1.0, max(PAUSE / 500, waited / 4)))
     except DistNetworkError as error:
         raise RankDivergenceError("the process that holds the store of this run has ended") from error
     return answer

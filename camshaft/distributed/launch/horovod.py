@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-from camshaft.distributed.backends.horovod.library import launcher, pickler, rendezvous
 from camshaft.distributed.ranks import get_local_rank
 from camshaft.distributed.run import finalize, initialize
 
@@ -30,6 +31,13 @@ _OURS = ("func", "args", "kwargs", "num_proc", "np")
 _EXIT = re.compile(r"Process name: (\d+)\s+Exit code: (\d+)")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PATIENCE = 2.0  # seconds
+pickler: Any = partial(import_module, "cloudpickle")
+rendezvous: Any = partial(import_module, "horovod.runner.gloo_run")
+
+
+def launcher() -> Any:
+    """Return ``horovod.run``."""
+    return import_module("horovod").run
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from camshaft.distributed.backends.xla.start import create
+from camshaft.distributed.backends.xla import create
 from camshaft.distributed.environments import detect
 from camshaft.distributed.run import abandon, current, finalize, install
 

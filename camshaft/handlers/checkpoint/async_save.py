@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from contextvars import copy_context
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from camshaft.engine.engine import outermost_engine
-from camshaft.engine.events import Events, FailureEvents, RemovableEventHandle
+from camshaft.engine.events import Events, FailureEvents
 from camshaft.handlers.checkpoint.state import needs_all_ranks, walk
 
 logger = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ class BackgroundSave:
         self.skips = when_busy == "skip"
         self._copier = StateCopier()
         self._pending: tuple[Future[None], Callable[[], None]] | None = None
-        self._handles: list[RemovableEventHandle] = []
+        self._handlers = ExitStack()
 
     def is_busy(self, to_save: Any) -> bool:
         """Return whether to skip the next save; if not, wait until it can start."""
@@ -132,21 +133,22 @@ class BackgroundSave:
                 raise
 
         executor = ThreadPoolExecutor(1, "camshaft-checkpoint")
-        # The context holds the rank of this thread.
-        self._pending = executor.submit(copy_context().run, work), on_saved
+        try:
+            # The context holds the rank of this thread.
+            self._pending = executor.submit(copy_context().run, work), on_saved
+        except RuntimeError:  # no thread can start at the exit of the process
+            work()
+            return on_saved()
         executor.shutdown(wait=False)  # ends the thread after the save; at exit the process waits for it
         engine = outermost_engine()
         if engine is None:
             return  # the next access to the record waits
         if engine.last_event_name in _ENDS:
-            self.settle()
-            return
-        self._handles = [
-            engine.add_event_handler(Events.ITERATION_COMPLETED, self._check),
-            engine.add_event_handler(_ENDS, self.settle),
-            # The run fails with an error of its own; that of the save is in the log.
-            engine.add_event_handler(FailureEvents.ERROR_MET, self._finish),
-        ]
+            return self.settle()
+        self._handlers.enter_context(engine.add_event_handler(Events.ITERATION_COMPLETED, self._check))
+        self._handlers.enter_context(engine.add_event_handler(_ENDS, self.settle))
+        # The run fails with an error of its own; that of the save is in the log.
+        self._handlers.enter_context(engine.add_event_handler(FailureEvents.ERROR_MET, self._finish))
 
     def settle(self) -> None:
         """Wait for the save in progress, if any, and raise its error."""
@@ -162,9 +164,7 @@ class BackgroundSave:
             wait([self._pending[0]])
 
     def _finish(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._handlers.close()
         self.wait()
 
     def _check(self) -> None:
@@ -174,10 +174,5 @@ class BackgroundSave:
 
 def _is_plain(value: Any) -> bool:
     """Return whether a value is a tensor that is only a view of memory; others know how to copy themselves."""
-    return (
-        type(value) in (Tensor, torch.nn.Parameter)
-        and value.layout is torch.strided
-        and not value.is_quantized
-        and not value.is_meta
-        and value.numel() > 0
-    )
+    is_dense = type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided
+    return is_dense and not value.is_quantized and not value.is_meta and value.numel() > 0

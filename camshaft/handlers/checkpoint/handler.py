@@ -10,7 +10,6 @@ import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, MutableMapping
-from contextlib import suppress
 from numbers import Integral, Number
 from os import PathLike
 from pathlib import Path
@@ -321,21 +320,21 @@ class Checkpoint(Serializable):
                 self._saved.append(item)
         if foreign := [item.filename for item in items if item not in self._saved]:
             text = f"the record names {foreign}, of a handler with another prefix than {prefix!r}, which are left alone"
-            hint = "give the records of handlers that share a directory names of their own in to_save"
+            hint = "save the records of handlers that share a directory under separate names in to_save"
             warnings.warn(f"{text}; {hint}", stacklevel=2)
 
     def forget_missing_files(self) -> None:
         """Remove from the record what no rank finds on disk any more; all ranks must call this."""
         there = {item.filename for item in self._saved if self._may_exist(item.filename)}
         anywhere: set[str] = set().union(*(files for (files,) in all_gather((there,))))
-        if gone := [item.filename for item in self._saved if item.filename not in anywhere]:
+        if missing := [item.filename for item in self._saved if item.filename not in anywhere]:
             self._saved = [item for item in self._saved if item.filename in anywhere]
-            logger.info("%s were saved before, and no longer exist", gone)
+            logger.info("%s were saved before, and no longer exist", missing)
 
     def _may_exist(self, filename: str) -> bool:
         try:
             return not isinstance(self.save_handler, DiskSaver) or (self.save_handler.dirname / filename).exists()
-        except OSError:  # not being able to look does not mean that it is gone
+        except OSError:  # an unreadable directory does not mean that the file is missing
             return True
 
     def _is_wanted(self, priority: float) -> bool:
@@ -507,18 +506,16 @@ def _takes_metadata(save_handler: Any) -> bool:
     Raises:
         TypeError: it cannot be called as a save handler.
     """
-    if not callable(save_handler):
-        expected = "a str, a Path, a callable or a BaseSaveHandler"
-        raise TypeError(f"save_handler must be {expected}, got {described(save_handler)}")
-    try:
-        signature = inspect.signature(save_handler)
-    except ValueError:  # some builtins
-        return False
     for count in (3, 2):
-        with suppress(TypeError):
-            signature.bind(*range(count))
-            return count == 3
-    raise TypeError(f"save_handler must take (checkpoint, filename[, metadata]), got one with {signature}")
+        try:
+            inspect.signature(save_handler).bind(*range(count))
+        except ValueError:  # some builtins have no signature
+            return False
+        except TypeError:
+            continue
+        return count == 3
+    expected = "a str, a Path, or a callable that takes (checkpoint, filename[, metadata])"
+    raise TypeError(f"save_handler must be {expected}, got {described(save_handler)}")
 
 
 def _as_priority(value: Any, source: str) -> int | float:

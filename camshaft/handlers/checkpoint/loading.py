@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from collections.abc import Iterator, Mapping
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,11 @@ from camshaft.handlers.checkpoint.manifest import Manifest
 from camshaft.handlers.checkpoint.names import SAFETENSORS
 from camshaft.handlers.checkpoint.savers import safetensors
 from camshaft.handlers.checkpoint.state import CHECKPOINTER, check_objects, fits, is_container, load_state
+from camshaft.types import PathLike
 
 
 def load_objects(
-    to_load: Mapping[str, Any],
-    checkpoint: Mapping[str, Any] | str | PathLike[str],
-    *,
-    map_location: Any = None,
-    **kwargs: Any,
+    to_load: Mapping[str, Any], checkpoint: Mapping[str, Any] | PathLike, *, map_location: Any = None, **kwargs: Any
 ) -> None:
     """Load objects from a checkpoint.
 
@@ -50,7 +47,7 @@ def load_objects(
     """
     check_objects(to_load, "load_state_dict", "to_load")
     content: Any = checkpoint
-    if isinstance(checkpoint, (str, PathLike)):
+    if isinstance(checkpoint, (str, os.PathLike)):
         damaged: list[str] = []
         path = Path(checkpoint)
         problem = Manifest(path.parent).problem(path.name, damaged)
@@ -72,7 +69,7 @@ def load_objects(
             raise
 
 
-def read_checkpoint(path: str | PathLike[str], map_location: Any = None) -> Any:
+def read_checkpoint(path: PathLike, map_location: Any = None) -> Any:
     """Read a checkpoint without running code from it, by default to the CPU."""
     location = "cpu" if map_location is None else map_location
     try:

@@ -29,14 +29,9 @@ def make_pattern(
         raise ValueError("at least one of with_score and with_global_step must be True, got False for both")
     if with_score_name and not with_score:
         raise ValueError("with_score_name=True needs with_score=True, got with_score=False")
-    components = {
-        "{filename_prefix}": with_prefix,
-        "{name}": True,
-        "{global_step}": with_global_step,
-        "{score_name}={score}": with_score and with_score_name,
-        "{score}": with_score and not with_score_name,
-    }
-    return "_".join(component for component, wanted in components.items() if wanted) + ".{ext}"
+    score = "{score_name}={score}" if with_score_name else "{score}"
+    wanted = {"{filename_prefix}": with_prefix, "{name}": True, "{global_step}": with_global_step, score: with_score}
+    return "_".join(component for component in wanted if wanted[component]) + ".{ext}"
 
 
 def check_pattern(pattern: str, objects: Mapping[str, Any], include_self: bool) -> None:

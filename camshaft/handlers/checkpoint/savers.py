@@ -107,7 +107,7 @@ class DiskSaver(BaseSaveHandler):
         """Save a checkpoint as ``filename`` in the directory, with ``metadata`` in the manifest.
 
         Raises:
-            OSError: the disk is full, or the directory is gone.
+            OSError: the disk is full, or the directory was removed.
             ValueError: ``filename`` leads out of the directory, or is too long.
             TypeError: ``torch.save`` does not accept the ``kwargs``.
         """

@@ -167,7 +167,7 @@ def _is_sharded(state: Any) -> bool:
 
 
 def _gathered(leaf: Any, keep: bool) -> Any:
-    """Return a sharded tensor as a whole in host memory, or an empty one where it is not needed."""
+    """Gather a sharded tensor in host memory, or return an empty one where it is not needed."""
     if not isinstance(leaf, _sharded_type()):
         return leaf
     full = leaf.full_tensor()
@@ -175,7 +175,7 @@ def _gathered(leaf: Any, keep: bool) -> Any:
 
 
 def _sharded_like(own: Any, value: Any) -> Any:
-    """Return this rank's shard of a whole tensor, if the one that it replaces is sharded."""
+    """Return this rank's shard of a full tensor if the one that it replaces is sharded."""
     if not isinstance(own, _sharded_type()) or getattr(value, "shape", None) != own.shape:
         return value
     distribute: Any = sys.modules["torch.distributed.tensor"].distribute_tensor
@@ -183,7 +183,7 @@ def _sharded_like(own: Any, value: Any) -> Any:
 
 
 def _sharded_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[Any, Any]:
-    """Shard the whole state of an optimizer as the parameters of the optimizer are."""
+    """Shard the state of an optimizer like its parameters."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     owners = dict(zip(numbers, parameters, strict=False))

@@ -52,9 +52,14 @@ class ParamGroupScheduler(Serializable):
     def __init__(
         self, schedulers: Sequence[ParamScheduler], names: Sequence[str] | None = None, save_history: bool = False
     ) -> None:
-        _check_group(schedulers)
+        _check_members(schedulers, (ParamScheduler,), ValueError)
+        check_type("names", names, (list, tuple, NoneType), "a list or a tuple")
         self.schedulers = list(schedulers)
-        self.names = self.param_name if names is None else _checked_names(names, len(schedulers))
+        self.names = self.param_name if names is None else list(names)
+        if not all(isinstance(name, str) for name in self.names):
+            raise ValueError(f"names must hold strings, got {names!r}")
+        if len(self.names) != len(schedulers):
+            raise ValueError(f"names must hold one for each of {len(schedulers)} schedulers, got {names!r}")
         self.save_history = save_history
 
     @property
@@ -137,7 +142,7 @@ class ParamGroupScheduler(Serializable):
         Returns:
             For each call its index and the value of each scheduler, or several where its groups differ.
         """
-        _check_group(schedulers)
+        _check_members(schedulers, (ParamScheduler,), ValueError)
         with unchanged(schedulers):
             scheduler = cls(schedulers, **{**kwargs, "save_history": False})
             return rows_of(scheduler, num_events, lambda: [value for one in schedulers for value in one._columns()])
@@ -397,36 +402,20 @@ def _are_close(ends: list[Any], firsts: list[Any]) -> bool:
     return all(math.isclose(end, first, rel_tol=1e-6) for end, first in zip(ends, firsts, strict=True))
 
 
-def _described(scheduler: Any) -> str:
-    return described(scheduler) + ("; wrap it in LRScheduler" if isinstance(scheduler, native.LRScheduler) else "")
-
-
-def _check_group(schedulers: Any) -> None:
+def _check_members(schedulers: Any, kinds: tuple[type[Any], ...], error: type[Exception]) -> None:
     check_sequence("schedulers", schedulers)
+    for one in schedulers:
+        if not isinstance(one, kinds):
+            expected = " and ".join(kind.__name__ for kind in kinds)
+            hint = "; wrap it in LRScheduler" if isinstance(one, native.LRScheduler) else ""
+            raise error(f"schedulers must hold instances of {expected}, got {described(one)}{hint}")
     if not schedulers:
         raise ValueError("schedulers must hold at least one, got none")
-    for one in schedulers:
-        if not isinstance(one, ParamScheduler):
-            raise ValueError(f"schedulers must hold instances of ParamScheduler, got {_described(one)}")
-
-
-def _checked_names(names: Any, count: int) -> list[str]:
-    check_type("names", names, (list, tuple), "a list or a tuple")
-    if not all(isinstance(name, str) for name in names):
-        raise ValueError(f"names must hold strings, got {names!r}")
-    if len(names) != count:
-        raise ValueError(f"names must hold one for each of {count} schedulers, got {len(names)}: {names!r}")
-    return list(names)
 
 
 def _checked_durations(schedulers: Any, durations: Any) -> list[int]:
     """Check the arguments of a ``ConcatScheduler``, and return the durations."""
-    check_sequence("schedulers", schedulers)
-    for one in schedulers:
-        if not isinstance(one, (ParamScheduler, ParamGroupScheduler)):
-            raise TypeError(
-                f"schedulers must hold instances of ParamScheduler and ParamGroupScheduler, got {_described(one)}"
-            )
+    _check_members(schedulers, (ParamScheduler, ParamGroupScheduler), TypeError)
     if len(schedulers) < 2:
         raise ValueError(f"schedulers must hold at least two, got {len(schedulers)}")
     check_type("durations", durations, (list, tuple), "a list or a tuple")

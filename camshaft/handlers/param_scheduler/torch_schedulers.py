@@ -76,7 +76,7 @@ class LRScheduler(ParamScheduler):
     def _apply(self, engine: Engine[Any, Any] | None) -> None:
         # Many schedulers compute the next rates from those in the groups, which a warm-up may have overwritten.
         scheduler, groups = self.lr_scheduler, self.optimizer.param_groups
-        first, rates = groups[0], scheduler._last_lr
+        first, rates = groups[0], scheduler.get_last_lr()
         if rates is not None and (len(groups) > 1 or first["lr"] is not rates[0]):
             for group, rate in zip(groups, rates):  # noqa: B905  # the step checks the lengths
                 if group["lr"] is not rate:

@@ -1,4 +1,4 @@
-"""Tensors of dtypes that gloo does not reduce: what comes out is what their own dtype would have given."""
+"""Tensors of dtypes that gloo does not support: the result is the one that their own dtype would give."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ WANTED = {
 
 
 def numbers_of(rank, dtype):
-    """Give four numbers; the greatest ones wrap around when they are added."""
+    """Return four numbers; the sums of the greatest ones wrap around."""
     limits = torch.iinfo(dtype)
     return [[limits.max, 1, 3, limits.min], [limits.max - 1, 2, 5, limits.max]][rank]
 
 
 def wrapped(number, dtype):
-    """Cut a number off as its dtype does."""
+    """Wrap a number around as its dtype does."""
     number %= 2 ** BITS[dtype]
     return number - 2 ** BITS[dtype] if number > torch.iinfo(dtype).max else number
 
 
 @on_ranks(2)
-def test_whole_numbers_that_gloo_does_not_reduce():
+def test_integers_that_gloo_does_not_reduce():
     rank = idist.get_rank()
     for dtype in UNKNOWN:
         for op, reduced in WANTED.items():
@@ -92,7 +92,7 @@ def test_tensors_that_gloo_does_not_move():
 
 
 @on_ranks(2)
-def test_complex_numbers_are_added_and_nothing_else():
+def test_complex_numbers_can_only_be_added():
     tensor = torch.tensor([1 + 2j, 3j])
     for call in (idist.all_reduce, lambda tensor, op: idist.reduce(tensor, op=op), idist.reduce_scatter):
         for op in ("PRODUCT", "MIN", "MAX"):
@@ -104,7 +104,7 @@ def test_complex_numbers_are_added_and_nothing_else():
 
 
 @on_ranks(2)
-def test_nccl_reduces_no_bits_of_tensors():
+def test_nccl_has_no_bitwise_reductions_of_tensors():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:nccl")
         on_gpu, on_cpu = (NativeBackend(current().topology, torch.device(name)) for name in ("cuda", "cpu"))
@@ -117,7 +117,7 @@ def test_nccl_reduces_no_bits_of_tensors():
 
 
 @on_ranks(2)
-def test_eight_bits_of_floating_point_are_refused_with_the_dtypes_that_are_not():
+def test_reductions_of_float8_are_refused_and_the_error_names_other_dtypes():
     assert FLOAT8
     for dtype in FLOAT8:
         tensor = torch.ones(2).to(dtype)
@@ -125,4 +125,4 @@ def test_eight_bits_of_floating_point_are_refused_with_the_dtypes_that_are_not()
             with pytest.raises(TypeError, match=f"16 bits or more.* got {dtype}: convert it first") as caught:
                 call(tensor)
             assert caught.value.__notes__[0].startswith(f"in {call.__name__} on rank ")
-    assert idist.all_reduce(1) == 2  # and all are in step
+    assert idist.all_reduce(1) == 2  # all ranks are in step

@@ -1,4 +1,4 @@
-"""What can be told of the network without a second host; `tests/hosts` has two."""
+"""What can be tested of the network on one host; `tests/hosts` has two."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def store_at(address: str) -> dist.TCPStore:
 
 
 @pytest.mark.usefixtures("named_for_the_loopback")
-def test_ranks_that_meet_on_the_loopback_interface_need_no_other():
+def test_ranks_that_meet_on_the_loopback_interface_need_no_other_interface():
     store = dist.PrefixStore("attempt", store_at("127.0.0.1"))
     store.set("camshaft/address/1", "127.0.0.1")
     assert find_interface(store, 0, 2) is None
 
 
 @pytest.mark.usefixtures("named_for_the_loopback")
-def test_only_ranks_that_cannot_see_the_network_ask_for_the_addresses_of_the_others(monkeypatch):
+def test_only_ranks_beside_the_store_read_the_addresses_of_the_others(monkeypatch):
     monkeypatch.setattr(native_network, "_address_towards", lambda host: "10.0.0.1")
     monkeypatch.setattr(native_network, "_interface_with", lambda address: f"interface with {address}")
     store = store_at("127.0.0.1")  # rank 1 tells it nothing
@@ -41,7 +41,7 @@ def test_only_ranks_that_cannot_see_the_network_ask_for_the_addresses_of_the_oth
 
 
 @pytest.mark.usefixtures("named_for_the_loopback")
-def test_ranks_beside_the_store_look_towards_a_rank_elsewhere(monkeypatch):
+def test_ranks_beside_the_store_use_the_interface_towards_another_node(monkeypatch):
     """Their own name for it is a loopback address."""
     towards = {"127.0.0.1": "127.0.0.1", "10.0.0.2": "10.0.0.1"}
     monkeypatch.setattr(native_network, "_address_towards", towards.__getitem__)
@@ -52,7 +52,7 @@ def test_ranks_beside_the_store_look_towards_a_rank_elsewhere(monkeypatch):
 
 
 @pytest.mark.usefixtures("named_for_the_loopback")
-def test_what_the_user_says_is_left_alone_and_the_others_get_the_address(monkeypatch):
+def test_the_interface_of_the_user_is_kept_and_the_address_is_published(monkeypatch):
     monkeypatch.setenv(VARIABLE, "theirs")
     monkeypatch.setattr(native_network, "_address_towards", lambda host: "10.0.0.1")
     store = store_at("127.0.0.1")
@@ -65,12 +65,12 @@ def test_one_process_and_stores_without_an_address_need_no_interface():
     assert find_interface(store_at("127.0.0.1"), 0, 1) is None
 
 
-def test_a_host_that_cannot_be_found_is_no_error():
+def test_an_unknown_host_is_not_an_error():
     assert native_network._address_towards("x" * 64) == ""  # no such name can be
 
 
 @pytest.mark.parametrize(("before", "meanwhile"), [(None, "eth7"), ("", "eth7"), ("theirs", "theirs")])
-def test_the_variable_is_there_for_the_moment_unless_the_user_has_set_it(monkeypatch, before, meanwhile):
+def test_the_variable_is_set_only_for_the_block_unless_the_user_has_set_it(monkeypatch, before, meanwhile):
     monkeypatch.delenv(VARIABLE, raising=False)
     if before is not None:
         monkeypatch.setenv(VARIABLE, before)

@@ -1,4 +1,4 @@
-"""How ranks meet at a store that may hold what earlier processes have left: here they are threads."""
+"""Ranks, here threads, meet at a store that may hold leftovers of earlier processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATIENCE, IMPATIENCE = 20.0, 0.3
 
 
 def come(store: Any, ranks: Sequence[int], size: int, seconds: float = PATIENCE) -> list[Future[str]]:
-    """Let these ranks come in this order, and wait until each is through."""
+    """Let these ranks come in this order, and wait until each has returned."""
     with ThreadPoolExecutor(len(ranks)) as threads:
         coming = []
         for rank in ranks:
@@ -32,36 +32,36 @@ def names(coming: Sequence[Future[str]]) -> set[str]:
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
-def test_each_meeting_has_a_name_of_its_own(order: tuple[int, ...]) -> None:
+def test_each_meeting_has_a_unique_name(order: tuple[int, ...]) -> None:
     store = HashStore()
     every = [names(come(store, order, 3)) for _ in range(3)]
     assert [len(each) for each in every] == [1, 1, 1]
     assert len(set.union(*every)) == 3
 
 
-def opened_and_left(store: HashStore) -> None:
+def host_left(store: HashStore) -> None:
     store.set("camshaft/meeting", "dead")
 
 
-def died_before_it_called(store: HashStore) -> None:
-    opened_and_left(store)
+def host_died_before_confirming(store: HashStore) -> None:
+    host_left(store)
     store.set("camshaft/dead/1", "mark of the dead")
     store.set("camshaft/dead/2", "mark of the dead")
 
 
-def had_called(store: HashStore) -> None:
-    died_before_it_called(store)
+def host_confirmed(store: HashStore) -> None:
+    host_died_before_confirming(store)
     store.set("camshaft/dead/called", '{"marks": ["mark of the dead"], "absent": []}')
 
 
-def had_called_in_vain(store: HashStore) -> None:
-    opened_and_left(store)
+def host_reported_missing_ranks(store: HashStore) -> None:
+    host_left(store)
     store.set("camshaft/dead/called", '{"marks": [], "absent": [1, 2]}')
 
 
-@pytest.mark.parametrize("leave", [opened_and_left, died_before_it_called, had_called, had_called_in_vain])
+@pytest.mark.parametrize("leave", [host_left, host_died_before_confirming, host_confirmed, host_reported_missing_ranks])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-def test_what_the_dead_have_left_does_not_mislead(leave: Callable[[HashStore], None], order: tuple[int, ...]) -> None:
+def test_leftovers_of_dead_processes_are_ignored(leave: Callable[[HashStore], None], order: tuple[int, ...]) -> None:
     store = HashStore()
     leave(store)
     found = names(come(store, order, 3))
@@ -69,18 +69,18 @@ def test_what_the_dead_have_left_does_not_mislead(leave: Callable[[HashStore], N
     assert found != {"dead"}
 
 
-def test_the_others_may_be_of_another_number_than_the_dead() -> None:
+def test_the_number_of_ranks_may_change_between_meetings() -> None:
     store = HashStore()
     assert len({*names(come(store, (0, 1, 2), 3)), *names(come(store, (1, 0), 2)), *names(come(store, (0,), 1))}) == 3
 
 
-def test_all_are_told_who_is_missing() -> None:
+def test_the_error_names_the_missing_ranks_on_every_rank() -> None:
     errors = [future.exception() for future in come(HashStore(), (0, 2), 4, IMPATIENCE)]
     assert [type(error) for error in errors] == [DistStoreError, DistStoreError]
     assert {str(error) for error in errors} == {"2 of 4 ranks came to the test; missing: 1, 3"}
 
 
-def test_rank_0_is_missed() -> None:
+def test_a_missing_rank_0_is_named() -> None:
     (error,) = (future.exception() for future in come(HashStore(), (1,), 2, IMPATIENCE))
     assert isinstance(error, DistStoreError)
     assert "rank 0 did not come to the test" in str(error)
@@ -93,7 +93,7 @@ def test_rank_0_is_missed() -> None:
         ((1,), ["rank 1 has waited 0.05 s for rank 0, which has not reached initialize"]),
     ],
 )
-def test_the_log_names_who_is_missing_long_before_the_timeout(
+def test_the_log_names_missing_ranks_long_before_the_timeout(
     came: tuple[int, ...], reported: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(rendezvous, "REPORT_AFTER", 0.05)
@@ -101,7 +101,7 @@ def test_the_log_names_who_is_missing_long_before_the_timeout(
     assert caplog.messages == reported
 
 
-def test_rank_0_is_missed_also_where_the_dead_have_met(
+def test_a_missing_rank_0_is_logged_also_where_earlier_processes_have_met(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = HashStore()
@@ -113,7 +113,7 @@ def test_rank_0_is_missed_also_where_the_dead_have_met(
     ]
 
 
-def test_who_has_left_and_how_is_published_in_the_order_in_which_they_left() -> None:
+def test_departures_are_published_in_order_with_their_reasons() -> None:
     store = HashStore()
     ranks = [rendezvous.Departures(store, rank) for rank in range(4)]
     assert ranks[0].left(range(4)) == {}
@@ -126,11 +126,11 @@ def test_who_has_left_and_how_is_published_in_the_order_in_which_they_left() -> 
     ranks[0].leave(None)
 
 
-def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_does_not_answer_blocks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     answers, asked = Event(), []
 
     class Silent(HashStore):
-        """A store whose server has gone with its machine."""
+        """A store whose server is gone."""
 
         def add(self, key: str, value: int) -> int:
             asked.append(key)
@@ -150,7 +150,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Monk
     answers.set()
 
 
-def test_a_rank_leaves_also_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_departure_is_published_also_where_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(thread: Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
@@ -162,7 +162,7 @@ def test_a_rank_leaves_also_where_no_thread_can_be_started(monkeypatch: pytest.M
     other.leave(None)
 
 
-def test_two_processes_with_the_same_rank_do_not_both_get_in() -> None:
+def test_only_one_of_two_processes_with_the_same_rank_is_confirmed() -> None:
     coming = come(HashStore(), (1, 1, 0), 2, IMPATIENCE)
     (error,) = (future.exception() for future in coming if future.exception())
     assert "it met another process as rank 1" in str(error)

@@ -26,7 +26,7 @@ def exact(length=24, size=4):
 
 
 def observed(loader, function, epochs, state=None, **options):
-    """Run, and list the batches of each epoch; with states, go on from these."""
+    """Run, and return the batches of each epoch; resume from states if given."""
     rows = []
     trainer = Engine(lambda engine, batch: rows[-1].append(batch.tolist()))
     trainer.add_event_handler(Events.EPOCH_STARTED, lambda: rows.append([]))
@@ -57,7 +57,7 @@ def doubling(epoch):
 
 
 @pytest.mark.parametrize("make", [plain, exact])
-def test_an_epoch_stays_a_pass_if_that_is_asked_for(make):
+def test_adapt_epoch_length_keeps_an_epoch_a_pass(make):
     """[H25]"""
     rows, _, trainer = observed(make(), doubling, 4, adapt_epoch_length=True)
     assert sizes(rows) == [[2] * 12, [4] * 6, [8] * 3, [16, 8]]
@@ -66,20 +66,20 @@ def test_an_epoch_stays_a_pass_if_that_is_asked_for(make):
 
 
 @pytest.mark.parametrize("make", [plain, exact])
-def test_batches_that_shrink(make):
+def test_shrinking_batches(make):
     rows, _, trainer = observed(make(), lambda epoch: 8 - 2 * epoch, 3, adapt_epoch_length=True)
     assert sizes(rows) == [[8] * 3, [6] * 4, [4] * 6]
     assert trainer.state.iteration == 18
 
 
 @pytest.mark.parametrize("make", [plain, exact])
-def test_otherwise_the_engine_counts_as_before(make):
+def test_epoch_length_is_unchanged_by_default(make):
     rows, _, trainer = observed(make(), lambda epoch: 8, 2)
     assert sizes(rows) == [[8] * 6, [8] * 6]
     assert (trainer.state.epoch_length, trainer.state.iteration) == (6, 12)
 
 
-def test_what_is_no_pass_over_this_loader_is_left_alone():
+def test_epochs_that_are_not_passes_over_the_loader_keep_their_length():
     loader = plain()
     trainer = Engine(lambda engine, batch: None)
     BatchSizeScheduler(loader, doubling, adapt_epoch_length=True).attach(trainer)
@@ -97,7 +97,7 @@ def test_what_is_no_pass_over_this_loader_is_left_alone():
 
 @settings(max_examples=30)
 @given(st.integers(0, 1000), st.lists(st.integers(2, 9), min_size=3, max_size=3))
-def test_a_run_resumed_anywhere_goes_on_with_the_very_next_sample(place, wanted):
+def test_a_resumed_run_continues_with_the_next_sample(place, wanted):
     rows, states, _ = observed(exact(), wanted.__getitem__, 3, adapt_epoch_length=True)
     batches = flat(rows)
     done = place % (len(batches) - 1) + 1
@@ -106,7 +106,7 @@ def test_a_run_resumed_anywhere_goes_on_with_the_very_next_sample(place, wanted)
     assert trainer.state.epoch == 3
 
 
-def test_a_scheduler_that_is_new_in_the_middle_of_an_epoch_leaves_its_length():
+def test_a_scheduler_attached_during_an_epoch_keeps_its_length():
     _, states, _ = observed(exact(), doubling, 2, adapt_epoch_length=True)
     loader = exact(size=2)
     trainer = Engine(lambda engine, batch: None)
@@ -116,7 +116,7 @@ def test_a_scheduler_that_is_new_in_the_middle_of_an_epoch_leaves_its_length():
     assert (trainer.state.epoch, trainer.state.epoch_length, trainer.state.iteration) == (2, 12, 24)
 
 
-def test_a_state_at_the_start_of_an_epoch_is_that_of_a_pass_not_yet_begun():
+def test_a_state_saved_at_the_start_of_an_epoch_is_at_the_start_of_a_pass():
     loader, saved = exact(), []
     trainer = Engine(lambda engine, batch: None)
     scheduler = BatchSizeScheduler(loader, doubling, adapt_epoch_length=True)
@@ -132,7 +132,7 @@ def test_a_state_at_the_start_of_an_epoch_is_that_of_a_pass_not_yet_begun():
         assert engine_state["iteration"] == epoch * engine_state["epoch_length"]
 
 
-def test_the_size_is_that_of_one_rank():
+def test_the_size_is_per_rank():
     ranks = [ExactBatchSampler(Sequential(24), 4, num_replicas=2, rank=rank) for rank in range(2)]
     for sampler in ranks:
         scheduler = BatchSizeScheduler(DataLoader(range(24), batch_sampler=sampler), lambda index: 6)
@@ -144,7 +144,7 @@ def test_the_size_is_that_of_one_rank():
     ]
 
 
-def test_history_and_the_index():
+def test_history_and_index():
     trainer, loader, seen = Engine(lambda engine, batch: None), plain(), []
     scheduler = BatchSizeScheduler(loader, lambda index: seen.append(index) or index + 1, save_history=True)
     scheduler.attach(trainer, Events.ITERATION_STARTED(every=3))
@@ -154,7 +154,7 @@ def test_history_and_the_index():
     assert loader.batch_sampler.batch_size == 4
 
 
-def test_a_state_goes_on():
+def test_a_loaded_state_continues():
     scheduler = BatchSizeScheduler(plain(), doubling)
     scheduler(None)
     scheduler(None)
@@ -171,7 +171,7 @@ def test_simulated_values():
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, "4", None])
-def test_a_size_that_is_none_is_refused_and_changes_nothing(size):
+def test_an_invalid_size_is_rejected_and_changes_nothing(size):
     loader = plain()
     scheduler = BatchSizeScheduler(loader, lambda index: size)
     with pytest.raises(ValueError, match="scheduler_fn must return an integer of at least 1"):
@@ -185,7 +185,7 @@ class Stream(IterableDataset):
 
 
 class Pairs(BatchSampler):
-    """A batch sampler of a user's own, without a size that could be set."""
+    """A custom batch sampler without a batch size."""
 
     def __init__(self, pairs=((0, 1), (2, 3))):
         self.pairs = pairs
@@ -200,7 +200,7 @@ class Pairs(BatchSampler):
         return "<pairs>"
 
 
-def test_a_stream_has_batches_of_a_size_too():
+def test_the_batch_size_of_a_stream_can_be_scheduled():
     rows, _, trainer = observed(DataLoader(Stream(), batch_size=2), lambda epoch: 3, 2, adapt_epoch_length=True)
     assert rows == [[[0, 1, 2], [3, 4, 5]]] * 2
     assert trainer.state.epoch_length == 2
@@ -235,11 +235,11 @@ def test_a_size_larger_than_the_data_does_not_end_the_run():
         ),
     ],
 )
-def test_loaders_without_a_batch_size_are_refused(loader, error, message):
+def test_loaders_without_a_batch_size_are_rejected(loader, error, message):
     with pytest.raises(error, match=message):
         BatchSizeScheduler(loader, doubling)
 
 
-def test_what_cannot_be_called_is_refused():
+def test_scheduler_fn_must_be_callable():
     with pytest.raises(TypeError, match="scheduler_fn must be callable, got 3"):
         BatchSizeScheduler(plain(), 3)

@@ -1,4 +1,4 @@
-"""Schedulers of one parameter: their values, their groups, history, and state."""
+"""Schedulers that follow a formula: values, parameter groups, history, state, and plots."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.handlers.schedules import calls, entries, reread, run_with, sgd
 
 
 class Own(ParamScheduler):
-    """Gives what it is told."""
+    """Returns a fixed value."""
 
     def __init__(self, optimizer, param_name="lr", value=1.0, **options):
         super().__init__(optimizer, param_name, **options)
@@ -49,14 +49,14 @@ def values(kind, count, **options):
 # --- writing -----------------------------------------------------------------------------------------------------
 
 
-def test_an_iteration_uses_the_value_of_the_index_below_its_number():
+def test_iteration_k_uses_the_value_of_index_k_minus_1():
     optimizer = sgd()
     scheduler = PiecewiseLinear(optimizer, "lr", [(0, 1.0), (4, 0.0)])
     assert run_with(scheduler, optimizer, 5, read=rates) == [[1.0], [0.75], [0.5], [0.25], [0.0]]
     assert scheduler.event_index == 5
 
 
-def test_attach_takes_an_event_and_gives_a_handle():
+def test_attach_takes_an_event_and_returns_a_handle():
     optimizer = sgd()
     scheduler = PiecewiseLinear(optimizer, "lr", [(0, 1.0), (4, 0.0)])
     trainer = Engine(lambda engine, batch: None)
@@ -70,7 +70,7 @@ def test_attach_takes_an_event_and_gives_a_handle():
 @pytest.mark.parametrize(
     ("index", "expected"), [(None, [1.0, 1.0]), (0, [1.0, 0.2]), (1, [0.1, 1.0]), (-1, [0.1, 1.0])]
 )
-def test_one_group_or_all_are_written(index, expected):
+def test_one_or_all_groups_are_set(index, expected):
     optimizer = sgd(0.1, 0.2)
     scheduler = Own(optimizer, param_group_index=index)
     scheduler(None)
@@ -78,7 +78,7 @@ def test_one_group_or_all_are_written(index, expected):
     assert len(scheduler.optimizer_param_groups) == (2 if index is None else 1)
 
 
-def test_groups_that_an_optimizer_makes_anew_are_found():
+def test_groups_replaced_by_load_state_dict_are_found():
     optimizer = sgd(0.1, 0.2)
     scheduler = Own(optimizer, param_group_index=1)
     optimizer.load_state_dict(optimizer.state_dict())
@@ -86,7 +86,7 @@ def test_groups_that_an_optimizer_makes_anew_are_found():
     assert rates(optimizer) == [0.1, 1.0]
 
 
-def test_a_list_is_one_value_for_each_group():
+def test_a_list_sets_one_value_per_group():
     optimizer = sgd(0.1, 0.2)
     Own(optimizer, value=[3.0, 4.0])(None)
     assert rates(optimizer) == [3.0, 4.0]
@@ -115,7 +115,7 @@ def test_a_tensor_is_written_in_place():
     assert trainer.state.param_history["lr"] == [[1.0], [0.75]]
 
 
-def test_any_object_with_groups_will_do():
+def test_any_object_with_param_groups_is_accepted():
     class Groups:
         param_groups = ({"weight_decay": 0.1}, {"weight_decay": 0.1})
 
@@ -123,8 +123,8 @@ def test_any_object_with_groups_will_do():
     assert [group["weight_decay"] for group in Groups.param_groups] == [1.0, 1.0]
 
 
-def test_a_call_looks_at_nothing_but_its_groups():
-    """No deep copies and no formatting: what a call does is a few function calls, each counted here."""
+def test_a_call_makes_few_function_calls():
+    """A call makes no deep copies and formats nothing."""
     optimizer = sgd()
     scheduler = PiecewiseLinear(optimizer, "lr", [(0, 1.0), (100, 0.0)])
     counted = []
@@ -148,7 +148,7 @@ def test_history_has_one_entry_for_each_call():
     assert trainer.state.param_history == {"lr": [[1.0] * 2, [0.5] * 2, [0.0] * 2], "momentum": [[0.5]] * 3}
 
 
-def test_history_has_the_name_that_is_asked_for():
+def test_history_uses_the_given_name():
     trainer = Engine(lambda engine, batch: None)
     scheduler = Own(sgd(), save_history=True)
     trainer.add_event_handler(Events.ITERATION_STARTED, scheduler, "encoder")
@@ -156,7 +156,7 @@ def test_history_has_the_name_that_is_asked_for():
     assert trainer.state.param_history == {"encoder": [[1.0]]}
 
 
-def test_no_history_is_made_unless_asked_for():
+def test_history_is_kept_only_on_request():
     trainer = Engine(lambda engine, batch: None)
     scheduler = Own(sgd())
     scheduler.attach(trainer)
@@ -191,7 +191,7 @@ small = st.integers(0, 30)
 @given(
     st.lists(st.tuples(small, numbers), min_size=1, max_size=6).map(lambda pairs: sorted(pairs, key=lambda one: one[0]))
 )
-def test_piecewise_is_a_plain_interpolation(pairs):
+def test_piecewise_linear_equals_plain_interpolation(pairs):
     def plainly(index):
         if index < pairs[0][0]:
             return pairs[0][1]
@@ -207,7 +207,7 @@ def test_piecewise_is_a_plain_interpolation(pairs):
 
 
 def closed_form(kind, index, start, end, size, mult, start_mult, end_mult, warmup):
-    """Find the cycle of an index, and the place in it."""
+    """Compute the value from the cycle of an index and the position in it."""
     cycle = 0
     while index >= size + warmup:
         index -= size + warmup
@@ -276,7 +276,7 @@ def test_cycles_are_counted():
     assert (scheduler.cycle, scheduler.cycle_size, scheduler.event_index) == (2, 12, 1)
 
 
-def test_a_cyclical_scheduler_of_the_users_own():
+def test_a_custom_cyclical_scheduler():
     class Square(CyclicalScheduler):
         def get_param(self):
             return self.start_value if 2 * self.event_index < self.cycle_size else self.end_value
@@ -284,7 +284,7 @@ def test_a_cyclical_scheduler_of_the_users_own():
     assert values(Square, 6, start_value=1, end_value=0, cycle_size=4) == [1.0, 1.0, 0.0, 0.0, 1.0, 1.0]
 
 
-# --- looking ahead -------------------------------------------------------------------------------------------------
+# --- simulation -------------------------------------------------------------------------------------------------
 
 COURSE = {"start_value": 1.0, "end_value": 0.1, "cycle_size": 4}
 ALL = {
@@ -311,7 +311,7 @@ def test_simulated_values_are_those_of_a_run():
     assert rows == [[index, *row] for index, row in enumerate(expected)]
 
 
-def test_simulating_touches_no_optimizer():
+def test_simulating_does_not_change_the_optimizer():
     optimizer = sgd(0.1, 0.2)
     before = entries(optimizer)
     PiecewiseLinear.simulate_values(5, optimizer=optimizer, param_name="dampening", milestones_values=[(0, 1.0)])
@@ -322,7 +322,7 @@ def test_simulating_touches_no_optimizer():
 
 
 @given(kind=st.sampled_from(list(ALL)), before=st.integers(0, 30), after=st.integers(1, 30))
-def test_a_state_saved_at_any_call_goes_on(kind, before, after):
+def test_a_state_saved_at_any_call_continues(kind, before, after):
     optimizer, other = sgd(), sgd(0.3)
     scheduler, fresh = ALL[kind](optimizer), ALL[kind](other)
     calls(scheduler, before, lambda: rates(optimizer))
@@ -339,7 +339,7 @@ def test_a_state_is_a_copy():
     assert state["event_index"] == 0
 
 
-def test_what_does_not_fit_is_not_loaded():
+def test_a_state_that_does_not_fit_is_rejected():
     scheduler = ALL["piecewise"](sgd())
     state = scheduler.state_dict()
     with pytest.raises(TypeError, match="must be a mapping"):
@@ -351,11 +351,11 @@ def test_what_does_not_fit_is_not_loaded():
     assert scheduler.state_dict() == state
 
 
-# --- bad input -----------------------------------------------------------------------------------------------------
+# --- invalid arguments -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("optimizer", [None, {}, 1, torch.zeros(1), type("Odd", (), {"param_groups": "abc"})()])
-def test_an_unsuitable_optimizer_is_refused(optimizer):
+def test_an_unsuitable_optimizer_is_rejected(optimizer):
     with pytest.raises(TypeError, match="optimizer must be an optimizer of torch"):
         Own(optimizer)
 
@@ -369,12 +369,12 @@ def test_an_unsuitable_optimizer_is_refused(optimizer):
         (0.0, TypeError, "0.0"),
     ],
 )
-def test_a_group_that_is_not_there_is_refused(index, error, message):
+def test_a_missing_group_is_rejected(index, error, message):
     with pytest.raises(error, match=f"param_group_index must be .*{message}"):
         Own(sgd(0.1, 0.2), param_group_index=index)
 
 
-def test_a_name_is_a_string():
+def test_param_name_must_be_a_string():
     with pytest.raises(TypeError, match="param_name must be a str, got 1"):
         Own(sgd(), 1)
 
@@ -392,7 +392,7 @@ def test_a_name_is_a_string():
         ({"cycle_mult": "2"}, TypeError, "cycle_mult"),
     ],
 )
-def test_bad_cycles_are_refused(options, error, message):
+def test_invalid_cycles_are_rejected(options, error, message):
     with pytest.raises(error, match=message):
         LinearCyclicalScheduler(sgd(), "lr", **{"start_value": 0.0, "end_value": 1.0, "cycle_size": 4, **options})
 
@@ -411,20 +411,20 @@ def test_bad_cycles_are_refused(options, error, message):
         ([(0, "1")], TypeError, "must be a number"),
     ],
 )
-def test_bad_milestones_are_refused(milestones, error, message):
+def test_invalid_milestones_are_rejected(milestones, error, message):
     with pytest.raises(error, match=message):
         PiecewiseLinear(sgd(), "lr", milestones)
 
 
 @pytest.mark.parametrize("name", ["rl", "params"])
-def test_a_parameter_that_is_not_there_is_refused_and_not_made(name):
+def test_a_missing_parameter_is_rejected_and_not_created(name):
     optimizer = sgd(0.1, 0.2)
     with pytest.raises(ValueError, match=f"param_name must be .*, got '{name}'; one has .*'lr'"):
         PiecewiseLinear(optimizer, name, [(0, 1.0)])
     assert name == "params" or all(name not in group for group in optimizer.param_groups)
 
 
-def test_a_parameter_need_only_be_in_the_groups_that_are_scheduled():
+def test_a_parameter_must_exist_only_in_the_scheduled_groups():
     optimizer = sgd(0.1, 0.2)
     optimizer.param_groups[1]["noise"] = 0.0
     for index in (1, -1):
@@ -442,7 +442,7 @@ def test_values_of_any_parameter_can_be_simulated():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_values_that_are_not_finite_are_refused(value):
+def test_non_finite_values_are_rejected(value):
     with pytest.raises(ValueError, match=f"a value of milestones_values must be a finite number, got {value}"):
         PiecewiseLinear(sgd(), "lr", [(0, value)])
     with pytest.raises(ValueError, match=f"cycle_mult must be a finite number, got {value}"):
@@ -477,7 +477,7 @@ def test_each_group_is_a_line(figures):
     assert drawn(lines) == [[(0.0, 0.5), (1.0, 0.25)], [(0.0, 0.1), (1.0, 0.05)]]
 
 
-def test_other_schedulers_plot_too(figures):
+def test_other_schedulers_can_be_plotted(figures):
     optimizer = sgd()
     parts = [PiecewiseLinear(optimizer, "lr", [(0, 1.0)]), CosineAnnealingScheduler(optimizer, "lr", 0.5, 0.0, 4)]
     assert drawn(ConcatScheduler.plot_values(2, schedulers=parts, durations=[1])) == [[(0.0, 1.0), (1.0, 0.5)]]
@@ -489,7 +489,7 @@ def test_other_schedulers_plot_too(figures):
     ]
 
 
-def test_without_matplotlib_it_says_what_to_install(monkeypatch):
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with pytest.raises(
         ModuleNotFoundError, match=r"PiecewiseLinear.plot_values needs .* pip install 'camshaft\[plot\]'"

@@ -1,4 +1,4 @@
-"""States of PyTorch-Ignite's schedulers: a job that changes libraries in the middle continues with the same rates."""
+"""States of PyTorch-Ignite's schedulers: a job that changes libraries continues with the same rates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PIECES = [(0, 0.1), (3, 1.0), (8, 0.2), (12, 0.6)]
 @functools.cache
 def ignite():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it imports parts of torch that are deprecated
+        warnings.simplefilter("ignore")  # it imports deprecated parts of torch
         import ignite.engine
         import ignite.handlers
 
@@ -77,7 +77,7 @@ def wrap(make, **options):
 
 @functools.cache
 def job(make, rates=(0.5, 0.1), event="ITERATION_STARTED"):
-    """Run Ignite: return what each step sees, and the states of scheduler and optimizer after each iteration."""
+    """Run Ignite; return the rates of each step, and the states of scheduler and optimizer after each iteration."""
     optimizer, rows, states = sgd(*rates), [], []
 
     def step(engine, batch):
@@ -90,7 +90,7 @@ def job(make, rates=(0.5, 0.1), event="ITERATION_STARTED"):
     trainer = ignite().engine.Engine(step)
 
     def save():
-        kept = {id(optimizer): optimizer}  # part of the state of some
+        kept = {id(optimizer): optimizer}  # some schedulers have it in their state
         states.append((copy.deepcopy(scheduler.state_dict(), kept), copy.deepcopy(optimizer.state_dict())))
 
     save()
@@ -101,7 +101,7 @@ def job(make, rates=(0.5, 0.1), event="ITERATION_STARTED"):
 
 
 def continued(make, states, at, rates=(0.5, 0.1), event=Events.ITERATION_STARTED, optimizer_first=True):
-    """Load the states after ``at`` iterations here, and list what the remaining steps see."""
+    """Load the states after ``at`` iterations into camshaft, and return the rates of the remaining steps."""
     optimizer, rows = sgd(*rates), []
     scheduler = make(camshaft.handlers, optimizer)
 
@@ -115,7 +115,7 @@ def continued(make, states, at, rates=(0.5, 0.1), event=Events.ITERATION_STARTED
     loads = [lambda: optimizer.load_state_dict(saved_optimizer), lambda: scheduler.load_state_dict(saved)]
     for load in loads if optimizer_first else reversed(loads):
         load()
-    scheduler.load_state_dict(scheduler.state_dict())  # as a job that is killed before its first iteration
+    scheduler.load_state_dict(scheduler.state_dict())  # like a job that is killed before its first iteration
     trainer.run(range(NUM_EVENTS - at))
     return rows
 
@@ -134,7 +134,7 @@ def test_a_job_continues_with_the_rates_of_ignite(make):
 
 @pytest.mark.parametrize("name", MAKES)
 def test_a_job_with_several_groups_continues_with_the_rates_of_ignite(name):
-    """A warm-up there to another value than the first one treats the groups differently until it is over."""
+    """A warm-up of Ignite to another value than the first one treats the groups differently."""
     check(MAKES[name], 6 if name.endswith("0.7") else 0)
 
 
@@ -179,7 +179,7 @@ def test_the_state_of_a_plateau_continues():
     assert rates == [0.25, 0.125, 0.125, 0.1, 0.1, 0.1]
 
 
-def test_a_warm_up_of_different_lengths_is_refused_until_it_is_over():
+def test_a_warm_up_with_different_lengths_is_rejected_until_it_is_over():
     def make(handlers, optimizer):
         return handlers.create_lr_scheduler_with_warmup(cosine_from(0.5, handlers, optimizer), 0.0, 4)
 
@@ -202,7 +202,7 @@ def test_a_warm_up_of_different_lengths_is_refused_until_it_is_over():
         plateau,
     ],
 )
-def test_what_is_no_state_of_this_scheduler_changes_nothing(make):
+def test_an_unrelated_state_is_rejected_and_changes_nothing(make):
     scheduler = make(camshaft.handlers, sgd())
     before = copy.deepcopy(scheduler.state_dict())
     wrong = {"event_index": 3, "param_name": "lr", "save_history": False, "param_group_index": None}

@@ -32,14 +32,14 @@ def test_every_scheduler_of_torch_is_tested():
 
 @each
 @pytest.mark.parametrize("rates", [(0.5,), (0.5, 0.1)], ids=["one group", "two groups"])
-def test_steps_see_the_rates_of_torch(make, rates):
+def test_steps_use_the_rates_of_torch(make, rates):
     optimizer = sgd(*rates)
     expected = natively(make, sgd(*rates), 20)
     assert run_with(LRScheduler(make(optimizer)), optimizer, 20) == expected
 
 
 @each
-def test_legacy_steps_see_the_rates_of_torch(make):
+def test_legacy_steps_use_the_rates_of_torch(make):
     optimizer = sgd()
     with pytest.warns(UserWarning, match="must be attached to Events.ITERATION_COMPLETED"):
         scheduler = LRScheduler(make(optimizer), use_legacy=True)
@@ -49,7 +49,7 @@ def test_legacy_steps_see_the_rates_of_torch(make):
 @each
 @settings(max_examples=10)
 @given(before=st.integers(0, 15), after=st.integers(1, 15))
-def test_a_state_saved_at_any_call_goes_on(make, before, after):
+def test_a_state_saved_at_any_call_continues(make, before, after):
     """Also where the state of the optimizer is not loaded."""
     optimizer, other = sgd(), sgd()
     scheduler, fresh = LRScheduler(make(optimizer)), LRScheduler(make(other))
@@ -73,7 +73,7 @@ def test_simulated_values_are_those_of_a_run_and_change_nothing(make):
     assert run == natively(make, sgd(0.5, 0.1), 20)
 
 
-def test_simulating_further_than_a_scheduler_goes_changes_nothing():
+def test_simulating_beyond_the_end_of_a_scheduler_changes_nothing():
     optimizer = sgd()
     scheduler = native.OneCycleLR(optimizer, 0.5, total_steps=5)
     before, groups = copy.deepcopy(scheduler.state_dict()), entries(optimizer)
@@ -82,7 +82,7 @@ def test_simulating_further_than_a_scheduler_goes_changes_nothing():
     assert (scheduler.state_dict(), entries(optimizer)) == (before, groups)
 
 
-def test_one_cycle_goes_as_far_as_its_steps():
+def test_one_cycle_can_use_all_of_its_steps():
     optimizer = sgd()
     scheduler = LRScheduler(native.OneCycleLR(optimizer, 0.5, total_steps=5))
     assert len(run_with(scheduler, optimizer, 5)) == 5
@@ -95,7 +95,7 @@ def test_the_rate_in_the_optimizer_is_that_of_the_last_step():
     assert optimizer.param_groups[0]["lr"] == 0.125
 
 
-def test_what_others_write_into_the_optimizer_is_overwritten():
+def test_rates_written_by_others_are_overwritten():
     optimizer = sgd(0.5)
     scheduler = LRScheduler(native.ExponentialLR(optimizer, 0.5))
     found = []
@@ -106,7 +106,7 @@ def test_what_others_write_into_the_optimizer_is_overwritten():
     assert found == [0.5, 0.25, 0.125]
 
 
-def test_a_scheduler_that_has_come_some_way_goes_on_there():
+def test_a_scheduler_that_has_already_stepped_continues():
     optimizer = sgd(0.5)
     scheduler = native.ExponentialLR(optimizer, 0.5)
     optimizer.step()
@@ -114,8 +114,8 @@ def test_a_scheduler_that_has_come_some_way_goes_on_there():
     assert [row[1] for row in LRScheduler.simulate_values(2, scheduler)] == [0.25, 0.125]
 
 
-def test_gradients_may_be_collected_before_the_first_step():
-    """Torch would warn that the optimizer has made no step: here it has on purpose made none yet."""
+def test_accumulating_gradients_before_the_first_step_does_not_warn():
+    """Torch would warn that the optimizer has not stepped, which is intended here."""
     optimizer = sgd()
     trainer = Engine(lambda engine, batch: optimizer.step() if engine.state.iteration % 4 == 0 else None)
     LRScheduler(native.ExponentialLR(optimizer, 0.5)).attach(trainer)
@@ -123,7 +123,7 @@ def test_gradients_may_be_collected_before_the_first_step():
 
 
 @each
-def test_the_state_of_the_scheduler_is_that_of_torch_after_each_step(make):
+def test_the_state_equals_that_of_torch_after_each_step(make):
     optimizer, other = sgd(0.5, 0.1), sgd(0.5, 0.1)
     scheduler, plain = LRScheduler(make(optimizer)), make(other)
     scheduler(None)
@@ -140,14 +140,14 @@ def reread_state(scheduler):
     return {name: value for name, value in scheduler.state_dict().items() if name not in ("_schedulers", "lr_lambdas")}
 
 
-def test_a_call_enters_no_context_and_looks_for_no_warnings(monkeypatch):
-    """What ``step()`` of torch does besides computing the rates takes most of its time."""
+def test_step_of_torch_is_not_called(monkeypatch):
+    """Most of its time is not spent on computing the rates."""
     scheduler = LRScheduler(native.StepLR(sgd(0.5, 0.1), 3, gamma=0.1))
     monkeypatch.setattr(native.LRScheduler, "step", lambda self: pytest.fail("step() was called"))
     assert calls(scheduler, 4, lambda: scheduler.get_param()[0]) == [0.5, 0.5, 0.5, pytest.approx(0.05)]
 
 
-def test_a_step_of_a_users_own_is_called():
+def test_a_custom_step_method_is_called():
     class Own(native.ExponentialLR):
         def step(self):
             super().step()
@@ -158,7 +158,7 @@ def test_a_step_of_a_users_own_is_called():
     assert run_with(scheduler, scheduler.optimizer, 3) == natively(lambda optimizer: Own(optimizer, 0.5), sgd(0.5), 3)
 
 
-def test_another_number_of_groups_than_at_the_start_is_refused():
+def test_a_changed_number_of_groups_is_rejected():
     optimizer = sgd(0.5)
     scheduler = LRScheduler(native.ExponentialLR(optimizer, 0.5))
     scheduler(None)
@@ -168,7 +168,7 @@ def test_another_number_of_groups_than_at_the_start_is_refused():
         scheduler(None)
 
 
-def test_history_has_the_rate_of_each_group():
+def test_history_has_one_rate_per_group():
     optimizer = sgd(0.5, 0.1)
     scheduler = LRScheduler(native.ExponentialLR(optimizer, 0.5), save_history=True)
     trainer = Engine(lambda engine, batch: optimizer.step())
@@ -178,7 +178,7 @@ def test_history_has_the_rate_of_each_group():
     assert scheduler.get_param() == [0.25, 0.05]
 
 
-def test_rates_that_are_tensors_stay_the_same_tensors():
+def test_tensor_rates_are_updated_in_place():
     def make(rate):
         return torch.optim.SGD([torch.zeros(1)], lr=rate)
 
@@ -199,7 +199,7 @@ def test_rates_that_are_tensors_stay_the_same_tensors():
 
 
 class Wrapped(native.LRScheduler):
-    """A scheduler as users write them, which holds another one and with it the optimizer."""
+    """A custom scheduler that holds another one, and thereby the optimizer."""
 
     def __init__(self, optimizer, after):
         self.after = after
@@ -214,7 +214,7 @@ class Wrapped(native.LRScheduler):
             self.after.step()
 
 
-def test_a_scheduler_within_a_users_own_keeps_its_optimizer():
+def test_a_nested_scheduler_keeps_its_optimizer():
     optimizer = sgd(0.5)
     scheduler = Wrapped(optimizer, native.ExponentialLR(optimizer, 0.5))
     rows = LRScheduler.simulate_values(6, scheduler)
@@ -233,13 +233,13 @@ def test_a_state_that_does_not_fit_changes_nothing():
     assert scheduler.state_dict() == before
 
 
-def test_a_plateau_is_sent_elsewhere():
+def test_reduce_lr_on_plateau_is_rejected_with_a_hint():
     with pytest.raises(TypeError, match=ReduceLROnPlateauScheduler.__name__):
         LRScheduler(native.ReduceLROnPlateau(sgd()))
 
 
 @pytest.mark.parametrize("wrong", [None, 1, "lr", sgd(), native.ExponentialLR])
-def test_what_is_no_scheduler_is_refused(wrong):
+def test_anything_but_a_torch_scheduler_is_rejected(wrong):
     with pytest.raises(TypeError, match="must be one of torch.optim.lr_scheduler"):
         LRScheduler(wrong)
 
@@ -255,7 +255,7 @@ def lr(optimizer):
 
 
 def after_each(scheduler, losses):
-    """List the rates after each call with a metric."""
+    """Return the rates after each call with a metric."""
     rows = []
     for loss in losses:
         scheduler(at(loss=loss))
@@ -275,14 +275,14 @@ metrics = st.lists(st.floats(0, 1), min_size=1, max_size=20)
 
 
 @given(metrics, st.sampled_from([{}, {"min_lr": 0.1}, {"min_lr": [0.2, 0.01]}, {"mode": "max", "min_lr": 0}]))
-def test_rates_are_those_of_torch(losses, options):
+def test_plateau_rates_are_those_of_torch(losses, options):
     """[H24] with ``min_lr`` as it was given."""
     found = after_each(ReduceLROnPlateauScheduler(sgd(0.5, 0.1), "loss", **OPTIONS, **options), losses)
     assert found == plateau_natively(sgd(0.5, 0.1), losses, **OPTIONS, **options)
 
 
 @given(metrics, st.sampled_from([0, 1, -1]), st.sampled_from([0, 0.1, 0.01]))
-def test_one_group_alone_with_its_own_bound(losses, index, bound):
+def test_a_single_group_with_its_own_bound(losses, index, bound):
     """[H24] also for groups after the first, and for an integer."""
     found = after_each(
         ReduceLROnPlateauScheduler(sgd(0.5, 0.3), "loss", param_group_index=index, min_lr=bound, **OPTIONS), losses
@@ -293,7 +293,7 @@ def test_one_group_alone_with_its_own_bound(losses, index, bound):
     assert {row[other] for row in found} == {[0.5, 0.3][other]}
 
 
-def test_it_follows_an_evaluator_and_its_history_is_with_the_trainer():
+def test_history_is_kept_by_the_trainer():
     optimizer, losses = sgd(0.5, 0.3), iter(LOSSES)
     trainer = Engine(lambda engine, batch: None)
     evaluator = Engine(lambda engine, batch: None)
@@ -314,13 +314,13 @@ def test_it_follows_an_evaluator_and_its_history_is_with_the_trainer():
     assert lr(optimizer) == [expected[-1][0], 0.3]
 
 
-def test_history_is_with_the_engine_where_there_is_no_trainer():
+def test_history_is_kept_by_the_engine_without_a_trainer():
     engine = at(loss=1.0)
     ReduceLROnPlateauScheduler(sgd(0.5, 0.3), "loss", save_history=True)(engine)
     assert engine.state.param_history == {"lr": [[0.5, 0.3]]}
 
 
-def test_a_metric_that_is_not_there_is_named():
+def test_a_missing_metric_is_reported_by_name():
     scheduler = ReduceLROnPlateauScheduler(sgd(), "loss", **OPTIONS)
     before = scheduler.state_dict()
     with pytest.raises(ValueError, match=r"must be a metric of the engine, \['accuracy'\], got 'loss'"):
@@ -330,7 +330,7 @@ def test_a_metric_that_is_not_there_is_named():
 
 @given(before=st.integers(0, 9), index=st.sampled_from([None, 1]))
 def test_the_state_of_a_plateau_resumes(before, index):
-    """The rate itself is in the state of the optimizer: this scheduler only lowers what it finds."""
+    """The rate itself is in the state of the optimizer: this scheduler only reduces it."""
     optimizer, other = sgd(0.5, 0.1), sgd(0.5, 0.1)
     scheduler, fresh = (
         ReduceLROnPlateauScheduler(one, "loss", param_group_index=index, **OPTIONS) for one in (optimizer, other)

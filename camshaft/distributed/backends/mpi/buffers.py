@@ -1,107 +1,127 @@
-"""Memory that MPI can read and write, for tensors that may be strided, narrow, or on another device."""
+"""Tensors as mpi4py takes them: memory and types for tensors that may be strided, narrow, or on another device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from camshaft.distributed.backends.mpi.types import WIDER, datatypes, is_average, plain_types
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+# MPI does not add these up (Open MPI adds the bits of two bfloat16 as integers): they are reduced as wider ones.
+# A bool becomes an int32, so that a SUM over more than 255 ranks is still true.
+WIDER = {
+    torch.bool: torch.int32,
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.complex32: torch.complex64,
+}
+_REDUCED = {
+    torch.float32: "FLOAT",
+    torch.float64: "DOUBLE",
+    torch.int8: "INT8_T",
+    torch.int16: "INT16_T",
+    torch.int32: "INT32_T",
+    torch.int64: "INT64_T",
+    torch.uint8: "UINT8_T",
+    torch.uint16: "UINT16_T",
+    torch.uint32: "UINT32_T",
+    torch.uint64: "UINT64_T",
+    torch.complex64: "C_FLOAT_COMPLEX",
+    torch.complex128: "C_DOUBLE_COMPLEX",
+}
+# by the size of an element: some MPI libraries count no further than 2**31, so elements are counted, not bytes
+_MOVED = {1: "BYTE", 2: "INT16_T", 4: "INT32_T", 8: "INT64_T", 16: "C_DOUBLE_COMPLEX"}
+_OPERATIONS = {"AVG": "SUM", "PRODUCT": "PROD"}  # the others have one name in torch and in MPI
 
 Message = list[Any]  # what mpi4py takes: [memory, type] or [memory, counts, type]
 
 
+def mpi() -> Any:
+    """Return ``mpi4py.MPI``, whose first import initializes MPI."""
+    from mpi4py import MPI
+
+    return MPI
+
+
+def operation(op: Any, dtype: torch.dtype) -> Any:
+    """Return the MPI operation for a reduction of torch.
+
+    Raises:
+        ValueError: MPI has none (``PREMUL_SUM``), or none for this dtype.
+    """
+    if WIDER.get(dtype, dtype) not in _REDUCED:
+        raise ValueError(f"MPI reduces tensors of {', '.join(map(str, (*_REDUCED, *WIDER)))}; got {dtype}")
+    allowed = ["SUM", "PRODUCT"]
+    allowed += [] if dtype.is_complex else ["MIN", "MAX"]
+    allowed += ["AVG"] if dtype.is_complex or dtype.is_floating_point else ["BAND", "BOR", "BXOR"]
+    if (name := name_of(op)) not in allowed:
+        raise ValueError(f"op must be one of {', '.join(allowed)} for tensors of {dtype} over MPI, got {name}")
+    return getattr(mpi(), _OPERATIONS.get(name, name))
+
+
+def name_of(op: Any) -> str:
+    """Return the name of a reduction: torch passes both ``ReduceOp`` objects and the values of its enumeration."""
+    kind: dist.ReduceOp.RedOpType = getattr(op, "op", op)
+    return kind.name
+
+
 def sendable(tensor: Tensor) -> Tensor:
-    """Give the tensor itself if MPI can read it where it is, else a copy on the CPU, one element after the other."""
+    """Return the tensor itself if MPI can read it where it is, else a contiguous copy on the CPU."""
     if _is_plain(tensor):
         return tensor
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
-def receivable(tensor: Tensor) -> Tensor:
-    """Give the tensor itself if MPI can write to it where it is, else memory of its own for :func:`deliver`."""
-    return tensor if _is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
-
-
-def deliver(buffer: Tensor, tensor: Tensor) -> None:
-    """Bring what was received to the tensor that it is for."""
-    if buffer is not tensor:
-        with torch.no_grad():  # the tensor may be a leaf that requires gradients
-            tensor.copy_(buffer.view(tensor.shape))
-
-
-def deliver_parts(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Cut what was received into the tensors that it is for, one after the other."""
-    for part, tensor in zip(torch.split(buffer, [tensor.numel() for tensor in tensors]), tensors, strict=True):
-        deliver(part, tensor)
-
-
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Lay tensors one after the other, to send them as one."""
+    """Concatenate tensors, to send them as one."""
     return torch.cat([sendable(tensor).detach().reshape(-1) for tensor in tensors])
 
 
+def receivable(tensors: Sequence[Tensor]) -> Tensor:
+    """Return memory for tensors that are received one after the other: the tensor itself if MPI can write to it."""
+    if len(tensors) == 1 and _is_plain(tensors[0]):
+        return tensors[0]
+    return torch.empty(sum(sizes(tensors)), dtype=tensors[0].dtype)
+
+
 def widened(tensor: Tensor) -> Tensor:
-    """Give memory with the tensor's values in a dtype that MPI reduces; the tensor itself if that can be."""
+    """Return memory with the tensor's values in a dtype that MPI reduces: the tensor itself if possible."""
     return sendable(tensor).to(WIDER.get(tensor.dtype, tensor.dtype))
 
 
-def finish_reduction(buffer: Tensor, tensor: Tensor, op: Any, size: int) -> None:
-    """Turn the sum into an average if that is wanted, and bring it to the tensor that it is for."""
-    if is_average(op):
-        with torch.no_grad():
-            buffer.div_(size)
-    deliver(buffer, tensor)
-
-
-def apart(source: Tensor, target: Tensor) -> Tensor:
-    """Give the source, or a copy of it where both lie in the same memory, as when FSDP gathers in place.
+def disjoint(source: Tensor, target: Tensor) -> Tensor:
+    """Return the source, or a copy of it where both overlap in memory, as when FSDP gathers in place.
 
     MPICH refuses buffers that overlap, Open MPI takes them and may send what it has just received.
     """
-    overlap = _start(source) < _end(target) and _start(target) < _end(source)
+    start, other_start = source.data_ptr(), target.data_ptr()
+    overlap = start < other_start + target.nbytes and other_start < start + source.nbytes
     return source.clone() if overlap else source
 
 
-def raw(tensor: Tensor) -> Message:
-    """Describe a buffer that is moved as it is, whatever its dtype; mpi4py counts, and knows in how many parts."""
-    return [_memory(tensor), plain_types()[tensor.element_size()]]
+def moved(tensor: Tensor, counts: Sequence[int] | None = None) -> Message:
+    """Describe a buffer that is moved as it is, in a part of so many elements for each rank if counts are given."""
+    parts = [] if counts is None else [counts]
+    return [_memory(tensor), *parts, getattr(mpi(), _MOVED[tensor.element_size()])]
 
 
-def in_parts(tensor: Tensor, counts: Sequence[int]) -> Message:
-    """Describe a buffer that is moved as it is, in a part for each rank, of so many elements."""
-    return [_memory(tensor), counts, plain_types()[tensor.element_size()]]
-
-
-def typed(tensor: Tensor) -> Message:
+def reduced(tensor: Tensor) -> Message:
     """Describe a buffer that is reduced."""
-    return [_memory(tensor), datatypes()[tensor.dtype]]
+    return [_memory(tensor), getattr(mpi(), _REDUCED[tensor.dtype])]
 
 
-def _memory(tensor: Tensor) -> MPI.buffer:
-    from mpi4py import MPI
+def sizes(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the number of elements of each tensor."""
+    return [tensor.numel() for tensor in tensors]
 
-    return MPI.buffer.fromaddress(tensor.data_ptr(), _size(tensor))
+
+def _memory(tensor: Tensor) -> Any:
+    return mpi().buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
 
 
 def _is_plain(tensor: Tensor) -> bool:
     if tensor.layout is not torch.strided:
         raise ValueError(f"tensor must be dense to travel over MPI, got layout {tensor.layout}: call to_dense() first")
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-
-
-def _start(tensor: Tensor) -> int:
-    return tensor.data_ptr()
-
-
-def _end(tensor: Tensor) -> int:
-    return tensor.data_ptr() + _size(tensor)
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -1,17 +1,41 @@
-"""Backend mpi: beginning a run."""
+"""The start of a run over MPI, and its end: torch's own MPI where torch was built with one, else ours over mpi4py."""
 
 from __future__ import annotations
 
+import atexit
+import functools
+import json
+import os
 import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import distributed_c10d as c10d
 
-from camshaft.distributed.backends.mpi.register import initialize_mpi
+from camshaft.distributed.backends.mpi.buffers import mpi
+from camshaft.distributed.backends.mpi.membership import forget_all, free_unused
+from camshaft.distributed.backends.mpi.operation import wait_for
+from camshaft.distributed.backends.mpi.process_group import MPIGroup
 from camshaft.distributed.backends.native.backend import NativeBackend
 from camshaft.distributed.topology import Launch, Topology
+
+_ROOM = 1024  # bytes for the address of the store
+# what the launchers of Open MPI and of MPICH and Intel MPI set, and srun if it started us itself
+_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+_PATIENCE = 5.0  # seconds that a failed process gets to end by itself
+_COURTESY = 1.0  # seconds in which one that failed because another one left lets that one report why
+
+_registered = False
+_made: Counter[tuple[int, ...]] = Counter()  # groups of these ranks since the default group was made
 
 
 def create(
@@ -21,12 +45,12 @@ def create(
     timeout: timedelta | None = None,
     device: Any = None,
 ) -> NativeBackend:
-    """Begin a run over MPI; all processes that mpirun started call this.
+    """Start a run over MPI; all processes that mpirun started call this.
 
     Args:
         name: ``"mpi"``.
-        launch: of no use, as MPI knows the place.
-        local_rank: of no use, MPI's processes tell each other their hosts.
+        launch: ignored, as MPI knows the ranks.
+        local_rank: ignored, as the ranks exchange their hosts.
         timeout: how long an operation may take; torch's default if ``None``.
         device: where tensors are moved from and to; the CPU if ``None``.
 
@@ -43,3 +67,222 @@ def create(
     except BaseException:
         dist.destroy_process_group()
         raise
+
+
+def initialize_mpi(timeout: timedelta | None = None) -> None:
+    """Make a default process group over MPI; all processes that mpirun started call this.
+
+    From here to the end of the group, an error that nobody catches ends all processes of the job.
+
+    Args:
+        timeout: how long an operation may take; torch's default if ``None``.
+
+    Raises:
+        ModuleNotFoundError: mpi4py or an MPI library is missing.
+        RuntimeError: there is a default process group already, or the processes were started by the launcher of
+            another MPI library.
+        DistBackendError: not all processes came in time.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("a default process group exists already: destroy it first")
+    register_mpi()
+    if not _registered:  # torch's own
+        dist.init_process_group("mpi", timeout=timeout)
+        return
+    guard = JobGuard()
+    dist.init_process_group("mpi", timeout=timeout)
+    world = dist.group.WORLD
+    assert isinstance(world, MPIGroup)
+    # torch has no store for this backend; those who look for the default one shall find ours
+    c10d._world.pg_map[world] = (dist.get_backend(world), world.store)
+    world.membership.when_left = guard.stop
+
+
+def register_mpi() -> None:
+    """Let ``init_process_group("mpi")`` and ``new_group`` work with a torch that was built without MPI.
+
+    This initializes MPI, as any import of mpi4py does, until the process ends. Does nothing if torch has a backend of
+    that name already.
+
+    Raises:
+        ModuleNotFoundError: mpi4py or an MPI library is missing.
+        RuntimeError: the processes were started by the launcher of another MPI library.
+    """
+    global _registered
+    if _registered or dist.is_mpi_available():
+        return
+    try:
+        world_size = mpi().COMM_WORLD.size
+    except (ImportError, RuntimeError) as error:  # mpi4py raises the latter when it finds no MPI library
+        raise ModuleNotFoundError(
+            "backend 'mpi' needs mpi4py and an MPI library: pip install 'camshaft[mpi]'"
+        ) from error
+    check_launcher(os.environ, world_size)
+    if torch.__version__ >= "2.14":  # compared as versions, not as text
+        dist.Backend.register_backend("mpi", _create_from_options, extended_api=True, devices=["cpu", "cuda"])
+    else:
+        _replace_built_in()
+    _registered = True
+
+
+def check_launcher(environ: Mapping[str, str], world_size: int) -> None:
+    """Refuse to run as many worlds of one process, as when mpirun is of another MPI library than mpi4py.
+
+    Raises:
+        RuntimeError: the launcher started several processes, MPI sees one.
+
+    >>> check_launcher({"PMI_SIZE": "2"}, world_size=2)
+    """
+    name = next((name for name in _SIZES if name in environ), None)
+    if world_size == 1 and name is not None and environ[name] != "1":
+        raise RuntimeError(
+            f"MPI sees 1 process, but the launcher started {environ[name]} ({name}): start with the mpirun of the "
+            "MPI library that mpi4py uses (python -m mpi4py --mpi-library), or under Slurm with srun --mpi=pmi2 "
+            "(MPICH) or --mpi=pmix (Open MPI)"
+        )
+
+
+def create_group(ranks: Sequence[int], timeout: timedelta) -> MPIGroup:
+    """Make a process group; its members alone call this, and of the default group all ranks.
+
+    Args:
+        ranks: global ranks, in the order of their rank in the group; none for the default group.
+        timeout: how long an operation may take.
+
+    Raises:
+        DistBackendError: not all members came within ``timeout``.
+        RuntimeError: the default group is not over MPI.
+    """
+    free_unused()
+    if not ranks:
+        _made.clear()
+        host_store = _connect(timeout)
+        _wait_for_members(PrefixStore("world", host_store), mpi().COMM_WORLD.size, timeout)
+        return MPIGroup(mpi().COMM_WORLD.Dup(), host_store, timeout)
+    world = dist.group.WORLD
+    if not isinstance(world, MPIGroup):
+        raise RuntimeError(f"a group over MPI needs a default group over MPI, this one is of {dist.get_backend()!r}")
+    _made[tuple(ranks)] += 1  # the same on all members
+    store = PrefixStore(f"{list(ranks)}/{_made[tuple(ranks)]}", world.store)
+    _wait_for_members(store, len(ranks), timeout)
+    everybody = world.comm.Get_group()
+    members = everybody.Incl(list(ranks))
+    try:
+        return MPIGroup(world.comm.Create_group(members), store, timeout)
+    finally:
+        members.Free()
+        everybody.Free()
+
+
+def _connect(timeout: timedelta) -> TCPStore:
+    """Open a store on rank 0 and connect all ranks to it; MPI broadcasts its address.
+
+    ``MASTER_ADDR`` names the host of rank 0 where its own name does not reach it.
+
+    Raises:
+        DistBackendError: rank 0 did not come within ``timeout``.
+        DistNetworkError: the host of rank 0 cannot be reached.
+    """
+    world, here, address = mpi().COMM_WORLD, mpi().Get_processor_name(), {}
+    if world.rank == 0:
+        store = TCPStore("localhost", 0, world.size, True, timeout, wait_for_workers=False)
+        address = {"host": here, "port": store.port}
+    buffer = bytearray(json.dumps(address).encode().ljust(_ROOM))
+    seconds = timeout.total_seconds()
+
+    def check(waited: float) -> None:
+        if waited > seconds:
+            raise dist.DistBackendError(f"not all ranks came to make a group over MPI within {seconds:g} s")
+
+    wait_for(world.Ibcast([buffer, mpi().BYTE], 0), None, check)
+    if world.rank == 0:
+        return store
+    address = json.loads(bytes(buffer))
+    host = os.environ.get("MASTER_ADDR") or ("localhost" if address["host"] == here else address["host"])
+    return TCPStore(host, address["port"], world.size, False, timeout, wait_for_workers=False)
+
+
+def _wait_for_members(store: Store, size: int, timeout: timedelta) -> None:
+    """Wait until all are here, asleep: MPI would take a whole core for it, and has no timeout."""
+    if store.add("present", 1) == size:
+        store.set("complete", "yes")
+    try:
+        store.wait(["complete"], timeout)
+    except RuntimeError as error:
+        present = store.add("present", 0)
+        raise dist.DistBackendError(
+            f"{present} of {size} ranks came to make a group over MPI within {timeout.total_seconds():g} s"
+        ) from error
+
+
+def _create_from_options(options: Any, _: object) -> MPIGroup:
+    return create_group(options.global_ranks_in_group, options.timeout)
+
+
+def _replace_built_in() -> None:
+    """Replace the MPI group of torch, which the name always stands for before torch 2.14.
+
+    Torch passes the ranks to it but no timeout, which is recorded on its way.
+    """
+    make_group = c10d._new_process_group_helper
+    recorded = SimpleNamespace(timeout=c10d.default_pg_timeout)
+
+    @functools.wraps(make_group)
+    def make_group_and_record(*args: Any, **kwargs: Any) -> Any:
+        recorded.timeout = kwargs.get("timeout") or c10d.default_pg_timeout
+        return make_group(*args, **kwargs)
+
+    vars(c10d).update(
+        _MPI_AVAILABLE=True,
+        ProcessGroupMPI=SimpleNamespace(create=lambda ranks: create_group(ranks, recorded.timeout)),
+        _new_process_group_helper=make_group_and_record,
+    )
+
+
+class JobGuard:
+    """Ends all processes of the job with this one, if an error that nobody catches ends it.
+
+    A process that leaves while others still count on it waits for them in ``MPI_Finalize``, and they wait for it. So
+    such an error ends the job, after its traceback is written and the exit handlers of the program have run. A process
+    that ends without an error leaves its groups, so that those that wait for it learn that it will not come.
+    """
+
+    def __init__(self) -> None:
+        self._process: int | None = os.getpid()
+        self._error: BaseException | None = None
+        self._previous, sys.excepthook = sys.excepthook, self._on_error
+        atexit.register(self._on_exit)
+
+    def stop(self) -> None:
+        """Stop guarding; during an error, only after that error has ended the process.
+
+        So an error that leaves a ``with`` block which finalizes still ends the job.
+        """
+        if sys.exc_info()[0] is None:
+            if sys.excepthook == self._on_error:
+                sys.excepthook = self._previous
+            atexit.unregister(self._on_exit)
+            self._process = None  # torch has put a hook before ours, and still calls it
+
+    def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._previous(kind, error, trace)
+        if os.getpid() == self._process:  # not in a forked child
+            self._error = error
+            _abort_at_exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    def _on_exit(self) -> None:
+        if self._error is None or os.getpid() != self._process:
+            return
+        if isinstance(self._error, dist.DistBackendError):
+            time.sleep(_COURTESY)
+        forget_all()
+
+
+def _abort_at_exit(code: int) -> None:
+    """Let Python end, and the job with it; soon, even if a thread or an exit handler of the program does not end."""
+    from mpi4py.run import set_abort_status
+
+    set_abort_status(code)
+    watchdog = threading.Timer(_PATIENCE, mpi().COMM_WORLD.Abort, (code,))
+    watchdog.daemon = True
+    watchdog.start()

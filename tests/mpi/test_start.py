@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from camshaft.distributed.backends.mpi.register import initialize_mpi, register_mpi
-from camshaft.distributed.backends.mpi.types import WIDER
+from camshaft.distributed.backends.mpi.buffers import WIDER
+from camshaft.distributed.backends.mpi.start import initialize_mpi, register_mpi
 
 
 @pytest.fixture

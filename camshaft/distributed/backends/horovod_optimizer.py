@@ -1,6 +1,6 @@
-"""Optimizers that average gradients over Horovod, mended where Horovod's own gets in the way.
+"""Optimizers that average gradients over Horovod, with the behaviour that Horovod's own lacks.
 
-``horovod.torch.DistributedOptimizer`` makes a class of its own for each optimizer; what is mended is put into it.
+``horovod.torch.DistributedOptimizer`` makes a class for each optimizer, so its methods can be replaced.
 """
 
 from __future__ import annotations
@@ -14,22 +14,24 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from camshaft.distributed.backends.horovod.waiting import await_end
+AwaitEnd = Callable[[Any, str], None]
 
 
-def distributed_optimizer(hvd: Any, optimizer: Optimizer, prefix: str, seconds: float, **options: Any) -> Optimizer:
+def distributed_optimizer(
+    hvd: Any, optimizer: Optimizer, prefix: str, await_end: AwaitEnd, **options: Any
+) -> Optimizer:
     """Wrap an optimizer; all ranks call this, and get the state of rank 0.
 
     Args:
         hvd: ``horovod.torch``, initialized.
-        optimizer: its groups and its state are those of the new one too, so a scheduler of the old one keeps its hold.
+        optimizer: shares its groups and its state with the new one, so a scheduler of the old one stays valid.
         prefix: begins the names of the gradients, as several optimizers may be under way at once.
-        seconds: how long the exchange of gradients may take.
+        await_end: waits for an operation, of which it gets the handle and the name.
         options: for ``DistributedOptimizer``.
 
     Raises:
         TypeError: an option is not known.
-        NotImplementedError: Adasum is wanted, and Horovod runs over gloo.
+        NotImplementedError: Adasum is requested, and Horovod runs over gloo.
     """
     known = frozenset(inspect.signature(hvd.DistributedOptimizer).parameters) - {"optimizer"}
     if unknown := sorted(set(options) - known):
@@ -42,17 +44,17 @@ def distributed_optimizer(hvd: Any, optimizer: Optimizer, prefix: str, seconds: 
         _take_state_of_rank_0(hvd, optimizer, prefix)
     named = options.pop("named_parameters", None) or _numbered(optimizer)
     options.setdefault("compression", hvd.Compression.none)
-    options["compression"] = _readable(options["compression"])
+    options["compression"] = _compatible(options["compression"])
     names = [(f"{prefix}.{name}", parameter) for name, parameter in named]
     wrapped: Optimizer = hvd.DistributedOptimizer(optimizer, names, **options)
     wrapped.state = optimizer.state  # Horovod's begins without
     if options.get("op") != hvd.Adasum or hvd.size() == 1:
-        _mend(hvd, wrapped, prefix, seconds)
+        _adapt(hvd, wrapped, prefix, await_end)
     return wrapped
 
 
 def _take_state_of_rank_0(hvd: Any, optimizer: Optimizer, prefix: str) -> None:
-    """Load what rank 0 has; Horovod's own way makes a step where there is no state yet, which changes the weights."""
+    """Load the state of rank 0; Horovod's own function steps if there is no state yet, which changes the weights."""
     buffer = io.BytesIO()
     if hvd.rank() == 0:
         torch.save(optimizer.state_dict(), buffer)
@@ -69,10 +71,10 @@ def _numbered(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
     ]
 
 
-def _readable(compression: Any) -> Any:
-    """Let gradients of any dtype and layout through, which Horovod would refuse inside of ``backward``."""
+def _compatible(compression: Any) -> Any:
+    """Accept gradients of any dtype and layout, which Horovod would refuse during ``backward``."""
 
-    class Readable:
+    class Compatible:
         @staticmethod
         def compress(tensor: Tensor) -> tuple[Tensor, Any]:
             compressed, context = compression.compress(tensor)
@@ -87,14 +89,14 @@ def _readable(compression: Any) -> Any:
             decompressed: Tensor = compression.decompress(tensor.to(dtype), inner)
             return decompressed
 
-    return Readable
+    return Compatible
 
 
-def _mend(hvd: Any, optimizer: Any, prefix: str, seconds: float) -> None:
-    """Let gradients be read before the step, steps take closures, and windows of gradients be given up.
+def _adapt(hvd: Any, optimizer: Any, prefix: str, await_end: AwaitEnd) -> None:
+    """Support gradients that are read before the step, closures, and accumulated gradients that are discarded.
 
-    Horovod reduces while ``backward`` runs. Whoever clips or unscales calls ``synchronize()`` first; the step then
-    knows that this was done.
+    Horovod reduces while ``backward`` runs. Code that clips or unscales calls ``synchronize()`` first; the step then
+    does not synchronize again.
     """
     kind: Any = type(optimizer)
     horovod_synchronize, horovod_step = kind.synchronize, kind.step
@@ -104,7 +106,7 @@ def _mend(hvd: Any, optimizer: Any, prefix: str, seconds: float) -> None:
         if self._handles or not self._synchronized:
             for handle, _ in self._handles.values():
                 if isinstance(handle, int):
-                    await_end(hvd, handle, "the exchange of gradients", seconds)
+                    await_end(handle, "the exchange of gradients")
             horovod_synchronize(self)
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
@@ -122,7 +124,7 @@ def _mend(hvd: Any, optimizer: Any, prefix: str, seconds: float) -> None:
             return horovod_step(self, None if closure is None else reduced)
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        """Forget the gradients, also those that no step was made with."""
+        """Reset the gradients, also those that no step has used."""
         for handle, _ in self._handles.values():
             if handle is not None:
                 handle() if callable(handle) else hvd.synchronize(handle)

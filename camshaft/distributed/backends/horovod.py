@@ -1,0 +1,362 @@
+"""Horovod: the processes that it joined.
+
+Every operation has a name. Horovod numbers those without a name in each process by itself; after ranks came to
+:func:`horovod.torch.join` with different numbers of them, the next one would wait forever. A name is used again by the
+next operation of its kind, which begins when this one has ended.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from camshaft.distributed.backend import Backend, Group, check_ddp_options
+from camshaft.distributed.backends.dtypes import as_bytes, check_reducible, reduced_as
+from camshaft.distributed.backends.horovod_optimizer import distributed_optimizer
+from camshaft.distributed.topology import Launch, Topology
+
+_REDUCTIONS = {"SUM": "Sum", "AVERAGE": "Average", "ADASUM": "Adasum", "MIN": "Min", "MAX": "Max", "PRODUCT": "Product"}
+_REDUCED_AS = {
+    torch.bool: torch.int32,
+    torch.uint8: torch.int32,
+    torch.int8: torch.int32,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+    torch.bfloat16: torch.float32,
+}
+_OPTIONS = ("comm", "process_sets", "timeout")
+_DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
+_TIMEOUT = timedelta(minutes=30)  # torch's for gloo
+_PAUSE = 1e-4  # seconds, of an exchange that takes Horovod ten times as long
+
+
+class HorovodBackend(Backend):
+    """All processes that Horovod joined.
+
+    Args:
+        hvd: ``horovod.torch``, initialized.
+        topology: where this process stands.
+        device: where tensors are moved from and to.
+        timeout: how long an operation may take.
+    """
+
+    name = "horovod"
+    model_name = "horovod-dist"
+    reductions = tuple(_REDUCTIONS)
+    has_ended = False
+    """Whether a run of this process has ended."""
+
+    def __init__(self, hvd: Any, topology: Topology, device: torch.device, timeout: timedelta) -> None:
+        self.topology = topology
+        self.device = device
+        self._hvd = hvd
+        self._seconds = timeout.total_seconds()
+        self._wrapped = itertools.count()
+
+    def all_reduce(self, tensor: Tensor, op: str, group: Group | None) -> Tensor:
+        """Reduce in place, or in a wider dtype and back."""
+        if op == "ADASUM" and not self._hvd.mpi_enabled():
+            raise NotImplementedError(
+                "backend 'horovod' has no ADASUM over gloo: build Horovod with MPI (HOROVOD_WITH_MPI=1) and start with "
+                "mpirun, or take 'AVERAGE'"
+            )
+        if tensor.dtype in _REDUCED_AS:
+            wider = _REDUCED_AS[tensor.dtype]
+            return reduced_as(wider, tensor, op, lambda other, op: self.all_reduce(other, op, group))
+        check_reducible(tensor, op)
+        flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
+        is_mean_of_integers = op == "AVERAGE" and not flat.is_floating_point()  # Horovod would convert them to float64
+        kind = getattr(self._hvd, "Sum" if is_mean_of_integers else _REDUCTIONS[op])
+        self._wait(self._hvd.allreduce_async_, flat, op=kind, name=f"camshaft.all_reduce.{op}", group=group)
+        if is_mean_of_integers:
+            flat.div_(len(self.members(group)), rounding_mode="trunc")
+        return tensor
+
+    def all_gather(self, tensor: Tensor, group: Group | None) -> Tensor:
+        """Gather the bytes."""
+        shape = (len(self.members(group)), *tensor.shape)
+        if tensor.numel() == 0:
+            return tensor.new_empty(shape)
+        row = as_bytes(tensor).view(1, -1)
+        rows: Tensor = self._wait(self._hvd.allgather_async, row, name="camshaft.all_gather", group=group)
+        return rows.view(-1).view(tensor.dtype).view(shape)
+
+    def broadcast(self, tensor: Tensor, src: int, group: Group | None) -> Tensor:
+        """Broadcast the bytes in place."""
+        if tensor.numel() > 0:
+            flat = as_bytes(tensor).view(-1)
+            self._wait(self._hvd.broadcast_async_, flat, src, name=f"camshaft.broadcast.{src}", group=group)
+        return tensor
+
+    def barrier(self, group: Group | None) -> None:
+        """Reduce a number; Horovod's own barrier has no timeout."""
+        self._wait(self._hvd.allreduce_async_, torch.zeros(1), op=self._hvd.Sum, name="camshaft.barrier", group=group)
+
+    def scatter(self, tensors: Tensor | None, out: Tensor, src: int, group: Group | None) -> Tensor:
+        """Send from one rank to all, as an exchange in which the others send nothing."""
+        sends = [int(tensors is not None)] * len(self.members(group))
+        receives = [int(rank == src) for rank in self.members(group)]
+        rows = out.new_empty((0, *out.shape)) if tensors is None else tensors
+        return out.copy_(self.all_to_all(rows, sends, receives, group)[0])
+
+    def reduce_scatter(self, tensors: Tensor, op: str, group: Group | None) -> Tensor:
+        """Reduce all, and take this rank's row; Horovod's own supports fewer reductions."""
+        return self.all_reduce(tensors.clone(), op, group)[self.members(group).index(self.topology.rank)]
+
+    def all_to_all(self, tensor: Tensor, sends: list[int], receives: list[int], group: Group | None) -> Tensor:
+        """Exchange the bytes."""
+        shape = (sum(receives), *tensor.shape[1:])
+        width = tensor.shape[1:].numel() * tensor.element_size()
+        if width == 0:
+            return tensor.new_empty(shape)
+        rows, _ = self._wait(
+            self._hvd.alltoall_async,
+            as_bytes(tensor).view(-1, width),
+            torch.tensor(sends, dtype=torch.int32),
+            name="camshaft.all_to_all",
+            group=group,
+        )
+        exchanged: Tensor = rows.view(-1).view(tensor.dtype).view(shape)
+        return exchanged
+
+    def new_group(self, ranks: list[int], **options: Any) -> Group:
+        """Make a process set, or find the one of these ranks: Horovod refuses a second."""
+        if options:
+            raise TypeError(f"new_group takes no further arguments on backend 'horovod', got {sorted(options)}")
+        ranks = sorted(ranks)
+        for number, members in self._hvd.mpi_ops._basics._get_process_set_ids_and_ranks().items():
+            if members == ranks:
+                if number == 0:
+                    return self._hvd.global_process_set
+                found = self._hvd.ProcessSet(ranks)
+                found.process_set_id = number
+                return found
+        try:
+            return self._hvd.add_process_set(ranks)
+        except ValueError as error:
+            raise RuntimeError(
+                "Horovod was initialized without process sets, which groups are made of: let "
+                "camshaft.distributed.initialize('horovod') do it, or call hvd.init(process_sets='dynamic')"
+            ) from error
+
+    def ranks_of(self, group: Any) -> Sequence[int] | None:
+        """Return the ranks of a process set that is registered with Horovod."""
+        if not isinstance(group, self._hvd.ProcessSet) or group.process_set_id is None:
+            return None
+        return tuple(group.ranks)
+
+    def is_alive(self) -> bool:
+        """Whether Horovod is still initialized, with the same ranks: an elastic run changes them."""
+        hvd, place = self._hvd, self.topology
+        return bool(hvd.is_initialized()) and (hvd.rank(), hvd.size()) == (place.rank, place.world_size)
+
+    def close(self) -> None:
+        """Shut Horovod down; ranks that still wait for this one get an error."""
+        self._hvd.shutdown()
+        HorovodBackend.has_ended = True
+
+    def wrap_model(self, model: nn.Module, sync_bn: bool, **options: Any) -> nn.Module:
+        """Give all ranks the parameters and buffers of rank 0; arguments of torch's wrapper have no meaning here."""
+        check_ddp_options(options)
+        if self.topology.world_size == 1:
+            return model
+        if sync_bn:
+            if self.device.type != "cuda":
+                raise ValueError(
+                    f"sync_bn must be False on {self.device}: Horovod synchronizes batch norm on GPUs only, as backend "
+                    "'nccl' does"
+                )
+            model = _with_sync_batch_norm(self._hvd, model)
+        self._broadcast_all(model, f"camshaft.model.{next(self._wrapped)}")
+        return model
+
+    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, **options: Any) -> torch.optim.Optimizer:
+        """Make a ``DistributedOptimizer`` with the state of rank 0."""
+        prefix = f"camshaft.optimizer.{next(self._wrapped)}"
+        return distributed_optimizer(self._hvd, optimizer, prefix, self._await_end, **options)
+
+    def _broadcast_all(self, model: nn.Module, prefix: str) -> None:
+        """Give all ranks the parameters and buffers of rank 0, including those that are not saved.
+
+        ``horovod.torch.broadcast_parameters`` takes neither dtypes that Horovod refuses nor tensors in another layout.
+        """
+        begun: list[tuple[int, Tensor, Tensor]] = []
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            here = tensor.detach()
+            if here.numel() > 0:
+                sent = here.contiguous()
+                handle = self._hvd.broadcast_async_(as_bytes(sent).view(-1), 0, name=f"{prefix}.{name}")
+                begun.append((handle, here, sent))
+        for handle, here, sent in begun:
+            self._await_end(handle, "auto_model")
+            self._hvd.synchronize(handle)
+            if here.data_ptr() != sent.data_ptr():
+                here.copy_(sent)
+
+    def _wait(self, begin: Any, *args: Any, name: str, group: Group | None, **kwargs: Any) -> Any:
+        """Begin an operation, wait for it, and return its result."""
+        process_set = self._hvd.global_process_set if group is None else group
+        handle = begin(*args, name=name, process_set=process_set, **kwargs)
+        self._await_end(handle, name)
+        return self._hvd.synchronize(handle)
+
+    def _await_end(self, handle: Any, what: str) -> None:
+        """Wait for the end of an operation; Horovod itself would wait forever, and take a whole core.
+
+        Raises:
+            RuntimeError: it takes longer than the timeout.
+        """
+        begin = time.monotonic()
+        while not self._hvd.poll(handle):
+            if time.monotonic() - begin > self._seconds:
+                raise RuntimeError(
+                    f"{what} on rank {self.topology.rank} timed out after {self._seconds:g} s: another rank has not "
+                    "come to it; initialize('horovod', timeout=...) sets the time"
+                )
+            time.sleep(_PAUSE)
+
+
+def _with_sync_batch_norm(hvd: Any, module: nn.Module) -> nn.Module:
+    """Replace batch norm layers by Horovod's, which use the statistics of all ranks."""
+    for name, child in module.named_children():
+        setattr(module, name, _with_sync_batch_norm(hvd, child))
+    if not isinstance(module, _BatchNorm) or isinstance(module, (nn.SyncBatchNorm, hvd.SyncBatchNorm)):
+        return module
+    layer: nn.Module = hvd.SyncBatchNorm(
+        module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats
+    )
+    layer._parameters.update(module._parameters)  # the same tensors: an optimizer may hold them
+    layer._buffers.update(module._buffers)
+    return layer.train(module.training)
+
+
+# --- starting a run, and adopting one --------------------------------------------------------------------------
+
+
+def create(name: str, launch: Launch | None, local_rank: int | None = None, **options: Any) -> HorovodBackend:
+    """Initialize Horovod; all processes that horovodrun, or mpirun for a Horovod with MPI, started call this.
+
+    Args:
+        name: ``"horovod"``.
+        launch: how this process was started, ``None`` if no launcher started it.
+        local_rank: ignored, as Horovod knows it.
+        options: ``timeout``, a ``timedelta`` for each operation; ``comm`` and ``process_sets``, as
+            ``horovod.torch.init`` takes them.
+
+    Raises:
+        ModuleNotFoundError: Horovod is missing, or was not built for the installed torch.
+        TypeError: an option is not known, or ``timeout`` is not a ``timedelta``.
+        RuntimeError: Horovod is initialized already, or another launcher started the processes.
+    """
+    if unknown := sorted(set(options) - set(_OPTIONS)):
+        raise TypeError(f"{unknown} are not known for backend {name!r}, but {list(_OPTIONS)} are")
+    timeout = options.pop("timeout", None) or _TIMEOUT
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}")
+    try:
+        hvd: Any = import_module("horovod.torch")
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            f"backend 'horovod' needs Horovod, built for the installed torch: see docs/reference/backends.md ({error})"
+        ) from error
+    if hvd.is_initialized():
+        raise RuntimeError("Horovod is initialized already: it is used as it is, without initialize")
+    if HorovodBackend.has_ended and int(os.environ.get("HOROVOD_SIZE", 1)) > 1:
+        raise RuntimeError(  # the rendezvous may keep the addresses of the first run, where nobody is any more
+            "horovodrun lets its processes meet once, and that run was ended: initialize and finalize once, around all "
+            "that needs it"
+        )
+    with _dynamic_process_sets():
+        hvd.init(**{option: value for option, value in options.items() if value is not None})
+    try:
+        if options.get("comm") is None:
+            _check_size(hvd, launch)
+        topology = _topology(hvd, ask=True)
+        device = _device(hvd, topology.local_rank)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        return HorovodBackend(hvd, topology, device, timeout)
+    except BaseException:
+        hvd.shutdown()
+        raise
+
+
+def adopt(infer: object) -> HorovodBackend | None:
+    """Adopt what ``horovod.torch.init`` began, if it did, without any communication."""
+    hvd: Any = sys.modules["horovod.torch"]
+    if not hvd.is_initialized():
+        return None
+    topology = _topology(hvd, ask=False)
+    return HorovodBackend(hvd, topology, _device(hvd, topology.local_rank), _TIMEOUT)
+
+
+@contextmanager
+def _dynamic_process_sets() -> Iterator[None]:
+    """Let groups be made later; Horovod reads the variable while it is initialized."""
+    before = os.environ.get(_DYNAMIC)
+    os.environ[_DYNAMIC] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_DYNAMIC]
+        else:
+            os.environ[_DYNAMIC] = before
+
+
+def _check_size(hvd: Any, launch: Launch | None) -> None:
+    """Refuse many runs of one process each, which Horovod makes of the processes of another launcher."""
+    if launch is not None and hvd.size() == 1 < launch.topology.world_size and "HOROVOD_SIZE" not in os.environ:
+        raise RuntimeError(
+            f"{launch.launcher} started {launch.topology.world_size} processes, of which Horovod knows nothing: start "
+            "them with horovodrun, or let camshaft.distributed.spawn do it"
+        )
+
+
+def _topology(hvd: Any, *, ask: bool) -> Topology:
+    """Return the topology; where nodes hold different numbers of processes, only the others know theirs."""
+    # Horovod's "cross" numbers count the nodes that have this local rank.
+    topology = Topology(
+        rank=hvd.rank(),
+        world_size=hvd.size(),
+        local_rank=hvd.local_rank(),
+        local_world_size=hvd.local_size(),
+        node_rank=hvd.cross_rank(),
+        num_nodes=hvd.cross_size(),
+    )
+    if hvd.mpi_ops.is_homogeneous():
+        return topology
+    if not ask:
+        warnings.warn(
+            "the nodes hold different numbers of processes, and Horovod counts only those nodes that have this local "
+            "rank; camshaft.distributed.initialize('horovod') asks for the others",
+            stacklevel=2,
+        )
+        return topology
+    host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+    return Topology.from_hosts(hvd.rank(), hvd.allgather_object(host, name="camshaft.hosts"))
+
+
+def _device(hvd: Any, local_rank: int) -> torch.device:
+    """Choose the device of a process: its own GPU, where Horovod can use it and each process of the node has one."""
+    if not torch.cuda.is_available() or torch.cuda.device_count() < hvd.local_size():
+        return torch.device("cpu")
+    if not hvd.cuda_built() and not hvd.rocm_built():
+        warnings.warn("Horovod was built without GPUs; they are not used: see docs/reference/backends.md", stacklevel=2)
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank)

@@ -1,0 +1,185 @@
+"""The worker threads of gloo hold nothing when a run has ended, and sends can be polled."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as of_torch
+
+import camshaft.distributed as idist
+from camshaft.distributed import run
+from camshaft.distributed.backends.native.gloo import Send, SendWaiter
+from tests.distributed.test_point_to_point import Work
+from tests.guards import outlasting
+
+
+@pytest.fixture(autouse=True)
+def ends():
+    """Whatever a test leaves, the next one finds nothing."""
+    yield
+    idist.finalize()
+
+
+def workers():
+    """Count the threads that Python did not start: those of gloo have no names before torch 2.9."""
+    return len(list(Path("/proc/self/task").iterdir())) - threading.active_count()
+
+
+class Held:
+    """A worker thread that holds an operation which has ended, until another thread lets it go."""
+
+    def __init__(self, group):
+        self.is_over = False
+        self.let_go = threading.Event()
+        self._caller = threading.get_ident()
+        self._is_held = threading.Event()
+        while not self._is_held.is_set():  # an operation may end before its callback is added
+            group.allreduce([torch.empty(0)]).get_future().add_done_callback(self._hold)
+            self._is_held.wait(0.1)
+
+    def _hold(self, _):
+        if threading.get_ident() != self._caller:
+            self._is_held.set()
+            self.let_go.wait()
+            time.sleep(0.1)  # without the GIL
+            self.is_over = True
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux lists the threads of a process")
+@pytest.mark.parametrize("end", [idist.finalize, run.abandon])
+def test_the_worker_threads_of_gloo_end_with_the_run(end, monkeypatch):
+    """Also if torch.distributed.nn was imported during the run, as the first DistributedDataParallel does."""
+    before = workers()
+    idist.initialize("gloo")
+    monkeypatch.setattr(of_torch.all_reduce, "__defaults__", (dist.ReduceOp.SUM, dist.group.WORLD))
+    subgroup = idist.new_group([0])
+    idist.all_reduce(torch.ones(3), group=subgroup)
+    assert not outlasting(lambda: workers() < before + 4)  # two for each group
+    del subgroup
+    end()
+    assert not outlasting(lambda: workers() > before)
+    assert of_torch.all_reduce.__defaults__ == (dist.ReduceOp.SUM, None)
+
+
+def test_no_worker_thread_holds_an_operation_after_the_run():
+    """Also of a group that lives on in a model, which waits for the threads, and keeps the GIL, when it is freed."""
+    idist.initialize("gloo")
+    group = dist.group.WORLD
+    held = Held(group)
+    threading.Timer(0.1, held.let_go.set).start()
+    idist.finalize()
+    assert held.is_over
+
+
+def test_a_run_can_end_during_an_operation_that_never_completes():
+    idist.initialize("gloo")
+    held = Held(dist.group.WORLD)
+    run.abandon()
+    assert not held.is_over
+    assert not dist.is_initialized()
+    held.let_go.set()
+    idist.initialize("gloo")
+
+
+PROGRAM = """
+import atexit, os, time
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import torch._dynamo  # as DistributedDataParallel does
+import camshaft.distributed as idist
+from camshaft.engine import Engine
+from tests.distributed.backends.test_gloo import Held
+
+def initialized():
+    idist.initialize("gloo")
+    return dist.group.WORLD
+
+def adopted():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert idist.backend() == "gloo"
+    return dist.group.WORLD
+
+def kept_by_a_model():
+    global model
+    idist.initialize("gloo")
+    model = DistributedDataParallel(torch.nn.Linear(2, 1))
+    idist.finalize()
+    return model.process_group
+
+def kept_in_a_cycle():
+    idist.initialize("gloo")
+    cycle = [DistributedDataParallel(torch.nn.Linear(2, 1))]
+    cycle.append(cycle)
+    idist.finalize()
+    return cycle[0].process_group
+
+def destroyed_by_the_user():
+    group = adopted()
+    kept.append(group)
+    dist.destroy_process_group()
+    return group
+
+def failed():
+    try:
+        with idist.Parallel("gloo"):
+            kept.append(dist.group.WORLD)
+            Engine(lambda engine, batch: 1 / 0).run([0])
+    except ZeroDivisionError:
+        return kept[0]
+
+class Slow:
+    def __del__(self):
+        time.sleep(0.5)  # after the exit handlers: what asks for the GIL now is ended
+
+kept, slow = [], Slow()
+WAYS = (initialized, adopted, kept_by_a_model, kept_in_a_cycle, destroyed_by_the_user, failed)
+codes = {}
+for way in WAYS:
+    child = os.fork()
+    if child == 0:
+        held = Held(way())
+        atexit.register(held.let_go.set)  # it still holds the operation when the interpreter shuts down
+        break
+    codes[way.__name__] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+else:
+    print(codes)
+"""
+
+
+@pytest.mark.jobs
+@pytest.mark.timeout(310)
+def test_no_worker_thread_aborts_the_process_at_its_exit():
+    """A thread that asks for the GIL while the interpreter shuts down ends the process by SIGABRT."""
+    command = [sys.executable, "-c", PROGRAM]
+    root = Path(__file__).resolve().parents[3]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
+    codes = eval(done.stdout)
+    assert len(codes) == 6
+    assert set(codes.values()) == {0}, f"{codes}\n{done.stderr}"
+
+
+def test_a_send_is_waited_for_once():
+    waiter, works = SendWaiter(), [Work(), Work(OSError("gone")), Work()]
+    first, second, third = (Send(work, waiter) for work in works)
+    assert not first.is_completed()
+    assert not second.is_completed()
+    works[0].end.set()
+    works[1].end.set()
+    first.wait()
+    first.wait()
+    with pytest.raises(OSError, match="gone"):
+        second.wait()
+    assert first.is_completed()
+    assert second.is_completed()
+    works[2].end.set()
+    third.wait()
+    assert third.is_completed()
+    assert [work.waits for work in works] == [1, 1, 1]
