@@ -35,9 +35,7 @@ ScoreFunction = Callable[[Engine[Any, Any]], Any]
 StepTransform = Callable[[Engine[Any, Any], Any], Any]
 SaveHandler = str | PathLike[str] | BaseSaveHandler | Callable[..., object]
 _ENDS = Events.TERMINATE | Events.COMPLETED | Events.INTERRUPT | Events.EXCEPTION_RAISED
-# The handler that saved a file, until a handler is made or gets another record: then it may overwrite all files, as a
-# resumed run does. Two handlers that write the same file meanwhile would remove that of the other.
-_owners: WeakValueDictionary[Path, Checkpoint] = WeakValueDictionary()
+_owners: WeakValueDictionary[Path, Checkpoint] = WeakValueDictionary()  # the handler that saved a file last
 
 
 class CheckpointEvents(HandlerEvents):
@@ -177,7 +175,9 @@ class Checkpoint(Serializable):
         self.ext = "pt"
         self._background = BackgroundSave(when_busy)
         self._saved: list[Item] = []
-        _release_files()
+        # A handler may overwrite what others saved before it was made, or got its record, as a resumed run does; but of
+        # two handlers that write the same file at the same time, each would remove that of the other.
+        self._may_overwrite = _owners.copy()
         if isinstance(save_handler, DiskSaver):
             self._check_names(save_handler)
 
@@ -213,8 +213,8 @@ class Checkpoint(Serializable):
 
         Raises:
             ValueError: ``score_function`` or ``global_step_transform`` does not return a number, or another handler has
-                saved to the same file since this one was made. When the run is over, as on ``COMPLETED``, the latter is
-                a warning, and the file is overwritten.
+                saved to the same file since this one was made. If the run is over, as on ``COMPLETED``, the latter is
+                only a warning, and the file is overwritten.
         """
         if self._background.is_busy(self.to_save):
             return
@@ -295,7 +295,7 @@ class Checkpoint(Serializable):
         """Forget what was saved, to restart a run from 0. The files stay."""
         self._background.settle()
         self._saved = []
-        _release_files()
+        self._may_overwrite = _owners.copy()
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return the record: pairs of priority and file name, lowest first."""
@@ -380,19 +380,21 @@ class Checkpoint(Serializable):
         path = self._path(filename)
         if path is None:
             return
-        if (owner := _owners.get(path, self)) is not self:
+        owner = _owners.get(path, self)
+        if owner not in (self, self._may_overwrite.get(path)):
             hint = "another filename_prefix, score_name or directory, or use one handler for both events"
             problem = f"two Checkpoints write the same file '{path}': give one of them {hint}"
             if not is_over:
                 raise ValueError(problem)
             warnings.warn(f"{problem}. The run is over, so the file is overwritten", stacklevel=3)
+        if owner is not self:
             owner._background.wait()
         _owners[path] = self
 
     def _remove(self, filename: str) -> None:
         """Remove a checkpoint that is no longer kept, unless another handler has taken it over."""
         if path := self._path(filename):
-            if _owners.get(path, self) is not self:
+            if _owners.get(path, self) not in (self, self._may_overwrite.get(path)):
                 return
             _owners.pop(path, None)
         if isinstance(self.save_handler, DiskSaver):
@@ -491,13 +493,6 @@ class ModelCheckpoint(Checkpoint):
         check_to_save(given, self.include_self)
         self.to_save = given
         super().__call__(engine)
-
-
-def _release_files() -> None:
-    """Let all handlers overwrite the files that others have saved."""
-    for owner in list(_owners.values()):
-        owner._background.wait()
-    _owners.clear()
 
 
 def _takes_metadata(save_handler: Any) -> bool:

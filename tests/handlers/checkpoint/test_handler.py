@@ -519,6 +519,18 @@ def test_what_another_handler_has_taken_over_is_not_removed(tmp_path):
     assert second.last_checkpoint.exists()
 
 
+def test_a_third_handler_does_not_let_the_first_remove_what_the_second_has_taken_over(tmp_path):
+    first = handler(tmp_path)
+    first(at(1))
+    second = handler(tmp_path)
+    second(at(1))
+    third = handler(tmp_path)
+    first(at(2))
+    assert second.last_checkpoint.exists()
+    with pytest.raises(ValueError, match="two Checkpoints write the same file"):
+        third(at(2))
+
+
 def test_the_name_of_a_removed_file_is_free(tmp_path):
     first, second = handler(tmp_path), handler(tmp_path)
     first(at(1))
