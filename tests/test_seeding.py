@@ -64,7 +64,7 @@ def test_integers_of_numpy_are_seeds():
 
 
 @pytest.mark.parametrize("seed", [1.0, "1", None])
-def test_what_is_no_integer_is_refused_before_anything_is_seeded(seed):
+def test_what_is_no_integer_is_rejected_before_anything_is_seeded(seed):
     manual_seed(1)
     expected = draw()
     manual_seed(1)
@@ -244,7 +244,7 @@ def use(monkeypatch, kind):
     return use
 
 
-def test_device_generators_are_captured_only_when_asked_for(use, kind):
+def test_device_generators_are_captured_only_when_requested(use, kind):
     device = use(Device())
     assert "devices" not in capture_random_state()
     assert capture_random_state(devices=True)["devices"] == {kind: device.states}
@@ -259,7 +259,7 @@ def test_device_generators_come_back(use, tmp_path):
     assert [state.item() for state in device.states] == expected
 
 
-def test_a_block_preserves_device_generators_unless_told_not_to(use):
+def test_a_block_preserves_device_generators_unless_disabled(use):
     device = use(Device())
     with preserved_random_state():
         device.states[0] = torch.tensor([9])

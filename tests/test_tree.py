@@ -96,7 +96,7 @@ def plus_one(value):
 # 4.1: the order of the checks
 
 
-def test_an_instance_is_handed_over_even_when_it_is_a_string_or_a_container():
+def test_an_instance_is_passed_even_when_it_is_a_string_or_a_container():
     assert apply_to_type([1, [2]], list, len) == 2
     assert apply_to_type(["a", b"b"], (str, bytes), lambda text: text * 2) == ["aa", b"bb"]
     assert apply_to_type({"a": Pair(1, 2)}, Pair, sum) == {"a": 3}
@@ -176,7 +176,7 @@ def test_containers_that_cannot_be_rebuilt_become_plain_ones_and_stay_as_they_we
     assert (dict(x) if isinstance(x, Mapping) else list(x)) == before
 
 
-def test_a_tuple_that_refuses_the_results_becomes_a_plain_tuple():
+def test_a_tuple_that_rejects_the_results_becomes_a_plain_tuple():
     assert apply_to_type(torch.Size([1, 2]), int, str) == ("1", "2")
 
 
@@ -193,7 +193,7 @@ def test_unknown_leaves_raise_type_error_that_names_them(leaf, wrap, function):
         function(wrap(leaf))
 
 
-def test_the_error_names_all_types_that_were_asked_for():
+def test_the_error_names_all_types_that_were_requested():
     with pytest.raises(TypeError, match=r"made of int or float, .* got None of type NoneType"):
         apply_to_type([None], (int, float), str)
 
@@ -296,11 +296,11 @@ def test_to_onehot_stays_on_the_device():
     assert to_onehot(torch.zeros(2, dtype=torch.int64, device="meta"), 3).device.type == "meta"
 
 
-def test_to_onehot_refuses_floats():
+def test_to_onehot_rejects_floats():
     with pytest.raises(TypeError, match=r"indices must be a tensor of integers, got dtype torch.float32"):
         to_onehot(torch.ones(2), 3)
 
 
-def test_to_onehot_refuses_a_class_that_does_not_exist():
+def test_to_onehot_rejects_a_class_that_does_not_exist():
     with pytest.raises(RuntimeError):
         to_onehot(torch.tensor([3]), 3)

@@ -74,7 +74,7 @@ def test_signatures_are_those_of_the_api(name, expected):
     assert all(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
 
 
-def test_setup_logger_hands_everything_on_in_its_place(logger_name, tmp_path):
+def test_setup_logger_passes_everything_on_in_its_place(logger_name, tmp_path):
     stream, path = io.StringIO(), tmp_path / "log"
     utils.setup_logger(logger_name)
     logger = utils.setup_logger(logger_name, logging.DEBUG, stream, "%(message)s", path, 0, True, "latin-1")
@@ -86,7 +86,7 @@ def test_setup_logger_hands_everything_on_in_its_place(logger_name, tmp_path):
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-def test_setup_logger_asks_for_the_rank_unless_it_is_given(logger_name, monkeypatch, rank):
+def test_setup_logger_requires_the_rank_unless_it_is_given(logger_name, monkeypatch, rank):
     monkeypatch.setattr(utils, "get_rank", lambda: rank)
     handler = logging.NullHandler if rank else logging.StreamHandler
     assert type(utils.setup_logger(logger_name).handlers[0]) is handler
@@ -223,7 +223,7 @@ def test_what_a_user_set_up_by_name_is_kept(name, touch, has_child):
     assert facts(utils.setup_logger(name, distributed_rank=0)) == before
 
 
-def test_a_logger_that_a_user_only_asked_for_is_kept(name):
+def test_a_logger_that_a_user_only_requested_is_kept(name):
     before = facts(logging.getLogger(name))
     logging.getLogger(f"{name}2.child")  # a neighbour, not a child
     assert facts(utils.setup_logger(name, distributed_rank=0)) == before
@@ -336,7 +336,7 @@ def test_each_call_warns_at_its_own_line_and_works():
         assert [warning.filename for warning in caught] == [__file__]
 
 
-def test_defining_it_warns_nobody():
+def test_defining_it_does_not_warn():
     with warnings.catch_warnings(record=True) as caught:
         make()
     assert caught == []

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from camshaft.engine.progress import Progress
 
 Position = Mapping[str, Any]
-_REREAD = (SequentialSampler, RandomSampler, DistributedSampler)  # samplers of torch that start each pass anew
+_REREAD = (SequentialSampler, RandomSampler, DistributedSampler)  # samplers of torch that restart with each pass
 _DEEPEST = 8  # nested batch samplers; an object that invents attributes has no end
 _SILENT = Plan(None, None)
 
@@ -49,7 +49,7 @@ def check_iterable(data: Any) -> None:
 
 
 def announce_epoch(data: Any, number: int) -> None:
-    """Call ``set_epoch(number)`` once on each sampler and batch sampler of a loader that has it."""
+    """Call ``set_epoch(number)`` once on each sampler and batch sampler of a loader that has the method."""
     samplers = [getattr(data, "sampler", None)]
     wrapper = getattr(data, "batch_sampler", None)
     for _ in range(_DEEPEST):  # a batch sampler may wrap another one, and each may hold a sampler

@@ -317,9 +317,10 @@ class Run:
         counters = state.iteration, state.epoch
         if not self._has_epochs:
             return replace(self.engine._snapshot.at(state), counters=counters)
-        completed = self._progress(self.begun - self.completed)
-        if not self._failed or completed.epoch == state.epoch:
+        is_over = state.epoch_length is not None and self.completed >= state.epoch_length
+        if not self._failed or not self.in_epoch or is_over:
             return Snapshot(progress, Origin.ENDED, counters)
+        completed = self._progress(self.begun - self.completed)
         if not isinstance(state.dataloader, Iterator):
             if not self.data.has_own_state:
                 return Snapshot(progress, Origin.FAILED, counters)

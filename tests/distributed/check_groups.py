@@ -13,19 +13,19 @@ from tests.distributed.checking import check, equal, here, place, same
 
 
 def some_ranks() -> list[list[int]]:
-    """Give lists of ranks: one, the last, the odd ones, all, and some that are not in order."""
+    """Return lists of ranks: one, the last, the odd ones, all, and some out of order."""
     size = idist.get_world_size()
     odd = list(range(1, size, 2)) or [0]
     return [[0], [size - 1], odd, list(range(size)), list(range(size))[::-1], [size - 1, 0] if size > 1 else [0]]
 
 
 def made() -> list[tuple[list[int], Any]]:
-    """Give ranks in their order, with what new_group made of them."""
+    """Yield sorted ranks, with the group that new_group made of them."""
     return [(sorted(ranks), idist.new_group(ranks)) for ranks in some_ranks()]
 
 
 def groups() -> list[tuple[list[int], Any]]:
-    """Give ranks in their order, with what names their group: the list, or what new_group made of it."""
+    """Yield sorted ranks, with what names their group: the list, or the group that new_group made of it."""
     return [(sorted(ranks), ranks) for ranks in some_ranks()] + made()
 
 

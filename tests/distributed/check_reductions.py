@@ -36,7 +36,7 @@ def of_rank(rank: int, dtype: torch.dtype) -> Tensor:
 
 
 def known(ops: Iterable[str]) -> list[str]:
-    """Give those that the backend names, on all ranks in the same order."""
+    """Yield the reductions that the backend supports, on all ranks in the same order."""
     return [op for op in ops if op in current().reductions]
 
 
@@ -98,7 +98,7 @@ def all_reduce_refuses_an_op_that_the_backend_does_not_name() -> None:
 def all_reduce_refuses_to_take_floating_point_for_bits() -> None:
     for op in known(BITWISE):
         for dtype in (torch.float32, torch.complex64):
-            with pytest.raises(TypeError, match=f"op '{op}' is for whole numbers and bools, got a tensor of {dtype}"):
+            with pytest.raises(TypeError, match=f"op '{op}' is for integers and bools, got a tensor of {dtype}"):
                 idist.all_reduce(here(torch.ones(2, dtype=dtype)), op)
 
 
@@ -110,7 +110,7 @@ def all_reduce_refuses_what_is_neither_tensor_nor_number() -> None:
 
 
 def awkward(value: float) -> Iterator[Tensor]:
-    """Give tensors of shape (2, 3) that do not lie in memory as they read, or that autograd watches."""
+    """Yield tensors of shape (2, 3) that are not contiguous or require gradients."""
     yield here(torch.full((3, 2), value)).t()
     yield here(torch.full((2, 6), value))[:, ::2]
     yield here(torch.full((4, 3), value))[1:3]

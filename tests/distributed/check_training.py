@@ -97,7 +97,7 @@ def training_comes_to_the_weights_of_one_process() -> None:
 
 
 def drawn(loader: Any) -> list[int]:
-    """Give what all ranks draw from a loader of numbers, after checking that each draws as many."""
+    """Return what all ranks draw from a loader of numbers, after checking that each draws as many."""
     parts = idist.all_gather([number for batch in loader for number in batch.tolist()])
     equal([len(part) for part in parts], [len(parts[0])] * len(parts))
     return sorted(number for part in parts for number in part)

@@ -27,17 +27,17 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def place() -> tuple[int, int]:
-    """Give this rank and the number of ranks."""
+    """Return this rank and the number of ranks."""
     return idist.get_rank(), idist.get_world_size()
 
 
 def in_turn(values: Iterable[T]) -> Iterator[tuple[int, T]]:
-    """Give each value together with a rank, the ranks in turn."""
+    """Yield each value together with a rank, the ranks in turn."""
     return zip(itertools.cycle(range(idist.get_world_size())), values, strict=False)
 
 
 def here(tensor: Tensor) -> Tensor:
-    """Give a tensor on the device of the backend, where it is reduced and overwritten in place."""
+    """Return a tensor on the device of the backend, where it is reduced and overwritten in place."""
     return tensor.to(idist.device())
 
 

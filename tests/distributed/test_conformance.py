@@ -38,7 +38,7 @@ def run_all(names: list[str], passed: Path) -> None:
 
 @pytest.fixture(scope="module", params=[1, 2, 4], ids=["1_rank", "2_ranks", "4_ranks"])
 def failures(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Give what went wrong, by check: one start of the ranks serves all that pass, and one more each that fails."""
+    """Return the failures by check: one start of the ranks serves all that pass, and one more each that fails."""
     passed = tmp_path_factory.mktemp("conformance") / "passed"
     passed.touch()
     found: dict[str, str] = {}

@@ -55,7 +55,7 @@ def run(who: int, how: str, mode: str) -> tuple[list[str], list[int]]:
 
 @pytest.mark.parametrize("how", ["raise", "finalize"])
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_that_ends_before_its_first_collective_is_shown(who: int, how: str) -> None:
+def test_debug_mode_shows_a_rank_that_ends_before_its_first_collective(who: int, how: str) -> None:
     """Long before the run's timeout; rank 0 serves the store."""
     texts, codes = run(who, how, "debug")
     table = texts[1 - who].split("RankDivergenceError: some ranks will never arrive:\n")[1].splitlines()

@@ -18,7 +18,7 @@ from tests.ranks import on_ranks
 
 
 @on_ranks(3, limit=20)
-def test_only_the_members_need_to_name_a_list():
+def test_only_members_need_to_pass_a_list_of_ranks():
     rank = idist.get_rank()
     if rank < 2:
         assert idist.all_reduce(1, group=[0, 1]) == 2
@@ -31,7 +31,7 @@ def test_only_the_members_need_to_name_a_list():
 
 
 @on_ranks(3, limit=20)
-def test_lists_do_not_depend_on_the_groups_that_each_rank_is_in():
+def test_lists_of_ranks_are_independent_of_other_groups():
     """The names that torch gives to groups of members count the groups of a rank."""
     rank = idist.get_rank()
     if rank == 0:
@@ -48,7 +48,7 @@ def test_lists_do_not_depend_on_the_groups_that_each_rank_is_in():
 
 
 @on_ranks(2, limit=20)
-def test_a_list_is_the_same_group_after_the_run_was_looked_up_again():
+def test_a_list_of_ranks_is_the_same_group_after_sync():
     assert idist.all_reduce(1, group=[1, 0]) == 2
     if idist.get_rank() == 0:
         idist.sync()
@@ -56,7 +56,7 @@ def test_a_list_is_the_same_group_after_the_run_was_looked_up_again():
 
 
 @on_ranks(2, limit=20)
-def test_one_rank_alone_may_use_a_group_of_its_own():
+def test_one_rank_only_may_use_a_group_of_that_rank():
     @idist.one_rank_only(1)
     def alone():
         with pytest.raises(RankDivergenceError, match=r"new_group on rank 1 waits for ranks \[0\]"):
@@ -67,7 +67,7 @@ def test_one_rank_alone_may_use_a_group_of_its_own():
 
 
 @on_ranks(3, limit=20)
-def test_debug_mode_compares_the_members_of_a_list():
+def test_debug_mode_compares_the_members_of_a_list_of_ranks():
     collective_check.enable(current(), 1.5)
     rank = idist.get_rank()
     if rank < 2:
@@ -80,7 +80,7 @@ def test_debug_mode_compares_the_members_of_a_list():
 
 
 @on_ranks(2, limit=20)
-def test_a_member_that_does_not_come_is_waited_for_as_long_as_the_run_says(tmp_path):
+def test_creating_a_group_times_out(tmp_path):
     rank = idist.get_rank()
     idist.finalize()
     place = {"init_method": f"file://{tmp_path}/store", "rank": rank, "world_size": 2}
@@ -92,7 +92,7 @@ def test_a_member_that_does_not_come_is_waited_for_as_long_as_the_run_says(tmp_p
 
 
 @on_ranks(2)
-def test_a_backend_that_torch_does_not_have_is_refused():
+def test_new_group_rejects_unknown_backends():
     for backend in ("nope", "cpu:gloo,cuda:nope", "cpu:nope"):
         with pytest.raises(ValueError, match=rf"backend must be one of \(.*'gloo'.*\), got '{backend}'"):
             idist.new_group([0], backend=backend)
@@ -101,7 +101,7 @@ def test_a_backend_that_torch_does_not_have_is_refused():
 
 
 @on_ranks(3, limit=20)
-def test_torch_takes_a_group_of_ours_as_one_of_its_own():
+def test_torch_accepts_groups_from_new_group():
     rank = idist.get_rank()
     group = idist.new_group([2, 0])
     tensor = torch.tensor([rank + 1.0])
@@ -152,7 +152,7 @@ def use_everywhere(group, ranks):
 
 @on_ranks(3, limit=30)
 @pytest.mark.parametrize("debug", [False, True])
-def test_groups_of_torch_are_taken_everywhere(debug):
+def test_groups_of_torch_are_accepted_everywhere(debug):
     if debug:
         collective_check.enable(current(), 20)
     rank = idist.get_rank()
@@ -168,7 +168,7 @@ def test_groups_of_torch_are_taken_everywhere(debug):
 
 
 @on_ranks(2, limit=20)
-def test_a_group_that_the_user_destroyed_is_refused_and_its_ranks_make_another_one():
+def test_a_destroyed_group_is_rejected_and_its_ranks_make_a_new_one():
     group = idist.new_group([0, 1])
     assert idist.all_reduce(1, group=[1, 0]) == 2  # the same group
     dist.destroy_process_group(group)
@@ -177,10 +177,19 @@ def test_a_group_that_the_user_destroyed_is_refused_and_its_ranks_make_another_o
     assert idist.all_reduce(1, group=[1, 0]) == 2
 
 
-def test_a_single_process_has_the_list_of_its_rank_for_a_group():
+def test_the_group_of_a_single_process_is_a_list():
     group = idist.new_group(range(1))
     assert group == [0]
     assert idist.all_reduce(3, group=group) == 3
     assert idist.all_gather("a", group=group) == ["a"]
     idist.barrier(group=group)
     assert idist.broadcast("a", group=group) == idist.scatter(["a"], group=group) == "a"
+
+
+@on_ranks(2)
+def test_a_list_of_ranks_creates_one_group():
+    before = len(dist.distributed_c10d._world.pg_map)
+    for ranks in ([1], [1], [0, 1], [1, 0]):
+        idist.all_reduce(1, group=ranks)
+        idist.all_gather("mine", group=ranks)
+    assert len(dist.distributed_c10d._world.pg_map) <= before + 2

@@ -83,7 +83,7 @@ def test_tensors_of_every_dtype_and_layout_arrive_as_they_are():
 
 
 @on_ranks(2)
-def test_tensors_that_are_more_than_shape_dtype_and_content_arrive_as_they_are():
+def test_sparse_and_nested_tensors_arrive_as_they_are():
     sparse = exchanged(torch.eye(3).to_sparse())
     assert sparse.is_sparse
     assert torch.equal(sparse.to_dense(), torch.eye(3))
@@ -151,7 +151,7 @@ def test_out_is_filled_whatever_its_layout():
 
 
 @on_ranks(2)
-def test_out_that_does_not_fit_is_refused_again_and_again_and_stays_as_it_is():
+def test_out_that_does_not_fit_raises_on_every_wait_and_is_unchanged():
     other = 1 - idist.get_rank()
     out = torch.zeros(2, 3)
     cases = [
@@ -216,7 +216,7 @@ def test_hundreds_in_flight_both_ways_may_be_waited_for_in_any_order():
 
 
 @on_ranks(2)
-def test_who_has_begun_to_receive_does_not_wait_to_send():
+def test_send_does_not_wait_during_irecv():
     other = 1 - idist.get_rank()
     for value in (torch.ones(1 << 20), "ü" * 1000, 3):
         coming = [idist.irecv(other, tag=tag) for tag in range(3)]
@@ -229,7 +229,7 @@ def test_who_has_begun_to_receive_does_not_wait_to_send():
 
 
 @on_ranks(2)
-def test_who_may_wait_does_not_run_ahead_of_the_receiver():
+def test_send_does_not_run_ahead_of_the_receiver():
     if idist.get_rank() == 0:
         stop = idist.irecv(1, tag=1)
         for number in range(40):
@@ -244,7 +244,7 @@ def test_who_may_wait_does_not_run_ahead_of_the_receiver():
 
 
 @on_ranks(2)
-def test_a_handle_that_is_dropped_takes_its_message_with_it_and_no_other():
+def test_a_dropped_handle_drops_its_message_only():
     if idist.get_rank() == 1:
         idist.irecv(0)
         gc.collect()
@@ -263,7 +263,7 @@ class Unreadable:
 
 
 @on_ranks(2)
-def test_a_value_that_cannot_be_decoded_raises_whenever_it_is_waited_for_and_is_under_way_no_more():
+def test_a_value_that_cannot_be_decoded_raises_on_every_wait():
     if idist.get_rank() == 0:
         idist.send(Unreadable(), 1)
     else:
@@ -276,7 +276,7 @@ def test_a_value_that_cannot_be_decoded_raises_whenever_it_is_waited_for_and_is_
 
 
 @on_ranks(2)
-def test_send_waits_again_once_what_was_to_come_has_failed_or_its_handle_is_dropped():
+def test_send_waits_again_after_irecv_failed_or_was_dropped():
     other, under_way = 1 - idist.get_rank(), transfers()
     if idist.get_rank() == 0:
         coming = idist.irecv(other, tag=1)
@@ -297,7 +297,7 @@ def test_send_waits_again_once_what_was_to_come_has_failed_or_its_handle_is_drop
     idist.barrier()
 
 
-def test_a_buffer_whose_handle_is_dropped_is_kept_until_it_has_been_filled():
+def test_the_buffer_of_a_dropped_handle_is_kept_until_filled():
     under_way, first, second = point_to_point.Transfers(), Work(), Work()
     under_way.awaited.update({1: (first, torch.empty(1)), 2: (second, torch.empty(1))})
     under_way.drop(1)
@@ -344,14 +344,14 @@ def test_groups_keep_their_messages_apart_and_name_global_ranks():
 
 
 @pytest.mark.parametrize("dst", [0, 2, -1, None, 0.5, "1", [1]])
-def test_impossible_ranks_are_told_with_those_that_are_possible(dst):
+def test_invalid_ranks_are_rejected(dst):
     for function, name in ((lambda: idist.isend(1, dst), "dst"), (lambda: idist.irecv(dst), "src")):
         with pytest.raises(ValueError, match=f"{name} must be another rank of the group, one of"):
             run_alone(function)
 
 
 @pytest.mark.parametrize("tag", [-1, 16384, 0.5, None, "a"])
-def test_impossible_tags_are_told(tag):
+def test_invalid_tags_are_rejected(tag):
     with pytest.raises(ValueError, match=r"tag must be an integer in \[0, 16384\)"):
         run_alone(lambda: idist.isend(1, 1, tag=tag))
     with pytest.raises(ValueError, match=r"tag must be an integer in \[0, 16384\)"):
@@ -374,7 +374,7 @@ def run_alone(function):
 
 
 @on_ranks(3)
-def test_no_message_goes_to_a_rank_that_does_not_run_this_part_of_the_program():
+def test_messages_to_ranks_outside_of_the_block_raise():
     rank = idist.get_rank()
 
     @idist.one_rank_only(rank=1)
@@ -399,7 +399,7 @@ def exchanged_with(other):
     return idist.recv(other)
 
 
-def test_what_a_message_raises_tells_which_one():
+def test_errors_say_which_message():
     for call, where in (
         (lambda: idist.send(1, 7), "in send on rank 0, to rank 7, tag 0"),
         (lambda: idist.isend(lambda: 1, 1, tag=3), "in isend on rank 0, to rank 1, tag 3"),
@@ -412,7 +412,7 @@ def test_what_a_message_raises_tells_which_one():
 
 
 @on_ranks(2)
-def test_what_waiting_for_a_message_raises_tells_which_one():
+def test_errors_while_waiting_say_which_message():
     rank = idist.get_rank()
     if rank == 0:
         for tag in (1, 2):
@@ -442,7 +442,7 @@ def test_what_waiting_for_a_message_raises_tells_which_one():
 
 
 @on_ranks(2)
-def test_what_cannot_be_pickled_is_refused_before_anything_is_sent():
+def test_values_that_cannot_be_pickled_are_rejected_before_anything_is_sent():
     if idist.get_rank() == 0:
         with pytest.raises(TypeError, match="picklable"):
             idist.isend(lambda: 1, 1)
@@ -468,7 +468,7 @@ def test_finalize_waits_for_messages_that_are_still_to_be_received():
 
 
 @on_ranks(2)
-def test_finalize_tells_of_messages_that_nobody_received_and_ends_the_run():
+def test_finalize_reports_messages_that_were_not_received():
     if idist.get_rank() == 0:
         idist.isend(torch.ones(3), 1)
         idist.barrier()
@@ -489,7 +489,7 @@ def begin_again():
 
 
 @on_ranks(2)
-def test_what_has_left_is_not_kept():
+def test_buffers_of_completed_sends_are_released():
     rank = idist.get_rank()
     for _ in range(30):
         for number in range(20):
@@ -525,7 +525,7 @@ class Work:
         return self.end.is_set()
 
 
-def test_the_outbox_looks_seldom_and_lets_go_of_what_has_left():
+def test_the_outbox_rarely_looks_for_completed_sends():
     box, looks = point_to_point.Outbox(1), []
 
     class Counted(Work):
@@ -547,7 +547,7 @@ def test_the_outbox_looks_seldom_and_lets_go_of_what_has_left():
     assert [work.waits for work in works] == [1] * len(works)
 
 
-def test_large_transfers_are_looked_at_at_once():
+def test_large_sends_are_looked_at_at_once():
     box = point_to_point.Outbox(1)
     for _ in range(10):
         work = Work()
@@ -556,7 +556,7 @@ def test_large_transfers_are_looked_at_at_once():
     assert len(box) == 0
 
 
-def test_a_transfer_that_failed_is_told_by_the_next_that_is_kept_or_at_the_end():
+def test_a_failed_send_is_reported_by_the_next_one_or_at_the_end():
     for ended in (True, False):
         box, failed, last = point_to_point.Outbox(3), Work(OSError("connection closed")), Work()
         last.end.set()
@@ -576,7 +576,7 @@ def test_a_transfer_that_failed_is_told_by_the_next_that_is_kept_or_at_the_end()
 
 
 @on_ranks(2)
-def test_a_backend_without_messages_has_them_in_a_group_of_another():
+def test_messages_in_a_group_of_another_backend():
     config = dist.get_backend_config
     group = idist.new_group([0, 1], backend="gloo")
     dist.get_backend_config = lambda group=None: "cuda:nccl" if group is None else config(group)

@@ -50,14 +50,14 @@ def test_queries_answer_from_the_topology():
         assert idist.backend() == "somewhere"
 
 
-def test_without_anything_there_is_one_process():
+def test_the_default_is_a_single_process():
     assert (idist.get_rank(), idist.get_world_size(), idist.get_local_rank()) == (0, 1, 0)
     assert (idist.get_nnodes(), idist.get_node_rank(), idist.get_nproc_per_node()) == (1, 0, 1)
     assert (idist.backend(), idist.model_name()) == (None, "serial")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_all_ranks_meet_once_after_the_call_also_when_it_fails(rank):
+def test_with_barrier_synchronizes_once_even_if_the_call_fails(rank):
     @idist.one_rank_only(with_barrier=True)
     def fail():
         raise OSError("disk full")
@@ -71,7 +71,7 @@ def test_all_ranks_meet_once_after_the_call_also_when_it_fails(rank):
         assert backend.barriers == [None]
 
 
-def test_name_and_signature_stay():
+def test_one_rank_only_keeps_name_and_signature():
     @idist.one_rank_only()
     def save(path, overwrite=False):
         """Save."""
@@ -81,7 +81,7 @@ def test_name_and_signature_stay():
 
 
 @pytest.mark.parametrize("call", [idist.barrier, lambda: idist.all_reduce(1), lambda: idist.all_gather("x")])
-def test_a_collective_that_the_others_cannot_reach_raises_and_says_where(call):
+def test_a_collective_in_one_rank_only_raises(call):
     @idist.one_rank_only()
     def alone():
         call()
@@ -90,7 +90,7 @@ def test_a_collective_that_the_others_cannot_reach_raises_and_says_where(call):
         alone()
 
 
-def test_a_collective_among_those_who_are_there_is_fine():
+def test_a_collective_among_the_present_ranks_is_allowed():
     @idist.one_rank_only()
     def alone(group):
         idist.barrier(group=group)
@@ -104,14 +104,14 @@ def test_a_collective_among_those_who_are_there_is_fine():
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_body_of_one_rank_first_is_no_place_for_a_collective(rank):
+def test_a_collective_in_one_rank_first_raises(rank):
     with at_rank(rank) as backend:
         with pytest.raises(RankDivergenceError, match="one_rank_first"), idist.one_rank_first():
             idist.barrier()
         assert backend.barriers == [None]  # the others were released, or this one was
 
 
-def test_a_turn_within_the_same_turn_waits_for_nobody_and_another_turn_is_refused():
+def test_one_rank_first_nests_only_with_the_same_arguments():
     @idist.one_rank_only(rank=1)
     def first_once_more():
         with idist.one_rank_first(1):
@@ -129,7 +129,7 @@ def test_a_turn_within_the_same_turn_waits_for_nobody_and_another_turn_is_refuse
 
 
 @pytest.mark.parametrize(("local_rank", "barriers"), [(0, 1), (1, 1)])
-def test_a_node_without_the_local_rank_raises_and_the_others_do_not_wait_for_it(local_rank, barriers):
+def test_a_node_without_the_local_rank_raises_and_releases_the_others(local_rank, barriers):
     small = Topology(rank=2, world_size=3, local_rank=0, local_world_size=1, node_rank=1, num_nodes=2)
     large = Topology(rank=local_rank, world_size=3, local_rank=local_rank, local_world_size=2, num_nodes=2)
     with idist.use_backend(Somewhere(small)) as backend:
@@ -143,14 +143,14 @@ def test_a_node_without_the_local_rank_raises_and_the_others_do_not_wait_for_it(
 
 
 @pytest.mark.parametrize("rank", ["a", None, 0.5])
-def test_who_goes_first_is_an_integer(rank):
+def test_rank_must_be_an_integer(rank):
     wanted = "rank must be an integer, got .*; write with one_rank_first"
     with pytest.raises(TypeError, match=wanted), idist.one_rank_first(rank):
         pass
 
 
-def test_the_line_of_the_block_is_told():
-    where = r"test_ranks\.py:\d+ in test_the_line"
+def test_the_error_names_the_line_of_the_block():
+    where = r"test_ranks\.py:\d+ in test_the_error_names"
     with at_rank(0), pytest.raises(RankDivergenceError, match=where), idist.one_rank_first():
         idist.barrier()
 
@@ -166,7 +166,7 @@ def test_one_rank_first_decorates_functions_too():
         assert (download(), download(), len(backend.barriers)) == (0, 1, 2)
 
 
-def test_methods_and_other_threads():
+def test_one_rank_only_on_methods_and_other_threads():
     class Saver:
         @idist.one_rank_only()
         def save(self, name):
@@ -183,7 +183,7 @@ def test_methods_and_other_threads():
         assert Saver().save(name="b")[1] == "b"
 
 
-def test_what_runs_after_the_call_cannot_be_for_one_rank_only():
+def test_one_rank_only_rejects_generators_and_coroutines():
     async def later():
         pass
 

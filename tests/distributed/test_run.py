@@ -38,7 +38,7 @@ class Closing(Somewhere):
         self.closed += 1
 
 
-def test_a_run_is_begun_and_ended_without_touching_the_environment(monkeypatch):
+def test_initialize_and_finalize_leave_the_environment_alone(monkeypatch):
     before = dict(os.environ)
     idist.initialize("gloo", timeout=timedelta(seconds=30))
     assert (idist.backend(), idist.get_world_size(), idist.model_name()) == ("gloo", 1, "native-dist")
@@ -50,7 +50,7 @@ def test_a_run_is_begun_and_ended_without_touching_the_environment(monkeypatch):
     assert os.environ["OF_THE_USER"] == "stays"
 
 
-def test_a_second_beginning_is_refused_and_the_first_goes_on():
+def test_a_second_initialize_is_rejected():
     idist.initialize("gloo")
     with pytest.raises(RuntimeError, match="initialize was called already, with 'gloo': call finalize first"):
         idist.initialize("gloo")
@@ -59,7 +59,7 @@ def test_a_second_beginning_is_refused_and_the_first_goes_on():
     idist.initialize("gloo")
 
 
-def test_a_beginning_that_fails_leaves_nothing():
+def test_a_failed_initialize_leaves_nothing():
     def fail():
         raise OSError("no network")
 
@@ -74,7 +74,7 @@ def test_a_beginning_that_fails_leaves_nothing():
         idist.initialize("unknown")
 
 
-def test_debug_mode_is_over_with_the_run():
+def test_debug_mode_ends_with_the_job():
     run.install(Closing, debug=True)
     assert run.current().job.compares_collectives
     idist.finalize()
@@ -82,14 +82,14 @@ def test_debug_mode_is_over_with_the_run():
 
 
 @pytest.mark.parametrize("end", [idist.finalize, run.abandon])
-def test_a_run_that_somebody_else_began_is_ended_too(end):
+def test_finalize_destroys_an_adopted_group(end):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert idist.backend() == "gloo"
     end()
     assert (idist.backend(), dist.is_initialized()) == (None, False)
 
 
-def test_a_run_whose_group_the_user_has_destroyed_is_ended_without_an_error():
+def test_finalize_after_the_user_destroyed_the_group():
     idist.initialize("gloo")
     dist.destroy_process_group()
     idist.finalize()
@@ -98,7 +98,7 @@ def test_a_run_whose_group_the_user_has_destroyed_is_ended_without_an_error():
 
 
 @pytest.mark.parametrize("end", [idist.finalize, run.abandon])
-def test_what_a_thread_talks_through_for_a_while_is_ended_alone(end):
+def test_finalize_in_use_backend_closes_that_backend_only(end):
     of_the_process, of_the_thread = Closing(), Closing()
     run.install(lambda: of_the_process, debug=True)
     with idist.use_backend(of_the_thread):
@@ -112,7 +112,7 @@ def test_what_a_thread_talks_through_for_a_while_is_ended_alone(end):
 
 
 @on_ranks(2)
-def test_abandon_waits_for_nobody(tmp_path):
+def test_abandon_does_not_wait(tmp_path):
     left = tmp_path / "left"
     if idist.get_rank() == 0:
         idist.isend("never received", 1)
@@ -128,7 +128,7 @@ def test_abandon_waits_for_nobody(tmp_path):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the test destroys one
 
 
-def test_a_query_under_srun_starts_no_program_and_asks_no_name_server(monkeypatch):
+def test_queries_under_srun_start_no_process_and_resolve_no_host(monkeypatch):
     for name, value in step(0, 0, [1]).items():
         monkeypatch.setenv(name, value)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -155,7 +155,7 @@ def told(**variables):
 
 
 @on_ranks(6)
-def test_ranks_that_are_not_told_how_many_nodes_there_are_do_not_guess():
+def test_unknown_numbers_of_nodes_are_not_guessed():
     """On three nodes with two processes each, ranks 0, 2 and 4 would infer 1, 3 and 2 nodes."""
     dist.barrier()
     rank = dist.get_rank()
@@ -184,7 +184,7 @@ def use_fresh_adoption():
 
 
 @on_ranks(2)
-def test_a_local_rank_that_nothing_tells_is_taken_from_the_rank_with_a_warning():
+def test_an_unknown_local_rank_warns():
     dist.barrier()
     run._local_rank = None
     with (
@@ -196,10 +196,52 @@ def test_a_local_rank_that_nothing_tells_is_taken_from_the_rank_with_a_warning()
 
 
 @on_ranks(2)
-def test_variables_of_another_run_are_not_those_of_the_group():
+def test_environment_variables_of_another_job_are_ignored():
     dist.barrier()
     rank = dist.get_rank()
     with told(RANK=3, WORLD_SIZE=4, LOCAL_RANK=3, LOCAL_WORLD_SIZE=4), use_fresh_adoption():
         assert (idist.get_local_rank(), idist.get_world_size()) == (rank, 2)  # as set_local_rank told
     with told(LOCAL_RANK=7), use_fresh_adoption():
         assert idist.get_local_rank() == rank
+
+
+def test_initialize_and_finalize_leave_nothing():
+    idist.initialize("gloo", timeout=timedelta(seconds=20))
+    try:
+        assert (idist.backend(), idist.model_name(), idist.get_rank(), idist.get_world_size()) == (
+            "gloo",
+            "native-dist",
+            0,
+            1,
+        )
+        assert idist.all_gather("x") == ["x"]
+        with pytest.raises(RuntimeError, match="finalize"):
+            idist.initialize("gloo")
+    finally:
+        idist.finalize()
+    assert (idist.backend(), dist.is_initialized()) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error", "named"),
+    [
+        ("glo", {}, ValueError, "glo"),
+        ("gloo", {"time_out": 3}, TypeError, "time_out"),
+        ("gloo", {"rank": 0}, ValueError, "world_size"),
+        ("gloo", {"rank": 2, "world_size": 2}, ValueError, "rank"),
+        ("gloo", {"init_method": "file:///tmp/no"}, ValueError, "rank and world_size"),
+    ],
+)
+def test_a_rejected_initialize_leaves_nothing(name, options, error, named):
+    with pytest.raises(error, match=named):
+        idist.initialize(name, **options)
+    assert (idist.backend(), dist.is_initialized()) == (None, False)
+
+
+def test_an_existing_group_is_adopted_and_dropped():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert (idist.backend(), idist.get_world_size()) == ("gloo", 1)
+    finally:
+        dist.destroy_process_group()
+    assert idist.backend() is None

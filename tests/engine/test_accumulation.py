@@ -1,16 +1,29 @@
-"""Windows of micro-batches: where they begin and end, and what a step is made of."""
+"""Gradient accumulation: windows, means, ranks, and resuming."""
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset
 
+import camshaft.distributed as idist
+from camshaft.distributed import auto_dataloader
 from camshaft.engine import Engine, Events
+from camshaft.utils import manual_seed
 from tests.engine.traces import Sizeless, at, unsized
-from tests.engine.windows import Weighted, batches_of, check, expected, squared, trainer_of, weights_of
+from tests.engine.windows import RATE, Weighted, batches_of, check, expected, samples, squared, trainer_of, weights_of
+from tests.ranks import on_ranks, run_on_ranks
+
+# === Windows of micro-batches ===
+
 
 DATA = batches_of(4, 4, 4, 4, 4, 4, 4)
 ENDLESS = 10**6
@@ -116,7 +129,7 @@ def test_parameters_without_a_gradient_do_not_matter():
 
 @pytest.mark.parametrize("event", [Events.ITERATION_STARTED, Events.ITERATION_COMPLETED, Events.GET_BATCH_STARTED])
 @pytest.mark.parametrize("arguments", [{"max_epochs": 1}, {"max_epochs": 2}, {"max_iters": 6}], ids=str)
-def test_a_run_that_somebody_ends_steps_no_more(event, arguments):
+def test_a_run_that_a_user_ends_steps_no_more(event, arguments):
     """Perhaps it is ended because these gradients are bad."""
     model, steps, _ = train(
         DATA[:6], 3, prepare=lambda trainer: at(trainer, event, lambda e: e.terminate(), 5), **arguments
@@ -125,7 +138,7 @@ def test_a_run_that_somebody_ends_steps_no_more(event, arguments):
     assert steps == [3]
 
 
-def test_after_a_run_that_somebody_ended_the_next_begins_a_window():
+def test_after_a_run_that_a_user_ended_the_next_begins_a_window():
     model, _, trainer = train(
         DATA[:6], 2, prepare=lambda t: at(t, Events.ITERATION_COMPLETED, lambda e: e.terminate(), 3), max_epochs=3
     )
@@ -186,7 +199,7 @@ def test_an_error_in_the_first_batch_of_a_window_leaves_nothing_to_step():
     assert steps == [3]
 
 
-def test_a_run_that_goes_on_after_an_error_steps_means():
+def test_a_run_that_continues_after_an_error_steps_means():
     model = Weighted()
     trainer, _ = trainer_of(model, 3, failing_at(5))
     with pytest.raises(ArithmeticError):
@@ -211,7 +224,7 @@ def test_a_window_that_is_resumed_in_its_middle_holds_the_rest(iteration):
 
 
 @pytest.mark.parametrize(("how", "stops_at"), [("pause", 4), ("pause", 5), ("error", 5), ("error", 6)])
-def test_loading_a_state_gives_up_the_window_that_was_begun(how, stops_at):
+def test_loading_a_state_discards_the_window_that_was_begun(how, stops_at):
     model = Weighted()
     trainer, _ = trainer_of(model, 3, failing_at(stops_at) if how == "error" else squared)
     if how == "pause":
@@ -233,3 +246,569 @@ def test_a_step_that_two_engines_share_keeps_their_windows_apart():
         second.run(Sizeless(*DATA[3:6]))
     check(model, DATA, [[0, 1], [2], [3, 4], [5]] * 2)
     assert len(steps) == 8
+
+
+# === Batches weighted by samples or tokens, and clipped gradients ===
+
+
+DATA_MEANS = batches_of(4, 4, 4, 4, 4)
+
+# --- weights -------------------------------------------------------------------------------------------------------
+
+
+UNEVEN = batches_of(5, 1, 2, 3, 1)
+WEIGHTS = {
+    "number": samples,
+    "tensor": lambda x, y: torch.tensor(len(y)),
+    "tensor of one": lambda x, y: torch.tensor([float(len(y))]),
+    "doubled": lambda x, y: 2.0 * len(y),
+}
+
+
+@pytest.mark.parametrize("weigh", WEIGHTS.values(), ids=WEIGHTS)
+@pytest.mark.parametrize(
+    ("data", "size", "arguments", "windows"),
+    [
+        (UNEVEN, 5, {"max_epochs": 2}, [[0, 1, 2, 3, 4]] * 2),
+        (UNEVEN, 2, {"max_epochs": 2}, [[0, 1], [2, 3], [4]] * 2),
+        (UNEVEN, 1, {}, [[0], [1], [2], [3], [4]]),
+        (Sizeless(*UNEVEN), 3, {"max_epochs": 2}, [[0, 1, 2], [3, 4]] * 2),
+        (UNEVEN, 4, {"max_iters": 3}, [[0, 1, 2]]),
+    ],
+)
+def test_weighed_by_samples_a_step_is_the_mean_over_all_samples_of_its_window(weigh, data, size, arguments, windows):
+    model = Weighted()
+    trainer, _ = trainer_of(model, size, batch_weight=weigh)
+    trainer.run(data, **arguments)
+    check(model, UNEVEN, windows)
+
+
+def test_weighed_by_samples_a_window_that_is_cut_short_is_the_mean_over_its_samples():
+    model = Weighted()
+    trainer, _ = trainer_of(model, 4, batch_weight=samples)
+    at(trainer, Events.ITERATION_COMPLETED, lambda engine: engine.terminate_epoch(), 3)
+    trainer.run(UNEVEN)
+    check(model, UNEVEN, [[0, 1, 2]])
+
+
+def test_without_weights_all_batches_count_alike():
+    model = Weighted()
+    trainer, _ = trainer_of(model, 2)
+    trainer.run(UNEVEN[:2])
+    with pytest.raises(AssertionError):
+        check(model, UNEVEN, [[0, 1]])
+
+
+def test_weighed_by_tokens_a_step_is_the_mean_over_all_tokens_of_its_window():
+    """A target of 0 is padding: the loss is the mean over the tokens that are none."""
+
+    def loss_fn(y_pred, y):
+        return ((y_pred - y) ** 2)[y != 0].mean()
+
+    torch.manual_seed(0)
+    data = [
+        (x, y * torch.tensor(mask)[:, None])
+        for (x, y), mask in zip(DATA_MEANS, ([1, 1, 1, 1], [0, 1, 0, 0]), strict=False)
+    ]
+    model = Weighted()
+    trainer, _ = trainer_of(model, 2, loss_fn, batch_weight=lambda x, y: (y != 0).sum())
+    outputs = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: outputs.append(engine.state.output))
+    trainer.run(data)
+    tokens = [(x[y[:, 0] != 0], y[y[:, 0] != 0]) for x, y in data]
+    torch.testing.assert_close(weights_of(model), expected([tokens]))
+    untrained = Weighted()
+    assert outputs == pytest.approx([squared(untrained(x), y).item() for x, y in tokens])
+
+
+# --- clipping ------------------------------------------------------------------------------------------------------
+
+
+LIMIT = 0.3
+CLIPS = {
+    "clip_grad_norm": lambda parameters: nn.utils.clip_grad_norm_(parameters, LIMIT),
+    "clip_grad_value": lambda parameters: nn.utils.clip_grad_value_(parameters, LIMIT),
+}
+
+
+def scaled():
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    return {"amp_mode": "amp", "scaler": scaler}
+
+
+@pytest.mark.parametrize("name", CLIPS)
+@pytest.mark.parametrize(
+    "make_options", [dict, scaled, lambda: {"batch_weight": samples}], ids=["plain", "scaled", "weighed"]
+)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_clipping_applies_to_the_gradient_of_the_window(name, make_options, size):
+    model = Weighted()
+    trainer, _ = trainer_of(model, size, **make_options(), **{name: LIMIT})
+    trainer.run(DATA_MEANS)
+    windows = [DATA_MEANS[start : start + size] for start in range(0, 5, size)]
+    clipped = expected(windows, CLIPS[name])
+    torch.testing.assert_close(weights_of(model), clipped, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(clipped, expected(windows), atol=1e-2)  # the limit matters
+
+
+@pytest.mark.parametrize("function", ["clip_grad_norm_", "clip_grad_value_"])
+def test_gradients_are_clipped_once_a_step(monkeypatch, function):
+    calls, clip = [], getattr(nn.utils, function)
+    monkeypatch.setattr(nn.utils, function, lambda *arguments: (calls.append(1), clip(*arguments)))
+    trainer, steps = trainer_of(Weighted(), 2, **{function.rstrip("_"): LIMIT})
+    trainer.run(DATA_MEANS)
+    assert len(calls) == len(steps) == 3
+
+
+# === Resuming from a state saved in a window ===
+
+
+(WHOLE,) = batches_of(23)
+SAMPLES = list(zip(*WHOLE, strict=True))
+EPOCHS = 3
+
+
+def loader(batch_size=3):
+    return idist.auto_dataloader(SAMPLES, batch_size=batch_size, shuffle=True, seed=5)
+
+
+class Training:
+    """A model, and what is saved of it after each iteration."""
+
+    def __init__(self, size=3, saved=None, loss_fn=squared, **options):
+        self.model, self.saved, self.given = Weighted(), {}, []
+        self.trainer, self.steps = trainer_of(self.model, size, loss_fn, **options)
+        step = self.trainer._process_function
+        self.trainer._process_function = lambda engine, batch: (self.given.append(batch[1]), step(engine, batch))[1]
+        self.trainer.add_event_handler(Events.ITERATION_COMPLETED, self.save)
+        if saved is not None:
+            self.model.load_state_dict(saved[0])
+            self.trainer.load_state_dict(saved[1])
+
+    def save(self, engine):
+        self.saved[engine.state.iteration] = copy.deepcopy((self.model.state_dict(), engine.state_dict()))
+
+
+@pytest.mark.parametrize(("size", "epoch_length"), [(3, None), (5, None), (50, None), (2, 4)])
+def test_every_iteration_can_be_resumed_from_and_the_weights_are_the_same(size, epoch_length):
+    whole = Training(size)
+    whole.trainer.run(loader(), max_epochs=EPOCHS, epoch_length=epoch_length)
+    for iteration, saved in list(whole.saved.items())[:-1]:
+        again = Training(size, saved)
+        again.trainer.run(loader(), max_epochs=EPOCHS)
+        assert torch.equal(weights_of(again.model), weights_of(whole.model)), iteration
+
+
+def test_the_state_counts_the_iterations_up_to_the_start_of_the_window():
+    whole = Training()
+    whole.trainer.run(loader())
+    assert [state["iteration"] for _, state in whole.saved.values()] == [0, 0, 3, 3, 3, 6, 6, 8]
+    again = Training(saved=whole.saved[5])
+    assert again.trainer.state_dict() == whole.saved[5][1]
+    begun = []
+    again.trainer.add_event_handler(Events.STARTED, lambda engine: begun.append(engine.state_dict()))
+    again.trainer.run(loader())
+    assert begun == [whole.saved[3][1]]
+
+
+def test_deterministic_engines_go_back_too():
+    def trained(saved=None):
+        training = Training(saved=saved, deterministic=True)
+        manual_seed(7)
+        training.trainer.run(DataLoader(SAMPLES, batch_size=3, shuffle=True), max_epochs=2)
+        return training
+
+    whole = trained()
+    for iteration in (4, 5, 10):
+        assert torch.equal(weights_of(trained(whole.saved[iteration]).model), weights_of(whole.model))
+
+
+def test_an_ended_run_is_continued_from_the_start_of_its_window():
+    whole, ended = Training(), Training()
+    whole.trainer.run(loader(), max_epochs=2)
+    at(ended.trainer, Events.ITERATION_COMPLETED, lambda engine: engine.terminate(), 5)
+    ended.trainer.run(loader(), max_epochs=2)
+    again = Training(saved=(ended.model.state_dict(), ended.trainer.state_dict()))
+    again.trainer.run(loader())
+    assert torch.equal(weights_of(again.model), weights_of(whole.model))
+
+
+@pytest.mark.parametrize("fails_at", [1, 4, 5, 6, 7, 13, 15])
+def test_a_run_that_failed_does_its_window_again(fails_at):
+    def loss_fn(y_pred, y):
+        calls.append(1)
+        if len(calls) == fails_at:
+            raise ArithmeticError("no loss")
+        return squared(y_pred, y)
+
+    calls, whole, failed = [], Training(), Training(loss_fn=loss_fn)
+    whole.trainer.run(loader(), max_epochs=2)
+    with pytest.raises(ArithmeticError):
+        failed.trainer.run(loader(), max_epochs=2)
+    failed.trainer.run(loader(), max_epochs=2)
+    assert failed.trainer.state.iteration == 16
+    assert torch.equal(weights_of(failed.model), weights_of(whole.model))
+
+
+def test_with_another_batch_size_no_sample_is_lost():
+    whole = Training()
+    whole.trainer.run(loader(), max_epochs=2)
+    again = Training(saved=whole.saved[13])
+    again.trainer.run(loader(batch_size=2))
+    seen = torch.cat([*whole.given[8:11], *again.given])
+    assert torch.equal(seen.sort(0).values, WHOLE[1].sort(0).values)
+    assert (again.trainer.state.iteration, again.trainer.state.epoch) == (24, 2)
+
+
+def test_a_step_of_the_user_can_hold_its_position():
+    def collect(engine, number):
+        if engine.iteration_in_epoch % 3 == 1:
+            engine.hold_position()
+        given.append(number.item())
+        if engine.iteration_in_epoch % 3 == 0:
+            engine.release_position()
+
+    given, states = [], {}
+    engine = Engine(collect)
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda e: states.update({e.state.iteration: e.state_dict()}))
+    engine.run(idist.auto_dataloader(range(6)))
+    engine.load_state_dict(states[5])
+    engine.run(idist.auto_dataloader(range(6)))
+    assert given == [0, 1, 2, 3, 4, 5, 3, 4, 5]
+    engine.hold_position()  # without a run there is nothing to hold
+    engine.release_position()
+
+
+# --- other data --------------------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(SAMPLES[:15])
+
+
+class Stateful(list):
+    """Data with a state of their own, which knows the present place only."""
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state_dict):
+        pass
+
+
+def resumed_on(data, iteration, **arguments):
+    whole = Training()
+    whole.trainer.run(data(), **arguments)
+    again = Training(saved=whole.saved[iteration])
+    again.trainer.run(data())
+    return whole, again
+
+
+@pytest.mark.filterwarnings("ignore:the data cannot seek")
+@pytest.mark.parametrize("iteration", [1, 4])
+def test_streams_are_skipped_to_the_start_of_the_window(iteration):
+    whole, again = resumed_on(lambda: idist.auto_dataloader(Stream(), batch_size=3), iteration)
+    assert torch.equal(weights_of(again.model), weights_of(whole.model))
+
+
+def test_of_lists_which_are_read_from_their_beginning_a_whole_window_is_made():
+    data = batches_of(3, 3, 3, 3, 3, 3)
+    _, again = resumed_on(lambda: data, 4)
+    assert again.steps == [6]
+    assert len(again.given) == 3
+
+
+@pytest.mark.parametrize("data", [lambda: Stateful(batches_of(3, 3, 3)), lambda: loader(batch_size=16)])
+def test_data_that_cannot_go_back_so_far_report_what_is_lost(data):
+    with pytest.warns(UserWarning, match="2 batches are lost"):
+        resumed_on(data, 5, epoch_length=6)
+
+
+# === Windows on several ranks ===
+
+
+SIZES = [(4,) * 6, (4,) * 6]  # of the batches of each rank
+UNEVEN_RANKS = [(5, 1, 2, 3, 1, 2), (1, 4, 2, 1, 3, 1)]
+LIMIT_RANKS = 0.3
+
+
+def data_of(sizes):
+    return [batches_of(*own, seed=rank) for rank, own in enumerate(sizes)]
+
+
+def on_a_rank(sizes, size, count=6, sized=True, action=None, fails_at=None, **options):
+    """Train on the batches of this rank; give the weights, and how often gradients were exchanged and stepped."""
+    exchanges, calls = [], []
+
+    def hook(group, bucket):
+        exchanges.append(1)
+        return allreduce_hook(group, bucket)
+
+    def loss_fn(y_pred, y):
+        calls.append(1)
+        if len(calls) == fails_at:
+            raise ArithmeticError("no loss")
+        return squared(y_pred, y)
+
+    model = DistributedDataParallel(Weighted())
+    model.register_comm_hook(None, hook)
+    data = data_of(sizes)[torch.distributed.get_rank()][:count]
+    trainer, steps = trainer_of(model, size, loss_fn, **options)
+    if action is not None:
+        at(trainer, Events.ITERATION_COMPLETED, ACTIONS[action], 4)
+    if fails_at is not None:
+        trainer.add_event_handler(Events.EXCEPTION_RAISED, lambda error: None)
+    trainer.run(data if sized else Sizeless(*data), max_epochs=2)
+    if action == "pause":
+        trainer.run(data, max_epochs=2)
+    return weights_of(model), len(exchanges), steps, model.require_backward_grad_sync
+
+
+ACTIONS = {
+    "end epoch": lambda engine: engine.terminate_epoch(),
+    "end": lambda engine: engine.terminate(),
+    "pause": lambda engine: engine.interrupt(),
+}
+
+
+def all_tokens(x, y):
+    return torch.tensor(len(y))
+
+
+CASES = {
+    # name: (arguments, windows, exchanges by DDP)
+    "whole windows": ({"size": 2}, [[0, 1], [2, 3], [4, 5]] * 2, 6),
+    "a shorter last window": ({"size": 4}, [[0, 1, 2, 3], [4, 5]] * 2, 4),
+    "a window of an epoch": ({"size": 9, "count": 3}, [[0, 1, 2]] * 2, 2),
+    "unknown length": ({"size": 2, "count": 3, "sized": False}, [[0, 1], [2]] * 2, 3 + 2),  # known in epoch 2
+    "an epoch cut short": ({"size": 3, "action": "end epoch"}, [[0, 1, 2], [3], [0, 1, 2], [3, 4, 5]], 3),
+    "a run ended": ({"size": 3, "action": "end"}, [[0, 1, 2]], 1),
+    "a pause": ({"size": 3, "action": "pause"}, [[0, 1, 2], [3, 4, 5]] * 2, 4),
+    "an error swallowed": ({"size": 3, "fails_at": 5}, [[0, 1, 2], [3], [5, 0, 1], [2, 3, 4]], 3),
+}
+
+
+def union(sizes, windows):
+    """Give each window with the batches of all ranks in it."""
+    data = data_of(sizes)
+    return [[batches[index] for batches in data for index in window] for window in windows]
+
+
+def check_ranks(results, weights, exchanges, num_steps, **tolerance):
+    (first, *counts), (second, *others) = results
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, weights, **tolerance)
+    assert counts == others
+    assert (counts[0], len(counts[1]), counts[2]) == (exchanges, num_steps, True)
+
+
+@pytest.mark.parametrize("weighed", [False, True], ids=["even batches", "uneven batches by weight"])
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_step_like_one_process_on_all_their_batches(case, weighed):
+    arguments, windows, exchanges = CASES[case]
+    sizes, options = (UNEVEN_RANKS, {"batch_weight": samples}) if weighed else (SIZES, {})
+    results = run_on_ranks(2, on_a_rank, sizes, **arguments, **options)
+    check_ranks(results, expected(union(sizes, windows)), exchanges, len(windows))
+
+
+def test_weights_may_be_tensors_and_batches_need_no_window_to_be_weighed():
+    results = run_on_ranks(2, on_a_rank, UNEVEN_RANKS, 1, batch_weight=all_tokens)
+    windows = [[index] for index in range(6)] * 2
+    check_ranks(results, expected(union(UNEVEN_RANKS, windows)), 12, 12)
+
+
+@pytest.mark.parametrize("action", [None, "end epoch"])
+def test_the_gradient_of_all_ranks_is_clipped(action):
+    results = run_on_ranks(2, on_a_rank, SIZES, 3, action=action, clip_grad_norm=LIMIT_RANKS)
+    windows = [[0, 1, 2], [3], [0, 1, 2], [3, 4, 5]] if action else [[0, 1, 2], [3, 4, 5]] * 2
+    weights = expected(union(SIZES, windows), lambda parameters: nn.utils.clip_grad_norm_(parameters, LIMIT_RANKS))
+    check_ranks(results, weights, 3 if action else 4, 4, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("weighed", [False, True], ids=["even batches", "uneven batches by weight"])
+@on_ranks(2)
+def test_ranks_that_shard_the_model_step_like_one_process_on_all_their_batches(weighed):
+    from torch.distributed.fsdp import fully_shard  # takes a second
+
+    sizes, options = (UNEVEN_RANKS, {"batch_weight": samples}) if weighed else (SIZES, {})
+    own = data_of(sizes)[torch.distributed.get_rank()]
+    for name, (case, windows, _) in CASES.items():
+        if "fails_at" in case:
+            continue
+        model, data, action = Weighted(), own[: case.get("count", 6)], case.get("action")
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        trainer, steps = trainer_of(model, case["size"], clip_grad_norm=LIMIT_RANKS, **options)
+        if action is not None:
+            at(trainer, Events.ITERATION_COMPLETED, ACTIONS[action], 4)
+        trainer.run(data if case.get("sized", True) else Sizeless(*data), max_epochs=2)
+        if action == "pause":
+            trainer.run(data, max_epochs=2)
+        whole = torch.cat([parameter.full_tensor().detach().flatten() for parameter in model.parameters()])
+        weights = expected(union(sizes, windows), lambda parameters: nn.utils.clip_grad_norm_(parameters, LIMIT_RANKS))
+        torch.testing.assert_close(whole, weights, atol=1e-7, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+        assert len(steps) == len(windows), name
+
+
+@on_ranks(2)
+def test_ranks_that_shard_the_model_and_have_batches_of_different_sizes_step_like_one_process():
+    from torch.distributed.fsdp import fully_shard
+
+    [(x, y)] = batches_of(7)
+    for size, windows in ((1, [[0], [1]]), (2, [[0, 1]])):
+        model, alone = Weighted(), Weighted()
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        shares = []
+        trainer, _ = trainer_of(model, size)
+        at(trainer, Events.ITERATION_COMPLETED, lambda engine, shares=shares: shares.append(engine.batch_share), 2)
+        trainer.run(auto_dataloader(torch.utils.data.TensorDataset(x, y), batch_size=4, shuffle=False))
+        assert shares[0] != 1.0
+        optimizer = torch.optim.SGD(alone.parameters(), RATE)
+        for window in windows:
+            optimizer.zero_grad()
+            for batch in window:
+                (squared(alone(x[batch * 4 :][:4]), y[batch * 4 :][:4]) / len(window)).backward()
+            optimizer.step()
+        whole = torch.cat([parameter.full_tensor().detach().flatten() for parameter in model.parameters()])
+        torch.testing.assert_close(whole, weights_of(alone), atol=1e-8, rtol=0)
+
+
+class Small(nn.Sequential):
+    """A model whose layers can be split over ranks."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1), nn.Tanh())
+        self.double()
+
+
+def sharded_and_replicated(model):
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
+def sharded_and_tensor_parallel(model):
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return fully_shard(model, mesh=mesh["data"])
+
+
+def sharded_in_the_older_way(model):
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    options = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "use_orig_params": True}
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), device_mesh=mesh, **options)
+
+
+def wrapped_inside(model):
+    return nn.Sequential(DistributedDataParallel(model))
+
+
+WRAPPERS = {  # and the number of ranks that divide the data
+    sharded_and_replicated: 4,
+    sharded_and_tensor_parallel: 2,
+    sharded_in_the_older_way: 4,
+    wrapped_inside: 4,
+}
+
+
+@on_ranks(4)
+def test_weights_of_batches_are_averaged_over_the_ranks_that_gradients_are_averaged_over():
+    sizes = [(5, 1, 2, 3), (1, 4, 2, 1), (2, 2, 7, 1), (3, 1, 1, 1)]
+    inputs = batches_of(3)[0][0]
+    for wrap, divide in WRAPPERS.items():
+        torch.manual_seed(0)
+        alone = Small()
+        wrapped = wrap(copy.deepcopy(alone))
+        data = data_of(sizes[:divide])
+        own = data[torch.distributed.get_rank() * divide // 4]
+        trainer, _ = trainer_of(wrapped, 2, batch_weight=samples)
+        trainer.run(own, max_epochs=2)
+        windows = [[batches[index] for batches in data for index in window] for window in [(0, 1), (2, 3)]]
+        big = [tuple(torch.cat(parts) for parts in zip(*window, strict=True)) for window in windows]
+        trainer_of(alone, 1)[0].run(big, max_epochs=2)
+        torch.testing.assert_close(
+            wrapped(inputs), alone(inputs), atol=1e-8, rtol=0, msg=lambda text, wrap=wrap: f"{wrap}: {text}"
+        )
+
+
+@on_ranks(2)
+def test_a_compiled_wrapper_averages_a_window_that_is_cut_short_too():
+    data = data_of(SIZES)[torch.distributed.get_rank()]
+    with torch.compiler.set_stance("force_eager"):  # compiling takes seconds, and is not what is asked here
+        model = torch.compile(DistributedDataParallel(Weighted()), backend="eager")
+        trainer, steps = trainer_of(model, 3)
+        at(trainer, Events.ITERATION_COMPLETED, ACTIONS["end epoch"], 4)
+        trainer.run(data)
+    assert steps == [3, 4]
+    torch.testing.assert_close(weights_of(model), expected(union(SIZES, [[0, 1, 2], [3]])))
+
+
+@on_ranks(2)
+def test_ranks_exchange_gradients_again_after_an_error_between_exchanges():
+    model = DistributedDataParallel(Weighted())
+    trainer, _ = trainer_of(model, 4)
+    synchronized = []
+    trainer.add_event_handler(Events.ITERATION_STARTED, lambda e: synchronized.append(model.require_backward_grad_sync))
+    with pytest.raises(ValueError, match="unpack"):
+        trainer.run([*batches_of(2, 2), ("no pair",)], max_epochs=2)
+    assert synchronized == [True] * 3
+    with pytest.raises(RuntimeError, match="size"):
+        trainer.run([(torch.ones(2, 3), torch.ones(2, 1))] * 3, max_epochs=2)
+    assert model.require_backward_grad_sync
+
+
+class Lonely(nn.Module):
+    """A wrapper for several ranks that cannot average afterwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = Weighted()
+        self.no_sync_calls = 0
+
+    def forward(self, x):
+        return self.module(x)
+
+    def no_sync(self):
+        self.no_sync_calls += 1
+        return nullcontext()
+
+
+def test_a_wrapper_that_cannot_average_afterwards_drops_the_window_and_warns():
+    model = Lonely()
+    trainer, steps = trainer_of(model, 3)
+    at(trainer, Events.ITERATION_COMPLETED, lambda engine: engine.terminate_epoch(), 5)
+    with pytest.warns(
+        UserWarning, match=r"inside a window of 3 .* Lonely cannot .* last 2 batches are dropped"
+    ) as told:
+        trainer.run(batches_of(4, 4, 4, 4, 4, 4))
+    assert len(told) == 1
+    assert steps == [3]
+    assert model.no_sync_calls == 4
+
+
+class Branching(nn.Module):
+    """Uses one of two weights, so that ranks may have gradients that others lack."""
+
+    def __init__(self):
+        super().__init__()
+        self.branches = nn.ModuleList([nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)])
+        for branch in self.branches:
+            nn.init.ones_(branch.weight)
+
+    def forward(self, x):
+        return self.branches[torch.distributed.get_rank()](x)
+
+
+@on_ranks(2)
+def test_ranks_with_different_gradients_average_a_window_that_is_cut_short():
+    model = DistributedDataParallel(Branching(), find_unused_parameters=True)
+    trainer, steps = trainer_of(model, 3, lambda y_pred, y: y_pred.sum())
+    at(trainer, Events.ITERATION_COMPLETED, ACTIONS["end epoch"], 1)
+    trainer.run([(torch.ones(1, 1), torch.zeros(1, 1))] * 3)
+    assert steps == [1]
+    first, second = (float(branch.weight.detach()) for branch in model.module.branches)
+    assert first == second != 1.0

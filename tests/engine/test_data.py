@@ -1,11 +1,18 @@
-"""What a run does with its data: the life time of batch and output, and `set_data`."""
+"""The data of a run, and samplers that follow the epochs."""
 
 from __future__ import annotations
 
-import pytest
+from unittest.mock import MagicMock
 
-from camshaft.engine import Engine, Events
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, TensorDataset
+
+from camshaft.engine import DeterministicEngine, Engine, Events
 from tests.engine.traces import IT, IT_AGAIN, IT_BARE, SHORT, at, at_position, echo, flat, traced, unsized
+
+# === Lifetime of batch and output, and `set_data` ===
+
 
 # --- batch and output -------------------------------------------------------------------------------------------
 
@@ -122,7 +129,7 @@ def test_data_given_to_run_wins_over_data_set_before():
     assert trace.batches == [1, 2, 3, None]  # it waited for one run only
 
 
-def test_data_set_before_a_refused_run_is_still_there_for_the_next():
+def test_data_set_before_a_rejected_run_is_still_there_for_the_next():
     engine, trace = traced()
     engine.set_data([7, 8])
     with pytest.raises(ValueError, match="max_epochs"):
@@ -132,7 +139,7 @@ def test_data_set_before_a_refused_run_is_still_there_for_the_next():
 
 
 @pytest.mark.parametrize("when", ["before", "inside"])
-def test_data_that_cannot_be_iterated_over_is_refused(when):
+def test_data_that_cannot_be_iterated_over_is_rejected(when):
     engine, trace = traced()
 
     def refuse(engine):
@@ -145,3 +152,164 @@ def test_data_that_cannot_be_iterated_over_is_refused(when):
         at_position(engine, 3, refuse)
     engine.run([1, 2])
     assert trace.batches == [1, 2]
+
+
+# === Samplers that follow the epochs ===
+
+
+class Epochs(Sampler):
+    """A sampler that wants to know the epoch, and writes down what it knew at the beginning of each pass."""
+
+    def __init__(self, size):
+        self.size, self.calls, self.passes = size, [], []
+        self.epoch = None
+
+    def set_epoch(self, epoch):
+        self.calls.append(epoch)
+        self.epoch = epoch
+
+    def __iter__(self):
+        self.passes.append(self.epoch)
+        return iter(range(self.size))
+
+    def __len__(self):
+        return self.size
+
+
+class EpochBatches(BatchSampler):
+    """The same as a batch sampler."""
+
+    def __init__(self, size):
+        super().__init__(range(size), 1, False)
+        self.calls, self.passes, self.epoch = [], [], None
+
+    set_epoch = Epochs.set_epoch
+
+    def __iter__(self):
+        self.passes.append(self.epoch)
+        return super().__iter__()
+
+
+def loader_with(kind, size):
+    sampler = kind(size)
+    data = TensorDataset(torch.arange(size))
+    name = "sampler" if kind is Epochs else "batch_sampler"
+    return DataLoader(data, **{name: sampler}), sampler
+
+
+@pytest.mark.parametrize("kind", [Epochs, EpochBatches])
+@pytest.mark.parametrize(
+    ("arguments", "numbers"),
+    [
+        ({"max_epochs": 1}, [0]),
+        ({"max_epochs": 4}, [0, 1, 2, 3]),
+        ({"max_epochs": 4, "epoch_length": 2}, [0, 1]),
+        ({"max_epochs": 3, "epoch_length": 3}, [0, 1, 2]),
+        ({"max_epochs": 2, "epoch_length": 6}, [0, 1, 2]),
+        ({"max_iters": 9}, [0, 1, 2]),
+    ],
+    ids=str,
+)
+def test_a_sampler_gets_the_number_of_each_pass_once(kind, arguments, numbers):
+    loader, sampler = loader_with(kind, 4)
+    Engine(echo).run(loader, **arguments)
+    assert sampler.calls == sampler.passes == numbers
+
+
+def test_a_new_run_begins_at_0_again():
+    loader, sampler = loader_with(Epochs, 2)
+    engine = Engine(echo)
+    engine.run(loader, max_epochs=2)
+    engine.run(loader, max_epochs=2)
+    engine.run(loader, max_epochs=4)
+    assert sampler.passes == [0, 1, 0, 1, 2, 3]
+
+
+def test_the_samplers_inside_a_batch_sampler_are_notified_too():
+    sampler = Epochs(4)
+    loader = DataLoader(TensorDataset(torch.arange(4)), batch_sampler=BatchSampler(sampler, 2, False))
+    Engine(echo).run(loader, max_epochs=3)
+    assert sampler.calls == sampler.passes == [0, 1, 2]
+
+
+def test_any_data_with_a_sampler_is_notified():
+    class Data(list):
+        sampler = Epochs(2)
+        batch_sampler = sampler
+
+    Engine(echo).run(Data([1, 2]), max_epochs=2)
+    assert Data.sampler.calls == [0, 1]
+
+
+@pytest.mark.filterwarnings("ignore:the run goes on after")
+@pytest.mark.parametrize("iteration", [0, 4, 5, 11])
+def test_the_number_is_right_after_a_resumption(iteration):
+    loader, sampler = loader_with(Epochs, 4)
+    engine = Engine(echo)
+    engine.load_state_dict({"iteration": iteration, "epoch_length": 4, "max_epochs": 4})
+    engine.run(loader)
+    assert sampler.passes == list(range(iteration // 4, 4))
+
+
+@pytest.mark.parametrize("position", range(2, 18))
+def test_the_numbers_are_right_after_a_pause(position):
+    loader, sampler = loader_with(Epochs, 2)
+    engine, _ = traced()
+    at_position(engine, position, lambda engine: engine.interrupt())
+    engine.run(loader, max_epochs=3)
+    engine.run(loader)
+    assert sampler.passes == [0, 1, 2]
+
+
+def test_a_number_set_by_the_user_when_the_epoch_starts_wins():
+    loader, sampler = loader_with(Epochs, 2)
+    engine = Engine(echo)
+    engine.add_event_handler(Events.EPOCH_STARTED, lambda: sampler.set_epoch(100 + engine.state.epoch))
+    engine.run(loader, max_epochs=3)
+    assert sampler.passes == [101, 102, 103]
+
+
+def test_a_number_set_by_the_user_where_the_data_ran_out_wins():
+    loader, sampler = loader_with(Epochs, 2)
+    engine = Engine(echo)
+    engine.add_event_handler(Events.DATALOADER_STOP_ITERATION, lambda: sampler.set_epoch(100 + engine.state.epoch))
+    engine.run(loader, epoch_length=6)
+    assert sampler.passes == [0, 101, 101]
+
+
+@pytest.mark.parametrize("arguments", [{}, {"epoch_length": 2}, {"epoch_length": 6}], ids=str)
+def test_each_pass_has_a_larger_number_also_after_an_epoch_was_cut(arguments):
+    loader, sampler = loader_with(Epochs, 4)
+    engine = Engine(echo)
+    at(engine, Events.ITERATION_COMPLETED, lambda engine: engine.terminate_epoch(), firing=1)
+    engine.run(loader, max_epochs=4, **arguments)
+    assert len(sampler.passes) > 1
+    assert sampler.passes == sorted(set(sampler.passes))
+
+
+def test_a_pass_over_new_data_gets_its_number():
+    (first, one), (second, other) = loader_with(Epochs, 2), loader_with(Epochs, 2)
+    engine = Engine(echo)
+    at(engine, Events.EPOCH_COMPLETED, lambda engine: engine.set_data(second))
+    engine.run(first, max_epochs=3)
+    assert one.passes == [0]
+    assert len(other.passes) == 2
+    assert other.passes[-1] == 2
+
+
+def test_a_loader_over_data_without_length_is_unsized():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(3))
+
+    engine = Engine(echo)
+    engine.run(DataLoader(Stream(), batch_size=2), max_epochs=2)
+    assert (engine.state.epoch_length, engine.state.iteration) == (2, 4)
+
+
+@pytest.mark.parametrize("kind", [Engine, DeterministicEngine])
+def test_data_that_invent_attributes_have_no_endless_chain_of_samplers(kind):
+    data = MagicMock()
+    data.__iter__.side_effect = lambda: iter([1, 2])
+    data.__len__.return_value = 2
+    assert kind(echo).run(data, max_epochs=2).iteration == 4

@@ -65,7 +65,7 @@ def test_the_count_of_an_event_is_found_in_each_form(form):
 
 
 @pytest.mark.parametrize("event", [Events.TERMINATE, Steps.STEPPED, "epoch_started", CallableEventWithFilter("FOO")])
-def test_the_count_of_an_event_that_nothing_counts_is_refused(event):
+def test_the_count_of_an_event_that_nothing_counts_is_rejected(event):
     with pytest.raises(RuntimeError, match="count"):
         State().get_event_attrib_value(event)
 
@@ -79,7 +79,7 @@ def test_the_state_is_shown_line_by_line_with_numbers_and_strings_by_value():
     assert "event_to_attr" not in shown
 
 
-def test_counters_of_ones_own_belong_to_one_engine():
+def test_counters_of_the_user_belong_to_one_engine():
     engine, other = Engine(echo), Engine(echo)
     engine.register_events(Steps.STEPPED, event_to_attr={Steps.STEPPED: "steps"})
     assert engine.state.steps == 0
@@ -117,7 +117,7 @@ def test_a_run_returns_the_state_of_the_engine_and_keeps_what_is_not_its_own():
     assert (state.iteration, state.epoch, state.epoch_length, state.max_epochs, state.max_iters) == (3, 1, 3, 1, None)
 
 
-def test_a_state_of_the_users_own_takes_over_between_runs():
+def test_a_state_of_the_user_takes_over_between_runs():
     engine = Engine(echo)
     engine.run([1, 2], max_epochs=2)
     engine.state = state = State(iteration=2, epoch=1, epoch_length=2, max_epochs=3)

@@ -48,7 +48,7 @@ def wrapping_changes_neither_weights_nor_state() -> None:
 
 
 @check
-def all_ranks_go_on_with_the_state_of_rank_0() -> None:
+def all_ranks_continue_with_the_state_of_rank_0() -> None:
     rank, _ = place()
     model = linear(1.0)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (rank + 1))
@@ -66,7 +66,7 @@ def all_ranks_go_on_with_the_state_of_rank_0() -> None:
 
 
 @check
-def a_scheduler_of_the_wrapped_optimizer_keeps_its_hold() -> None:
+def a_scheduler_of_the_wrapped_optimizer_stays_valid() -> None:
     model = linear(1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -79,7 +79,7 @@ def a_scheduler_of_the_wrapped_optimizer_keeps_its_hold() -> None:
 
 
 @check
-def optimizers_of_several_models_may_be_under_way_at_once() -> None:
+def optimizers_of_several_models_may_reduce_at_once() -> None:
     """Their gradients would have the same names."""
     rank, _ = place()
     models = [linear(1.0), linear(2.0), linear(3.0)]
@@ -170,7 +170,7 @@ def gradients_that_come_after_synchronize_are_reduced_too() -> None:
 
 
 @check
-def a_step_that_was_left_out_does_not_spoil_the_next() -> None:
+def a_skipped_step_does_not_affect_the_next() -> None:
     """A gradient scaler leaves steps out."""
     rank, size = place()
     model = linear(1.0)
@@ -185,7 +185,7 @@ def a_step_that_was_left_out_does_not_spoil_the_next() -> None:
 
 
 @check
-def gradients_may_be_given_up_before_the_step() -> None:
+def gradients_may_be_discarded_before_the_step() -> None:
     rank, _ = place()
     for passes in (1, 2):
         model = linear(1.0)
@@ -200,14 +200,14 @@ def gradients_may_be_given_up_before_the_step() -> None:
 
 
 @check
-def an_optimizer_that_is_wrapped_already_stays_as_it_is() -> None:
+def a_wrapped_optimizer_is_not_wrapped_again() -> None:
     model = linear(1.0)
     optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=1.0))
     assert idist.auto_optim(optimizer) is optimizer
 
 
 @check
-def a_step_may_be_given_a_closure() -> None:
+def a_step_accepts_a_closure() -> None:
     rank, _ = place()
     model = linear(1.0)
     optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=1.0))

@@ -18,7 +18,7 @@ from tests.horovod.checking import check
 
 
 @check
-def after_an_uneven_join_the_ranks_still_find_each_other() -> None:
+def collectives_work_after_an_uneven_join() -> None:
     """The ranks begin different numbers of operations; numbered ones would never meet again."""
     rank, size = place()
     for _ in range(1 + 2 * rank):
@@ -89,14 +89,14 @@ def unsigned_numbers_of_64_bits_are_reduced() -> None:
 
 
 @check
-def reductions_of_bools_are_those_of_logic() -> None:
+def bools_are_reduced_logically() -> None:
     rank, size = place()
     for op, wanted in (("SUM", True), ("MAX", True), ("PRODUCT", size == 1), ("MIN", size == 1)):
         same(idist.all_reduce(torch.tensor([rank == 0, True, False]), op), torch.tensor([wanted, True, False]))
 
 
 @check
-def averages_of_integers_are_exact_and_cut_off() -> None:
+def averages_of_integers_are_exact_and_truncated() -> None:
     rank, size = place()
     same(idist.all_reduce(torch.tensor([2**53 + 1]), "AVERAGE"), torch.tensor([2**53 + 1]))
     equal(idist.all_reduce(rank, "AVERAGE"), sum(range(size)) // size)
@@ -136,7 +136,7 @@ def batch_norm_over_ranks_is_refused_on_the_cpu() -> None:
 
 
 @check
-def groups_are_process_sets_of_which_horovod_takes_each_once() -> None:
+def groups_of_the_same_ranks_share_one_process_set() -> None:
     rank, size = place()
     for _ in range(2):  # Horovod refuses a second of the same ranks
         for ranks in (list(range(size)), [size - 1]):
@@ -165,12 +165,12 @@ def process_sets_that_the_user_made_are_groups() -> None:
 
 
 @check
-def the_environment_is_as_it_was() -> None:
+def the_environment_is_unchanged() -> None:
     assert "HOROVOD_DYNAMIC_PROCESS_SETS" not in os.environ
 
 
 @check
-def what_cannot_begin_a_run_is_refused() -> None:
+def invalid_arguments_of_initialize_are_refused() -> None:
     for options, message in (
         ({"colour": 1}, r"\['colour'\] are not known for backend 'horovod', but \['comm', .*'timeout'\] are"),
         ({"timeout": 30}, "timeout must be a datetime.timedelta, got 30"),
@@ -182,7 +182,7 @@ def what_cannot_begin_a_run_is_refused() -> None:
 
 
 @check
-def options_that_nobody_knows_are_refused() -> None:
+def unknown_options_are_refused() -> None:
     model = nn.Linear(1, 1)
     assert idist.auto_model(model, find_unused_parameters=True) is model  # of torch's, so a script runs everywhere
     with pytest.raises(TypeError, match=r"\['colour'\] are not known to auto_model"):

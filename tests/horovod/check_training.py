@@ -58,7 +58,7 @@ def trainer_of(passes: int = 1, **options: Any) -> tuple[nn.Module, Engine[Any, 
 
 
 def windows_of(data: list[list[Batch]], size: int) -> list[list[Batch]]:
-    """Give the batches of all ranks that make up each step."""
+    """Return the batches of all ranks that make up each step."""
     count = len(data[0])
     starts = range(0, count, size)
     return [[batch for own in data for batch in own[start : start + size]] for start in starts] * EPOCHS
@@ -117,7 +117,7 @@ def weighted_gradients_are_those_of_one_process_also_when_ranks_differ() -> None
 
 
 @check
-def a_window_that_is_given_up_does_not_spoil_the_next_run() -> None:
+def a_discarded_accumulation_window_does_not_affect_the_next_run() -> None:
     rank, size = place()
     data = data_of([[4] * 4] * size)
     model, trainer = trainer_of(passes=2)

@@ -23,7 +23,7 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Give the variables for a process that finds this clone, and uses one core."""
+    """Return the environment of a process that finds this clone and uses one core."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **variables}
 

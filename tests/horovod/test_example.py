@@ -18,5 +18,5 @@ def test_new_processes_train_as_one_does():
     assert_ten_steps([sys.executable], *HOROVOD, "--nproc_per_node", "2", shows="2 processes on cpu with horovod")
 
 
-def test_the_backend_that_fits_horovodrun():
+def test_parallel_chooses_the_backend_of_horovodrun():
     assert_ten_steps([command("horovodrun"), "-np", "2", sys.executable], "--backend", "auto", shows="with horovod")

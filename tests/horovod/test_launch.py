@@ -13,14 +13,14 @@ UNEVEN = "localhost:1,127.0.0.1:2"  # so rank 2 is the only one with its local r
 
 
 def lines(way: str, *places: tuple[int, int, int, int, int, int]) -> list[str]:
-    """Give what the ranks write: of each its rank, the number of ranks, and the same of its node and of nodes."""
+    """Return what the ranks write: each its rank, the number of ranks, and the same of its node and of nodes."""
     fields = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes")
     numbers = [", ".join(f"{name}={number}" for name, number in zip(fields, place, strict=True)) for place in places]
     return [f"{way}: {one}: horovod horovod-dist cpu" for one in numbers]
 
 
 def found(output: str) -> list[str]:
-    """Give what the ranks wrote, in their order."""
+    """Return what the ranks wrote, in the order of the ranks."""
     return sorted(line[line.index(start) :] for line in output.splitlines() for start in STARTS if start in line)
 
 
@@ -102,7 +102,7 @@ HOW
         ("weight.sum().backward(); optimizer.step()", "the exchange of gradients on rank 0 timed out after 1 s"),
     ],
 )
-def test_nobody_waits_for_ever_for_a_rank_that_stays_away(how: str, told: str) -> None:
+def test_a_missing_rank_times_out(how: str, told: str) -> None:
     code, output = horovodrun(2, "-c", LATE.replace("HOW", how), seconds=100)
     assert code == 1, output
     assert f"RuntimeError: {told}: another rank has not come to it" in output

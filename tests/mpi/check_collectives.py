@@ -54,7 +54,7 @@ def all_reduce_adds_bfloat16_as_numbers_not_as_bits() -> None:
 
 
 @check
-def halves_are_added_in_a_wider_dtype() -> None:
+def half_precision_is_summed_in_a_wider_dtype() -> None:
     rank, size = place()
     tensor = torch.tensor([256.0 if rank == 0 else 0.75], dtype=torch.bfloat16)
     dist.all_reduce(tensor)
@@ -101,7 +101,7 @@ def bools_are_reduced_as_truth_values() -> None:
 
 
 @check
-def an_operation_that_does_not_fit_is_refused() -> None:
+def unsupported_reductions_are_refused() -> None:
     for op, dtype, message in (
         (Op.AVG, torch.int64, "op must be one of SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR for tensors of torch.int64"),
         (Op.BAND, torch.float32, "got BAND"),
@@ -120,7 +120,7 @@ def options(op: dist.ReduceOp) -> dist.AllreduceOptions:
 
 
 def awkward(value: float) -> Iterator[Tensor]:
-    """Give tensors of shape (2, 3) whose memory MPI cannot take as it is, or that autograd watches."""
+    """Yield tensors of shape (2, 3) that MPI cannot read as they are, or that require gradients."""
     yield torch.full((3, 2), value).t()
     yield torch.full((2, 6), value)[:, ::2]
     yield torch.full((2, 3), value, requires_grad=True)
@@ -129,7 +129,7 @@ def awkward(value: float) -> Iterator[Tensor]:
 
 
 @check
-def tensors_are_reduced_however_they_lie_in_memory() -> None:
+def tensors_of_any_layout_are_reduced() -> None:
     rank, size = place()
     for tensor in awkward(float(rank)):
         dist.all_reduce(tensor)
@@ -137,7 +137,7 @@ def tensors_are_reduced_however_they_lie_in_memory() -> None:
 
 
 @check
-def tensors_are_moved_however_they_lie_in_memory() -> None:
+def tensors_of_any_layout_are_moved() -> None:
     rank, size = place()
     for tensor, *parts in zip(awkward(float(rank)), *(awkward(-1.0) for _ in range(size)), strict=True):
         dist.all_gather(parts, tensor)
@@ -148,7 +148,7 @@ def tensors_are_moved_however_they_lie_in_memory() -> None:
 
 
 @check
-def a_sparse_tensor_is_refused() -> None:
+def sparse_tensors_are_refused() -> None:
     with pytest.raises(ValueError, match=r"tensor must be dense .* torch.sparse_coo"):
         dist.broadcast(torch.eye(2).to_sparse(), src=0)
 
@@ -194,7 +194,7 @@ def all_gather_collects_the_tensors_in_rank_order() -> None:
 
 
 @check
-def all_gather_takes_tensors_of_different_sizes() -> None:
+def all_gather_accepts_tensors_of_different_sizes() -> None:
     rank, size = place()
     parts = [torch.empty(index + 1) for index in range(size)]
     dist.all_gather(parts, torch.full((rank + 1,), float(rank)))
@@ -203,7 +203,7 @@ def all_gather_takes_tensors_of_different_sizes() -> None:
 
 
 @check
-def all_gather_takes_an_input_that_lies_in_the_output() -> None:
+def all_gather_accepts_an_input_inside_the_output() -> None:
     rank, size = place()
     output = torch.zeros(size, 5)
     output[rank] = rank + 1
@@ -238,7 +238,7 @@ def reduce_scatter_gives_each_rank_its_part_of_the_sum() -> None:
 
 
 @check
-def reduce_scatter_takes_an_output_that_lies_in_the_input() -> None:
+def reduce_scatter_accepts_an_output_inside_the_input() -> None:
     rank, size = place()
     tensor = torch.arange(float(size)).repeat(1)
     dist.reduce_scatter_tensor(tensor[rank : rank + 1], tensor)
@@ -259,7 +259,7 @@ def all_to_all_exchanges_parts() -> None:
 
 
 @check
-def all_to_all_takes_parts_of_different_sizes() -> None:
+def all_to_all_accepts_parts_of_different_sizes() -> None:
     rank, size = place()
     output = torch.empty((rank + 1) * size, 2)
     rows = torch.cat([torch.full((index + 1, 2), float(rank)) for index in range(size)])

@@ -57,7 +57,7 @@ def a_list_of_ranks_is_made_into_a_group_by_its_members_alone() -> None:
 
 
 @check
-def what_new_group_makes_is_a_process_group_that_torch_takes() -> None:
+def new_group_returns_a_process_group_of_torch() -> None:
     rank, size = place()
     idist.set_local_rank(rank)
     group = idist.new_group([size - 1, 0])
@@ -90,7 +90,7 @@ def groups_of_the_same_ranks_do_not_mix() -> None:
 
 
 @check
-def a_collective_that_a_rank_misses_times_out_and_the_group_is_lost() -> None:
+def a_collective_without_all_ranks_times_out_and_the_group_refuses_further_ones() -> None:
     group = dist.new_group([0, 1], timeout=SHORT)
     if dist.get_rank() == 0:
         with pytest.raises(
@@ -125,7 +125,7 @@ def the_timeout_of_a_group_can_be_changed() -> None:
 
 
 @check
-def a_rank_that_left_the_group_is_named_by_those_who_wait_for_it() -> None:
+def a_rank_that_left_the_group_is_named_by_ranks_that_wait_for_it() -> None:
     rank, _ = place()
     group = dist.new_group([0, 1])
     if rank == 1:
@@ -138,7 +138,7 @@ def a_rank_that_left_the_group_is_named_by_those_who_wait_for_it() -> None:
 
 
 @check
-def a_rank_that_gives_up_is_named_by_those_who_wait_for_it() -> None:
+def a_rank_that_gives_up_is_named_by_ranks_that_wait_for_it() -> None:
     """Also while it stays in the group: what failed on one rank is no reason to let the others wait."""
     rank, _ = place()
     group = dist.new_group([0, 1])
@@ -155,7 +155,7 @@ def a_rank_that_gives_up_is_named_by_those_who_wait_for_it() -> None:
 
 
 @check
-def tensors_that_do_not_fit_are_an_error_of_all_ranks() -> None:
+def tensors_of_different_sizes_are_an_error_on_all_ranks() -> None:
     """MPI tells it to the rank whose tensor is too small; the others learn it where they wait next."""
     rank, _ = place()
     group = dist.new_group([0, 1])
@@ -180,7 +180,7 @@ def a_message_from_a_rank_that_left_is_not_waited_for() -> None:
 
 
 @check
-def a_rank_that_did_its_part_may_leave_before_the_others() -> None:
+def a_rank_may_leave_once_it_has_done_its_part() -> None:
     rank, size = place()
     group = dist.new_group()
     if rank == size - 1:
@@ -199,7 +199,7 @@ def a_rank_that_did_its_part_may_leave_before_the_others() -> None:
 
 
 @check
-def a_group_that_nobody_holds_any_more_is_left() -> None:
+def a_group_without_references_is_left() -> None:
     """As with old versions of torch, which forget a group that is destroyed and do not shut it down."""
     rank, size = place()
     group = create_group(list(range(size)), SHORT)
@@ -211,7 +211,7 @@ def a_group_that_nobody_holds_any_more_is_left() -> None:
 
 
 @check
-def a_child_that_was_forked_does_not_leave_for_its_parent() -> None:
+def a_forked_child_does_not_leave_for_its_parent() -> None:
     group = dist.new_group()
     child = os.fork()
     if child == 0:
@@ -225,7 +225,7 @@ def a_child_that_was_forked_does_not_leave_for_its_parent() -> None:
 
 
 @check
-def many_groups_come_and_go() -> None:
+def communicators_of_groups_that_were_left_are_freed() -> None:
     """More than an MPI library has communicators, so that those that were left must have been freed."""
     for _ in range(2100):  # MPICH has room for 2048
         group = dist.new_group()

@@ -13,7 +13,7 @@ LARGE = 3_000_000  # 12 MB, which MPI does not send before the other side asks f
 
 
 @check
-def a_ring_of_large_messages_does_not_stop() -> None:
+def a_ring_of_large_messages_does_not_hang() -> None:
     rank, size = place()
     incoming = torch.empty(LARGE)
     sending = dist.isend(torch.full((LARGE,), float(rank)), (rank + 1) % size)
@@ -36,7 +36,7 @@ def a_batch_of_messages_is_exchanged() -> None:
 
 
 @check
-def a_message_from_anybody_tells_who_sent_it() -> None:
+def a_message_from_any_rank_names_its_sender() -> None:
     rank, size = place()
     if rank == 0:
         for _ in range(size - 1):
@@ -48,7 +48,7 @@ def a_message_from_anybody_tells_who_sent_it() -> None:
 
 
 @check
-def messages_are_told_apart_by_their_tags() -> None:
+def messages_are_distinguished_by_their_tags() -> None:
     rank, _ = place()
     first, second = torch.tensor([1.0]), torch.tensor([2.0])
     if rank == 0:
@@ -74,7 +74,7 @@ def messages_of_every_dtype_go_to_and_from_strided_tensors() -> None:
 
 
 @check
-def a_conjugate_is_sent_with_the_values_that_it_shows() -> None:
+def a_conjugate_view_is_sent_with_its_values() -> None:
     """Most functions of torch refuse one, the group itself does not."""
     rank, size = place()
     incoming = torch.zeros(1, dtype=torch.complex64)
@@ -85,7 +85,7 @@ def a_conjugate_is_sent_with_the_values_that_it_shows() -> None:
 
 
 @check
-def an_operation_that_was_begun_waits_for_nobody_until_it_is_asked_to() -> None:
+def an_asynchronous_operation_waits_for_nobody_before_wait() -> None:
     """Rank 0 begins to reduce and then waits for a message that rank 1 sends before it begins."""
     rank, size = place()
     tensor, message = torch.ones(3), torch.ones(LARGE)
@@ -112,7 +112,7 @@ def a_completed_operation_says_so() -> None:
 
 
 @check
-def operations_that_nobody_waits_for_are_completed_all_the_same() -> None:
+def operations_that_nobody_waits_for_complete() -> None:
     rank, size = place()
     for index in range(200):
         dist.isend(torch.full((1000,), float(index)), (rank + 1) % size)
@@ -140,7 +140,7 @@ def a_tag_out_of_range_is_refused() -> None:
 
 
 @check
-def functional_collectives_give_new_tensors() -> None:
+def functional_collectives_return_new_tensors() -> None:
     rank, size = place()
     world, tensor = dist.group.WORLD, torch.full((size,), float(rank))
     # older versions of torch have other names, which newer ones deprecate

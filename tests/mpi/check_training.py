@@ -103,7 +103,7 @@ def ddp_compresses_gradients() -> None:
 
 
 @check
-def ranks_with_different_numbers_of_batches_join() -> None:
+def ranks_with_different_numbers_of_batches_can_use_join() -> None:
     rank, _ = place()
     model = DistributedDataParallel(nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -42,7 +42,7 @@ def mpirun(ranks: int, *arguments: str, seconds: float = 50) -> subprocess.Compl
 
 
 def place() -> tuple[int, int]:
-    """Give this rank and the number of ranks."""
+    """Return this rank and the number of ranks."""
     return dist.get_rank(), dist.get_world_size()
 
 

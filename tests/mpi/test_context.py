@@ -30,7 +30,7 @@ os.write(1, f"rank {rank} of {size} is through\\n".encode())  # at once: the ran
 """
 
 
-def test_a_run_over_mpi_begins_talks_and_ends():
+def test_a_run_over_mpi_starts_communicates_and_ends():
     done = mpirun(2, "-c", PROGRAM)
     assert done.returncode == 0, done.stdout[-4000:]
     assert all(f"rank {rank} of 2 is through" in done.stdout for rank in range(2))

@@ -76,7 +76,7 @@ def test_an_error_of_one_rank_ends_the_job_and_is_shown(program: str) -> None:
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_a_rank_that_exits_is_named_by_those_that_wait_for_it(code: int) -> None:
+def test_a_rank_that_exits_is_named_by_ranks_that_wait_for_it(code: int) -> None:
     run = mpirun(2, "-c", f"{BEGIN}\nif rank == 1: sys.exit({code})\ndist.all_reduce(torch.ones(1))", seconds=20)
     assert run.returncode != 0
     assert "all_reduce, collective 2 of this group, cannot complete: rank 1 left after 1 collectives" in run.stdout
@@ -106,7 +106,7 @@ print("undisturbed")
 """
 
 
-def test_after_the_group_is_destroyed_an_error_is_an_error_of_one_process() -> None:
+def test_an_error_after_the_group_is_destroyed_ends_one_process() -> None:
     run = mpirun(2, "-c", BEGIN + RAISE_AFTER_ALL, seconds=20)
     assert run.returncode == 1
     assert "LookupError: after all" in run.stdout
@@ -125,7 +125,7 @@ dist.destroy_process_group()
 """
 
 
-def test_what_rank_0_serves_outlives_it_as_long_as_others_meet_there() -> None:
+def test_the_store_outlives_rank_0_as_long_as_others_need_it() -> None:
     begin = BEGIN + "from camshaft.distributed.backends.mpi import start\n"
     run = mpirun(2, "-c", begin + MEET_AFTER_RANK_0_HAS_LEFT, seconds=20)
     assert run.returncode == 0, run.stdout
@@ -160,7 +160,7 @@ dist.barrier()
 """
 
 
-def test_ranks_that_torch_began_say_farewell_too() -> None:
+def test_ranks_that_torch_initialized_are_named_when_they_leave() -> None:
     run = mpirun(2, "-c", WITHOUT_GUARD, seconds=20)
     assert run.returncode == 1, run.stdout
     assert "LookupError: the cause" in run.stdout
@@ -175,7 +175,7 @@ dist.destroy_process_group()
 """
 
 
-def test_a_message_that_nobody_received_is_warned_of() -> None:
+def test_a_message_that_nobody_received_causes_a_warning() -> None:
     run = mpirun(2, "-W", "default", "-c", BEGIN + UNRECEIVED, seconds=20)
     assert run.returncode == 0, run.stdout
     assert run.stdout.count("UserWarning: a message from rank 0 of a group was never received") == 1, run.stdout
@@ -193,7 +193,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("value", ["'short'", "torch.ones(1 << 20)"])
-def test_a_message_that_nobody_received_is_an_error_of_who_sent_it(value: str) -> None:
+def test_a_message_that_nobody_received_is_an_error_of_its_sender(value: str) -> None:
     run = mpirun(2, "-W", "default", "-c", UNRECEIVED_AT_THE_END.format(value=value), seconds=40)
     assert run.returncode == 1, run.stdout
     assert "RuntimeError: a message to rank 1 was not received: " in run.stdout
@@ -208,13 +208,13 @@ time.sleep(40)
 """
 
 
-def test_a_group_that_a_member_does_not_come_to_is_an_error() -> None:
+def test_a_group_without_all_its_members_times_out() -> None:
     run = mpirun(2, "-c", BEGIN + ABSENT, seconds=20)
     assert run.returncode == 1
     assert "DistBackendError: 1 of 2 ranks came to make a group over MPI within 0.3 s" in run.stdout
 
 
-def test_a_rank_that_never_begins_is_an_error_of_the_others() -> None:
+def test_a_rank_that_never_initializes_is_an_error_on_the_others() -> None:
     late = "import time; from mpi4py import MPI; MPI.COMM_WORLD.rank and time.sleep(40)\n"
     program = late + BEGIN.replace("seconds=40", "seconds=1")
     run = mpirun(2, "-c", program, seconds=20)

@@ -28,7 +28,7 @@ def test_without_mpi4py_the_error_says_what_to_install() -> None:
 
 
 @pytest.mark.usefixtures("no_mpi")
-def test_an_mpi_that_torch_was_built_with_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mpi_that_torch_was_built_with_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[tuple[str, timedelta]] = []
     monkeypatch.setattr(dist, "is_mpi_available", lambda: True)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout: begun.append((backend, timeout)))

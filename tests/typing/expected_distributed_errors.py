@@ -1,6 +1,6 @@
 """Uses of the distributed layer for a type checker: what is not marked must pass, what is marked must be found.
 
-A mark is the code of the error that mypy reports on that line. This file is read by `tests/engine/test_typing.py`
+A mark is the code of the error that mypy reports on that line. This file is read by `tests/engine/test_engine.py`
 and never run.
 """
 

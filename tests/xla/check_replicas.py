@@ -20,7 +20,7 @@ from tests.distributed.checking import check, equal, here, place, same
 
 
 @check
-def what_the_other_ranks_hold_does_not_show_in_what_one_sends() -> None:
+def a_broadcast_ignores_the_values_of_the_other_ranks() -> None:
     rank, size = place()
     sent = torch.tensor([1.5, 0.0, math.inf, 1e-30])
     for src in range(size):
@@ -29,17 +29,17 @@ def what_the_other_ranks_hold_does_not_show_in_what_one_sends() -> None:
 
 
 @check
-def a_collective_that_is_refused_does_not_spoil_the_next_ones() -> None:
+def a_refused_collective_does_not_affect_the_next() -> None:
     for op in ("AND", "OR"):
         for dtype in (torch.float32, torch.complex64):
             if idist.get_world_size() > 1:
-                with pytest.raises(TypeError, match=f"op '{op}' is for whole numbers and bools"):
+                with pytest.raises(TypeError, match=f"op '{op}' is for integers and bools"):
                     idist.all_reduce(here(torch.ones(2, dtype=dtype)), op)
     same(idist.all_reduce(here(torch.ones(2))), torch.full((2,), float(idist.get_world_size())))
 
 
 @check
-def what_one_rank_computes_besides_does_not_keep_the_others_waiting() -> None:
+def ranks_may_compute_different_programs_between_collectives() -> None:
     rank, size = place()
     value = here(torch.tensor([rank + 1.0]))
     total = idist.all_reduce(value * 2)
@@ -142,7 +142,7 @@ def several_devices_in_one_process_are_for_spmd() -> None:
 
 
 @check
-def a_model_is_copied_from_the_first_rank_whatever_it_holds() -> None:
+def a_model_of_any_dtypes_is_copied_from_rank_0() -> None:
     rank, _ = place()
     model = nn.Linear(2, 2)
     model.register_buffer("flags", torch.tensor([True, False]))

@@ -40,7 +40,7 @@ class Sample(NamedTuple):
     extra: tuple
 
 
-def test_it_gives_the_batches_of_the_loader_on_the_device_in_each_pass():
+def test_each_pass_yields_the_batches_on_the_device():
     plain = DataLoader(Numbers(5), batch_size=2)
     loader = device_loader(plain, DEVICE)
     assert isinstance(loader, MpDeviceLoader)
@@ -52,7 +52,7 @@ def test_it_gives_the_batches_of_the_loader_on_the_device_in_each_pass():
     assert [len(pair) for pair in zip(loader, loader, strict=True)] == [2, 2, 2], "two passes at once"
 
 
-def test_what_the_loader_raises_is_raised_after_the_batches_before_it():
+def test_an_error_of_the_loader_is_raised_after_the_batches_before_it():
     loader = device_loader(DataLoader(Numbers(6, bad=4), batch_size=2), DEVICE)
     batches = []
     with pytest.raises(OSError, match="sample 4 cannot be read"):
@@ -74,7 +74,7 @@ def test_batches_keep_their_structure():
     assert (moved["x"][0].tolist(), moved["x"][0].dtype, moved["y"]) == ([1], torch.int64, "no tensor")
 
 
-def test_a_pass_that_is_given_up_leaves_no_thread():
+def test_an_iteration_that_stops_early_leaves_no_thread():
     loader = device_loader(DataLoader(Numbers(500), batch_size=1), DEVICE)
     for batch in loader:
         assert batch.tolist() == [0]

@@ -43,7 +43,7 @@ def momentum(weight):
     return torch.optim.SGD([weight], lr=0.5, momentum=0.9)
 
 
-def test_it_is_of_the_kind_of_the_optimizer_and_steps_in_the_way_of_xla(weight, steps):
+def test_it_has_the_class_of_the_optimizer_and_steps_through_xla(weight, steps):
     optimizer = momentum(weight)
     wrapped = idist.auto_optim(optimizer)
     assert isinstance(wrapped, torch.optim.SGD)
@@ -57,7 +57,7 @@ def test_it_is_of_the_kind_of_the_optimizer_and_steps_in_the_way_of_xla(weight, 
     assert steps == [{"barrier": True}]
 
 
-def test_a_closure_gives_its_loss_and_may_be_called_many_times(weight):
+def test_the_loss_of_a_closure_is_returned(weight):
     wrapped = idist.auto_optim(torch.optim.LBFGS([weight], max_iter=5))
     calls = []
 
@@ -73,7 +73,7 @@ def test_a_closure_gives_its_loss_and_may_be_called_many_times(weight):
     torch.testing.assert_close(weight.detach().cpu(), torch.full((2,), 3.0))
 
 
-def test_both_have_one_state(weight):
+def test_both_optimizers_share_one_state(weight):
     optimizer = momentum(weight)
     wrapped = idist.auto_optim(optimizer)
     weight.grad = torch.ones_like(weight)

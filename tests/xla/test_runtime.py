@@ -63,7 +63,7 @@ def find_what_runs():
     idist.finalize()
 
 
-def test_a_runtime_is_taken_over_that_runs_and_only_that():
+def test_only_a_runtime_that_runs_is_adopted():
     call_alone(find_what_runs)
 
 

@@ -113,5 +113,5 @@ def adopt():
     assert layout(next(iter(idist.auto_dataloader(range(4), batch_size=4)))) == "{devices=[2]0,1}"
 
 
-def test_a_runtime_that_uses_all_devices_is_taken_over_as_such():
+def test_a_runtime_in_spmd_mode_is_adopted():
     call_alone(adopt, CPU_NUM_DEVICES="2")

@@ -81,7 +81,7 @@ def test_a_step_does_not_wait_for_the_loss(device, monkeypatch):
     assert reads == [1]
 
 
-def test_the_optimizer_is_stepped_in_the_way_of_xla(device, monkeypatch):
+def test_the_optimizer_steps_through_xla(device, monkeypatch):
     calls, step = [], xla_model.optimizer_step
     monkeypatch.setattr(xla_model, "optimizer_step", lambda *a, **options: (calls.append(options), step(*a, **options)))
     model = model_on(device)

@@ -49,7 +49,7 @@ def take_turns():
 
 
 @on_ranks(2)
-def test_what_agrees_goes_through():
+def test_equal_calls_pass():
     enable()
     rank = idist.get_rank()
     for _ in range(3):
@@ -70,7 +70,7 @@ def test_what_agrees_goes_through():
 
 
 @on_ranks(2)
-def test_what_differs_is_shown_on_all_ranks():
+def test_different_calls_raise_on_all_ranks():
     enable()
     tensor = torch.ones(2)
     for one, other, shown in (
@@ -108,7 +108,7 @@ def test_ranks_that_wait_for_each_other_in_different_groups_raise_at_once():
 
 
 @on_ranks(3)
-def test_all_who_wait_in_a_circle_are_shown_also_to_those_who_look_when_one_has_ended():
+def test_a_circle_of_waiting_ranks_is_shown_even_when_one_has_ended():
     rank, first = idist.get_rank(), 1
     pairs = [[0, 1], [1, 2], [0, 2]]
     for pair in pairs:
@@ -138,7 +138,7 @@ def test_a_rank_that_has_ended_is_not_waited_for():
 
 
 @on_ranks(3)
-def test_a_difference_is_shown_before_the_last_rank_comes():
+def test_a_difference_is_reported_before_the_last_rank_arrives():
     enable()
     store = dist.distributed_c10d._get_default_store()
     rank = idist.get_rank()
@@ -151,7 +151,7 @@ def test_a_difference_is_shown_before_the_last_rank_comes():
 
 
 @on_ranks(3)
-def test_all_who_wait_see_that_a_rank_has_ended_before_its_first_call():
+def test_a_rank_that_ended_before_its_first_call_is_shown_to_all():
     enable()
     if idist.get_rank() == 2:
         collective_check.disable(current())
@@ -162,7 +162,7 @@ def test_all_who_wait_see_that_a_rank_has_ended_before_its_first_call():
 
 
 @on_ranks(2)
-def test_a_rank_that_was_forked_off_has_not_ended():
+def test_a_forked_child_does_not_end_its_rank():
     enable()
     child = os.fork()
     if child == 0:
@@ -191,7 +191,7 @@ def test_rank_0_stays_until_the_others_have_read_that_it_has_ended():
 
 @pytest.mark.parametrize("limits", [(LATE, FOR_EVER), (FOR_EVER, LATE)])
 @on_ranks(2)
-def test_a_rank_that_does_nothing_is_waited_for_until_it_is_late(limits):
+def test_a_rank_that_never_arrives_times_out(limits):
     seconds, timeout = limits
     enable(seconds)
     if timeout < FOR_EVER:
@@ -209,7 +209,7 @@ def test_a_rank_that_does_nothing_is_waited_for_until_it_is_late(limits):
 
 
 @on_ranks(2)
-def test_shapes_are_checked_before_the_ranks_compare_and_are_compared():
+def test_shapes_are_checked_first_and_then_compared():
     enable()
     shapes = [(2,), (2,)]
     if idist.get_rank() == 1:
@@ -227,7 +227,7 @@ def test_shapes_are_checked_before_the_ranks_compare_and_are_compared():
 
 
 @on_ranks(2)
-def test_who_waits_for_its_turn_waits_as_long_as_it_takes():
+def test_one_rank_first_waits_beyond_the_patience():
     enable(0.2)
     with idist.one_rank_first():
         if idist.get_rank() == 0:
@@ -241,7 +241,7 @@ def test_who_waits_for_its_turn_waits_as_long_as_it_takes():
 
 
 @on_ranks(2)
-def test_a_rank_that_is_slow_is_told_of_in_the_log():
+def test_a_straggler_is_logged():
     collective_check._WARN_AFTER = 1.0
     records = []
     handler = logging.Handler()
@@ -273,7 +273,7 @@ def test_the_store_does_not_grow():
 
 
 @on_ranks(2)
-def test_what_an_earlier_run_left_in_the_store_is_not_read():
+def test_keys_of_an_earlier_check_are_not_read():
     for call in (idist.barrier, lambda: idist.all_reduce(1), lambda: idist.all_gather("x")):
         enable()
         call()

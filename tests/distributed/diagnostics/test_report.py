@@ -35,7 +35,7 @@ def objects(output: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
-def test_alone_it_tells_what_this_machine_has(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_single_process_reports_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     said = capsys.readouterr().out
     assert re.match(r"rank 0 of 1 on \S+\n-+\nlauncher: none found\n", said)
@@ -45,7 +45,7 @@ def test_alone_it_tells_what_this_machine_has(capsys: pytest.CaptureFixture[str]
     assert re.search(r"\nmpi +yes +mpi4py [\d.]+, (MPICH|Open MPI) v?[\d.]+ +-\n", said)
 
 
-def test_in_json_it_is_one_object_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_object_per_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--json"]) == 0
     said = capsys.readouterr().out
     assert said.count("\n") == 1
@@ -55,7 +55,7 @@ def test_in_json_it_is_one_object_in_one_line(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.jobs
-def test_under_torchrun_each_rank_tells_its_place_and_which_variable_says_it() -> None:
+def test_under_torchrun_each_rank_reports_its_place_and_the_variables() -> None:
     done = python(*TORCHRUN, *MODULE, "--json")
     assert done.returncode == 0, done.stderr
     reports = sorted(objects(done.stdout), key=lambda report: report["topology"]["rank"])
@@ -68,7 +68,7 @@ def test_under_torchrun_each_rank_tells_its_place_and_which_variable_says_it() -
 
 
 @pytest.mark.jobs
-def test_with_a_backend_rank_0_tells_what_each_rank_saw_in_their_order() -> None:
+def test_with_a_backend_rank_0_reports_all_ranks_in_order() -> None:
     done = python(*TORCHRUN, *MODULE, "--backend", "gloo")
     assert done.returncode == 0, done.stderr
     assert re.findall(r"^rank \d of \d", done.stdout, re.MULTILINE) == ["rank 0 of 2", "rank 1 of 2"]
@@ -90,7 +90,7 @@ def test_under_mpirun_the_backend_is_mpi() -> None:
     assert [report["proof"] for report in reports] == ["mpi, all_reduce of 1 over 2 ranks gave 2, on cpu"] * 2
 
 
-def test_an_environment_that_contradicts_itself_is_told_with_the_rest(
+def test_a_contradictory_environment_is_part_of_the_report(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in {"PMI_RANK": "1", "PMI_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3"}.items():
@@ -111,7 +111,7 @@ def test_an_environment_that_contradicts_itself_is_told_with_the_rest(
         (["--backend", "gloo", "--timeout", "0.5"], "error: backend 'gloo': not all ranks arrived within 0.5 s"),
     ],
 )
-def test_a_backend_that_does_not_work_is_told_with_the_rest(arguments: list[str], told: str) -> None:
+def test_a_backend_that_fails_is_part_of_the_report(arguments: list[str], told: str) -> None:
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     done = python(*MODULE, *arguments, **alone)
     assert done.returncode == 1
@@ -120,7 +120,7 @@ def test_a_backend_that_does_not_work_is_told_with_the_rest(arguments: list[str]
     assert "Traceback" not in done.stderr
 
 
-def test_what_no_variable_says_is_told_to_be_assumed_or_to_follow() -> None:
+def test_numbers_without_a_variable_are_reported_as_assumed_or_derived() -> None:
     report = inspect({"PMI_RANK": "1", "PMI_SIZE": "4", "RANK": "1"})
     assert report.sources["rank"] == "PMI_RANK=1"
     assert report.sources["num_nodes"] == "assumed, as no variable says it"
@@ -130,7 +130,7 @@ def test_what_no_variable_says_is_told_to_be_assumed_or_to_follow() -> None:
     assert one_node.sources["num_nodes"] == "follows from the others"
 
 
-def test_what_is_missing_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_libraries_are_reported_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "has_xla_support", False)
     monkeypatch.setenv("MPI4PY_LIBMPI", "/nowhere/libmpi.so")
     report = inspect({})
@@ -139,7 +139,7 @@ def test_what_is_missing_is_told_with_what_to_install(monkeypatch: pytest.Monkey
     assert re.search(r"\nxla-tpu +no +- +needs pip install 'camshaft\[xla\]'\n", str(report))
 
 
-def test_the_versions_of_what_is_installed_are_told_without_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_are_reported_without_importing_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(sys.modules)
     monkeypatch.setattr(installed, "lack_of", lambda name: None)
     monkeypatch.setattr(installed.importlib.metadata, "version", lambda distribution: f"9 of {distribution}")
@@ -159,13 +159,13 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_accelerators_are_told_by_name_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerators_are_reported_with_name_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(name="Big GPU", total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     assert [installed.devices()[name] for name in ("cuda:0", "cuda:1")] == ["Big GPU, 80.0 GiB"] * 2
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_an_accelerator_that_does_not_describe_itself_is_told_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accelerator_without_properties_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.cuda, "get_device_properties")
     assert "cuda:1" in installed.devices()

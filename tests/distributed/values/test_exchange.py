@@ -98,7 +98,7 @@ def test_a_value_of_the_wrong_kind_on_one_rank_raises_on_all():
 
 
 @on_ranks(2)
-def test_nothing_at_all_is_no_number_and_is_not_exchanged():
+def test_none_raises_on_this_rank_only():
     """The others may have tensors, which gloo could only abort the processes for."""
     if idist.get_rank() == 0:
         with pytest.raises(TypeError, match="tensor must be a tensor or a number, got None"):
@@ -107,7 +107,7 @@ def test_nothing_at_all_is_no_number_and_is_not_exchanged():
 
 
 @on_ranks(2)
-def test_tensors_that_are_not_dense_can_be_had_from_one_rank():
+def test_safe_mode_broadcasts_tensors_that_are_not_dense():
     here = idist.get_rank() == 0
     sparse = torch.eye(3).to_sparse()
     assert idist.broadcast(sparse if here else None, safe_mode=True).to_dense().equal(torch.eye(3))
@@ -138,7 +138,7 @@ def test_a_value_that_cannot_be_unpickled_raises_there_and_names_its_rank():
 
 @pytest.mark.filterwarnings("ignore:.*quantize")
 @on_ranks(2)
-def test_tensors_that_are_not_dense_are_refused():
+def test_tensors_that_are_not_dense_are_rejected():
     for tensor, kind in (
         (torch.eye(2).to_sparse(), "sparse_coo"),
         (torch.ones(2, device="meta"), "strided"),
@@ -155,7 +155,7 @@ def test_tensors_that_are_not_dense_are_refused():
 
 
 @on_ranks(2)
-def test_tensors_are_changed_in_place_however_they_lie_in_memory():
+def test_tensors_of_any_layout_are_changed_in_place():
     rank = idist.get_rank()
     whole = torch.full((4, 4), float(rank))
     image = torch.full((1, 2, 3, 4), float(rank)).contiguous(memory_format=torch.channels_last)
@@ -186,7 +186,7 @@ def test_tensors_are_changed_in_place_however_they_lie_in_memory():
 
 
 @on_ranks(2)
-def test_an_expanded_tensor_is_refused_before_anything_is_sent():
+def test_an_expanded_tensor_is_rejected_before_anything_is_sent():
     for call in (idist.all_reduce, idist.broadcast):
         with pytest.raises(ValueError, match=r"its own memory for each element, got one that was expanded to \(3, 2\)"):
             call(torch.ones(2).expand(3, 2))
@@ -210,7 +210,7 @@ def test_ranks_in_arguments_are_integers_of_the_group():
 
 
 @on_ranks(2)
-def test_groups_of_torch_are_taken_also_by_ranks_that_are_not_in_them():
+def test_groups_of_torch_on_ranks_outside_of_them():
     mine = dist.new_group([1])
     assert idist.all_reduce(3, group=mine) == 3
     assert idist.all_gather("x", group=mine) == (["x"] if idist.get_rank() == 1 else "x")
@@ -232,7 +232,7 @@ def test_large_values_of_different_lengths():
 
 
 @on_ranks(2)
-def test_what_a_collective_raises_tells_where():
+def test_errors_say_which_collective():
     with pytest.raises(ValueError, match="src must be") as caught:
         idist.broadcast(1, src=7)
     assert caught.value.__notes__ == [f"in broadcast on rank {idist.get_rank()}, among the ranks [0, 1]"]

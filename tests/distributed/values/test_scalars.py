@@ -35,7 +35,7 @@ def outcome(call):
 
 @given(st.integers() | st.floats(allow_nan=False) | st.booleans(), st.sampled_from(OPS))
 @settings(deadline=None)
-def test_one_process_gives_its_number_back(number, op):
+def test_a_single_process_gets_its_number_back(number, op):
     got = outcome(lambda: idist.all_reduce(number, op))
     if isinstance(number, float) and op in BITWISE:
         assert got is TypeError
@@ -58,7 +58,7 @@ def test_one_process_gives_its_number_back(number, op):
         (2j, "SUM", 2j), (np.complex64(2j), "PRODUCT", 2j), (10**30, "MAX", 10**30), (math.inf, "SUM", math.inf),
     ],
 )  # fmt: skip
-def test_numbers_of_other_libraries_are_taken_for_pythons_own(number, op, plain):
+def test_numbers_of_other_libraries_become_python_numbers(number, op, plain):
     got = plain_number(number, op, 1)
     assert (got, type(got)) == (plain, type(plain))
 
@@ -72,21 +72,21 @@ def test_numbers_of_other_libraries_are_taken_for_pythons_own(number, op, plain)
         ("3", "SUM", TypeError), (None, "SUM", TypeError), ([1], "SUM", TypeError), (np.ones(1), "SUM", TypeError),
     ],
 )  # fmt: skip
-def test_what_cannot_be_reduced_exactly_is_named(number, op, error):
+def test_numbers_that_cannot_be_reduced_exactly_are_rejected(number, op, error):
     with pytest.raises(error, match="^tensor must be"):
         idist.all_reduce(number, op)
     with pytest.raises(error, match="^tensor must be"):
         idist.reduce(number, op=op)
 
 
-def test_an_op_that_the_backend_does_not_know_is_answered_with_those_it_knows():
+def test_unknown_reductions_are_rejected():
     for op in ("AVERAGE", "sum", None):
         with pytest.raises(ValueError, match=r"op must be one of \('SUM', .*'OR'\) on serial, got"):
             idist.all_reduce(1, op)
 
 
 @on_ranks(2)
-def test_results_are_those_of_python():
+def test_results_equal_those_of_python():
     rank = idist.get_rank()
     for numbers in (
         (3, 5),
@@ -120,7 +120,7 @@ def test_results_are_those_of_python():
 
 
 @on_ranks(3)
-def test_all_ranks_agree_on_the_result_or_that_there_is_none():
+def test_all_ranks_get_the_same_result_or_an_error():
     kinds = (5, -1, 2.5, 0.0, math.nan, True, 1j, 2**70, decimal.Decimal(1))
     rank, bad = idist.get_rank(), []
     for op, *numbers in itertools.product(("SUM", "MIN"), kinds, kinds, (5, 2.5)):

@@ -77,7 +77,7 @@ def same(got, wanted):
 
 @settings(deadline=None)
 @given(values)
-def test_values_come_back_as_they_were(value):
+def test_values_round_trip(value):
     assert same(decode(encode(value)), value)
     assert same(decode(memoryview(encode(value))), value)
 
@@ -117,20 +117,20 @@ def test_tensors_of_every_dtype_keep_every_bit(dtype):
     ],
     ids=["transposed", "expanded", "part", "watched", "parameter", "channels_last", "conjugate", "negative", "sparse"],
 )  # fmt: skip
-def test_tensors_come_back_however_they_lie_in_memory(tensor):
+def test_tensors_of_any_layout_round_trip(tensor):
     got = decode(encode(tensor))
     assert torch.equal(got.to_dense(), tensor.detach().to_dense())
     assert not got.requires_grad
 
 
-def test_a_part_of_a_tensor_takes_the_bytes_of_that_part():
+def test_a_view_is_encoded_without_the_rest_of_its_storage():
     assert len(encode(torch.zeros(100_000)[:2])) < 50
 
 
 @pytest.mark.parametrize(
     "value", [lambda: 1, open, {"k": [lambda: 1]}, (part for part in "ab")], ids=lambda x: type(x).__name__
 )
-def test_what_cannot_be_pickled_is_named(value):
+def test_values_that_cannot_be_pickled_are_named(value):
     if value is open:
         value = open(__file__)  # noqa: SIM115  # closed below
         value.close()
@@ -149,14 +149,14 @@ def fail():
     raise ImportError("no such module here")
 
 
-def test_what_cannot_be_unpickled_says_so():
+def test_values_that_cannot_be_unpickled_are_reported():
     with pytest.raises(TypeError, match="cannot be unpickled here.*no such module here"):
         decode(encode(Vanishing()))
 
 
 @settings(deadline=None)
 @given(st.lists(st.binary(min_size=1, max_size=2 * ROW).filter(lambda data: data[0] != ord("!")), min_size=1))
-def test_rows_tell_the_beginning_of_each_value_and_the_lengths(data):
+def test_rows_hold_the_beginning_and_the_length_of_each_value(data):
     rows = rows_of(data, CPU)
     assert rows.tensor.shape == (ROW * len(data),)
     contents, lengths, longest = read_rows(rows.read())
@@ -173,7 +173,7 @@ def test_a_refusal_raises_where_it_is_read(kind, text, rank):
         read_rows(rows.read())
 
 
-def test_a_parcel_is_the_memory_of_its_tensor():
+def test_a_buffer_shares_memory_with_its_tensor():
     parcel = Buffer(bytearray(8), CPU, torch.int64)
     parcel.tensor += 1
     assert bytes(parcel.read()) == (1).to_bytes(8, "little")

@@ -1,10 +1,11 @@
-"""A saved engine goes on with the very next sample, whatever the data offer for it."""
+"""Progress: what is saved and loaded, and where runs start and resume."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import warnings
+from collections import OrderedDict, UserDict
 
 import pytest
 import torch
@@ -15,6 +16,527 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 import camshaft.distributed as idist
 from camshaft.engine import DeterministicEngine, Engine, Events, State, create_supervised_trainer
 from camshaft.utils import manual_seed
+from tests.engine.histories import BEFORE, DATA, after, done, failed, fresh, loaded, progress, suspended, terminated
+from tests.engine.traces import IT, IT_AGAIN, Sizeless, at, at_position, echo, flat, traced, unsized
+
+# === Saving and loading ===
+
+
+FULL = {"epoch_length": 4, "iteration": 6, "max_epochs": 3}
+
+
+def without(*names, **more):
+    return {**{name: value for name, value in FULL.items() if name not in names}, **more}
+
+
+def counters(engine):
+    state = engine.state
+    return state.iteration, state.epoch, state.epoch_length, state.max_epochs, state.max_iters
+
+
+# --- saving -----------------------------------------------------------------------------------------------------
+
+
+def test_the_state_of_a_new_engine():
+    found = Engine(echo).state_dict()
+    assert type(found) is OrderedDict
+    assert list(found.items()) == [("epoch_length", None), ("iteration", 0), ("max_epochs", None)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "saved"),
+    [
+        ({"max_epochs": 2}, {"epoch_length": 3, "iteration": 6, "max_epochs": 2}),
+        ({"max_iters": 4}, {"epoch_length": 3, "iteration": 4, "max_iters": 4}),
+    ],
+)
+def test_the_target_that_is_set_is_saved(arguments, saved):
+    engine = Engine(echo)
+    engine.run([1, 2, 3], **arguments)
+    epoch, done = divmod(saved["iteration"], 3)
+    assert engine.state_dict() == {**saved, "epochs_completed": epoch, "iterations_in_epoch": done}
+
+
+def test_a_state_can_be_saved_at_any_event():
+    engine, saved = Engine(echo), []
+    engine.add_event_handler(
+        Events.GET_BATCH_STARTED | Events.EPOCH_COMPLETED, lambda: saved.append(engine.state_dict())
+    )
+    engine.run(unsized("ab"))
+    assert [(one["epoch_length"], one["iteration"]) for one in saved] == [(None, 0), (None, 1), (None, 2), (2, 2)]
+
+
+def test_keys_of_the_user_are_saved_behind_the_others_and_loaded():
+    engine, other = Engine(echo), Engine(echo)
+    for one in (engine, other):
+        one.state_dict_user_keys += ["alpha", "beta"]
+    engine.state.alpha, engine.state.beta = 0.1, [1, 2]
+    assert list(engine.state_dict()) == ["epoch_length", "iteration", "max_epochs", "alpha", "beta"]
+    other.load_state_dict(engine.state_dict())
+    assert (other.state.alpha, other.state.beta) == (0.1, [1, 2])
+
+
+def test_a_key_of_the_user_that_the_state_lacks_is_an_error():
+    engine = Engine(echo)
+    engine.state_dict_user_keys.append("alpha")
+    with pytest.raises(AttributeError, match="alpha"):
+        engine.state_dict()
+
+
+# --- loading ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state_dict", "expected"),
+    [
+        (FULL, (6, 1, 4, 3, None)),
+        (without("iteration", epoch=2), (8, 2, 4, 3, None)),
+        (without("max_epochs", max_iters=9), (6, 1, 4, None, 9)),
+        (without("iteration", "max_epochs", epoch=1, max_iters=4), (4, 1, 4, None, 4)),
+        (without(max_epochs=1, iteration=4), (4, 1, 4, 1, None)),
+        (without("max_epochs", max_iters=6), (6, 1, 4, None, 6)),
+        (without(max_epochs=None), (6, 1, 4, None, None)),
+        (without("max_epochs", max_iters=None), (6, 1, 4, None, None)),
+        (without(iteration=0), (0, 0, 4, 3, None)),
+        (without(iteration=0, epoch_length=None), (0, 0, None, 3, None)),
+        (without("iteration", epoch=0, epoch_length=None), (0, 0, None, 3, None)),
+        (without(epoch_length=None), (6, 0, None, 3, None)),  # from the first pass over data of unknown length
+        (without(more=1), (6, 1, 4, 3, None)),
+        (OrderedDict(FULL), (6, 1, 4, 3, None)),
+        (UserDict(FULL), (6, 1, 4, 3, None)),
+        (Engine(echo).state_dict(), (0, 0, None, None, None)),
+    ],
+    ids=str,
+)
+def test_counts_of_completed_work_are_loaded(state_dict, expected):
+    engine = Engine(echo)
+    engine.run([1, 2], max_iters=3)
+    engine.state.alpha = 0.1
+    engine.load_state_dict(state_dict)
+    assert counters(engine) == expected
+    assert engine.state.alpha == 0.1
+    assert not hasattr(engine.state, "more")
+
+
+@pytest.mark.parametrize(
+    ("state_dict", "error", "named"),
+    [
+        (3, TypeError, "state_dict.*3"),
+        (None, TypeError, "state_dict"),
+        ([("iteration", 6)], TypeError, "state_dict"),
+        ({}, ValueError, "epoch_length"),
+        (without("epoch_length"), ValueError, "epoch_length"),
+        (without("iteration"), ValueError, "iteration.*epoch"),
+        (without(epoch=1), ValueError, "iteration.*epoch"),
+        (without("max_epochs"), ValueError, "max_epochs.*max_iters"),
+        (without(max_iters=9), ValueError, "max_epochs.*max_iters"),
+        (without("iteration", epoch=1, epoch_length=None), ValueError, "epoch_length.*None"),
+        *[(without(epoch_length=bad), ValueError, f"epoch_length.*{bad}") for bad in (0, -4)],
+        *[(without("iteration", epoch=1, epoch_length=bad), ValueError, f"epoch_length.*{bad}") for bad in (0, -4)],
+        (without(iteration=-1), ValueError, "iteration.*-1"),
+        (without("iteration", epoch=-1), ValueError, "epoch.*-1"),
+        *[(without(max_epochs=bad), ValueError, f"max_epochs.*{bad}") for bad in (0, -3)],
+        *[(without("max_epochs", max_iters=bad), ValueError, f"max_iters.*{bad}") for bad in (0, -3, 5)],
+        (without(iteration=8, max_epochs=1), ValueError, "max_epochs.*2.*1"),
+        *[({**FULL, name: "6"}, TypeError, f"{name}.*'6'") for name in FULL],
+        *[({**FULL, name: 6.0}, TypeError, f"{name}.*6.0") for name in FULL],
+    ],
+    ids=str,
+)
+def test_a_wrong_state_is_rejected_and_changes_nothing(state_dict, error, named):
+    engine = Engine(echo)
+    engine.run([1, 2, 3], max_epochs=2)
+    before = copy.copy(vars(engine.state))
+    with pytest.raises(error, match=named):
+        engine.load_state_dict(state_dict)
+    assert vars(engine.state) == before
+    assert engine.run([1, 2, 3], max_epochs=4).iteration == 12
+
+
+def test_missing_keys_of_the_user_are_named_and_nothing_changes():
+    engine = Engine(echo)
+    engine.state_dict_user_keys += ["alpha", "beta"]
+    engine.state.alpha = engine.state.beta = 1
+    with pytest.raises(ValueError, match="beta"):
+        engine.load_state_dict({**FULL, "alpha": 2})
+    assert engine.state.alpha == 1
+    assert counters(engine) == (0, 0, None, None, None)
+
+
+# --- there and back ---------------------------------------------------------------------------------------------
+
+sizes = st.integers(1, 5)
+
+
+@settings(deadline=None)
+@given(st.data(), sizes, sizes, st.sampled_from(["max_epochs", "max_iters"]), st.integers(1, 12))
+def test_a_run_stopped_anywhere_continues_in_another_engine_from_its_saved_state(data, size, length, name, target):
+    total = target * length if name == "max_epochs" else target
+    stop = data.draw(st.integers(1, total))
+    first = Engine(echo)
+    at(first, Events.ITERATION_COMPLETED, lambda engine: engine.interrupt(), firing=stop)
+    first.run(range(size), epoch_length=length, **{name: target})
+    saved = first.state_dict()
+    second, trace = traced()
+    second.load_state_dict(saved)
+    assert second.state_dict() == saved
+    if stop < total:
+        second.run(range(size))
+        assert len(trace.batches) == total - stop
+        assert first.run().iteration == second.state.iteration == total
+        assert first.state_dict() == second.state_dict()
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 30), st.one_of(st.none(), st.integers(1, 6)), st.one_of(st.none(), st.integers(0, 5)), st.booleans()
+)
+def test_what_was_loaded_is_saved_again(iteration, length, more, by_epochs):
+    progress = (iteration // length if length else 0) if by_epochs else iteration
+    target = None if more is None else max(1, progress + more)
+    name = "max_epochs" if by_epochs or target is None else "max_iters"
+    saved = {"epoch_length": length, "iteration": iteration, name: target}
+    engine = Engine(echo)
+    engine.load_state_dict(saved)
+    again = engine.state_dict()
+    assert saved.items() <= again.items()
+    assert again["epochs_completed"] == (iteration // length if length else 0)
+
+
+def test_loading_makes_the_next_run_take_data_from_the_beginning():
+    engine, trace = traced()
+    engine.run([1, 2, 3, 4], max_iters=2)
+    engine.load_state_dict(FULL)
+    engine.run([1, 2, 3, 4])
+    assert trace.batches == [1, 2] + [1, 2, 3, 4, 1, 2]
+
+
+def test_a_state_is_not_loaded_into_the_middle_of_an_epoch():
+    engine = Engine(echo)
+    engine.add_event_handler(
+        Events.ITERATION_COMPLETED(once=1),
+        lambda: engine.load_state_dict({"iteration": 4, "epoch_length": 2, "max_epochs": 4}),
+    )
+    with pytest.raises(RuntimeError, match="own run"):
+        engine.run([1, 2], max_epochs=3)
+    assert engine.state.iteration == 1
+
+
+# === New and resumed runs ===
+
+
+def test_a_first_run_is_one_epoch():
+    engine, _ = after(fresh)
+    assert engine.run(DATA) is engine.state
+    assert progress(engine) == (1, 2, 1, None)
+
+
+def test_after_a_finished_run_the_next_is_one_epoch_again():
+    engine, _ = after(done)
+    engine.run(DATA)
+    assert progress(engine) == (1, 2, 1, None)
+
+
+def test_after_a_finished_run_the_same_target_restarts():
+    engine, trace = after(done)
+    engine.run(DATA, max_epochs=5)
+    assert progress(engine) == (5, 10, 5, None)
+    assert trace.words[:2] == ["S 0/0", "ES 1/0"]
+
+
+def test_after_a_finished_run_a_larger_target_continues():
+    engine, trace = after(done)
+    engine.run(DATA, max_epochs=7)
+    assert trace.take() == flat(
+        "S 5/10 · ES 6/10 GS 6/10 GC 6/10 IS 6/11 IC 6/11 GS 6/11 GC 6/11 IS 6/12 IC 6/12 EC 6/12",
+        "ES 7/12 GS 7/12 STOP 7/12 GC 7/12 IS 7/13 IC 7/13 GS 7/13 GC 7/13 IS 7/14 IC 7/14 EC 7/14 · C 7/14",
+    )
+
+
+@pytest.mark.parametrize("farther", [6, 7])
+def test_after_a_finished_run_a_larger_number_of_iterations_continues(farther):
+    engine, trace = after(lambda engine: done(engine, max_iters=5))  # in the middle of epoch 3
+    engine.run(DATA, max_iters=farther)
+    assert trace.words[:2] == ["S 3/5", "ES 4/5"]
+    assert progress(engine) == (4, farther, None, farther)
+
+
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("target", [{}, {"max_epochs": 2}, {"max_iters": 4}], ids=str)
+def test_without_a_target_in_the_state_any_run_is_new(before, target):
+    engine, trace = after(before)
+    engine.state.max_epochs = engine.state.max_iters = None
+    engine.run([7, 8, 9], **target)
+    expected = {"max_epochs": (2, 6, 2, None), "max_iters": (2, 4, None, 4)}
+    assert progress(engine) == expected.get(next(iter(target), ""), (1, 3, 1, None))
+    assert trace.words[:2] == ["S 0/0", "ES 1/0"]
+    assert trace.batches[:3] == [7, 8, 9]
+
+
+def test_a_loaded_state_is_resumed_from_the_beginning_of_the_data():
+    engine, trace = after(loaded)
+    engine.run(DATA)
+    assert trace.take() == flat(
+        "S 2/5 · ES 3/5 GS 3/5 GC 3/5 IS 3/6 IC 3/6 EC 3/6",
+        "ES 4/6 GS 4/6 GC 4/6 IS 4/7 IC 4/7 GS 4/7 STOP 4/7 GC 4/7 IS 4/8 IC 4/8 EC 4/8 · C 4/8",
+    )
+    assert trace.batches == [1, 2, 1]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 5), st.integers(0, 14), st.integers(1, 3))
+def test_a_state_is_resumed_in_the_epoch_of_its_next_iteration(length, iteration, more):
+    epochs = iteration // length + more
+    engine, trace = traced(counters=True)
+    engine.load_state_dict({"iteration": iteration, "epoch_length": length, "max_epochs": epochs})
+    engine.run(epoch_length=length)
+    first = [word for word in trace.words if word.startswith(("IC", "ES", "EC"))]
+    epoch = iteration // length + 1
+    assert first[0] == f"ES {epoch}/{iteration}"
+    assert first[length - iteration % length + 1] == f"EC {epoch}/{epoch * length}"
+    assert progress(engine) == (epochs, epochs * length, epochs, None)
+
+
+@pytest.mark.parametrize("target", [{}, {"max_epochs": 4}], ids=str)
+def test_a_loaded_state_that_is_done_restarts_with_a_warning(target):
+    engine, trace = after(lambda engine: loaded(engine, iteration=8))
+    with pytest.warns(UserWarning, match="loaded state .* target of 4 epochs"):
+        engine.run(DATA, **target)
+    epochs = target.get("max_epochs", 1)
+    assert progress(engine) == (epochs, 2 * epochs, epochs, None)
+    assert trace.words[0] == "S 0/0"
+    engine.run(DATA, **target)  # no warning: this engine has reached the target by itself
+
+
+def test_a_loaded_state_that_is_done_continues_to_a_larger_target_without_warning():
+    engine, trace = after(lambda engine: loaded(engine, iteration=8))
+    engine.run(DATA, max_epochs=5)
+    assert trace.words[:2] == ["S 4/8", "ES 5/8"]
+
+
+def test_a_warning_is_kept_for_the_run_after_a_rejected_one():
+    engine, _ = after(lambda engine: loaded(engine, iteration=8))
+    with pytest.raises(ValueError, match="epoch_length"):
+        engine.run(DATA, epoch_length=0)
+    with pytest.warns(UserWarning, match="loaded state"):
+        engine.run(DATA)
+
+
+def test_after_terminate_the_next_epoch_is_whole_and_begins_a_pass():
+    engine, trace = after(terminated)
+    assert progress(engine) == (2, 3, 5, None)
+    engine.run(DATA)
+    assert trace.words[:2] == ["S 2/3", "ES 3/3"]
+    assert trace.batches == [1, 2] * 3
+    assert progress(engine) == (5, 9, 5, None)
+
+
+def test_after_a_suspension_any_call_continues_exactly_there():
+    engine, trace = after(suspended)
+    engine.run([7, 8, 9])
+    assert trace.words[:2] == ["GS 2/3", "GC 2/3"]
+    assert trace.batches == [2] + [1, 2] * 3
+    assert progress(engine) == (5, 10, 5, None)
+
+
+def test_after_a_failure_the_rest_of_the_epoch_comes_first():
+    engine, trace = after(failed)
+    assert engine.run([7, 8]) is engine.state
+    assert trace.words[:2] == ["S 1/3", "ES 2/3"]
+    assert trace.words[6] == "EC 2/4"
+    assert trace.batches[:3] == [7, 8, 7]
+    assert progress(engine) == (5, 10, 5, None)
+
+
+def test_an_epoch_that_was_cut_short_is_followed_by_a_whole_one_also_in_the_next_run():
+    engine, trace = traced()
+    at(engine, Events.ITERATION_COMPLETED, lambda engine: engine.terminate_epoch(), firing=3)
+    engine.run([1, 2], max_epochs=2)
+    trace.take()
+    engine.run([1, 2], max_epochs=3)
+    assert trace.take() == flat(f"S ES {IT} {IT} EC C")
+    assert progress(engine) == (3, 5, 3, None)
+
+
+def test_a_new_run_takes_the_length_of_its_own_data():
+    engine, _ = after(done)
+    for data, arguments, length in (([1, 2, 3], {}, 3), (range(4), {"epoch_length": 2}, 2), (range(4), {}, 4)):
+        engine.run(data, **arguments)
+        assert progress(engine) == (1, length, 1, None)
+        assert engine.state.epoch_length == length
+
+
+def test_a_resumed_run_keeps_its_length_whatever_the_data_is():
+    engine, trace = after(loaded)
+    engine.run([1, 2, 3, 4, 5])
+    assert progress(engine) == (4, 8, 4, None)
+    assert trace.batches == [1, 2, 3]
+
+
+@pytest.mark.filterwarnings("ignore:the run resumes after 2 iterations of an epoch, but a list_iterator")
+@pytest.mark.parametrize(
+    "arguments", [{"data": range(4)}, {"data": unsized(range(9)), "epoch_length": 4}, {"epoch_length": 4}]
+)
+def test_a_state_that_does_not_know_its_length_learns_it_when_resumed(arguments):
+    engine = Engine(echo)
+    engine.load_state_dict({"iteration": 6, "epoch_length": None, "max_epochs": 3})
+    engine.run(**arguments)
+    assert progress(engine) == (3, 12, 3, None)
+    assert engine.state.epoch_length == 4
+
+
+def test_a_state_that_does_not_know_its_length_is_not_resumed_without_one():
+    engine = Engine(echo)
+    engine.load_state_dict({"iteration": 6, "epoch_length": None, "max_epochs": 3})
+    with pytest.raises(ValueError, match="epoch_length"):
+        engine.run()
+
+
+def test_a_state_given_by_hand_after_a_failure_counts_as_it_is():
+    engine, trace = after(failed)
+    engine.state = State(iteration=2, epoch=1, epoch_length=2, max_epochs=2)
+    engine.run(DATA)
+    assert trace.words[:2] == ["S 1/2", "ES 2/2"]
+    assert progress(engine) == (2, 4, 2, None)
+
+
+@pytest.mark.parametrize("before", [fresh, done, loaded, terminated])
+def test_a_state_given_by_hand_is_resumed_in_the_middle_of_its_epoch(before):
+    engine, trace = after(before)
+    engine.state = State(iteration=3, epoch=1, epoch_length=2, max_epochs=3)
+    engine.run(DATA)
+    assert trace.words[6] == "EC 2/4"
+    assert progress(engine) == (3, 6, 3, None)
+
+
+def test_a_state_loaded_when_the_run_has_started_is_where_it_continues():
+    engine, trace = traced(counters=True)
+    at(engine, Events.STARTED, lambda engine: loaded(engine))
+    engine.run(DATA, max_epochs=4)
+    assert trace.words[:2] == ["S 0/0", "ES 3/5"]
+    assert progress(engine) == (4, 8, 4, None)
+
+
+def test_counting_epochs_can_be_changed_to_counting_iterations_and_back():
+    engine, _ = after(done)
+    engine.state.max_epochs = None
+    engine.run(DATA, max_iters=3)
+    assert progress(engine) == (2, 3, None, 3)
+    engine.state.max_iters = None
+    engine.run(DATA, max_epochs=2)
+    assert progress(engine) == (2, 4, 2, None)
+
+
+# === Arguments of `run` ===
+
+
+NUMBERS = ("max_epochs", "max_iters", "epoch_length")
+ALWAYS_WRONG = [
+    ({"data": 3}, TypeError, "data.*3"),
+    ({"data": object()}, TypeError, "data"),
+    ({"max_epochs": 2, "max_iters": 2}, ValueError, "max_epochs or max_iters"),
+    *[({name: bad}, ValueError, f"{name}.*{bad}") for name in NUMBERS for bad in (0, -3)],
+    *[({name: 1.5}, TypeError, f"{name}.*1.5") for name in NUMBERS],
+]
+
+
+def snapshot(engine):
+    flags = engine.should_terminate, engine.should_terminate_single_epoch, engine.should_interrupt
+    return copy.copy(vars(engine.state)), copy.copy(engine.state.times), flags, engine.last_event_name
+
+
+def refused(engine, arguments, error, named):
+    before = snapshot(engine)
+    with pytest.raises(error, match=named):
+        engine.run(**{"data": DATA, **arguments})
+    assert snapshot(engine) == before
+
+
+def goes_on(before, spoil=None):
+    """What an engine does after something, and after wrong calls where there are any."""
+    engine, trace = after(before)
+    if spoil is not None:
+        spoil(engine)
+    engine.run(DATA, max_epochs=6)
+    return trace.take(), trace.batches, progress(engine)
+
+
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize(("arguments", "error", "named"), ALWAYS_WRONG)
+def test_wrong_arguments_are_rejected_and_change_nothing(before, arguments, error, named):
+    assert goes_on(before, lambda engine: refused(engine, arguments, error, named)) == goes_on(before)
+
+
+@pytest.mark.parametrize(
+    ("before", "arguments", "named"),
+    [
+        *[(before, {"max_iters": 20}, "max_iters=20.*max_epochs") for before in BEFORE[1:]],
+        (done, {"max_epochs": 4}, "max_epochs.*5.*4"),
+        (suspended, {"max_epochs": 1}, "max_epochs.*2.*1"),
+        (terminated, {"max_epochs": 1}, "max_epochs.*2.*1"),
+        (loaded, {"max_epochs": 1}, "max_epochs.*2.*1"),
+        *[(before, {"max_epochs": 9, "epoch_length": 3}, "epoch_length.*2.*3") for before in BEFORE[1:]],
+        (fresh, {"data": []}, "data"),
+        (fresh, {"data": None}, "epoch_length"),
+        (fresh, {"data": None, "max_epochs": 3}, "epoch_length"),
+        (done, {"data": []}, "data"),
+    ],
+)
+def test_arguments_against_the_state_are_rejected_and_change_nothing(before, arguments, named):
+    assert goes_on(before, lambda engine: refused(engine, arguments, ValueError, named)) == goes_on(before)
+
+
+@pytest.mark.parametrize("arguments", [{"max_epochs": 2}, {"max_iters": 4}], ids=str)
+def test_a_number_of_iterations_is_not_changed_to_epochs_nor_made_smaller(arguments):
+    engine, _ = after(lambda engine: done(engine, max_iters=5))
+    refused(engine, arguments, ValueError, f"{next(iter(arguments))}")
+
+
+@pytest.mark.parametrize("position", range(13))
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_run_inside_its_own_run_is_rejected_and_the_outer_continues(position, enabled):
+    engine, trace = traced()
+    engine.interrupt_resume_enabled = enabled
+
+    def again(engine):
+        before = snapshot(engine)
+        with pytest.raises(RuntimeError, match="running"):
+            engine.run([7])
+        assert snapshot(engine) == before
+
+    at_position(engine, position, again)
+    engine.run(DATA)
+    assert trace.take() == flat(f"S ES {IT} {IT} EC C")
+
+
+def test_a_run_inside_the_process_function_is_rejected():
+    def step(engine, batch):
+        with pytest.raises(RuntimeError, match="running"):
+            engine.run([7])
+        return batch
+
+    assert Engine(step).run(DATA).iteration == 2
+
+
+def test_another_engine_may_run_inside_a_run():
+    trainer, evaluator = Engine(echo), Engine(echo)
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run([1, 2, 3]))
+    trainer.run(DATA, max_epochs=3)
+    assert (trainer.state.iteration, evaluator.state.iteration) == (6, 3)
+
+
+def test_a_loader_without_length_that_raises_type_error_is_data_of_unknown_length():
+    class Odd(Sizeless):
+        def __len__(self):
+            raise TypeError("no length")
+
+    engine, trace = traced()
+    engine.run(Odd(1, 2), max_epochs=2)
+    assert trace.take() == flat(f"S ES {IT} {IT} GS EC · ES {IT_AGAIN} {IT} EC · C")
+
+
+# === Positions in the data ===
+
 
 SIZE = 11
 
@@ -95,7 +617,7 @@ def test_an_uninterrupted_run_has_every_sample_once_an_epoch_and_another_order_i
 
 
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
-def test_every_iteration_can_be_gone_on_from(whole, workers, persistent):
+def test_every_iteration_can_be_resumed_from(whole, workers, persistent):
     for iteration in range(1, 28, 1 if not workers else 13):
         data = loader(workers=workers, persistent_workers=persistent)
         assert Recorder().resumed(whole.states[iteration], data) == whole.seen[iteration:], iteration
@@ -121,7 +643,7 @@ def test_a_run_can_be_stopped_any_number_of_times(whole, stops):
     assert seen[: len(whole.seen)] == whole.seen
 
 
-def test_the_state_after_a_run_was_stopped_tells_where(whole):
+def test_the_state_after_a_run_was_stopped_reports_where(whole):
     recorder = Recorder()
     recorder.engine.add_event_handler(Events.ITERATION_COMPLETED(once=6), recorder.engine.terminate)
     recorder.engine.run(loader(), max_epochs=7)
@@ -129,7 +651,7 @@ def test_the_state_after_a_run_was_stopped_tells_where(whole):
     assert Recorder().resumed(recorder.engine.state_dict(), loader()) == whole.seen[6:]
 
 
-def test_a_loaded_state_that_nobody_ran_is_the_same_when_saved_again(whole):
+def test_a_loaded_state_that_was_not_run_is_the_same_when_saved_again(whole):
     engine = Engine(lambda engine, batch: None)
     engine.load_state_dict(whole.states[6])
     assert engine.state_dict() == whole.states[6]
@@ -172,7 +694,7 @@ def test_a_target_in_iterations_that_a_smaller_batch_size_reaches_at_once_warns(
 
 
 @pytest.mark.parametrize("epoch_length", [3, 6])
-def test_epochs_that_are_no_passes_can_be_gone_on_with(epoch_length):
+def test_epochs_that_are_not_passes_can_be_continued(epoch_length):
     first = Recorder()
     first.engine.run(loader(), max_epochs=4, epoch_length=epoch_length)
     for iteration in range(1, 4 * epoch_length):
@@ -216,7 +738,7 @@ def test_a_state_saved_before_the_step_returned_repeats_the_iteration(whole, eve
     assert Recorder().resumed(states[0], loader()) == whole.seen[5:]
 
 
-def test_an_iteration_that_an_error_handler_gave_up_is_not_repeated(whole):
+def test_an_iteration_that_an_error_handler_abandoned_is_not_repeated(whole):
     recorder = Recorder()
     recorder.engine.add_event_handler(Events.ITERATION_STARTED(once=6), lambda: 1 / 0)
     recorder.engine.add_event_handler(Events.EXCEPTION_RAISED, lambda error: None)
@@ -274,7 +796,7 @@ def test_a_batch_that_was_fetched_when_ctrl_c_came_is_kept_for_the_next_run(make
 
 @pytest.mark.parametrize("event", [Events.GET_BATCH_COMPLETED(once=2), Events.ITERATION_STARTED(once=3)])
 @pytest.mark.parametrize("failed", [False, True])
-def test_data_that_cannot_return_the_batch_of_an_unfinished_iteration_say_what_is_lost(event, failed):
+def test_data_that_cannot_return_the_batch_of_an_unfinished_iteration_report_what_is_lost(event, failed):
     engine = Engine(lambda engine, batch: None)
     states = []
     engine.add_event_handler(event, lambda engine: states.append(engine.state_dict()))
@@ -347,7 +869,7 @@ def test_a_loader_with_a_sampler_of_torch_resumes_in_the_pass_that_it_was_in():
         assert Recorder().resumed(recorder.states[8], make()) == recorder.seen[8:]
 
 
-def test_a_loader_that_starts_from_the_beginning_after_an_error_says_so():
+def test_a_loader_that_starts_from_the_beginning_after_an_error_warns():
     engine = Engine(lambda engine, batch: None)
     failing = engine.add_event_handler(Events.ITERATION_STARTED(once=3), lambda: 1 / 0)
     data = DataLoader(range(12), batch_size=2)
@@ -432,7 +954,7 @@ def test_an_epoch_number_that_a_handler_chooses_is_kept():
         (lambda: DataLoader(range(SIZE), batch_size=3), "starts at any sample.*got DataLoader"),
     ],
 )
-def test_other_data_are_refused_and_nothing_has_changed(whole, data, message):
+def test_other_data_are_rejected_and_nothing_has_changed(whole, data, message):
     engine = Engine(lambda engine, batch: None)
     engine.load_state_dict(whole.states[6])
     with pytest.raises(ValueError, match=message):
@@ -441,7 +963,7 @@ def test_other_data_are_refused_and_nothing_has_changed(whole, data, message):
     assert Recorder().resumed(engine.state_dict(), loader()) == whole.seen[6:]
 
 
-def test_a_position_that_is_none_is_refused(whole):
+def test_a_position_that_is_not_a_mapping_is_rejected(whole):
     engine = Engine(lambda engine, batch: None)
     with pytest.raises(TypeError, match="position must be a mapping, got 3"):
         engine.load_state_dict({**whole.states[6], "position": 3})
@@ -519,7 +1041,7 @@ class StatefulStream(Stateful):
 @pytest.mark.filterwarnings("ignore:the data cannot seek")
 @pytest.mark.parametrize("target", [{"max_epochs": 3}, {"max_iters": 11}])
 @pytest.mark.parametrize("data", [lambda: stream(), lambda: StatefulStream(map(torch.tensor, range(4)))])
-def test_the_length_of_an_epoch_is_learned_right_in_a_pass_that_was_taken_up(data, target):
+def test_the_length_of_an_epoch_is_inferred_correctly_in_a_pass_that_was_resumed(data, target):
     first = Recorder()
     first.engine.run(data(), **target)
     for iteration in range(1, len(first.seen)):
@@ -538,7 +1060,7 @@ def test_sequences_and_loaders_of_torch_are_read_from_their_beginning_and_their_
             assert Recorder().resumed(first.states[3], data) == first.seen[:1]
 
 
-def test_a_loader_of_torch_that_begins_an_epoch_anew_says_so():
+def test_a_loader_of_torch_that_restarts_an_epoch_warns():
     data = DataLoader(range(4), batch_size=2)
     first = Recorder()
     first.engine.run(data, max_epochs=2)
@@ -566,7 +1088,7 @@ class CustomSampler(Sampler):
         (DataLoader(range(6), batch_sampler=[[0, 1], [2, 3], [4, 5]]), 3),
     ],
 )
-def test_where_nothing_is_lost_or_nobody_knows_there_is_no_warning(loader, length):
+def test_where_nothing_is_lost_or_it_is_unknown_there_is_no_warning(loader, length):
     engine = Engine(lambda engine, batch: None)
     engine.load_state_dict({"iteration": 2, "epoch_length": length, "max_epochs": 1})
     assert engine.run(loader).iteration == length

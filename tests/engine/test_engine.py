@@ -1,16 +1,22 @@
-"""What an engine writes to its log."""
+"""The engine: log records and types."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from mypy import api
 
 from camshaft.engine import Engine, Events
 from tests.engine.traces import at, echo
+
+# === Log records ===
+
 
 NAME = "camshaft.engine.engine.Engine"
 DURATION = r"\d\d:\d\d:\d\d\.\d\d\d"
@@ -47,7 +53,7 @@ def test_the_logger_is_named_after_module_and_class():
     assert Engine(echo).logger.handlers == []
 
 
-def test_a_logger_of_the_users_own_is_used(caplog):
+def test_a_logger_of_the_user_is_used(caplog):
     engine = Engine(echo)
     engine.logger = logging.getLogger("mine")
     with caplog.at_level(logging.INFO):
@@ -55,7 +61,7 @@ def test_a_logger_of_the_users_own_is_used(caplog):
     assert {record.name for record in caplog.records} == {"mine"}
 
 
-def test_a_run_says_when_it_begins_and_ends_and_each_epoch(info):
+def test_a_run_logs_when_it_begins_and_ends_and_each_epoch(info):
     Engine(echo).run([1, 2], max_epochs=2)
     found = records(info, logging.INFO)
     epochs = (rf"[Ee]poch\D*{epoch}\D*[Cc]omplete.*{DURATION}" for epoch in (1, 2))
@@ -70,7 +76,7 @@ def test_the_target_is_shown(info, target, shown):
     assert shown in records(info, logging.INFO)[0]
 
 
-def test_a_resumed_run_says_from_where(info):
+def test_a_resumed_run_logs_from_where(info):
     engine = Engine(echo)
     engine.load_state_dict({"iteration": 5, "epoch_length": 2, "max_epochs": 4})
     engine.run([1, 2])
@@ -78,7 +84,7 @@ def test_a_resumed_run_says_from_where(info):
 
 
 @pytest.mark.parametrize("wish", ["terminate", "terminate_epoch", "interrupt"])
-def test_each_wish_to_stop_is_one_record(info, wish):
+def test_each_stop_request_is_one_record(info, wish):
     engine = Engine(echo)
     getattr(engine, wish)()
     assert len(records(info, logging.INFO)) == len(info.records) == 1
@@ -128,7 +134,7 @@ def test_a_firing_by_hand_is_recorded_too(debug, inside):
     assert sum("iring" in text and "foo" in text for text in records(debug, logging.DEBUG)) == 1
 
 
-def test_recording_ends_with_the_wish_for_it(caplog):
+def test_recording_ends_with_the_request_for_it(caplog):
     engine = Engine(echo)
     with caplog.at_level(logging.DEBUG, NAME):
         engine.run([1])
@@ -181,3 +187,54 @@ engine.run([1, 2, 3], max_epochs=2)
 def test_nothing_is_printed_where_logging_is_not_configured():
     result = subprocess.run([sys.executable, "-c", QUIET], capture_output=True, text=True)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+# === Types ===
+
+
+ROOT = Path(__file__).parents[2]
+CHECKED = {"expected_errors.py": 40, "expected_distributed_errors.py": 10}  # and at least so many errors
+MARK = re.compile(r"# error: ([a-z, -]+)$")
+REPORT = re.compile(r":(\d+): error: .*\[([a-z-]+)\]$")
+
+SETTINGS = """
+[mypy]
+python_version = 3.10
+strict = true
+explicit_package_bases = true
+enable_error_code = ignore-without-code
+[mypy-torch.*]
+follow_imports = skip
+"""
+"""Strict as for the package; torch itself, which is large, plays no part here."""
+
+
+@pytest.fixture(params=CHECKED)
+def checked(request):
+    return ROOT / "tests" / "typing" / request.param
+
+
+@pytest.fixture
+def report(checked, tmp_path, monkeypatch):
+    """What mypy says about the file."""
+    settings = tmp_path / "mypy.ini"
+    settings.write_text(SETTINGS)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("MYPY_CONFIG_FILE_DIR", str(tmp_path))  # mypy sets it too, and leaves it
+    threshold = gc.get_threshold()
+    cache = ROOT / ".mypy_cache" / "expected_errors"
+    text, failure, _ = api.run(["--config-file", str(settings), "--cache-dir", str(cache), str(checked)])
+    gc.set_threshold(*threshold)  # mypy changes it
+    assert failure == ""
+    return [line for line in text.splitlines() if line.startswith(str(checked.relative_to(ROOT)))]
+
+
+def test_a_type_checker_finds_the_marked_errors_and_no_others(checked, report):
+    lines = checked.read_text("utf-8").splitlines()
+    marks = ((number, MARK.search(line)) for number, line in enumerate(lines, start=1))
+    marked = {(number, code) for number, mark in marks if mark for code in mark[1].split(", ")}
+    found = {(int(match[1]), match[2]) for match in map(REPORT.search, report) if match}
+    missing = [f"{number}: [{code}] {lines[number - 1]}" for number, code in sorted(marked - found)]
+    surprising = [f"{number}: [{code}] {lines[number - 1]}" for number, code in sorted(found - marked)]
+    assert (missing, surprising) == ([], [])
+    assert len(found) > CHECKED[checked.name]

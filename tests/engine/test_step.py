@@ -1,0 +1,593 @@
+"""The training step and the evaluation step."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from camshaft.engine import Engine, create_supervised_evaluator, create_supervised_trainer
+from camshaft.engine.lazy import LazyNumber
+from camshaft.engine.step import (
+    Mode,
+    Update,
+    autocast,
+    call_model,
+    device_type_of,
+    identity,
+    import_for,
+    loss_value,
+    predictions_and_targets,
+    prepare_batch,
+)
+
+# === Batches, modes, outputs ===
+
+
+class Counting(nn.Sequential):
+    """A model that counts its switches and notes the modes it is called in."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(1, 1), nn.BatchNorm1d(1), nn.Dropout())
+        self.switches = []
+        self.modes = []
+
+    def train(self, mode=True):
+        self.switches.append(mode)
+        return super().train(mode)
+
+    def forward(self, x):
+        self.modes.append(tuple(module.training for module in self.modules()))
+        return super().forward(x)
+
+
+DATA = [(torch.ones(2, 1), torch.zeros(2, 1))] * 3
+
+
+def trainer_of(model):
+    return create_supervised_trainer(model, torch.optim.SGD(model.parameters(), 0.1), nn.MSELoss())
+
+
+# --- batches -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [(1, 2, 3), (1,), ()], ids=repr)
+def test_a_batch_that_is_not_a_pair_is_rejected(batch):
+    with pytest.raises(ValueError, match="unpack"):
+        prepare_batch(batch)
+
+
+def test_inputs_and_targets_are_moved_in_any_structure():
+    x, y = {"a": [torch.ones(1), torch.ones(2)]}, (torch.zeros(1), "name")
+    moved_x, moved_y = prepare_batch((x, y), device="meta", non_blocking=True)
+    assert [tensor.device.type for tensor in (*moved_x["a"], moved_y[0])] == ["meta"] * 3
+    assert moved_y[1] == "name"
+    assert x["a"][0].device.type == "cpu"
+
+
+def test_without_a_device_tensors_stay_as_they_are():
+    x, y = torch.ones(1), torch.zeros(1)
+    got_x, got_y = prepare_batch([x, y])
+    assert got_x is x
+    assert got_y is y
+
+
+def test_what_cannot_be_moved_is_rejected():
+    with pytest.raises(TypeError):
+        prepare_batch((torch.ones(1), object()), device="cpu")
+
+
+# --- outputs -------------------------------------------------------------------------------------------------------
+
+
+def test_the_defaults_give_what_they_are_named_for():
+    assert identity(DATA) is DATA
+    assert call_model(lambda x: x + 1, 1) == 2
+    assert predictions_and_targets("x", "y", "y_pred") == ("y_pred", "y")
+
+
+def test_a_loss_is_a_plain_number_on_the_cpu_and_a_lazy_one_elsewhere():
+    assert type(loss_value(None, None, None, torch.tensor(1.5, requires_grad=True))) is float
+    assert type(loss_value(None, None, None, torch.tensor(1.5, device="meta"))) is LazyNumber
+
+
+# --- modes ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_switched_only_when_it_has_to_be():
+    model = Counting()
+    trainer, evaluator = trainer_of(model), create_supervised_evaluator(model)
+    trainer.run(DATA, max_epochs=2)
+    assert model.switches == [True]
+    evaluator.run(DATA)
+    evaluator.run(DATA)
+    assert model.switches == [True, False]
+    trainer.run(DATA)
+    assert model.switches == [True, False, True]
+    assert model.modes == [(True,) * 4] * 6 + [(False,) * 4] * 6 + [(True,) * 4] * 3
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_part_that_a_user_switched_alone_is_switched_back(training):
+    model = Counting()
+    engine = trainer_of(model) if training else create_supervised_evaluator(model)
+    engine.run(DATA)
+    model[1].train(not training)
+    engine.run(DATA)
+    assert model.modes == [(training,) * 4] * 6
+
+
+def test_a_model_that_keeps_a_part_frozen_stays_so():
+    class Frozen(Counting):
+        def train(self, mode=True):
+            super().train(mode)
+            self[1].eval()
+            return self
+
+    model = Frozen()
+    trainer_of(model).run(DATA)
+    assert model.modes == [(True, True, False, True)] * 3
+
+
+def test_modes_work_for_models_that_are_not_modules():
+    class Plain:
+        calls = ()
+
+        def train(self):
+            self.calls += ("train",)
+
+        def eval(self):
+            self.calls += ("eval",)
+
+    model = Plain()
+    train, evaluate = Mode(model, training=True), Mode(model, training=False)
+    train(None)
+    evaluate(None)
+    train(None)
+    assert model.calls == ("train", "eval", "train")
+
+
+def test_evaluation_within_training_leaves_the_next_step_in_train_mode():
+    model = Counting()
+    trainer, evaluator = trainer_of(model), create_supervised_evaluator(model)
+
+    @trainer.on("ITERATION_COMPLETED")
+    def evaluate(engine: Engine) -> None:
+        evaluator.run(DATA[:1])
+
+    trainer.run(DATA)
+    assert [mode[0] for mode in model.modes] == [True, False] * 3
+
+
+# === Precision and updates ===
+
+
+INFINITY = float("inf")
+
+
+class Weight(nn.Module):
+    """One weight, in operations that autocast leaves alone, so that numbers are exact."""
+
+    def __init__(self, value=1.0, device=None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([value], device=device))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def update_of(*gradients, rate=1.0, **options):
+    """Give an update over weights of 0 with these gradients."""
+    parameters = [nn.Parameter(torch.zeros(len(gradient))) for gradient in gradients]
+    optimizer = torch.optim.SGD(parameters, rate)
+    update = Update(optimizer, **options)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        update.backward((parameter * torch.tensor(gradient)).sum())
+    return update, parameters
+
+
+def values(parameters):
+    return [parameter.tolist() for parameter in parameters]
+
+
+# --- autocast ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "model", "kind"),
+    [
+        (None, Weight(), "cpu"),
+        (None, Weight(device="meta"), "meta"),
+        (None, nn.Identity(), "cpu"),
+        (None, len, "cpu"),
+        ("cuda:1", Weight(), "cuda"),
+        (torch.device("xpu", 2), Weight(), "xpu"),
+        ("cpu", Weight(device="meta"), "cpu"),
+    ],
+)
+def test_what_computes_is_the_device_given_or_that_of_the_model(device, model, kind):
+    assert device_type_of(device, model) == kind
+
+
+@pytest.mark.parametrize(
+    ("dtype", "used"), [(None, torch.bfloat16), *[(t, t) for t in (torch.bfloat16, torch.float16)]]
+)
+@pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu")])
+def test_autocast_is_that_of_the_device_in_the_precision_wanted(device, dtype, used):
+    model = nn.Linear(2, 2)
+    context = autocast(device, model, dtype)
+    for _ in range(2):
+        assert not torch.is_autocast_enabled("cpu")
+        with context():
+            assert torch.is_autocast_enabled("cpu")
+            assert model(torch.ones(1, 2)).dtype == used
+    assert model(torch.ones(1, 2)).dtype == torch.float32
+
+
+def test_a_model_that_moves_before_the_first_step_is_followed():
+    model = Weight()
+    context = autocast(None, model)
+    model.to("meta")
+    with pytest.raises(ValueError, match="amp needs a device type that torch has autocast for, got 'meta'"):
+        context()
+
+
+def test_a_device_without_autocast_is_rejected_at_once():
+    with pytest.raises(ValueError, match="got 'meta'"):
+        autocast("meta", Weight())
+
+
+# --- updates -------------------------------------------------------------------------------------------------------
+
+
+def test_an_update_steps_the_optimizer_by_the_gradients():
+    update, parameters = update_of([1.0, -2.0], [3.0])
+    update.apply()
+    assert values(parameters) == [[-1.0, 2.0], [-3.0]]
+
+
+def test_another_function_may_do_the_step():
+    calls = []
+    update, parameters = update_of([1.0], clip_grad_norm=0.5, step=lambda: calls.append(values(parameters)))
+    update.apply()
+    assert calls == [[[0.0]]]
+    assert values(parameters) == [[0.0]]  # nobody else stepped
+    assert parameters[0].grad.item() == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"clip_grad_norm": 1.0}, [[-0.6, 0.0], [0.8]]),
+        ({"clip_grad_norm": 50.0}, [[-3.0, 0.0], [4.0]]),
+        ({"clip_grad_value": 3.5}, [[-3.0, 0.0], [3.5]]),
+        ({"clip_grad_norm": 1.0, "clip_grad_value": 0.7}, [[-0.6, 0.0], [0.7]]),  # in this order
+    ],
+)
+def test_gradients_are_clipped_together(options, expected):
+    update, parameters = update_of([3.0, 0.0], [-4.0], **options)
+    update.apply()
+    for parameter, wanted in zip(values(parameters), expected, strict=True):
+        assert parameter == pytest.approx(wanted, abs=1e-5)
+
+
+def test_parameters_without_a_gradient_are_left_alone():
+    update, parameters = update_of([3.0], clip_grad_norm=1.0)
+    frozen = nn.Parameter(torch.ones(1))
+    update.optimizer.add_param_group({"params": [frozen]})
+    update.apply()
+    assert frozen.item() == 1.0
+    assert parameters[0].item() == pytest.approx(-1.0)
+    update.optimizer.zero_grad()
+    update.apply()
+
+
+@pytest.mark.parametrize("name", ["clip_grad_norm", "clip_grad_value"])
+@pytest.mark.parametrize("value", [0, -1.0, float("nan")])
+def test_a_limit_that_lets_nothing_through_is_rejected(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be above 0 or None, got {value}"):
+        update_of([1.0], **{name: value})
+
+
+# --- scaled updates ------------------------------------------------------------------------------------------------
+
+
+def scaler_of(**options):
+    return torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.5}, {"clip_grad_value": 0.5}], ids=str)
+def test_the_scale_is_in_the_gradients_but_not_in_the_step(options):
+    scaler = scaler_of()
+    update, parameters = update_of([2.0], scaler=scaler, **options)
+    assert parameters[0].grad.item() == 16.0
+    update.apply()
+    assert parameters[0].item() == pytest.approx(-0.5 if options else -2.0)
+    assert scaler.get_scale() == 16.0
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.5}, {"clip_grad_value": 0.5}], ids=str)
+@pytest.mark.parametrize("bad", [INFINITY, math.nan])
+def test_gradients_out_of_range_make_no_step_and_lower_the_scale(options, bad):
+    scaler = scaler_of()
+    update, parameters = update_of([2.0, bad], scaler=scaler, **options)
+    update.apply()
+    assert values(parameters) == [[0.0, 0.0]]
+    assert scaler.get_scale() == 4.0
+
+
+# --- libraries ------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_library_is_named_with_its_remedy():
+    with pytest.raises(ModuleNotFoundError, match=r"^step needs no_such_library: pip install it$") as caught:
+        import_for("step", "no_such_library.core", "pip install it")
+    assert isinstance(caught.value.__cause__, ImportError)
+
+
+# === The steps ===
+
+
+class Model(nn.Module):
+    """One weight, which begins at 1; writes down what is done with it."""
+
+    def __init__(self, log, device=None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, device=device))
+        self.log = log
+
+    def train(self, mode=True):
+        self.log.append("train" if mode else "eval")
+        return super().train(mode)
+
+    def forward(self, x):
+        self.log.append("forward")
+        y = x * self.weight
+        if y.requires_grad:
+            y.register_hook(lambda gradient: self.log.append("backward"))
+        return y
+
+
+class SGD(torch.optim.SGD):
+    """An optimizer that writes down what it is asked for."""
+
+    def __init__(self, model, rate=0.5):
+        super().__init__(model.parameters(), rate)
+        self.log = model.log
+
+    def zero_grad(self, *arguments, **options):
+        self.log.append("zero_grad")
+        super().zero_grad(*arguments, **options)
+
+    def step(self, *arguments, **options):
+        self.log.append("step")
+        return super().step(*arguments, **options)
+
+
+def noting(log, name, function):
+    def noted(*arguments, **options):
+        log.append(name)
+        return function(*arguments, **options)
+
+    return noted
+
+
+def pair(batch, device, non_blocking):
+    return batch
+
+
+def functions(log, output_transform, **loss_fn):
+    """Give functions of the user's own, which write down when they are called."""
+    own = {
+        "prepare_batch": pair,
+        "model_fn": lambda model, x: model(x),
+        "model_transform": lambda output: output,
+        "output_transform": output_transform,
+        **loss_fn,
+    }
+    return {name: noting(log, name, function) for name, function in own.items()}
+
+
+def mean_squared_error(y_pred, y):
+    return ((y_pred - y) ** 2).mean()
+
+
+def trainer_of_steps(log, **options):
+    model = Model(log)
+    own = functions(log, lambda x, y, y_pred, loss: loss.item(), loss_fn=mean_squared_error)
+    return create_supervised_trainer(model, SGD(model), **{**own, **options})
+
+
+BATCH = (torch.full((2, 1), 2.0), torch.zeros(2, 1))
+BEFORE = ["prepare_batch", "model_fn", "forward", "model_transform"]
+STEP = ["zero_grad", *BEFORE, "loss_fn", "backward", "step", "output_transform"]
+
+
+# --- the training step ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("amp_mode", [None, "amp"])
+def test_a_training_step_does_everything_in_order(amp_mode):
+    log = []
+    trainer_of_steps(log, amp_mode=amp_mode).run([BATCH] * 2)
+    assert log == ["zero_grad", "train", *STEP[1:], *STEP]
+
+
+@pytest.mark.parametrize("amp_mode", [None, "amp"])
+def test_accumulating_steps_zero_at_the_beginning_of_a_window_and_step_at_its_end(amp_mode):
+    log = []
+    trainer_of_steps(log, amp_mode=amp_mode, gradient_accumulation_steps=2).run([BATCH] * 4)
+    window = [*STEP[:-2], STEP[-1], *STEP[1:]]
+    assert [word for word in log if word != "train"] == window * 2
+
+
+def test_every_function_is_called_as_documented():
+    calls = {}
+
+    def noted(name, result):
+        def function(*arguments, **keywords):
+            calls[name] = (arguments, keywords)
+            return result(*arguments) if callable(result) else result
+
+        return function
+
+    model = Model([])
+    x, y, batch = torch.full((1,), 3.0), torch.ones(1), object()
+    trainer = create_supervised_trainer(
+        model,
+        SGD(model),
+        noted("loss_fn", mean_squared_error),
+        "cpu",
+        True,
+        noted("prepare_batch", (x, y)),
+        noted("model_transform", lambda output: output + 10),
+        noted("output_transform", "output"),
+        model_fn=noted("model_fn", lambda model, x: model(x)),
+    )
+    assert trainer.run([batch]).output == "output"
+    assert calls["prepare_batch"] == ((batch,), {"device": "cpu", "non_blocking": True})
+    assert calls["model_fn"] == ((model, x), {})
+    assert [one.item() for one in calls["model_transform"][0]] == [3.0]
+    assert [one.item() for one in calls["loss_fn"][0]] == [13.0, 1.0]
+    assert [one.item() for one in calls["output_transform"][0]] == [3.0, 1.0, 13.0, 144.0]
+    assert all(keywords == {} for name, (_, keywords) in calls.items() if name != "prepare_batch")
+
+
+def test_gradients_are_freed_before_the_forward_pass():
+    seen = []
+    model = Model([])
+
+    def prepare(batch, device, non_blocking):
+        seen.append(model.weight.grad)
+        return batch
+
+    create_supervised_trainer(model, SGD(model), mean_squared_error, prepare_batch=prepare).run([BATCH] * 3)
+    assert seen == [None] * 3
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_output_has_the_whole_loss_also_in_a_window(size):
+    trainer = trainer_of_steps([], gradient_accumulation_steps=size)
+    outputs = []
+    trainer.add_event_handler("ITERATION_COMPLETED", lambda engine: outputs.append(engine.state.output))
+    trainer.run([BATCH] * 3, epoch_length=1)
+    assert outputs == [4.0]
+
+
+def test_the_model_stays_where_it_is_and_the_batches_go_to_the_device():
+    model = Model([], device="meta")
+    trainer = create_supervised_trainer(model, SGD(model), mean_squared_error, "meta")
+    trainer.run([BATCH])
+    assert trainer.state.batch[0].device.type == "cpu"
+    model = Model([])
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        create_supervised_trainer(model, SGD(model), mean_squared_error, "meta", output_transform=max).run([BATCH])
+    assert model.weight.device.type == "cpu"
+
+
+# --- the loss as output --------------------------------------------------------------------------------------------
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that says it is on another device, and counts how often it is read."""
+
+    reads = 0
+    is_cpu = False
+
+    def item(self):
+        Elsewhere.reads += 1
+        return super().item()
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}, {"clip_grad_norm": 1.0}], ids=str)
+def test_the_loss_is_read_from_a_device_only_when_a_user_reads_it(monkeypatch, options):
+    monkeypatch.setattr(Elsewhere, "reads", 0)
+    model = Model([])
+    trainer = create_supervised_trainer(
+        model, SGD(model, 0.0), lambda y_pred, y: mean_squared_error(y_pred, y).as_subclass(Elsewhere), **options
+    )
+    trainer.run([BATCH] * 4)
+    assert Elsewhere.reads == 0
+    assert [trainer.state.output, trainer.state.output] == [4.0, 4.0]
+    assert type(trainer.state.output) is float
+    assert Elsewhere.reads == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"clip_grad_norm": 1.0, "clip_grad_value": 0.5},
+        {"gradient_accumulation_steps": 2, "clip_grad_norm": 1.0},
+        {"gradient_accumulation_steps": 2, "batch_weight": lambda x, y: (y > 0).sum()},
+    ],
+    ids=["plain", "clipped", "accumulated", "weighted"],
+)
+def test_no_step_waits_for_its_device(options):
+    """A tensor on the meta device has no value: reading one raises."""
+    model = Model([], device="meta")
+    data = [(torch.ones(2, 1, device="meta"), torch.zeros(2, 1, device="meta"))] * 3
+    trainer = create_supervised_trainer(model, SGD(model), mean_squared_error, **options)
+    trainer.run(data, max_epochs=2)
+    with pytest.raises(RuntimeError, match="meta"):
+        float(trainer.state.output)
+
+
+def test_the_output_on_the_cpu_is_a_plain_float():
+    model = Model([])
+    output = create_supervised_trainer(model, SGD(model), mean_squared_error).run([BATCH]).output
+    assert (output, type(output)) == (4.0, float)
+
+
+# --- the evaluation step -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("amp_mode", [None, "amp", "apex"])
+def test_an_evaluation_step_does_everything_in_order_and_without_gradients(amp_mode):
+    log, gradients = [], []
+    own = functions(log, lambda x, y, y_pred: gradients.append(torch.is_grad_enabled()))
+    own["prepare_batch"] = lambda batch, device, non_blocking: (gradients.append(torch.is_grad_enabled()), batch)[1]
+    evaluator = create_supervised_evaluator(Model(log), **own, amp_mode=amp_mode)
+    evaluator.run([BATCH] * 2)
+    step = ["model_fn", "forward", "model_transform", "output_transform"]
+    assert log == ["eval", *step * 2]
+    assert gradients == [False] * 4
+    assert torch.is_grad_enabled()
+
+
+def test_evaluation_calls_every_function_as_documented():
+    calls = []
+    x, y, batch = torch.full((1,), 3.0), torch.ones(1), object()
+
+    def prepare(*arguments, **keywords):
+        calls.append((arguments, keywords))
+        return x, y
+
+    evaluator = create_supervised_evaluator(
+        Model([]), None, "cpu", True, prepare, lambda output: output + 10, lambda *arguments: arguments
+    )
+    output = evaluator.run([batch]).output
+    assert calls == [((batch,), {"device": "cpu", "non_blocking": True})]
+    assert [one.item() for one in output] == [3.0, 1.0, 13.0]
+
+
+def test_an_error_in_evaluation_leaves_gradients_enabled():
+    with pytest.raises(ValueError, match="unpack"):
+        create_supervised_evaluator(Model([])).run([(1, 2, 3)])
+    assert torch.is_grad_enabled()
+
+
+def test_a_model_is_trained_where_it_was_evaluated_in_between():
+    log = []
+    model = Model(log)
+    trainer = create_supervised_trainer(model, SGD(model), mean_squared_error)
+    evaluator = create_supervised_evaluator(model)
+
+    @trainer.on("EPOCH_COMPLETED")
+    def evaluate(engine: Engine) -> None:
+        evaluator.run([BATCH] * 2)
+
+    trainer.run([BATCH], max_epochs=2)
+    assert [word for word in log if word in ("train", "eval")] == ["train", "eval"] * 2
