@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,12 +41,17 @@ def inside(*names: str) -> tuple[str, ...]:
 
 
 CONTRACT = (*inside("backend", "topology"), *LEAVES)
+ENVIRONMENTS, LAUNCH = inside("environments", "environments.*"), inside("launch", "launch.*")
 VALUES = inside("values", "values.*")
 CHECK, WATCHER = inside("coordination.collective_check"), inside("coordination.watcher")
 
 # who may import whom inside `distributed`, from the bottom up
 IN_DISTRIBUTED: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
-    (inside("topology", "backend"), CONTRACT, ()),
+    (inside("topology"), (), ()),
+    (inside("backend"), CONTRACT, ()),
+    (inside("registry"), inside("backend", "topology"), ()),
+    (ENVIRONMENTS, (*ENVIRONMENTS, *inside("topology"), *LEAVES), ()),
+    (LAUNCH, (*DISTRIBUTED, *LEAVES), inside("backends.*")),
     ((*VALUES, *WATCHER), (*VALUES, *CONTRACT), ()),
     (CHECK, (*VALUES, *CONTRACT), ()),
     (inside("run"), (*inside("registry", "environments", "backends.serial"), *CHECK, *CONTRACT), ()),
@@ -61,7 +67,11 @@ IN_DISTRIBUTED: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], 
         (*inside("coordination.*", "collectives", "ranks", "run"), *VALUES, *CONTRACT),
         (),
     ),
-    (inside("data", "data.*", "auto", "diagnostics", "diagnostics.*"), (*DISTRIBUTED, *LEAVES), inside("backends.*")),
+    (
+        inside("data", "data.*", "auto", "diagnostics", "diagnostics.*"),
+        (*DISTRIBUTED, *LEAVES),
+        (*inside("backends.*"), *LAUNCH),
+    ),
 )
 
 # modules, what they may import of camshaft, and what of that they may not after all; the first fit counts
@@ -73,7 +83,8 @@ RULES: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     (ABOVE_THE_CORE, (*ENGINE, *DISTRIBUTED, *LEAVES), ()),
     (ENGINE, (*ENGINE, *LEAVES), ABOVE_THE_CORE),
     *IN_DISTRIBUTED,
-    (DISTRIBUTED, (*DISTRIBUTED, *LEAVES), ()),
+    (("camshaft.distributed", *inside("launcher", "utils")), (*DISTRIBUTED, *LEAVES), ()),
+    (DISTRIBUTED, (*DISTRIBUTED, *LEAVES), (*ENVIRONMENTS, *LAUNCH)),
     (HANDLERS, (*HANDLERS, *ENGINE, *DISTRIBUTED, *LEAVES), ()),
 )
 
@@ -189,6 +200,24 @@ def test_the_package_keeps_the_rules() -> None:
     assert not found, "\n".join(found)
 
 
+# what launchers set to tell a process its place
+PLACE = re.compile(
+    r"(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|(SLURM|OMPI|PMIX?|MPI)_\w+|HOROVOD_(RANK|SIZE|HOSTNAME|LOCAL_\w+|CROSS_\w+)"
+)
+
+
+def test_only_environments_name_the_variables_that_contain_a_place() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.value}"
+        for path in sorted(ROOT.glob("camshaft/**/*.py"))
+        # mpi compares the size of its world with what the launcher of another MPI library has set
+        if not fits(name_of(path, ROOT), (*ENVIRONMENTS, "camshaft.distributed.backends.mpi.*"))
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and PLACE.fullmatch(node.value)
+    ]
+    assert not found, "\n".join(found)
+
+
 FUTURE = "from __future__ import annotations\n"
 
 
@@ -203,6 +232,10 @@ FUTURE = "from __future__ import annotations\n"
         ("engine/loop.py", "import camshaft.engine.supervised", "arrows point down only"),
         ("engine/loop.py", "if TYPE_CHECKING:\n    import camshaft.handlers", "arrows point down only"),
         ("distributed/ranks.py", "from camshaft.engine.state import State", "arrows point down only"),
+        ("distributed/ranks.py", "from camshaft.distributed.environments import detect", "arrows point down only"),
+        ("distributed/environments/slurm.py", "import camshaft.distributed.registry", "arrows point down only"),
+        ("distributed/launch/xla.py", "import camshaft.distributed.backends.xla", "arrows point down only"),
+        ("distributed/registry.py", "from camshaft.distributed.run import current", "arrows point down only"),
         ("distributed/backend.py", "from camshaft.distributed.run import current", "arrows point down only"),
         ("distributed/auto.py", "from camshaft.distributed.backends.serial import S", "arrows point down only"),
         ("engine/loop.py", "from . import state", "imports are absolute"),

@@ -1,8 +1,8 @@
-"""Backends by name; the module of each is imported when it is asked for.
+"""Backends by name; the module of each is imported when it is first used.
 
-Such a module or package has ``create(name, local_rank, **options)``, which begins a run, ``adopt(local_rank)``, which
-takes over one that exists without any communication, or gives ``None``, and ``spawn(name, function, args, kwargs,
-**options)``, which starts the processes of a run.
+Such a module has ``create(name, launch, local_rank, **options)``, which joins a job, and, unless it is for MPI,
+``adopt(infer)``, which returns the backend of a job that the user has joined, without communication, or ``None``. The
+module of torch's backends also has ``check_options(name, options)``, which is called before processes are started.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ has_native_dist_support = dist.is_available()
 has_xla_support = find_spec("torch_xla") is not None
 has_hvd_support = find_spec("horovod") is not None
 
-_MODULES = {"mpi": "mpi", "xla-tpu": "xla", "horovod": "horovod"}  # all others are torch's, and begin in the same way
+_MODULES = {"mpi": "mpi", "xla-tpu": "xla", "horovod": "horovod"}  # all others are torch's
 NEEDS = {
     "mpi": "pip install 'camshaft[mpi]'",
     "xla-tpu": "pip install 'camshaft[xla]'",
     "horovod": "Horovod built for the installed torch: see docs/reference/backends.md",
 }
-_NOT_FOR_RUNS = ("undefined", "fake", "ucc", "xla")  # the last is begun by the name of "xla-tpu"
+_NOT_FOR_RUNS = ("undefined", "fake", "ucc", "xla")  # the last is "xla-tpu" here
 _ADOPTERS = {"torch.distributed": "native", "torch_xla": "xla", "horovod.torch": "horovod"}
 _loaded: dict[str, Any] = {}
 _imported = sys.modules
-_torch_world = dist.distributed_c10d._world  # whose default_pg is dist.group.WORLD, found in half the time
+_torch_world = dist.distributed_c10d._world  # its default_pg is dist.group.WORLD, in half the time
 
 
 def available_backends() -> tuple[str, ...]:
-    """Give the names of the backends that can be initialized in this installation.
+    """Return the names of the backends that can be initialized in this installation.
 
     >>> "gloo" in available_backends()
     True
@@ -46,25 +46,28 @@ def available_backends() -> tuple[str, ...]:
 
 
 def module_of(name: str) -> ModuleType:
-    """Import the module of a backend.
+    """Return the module of a backend.
 
     Raises:
-        ValueError: there is no such backend, or what it needs is not installed.
+        ValueError: the backend does not exist, or what it needs is not installed.
     """
     if name not in available_backends():
-        raise ValueError(f"backend must be one of {available_backends()}, got {name!r}, which {_lack(name)}")
+        raise ValueError(f"backend must be one of {available_backends()}, got {name!r}, which {lack_of(name)}")
     return _import(_MODULES.get(name, "native"))
 
 
-def nothing_has_begun() -> bool:
-    """Say quickly whether there can be no run to take over: each query asks this in a single process."""
+def nothing_to_adopt() -> bool:
+    """Return True if there is certainly no job to adopt; fast, as each query asks this in a single process."""
     return _torch_world.default_pg is None and "torch_xla" not in _imported and "horovod.torch" not in _imported
 
 
-def adopted(infer: Callable[[int, int], tuple[Topology, tuple[str, ...]]]) -> Backend | None:
-    """Take over a run that somebody else began, if there is one; whoever began it has imported its library.
+def adopt(infer: Callable[[int, int], tuple[Topology, tuple[str, ...]]]) -> Backend | None:
+    """Return the backend of a job that the user has joined, if there is one: its library has been imported.
 
-    This is asked with every query as long as there is none, so it looks nothing up twice.
+    Each query asks this as long as there is none, so nothing is looked up twice.
+
+    Args:
+        infer: returns the topology for a rank and a world size, and the names of the numbers that are assumed.
     """
     for library in _ADOPTERS:
         if library in sys.modules:
@@ -76,7 +79,7 @@ def adopted(infer: Callable[[int, int], tuple[Topology, tuple[str, ...]]]) -> Ba
 
 
 def backend_classes() -> list[type[Backend]]:
-    """Give the class of each kind of backend that is installed, in the order in which runs are looked for."""
+    """Return the class of each kind of backend that is installed, in the order in which jobs are adopted."""
     classes = {
         ("serial", "SerialBackend"): True,
         ("native.backend", "NativeBackend"): has_native_dist_support,
@@ -87,15 +90,19 @@ def backend_classes() -> list[type[Backend]]:
 
 
 def known_backends() -> tuple[str, ...]:
-    """List the backends that torch knows, also those registered for other devices, and the others."""
+    """Return all backends, installed or not: torch's, also those registered for other devices, and the others."""
     registered = getattr(dist.Backend, "backend_list", []) if has_native_dist_support else []
     native = ("nccl", "gloo", "mpi", *(name for name in registered if name not in _NOT_FOR_RUNS))
     return (*dict.fromkeys(native), "xla-tpu", "horovod")
 
 
 def lack_of(name: str) -> str | None:
-    """Tell what a backend needs that is not installed, or ``None``: ``"needs pip install 'camshaft[mpi]'"``."""
-    return None if _is_available(name) else _lack(name)
+    """Return what a backend lacks, ``"needs pip install 'camshaft[mpi]'"``, or ``None`` if it is available."""
+    if name in available_backends():
+        return None
+    if needs := NEEDS.get(str(name)):
+        return f"needs {needs}"
+    return "is not in this torch" if name in known_backends() else "is not registered"
 
 
 def _import(module: str) -> ModuleType:
@@ -110,9 +117,3 @@ def _is_available(name: str) -> bool:
     if name == "mpi":
         return has_native_dist_support and (dist.is_mpi_available() or find_spec("mpi4py") is not None)
     return has_native_dist_support and dist.is_backend_available(name)
-
-
-def _lack(name: str) -> str:
-    if needs := NEEDS.get(str(name)):
-        return f"needs {needs}"
-    return "is not in this torch" if name in known_backends() else "nobody has registered"

@@ -14,7 +14,7 @@ from camshaft.distributed.backend import Backend
 from camshaft.distributed.backends.serial import SerialBackend
 from camshaft.distributed.coordination import collective_check
 from camshaft.distributed.environments import detect, infer
-from camshaft.distributed.registry import adopted, module_of, nothing_has_begun
+from camshaft.distributed.registry import adopt, module_of, nothing_to_adopt
 
 _serial = SerialBackend()
 _process: Backend = _serial
@@ -31,7 +31,7 @@ def current() -> Backend:
     scoped = _scoped.get()
     if scoped is not None:
         return scoped
-    if _initialized or (_process is _serial and nothing_has_begun()):
+    if _initialized or (_process is _serial and nothing_to_adopt()):
         return _process
     return _detected()
 
@@ -125,7 +125,7 @@ def _detected() -> Backend:
     """Return the job that exists; adopt it if it is new, drop it if it has ended."""
     global _process
     if _process is _serial or not _process.is_alive():
-        found = adopted(partial(infer, os.environ, local_rank=_local_rank)) or _serial
+        found = adopt(partial(infer, os.environ, local_rank=_local_rank)) or _serial
         if found is not _process:
             _process.job.close()
             _process = found

@@ -11,6 +11,7 @@ from camshaft.distributed.collectives import (
     new_group,
 )
 from camshaft.distributed.comp_models import registered_computation_models
+from camshaft.distributed.launch.spawn import spawn
 from camshaft.distributed.ranks import (
     backend,
     device,
@@ -33,7 +34,6 @@ from camshaft.distributed.registry import (
     has_xla_support,
 )
 from camshaft.distributed.run import finalize, initialize, set_local_rank, sync
-from camshaft.distributed.spawning import spawn
 
 __all__ = [
     "all_gather",

@@ -276,7 +276,8 @@ def create(name: str, launch: Launch | None, local_rank: int | None = None, **op
         ) from error
     if hvd.is_initialized():
         raise RuntimeError("Horovod is initialized already: it is used as it is, without initialize")
-    if HorovodBackend.has_ended and int(os.environ.get("HOROVOD_SIZE", 1)) > 1:
+    by_horovodrun = launch is not None and launch.launcher == "horovodrun" and launch.topology.world_size > 1
+    if HorovodBackend.has_ended and by_horovodrun:
         raise RuntimeError(  # the rendezvous may keep the addresses of the first run, where nobody is any more
             "horovodrun lets its processes meet once, and that run was ended: initialize and finalize once, around all "
             "that needs it"
@@ -286,7 +287,7 @@ def create(name: str, launch: Launch | None, local_rank: int | None = None, **op
     try:
         if options.get("comm") is None:
             _check_size(hvd, launch)
-        topology = _topology(hvd, ask=True)
+        topology = _topology(hvd, (launch and launch.host) or socket.gethostname())
         device = _device(hvd, topology.local_rank)
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -301,7 +302,7 @@ def adopt(infer: object) -> HorovodBackend | None:
     hvd: Any = sys.modules["horovod.torch"]
     if not hvd.is_initialized():
         return None
-    topology = _topology(hvd, ask=False)
+    topology = _topology(hvd)
     return HorovodBackend(hvd, topology, _device(hvd, topology.local_rank), _TIMEOUT)
 
 
@@ -321,14 +322,14 @@ def _dynamic_process_sets() -> Iterator[None]:
 
 def _check_size(hvd: Any, launch: Launch | None) -> None:
     """Refuse many runs of one process each, which Horovod makes of the processes of another launcher."""
-    if launch is not None and hvd.size() == 1 < launch.topology.world_size and "HOROVOD_SIZE" not in os.environ:
+    if launch is not None and hvd.size() == 1 < launch.topology.world_size and launch.launcher != "horovodrun":
         raise RuntimeError(
             f"{launch.launcher} started {launch.topology.world_size} processes, of which Horovod knows nothing: start "
             "them with horovodrun, or let camshaft.distributed.spawn do it"
         )
 
 
-def _topology(hvd: Any, *, ask: bool) -> Topology:
+def _topology(hvd: Any, host: str | None = None) -> Topology:
     """Return the topology; where nodes hold different numbers of processes, only the others know theirs."""
     # Horovod's "cross" numbers count the nodes that have this local rank.
     topology = Topology(
@@ -341,14 +342,13 @@ def _topology(hvd: Any, *, ask: bool) -> Topology:
     )
     if hvd.mpi_ops.is_homogeneous():
         return topology
-    if not ask:
+    if host is None:
         warnings.warn(
             "the nodes hold different numbers of processes, and Horovod counts only those nodes that have this local "
             "rank; camshaft.distributed.initialize('horovod') asks for the others",
             stacklevel=2,
         )
         return topology
-    host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
     return Topology.from_hosts(hvd.rank(), hvd.allgather_object(host, name="camshaft.hosts"))
 
 

@@ -213,11 +213,9 @@ class ExactBatchSampler(BatchSampler):
         self._pass: _Pass | None = None
         self._drawn: _DrawnEpoch | None = None
         self._consistency = DataConsistency() if is_shared else None
+        length = source.length if isinstance(source, Order) else length_of(source)
         if batch_size is not None:  # raises for too few samples, before anything is drawn
-            length = source.length if isinstance(source, Order) else length_of(source)
             even_partition(0, length, batch_size, self.num_replicas, drop_last)
-        else:
-            length_of(source)
 
     @property
     def seed(self) -> int:
@@ -258,15 +256,9 @@ class ExactBatchSampler(BatchSampler):
         if self._consistency is not None:
             if self._is_announced:
                 self._consistency.place(this.epoch, self._begin)
-            self._consistency.check(
-                {
-                    "seed": this.seed,
-                    "order": self._describe(),
-                    "batch_size": self.total_batch_size,
-                    "drop_last": self.drop_last,
-                },
-                None if this.drawn is None else this.drawn.fingerprint,
-            )
+            source: dict[str, Any] = {"seed": this.seed, "order": self._describe()}
+            source |= {"batch_size": self.total_batch_size, "drop_last": self.drop_last}
+            self._consistency.check(source, None if this.drawn is None else this.drawn.fingerprint)
         self._pass = this
         self._begin, self._left_out, self._is_announced = 0, 0, False
         steps, step, most = this.partition.steps, 0, _FIRST
@@ -347,14 +339,11 @@ class ExactBatchSampler(BatchSampler):
         step = batches - this.left_out
         over = over or step >= this.partition.steps
         consumed = 0 if over else this.partition.bounds(step)[0]
-        position = {
-            "epoch": this.epoch + over,
-            "consumed": consumed,
-            "seed": this.seed,
-            "order": self._describe(),
-            "steps": this.left_out + this.partition.steps,
-        }
-        return {**position, "drawn": this.drawn.fingerprint} if consumed and this.drawn is not None else position
+        position = {"epoch": this.epoch + over, "consumed": consumed, "seed": this.seed, "order": self._describe()}
+        position["steps"] = this.left_out + this.partition.steps
+        if consumed and this.drawn is not None:
+            position["drawn"] = this.drawn.fingerprint
+        return position
 
     def seek(self, position: Mapping[str, Any]) -> tuple[int, int]:
         """Start the next pass at the place of another run.

@@ -15,6 +15,7 @@ LOCAL_NAMES = {
     "node_rank": ("GROUP_RANK",),
     "num_nodes": ("GROUP_WORLD_SIZE",),
 }
+_NAMES = {"rank": ("RANK",), "world_size": ("WORLD_SIZE",), **LOCAL_NAMES}
 
 
 def is_worker(environ: Mapping[str, str]) -> bool:
@@ -36,7 +37,15 @@ def read(environ: Mapping[str, str]) -> Launch | None:
     return read_launch(
         "torchrun" if is_worker(environ) else "environment",
         environ,
-        {"rank": ("RANK",), "world_size": ("WORLD_SIZE",), **LOCAL_NAMES},
+        _NAMES,
         required=("rank", "local_rank", "world_size"),
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
+
+
+def variables(launch: Launch) -> dict[str, str]:
+    """Return the variables from which :func:`read` reads this launch."""
+    values = {name: str(getattr(launch.topology, number)) for number, (name,) in _NAMES.items()}
+    address = {"MASTER_ADDR": launch.master_addr, "MASTER_PORT": launch.master_port}
+    values |= {name: str(value) for name, value in address.items() if value is not None}
+    return values | {"TORCHELASTIC_USE_AGENT_STORE": str(launch.agent_store)}

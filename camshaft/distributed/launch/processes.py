@@ -1,120 +1,212 @@
-"""The processes of a run, seen from the one that started them."""
+"""Start the processes of a backend of torch.distributed on this node, and supervise them."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import signal
-import socket
+import pickle
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Store, TCPStore
-from torch.multiprocessing.spawn import ProcessException, ProcessExitedException, ProcessRaisedException
 
-from camshaft.distributed.launch.parent_watchdog import GRACE
+from camshaft.distributed.environments import torchrun
+from camshaft.distributed.launch.worker import GRACE, Failure, Task, end_with_parent, exit_code, not_picklable, work
+from camshaft.distributed.registry import module_of
+from camshaft.distributed.run import abandon
+from camshaft.distributed.topology import Launch, Topology
 
-_SETTLE = 0.3  # seconds in which a failure and what follows from it in other processes may come in any order
-_LOOK = 1.0  # seconds, at most, between two looks for exit codes
-_PAUSE = 0.02  # the same where a process has closed the descriptor that would tell of its end
+_SETTLE = 0.3  # seconds in which a failure and its consequences in other processes may arrive in any order
+_INTERVAL = 1.0  # seconds, at most, between checks of exit codes
+_PAUSE = 0.02  # seconds between checks of a process that has closed its sentinel and not ended
 
-# Those that run, and the store that they meet at, live on when nobody holds them: join=False
+# With join=False, processes and their store outlive the last reference that the caller holds.
 _running: set[Processes] = set()
 
 
-@dataclass(frozen=True, order=True)
-class Report:
-    """How a process says that it fails.
+def spawn(
+    name: str,
+    task: Task,
+    nproc_per_node: int,
+    nnodes: int = 1,
+    node_rank: int | None = None,
+    master_addr: str | None = None,
+    master_port: int | str | None = None,
+    init_method: str | None = None,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str | None = None,
+    debug: bool | None = None,
+    **options: Any,
+) -> Processes | None:
+    """Start the processes of this node, and wait for them; see :func:`camshaft.distributed.spawn`."""
+    check_nodes(nnodes, node_rank, master_addr, master_port, init_method)
+    if own := {"rank", "world_size"} & set(options):
+        raise TypeError(f"{sorted(own)} follow from nproc_per_node, nnodes and node_rank; do not pass them to spawn")
+    module_of(name).check_options(name, options)
+    if start_method is None:
+        start_method = "fork" if hasattr(sys, "ps1") or "ipykernel" in sys.modules else "spawn"
+    processes_of = multiprocessing.get_context(start_method)
+    is_importable = getattr(task[0], "__module__", None) != "__main__" or hasattr(sys.modules["__main__"], "__file__")
+    if start_method != "fork" and not is_importable:
+        raise TypeError(
+            f"fn must be importable by new processes, but {task[0]!r} was typed in: put it into a file, or use "
+            "start_method='fork'"
+        )
+    by_address = init_method is None or init_method.startswith("env://")
+    hosts_store = by_address and nnodes == 1 and master_port is None
+    all_options = {"init_method": init_method, "debug": debug, **options}
+    processes = Processes()
+    try:
+        for _ in range(nproc_per_node):
+            processes.start(processes_of, _run, (name, (*task, all_options), start_method == "fork"), daemon)
+        if hosts_store:
+            master_addr, master_port = "127.0.0.1", processes.host_store()
+        launch = Launch(
+            "spawn",
+            Topology(world_size=nnodes * nproc_per_node, local_world_size=nproc_per_node, num_nodes=nnodes),
+            (master_addr or "127.0.0.1") if by_address else None,
+            None if master_port is None else int(master_port),
+            agent_store=hosts_store,
+        )
+        processes.send(launch, node_rank or 0)
+    except BaseException as error:
+        processes.end()
+        if isinstance(error, (AttributeError, TypeError, pickle.PicklingError)):
+            raise not_picklable(task, error) from error
+        raise
+    return None if join and processes.join() else processes
 
-    Args:
-        when: the time, of a clock that all processes share.
-        code: its exit code, if it asks to exit; ``None`` for an exception.
-        text: the traceback.
+
+def _run(rank: int, connection: Connection, name: str, task: tuple[Any, ...], is_forked: bool) -> None:
+    """Run in each process."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "multiprocessing started this process"
+    end_with_parent(parent.sentinel)
+    if is_forked:
+        # OpenMP's threads, if the parent has used any, do not survive the fork, and the first parallel operation would
+        # wait for them forever. Workers of a DataLoader use a single thread for the same reason.
+        torch.set_num_threads(1)
+    launch: Launch = connection.recv()
+    os.environ.update(torchrun.variables(launch))  # for other readers of the environment
+    try:
+        work(rank, lambda: task, partial(module_of(name).create, name, launch), connection.send)
+    except BaseException as error:
+        abandon()
+        sys.exit(exit_code(error) if isinstance(error, SystemExit) else 1)
+
+
+def check_nodes(
+    nnodes: Any = None,
+    node_rank: Any = None,
+    master_addr: str | None = None,
+    master_port: int | str | None = None,
+    init_method: str | None = None,
+) -> None:
+    """Check the number of nodes, and how their processes find each other; ``None`` is an argument that is not given.
+
+    Raises:
+        ValueError: a number is out of range, or something is missing or given twice.
     """
+    nnodes = 1 if nnodes is None else nnodes
+    check_positive("nnodes", nnodes)
+    if nnodes > 1 and node_rank is None:
+        raise ValueError(f"node_rank must be given with nnodes={nnodes}")
+    if node_rank is not None and not (_is_integer(node_rank) and 0 <= node_rank < nnodes):
+        raise ValueError(f"node_rank must be an integer in [0, {nnodes}), got {node_rank!r}")
+    if init_method is not None and not isinstance(init_method, str):
+        raise ValueError(f"init_method must be 'env://', 'file://...' or 'tcp://...', got {init_method!r}")
+    address = f"got {master_addr!r} and {master_port!r}"
+    if init_method is not None and not init_method.startswith("env://"):
+        if master_addr is not None or master_port is not None:
+            raise ValueError(
+                f"master_addr and master_port must not be given with init_method={init_method!r}, {address}"
+            )
+    elif nnodes > 1 and (master_addr is None or master_port is None):
+        raise ValueError(f"master_addr and master_port, or init_method, must be given with nnodes={nnodes}, {address}")
+    if master_port is not None and not (str(master_port).isdecimal() and 0 < int(master_port) < 65536):
+        raise ValueError(f"master_port must be a number in [1, 65535], got {master_port!r}")
 
-    when: float
-    code: int | None
-    text: str
+
+def check_positive(name: str, count: Any) -> None:
+    """Raise ValueError if a number of processes or nodes is not a positive integer."""
+    if not _is_integer(count) or count < 1:
+        raise ValueError(f"{name} must be a positive integer, got {count!r}")
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class Processes:
-    """Processes that end together, and the store that they meet at."""
+    """Processes that end together, and the store they connect to."""
 
     def __init__(self) -> None:
         self.processes: list[BaseProcess] = []
-        self._listener: socket.socket | None = None
+        self._connections: list[Any] = []
         self._store: Store | None = None
-        self._connections: dict[Any, int] = {}
-        self._reports: dict[int, Report] = {}
-        self._silent: set[Any] = set()  # sentinels that have nothing more to tell
-        self._failure: Callable[[], ProcessException] | None = None
+        self._failures: list[Failure] = []
+        self._cause: Failure | None = None
         self._over = False
         _running.add(self)
 
-    def listen(self) -> tuple[str, int]:
-        """Reserve an address on this machine for the store, which :meth:`open_store` then opens there."""
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN)
-        host, port = self._listener.getsockname()
-        return host, port
-
-    def open_store(self) -> None:
-        """Open the store, if an address was reserved; all processes have been started.
-
-        A TCPStore has a thread, which does not exist in a forked process, and whoever destroys the copy there waits
-        for that thread forever. So nothing is forked while the store of these processes exists, only :meth:`end` has
-        to let go of it, and no other name may refer to it: the traceback of a failure would keep it alive.
-        """
-        if self._listener is not None:
-            host, port = self._listener.getsockname()
-            number = self._listener.detach()
-            try:
-                self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=number)
-            except BaseException:
-                with suppress(OSError):  # the store may have taken it over, and closed it
-                    os.close(number)
-                raise
-
     def start(self, context: Any, target: Callable[..., None], args: tuple[Any, ...], daemon: bool) -> None:
-        """Start one more, which calls ``target(local_rank, connection, *args)``; it sends a report if it fails."""
-        local_rank = len(self.processes)
-        ours, theirs = context.Pipe(duplex=False)
-        self._connections[ours] = local_rank
-        arguments = (local_rank, theirs, *args)
-        if context.get_start_method() == "fork":
-            target, arguments = _run_forked, (self._listener, target, *arguments)
+        """Start a process that calls ``target(index, connection, *args)``, and may send a :class:`Failure`."""
+        ours, theirs = context.Pipe()
+        self._connections.append(ours)
         try:
-            process = context.Process(target=target, args=arguments, daemon=daemon)
+            process = context.Process(target=target, args=(len(self.processes), theirs, *args), daemon=daemon)
             process.start()
         finally:
             theirs.close()
         self.processes.append(process)
 
+    def host_store(self) -> int:
+        """Open a store on a free port, once all processes are started, and return the port.
+
+        The thread of a TCPStore does not exist in a forked process, where destroying the copy of the store would wait
+        for it forever. So nothing is forked while the store exists, and only this object refers to it: the traceback of
+        a failure would keep it alive.
+        """
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return self._store.port
+
+    def send(self, launch: Launch, node_rank: int) -> None:
+        """Send each process its launch."""
+        size = len(self.processes)
+        for index, connection in enumerate(self._connections):
+            place = {"rank": node_rank * size + index, "local_rank": index, "node_rank": node_rank}
+            with suppress(OSError):  # it has ended, which join() reports
+                connection.send(replace(launch, topology=replace(launch.topology, **place)))
+
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until all have ended; when one fails, or this is interrupted, end the others.
+        """Wait until all processes have ended; if one fails, or this is interrupted, terminate the others.
 
         Args:
-            timeout: seconds to wait at most; ``None`` waits for ever.
+            timeout: seconds to wait at most; ``None`` waits forever.
 
         Returns:
             Whether all have ended.
 
         Raises:
-            ProcessRaisedException: one raised an exception, the first that did is told, with its traceback.
-            ProcessExitedException: one was killed, or exited with another code than 0.
+            ProcessRaisedException: a process raised an exception; contains the traceback of the first one.
+            ProcessExitedException: a process was killed, or exited with another code than 0.
         """
-        limit = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + timeout
         try:
             while not self._over:
-                left = None if limit is None else max(0.0, limit - time.monotonic())
-                self._look(left)
-                if self._has_failed():
-                    self._settle()
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                self._wait(left)
+                if self._failures or any(process.exitcode for process in self.processes):
+                    self._fail()
                 elif not self._alive():
                     self.end()
                 elif left == 0:
@@ -122,115 +214,73 @@ class Processes:
         except BaseException:
             self.end()
             raise
-        if self._failure is not None:
-            raise self._failure()  # a new one: with its traceback, one that was kept would refer to itself
+        if self._cause is not None:
+            raise self._cause.exception()  # a new one: its traceback refers to this object
         return True
 
     def end(self, spared: BaseProcess | None = None) -> None:
-        """End those that still run: all but the spared one are asked to, and none has more than a few seconds."""
+        """Terminate the processes that still run, and kill those that have not ended after a few seconds.
+
+        Args:
+            spared: gets the same time, but no SIGTERM.
+        """
         for process in self._alive():
             if process is not spared:
                 process.terminate()
-        deadline = time.monotonic() + GRACE
-        while self._alive() and (left := deadline - time.monotonic()) > 0:
-            self._look(left)
+        self._wait_until(time.monotonic() + GRACE)
         for process in self._alive():
             process.kill()
             process.join()
-        for connection in self._connections:
-            connection.close()
-        self._connections.clear()
-        if self._listener is not None:
-            self._listener.close()  # of no effect if the store has taken it over
+        while self._connections:
+            self._connections.pop().close()
         self._store = None
         self._over = True
         _running.discard(self)
 
     def _alive(self) -> list[BaseProcess]:
-        return [process for process in self.processes if not self._has_ended(process)]
+        return [process for process in self.processes if process.exitcode is None and _exists(process)]
 
-    def _has_ended(self, process: BaseProcess) -> bool:
-        if process.exitcode is not None:
-            return True
-        if process.sentinel not in self._silent:
-            return False
-        try:
-            os.kill(process.pid or 0, 0)
-        except ProcessLookupError:  # the exit code went to somebody else, to nobody where SIGCHLD is ignored
-            return True
-        return False
-
-    def _look(self, seconds: float | None) -> None:
-        """Wait until a process has ended or sent something, but never longer than for the given time.
-
-        A sentinel is ready once all that hold its other end have closed it. A process may do so long before it ends,
-        and is then looked for from time to time; its own children may do so long after.
-        """
-        alive = self._alive()
-        watched = [process.sentinel for process in alive if process.sentinel not in self._silent]
-        longest = _LOOK if len(watched) == len(alive) else _PAUSE
-        longest = longest if seconds is None else min(seconds, longest)
-        for ready in wait([*watched, *self._connections], longest if alive else 0):
-            if ready in self._connections:
-                self._receive(ready)
-            else:
-                self._silent.add(ready)
-
-    def _receive(self, connection: Any) -> None:
-        local_rank = self._connections.pop(connection)
-        try:
-            self._reports[local_rank] = connection.recv()
-        except EOFError:  # it has ended
-            pass
-        finally:
-            connection.close()
-
-    def _has_failed(self) -> bool:
-        return bool(self._reports) or any(process.exitcode for process in self.processes)
-
-    def _settle(self) -> None:
-        """Find the cause, and end all."""
-        deadline = time.monotonic() + _SETTLE
+    def _wait_until(self, deadline: float) -> None:
         while self._alive() and (left := deadline - time.monotonic()) > 0:
-            self._look(left)
-        self._look(0)
-        codes = {rank: process.exitcode for rank, process in enumerate(self.processes) if process.exitcode}
-        ended = [rank for rank, process in enumerate(self.processes) if process.exitcode == 0]
-        silent = sorted(codes.keys() - self._reports.keys())
-        if silent:  # the others could only notice
-            self._failure = self._exited(silent[0], codes[silent[0]])
-            self.end()
-        else:
-            rank = min(self._reports, key=lambda rank: self._reports[rank])
-            self._failure = self._reported(rank, self._reports[rank], ended)
-            self.end(spared=self.processes[rank])  # it may have something to write before it ends
+            self._wait(left)
 
-    def _exited(self, rank: int, code: int) -> Callable[[], ProcessException]:
-        name = next((number.name for number in signal.Signals if number == -code), None)
-        how = (
-            f"was ended by {name or f'signal {-code}'}" if code < 0 else f"exited with code {code} without an exception"
-        )
-        return partial(ProcessExitedException, f"process {rank} {how}", rank, self._pid(rank), code, name)
+    def _wait(self, seconds: float | None) -> None:
+        """Wait until a process ends or sends a failure, or the time is over; may return early."""
+        alive = self._alive()
+        limit = _INTERVAL if seconds is None else min(seconds, _INTERVAL)
+        ready = wait([*(process.sentinel for process in alive), *self._connections], limit if alive else 0)
+        for connection in [connection for connection in self._connections if connection in ready]:
+            with suppress(EOFError, OSError):  # it has ended without one
+                self._failures.append(connection.recv())
+            connection.close()
+            self._connections.remove(connection)
+        # A sentinel is ready when the last process that holds its other end has closed it: the child may do that long
+        # before it ends, and the child's own children long after.
+        if any(process.sentinel in ready and process.exitcode is None for process in alive):
+            time.sleep(_PAUSE)
 
-    def _reported(self, rank: int, report: Report, ended: list[int]) -> Callable[[], ProcessException]:
-        """Describe a failure, and which processes had exited with code 0 by then; the failure may be a consequence."""
-        text = "".join([report.text, *(f"\n-- process {other} had exited with code 0 before" for other in ended)])
-        if report.code is not None:
-            text = f"process {rank} exited with code {report.code}:\n{text}"
-            return partial(ProcessExitedException, text, rank, self._pid(rank), report.code)
-        return partial(ProcessRaisedException, f"\n\n-- process {rank} failed:\n{text}", rank, self._pid(rank))
+    def _fail(self) -> None:
+        """Find the cause, and end all processes."""
+        self._wait_until(time.monotonic() + _SETTLE)
+        self._wait(0)
+        reported = {failure.rank for failure in self._failures}
+        silent = [
+            Failure(False, 0.0, rank, process.pid or 0, process.exitcode)
+            for rank, process in enumerate(self.processes)
+            if process.exitcode and rank not in reported
+        ]
+        self._cause = min([*silent, *self._failures])  # others could only fail in consequence of a silent end
+        if not silent:
+            left = [rank for rank, process in enumerate(self.processes) if process.exitcode == 0]
+            notes = "".join(f"\n-- process {rank} had exited with code 0 before" for rank in left)
+            self._cause = replace(self._cause, text=self._cause.text + notes)
+        self.end(spared=self.processes[self._cause.rank])  # it may have something to save before it ends
 
-    def _pid(self, rank: int) -> int:
-        return self.processes[rank].pid or 0
 
-
-def _run_forked(listener: socket.socket | None, target: Callable[..., None], *args: Any) -> None:
-    """Call ``target(*args)`` in a process that was forked, without what cannot be used there.
-
-    The threads of OpenMP, which torch computes with, do not exist here if the parent has used them, and the first
-    parallel operation would wait for them forever. DataLoader workers compute with one thread for the same reason.
-    """
-    if listener is not None:
-        listener.close()
-    torch.set_num_threads(1)
-    target(*args)
+def _exists(process: BaseProcess) -> bool:
+    """Return False also for a process whose exit code was collected by others, or by nobody as SIGCHLD is ignored."""
+    try:
+        os.kill(process.pid or 0, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,90 +1,58 @@
-"""Starting the processes of a run on XLA, one for each device of this machine."""
+"""Start processes on XLA, one per device of this machine."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from typing import Any
 
-from camshaft.distributed.backends.xla import create
-from camshaft.distributed.environments import detect
-from camshaft.distributed.run import abandon, current, finalize, install
+from camshaft.distributed.backend import Backend
+from camshaft.distributed.launch.worker import Task, work
+from camshaft.distributed.registry import module_of
+from camshaft.distributed.run import abandon
+
+_OPTIONS = ("nnodes", "node_rank", "master_addr", "master_port", "start_method", "spmd", "debug")
 
 
-def spawn(
-    name: str,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    nproc_per_node: int = 1,
-    nnodes: int = 1,
-    node_rank: int = 0,
-    master_addr: str | None = None,
-    master_port: int | str | None = None,
-    start_method: str = "fork",
-    spmd: bool = False,
-    debug: bool | None = None,
-    **options: Any,
-) -> None:
-    """Start the processes of this node, and wait for them; see :func:`camshaft.distributed.spawn`.
+def spawn(name: str, task: Task, nproc_per_node: int, **options: Any) -> None:
+    """Start one process, which is this one, or one per device; see :func:`camshaft.distributed.spawn`.
 
-    A single process is this one.
-
-    Args:
-        nproc_per_node: 1, or the number of devices of this machine.
-        nnodes: the number of machines, which the runtime finds by itself.
-        node_rank: of no use, as ``master_addr`` and ``master_port`` are.
-        start_method: of ``multiprocessing``.
-        spmd: one process for all devices.
-        debug: argument of ``initialize``.
-        options: none.
-
-    Raises:
-        TypeError: an option is not known.
-        ValueError: there cannot be so many processes.
+    The runtime finds other nodes by itself: ``node_rank``, ``master_addr`` and ``master_port`` have no effect.
     """
-    if options:
-        raise TypeError(
-            f"spawn knows nnodes, node_rank, start_method, spmd and debug for {name!r}, got {sorted(options)}"
-        )
+    if unknown := sorted(set(options) - set(_OPTIONS)):
+        raise TypeError(f"{unknown} are unknown to backend {name!r}, whose spawn accepts {list(_OPTIONS)}")
     import torch_xla.distributed.xla_multiprocessing as multiprocessing
     import torch_xla.runtime as runtime
 
-    kind = runtime.device_type()
+    kind, spmd = runtime.device_type(), options.get("spmd", False)
     if nproc_per_node > 1 and (spmd or kind == "CPU"):
         raise ValueError(
             f"nproc_per_node must be 1 {'with spmd=True' if spmd else f'on XLA devices of type {kind!r}'}, got "
             f"{nproc_per_node}; spmd=True makes one process use all devices"
         )
-    task = (name, function, args, kwargs, (nproc_per_node, nnodes), spmd, debug)
+    expected = (nproc_per_node, options.get("nnodes", 1))
+    arguments = (name, (*task, {"spmd": spmd, "debug": options.get("debug")}), expected)
     if spmd:
-        _run(0, *task)
+        _run(0, *arguments)
     else:
-        multiprocessing.spawn(_run, task, nprocs=1 if nproc_per_node == 1 else None, start_method=start_method)
+        count, method = 1 if nproc_per_node == 1 else None, options.get("start_method", "fork")
+        multiprocessing.spawn(_run, arguments, nprocs=count, start_method=method)
 
 
-def _run(
-    rank: int,
-    name: str,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    wanted: tuple[int, int],
-    spmd: bool,
-    debug: bool | None,
-) -> None:
-    """What each process does."""
-    install(lambda: create(name, detect(os.environ), spmd=spmd), debug)
-    try:
-        topology = current().topology
-        found = topology.local_world_size, topology.num_nodes
-        if found != wanted:
+def _run(rank: int, name: str, task: Any, expected: tuple[int, int]) -> None:
+    """Run in each process; torch_xla reports failures."""
+
+    def create(**options: Any) -> Backend:
+        backend: Backend = module_of(name).create(name, None, **options)
+        found = backend.topology.local_world_size, backend.topology.num_nodes
+        if found != expected:
+            backend.close()
             raise ValueError(
                 f"nproc_per_node must be 1 or {found[0]} and nnodes {found[1]}, as XLA found the devices, got "
-                f"{wanted[0]} and {wanted[1]}"
+                f"{expected[0]} and {expected[1]}"
             )
-        function(topology.local_rank, *args, **kwargs)
+        return backend
+
+    try:
+        work(rank, lambda: task, create, lambda failure: None)
     except BaseException:
         abandon()
         raise
-    finalize()

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 import camshaft.distributed as idist
-from camshaft.distributed import launcher
 from camshaft.distributed.diagnostics.auto_backend import choose
 from camshaft.distributed.environments import detect
+from camshaft.distributed.launch import parallel as launcher
 from camshaft.distributed.topology import Launch, Topology
 from tests.ranks import run_on_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 LOGGER = "camshaft.distributed.launcher.Parallel"
 LAUNCHERS = ("TORCHELASTIC", "SLURM", "OMPI", "PMI", "MPI", "HOROVOD", "PJRT", "RANK", "WORLD", "LOCAL", "MASTER")
 
@@ -234,12 +234,12 @@ def test_without_a_backend_there_is_nothing_to_start(name):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"nproc_per_node": 0}, "nproc_per_node must be an integer above 0, got 0"),
-        ({"nproc_per_node": -1}, "nproc_per_node must be an integer above 0, got -1"),
-        ({"nproc_per_node": "2"}, "nproc_per_node must be an integer above 0, got '2'"),
-        ({"nproc_per_node": True}, "nproc_per_node must be an integer above 0, got True"),
-        ({"nnodes": 0}, "nnodes must be an integer above 0, got 0"),
-        ({"nnodes": -1}, "nnodes must be an integer above 0, got -1"),
+        ({"nproc_per_node": 0}, "nproc_per_node must be a positive integer, got 0"),
+        ({"nproc_per_node": -1}, "nproc_per_node must be a positive integer, got -1"),
+        ({"nproc_per_node": "2"}, "nproc_per_node must be a positive integer, got '2'"),
+        ({"nproc_per_node": True}, "nproc_per_node must be a positive integer, got True"),
+        ({"nnodes": 0}, "nnodes must be a positive integer, got 0"),
+        ({"nnodes": -1}, "nnodes must be a positive integer, got -1"),
         ({"nnodes": 2}, "node_rank must be given with nnodes=2"),
         ({"nnodes": 2, "node_rank": 2}, r"node_rank must be an integer in \[0, 2\), got 2"),
         ({"nnodes": 2, "node_rank": -1}, r"node_rank must be an integer in \[0, 2\), got -1"),
@@ -259,9 +259,7 @@ def test_nodes_that_cannot_be_are_refused_at_once(arguments, message):
 
 
 def test_what_is_for_new_processes_is_ignored_with_a_warning_that_names_the_line():
-    with pytest.warns(
-        UserWarning, match="nnodes, master_port, start_method are ignored without nproc_per_node"
-    ) as caught:
+    with pytest.warns(UserWarning, match="nnodes, master_port, start_method ignored without nproc_per_node") as caught:
         parallel = idist.Parallel(
             "gloo", nnodes=2, master_port="x", start_method="spawn", timeout=timedelta(seconds=30)
         )
@@ -373,7 +371,7 @@ def test_auto_says_why_and_runs_in_one_process_when_nothing_asks_for_more(caplog
 
 
 def test_auto_starts_processes_and_warns_of_what_it_ignores():
-    with pytest.warns(UserWarning, match="nnodes are ignored without nproc_per_node"):
+    with pytest.warns(UserWarning, match="nnodes ignored without nproc_per_node"):
         idist.Parallel("auto", nnodes=2)
     assert idist.Parallel("auto", nproc_per_node=2).backend is not None
 

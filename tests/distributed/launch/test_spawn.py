@@ -30,16 +30,13 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 import camshaft.distributed as idist
-from camshaft.distributed import run as idist_run
-from camshaft.distributed.launch import horovod as horovod_spawning
-from camshaft.distributed.launch import native as native_spawn
-from camshaft.distributed.launch import parent_watchdog as lifeline
-from camshaft.distributed.launch import processes as native_processes
-from camshaft.distributed.launch import xla as xla_spawning
+from camshaft.distributed.launch import commands, worker, xla
+from camshaft.distributed.launch import processes as native
+from camshaft.distributed.registry import module_of
 from tests.guards import children, is_running
 from tests.ranks import context
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 start = functools.partial(idist.spawn, start_method="forkserver", timeout=timedelta(seconds=30))
 
 
@@ -217,8 +214,8 @@ def test_two_runs_at_once_need_no_port_and_live_when_nobody_holds_them(tmp_path)
         (tmp_path / run).mkdir()
         start("gloo", tell, (str(tmp_path / run),), nproc_per_node=2, join=False)
     deadline = time.monotonic() + 30
-    while native_processes._running and time.monotonic() < deadline:
-        for processes in list(native_processes._running):
+    while native._running and time.monotonic() < deadline:
+        for processes in list(native._running):
             processes.join(timeout=0.05)
     for run in ("a", "b"):
         assert [told["sum"] for told in told_in(tmp_path / run)] == [1, 1]
@@ -235,19 +232,25 @@ def test_debug_mode_reaches_the_processes():
 
 @pytest.fixture
 def begun(monkeypatch):
-    """Note how backends that are not installed here would begin."""
+    """Record the debug mode of backends that are not installed here."""
     calls = []
-    monkeypatch.setattr(horovod_spawning, "initialize", lambda backend, **options: calls.append((backend, options)))
-    monkeypatch.setattr(xla_spawning, "install", lambda create, debug: calls.append(debug) or idist_run.current())
+    monkeypatch.setattr(worker, "install", lambda create, debug: calls.append(debug))
+    for module in (commands, xla):
+        monkeypatch.setattr(module, "module_of", lambda name: SimpleNamespace(create=print))
     return calls
 
 
-def test_debug_mode_reaches_the_processes_of_horovod(monkeypatch, begun):
-    monkeypatch.setattr(horovod_spawning, "launcher", lambda: lambda task, num_proc, hosts: task())
-    monkeypatch.setattr(horovod_spawning, "pickler", lambda: pickle)
-    monkeypatch.setattr(horovod_spawning, "rendezvous", lambda: SimpleNamespace(RendezvousServer=None))
-    horovod_spawning.spawn("horovod", print, (), {}, debug=True)
-    assert begun == [("horovod", {"timeout": None, "debug": True})]
+def test_debug_mode_reaches_the_processes_of_horovod(monkeypatch, begun, tmp_path):
+    monkeypatch.setitem(sys.modules, "horovod", SimpleNamespace(run=lambda function, num_proc: function()))
+    monkeypatch.setitem(sys.modules, "cloudpickle", pickle)
+
+    def run(command, function, task):
+        (tmp_path / "task").write_bytes(task)
+        function(str(tmp_path))
+
+    monkeypatch.setattr(commands, "_run", run)
+    commands.spawn_horovod("horovod", (print, (), {}), 1, debug=True)
+    assert begun == [True]
 
 
 def test_debug_mode_reaches_the_process_of_xla(monkeypatch, begun):
@@ -262,7 +265,7 @@ def test_debug_mode_reaches_the_process_of_xla(monkeypatch, begun):
     }
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    xla_spawning.spawn("xla-tpu", print, (), {}, debug=True)
+    xla.spawn("xla-tpu", (print, (), {}), 1, debug=True)
     assert begun == [True]
 
 
@@ -276,13 +279,13 @@ def test_join_waits_as_long_as_it_is_told(tmp_path):
     assert not any(process.is_alive() for process in processes.processes)
 
 
-def close_all_and_end_later(local_rank, reports):
+def close_all_and_end_later(local_rank, connection):
     os.closerange(3, 1000)
     time.sleep(0.3)
     os._exit(0)
 
 
-def leave_a_child_behind(local_rank, reports, folder):
+def leave_a_child_behind(local_rank, connection, folder):
     if (pid := os.fork()) == 0:
         time.sleep(1000)
     Path(folder, "0 of 1").write_text(str(pid))
@@ -292,20 +295,20 @@ def leave_a_child_behind(local_rank, reports, folder):
 @pytest.fixture
 def looks(monkeypatch):
     """Count how often processes are looked for."""
-    calls, really_wait = [], native_processes.wait
-    monkeypatch.setattr(native_processes, "wait", lambda *args: calls.append(args) or really_wait(*args))
+    calls, really_wait = [], native.wait
+    monkeypatch.setattr(native, "wait", lambda *args: calls.append(args) or really_wait(*args))
     return calls
 
 
 def test_join_sleeps_while_a_process_has_closed_its_descriptors(looks):
-    processes = native_processes.Processes()
+    processes = native.Processes()
     processes.start(multiprocessing.get_context("fork"), close_all_and_end_later, (), daemon=False)
     assert processes.join() is True
     assert len(looks) < 100
 
 
 def test_join_returns_when_the_exit_code_of_a_process_went_to_somebody_else(looks):
-    processes = native_processes.Processes()
+    processes = native.Processes()
     processes.start(multiprocessing.get_context("fork"), close_all_and_end_later, (), daemon=False)
     (process,) = processes.processes
     os.waitpid(process.pid, 0)
@@ -315,8 +318,8 @@ def test_join_returns_when_the_exit_code_of_a_process_went_to_somebody_else(look
 
 
 def test_join_does_not_wait_for_what_a_process_leaves_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr(native_processes, "_LOOK", 0.05)
-    processes = native_processes.Processes()
+    monkeypatch.setattr(native, "_INTERVAL", 0.05)
+    processes = native.Processes()
     try:
         processes.start(multiprocessing.get_context("fork"), leave_a_child_behind, (str(tmp_path),), daemon=False)
         with pytest.raises(ProcessExitedException, match="process 0 exited with code 3"):
@@ -338,7 +341,7 @@ def test_join_does_not_wait_for_what_a_process_leaves_behind(tmp_path, monkeypat
         ("exits with a text", ProcessExitedException, r"process 1 exited with code 1:(.|\n)*SystemExit: no data"),
         ("exits with a code that becomes 0", ProcessExitedException, "process 1 exited with code 256"),
         ("exits at once", ProcessExitedException, "process 1 exited with code 5 without an exception"),
-        ("is killed", ProcessExitedException, "process 1 was ended by SIGKILL"),
+        ("is killed", ProcessExitedException, "process 1 was terminated by SIGKILL"),
     ],
 )
 def test_the_first_failure_is_told_and_all_processes_end(how, kind, text):
@@ -390,7 +393,7 @@ LEFT = "rank 1 has left the run without an error; every rank must take part in e
     ],
 )
 def test_a_process_that_leaves_without_an_error_while_others_wait_for_it_is_named(how, what, text, monkeypatch):
-    monkeypatch.setattr(native_processes, "_SETTLE", 30.0)  # as soon as both have ended it is over
+    monkeypatch.setattr(native, "_SETTLE", 30.0)  # as soon as both have ended it is over
     with pytest.raises(ProcessRaisedException, match=f"process 0 failed(.|\n)*{text}"):
         start("gloo", leave, (how, what), nproc_per_node=2)
 
@@ -405,7 +408,7 @@ def test_the_others_learn_what_a_process_failed_with(tmp_path):
 
 
 def test_a_process_that_is_deaf_to_a_request_to_end_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(native_processes, "GRACE", 0.5)
+    monkeypatch.setattr(native, "GRACE", 0.5)
     with pytest.raises(ProcessRaisedException, match="process 1 failed(.|\n)*ValueError: enough"):
         start("gloo", hang_until_the_other_fails, (str(tmp_path),), nproc_per_node=2)
     (file,) = tmp_path.iterdir()
@@ -419,9 +422,9 @@ def test_a_process_that_is_deaf_to_a_request_to_end_is_killed(tmp_path, monkeypa
         ({"fn": "print"}, TypeError, "fn must be callable, got 'print'"),
         ({"args": 3}, TypeError, "args must be a tuple, got 3"),
         ({"args": "ab"}, TypeError, "args must be a tuple, got 'ab'"),
-        ({"nproc_per_node": 0}, ValueError, "nproc_per_node must be an integer above 0, got 0"),
-        ({"nproc_per_node": 2.0}, ValueError, "nproc_per_node must be an integer above 0, got 2.0"),
-        ({"nnodes": 0}, ValueError, "nnodes must be an integer above 0, got 0"),
+        ({"nproc_per_node": 0}, ValueError, "nproc_per_node must be a positive integer, got 0"),
+        ({"nproc_per_node": 2.0}, ValueError, "nproc_per_node must be a positive integer, got 2.0"),
+        ({"nnodes": 0}, ValueError, "nnodes must be a positive integer, got 0"),
         ({"nnodes": 2}, ValueError, "node_rank must be given with nnodes=2"),
         ({"nnodes": 2, "node_rank": 2}, ValueError, r"node_rank must be an integer in \[0, 2\), got 2"),
         ({"node_rank": 1}, ValueError, r"node_rank must be an integer in \[0, 1\), got 1"),
@@ -441,13 +444,14 @@ def test_what_cannot_be_started_is_refused_before_anything_is(arguments, error, 
     with pytest.raises(error, match=message):
         idist.spawn(**{"backend": "gloo", "fn": print, "args": (), **arguments})
     assert children() == before
-    assert native_processes._running == set()
+    assert native._running == set()
 
 
 def test_a_backend_without_its_devices_is_refused_before_anything_is_started(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(native, "module_of", lambda name: module_of("gloo"))  # as where torch was built with nccl
     with pytest.raises(RuntimeError, match="backend 'nccl' needs a CUDA device"):
-        native_spawn.spawn("nccl", print, (), {}, nproc_per_node=2)
+        native.spawn("nccl", (print, (), {}), 2)
 
 
 @pytest.mark.parametrize("given", [(lambda rank: rank, ()), (print, (lambda: 1,))])
@@ -455,13 +459,13 @@ def test_what_cannot_be_pickled_is_told_and_nothing_is_left(given):
     fn, args = given
     with pytest.raises(TypeError, match="fn and its arguments must be importable and picklable .* got <"):
         start("gloo", fn, args, nproc_per_node=2)
-    assert native_processes._running == set()
+    assert native._running == set()
 
 
 def test_a_function_that_was_typed_in_is_refused(monkeypatch):
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
     monkeypatch.setattr(tell, "__module__", "__main__")
-    with pytest.raises(TypeError, match="was typed in: put it into a file, or give start_method='fork'"):
+    with pytest.raises(TypeError, match="was typed in: put it into a file, or use start_method='fork'"):
         start("gloo", tell, ("",))
 
 
@@ -478,7 +482,7 @@ def test_a_process_that_cannot_be_started_ends_those_that_were(monkeypatch, tmp_
     with pytest.raises(OSError, match="Cannot allocate memory"):
         start("gloo", hang, (str(tmp_path), "asleep"), nproc_per_node=2)
     assert [process.is_alive() for process in started] == [False]
-    assert native_processes._running == set()
+    assert native._running == set()
 
 
 def test_a_port_that_is_in_use_is_an_error():
@@ -560,11 +564,11 @@ def test_no_store_is_open_when_processes_are_forked_or_once_their_run_has_failed
     class Store(dist.TCPStore):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
-            (run,) = native_processes._running
+            (run,) = native._running
             assert len(run.processes) == 2
             stores.append(weakref.ref(self))
 
-    monkeypatch.setattr(native_processes, "TCPStore", Store)
+    monkeypatch.setattr(native, "TCPStore", Store)
     gc.disable()  # what a cycle refers to lives on
     try:
         with pytest.raises(ProcessRaisedException) as caught:  # the traceback refers to all that was there
@@ -580,7 +584,7 @@ def test_no_store_is_open_when_processes_are_forked_or_once_their_run_has_failed
 
 def be_a_parent(folder, how):
     """Start processes that hang, and write down how that ends."""
-    lifeline.GRACE = native_processes.GRACE = 1.0  # those that are forked take it over
+    worker.GRACE = native.GRACE = 1.0  # those that are forked take it over
     signal.signal(signal.SIGINT, signal.default_int_handler)
     processes = idist.spawn("gloo", hang, (folder, how), nproc_per_node=2, start_method="fork", join=False)
     bystander = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
@@ -716,20 +720,3 @@ def test_a_script_that_is_killed_takes_its_processes_with_it(run_script, tmp_pat
         finally:
             script.kill()
             end_all_in(tmp_path)
-
-
-def test_a_store_that_cannot_be_opened_leaves_no_descriptor(monkeypatch):
-    descriptors = []
-
-    def fail_to_open(*args, master_listen_fd, **options):
-        descriptors.append(master_listen_fd)
-        raise RuntimeError("no store")
-
-    monkeypatch.setattr(native_processes, "TCPStore", fail_to_open)
-    processes = native_processes.Processes()
-    processes.listen()
-    with pytest.raises(RuntimeError, match="no store"):
-        processes.open_store()
-    processes.end()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(*descriptors)
