@@ -97,7 +97,7 @@ MAKERS = {"pytorch-ignite": ignite, "lightning": lightning}
 
 
 def measure(gigabytes: float, peers: Sequence[str], parent: Path, repetitions: int) -> dict[str, list[float]]:
-    """Give the seconds of each save, by contender."""
+    """Return the seconds of each save, by contender."""
     weights = Weights(gigabytes)
     with tempfile.TemporaryDirectory(dir=parent) as name:
         folder = Path(name)

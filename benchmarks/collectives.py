@@ -181,7 +181,7 @@ def contenders(row: Row, peers: Sequence[str]) -> list[Contender]:
 
 
 def measured(found: Sequence[Contender], iterations: int, repetitions: int) -> dict[str, Any]:
-    """Give the microseconds of each contender, and camshaft's in times those of the bare call, round by round."""
+    """Return the microseconds of each contender, and camshaft's in times those of the bare call, round by round."""
     seconds = interleave(found, iterations, repetitions)
     pairs = zip(seconds["camshaft"], seconds["bare call"], strict=True)
     times = Spread.of([ours / bare for ours, bare in pairs])

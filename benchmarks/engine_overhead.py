@@ -96,7 +96,7 @@ ROWS = {
 
 
 def measure(row: Row, peers: Sequence[str], iterations: int, repetitions: int) -> dict[str, Spread]:
-    """Give the bare loop's time per iteration, and by how much each contender exceeds it."""
+    """Return the bare loop's time per iteration, and by how much each contender exceeds it."""
     contenders = row.contenders(peers)
     seconds = interleave(contenders, max(1, round(iterations * row.share)), repetitions)
     baseline = seconds.pop("bare loop")

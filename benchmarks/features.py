@@ -100,7 +100,7 @@ def observe(name: str, size: int, what: str, *arguments: Any, limit: float = LIM
 
 
 def times_seen(samples: Sequence[int], length: int) -> str:
-    """Say how often each sample was seen: "each once", "5 once, 2 twice"."""
+    """Return how often each sample was seen: "each once", "5 once, 2 twice"."""
     words = {0: "never", 1: "once", 2: "twice"}
     seen = Counter(Counter(samples)[sample] for sample in range(length))
     if list(seen) == [1]:

@@ -196,7 +196,7 @@ def alone(name: str, attach: Callable[[Place], None] | None, stack: ExitStack) -
 
 
 def measure_set(peers: Sequence[str], iterations: int, repetitions: int) -> dict[str, Spread]:
-    """Give the bare loop's time per iteration, and by how much each contender exceeds it."""
+    """Return the bare loop's time per iteration, and by how much each contender exceeds it."""
     with ExitStack() as stack:
         contenders = [training.bare(), *(with_set(name, stack) for name in ("camshaft", *peers))]
         seconds = interleave(contenders, iterations, repetitions)
@@ -206,7 +206,7 @@ def measure_set(peers: Sequence[str], iterations: int, repetitions: int) -> dict
 
 
 def measure_alone(what: str, peers: Sequence[str], iterations: int, repetitions: int) -> dict[str, Spread]:
-    """Give by how much an engine with the handler exceeds one of the same library without."""
+    """Return by how much an engine with the handler exceeds one of the same library without."""
     with ExitStack() as stack:
         names = [name for name in ("camshaft", *peers) if has(name, what)]
         contenders = [alone(name, attach, stack) for name in names for attach in (None, ALONE[what])]
@@ -215,7 +215,7 @@ def measure_alone(what: str, peers: Sequence[str], iterations: int, repetitions:
 
 
 def has(name: str, what: str) -> bool:
-    """Say whether a library has a handler; one that others lack is measured all the same."""
+    """Return whether a library has a handler; one that others lack is measured all the same."""
     submodules = ("handlers", "metrics") if name == "pytorch-ignite" else ("handlers",)
     modules = [import_module(f"{PACKAGES[name]}.{submodule}") for submodule in submodules]
     return any(hasattr(module, what.split()[0].rstrip(",")) for module in modules)

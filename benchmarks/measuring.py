@@ -105,7 +105,7 @@ def importable(peers: dict[str, str]) -> tuple[list[str], dict[str, str]]:
 
 
 def machine() -> dict[str, Any]:
-    """Say what a reader needs to judge the figures, and nothing that tells which machine it was."""
+    """Return what a reader needs to judge the figures, without identifying the machine."""
     return {
         "date": datetime.date.today().isoformat(),
         "cores": os.cpu_count(),

@@ -128,7 +128,7 @@ def all_indices(name: str, epochs: Epochs, longest: int) -> Contender:
 
 
 def memory_of(name: str, length: int) -> float:
-    """Give the MB that an epoch needs at its peak, in a fresh process."""
+    """Return the MB that an epoch needs at its peak, in a fresh process."""
     command = [sys.executable, __file__, "--memory-of", name, "--lengths", str(length)]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
@@ -188,7 +188,7 @@ def load(what: str, repetitions: int) -> dict[str, Any]:
 
 
 def judge(what: str, length: int, spreads: dict[str, Spread]) -> tuple[str, str]:
-    """Give the target of a figure and whether camshaft reaches it; nothing where there is none."""
+    """Return the target of a figure and whether camshaft reaches it; nothing where there is none."""
     if what in CEILINGS and length >= 10**8:
         ours = [spread.median for name, spread in spreads.items() if name.startswith("camshaft")]
         return f"<= {CEILINGS[what]}", "reached" if max(ours) <= CEILINGS[what] else "missed"

@@ -33,7 +33,7 @@ class Steps(EventEnum):
 
 
 def load_digits() -> Tensor:
-    """Give scans from -1, white, to 1, black; shape [1797, 64]."""
+    """Return scans from -1, white, to 1, black; shape [1797, 64]."""
     from sklearn import datasets
 
     return torch.tensor(datasets.load_digits().data, dtype=torch.float32) / 8 - 1

@@ -32,7 +32,7 @@ class CartPoles:
         self.count = count
 
     def reset(self) -> Tensor:
-        """Give the states to begin with: position, velocity, angle, angular velocity; shape [count, 4]."""
+        """Return the states to begin with: position, velocity, angle, angular velocity; shape [count, 4]."""
         self.states = torch.rand(self.count, 4, device=idist.device()) / 10 - 0.05
         return self.states
 
@@ -78,7 +78,7 @@ def play(carts: Any, policy: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def expected_returns(on: Tensor, discount: float) -> Tensor:
-    """Give the moves that a game still lasted after each, those farther away counting less; shape of ``on``."""
+    """Return the moves that a game still lasted after each, those farther away counting less; shape of ``on``."""
     returns: list[Tensor] = []
     after = torch.zeros(on.shape[1], device=on.device)
     for still in on.flip(0).float():

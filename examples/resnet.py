@@ -53,7 +53,7 @@ class Stripes(Dataset[tuple[Tensor, int]]):
 
 
 def load_data(config: argparse.Namespace) -> tuple[Any, Any]:
-    """Give images for training and for validation."""
+    """Return images for training and for validation."""
     if config.data == "made":
         return Stripes(config.images), Stripes(config.images // 4, first=10**9)
     from torchvision import datasets, transforms  # type: ignore[import-not-found, unused-ignore]

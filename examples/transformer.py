@@ -30,7 +30,7 @@ END = 10  # a line feed: where each paragraph begins and ends
 
 
 def load_paragraphs(files: list[Path]) -> list[Tensor]:
-    """Give the paragraphs of texts, each as the numbers of its bytes."""
+    """Return the paragraphs of texts, each as the numbers of its bytes."""
     root = Path(__file__).parent.parent
     texts = [file.read_bytes() for file in files or [root / "README.md", *sorted(root.glob("docs/**/*.md"))]]
     paragraphs = [b" ".join(one.split()) for text in texts for one in text.split(b"\n\n")]
@@ -50,7 +50,7 @@ def bytes_in(x: Tensor, y: Tensor) -> Tensor:
 
 
 def loss_fn(scores: Tensor, y: Tensor) -> Tensor:
-    """Give the mean over the bytes to predict, in bits."""
+    """Return the mean over the bytes to predict, in bits."""
     return (
         nn.functional.cross_entropy(scores.flatten(0, 1), y.flatten(), ignore_index=PADDING) / torch.tensor(2.0).log()
     )

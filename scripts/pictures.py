@@ -75,7 +75,7 @@ def main(folder: Path) -> None:
 
 
 def pictures() -> Iterator[tuple[str, Callable[[], Figure]]]:
-    """Give the name of each picture and what draws it."""
+    """Return the name of each picture and what draws it."""
     yield "loss", loss_curve
     yield "lr-finder", lr_finder
     yield "schedules", schedules

@@ -15,6 +15,6 @@ def write(folder: Path, *names: str) -> None:
 
 
 def text(name: str) -> str:
-    """Give what the page has in a file."""
+    """Return what the page has in a file."""
     (found,) = re.findall(rf'^```\w+ title="{name}"\n(.*?)^```$', PAGE.read_text(), re.MULTILINE | re.DOTALL)
     return str(found)

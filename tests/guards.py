@@ -79,7 +79,7 @@ def children() -> set[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Tell a running process from one that has ended, also if nobody has waited for it yet."""
+    """Return whether a process is running, and not a zombie."""
     return content(Path(f"/proc/{pid}/stat")).rpartition(") ")[2][:1] not in ("", "Z", "X")
 
 

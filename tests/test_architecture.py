@@ -180,7 +180,7 @@ def future(node: ast.stmt) -> list[ast.alias]:
 
 
 def forbidden(found: Import, allowed: tuple[str, ...], denied: tuple[str, ...]) -> str | None:
-    """Tell why an import is against the rules, or None."""
+    """Return why an import violates the rules, or None."""
     ours = within(found.module, ("camshaft",))
     if found.module.startswith("."):
         return "imports are absolute"

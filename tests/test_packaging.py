@@ -73,7 +73,7 @@ APART = {"benchmarks", "compat", "dev", "docs", "examples", "loggers", "mpi", "o
 
 @pytest.fixture(scope="module")
 def extras(metadata: Message) -> dict[str, set[str]]:
-    """Give the libraries that each extra brings."""
+    """Return the libraries that each extra brings."""
     needs: dict[str, set[str]] = {extra: set() for extra in metadata.get_all("Provides-Extra", [])}
     for need in metadata.get_all("Requires-Dist", []):
         library, _, condition = need.partition("; extra == ")
@@ -99,7 +99,7 @@ def test_every_library_of_an_extra_was_installed_once(extras: dict[str, set[str]
 
 
 def canonical(need: str) -> str:
-    """Give the name of a library as indexes spell it, without the versions that are wanted."""
+    """Return the name of a library as indexes spell it, without the versions that are wanted."""
     return re.sub(r"[-_.]+", "-", re.split(r"[<>=!~;\[ ]", need)[0]).lower()
 
 

@@ -101,7 +101,7 @@ NUMBERS = count()
 
 @pytest.fixture
 def name():
-    """Give a name that no logger has, and forget the loggers of that name and below."""
+    """Return a name that no logger has, and forget the loggers of that name and below."""
     name = f"logs_test_{next(NUMBERS)}"
     yield name
     loggers = logging.Logger.manager.loggerDict

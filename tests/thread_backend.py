@@ -27,7 +27,7 @@ REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class ReleasedError(RuntimeError):
-    """Say that the others do not come."""
+    """Report that the other ranks do not arrive."""
 
 
 class Meeting:
@@ -58,7 +58,7 @@ class Meeting:
                 self._changed.notify_all()
 
     def has(self, key: Any, size: int = 1) -> bool:
-        """Say whether so many values are there."""
+        """Return whether so many values are there."""
         return len(self._brought.get(key, ())) == size
 
     def take(self, key: Any, size: int = 1) -> dict[int, Any]:
@@ -119,7 +119,7 @@ class ThreadBackend(Backend):
         self._numbers: Counter[Any] = Counter()
 
     def _exchange(self, what: str, value: Any, group: Group | None) -> list[Any]:
-        """Give this rank's value to the others of the group, and get theirs; all must do the same in one order."""
+        """Exchange this rank's value with the rest of the group; all ranks must call it in the same order."""
         group, rank = group or self._world, self.topology.rank
         assert rank in group.ranks, f"rank {rank} takes part in {what} of {group}"
         key, size = (group.handle, self._number(group.handle)), len(group.ranks)
@@ -195,7 +195,7 @@ class ThreadBackend(Backend):
         return group.ranks if isinstance(group, Group) else None
 
     def wrap_model(self, model: nn.Module, sync_bn: bool, **options: Any) -> nn.Module:
-        """Give the model the weights of rank 0, and all ranks the mean of the gradients."""
+        """Broadcast the weights of rank 0, and give all ranks the mean of the gradients."""
         if sync_bn:
             self.lack("synchronized batch norm")
         for tensor in (*model.parameters(), *model.buffers()):
@@ -221,7 +221,7 @@ class Sent:
         self._meeting.see_taken(self._key)
 
     def is_completed(self) -> bool:
-        """Say whether it was taken."""
+        """Return whether it was taken."""
         return not self._meeting.has(self._key)
 
 
@@ -238,7 +238,7 @@ class Arriving:
         self._tensor.copy_(came)
 
     def is_completed(self) -> bool:
-        """Say whether it is there."""
+        """Return whether it is there."""
         return self._meeting.has(self._key)
 
 

@@ -89,7 +89,7 @@ class Rank(threading.Thread):
             self._meeting.bring(THE_END, self._backend.topology.rank, None, self._backend.topology.world_size)
 
     def report(self) -> str | None:
-        """Give the traceback of the failure, or where the thread stands; ``None`` if all went well."""
+        """Return the traceback of the failure, or where the thread stands; ``None`` if all went well."""
         if self.is_alive():
             frame = sys._current_frames().get(self.ident or 0)
             return "did not come to its end\n" + "".join(traceback.format_stack(frame))

@@ -28,7 +28,7 @@ DTYPES = (*FLOATS, *WHOLE, torch.complex128, torch.complex64, torch.bool)
 
 
 def one_of(dtype):
-    """Give a tensor of four numbers."""
+    """Return a tensor of four numbers."""
     return torch.tensor([[0, 1], [2, 3]]).to(dtype)
 
 

@@ -14,7 +14,7 @@ from tests import cluster_page
 
 @pytest.fixture
 def manifest() -> dict[str, Any]:
-    """Give the objects of the page's manifest, by their kind."""
+    """Return the objects of the page's manifest, by their kind."""
     return {found["kind"]: found for found in yaml.safe_load_all(cluster_page.text("job.yaml"))}
 
 

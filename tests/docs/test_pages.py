@@ -20,7 +20,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 @pytest.fixture
 def patience(pytestconfig: pytest.Config) -> float:
-    """Give the seconds after which a page is ended: before its test is; 15 are enough where the cores are free."""
+    """Return the seconds after which a page is ended: before its test is; 15 are enough where the cores are free."""
     return float(pytestconfig.getini("timeout")) - 10
 
 

@@ -94,7 +94,7 @@ def test_every_public_name_is_described_once(pages: dict[Path, Page]) -> None:
 
 
 def find(module: str, dot: str, name: str) -> tuple[str, int] | None:
-    """Tell apart what modules of ours call so; None for methods and attributes, which no module has."""
+    """Resolve a name of our modules; None for methods and attributes, which no module has."""
     try:
         return name, id(getattr(importlib.import_module(module), name))
     except ModuleNotFoundError:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def titled(page: str, title: str) -> str:
-    """Give the blocks of a page of ``docs/`` that make up a file.
+    """Return the blocks of a page of ``docs/`` that make up a file.
 
     Raises:
         ValueError: the page has no such block.

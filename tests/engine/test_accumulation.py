@@ -170,7 +170,7 @@ def test_a_pause_in_which_the_target_grows_leaves_the_mean_a_mean():
 
 
 def failing_at(number):
-    """Give a loss function that raises at its n-th call."""
+    """Return a loss function that raises at its n-th call."""
     calls = iter(range(1, ENDLESS))
 
     def loss_fn(y_pred, y):
@@ -590,7 +590,7 @@ CASES = {
 
 
 def union(sizes, windows):
-    """Give each window with the batches of all ranks in it."""
+    """Return each window with the batches of all ranks in it."""
     data = data_of(sizes)
     return [[batches[index] for batches in data for index in window] for window in windows]
 

@@ -179,7 +179,7 @@ class Weight(nn.Module):
 
 
 def update_of(*gradients, rate=1.0, **options):
-    """Give an update over weights of 0 with these gradients."""
+    """Return an update over weights of 0 with these gradients."""
     parameters = [nn.Parameter(torch.zeros(len(gradient))) for gradient in gradients]
     optimizer = torch.optim.SGD(parameters, rate)
     update = Update(optimizer, **options)
@@ -379,7 +379,7 @@ def pair(batch, device, non_blocking):
 
 
 def functions(log, output_transform, **loss_fn):
-    """Give functions of the user's own, which write down when they are called."""
+    """Return functions of the user's own, which write down when they are called."""
     own = {
         "prepare_batch": pair,
         "model_fn": lambda model, x: model(x),

@@ -56,7 +56,7 @@ class Trace:
         self.words.append(f"{word} {engine.state.epoch}/{engine.state.iteration}" if self.counters else word)
 
     def take(self) -> str:
-        """Give what was collected so far, and begin anew."""
+        """Return what was collected so far, and begin anew."""
         text = " ".join(self.words)
         self.words.clear()
         return text
@@ -91,7 +91,7 @@ def at_position(engine: Engine[Any, Any], position: int, action: Callable[[Any],
 
 
 def unsized(batches: Iterable[Any]) -> Iterator[Any]:
-    """Give batches once, without a length."""
+    """Return batches once, without a length."""
     return iter(list(batches))
 
 

@@ -53,7 +53,7 @@ def weights_of(model: nn.Module) -> Tensor:
 def expected(
     windows: Iterable[Sequence[Batch]], clip: Callable[[list[nn.Parameter]], Any] = lambda parameters: None
 ) -> Tensor:
-    """Give the weights after one plain step for each window, on all of its samples at once."""
+    """Return the weights after one plain step for each window, on all of its samples at once."""
     model = Weighted()
     optimizer = torch.optim.SGD(model.parameters(), RATE)
     for window in windows:

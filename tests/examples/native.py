@@ -23,7 +23,7 @@ def run(launch: Sequence[str], script: str, *arguments: str, **variables: str) -
 
 @cache
 def of_one_process() -> list[Tensor]:
-    """Give the weights of camshaft's script in one process, which learned something."""
+    """Return the weights of camshaft's script in one process, which learned something."""
     output, weights = run([sys.executable], "with_camshaft.py")
     (right,) = re.findall(r"^1 processes with None: ([0-9.]+)% right$", output, re.MULTILINE)
     assert float(right) > 80, output

@@ -18,7 +18,7 @@ SHORT = ("--model", "tiny", "--log_interval", "5")
 
 
 def command(name: str) -> str:
-    """Give the path of a command of the environment that the tests run in."""
+    """Return the path of a command of the environment that the tests run in."""
     return str(Path(sys.executable).parent / name)
 
 

@@ -23,7 +23,7 @@ def train(folder: Path, *arguments: str) -> None:
 
 
 def end_of(folder: Path) -> dict[str, object]:
-    """Give the state of the trainer in the only checkpoint of a folder, that of the last iteration."""
+    """Return the state of the trainer in the only checkpoint of a folder, that of the last iteration."""
     (path,) = folder.glob("*.pt")
     assert path.name == f"checkpoint_{3 * STEPS}.pt"
     return torch.load(path, weights_only=True)["trainer"]

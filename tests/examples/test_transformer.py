@@ -14,7 +14,7 @@ SMALL = ("--layers", "1", "--width", "32", "--lr", "0.01")
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """Give a text that is easy to learn, in paragraphs of many lengths."""
+    """Return a text that is easy to learn, in paragraphs of many lengths."""
     path = tmp_path / "text.txt"
     path.write_text("\n\n".join("to be or not " * (1 + number % 7) for number in range(120)))
     return path

@@ -25,7 +25,7 @@ def without_tensorboard(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def a_second_between_runs(monkeypatch):
-    """Give each writer its own file: tensorboardX names them by the second."""
+    """Create a file per writer: tensorboardX names them by the second."""
     run = with_torch.run
     monkeypatch.setattr(with_torch, "run", lambda *args, **options: run(*args, **options) or time.sleep(1.1))
 

@@ -1,4 +1,4 @@
-"""Say on every rank where it stands, in a line of JSON for each.
+"""Print the place of each rank, one line of JSON per rank.
 
 srun ... python -m tests.slurm.place [--spawn N] [--meet FOLDER] [ARGUMENTS OF INITIALIZE AS JSON]
 """
@@ -20,7 +20,7 @@ HANGING = 90.0  # seconds after which a process that still runs tells where it i
 
 
 def say(local_rank: int | None = None, meet: str | None = None) -> None:
-    """Say it, and prove that the ranks talk to each other."""
+    """Print it, and check that the ranks communicate."""
     if meet is not None:
         wait_for_the_other_step(Path(meet))
     place = {

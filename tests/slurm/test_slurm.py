@@ -33,7 +33,7 @@ def slurm() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(slurm: Cluster) -> Iterator[Cluster]:
-    """Give the cluster, without jobs of other tests."""
+    """Return the cluster, without jobs of other tests."""
     yield slurm
     if jobs := outlasting(slurm.jobs):
         slurm.cancel_all()
@@ -41,14 +41,14 @@ def cluster(slurm: Cluster) -> Iterator[Cluster]:
 
 
 def places(program: Program) -> list[dict[str, object]]:
-    """Give what the ranks of a program that ended well said, in the order of the ranks."""
+    """Return what the ranks of a program that ended well said, in the order of the ranks."""
     assert program.returncode == 0, program.output
     said = [json.loads(line) for line in program.output.splitlines() if line.startswith("{")]
     return sorted(said, key=lambda place: (str(place["step"]), place["rank"]))
 
 
 def expected(nodes: list[str], step: str | None = "0") -> list[dict[str, object]]:
-    """Give what the ranks ought to say, when these are their nodes."""
+    """Return what the ranks ought to say, when these are their nodes."""
     names = list(dict.fromkeys(nodes))
     return [
         {

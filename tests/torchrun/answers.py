@@ -1,4 +1,4 @@
-"""Say on every rank what the queries answer, in a line of JSON for each.
+"""Print what the queries return on each rank, one line of JSON per rank.
 
 torchrun --nproc-per-node 2 -m tests.torchrun.answers
 """

@@ -20,7 +20,7 @@ FOR_GROWTH = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def elastic(nodes: str, last_call: int, folder: Path, port: int) -> tuple[str, ...]:
-    """Give the arguments of each of several torchruns that find each other, and may come and go."""
+    """Return the arguments of each of several torchruns that find each other, and may come and go."""
     patience = f"timeout=120,last_call_timeout={last_call},keep_alive_interval=1,keep_alive_max_attempt=6"
     rendezvous = (f"--rdzv-endpoint=localhost:{port}", "--rdzv-backend=c10d", f"--rdzv-conf={patience}")
     return (f"--nnodes={nodes}", "--max-restarts=5", f"--rdzv-id={folder.name}", *rendezvous)

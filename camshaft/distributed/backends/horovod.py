@@ -171,7 +171,7 @@ class HorovodBackend(Backend):
         HorovodBackend.has_ended = True
 
     def wrap_model(self, model: nn.Module, sync_bn: bool, **options: Any) -> nn.Module:
-        """Give all ranks the parameters and buffers of rank 0; arguments of torch's wrapper have no meaning here."""
+        """Broadcast the parameters and buffers of rank 0; arguments of torch's wrapper have no meaning here."""
         check_ddp_options(options)
         if self.topology.world_size == 1:
             return model
@@ -191,7 +191,7 @@ class HorovodBackend(Backend):
         return distributed_optimizer(self._hvd, optimizer, prefix, self._await_end, **options)
 
     def _broadcast_all(self, model: nn.Module, prefix: str) -> None:
-        """Give all ranks the parameters and buffers of rank 0, including those that are not saved.
+        """Broadcast the parameters and buffers of rank 0, including those that are not saved.
 
         ``horovod.torch.broadcast_parameters`` takes neither dtypes that Horovod refuses nor tensors in another layout.
         """
@@ -278,7 +278,7 @@ def create(name: str, launch: Launch | None, local_rank: int | None = None, **op
         raise RuntimeError("Horovod is initialized already: it is used as it is, without initialize")
     by_horovodrun = launch is not None and launch.launcher == "horovodrun" and launch.topology.world_size > 1
     if HorovodBackend.has_ended and by_horovodrun:
-        raise RuntimeError(  # the rendezvous may keep the addresses of the first run, where nobody is any more
+        raise RuntimeError(  # the rendezvous may keep the addresses of the first run, which no process uses any more
             "horovodrun lets its processes meet once, and that run was ended: initialize and finalize once, around all "
             "that needs it"
         )
@@ -308,7 +308,7 @@ def adopt(infer: object) -> HorovodBackend | None:
 
 @contextmanager
 def _dynamic_process_sets() -> Iterator[None]:
-    """Let groups be made later; Horovod reads the variable while it is initialized."""
+    """Allow process sets to be created later; Horovod reads the variable when it is initialized."""
     before = os.environ.get(_DYNAMIC)
     os.environ[_DYNAMIC] = "1"
     try:

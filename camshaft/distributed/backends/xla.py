@@ -26,7 +26,7 @@ logger = logging.getLogger("camshaft.distributed.utils")
 class XlaBackend(Backend):
     """The devices that the runtime of XLA joined, one of them for this process.
 
-    XLA runs programs, which record operations until somebody reads a value. Each collective is a program of its own, so
+    XLA runs programs, which record operations until a value is read. Each collective is a program of its own, so
     that all ranks run the same one whatever else they compute; which rank does what is data.
 
     Args:
@@ -118,7 +118,7 @@ class XlaBackend(Backend):
         XlaBackend.has_ended = True
 
     def wrap_model(self, model: nn.Module, sync_bn: bool, **options: Any) -> nn.Module:
-        """Give all ranks the parameters and buffers of rank 0; arguments of torch's wrapper have no meaning here."""
+        """Broadcast the parameters and buffers of rank 0; arguments of torch's wrapper have no meaning here."""
         check_ddp_options(options)
         if self.topology.world_size == 1:
             return model

@@ -147,7 +147,7 @@ class CollectiveCheck(Resource):
         return rows
 
     def close(self) -> None:
-        """Let the other ranks know that this one has ended."""
+        """Announce that this rank has finished."""
         self._state["ended"] = True
         if not self._gave_up:
             self._state.update(group="", ranks=[])

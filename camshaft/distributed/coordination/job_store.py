@@ -32,7 +32,7 @@ def store_at(backend: Backend | None, prefix: str) -> Store | None:
 def wait_for(
     poll: Callable[[], T | None], store: Store, what: str, *, ranks: Sequence[int], rank: int, detail: Callable[[], str]
 ) -> T:
-    """Ask the store until there is an answer, and return it.
+    """Query the store until it holds a value, and return it.
 
     Args:
         poll: asks; returns ``None`` where there is no answer yet.
@@ -43,7 +43,7 @@ def wait_for(
         detail: returns who is waited for, and what may keep them.
 
     Raises:
-        RankDivergenceError: there is none when the store's timeout has passed, or there can be none.
+        RankDivergenceError: the store's timeout has passed, or no value can arrive.
     """
     began, has_logged = time.monotonic(), False
     try:

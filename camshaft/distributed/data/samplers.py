@@ -65,7 +65,7 @@ class DistributedProxySampler(DistributedSampler[Any]):
         indices: list[Any] = []
         generator = torch.default_generator
         state = generator.get_state()
-        seed = operator.index(self.seed) + self.epoch  # 0 + epoch, unless somebody has set a seed
+        seed = operator.index(self.seed) + self.epoch  # 0 + epoch, unless a seed was set
         generator.manual_seed(seed % 2**64)  # torch.manual_seed would seed the devices too
         try:
             while len(indices) < self.total_size:
@@ -160,7 +160,7 @@ class ExactBatchSampler(BatchSampler):
             its length are found when they are drawn. ``None``: not known.
 
     Raises:
-        TypeError: ``source`` is none of these or has no length, or ``seed`` is not an integer.
+        TypeError: ``source`` is not one of these or has no length, or ``seed`` is not an integer.
         ValueError: fewer samples than ranks, a batch size below the number of ranks, or a number is out of range.
 
     >>> from camshaft.distributed.data import Sequential
@@ -209,7 +209,7 @@ class ExactBatchSampler(BatchSampler):
         self._epoch = 0
         self.sampler: Any = source if self.num_replicas == 1 and isinstance(source, Sampler) else ExactSampler(self)
         self._begin = self._left_out = 0  # where the next pass starts,
-        self._is_announced: bool | None = None  # and whether somebody has said so; None: nobody before the first pass
+        self._is_announced: bool | None = None  # whether set_epoch was called for it; None before the first pass
         self._pass: _Pass | None = None
         self._drawn: _DrawnEpoch | None = None
         self._consistency = DataConsistency() if is_shared else None

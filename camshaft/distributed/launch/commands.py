@@ -56,7 +56,7 @@ def spawn_mpi(name: str, task: Task, nproc_per_node: int, nnodes: int = 1, node_
     places = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
     if (mpiexec := shutil.which("mpiexec", path=places)) is None:
         raise RuntimeError(
-            "backend 'mpi' needs mpiexec to start processes, and there is none next to Python or in PATH: "
+            "backend 'mpi' needs mpiexec to start processes, and none was found next to Python or in PATH: "
             "pip install 'camshaft[mpi]'"
         )
     preparation = multiprocessing.spawn.get_preparation_data("MPI process")

@@ -25,7 +25,7 @@ GRACE = 5.0
 """Seconds a process has to exit after SIGTERM before it is killed."""
 
 _PARENT_INTERVAL = 1.0  # seconds between checks of the parent's process id
-_SHOWN = 8_000  # characters kept from each end of a long traceback: a pipe that nobody reads holds 64 KB
+_SHOWN = 8_000  # characters kept from each end of a long traceback: a pipe without a reader holds 64 KB
 
 Task: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # a function and its arguments
 

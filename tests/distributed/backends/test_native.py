@@ -115,7 +115,7 @@ def test_a_single_process_uses_the_accelerator_of_the_machine(monkeypatch, kind,
 
 def test_a_backend_without_its_devices_is_refused(monkeypatch):
     see(monkeypatch, "xpu", 1)
-    with pytest.raises(RuntimeError, match="backend 'nccl' needs a CUDA device, and there is none"):
+    with pytest.raises(RuntimeError, match="backend 'nccl' needs a CUDA device, and none was found"):
         check_options("nccl", {})
     check_options("xccl", {})
     see(monkeypatch, None, 0)

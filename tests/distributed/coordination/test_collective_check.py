@@ -31,7 +31,7 @@ def enable(seconds=FOR_EVER):
 
 
 def rows_of(call):
-    """Give the rows, by rank, of the table that a call raises."""
+    """Return the rows, by rank, of the table that a call raises."""
     with pytest.raises(RankDivergenceError) as caught:
         call()
     lines = str(caught.value).splitlines()

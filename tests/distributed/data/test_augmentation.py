@@ -89,7 +89,7 @@ class Other(Dataset):
 
 
 def passes(dataset, num_epochs=2, workers=None, collate_fn=None, **of_sampler):
-    """Give the batches of some epochs, drawing and seeding between batches as a training step would."""
+    """Return the batches of some epochs, drawing and seeding between batches as a training step would."""
     batches = Batches(**of_sampler)
     loader = SeededLoader(dataset, batch_sampler=batches, collate_fn=collate_fn, **(workers or {}))
     seen = []
@@ -110,7 +110,7 @@ def workers(request, monkeypatch):
 
 
 def by_sample(batches):
-    """Give the rows of all batches in the order of their first number."""
+    """Return the rows of all batches in the order of their first number."""
     rows = torch.cat(batches)
     return rows[rows[:, 0].argsort()]
 

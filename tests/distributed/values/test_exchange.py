@@ -33,7 +33,7 @@ def appear(rank):
 
 
 def raised(call):
-    """Give the error that a call raises, as its kind and text with notes."""
+    """Return the error that a call raises, as its kind and text with notes."""
     try:
         call()
     except (TypeError, ValueError) as error:

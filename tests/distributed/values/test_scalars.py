@@ -26,7 +26,7 @@ class Colour(enum.IntEnum):
 
 
 def outcome(call):
-    """Give what a call gives, or the kind of error."""
+    """Return what a call gives, or the kind of error."""
     try:
         return call()
     except (TypeError, ValueError) as error:

@@ -71,7 +71,7 @@ SHAPES = [(), (0,), (3,), (2, 0), (2, 3), (1, 2, 1, 2)]
 
 
 def same(got, wanted):
-    """Say whether two values are the same in every type and bit."""
+    """Return whether two values are the same in every type and bit."""
     return type(got) is type(wanted) and pickle.dumps(got) == pickle.dumps(wanted)
 
 

@@ -83,7 +83,7 @@ class Membership:
         return self._departures
 
     def give_up(self, number: int | None) -> None:
-        """Tell the others that this rank begins nothing more.
+        """Announce that this rank starts no more operations.
 
         Args:
             number: of the collective that failed here; ``None`` for a message.
@@ -99,7 +99,7 @@ class Membership:
         return os.getpid() == self._process
 
     def leave(self) -> None:
-        """Tell the others that this rank takes part in nothing more; does nothing the second time."""
+        """Announce that this rank takes part in no more operations; a second call does nothing."""
         if self.is_mine and _present.pop(self, False):
             self._say_farewell(self._collectives, has_left=True)
             _left[self] = True
@@ -135,7 +135,7 @@ def free_unused() -> None:
 
 
 def forget_all() -> None:
-    """Wait for nobody at the end of this process, as it is going to end all the others too."""
+    """Do not wait for other ranks at exit, because this process is about to end them, too."""
     _present.clear()
     _left.clear()
 

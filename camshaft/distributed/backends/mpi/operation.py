@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 _SPIN = 2e-4  # seconds in which we poll again and again; MPI itself would do so forever, and take a whole core
 _LONGEST_NAP = 1e-3
 _PATIENCE = 5.0  # seconds in which a message that was sent before its sender left must have arrived
-_NOT_SET = timedelta(0)  # what torch passes for a timeout that nobody asked for is zero or less
+_NOT_SET = timedelta(0)  # torch passes zero or less if no timeout was requested
 
-# MPI reads and writes the memory of an operation until it is complete, also when nobody holds it any more.
+# MPI reads and writes the memory of an operation until it is complete, also when no object refers to it any more.
 _in_flight: set[Operation] = set()
 _sweep_at = 64
 
@@ -61,7 +61,7 @@ class Transfer:
 
 
 class Operation(dist.Work):
-    """Calls of MPI that are under way until somebody waits for them.
+    """Calls of MPI that are under way until they are waited for.
 
     Args:
         group: the group that they are of.
@@ -113,7 +113,7 @@ class Operation(dist.Work):
     def is_completed(self) -> bool:
         """Return whether it has ended, with or without an error."""
         if not self._lock.acquire(blocking=False):
-            return False  # somebody waits for it right now
+            return False  # another thread is waiting for it
         try:
             if not self._done and self._error is None:
                 try:
@@ -183,7 +183,7 @@ class Operation(dist.Work):
             transfer.deliver()
 
     def _check(self, waited: float, limit: float) -> None:
-        """Give up if the results did not come in time, or cannot come as a rank has left."""
+        """Raise if the results did not arrive in time, or cannot arrive because a rank has left."""
         if waited > limit:
             raise self._lost(f"timed out after {limit:g} s")
         for rank, departure in self._group.membership.departures().items():
@@ -220,7 +220,7 @@ _yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(
 
 
 def _remember(operation: Operation) -> None:
-    """Keep an operation until it is complete; now and then, poll those that nobody waits for."""
+    """Keep an operation until it is complete; now and then, poll those that no thread waits for."""
     global _sweep_at
     _in_flight.add(operation)
     if len(_in_flight) >= _sweep_at:

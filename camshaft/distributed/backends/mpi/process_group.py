@@ -42,7 +42,7 @@ _ProcessGroup: Any = dist.ProcessGroup
 class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares overloads that no Python group has
     """Some ranks that exchange tensors through a communicator of their own.
 
-    Every operation begins when it is called and completes when somebody waits for it, so that the order in which ranks
+    Every operation begins when it is called and completes when it is waited for, so that the order in which ranks
     begin and wait is free, as with other backends. Reductions of DDP complete when they are called: they do not overlap
     with the backward pass.
 

@@ -72,7 +72,7 @@ def create(
 def initialize_mpi(timeout: timedelta | None = None) -> None:
     """Make a default process group over MPI; all processes that mpirun started call this.
 
-    From here to the end of the group, an error that nobody catches ends all processes of the job.
+    From here to the end of the group, an uncaught error ends all processes of the job.
 
     Args:
         timeout: how long an operation may take; torch's default if ``None``.
@@ -240,7 +240,7 @@ def _replace_built_in() -> None:
 
 
 class JobGuard:
-    """Ends all processes of the job with this one, if an error that nobody catches ends it.
+    """Ends all processes of the job with this one, if an uncaught error ends it.
 
     A process that leaves while others still count on it waits for them in ``MPI_Finalize``, and they wait for it. So
     such an error ends the job, after its traceback is written and the exit handlers of the program have run. A process
@@ -279,7 +279,7 @@ class JobGuard:
 
 
 def _abort_at_exit(code: int) -> None:
-    """Let Python end, and the job with it; soon, even if a thread or an exit handler of the program does not end."""
+    """Let Python exit, and the job with it, soon, even if a thread or exit handler of the program hangs."""
     from mpi4py.run import set_abort_status
 
     set_abort_status(code)

@@ -341,7 +341,7 @@ def check_options(name: str, options: dict[str, Any]) -> None:
     here = accelerator()
     if "cpu" not in kinds and (here is None or here.type not in kinds):
         needed = " or ".join(kinds).replace("cuda", "CUDA")
-        raise RuntimeError(f"backend {name!r} needs a {needed} device, and there is none; 'gloo' works on the CPU")
+        raise RuntimeError(f"backend {name!r} needs a {needed} device, and none was found; 'gloo' works on the CPU")
 
 
 def adopt(infer: Callable[[int, int], tuple[Topology, tuple[str, ...]]]) -> NativeBackend | None:

@@ -79,7 +79,7 @@ def connected(group: Any) -> Any:
 
 
 def drain_at_exit(group: Any) -> None:
-    """Drain a group at exit, even if somebody else destroys it and something keeps it alive."""
+    """Drain a group at exit, even if the user destroys it, or references keep it alive."""
     global _owner
     _owner = os.getpid()
     _known.add(group)
@@ -233,7 +233,7 @@ class Send:
 
     def complete(self) -> None:
         """Wait for gloo, which is possible once, and set the result for others who wait."""
-        assert self._result is not None, "somebody waits"
+        assert self._result is not None, "a thread waits"
         try:
             self._work.wait()
         except Exception as error:

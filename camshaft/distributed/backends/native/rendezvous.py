@@ -53,14 +53,14 @@ def open_store(launch: Launch | None, method: str | None, rank: int, size: int, 
     Raises:
         TypeError: ``timeout`` is not a ``timedelta``.
         ValueError: ``method`` is not valid.
-        DistNetworkError: the port is in use, nobody answers there, or the store was lost while the ranks met.
+        DistNetworkError: the port is in use, no server responds there, or the store was lost while the ranks met.
         DistStoreError: not all ranks came in time.
     """
     if not isinstance(timeout, timedelta):
         raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}")
     method = method or "env://"
     if size == 1 and method.startswith("env://"):
-        return HashStore()  # nobody to meet, so no port to take
+        return HashStore()  # no other rank, so no port is needed
     seconds = timeout.total_seconds()
     deadline = time.monotonic() + seconds
     while True:
@@ -300,7 +300,7 @@ def _how(error: BaseException | None) -> str:
 
 
 def _within_patience(ask: Callable[[], None]) -> None:
-    """Ask the store, but wait only a moment: the process that hosts it may be gone."""
+    """Query the store with a short timeout: the process that hosts it may be gone."""
     with suppress(RuntimeError, concurrent.futures.TimeoutError):
         _in_thread(ask).result(_PATIENCE)
 
