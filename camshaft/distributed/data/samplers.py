@@ -208,7 +208,7 @@ class ExactBatchSampler(BatchSampler):
         )
         self._epoch = 0
         self.sampler: Any = source if self.num_replicas == 1 and isinstance(source, Sampler) else ExactSampler(self)
-        self._begin = self._left_out = 0  # where the next pass starts,
+        self._begin = self._left_out = 0  # where the next pass starts, and how many steps it leaves out
         self._is_announced: bool | None = None  # whether set_epoch was called for it; None before the first pass
         self._pass: _Pass | None = None
         self._drawn: _DrawnEpoch | None = None

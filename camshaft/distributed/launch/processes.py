@@ -278,7 +278,7 @@ class Processes:
 
 
 def _exists(process: BaseProcess) -> bool:
-    """Return False also for a process whose exit code was collected elsewhere, or discarded because SIGCHLD is ignored."""
+    """Return False also if the exit code was collected elsewhere, or discarded because SIGCHLD is ignored."""
     try:
         os.kill(process.pid or 0, 0)
     except ProcessLookupError:
