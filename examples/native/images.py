@@ -1,4 +1,4 @@
-"""The images and the model that all scripts in this folder train."""
+"""Images and the model for all scripts in this folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 
 
 def make_images() -> TensorDataset:
-    """Make 512 noisy images of 8 x 8 pixels: in those of class k, row k is brighter."""
+    """Create 512 noisy images of 8 x 8 pixels; in images of class k, row k is brighter."""
     generator = torch.Generator().manual_seed(0)
     classes = torch.randint(8, (512,), generator=generator)
     images = torch.randn(512, 1, 8, 8, generator=generator)
@@ -17,7 +17,12 @@ def make_images() -> TensorDataset:
 
 
 def make_model() -> nn.Module:
-    """Make a small convolutional network, the same one wherever it is made."""
+    """Create a small convolutional network with the same initial weights in every process."""
     torch.manual_seed(0)
-    features = (nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.AvgPool2d((1, 8)), nn.Flatten())
-    return nn.Sequential(*features, nn.Linear(64, 8))
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.AvgPool2d((1, 8)),
+        nn.Flatten(),
+        nn.Linear(64, 8),
+    )

@@ -23,14 +23,14 @@ def training(local_rank: int, weights: str | None) -> None:
     trainer = create_supervised_trainer(model, optimizer, loss_fn, device=device)
     trainer.run(loader, max_epochs=3)
 
-    right = 0
+    correct = 0
     with torch.no_grad():
         for x, y in loader:
-            right += int((model(x.to(device)).argmax(1) == y.to(device)).sum())
-    right = idist.all_reduce(right)
+            correct += int((model(x.to(device)).argmax(1) == y.to(device)).sum())
+    correct = idist.all_reduce(correct)
     if idist.get_rank() == 0:
         size, backend = idist.get_world_size(), idist.backend()
-        print(f"{size} processes with {backend}: {right / len(images):.1%} right")
+        print(f"{size} processes with {backend}: {correct / len(images):.1%} correct")
         if weights:
             torch.save([parameter.detach().cpu() for parameter in model.parameters()], weights)
 
@@ -40,6 +40,6 @@ if __name__ == "__main__":
     parser.add_argument("--backend")
     parser.add_argument("--nproc_per_node", type=int)
     parser.add_argument("weights", nargs="?")
-    config = parser.parse_args()
-    with idist.Parallel(config.backend, config.nproc_per_node) as parallel:
-        parallel.run(training, config.weights)
+    args = parser.parse_args()
+    with idist.Parallel(args.backend, args.nproc_per_node) as parallel:
+        parallel.run(training, args.weights)

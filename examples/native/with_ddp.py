@@ -33,14 +33,14 @@ for _ in range(3):
         nn.functional.cross_entropy(model(x.to(device)), y.to(device)).backward()
         optimizer.step()
 
-right = torch.zeros((), device=device)
+correct = torch.zeros((), device=device)
 with torch.no_grad():
     for x, y in loader:
-        right += (model(x.to(device)).argmax(1) == y.to(device)).sum()
-dist.all_reduce(right)
+        correct += (model(x.to(device)).argmax(1) == y.to(device)).sum()
+dist.all_reduce(correct)
 if dist.get_rank() == 0:
     size = dist.get_world_size()
-    print(f"{size} processes with {backend}: {right.item() / len(images):.1%} right")
+    print(f"{size} processes with {backend}: {correct.item() / len(images):.1%} correct")
     if sys.argv[1:]:
         torch.save([parameter.detach().cpu() for parameter in model.parameters()], sys.argv[1])
 dist.destroy_process_group()

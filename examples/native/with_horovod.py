@@ -34,12 +34,12 @@ for _ in range(3):
         nn.functional.cross_entropy(model(x.to(device)), y.to(device)).backward()
         optimizer.step()
 
-right = torch.zeros((), device=device)
+correct = torch.zeros((), device=device)
 with torch.no_grad():
     for x, y in loader:
-        right += (model(x.to(device)).argmax(1) == y.to(device)).sum()
-right = hvd.allreduce(right, name="right", op=hvd.Sum)
+        correct += (model(x.to(device)).argmax(1) == y.to(device)).sum()
+correct = hvd.allreduce(correct, name="correct", op=hvd.Sum)
 if hvd.rank() == 0:
-    print(f"{hvd.size()} processes with horovod: {right.item() / len(images):.1%} right")
+    print(f"{hvd.size()} processes with horovod: {correct.item() / len(images):.1%} correct")
     if sys.argv[1:]:
         torch.save([parameter.detach().cpu() for parameter in model.parameters()], sys.argv[1])

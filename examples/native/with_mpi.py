@@ -32,12 +32,12 @@ for _ in range(3):
             parameter.grad /= world.size
         optimizer.step()
 
-right = 0
+correct = 0
 with torch.no_grad():
     for x, y in loader:
-        right += int((model(x).argmax(1) == y).sum())
-right = world.allreduce(right)
+        correct += int((model(x).argmax(1) == y).sum())
+correct = world.allreduce(correct)
 if world.rank == 0:
-    print(f"{world.size} processes with mpi: {right / len(images):.1%} right")
+    print(f"{world.size} processes with mpi: {correct / len(images):.1%} correct")
     if sys.argv[1:]:
         torch.save([parameter.detach() for parameter in model.parameters()], sys.argv[1])

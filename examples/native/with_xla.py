@@ -1,4 +1,4 @@
-"""Train with torch_xla, a process for each device: PJRT_DEVICE=TPU python with_xla.py [WEIGHTS]"""
+"""Train with torch_xla on all devices: PJRT_DEVICE=TPU python with_xla.py [WEIGHTS]"""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from torch_xla.distributed.parallel_loader import MpDeviceLoader
 
 def train(index: int) -> None:
     device = torch_xla.device()
+    world_size, rank = xr.world_size(), xr.global_ordinal()
     images = make_images()
-    part = DataLoader(
+    host_loader = DataLoader(
         images,
-        batch_size=32 // xr.world_size(),
-        sampler=DistributedSampler(images, xr.world_size(), xr.global_ordinal(), shuffle=False),
+        batch_size=32 // world_size,
+        sampler=DistributedSampler(images, world_size, rank, shuffle=False),
     )
-    loader = MpDeviceLoader(part, device)
+    loader = MpDeviceLoader(host_loader, device)
     model = make_model().to(device)
     xm.broadcast_master_param(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -33,14 +34,15 @@ def train(index: int) -> None:
             nn.functional.cross_entropy(model(x), y).backward()
             xm.optimizer_step(optimizer)
 
-    right = torch.zeros((), device=device)
+    correct = torch.zeros((), device=device)
     with torch.no_grad():
         for x, y in loader:
-            right += (model(x).argmax(1) == y).sum()
-    right = xm.all_reduce(xm.REDUCE_SUM, right)
+            correct += (model(x).argmax(1) == y).sum()
+    correct = xm.all_reduce(xm.REDUCE_SUM, correct)
     weights = [parameter.detach().cpu() for parameter in model.parameters()]
-    if xr.global_ordinal() == 0:
-        print(f"{xr.world_size()} processes with xla-tpu: {right.item() / len(images):.1%} right")
+    if rank == 0:
+        accuracy = correct.item() / len(images)
+        print(f"{world_size} processes with xla-tpu: {accuracy:.1%} correct")
         if sys.argv[1:]:
             torch.save(weights, sys.argv[1])
 

@@ -25,13 +25,13 @@ def run(launch: Sequence[str], script: str, *arguments: str, **variables: str) -
 def of_one_process() -> list[Tensor]:
     """Return the weights of camshaft's script in one process, which learned something."""
     output, weights = run([sys.executable], "with_camshaft.py")
-    (right,) = re.findall(r"^1 processes with None: ([0-9.]+)% right$", output, re.MULTILINE)
-    assert float(right) > 80, output
+    (accuracy,) = re.findall(r"^1 processes with None: ([0-9.]+)% correct$", output, re.MULTILINE)
+    assert float(accuracy) > 80, output
     return weights
 
 
 def assert_same_weights(launch: Sequence[str], script: str, *arguments: str, shows: str, **variables: str) -> None:
     """Assert that a command trains as one process does, and that rank 0 alone shows what it trained with."""
     output, weights = run(launch, script, *arguments, **variables)
-    assert output.count(f"{shows}: ") == output.count(" right\n") == 1, output
+    assert output.count(f"{shows}: ") == output.count(" correct\n") == 1, output
     torch.testing.assert_close(weights, of_one_process(), rtol=1e-4, atol=1e-5)
