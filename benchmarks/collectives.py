@@ -207,7 +207,7 @@ def on_rank(rank: int, folder: str, options: argparse.Namespace, peers: Sequence
     idist.finalize()
     idist.set_local_rank(rank)
     dist.init_process_group("gloo", init_method=f"file://{folder}/adopted", rank=rank, world_size=2)
-    results |= measured_queries("in a run that was taken over", options.iterations, options.repetitions)
+    results |= measured_queries("in an adopted run", options.iterations, options.repetitions)
     dist.destroy_process_group()
     if rank == 0:
         Path(folder, "results").write_bytes(pickle.dumps(results))

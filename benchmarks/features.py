@@ -50,7 +50,7 @@ class Outcome:
 
     def __str__(self) -> str:
         if self.waits:
-            return f"waits ({PATIENCE:.0f} s and more)"
+            return f"hangs ({PATIENCE:.0f} s and more)"
         return f"raises {self.error} after {self.seconds:.1f} s" if self.error else "returns"
 
 
@@ -139,9 +139,9 @@ def resumed_by(before: Outcome, after: Sequence[Outcome]) -> str:
         return failed[0]
     seen = [sample for steps in [rank.value for rank in (before, *after)] for step in steps for sample in step]
     if (counts := times_seen(seen, SAMPLES)) == "each once":
-        return "goes on with the next sample"
+        return "resumes with the next sample"
     first = sorted(sample for rank in after for sample in rank.value[0])
-    return f"{'begins the epoch anew' if first == sorted(before.value[0]) else 'another order'} ({counts})"
+    return f"{'restarts the epoch' if first == sorted(before.value[0]) else 'another order'} ({counts})"
 
 
 def damaged(name: str) -> str:
@@ -161,16 +161,16 @@ def loaded_by(rank: Outcome) -> str:
     if rank.value is None:
         return f"raises {rank.error}"
     weights = Counter(rank.value)
-    took = "the checkpoint before" if weights == {1.0: WEIGHTS} else "neither"
+    took = "the previous checkpoint" if weights == {1.0: WEIGHTS} else "neither"
     took = "a wrong weight" if weights[2.0] == WEIGHTS - 1 else took
     return f"{'warns, and loads' if rank.warned else 'loads'} {took}"
 
 
 ROWS = {
     "7 samples evaluated on 2 ranks": dealt,
-    "after a stop in mid-epoch": lambda name: resumed(name, 1),
+    "resume after a stop in the middle of an epoch": lambda name: resumed(name, 1),
     "the same, from 1 rank to 2": lambda name: resumed(name, 2),
-    "a barrier in what is for rank 0 only": lambda name: str(observe(name, 2, "barrier_of_one", limit=PATIENCE)[0]),
+    "a barrier in code for rank 0 only": lambda name: str(observe(name, 2, "barrier_of_one", limit=PATIENCE)[0]),
     "a flipped bit in the newest checkpoint": damaged,
     "backends by name": lambda name: LIBRARIES[name].backends(),
 }

@@ -20,14 +20,14 @@ def test_camshaft_does_what_the_table_says(tmp_path: Path) -> None:
     result = result_of(run("features.py", "--libraries", "camshaft", folder=tmp_path))
     assert result["benchmark"] == "features"
     seen = {row["what"]: row["seen"]["camshaft"] for row in result["rows"]}
-    barrier = seen.pop("a barrier in what is for rank 0 only")
+    barrier = seen.pop("a barrier in code for rank 0 only")
     assert barrier.startswith("raises RankDivergenceError after ")
     assert {"gloo", "nccl", "mpi", "horovod", "xla-tpu"} <= set(seen.pop("backends by name").split(", "))
     assert seen == {
         "7 samples evaluated on 2 ranks": "each once",
-        "after a stop in mid-epoch": "goes on with the next sample",
-        "the same, from 1 rank to 2": "goes on with the next sample",
-        "a flipped bit in the newest checkpoint": "warns, and loads the checkpoint before",
+        "resume after a stop in the middle of an epoch": "resumes with the next sample",
+        "the same, from 1 rank to 2": "resumes with the next sample",
+        "a flipped bit in the newest checkpoint": "warns, and loads the previous checkpoint",
     }
     assert list(tmp_path.iterdir()) == []
 
@@ -43,13 +43,13 @@ def test_samples_are_counted(samples: list[int], said: str) -> None:
 @pytest.mark.parametrize(
     ("after", "said"),
     [
-        ([Outcome([ORDER[8:]])], "goes on with the next sample"),
-        ([Outcome([ORDER[8::2]]), Outcome([ORDER[9::2]])], "goes on with the next sample"),
-        ([Outcome([ORDER[:4]])], "begins the epoch anew (16 never, 4 once, 4 twice)"),
-        ([Outcome([[0, 1]]), Outcome([[2, 3]])], "begins the epoch anew (16 never, 4 once, 4 twice)"),
+        ([Outcome([ORDER[8:]])], "resumes with the next sample"),
+        ([Outcome([ORDER[8::2]]), Outcome([ORDER[9::2]])], "resumes with the next sample"),
+        ([Outcome([ORDER[:4]])], "restarts the epoch (16 never, 4 once, 4 twice)"),
+        ([Outcome([[0, 1]]), Outcome([[2, 3]])], "restarts the epoch (16 never, 4 once, 4 twice)"),
         ([Outcome([ORDER[9:]])], "another order (1 never, 23 once)"),
         ([Outcome([ORDER[8:]]), Outcome(error="ValueError", seconds=0.04)], "raises ValueError after 0.0 s"),
-        ([Outcome(waits=True)], "waits (10 s and more)"),
+        ([Outcome(waits=True)], "hangs (10 s and more)"),
     ],
 )
 def test_a_run_that_goes_on_is_judged_by_its_samples(after: list[Outcome], said: str) -> None:
@@ -59,7 +59,7 @@ def test_a_run_that_goes_on_is_judged_by_its_samples(after: list[Outcome], said:
 @pytest.mark.parametrize(
     ("rank", "said"),
     [
-        (Outcome([1.0] * WEIGHTS, warned=True), "warns, and loads the checkpoint before"),
+        (Outcome([1.0] * WEIGHTS, warned=True), "warns, and loads the previous checkpoint"),
         (Outcome([2.0] * (WEIGHTS - 1) + [3.0]), "loads a wrong weight"),
         (Outcome([0.1] * WEIGHTS), "loads neither"),
         (Outcome(error="RuntimeError"), "raises RuntimeError"),
