@@ -38,6 +38,6 @@ def test_pods_that_fail_are_started_again_and_go_on(tmp_path):
         with start(zero, 0, str(tmp_path)) as first, start(one, 1, str(tmp_path)) as second:
             output = first.wait(LIMIT).output
             assert second.wait(LIMIT).returncode == first.returncode == 0, output + second.output
-    said = re.findall(r"^2 processes on 2 nodes (.*)$", output, re.MULTILINE)
-    assert said == ["begin, iteration 0", "go on, iteration 40", "are done, iteration 80"]
-    assert "a failure, on request" in second.output
+    said = re.findall(r"^(.*): 2 processes, 2 nodes$", output, re.MULTILINE)
+    assert said == ["started at iteration 0", "resumed at iteration 40", "finished at iteration 80"]
+    assert "simulated failure" in second.output

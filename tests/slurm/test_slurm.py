@@ -202,5 +202,5 @@ def test_the_job_of_the_page_on_clusters_goes_on_where_one_before_failed(cluster
     jobs = f"{submit} failing.sh && {submit} --dependency=singleton job.sh"
     run = cluster.run("bash", "-c", f"cd {tmp_path} && {jobs} && {last} && until [ -s {ended} ]; do sleep 0.1; done")
     assert run.returncode == 0, run.output
-    lines = re.findall(r"^4 processes on 2 nodes (.*)$", said.read_text(), re.MULTILINE)
-    assert lines == ["begin, iteration 0", "go on, iteration 40", "are done, iteration 80"], said.read_text()
+    lines = re.findall(r"^(.*): 4 processes, 2 nodes$", said.read_text(), re.MULTILINE)
+    assert lines == ["started at iteration 0", "resumed at iteration 40", "finished at iteration 80"], said.read_text()
