@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import count
 from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -59,7 +58,6 @@ class Resource:
 
 
 R = TypeVar("R", bound=Resource)
-_job_numbers = count(1)
 
 
 class Job:
@@ -68,19 +66,16 @@ class Job:
     Attributes:
         groups: the groups created from lists of ranks.
         compares_collectives: whether the debug mode is on.
+        number: of the job in this process, for keys in a store that may outlive it; 0 until the job has started.
     """
 
     def __init__(self) -> None:
+        self.number = 0
         self.groups: dict[tuple[int, ...], Group] = {}
         self.compares_collectives = False
         self._names: Counter[str] = Counter()
         self._resources: dict[type[Resource], Any] = {}
         self._process = os.getpid()
-
-    @cached_property
-    def number(self) -> int:
-        """The number of the job in this process, for keys in a store that may outlive it."""
-        return next(_job_numbers)
 
     def unique_name(self, name: str) -> str:
         """Return a prefix for keys in the store; the n-th call with a name returns the same one on all ranks."""

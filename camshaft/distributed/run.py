@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from itertools import count
 from typing import Any
 
 from camshaft.distributed.backend import Backend
@@ -21,6 +22,7 @@ _process: Backend = _serial
 _initialized = False
 _scoped: ContextVar[Backend | None] = ContextVar("camshaft_backend", default=None)
 _local_rank: int | None = None
+_job_numbers = count(1)
 
 
 def current() -> Backend:
@@ -135,6 +137,7 @@ def _detected() -> Backend:
 
 
 def _start(backend: Backend, debug: bool | None) -> None:
+    backend.job.number = next(_job_numbers)  # here, which all ranks reach, not where a rank first needs it
     collective_check.enable_if(debug, backend)
     atexit.unregister(_close_at_exit)
     atexit.register(_close_at_exit)  # registered last, called first: before a backend waits there for the other ranks

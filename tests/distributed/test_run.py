@@ -50,6 +50,19 @@ def test_initialize_and_finalize_leave_the_environment_alone(monkeypatch):
     assert os.environ["OF_THE_USER"] == "stays"
 
 
+def test_jobs_are_numbered_when_they_start_whether_or_not_a_rank_stores_anything():
+    """Otherwise, ranks of which only some stored anything in an earlier job would wait for each other's keys."""
+    names = []
+    for stores in (True, False, True):
+        run._serial.job.unique_name("of one rank alone")
+        idist.initialize("gloo")
+        if stores:
+            names.append(run.current().job.unique_name("seed"))
+        idist.finalize()
+    first, last = (int(name.split("/")[1]) for name in names)
+    assert last == first + 2
+
+
 def test_a_second_initialize_is_rejected():
     idist.initialize("gloo")
     with pytest.raises(RuntimeError, match="initialize was called already, with 'gloo': call finalize first"):
