@@ -190,7 +190,7 @@ class DataIterator:
         self._share: Callable[..., float] | None = None
 
     def start_at(self, progress: Progress, batches: tuple[Any, ...] | None, warns: bool) -> None:
-        """Let the first pass start where a run resumes.
+        """Set where the first pass starts when a run resumes.
 
         Args:
             progress: of the run.

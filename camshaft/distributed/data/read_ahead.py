@@ -177,7 +177,7 @@ class _Prefetcher:
         return moved, tensors, stream.record_event(), state
 
     def _received(self, batch: Any, tensors: list[Tensor], arrival: Any, state: Mapping[str, Any] | None) -> Any:
-        """Let the consumer's stream wait, and keep the memory as long as that stream uses it."""
+        """Make the consumer's stream wait for the copy, and keep the memory while that stream uses it."""
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(arrival)
         for tensor in tensors:

@@ -124,7 +124,7 @@ def _sum(backend: Backend, value: Any, kind: type, group: Group | None, size: in
 def _moved(
     backend: Backend, dtype: torch.dtype, form: str, numbers: list[Any], op: str, group: Group | None, wrong: Wrong
 ) -> tuple[Any, ...]:
-    """Let the backend reduce, also if something is wrong, so that no rank waits."""
+    """Reduce with the backend, also after an error on this rank, so that no rank waits."""
     buffer = Buffer(bytearray(struct.pack(form, *numbers)), backend.carrier, dtype)
     reduced = buffer.read(backend.all_reduce(buffer.tensor, op, group))
     if wrong is not None:

@@ -99,7 +99,7 @@ def initialize_mpi(timeout: timedelta | None = None) -> None:
 
 
 def register_mpi() -> None:
-    """Let ``init_process_group("mpi")`` and ``new_group`` work with a torch that was built without MPI.
+    """Register the ``mpi`` backend with a torch that was built without MPI.
 
     This initializes MPI, as any import of mpi4py does, until the process ends. Does nothing if torch has a backend of
     that name already.
@@ -279,7 +279,7 @@ class JobGuard:
 
 
 def _abort_at_exit(code: int) -> None:
-    """Let Python exit, and the job with it, soon, even if a thread or exit handler of the program hangs."""
+    """Exit Python, and the job with it, soon, even if a thread or exit handler of the program hangs."""
     from mpi4py.run import set_abort_status
 
     set_abort_status(code)

@@ -168,7 +168,7 @@ class _HeldThreads:
             return self._changed.wait_for(lambda: self._calls >= count, _PATIENCE)
 
     def release(self) -> None:
-        """Let all threads pass from now on."""
+        """Release all waiting threads, now and in the future."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()

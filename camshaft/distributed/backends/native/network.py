@@ -54,7 +54,7 @@ def find_interface(store: Store, rank: int, world_size: int) -> str | None:
 
 @contextmanager
 def gloo_on(interface: str | None) -> Iterator[None]:
-    """Let process groups that are made in the block use this interface, unless the user has named one.
+    """Use this interface for process groups created in the block, unless the user has named one.
 
     torch reads it from the environment and nowhere else, so the variable is set only for the block.
     """
