@@ -41,7 +41,7 @@ def inside(*names: str) -> tuple[str, ...]:
 
 
 CONTRACT = (*inside("backend", "topology"), *LEAVES)
-ENVIRONMENTS, LAUNCH = inside("environments"), inside("launch", "launch.*")
+ENVIRONMENTS, LAUNCH = inside("environments"), inside("launch")
 VALUES = inside("values", "values.*")
 CHECK, WATCHER = inside("coordination.collective_check"), inside("coordination.watcher")
 
@@ -234,7 +234,7 @@ FUTURE = "from __future__ import annotations\n"
         ("distributed/ranks.py", "from camshaft.engine.state import State", "arrows point down only"),
         ("distributed/ranks.py", "from camshaft.distributed.environments import detect", "arrows point down only"),
         ("distributed/environments.py", "import camshaft.distributed.registry", "arrows point down only"),
-        ("distributed/launch/xla.py", "import camshaft.distributed.backends.xla", "arrows point down only"),
+        ("distributed/launch.py", "import camshaft.distributed.backends.xla", "arrows point down only"),
         ("distributed/registry.py", "from camshaft.distributed.run import current", "arrows point down only"),
         ("distributed/backend.py", "from camshaft.distributed.run import current", "arrows point down only"),
         ("distributed/auto.py", "from camshaft.distributed.backends.serial import S", "arrows point down only"),

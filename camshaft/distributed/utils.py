@@ -11,7 +11,7 @@ from camshaft.distributed.collectives import (
     new_group,
 )
 from camshaft.distributed.comp_models import registered_computation_models
-from camshaft.distributed.launch.spawn import spawn
+from camshaft.distributed.launch import spawn
 from camshaft.distributed.ranks import (
     backend,
     device,

@@ -80,9 +80,11 @@ def test_an_error_in_one_process_stops_the_others_and_is_raised_with_its_traceba
     assert not list((tmp_path / "temporary").iterdir())
 
 
-@pytest.mark.parametrize(("how", "message"), [("exit", "exited with code 3"), ("kill", "was terminated by SIGKILL")])
+@pytest.mark.parametrize(
+    ("how", "message"), [("exit", "process 1 exited with code 3"), ("kill", "horovod.run exited with code")]
+)
 def test_a_process_that_exits_or_is_killed_is_reported(how: str, message: str) -> None:
-    with pytest.raises(ProcessExitedException, match=f"process 1 {message}"):
+    with pytest.raises(ProcessExitedException, match=message):
         idist.spawn("horovod", fail, (how,), nproc_per_node=2)
 
 
@@ -107,9 +109,9 @@ def test_an_error_before_the_processes_connect_is_raised() -> None:
             ("raise",),
             {"colour": 1},
             TypeError,
-            r"\['colour'\] are unknown to backend 'horovod', .*'ssh_port'",
+            "unexpected keyword argument 'colour'",
         ),
-        (("raise",), {"num_proc": 1}, TypeError, r"\['num_proc'\] are unknown"),
+        (("raise",), {"num_proc": 1}, TypeError, "multiple values for keyword argument 'num_proc'"),
         ((threading.Lock(),), {}, TypeError, "fn and its arguments must be importable and picklable"),
     ],
 )

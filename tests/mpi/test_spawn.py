@@ -151,7 +151,7 @@ def test_an_error_before_the_processes_connect_is_raised() -> None:
             fail,
             {"master_port": 1},
             TypeError,
-            r"\['master_port'\] are unknown to backend 'mpi', .*'device'",
+            r"\['master_port'\] are unknown to backend 'mpi', .*device",
         ),
         (lambda rank: None, {}, TypeError, "fn and its arguments must be importable and picklable"),
     ],

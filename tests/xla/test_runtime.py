@@ -14,7 +14,7 @@ import torch_xla
 import torch_xla.distributed.xla_multiprocessing as multiprocessing
 
 import camshaft.distributed as idist
-from camshaft.distributed.launch import xla as xla_spawn
+from camshaft.distributed import launch
 from camshaft.distributed.run import current
 from camshaft.utils import manual_seed
 from tests.xla.processes import call_alone, run
@@ -147,10 +147,10 @@ def spawn_new():
         task = ("xla-tpu", (print_context, ("new",), {}, {"spmd": False}), wanted)
         print("parent", os.getpid())
         if wanted == (1, 1):
-            multiprocessing.spawn(xla_spawn._run, task, start_method="fork")
+            multiprocessing.spawn(launch._run_xla_rank, task, start_method="fork")
         else:
             with pytest.raises(ValueError, match=r"must be 1 or 1 and nnodes 1, as XLA found the devices, got \d and"):
-                multiprocessing.spawn(xla_spawn._run, task, start_method="fork")
+                multiprocessing.spawn(launch._run_xla_rank, task, start_method="fork")
     assert not runs()
 
 

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 import camshaft.distributed as idist
+from camshaft.distributed import launcher
 from camshaft.distributed.diagnostics.auto_backend import choose
 from camshaft.distributed.environments import detect
-from camshaft.distributed.launch import parallel as launcher
 from camshaft.distributed.topology import Launch, Topology
 from tests.ranks import run_on_ranks
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 LOGGER = "camshaft.distributed.launcher.Parallel"
 LAUNCHERS = ("TORCHELASTIC", "SLURM", "OMPI", "PMI", "MPI", "HOROVOD", "PJRT", "RANK", "WORLD", "LOCAL", "MASTER")
 
@@ -52,15 +52,6 @@ def test_without_a_backend_the_function_runs_here_and_its_value_is_given():
     with idist.Parallel() as parallel:
         assert parallel.run(give, 1, more=2) == (0, 0, 1, None, (1,), {"more": 2})
         assert parallel.run(give) == (0, 0, 1, None, (), {})
-
-
-def test_without_a_backend_a_process_of_several_is_told_that_it_runs_alone(monkeypatch):
-    for name, value in {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.warns(UserWarning, match="a launcher started 2 processes, but backend is None") as caught:
-        parallel = idist.Parallel().__enter__()
-    assert caught[0].filename == __file__
-    assert parallel.run(give)[:3] == (0, 0, 1)
 
 
 def test_without_a_backend_what_is_for_initialize_or_spawn_plays_no_part():
@@ -249,7 +240,6 @@ def test_without_a_backend_there_is_nothing_to_start(name):
         ({"nnodes": 2, "node_rank": 0, "master_port": 1}, "got None and 1"),
         ({"master_port": "a"}, r"master_port must be a number in \[1, 65535\], got 'a'"),
         ({"master_port": 70000}, "got 70000"),
-        ({"master_addr": "a", "init_method": "file:///a"}, "must not be given with init_method='file:///a'"),
     ],
 )
 def test_nodes_that_cannot_be_are_refused_at_once(arguments, message):

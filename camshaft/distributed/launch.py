@@ -1,0 +1,618 @@
+"""``spawn``: start the processes of a job from within Python, with any backend.
+
+Processes report how they failed in a folder, as a launcher like ``mpiexec`` passes on nothing but words; the one that
+failed first is the cause. All end when the process that started them does, however it ends.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+import math
+import multiprocessing
+import multiprocessing.spawn
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import astuple, dataclass
+from datetime import timedelta
+from functools import partial
+from importlib import import_module
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
+from torch.multiprocessing.spawn import ProcessException, ProcessExitedException, ProcessRaisedException
+
+from camshaft.distributed import environments
+from camshaft.distributed.backend import Backend
+from camshaft.distributed.ranks import annotate_departures, get_local_rank
+from camshaft.distributed.registry import module_of
+from camshaft.distributed.run import abandon, current, finalize, install
+from camshaft.distributed.topology import Launch, Topology
+
+GRACE = 5.0
+"""Seconds a process has to exit after SIGTERM before it is killed."""
+
+_INTERVAL = 1.0  # seconds, at most, between checks for failures, exit codes, and the end of the parent
+_PATIENCE = 10.0  # seconds that the launcher of a failed job has to end it
+# Within a Slurm job, MPICH would start the processes with srun, which waits for the step of this process, and Open MPI
+# on the nodes of the job. The user's own settings take precedence.
+_ON_THIS_MACHINE = {"HYDRA_LAUNCHER": "fork", "PRTE_MCA_ras": "^slurm"}
+
+Task: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # a function and its arguments
+
+# With join=False, processes and their store outlive the last reference that the caller holds.
+_running: set[Processes] = set()
+
+
+def spawn(
+    backend: str,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs_dict: dict[str, Any] | None = None,
+    nproc_per_node: int = 1,
+    **kwargs: Any,
+) -> Any:
+    """Start processes on this machine; each initializes the backend, calls a function, and finalizes.
+
+    If a process fails, the others are terminated, and the error here contains its traceback. The processes end with
+    this one, however it ends.
+
+    Args:
+        backend: one of :func:`available_backends`.
+        fn: called as ``fn(local_rank, *args, **kwargs_dict)``; it must be importable by new processes.
+        args: arguments of ``fn``.
+        kwargs_dict: keyword arguments of ``fn``.
+        nproc_per_node: number of processes.
+        kwargs: depend on the backend. For those of torch: ``nnodes``, ``node_rank``, ``master_addr`` and
+            ``master_port`` (by default a free port, on one node), ``init_method``, the options of :func:`initialize`,
+            and for the processes ``join``, ``daemon`` and ``start_method``: ``"fork"`` by default in a notebook, where
+            each process then computes with one thread, as the threads of the parent do not survive a fork. ``"mpi"``:
+            ``timeout`` and ``device``. ``"horovod"``: ``hosts``, ``timeout`` and the options of ``horovod.run``.
+            ``"xla-tpu"``: ``start_method`` and ``spmd``. All accept ``debug``, as :func:`initialize` does.
+
+    Returns:
+        ``None``; with ``join=False`` an object whose ``join(timeout=None)`` waits for the processes.
+
+    Raises:
+        ValueError: the backend is not available, or a number of nodes or processes is out of range.
+        TypeError: an argument is unknown, or ``fn`` and its arguments cannot be pickled.
+        torch.multiprocessing.ProcessRaisedException: ``fn`` raised in a process.
+        torch.multiprocessing.ProcessExitedException: a process was killed, or exited with another code than 0.
+    """
+    module_of(backend)  # raises if it is not available
+    if not callable(fn):
+        raise TypeError(f"fn must be callable, got {fn!r}")
+    if not isinstance(args, (tuple, list)):
+        raise TypeError(f"args must be a tuple, got {args!r}")
+    check_positive("nproc_per_node", nproc_per_node)
+    starters: dict[str, Any] = {"mpi": _spawn_mpi, "horovod": _spawn_horovod, "xla-tpu": _spawn_xla}
+    start = starters.get(backend, _spawn)
+    return start(backend, (fn, tuple(args), dict(kwargs_dict or {})), nproc_per_node, **kwargs)
+
+
+# --- what each process does ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, order=True)
+class Failure:
+    """How a process failed; the first one is the cause of the others.
+
+    Args:
+        when: time of a clock that all processes share; 0 for a process that could not report.
+        rank: rank of the process among those that were started.
+        pid: process id.
+        code: exit code, negative for a signal; ``None`` for an exception.
+        text: traceback, if any.
+    """
+
+    when: float
+    rank: int
+    pid: int
+    code: int | None = None
+    text: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> Failure:
+        """Describe the exception that is being handled."""
+        notes = getattr(error, "__notes__", ()) if sys.version_info < (3, 11) else ()
+        text = "".join([traceback.format_exc(), *(f"{note}\n" for note in notes)])
+        code = exit_code(error) if isinstance(error, SystemExit) else None
+        return cls(time.monotonic(), rank, os.getpid(), code, text)
+
+    def exception(self) -> ProcessException:
+        """Return the error to raise in the parent."""
+        if self.code is None:
+            return ProcessRaisedException(f"\n\n-- process {self.rank} failed:\n{self.text}", self.rank, self.pid)
+        name = next((number.name for number in signal.Signals if number == -self.code), None)
+        if self.code < 0:
+            how = f"was terminated by {name or f'signal {-self.code}'}"
+        else:
+            how = f"exited with code {self.code}" + (f":\n{self.text}" if self.text else " without an exception")
+        return ProcessExitedException(f"process {self.rank} {how}", self.rank, self.pid, self.code, name)
+
+    def save(self, folder: str) -> None:
+        """Write to a folder of the parent, complete at once; on another machine there is none."""
+        path = Path(folder, f"failure-{self.rank}")
+        with suppress(OSError):
+            path.with_suffix(".new").write_text(json.dumps(astuple(self)))
+            path.with_suffix(".new").rename(path)
+
+    @classmethod
+    def all_in(cls, folder: str) -> list[Failure]:
+        """Return the failures that processes have saved, the cause first."""
+        return sorted(cls(*json.loads(file.read_text())) for file in Path(folder).glob("failure-*[0-9]"))
+
+
+def work(
+    rank: int,
+    load: Callable[[], tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], dict[str, Any]]],
+    create: Callable[..., Backend],
+    report: Callable[[Failure], None],
+) -> None:
+    """Call a function within a backend; ``sys.exit()`` in it is a return.
+
+    Args:
+        rank: rank to report.
+        load: returns the function, its arguments, and the options of the backend, including ``debug``.
+        create: called with these options.
+        report: called with a failure before the exception propagates, so before it has any consequences.
+    """
+    try:
+        function, args, kwargs, options = load()
+        debug = options.pop("debug", None)
+        install(lambda: create(**options), debug)
+        try:
+            function(get_local_rank(), *args, **kwargs)
+        except SystemExit as error:
+            if exit_code(error):
+                raise
+        finalize()
+    except BaseException as error:  # KeyboardInterrupt, too
+        annotate_departures(error, current())
+        report(Failure.of(error, rank))
+        raise
+
+
+def exit_code(error: SystemExit) -> int:
+    """Return the exit code that Python uses for this exception."""
+    return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+
+
+def not_picklable(task: Task, error: Exception) -> TypeError:
+    """Return the error for a task that cannot be sent to new processes."""
+    return TypeError(
+        "fn and its arguments must be importable and picklable to be sent to new processes, got "
+        f"{task[0]!r} with {task[1]!r} and {task[2]!r}: {error}"
+    )
+
+
+def end_with_parent(sentinel: Any) -> None:
+    """Terminate this process when its parent is gone, even if it was killed.
+
+    Args:
+        sentinel: becomes readable then: the sentinel of ``multiprocessing.parent_process()``, or a connection of which
+            only the parent holds the other end.
+    """
+    threading.Thread(target=_watch, args=(sentinel, os.getppid()), name="camshaft-parent-watchdog", daemon=True).start()
+
+
+def _watch(sentinel: Any, parent: int) -> None:
+    # Processes forked later inherit the other end, so the parent's process id is checked as well.
+    while not wait([sentinel], _INTERVAL) and os.getppid() == parent:
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)  # the user's handler may save something
+    time.sleep(GRACE)
+    os._exit(1)  # the main thread may never return to Python, for example from a collective
+
+
+# --- backends of torch.distributed -----------------------------------------------------------------------------------
+
+
+def _spawn(
+    name: str,
+    task: Task,
+    nproc_per_node: int,
+    nnodes: int = 1,
+    node_rank: int | None = None,
+    master_addr: str | None = None,
+    master_port: int | str | None = None,
+    init_method: str | None = None,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str | None = None,
+    debug: bool | None = None,
+    **options: Any,
+) -> Processes | None:
+    """Start the processes of a backend of torch.distributed on this node, and wait for them."""
+    check_nodes(nnodes, node_rank, master_addr, master_port, init_method)
+    if own := {"rank", "world_size"} & set(options):
+        raise TypeError(f"{sorted(own)} follow from nproc_per_node, nnodes and node_rank; do not pass them to spawn")
+    module_of(name).check_options(name, options)
+    if start_method is None:
+        start_method = "fork" if hasattr(sys, "ps1") or "ipykernel" in sys.modules else "spawn"
+    context: Any = multiprocessing.get_context(start_method)
+    by_address = init_method is None or init_method.startswith("env://")
+    hosts_store = by_address and nnodes == 1 and master_port is None
+    node_rank, world_size = node_rank or 0, nnodes * nproc_per_node
+    all_options = {"init_method": init_method, "debug": debug, **options}
+    processes = Processes()
+    try:
+        with socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN) as server:
+            if hosts_store:
+                master_addr, master_port = server.getsockname()
+            for index in range(nproc_per_node):
+                rank = node_rank * nproc_per_node + index
+                launch = Launch(
+                    "spawn",
+                    Topology(rank, world_size, index, nproc_per_node, node_rank, nnodes),
+                    (master_addr or "127.0.0.1") if by_address else None,
+                    None if master_port is None else int(master_port),
+                    agent_store=hosts_store,
+                )
+                arguments = (index, name, launch, (*task, all_options), processes.folder.name, start_method == "fork")
+                process = context.Process(target=_run_rank, args=arguments, daemon=daemon)
+                process.start()
+                processes.processes.append(process)
+            if hosts_store:
+                # The thread of a store does not exist in a forked process, where destroying the copy of the store
+                # would wait for it forever. So nothing is forked while it exists.
+                processes.store = TCPStore(
+                    "127.0.0.1",
+                    int(str(master_port)),
+                    is_master=True,
+                    wait_for_workers=False,
+                    master_listen_fd=server.detach(),
+                )
+    except BaseException as error:
+        processes.end()
+        if isinstance(error, (AttributeError, TypeError, pickle.PicklingError)):
+            raise not_picklable(task, error) from error
+        raise
+    return None if join and processes.join() else processes
+
+
+def _run_rank(index: int, name: str, launch: Launch, task: tuple[Any, ...], folder: str, is_forked: bool) -> None:
+    """Run in each process."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "multiprocessing started this process"
+    end_with_parent(parent.sentinel)
+    if is_forked:
+        # OpenMP's threads, if the parent has used any, do not survive the fork, and the first parallel operation would
+        # wait for them forever. Workers of a DataLoader use a single thread for the same reason.
+        torch.set_num_threads(1)
+    os.environ.update(environments.torch_variables(launch))  # for other readers of the environment
+    try:
+        create = partial(module_of(name).create, name, launch)
+        work(index, lambda: task, create, partial(Failure.save, folder=folder))
+    except BaseException as error:
+        abandon()
+        sys.exit(exit_code(error) if isinstance(error, SystemExit) else 1)
+
+
+def check_nodes(
+    nnodes: Any = None,
+    node_rank: Any = None,
+    master_addr: str | None = None,
+    master_port: int | str | None = None,
+    init_method: str | None = None,
+) -> None:
+    """Check the number of nodes, and how their processes find each other; ``None`` is an argument that is not given.
+
+    Raises:
+        ValueError: a number is out of range, or something is missing.
+    """
+    nnodes = 1 if nnodes is None else nnodes
+    check_positive("nnodes", nnodes)
+    if nnodes > 1 and node_rank is None:
+        raise ValueError(f"node_rank must be given with nnodes={nnodes}")
+    if node_rank is not None and not 0 <= node_rank < nnodes:
+        raise ValueError(f"node_rank must be an integer in [0, {nnodes}), got {node_rank!r}")
+    by_address = init_method is None or init_method.startswith("env://")
+    if by_address and nnodes > 1 and (master_addr is None or master_port is None):
+        raise ValueError(
+            f"master_addr and master_port, or init_method, must be given with nnodes={nnodes}, got {master_addr!r} and "
+            f"{master_port!r}"
+        )
+    if master_port is not None and not (str(master_port).isdecimal() and 0 < int(master_port) < 65536):
+        raise ValueError(f"master_port must be a number in [1, 65535], got {master_port!r}")
+
+
+def check_positive(name: str, count: Any) -> None:
+    """Raise ValueError if a number of processes or nodes is not a positive integer."""
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ValueError(f"{name} must be a positive integer, got {count!r}")
+
+
+class Processes:
+    """Processes that end together, the store they connect to, and the folder to which they write failures."""
+
+    def __init__(self) -> None:
+        self.processes: list[BaseProcess] = []
+        self.folder = tempfile.TemporaryDirectory(prefix="camshaft-")
+        self.store: Store | None = None  # only this object refers to it: the traceback of a failure would keep it alive
+        self._cause: Failure | None = None
+        _running.add(self)
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until all processes have ended; if one fails, or this is interrupted, terminate the others.
+
+        Args:
+            timeout: seconds to wait at most; ``None`` waits forever.
+
+        Returns:
+            Whether all have ended.
+
+        Raises:
+            ProcessRaisedException: a process raised an exception; contains the traceback of the first one.
+            ProcessExitedException: a process was killed, or exited with another code than 0.
+        """
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        try:
+            while self in _running:
+                self._cause = self._find_cause()
+                if self._cause is not None or not self._alive():
+                    self.end()
+                elif not self._wait_until(deadline):
+                    return False
+        except BaseException:
+            self.end()
+            raise
+        if self._cause is not None:
+            raise self._cause.exception()  # a new one: its traceback refers to this object
+        return True
+
+    def end(self) -> None:
+        """Terminate the processes that still run, and kill those that have not ended after a few seconds."""
+        for index, process in enumerate(self.processes):
+            if self._cause is None or index != self._cause.rank:  # that one may have something to save before it ends
+                process.terminate()
+        deadline = time.monotonic() + GRACE
+        while self._alive() and self._wait_until(deadline):
+            pass
+        for process in self._alive():
+            process.kill()
+            process.join()
+        self.store = None
+        self.folder.cleanup()
+        _running.discard(self)
+
+    def _alive(self) -> list[BaseProcess]:
+        return [process for process in self.processes if process.exitcode is None]
+
+    def _wait_until(self, deadline: float) -> bool:
+        """Wait until a process ends, or a moment; return False if the deadline has passed before."""
+        left = deadline - time.monotonic()
+        # Its children may hold the sentinel of a process that has ended, so exit codes are checked in between.
+        wait([process.sentinel for process in self._alive()], min(max(left, 0.0), _INTERVAL))
+        return left > 0
+
+    def _find_cause(self) -> Failure | None:
+        """Return the first failure; other processes could only fail in consequence of one that ended silently."""
+        codes = [process.exitcode for process in self.processes]  # first: a failure is saved before the process ends
+        failures = Failure.all_in(self.folder.name)
+        reported = {failure.rank for failure in failures}
+        for index, (process, code) in enumerate(zip(self.processes, codes, strict=True)):
+            if code and index not in reported:
+                return Failure(0.0, index, process.pid or 0, code)
+        return failures[0] if failures else None
+
+
+# --- mpiexec and horovod.run -----------------------------------------------------------------------------------------
+
+
+def _spawn_mpi(name: str, task: Task, nproc_per_node: int, nnodes: int = 1, node_rank: int = 0, **options: Any) -> None:
+    """Start processes with ``mpiexec``, and wait for them; see :func:`camshaft.distributed.spawn`."""
+    if nnodes > 1:
+        raise ValueError(
+            f"nnodes must be 1 for backend {name!r}, got {nnodes}: to use several nodes, start the script with mpiexec "
+            "and a host file, without nproc_per_node"
+        )
+    if unknown := sorted(set(options) - {"debug", "device", "timeout"}):
+        raise TypeError(f"{unknown} are unknown to backend {name!r}, which accepts debug, device and timeout")
+    # That of the MPI library in this environment comes first.
+    places = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+    if (mpiexec := shutil.which("mpiexec", path=places)) is None:
+        raise RuntimeError(
+            "backend 'mpi' needs mpiexec to start processes, and none was found next to Python or in PATH: "
+            "pip install 'camshaft[mpi]'"
+        )
+    preparation = multiprocessing.spawn.get_preparation_data("MPI process")
+    del preparation["authkey"]  # it is secret
+    try:
+        pickled = pickle.dumps(preparation) + pickle.dumps((*task, options))
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        raise not_picklable(task, error) from error
+    _run_command([mpiexec, "-n", str(nproc_per_node)], run_mpi_rank, pickled, **_ON_THIS_MACHINE)
+
+
+def run_mpi_rank(folder: str) -> None:
+    """Run in each process that ``mpiexec`` starts."""
+    launch = environments.read("mpich", os.environ) or environments.read("openmpi", os.environ)
+    create = partial(module_of("mpi").create, "mpi", launch)
+    rank = launch.topology.rank if launch else 0
+    try:
+        work(rank, partial(_load, folder), create, partial(Failure.save, folder=folder))
+    except BaseException as error:
+        sys.excepthook(*sys.exc_info())  # while the backend is initialized, this ends all processes once this one ends
+        code = exit_code(error) if isinstance(error, SystemExit) else 1
+        if not dist.is_initialized():
+            sys.stdout.flush()
+            os._exit(code)  # MPI would wait for the other processes, which may wait for this one
+        sys.exit(code)
+
+
+def _load(folder: str) -> Any:
+    """Return the task; the main module of this process becomes that of its parent, as multiprocessing does."""
+    stream = io.BytesIO(Path(folder, "task").read_bytes())
+    process = multiprocessing.current_process()
+    process._inheriting = True  # type: ignore[attr-defined]  # a main module that starts processes is refused
+    try:
+        multiprocessing.spawn.prepare(pickle.load(stream))
+        return pickle.load(stream)
+    finally:
+        del process._inheriting  # type: ignore[attr-defined]
+
+
+def _spawn_horovod(
+    name: str,
+    task: Task,
+    nproc_per_node: int,
+    nnodes: int = 1,
+    node_rank: int = 0,
+    timeout: timedelta | None = None,
+    debug: bool | None = None,
+    **options: Any,
+) -> None:
+    """Start processes with ``horovod.run``, and wait for them; see :func:`camshaft.distributed.spawn`.
+
+    Horovod starts the processes of all nodes from one: with ``hosts="name:processes,..."``, ``nproc_per_node`` is the
+    number of processes on all of them.
+    """
+    if nnodes > 1 or node_rank > 0:
+        raise RuntimeError(
+            "nnodes and node_rank must be 1 and 0, as Horovod starts the processes of all nodes from one: use "
+            f"hosts='name:processes,...' instead, got nnodes={nnodes} and node_rank={node_rank}"
+        )
+    # raises for unknown options
+    inspect.signature(import_module("horovod").run).bind(print, num_proc=nproc_per_node, **options)
+    try:  # with cloudpickle, as Horovod itself does: it accepts functions of the main module
+        pickled = import_module("cloudpickle").dumps((*task, {"timeout": timeout, "debug": debug}))
+    except Exception as error:
+        raise not_picklable(task, error) from error
+    # In a process of its own, as it replaces signal handlers and leaves servers running.
+    _run_command([], run_horovod, pickle.dumps((pickled, {"num_proc": nproc_per_node, **options})))
+
+
+def run_horovod(folder: str) -> None:
+    """Call ``horovod.run``."""
+    pickled, options = pickle.loads(Path(folder, "task").read_bytes())
+    import_module("horovod").run(partial(run_horovod_rank, pickled, sys.path, folder), **options)
+
+
+def run_horovod_rank(pickled: bytes, path: list[str], folder: str) -> None:
+    """Run in each process that Horovod starts."""
+    sys.path[:] = path  # Horovod does not pass it on
+    launch = environments.read("horovodrun", os.environ)
+
+    def report(failure: Failure) -> None:
+        kind = sys.exc_info()[0]
+        if kind is None or kind.__name__ != "HorovodInternalError":  # a consequence of the end of another process
+            failure.save(folder)
+
+    create = partial(module_of("horovod").create, "horovod", launch)
+    work(launch.topology.rank if launch else 0, partial(pickle.loads, pickled), create, report)
+
+
+def _run_command(command: list[str], function: Callable[[str], None], task: bytes, **variables: str) -> None:
+    """Run Python with a command, call a function of this module there with the folder of the task, and wait for it."""
+    with (
+        tempfile.TemporaryDirectory(prefix="camshaft-") as folder,
+        socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN) as server,
+    ):
+        Path(folder, "task").write_bytes(task)
+        path = [*map(str, sys.path)]
+        call = f"start({function.__name__!r}, {folder!r}, {server.getsockname()[1]})"
+        python = [sys.executable, "-c", f"import sys; sys.path[:] = {path}; from {__name__} import start; {call}"]
+        process = subprocess.Popen([*command, *python], stdin=subprocess.DEVNULL, env=variables | os.environ)
+        try:
+            while process.poll() is None and not Failure.all_in(folder):
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_INTERVAL)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_PATIENCE)
+        finally:
+            process.terminate()  # if interrupted, or if it does not notice a failure; it terminates its processes
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+            process.kill()
+            process.wait()
+        if failures := Failure.all_in(folder):
+            raise failures[0].exception()
+    if process.returncode:
+        name = Path(command[0]).name if command else "horovod.run"
+        raise ProcessExitedException(
+            f"{name} exited with code {process.returncode}, and no process reported a failure: one was killed or ended "
+            f"itself, or {name} could not start them, see its output above",
+            error_index=-1,  # unknown
+            error_pid=process.pid,
+            exit_code=process.returncode,
+        )
+
+
+def start(function: str, folder: str, port: int) -> None:
+    """Call a function of this module, and end with the process that listens on the port."""
+    end_with_parent(socket.create_connection(("127.0.0.1", port)))
+    globals()[function](folder)
+
+
+# --- XLA -------------------------------------------------------------------------------------------------------------
+
+
+def _spawn_xla(
+    name: str,
+    task: Task,
+    nproc_per_node: int,
+    nnodes: int = 1,
+    node_rank: int = 0,
+    master_addr: str | None = None,
+    master_port: int | str | None = None,
+    start_method: str = "fork",
+    spmd: bool = False,
+    debug: bool | None = None,
+) -> None:
+    """Start one process, which is this one, or one per device of this machine; see :func:`camshaft.distributed.spawn`.
+
+    The runtime finds other nodes by itself: ``node_rank``, ``master_addr`` and ``master_port`` have no effect.
+    """
+    import torch_xla.distributed.xla_multiprocessing as xla_multiprocessing
+    import torch_xla.runtime as runtime
+
+    if nproc_per_node > 1 and (spmd or runtime.device_type() == "CPU"):
+        raise ValueError(
+            f"nproc_per_node must be 1 {'with spmd=True' if spmd else 'on CPUs'}, got {nproc_per_node}; spmd=True "
+            "makes one process use all devices"
+        )
+    arguments = (name, (*task, {"spmd": spmd, "debug": debug}), (nproc_per_node, nnodes))
+    if spmd:
+        _run_xla_rank(0, *arguments)
+    else:
+        count = 1 if nproc_per_node == 1 else None
+        xla_multiprocessing.spawn(_run_xla_rank, arguments, nprocs=count, start_method=start_method)
+
+
+def _run_xla_rank(rank: int, name: str, task: Any, expected: tuple[int, int]) -> None:
+    """Run in each process; torch_xla reports failures."""
+
+    def create(**options: Any) -> Backend:
+        backend: Backend = module_of(name).create(name, None, **options)
+        found = backend.topology.local_world_size, backend.topology.num_nodes
+        if found != expected:
+            backend.close()
+            raise ValueError(
+                f"nproc_per_node must be 1 or {found[0]} and nnodes {found[1]}, as XLA found the devices, got "
+                f"{expected[0]} and {expected[1]}"
+            )
+        return backend
+
+    try:
+        work(rank, lambda: task, create, lambda failure: None)
+    except BaseException:
+        abandon()
+        raise
