@@ -8,18 +8,16 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy, deepcopy
-from numbers import Real
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from camshaft.distributed import all_reduce, get_world_size
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events
 from camshaft.engine.order import Order
-from camshaft.handlers.param_scheduler.base import plain, write
-from camshaft.handlers.utils import check_callable, check_engine, check_type, integer, load_optional, number
+from camshaft.handlers import utils
+from camshaft.handlers.param_scheduler import plain, write
 from camshaft.seeding import preserved_random_state
 
 __all__ = ["FastaiLRFinder"]
@@ -88,18 +86,15 @@ class FastaiLRFinder:
             ValueError: a number is out of range, or there is no optimizer.
             RuntimeError: on entry, if the trainer is in the middle of a run.
         """
-        check_engine("trainer", trainer)
+        utils.check_engine("trainer", trainer)
         _check_objects(to_save)
-        check_callable("output_transform", output_transform)
+        utils.check_callable("output_transform", output_transform)
         groups = to_save["optimizer"].param_groups
         if num_iter is not None:
-            integer("num_iter", num_iter, least=1)
-        if step_mode not in ("exp", "linear"):
-            raise ValueError(f"step_mode must be 'exp' or 'linear', got {step_mode!r}")
-        if not 0 <= number("smooth_f", smooth_f) < 1:
-            raise ValueError(f"smooth_f must be at least 0 and below 1, got {smooth_f}")
-        if number("diverge_th", diverge_th) < 1:
-            raise ValueError(f"diverge_th must be at least 1, got {diverge_th}")
+            utils.integer("num_iter", num_iter, least=1)
+        utils.check_choice("step_mode", step_mode, ("exp", "linear"))
+        utils.number("smooth_f", smooth_f, least=0, below=1)
+        utils.number("diverge_th", diverge_th, least=1)
         current = [float(plain(group["lr"])) for group in groups]
         starts = current if start_lr is None else _one_per_group("start_lr", start_lr, len(groups))
         pairs = list(zip(starts, _one_per_group("end_lr", end_lr, len(groups)), strict=True))
@@ -151,7 +146,7 @@ class FastaiLRFinder:
 
         def record(engine: Engine[Any, Any]) -> None:
             nonlocal best, diverged
-            loss = _loss(output_transform(engine.state.output))
+            loss = float(utils.scalar("output_transform", output_transform(engine.state.output)))
             if get_world_size() > 1:
                 loss = all_reduce(loss) / get_world_size()
             if self._losses and smooth_f:
@@ -241,10 +236,10 @@ class FastaiLRFinder:
             ValueError: ``skip_start`` or ``skip_end`` is negative.
             ModuleNotFoundError: matplotlib is not installed.
         """
-        pyplot = load_optional("matplotlib.pyplot", extra="plot", needed_by="FastaiLRFinder.plot")
+        pyplot = utils.load_optional("matplotlib.pyplot", extra="plot", needed_by="FastaiLRFinder.plot")
         self._check_has_run()
-        integer("skip_start", skip_start, least=0)
-        integer("skip_end", skip_end, least=0)
+        utils.integer("skip_start", skip_start, least=0)
+        utils.integer("skip_end", skip_end, least=0)
         suggestion = self._steepest() if display_suggestion else None
         if ax is None:
             _, ax = pyplot.subplots(**kwargs)
@@ -290,33 +285,24 @@ def _single(rates: list[float]) -> float | list[float]:
     return rates[0] if len(rates) == 1 else list(rates)
 
 
-def _loss(value: Any) -> float:
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise ValueError(f"output_transform must return one loss, got a tensor of shape {tuple(value.shape)}")
-        return float(value.item())
-    check_type("the result of output_transform", value, Real, "a number or a tensor")
-    return float(value)
-
-
 def _one_per_group(name: str, value: Any, count: int) -> list[float]:
     """Return one rate for each parameter group, given a number or a list of numbers."""
     if not isinstance(value, list):
-        return [number(name, value)] * count
-    rates = [number(name, one) for one in value]
+        return [utils.number(name, value)] * count
+    rates = [utils.number(name, one) for one in value]
     if len(rates) != count:
         raise ValueError(f"{name} must hold one rate for each of {count} parameter groups, got {rates}")
     return rates
 
 
 def _check_objects(to_save: Any) -> None:
-    check_type("to_save", to_save, Mapping, "a mapping")
+    utils.check_type("to_save", to_save, Mapping, "a mapping")
     for name, one in to_save.items():
         if not all(callable(getattr(one, method, None)) for method in ("state_dict", "load_state_dict")):
             raise TypeError(f"to_save[{name!r}] must have state_dict() and load_state_dict(), got {one!r}")
     if "optimizer" not in to_save:
         raise ValueError(f"to_save must hold 'optimizer', whose rate is searched, got {list(to_save)}")
-    check_type("to_save['optimizer']", to_save["optimizer"], Optimizer, "a torch.optim.Optimizer")
+    utils.check_type("to_save['optimizer']", to_save["optimizer"], Optimizer, "a torch.optim.Optimizer")
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from numbers import Real
 from typing import Any
 
 import torch
@@ -19,8 +18,8 @@ from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, RemovableEventHandle
 from camshaft.engine.lazy import LazyNumber, Results
 from camshaft.engine.order import Order
-from camshaft.errors import annotate, check_is_no_class, described
-from camshaft.handlers.utils import check_callable, check_engine, identity, resumes_epoch
+from camshaft.errors import annotate, check_is_no_class
+from camshaft.handlers.utils import check_callable, check_engine, check_type, identity, number, resumes_epoch, scalar
 from camshaft.handlers.values import fetch, peek
 from camshaft.ignite import ignite_class
 
@@ -68,8 +67,7 @@ def attach_metrics(
     """
     check_engine("engine", engine)
     check_callable("output_transform", output_transform)
-    if not isinstance(metrics, Mapping):
-        raise TypeError(f"metrics must be a mapping of names to metrics, got {described(metrics)}")
+    check_type("metrics", metrics, Mapping, "a mapping of names to metrics")
     for name, metric in metrics.items():
         check_is_no_class(f"metrics[{name!r}]", metric)
         if ignite_class(metric) is not None:
@@ -304,7 +302,7 @@ class RunningAverage(Serializable):
         alpha: the weight of the previous average, in [0, 1).
 
     Raises:
-        TypeError: ``output_transform`` is not callable.
+        TypeError: ``output_transform`` is not callable, or ``alpha`` is not a number.
         ValueError: ``alpha`` is out of range.
 
     >>> trainer = Engine(lambda engine, batch: torch.tensor(batch))
@@ -325,8 +323,7 @@ class RunningAverage(Serializable):
                 "of PyTorch-Ignite use ignite.metrics.RunningAverage, which attaches to engines of camshaft too"
             )
         check_callable("output_transform", output_transform)
-        if not isinstance(alpha, Real) or not 0 <= alpha < 1:
-            raise ValueError(f"alpha must be a number in [0, 1), got {alpha!r}")
+        number("alpha", alpha, least=0, below=1)
         self._output_transform: Callable[[Any], Any] = identity if output_transform is None else output_transform
         self._weight: float = 1 - float(alpha)
         self._average: float | Tensor | None = None
@@ -350,17 +347,9 @@ class RunningAverage(Serializable):
             engine.state.metrics = Results(engine.state.metrics)
 
     def _update(self, engine: Engine[Any, Any], name: str) -> None:
-        value = peek(self._output_transform(engine.state._output))  # `state.output` synchronizes
-        if isinstance(value, Tensor):
-            if value.numel() != 1:
-                shape = tuple(value.shape)
-                raise ValueError(f"output_transform must return a number or one element, got a tensor of shape {shape}")
-            value = value.detach().reshape(())
-            value = value if value.dtype is torch.float64 else value.float()
-        elif isinstance(value, Real):
-            value = float(value)
-        else:
-            raise TypeError(f"output_transform must return a number or a tensor, got {described(value)}")
+        value = scalar("output_transform", peek(self._output_transform(engine.state._output)))  # without synchronizing
+        if isinstance(value, Tensor) and value.dtype is not torch.float64:
+            value = value.float()
         before, average = self._average, value
         if isinstance(before, Tensor) and isinstance(value, Tensor):
             # a new tensor each time: a reader may still hold the previous one

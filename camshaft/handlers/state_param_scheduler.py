@@ -17,8 +17,7 @@ from typing import Any, ClassVar
 
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import EventLike, Events, RemovableEventHandle
-from camshaft.handlers.param_scheduler.base import BaseParamScheduler, rows_of
-from camshaft.handlers.param_scheduler.curves import interpolate, split_milestones, whole
+from camshaft.handlers.base_scheduler import BaseParamScheduler, interpolate, rows_of, split_milestones, whole
 from camshaft.handlers.utils import check_engine, check_is_no_counter, check_sequence, number, resumes_epoch
 
 __all__ = [

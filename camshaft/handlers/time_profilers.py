@@ -8,11 +8,9 @@ import weakref
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,10 +20,11 @@ from camshaft.engine.events import Events, FailureEvents, RemovableEventHandle
 from camshaft.engine.order import Order
 from camshaft.engine.registration import Invocation, Registration
 from camshaft.handlers.utils import check_engine
+from camshaft.text import aligned
 
 __all__ = ["BasicTimeProfiler", "HandlersTimeProfiler"]
 
-Hook = tuple[Events, Callable[[Engine[Any, Any]], object], int]
+Hook = tuple[Events, Callable[..., object], int]
 
 _MEASURED = (
     Events.STARTED,
@@ -42,26 +41,19 @@ _PRINTED = _MEASURED[:1] + _MEASURED[2:6] + _MEASURED[1:2]
 
 
 class _Samples:
-    """Durations in seconds, each with its row: the index of the iteration in the run. Rows hardly take memory."""
-
-    __slots__ = ("_jumps", "_next_row", "seconds")
+    """Durations in seconds, each with its row: the index of the iteration in the run."""
 
     def __init__(self) -> None:
-        self.seconds = array("d")
-        self._jumps: dict[int, int] = {}  # rows by index, where they do not follow the row before
-        self._next_row = -1
+        self.seconds, self.rows = array("d"), array("q")
 
     def append(self, seconds: float, row: int) -> None:
-        if row != self._next_row:
-            self._jumps[len(self.seconds)] = row
-        self._next_row = row + 1
         self.seconds.append(seconds)
+        self.rows.append(row)
 
     def column(self, size: int) -> list[float]:
         """Return the seconds in each of ``size`` rows; those outside count in the first or last row."""
-        column, row = [0.0] * size, -1
-        for index, seconds in enumerate(self.seconds if size else ()):
-            row = self._jumps.get(index, row + 1)
+        column = [0.0] * size
+        for row, seconds in zip(self.rows, self.seconds if size else (), strict=False):
             column[max(0, min(row, size - 1))] += seconds
         return column
 
@@ -80,9 +72,7 @@ class _Profiler:
 
     def _reset(self) -> None:
         self._fetches, self._processes = _Samples(), _Samples()
-        self._num_rows = 0
-        self._jumps: list[tuple[int, int, int]] = []  # row, epoch and iteration where they do not follow the row before
-        self._epoch = self._iteration = -1
+        self._epochs, self._iterations = array("q"), array("q")  # by row
         self._started: float | None = None
         self._nested = 0.0  # seconds since then that are not measured here
         self._paused = 0.0, 0.0
@@ -123,38 +113,36 @@ class _Profiler:
     def _start(self, engine: Engine[Any, Any]) -> None:
         self._reset()
 
-    def _fetch(self, engine: Engine[Any, Any]) -> None:
+    def _fetch(self) -> None:
         self._nested = 0.0
         self._started = perf_counter()
 
-    def _fetched(self, engine: Engine[Any, Any]) -> None:
-        if self._started is not None:
-            self._fetches.append(perf_counter() - self._started - self._nested, self._num_rows)
-            self._started = None
+    def _fetched(self) -> None:
+        self._end(self._fetches, len(self._iterations))
 
     def _process(self, engine: Engine[Any, Any]) -> None:
-        epoch, iteration = engine.state.epoch, engine.state.iteration
-        if iteration != self._iteration + 1 or epoch != self._epoch:
-            self._jumps.append((self._num_rows, epoch, iteration))
-        self._epoch, self._iteration = epoch, iteration
-        self._num_rows += 1
+        self._epochs.append(engine.state.epoch)
+        self._iterations.append(engine.state.iteration)
         self._nested = 0.0
         self._started = perf_counter()
 
-    def _processed(self, engine: Engine[Any, Any]) -> None:
+    def _processed(self) -> None:
+        self._end(self._processes, len(self._iterations) - 1)
+
+    def _end(self, samples: _Samples, row: int) -> None:
         if self._started is not None:
-            self._processes.append(perf_counter() - self._started - self._nested, self._num_rows - 1)
+            samples.append(perf_counter() - self._started - self._nested, row)
             self._started = None
 
-    def _pause(self, engine: Engine[Any, Any]) -> None:
+    def _pause(self) -> None:
         self._paused = perf_counter(), self._nested
 
-    def _resume(self, engine: Engine[Any, Any]) -> None:
+    def _resume(self) -> None:
         if self._started is not None:
             paused_at, self._nested = self._paused
             self._started += perf_counter() - paused_at
 
-    def _drop(self, engine: Engine[Any, Any]) -> None:
+    def _drop(self) -> None:
         self._started = None
 
 
@@ -212,15 +200,13 @@ class BasicTimeProfiler(_Profiler):
         shift = -1 if event in _AFTER_PROCESSING else 0
         started: float | None = None
 
-        def start(engine: Engine[Any, Any]) -> None:
+        def start() -> None:
             nonlocal started
             started = perf_counter()
 
-        def end(engine: Engine[Any, Any]) -> None:
-            nonlocal started
+        def end() -> None:
             if started is not None:
-                self._events[event].append(perf_counter() - started, self._num_rows + shift)
-                started = None
+                self._events[event].append(perf_counter() - started, len(self._iterations) + shift)
 
         yield event, start, Order.TIME_FIRST
         yield event, end, Order.TIME_LAST
@@ -238,7 +224,7 @@ class BasicTimeProfiler(_Profiler):
     @property
     def total_num_iters(self) -> int:
         """Number of iterations in the run whose processing has started."""
-        return self._num_rows
+        return len(self._iterations)
 
     @property
     def processing_times(self) -> Tensor:
@@ -285,16 +271,10 @@ class BasicTimeProfiler(_Profiler):
         Events that do not fire in each iteration count in the row in which they fired, or in the next one, so that
         each column adds up to the total.
         """
-        size = self._num_rows
-        bounds = pairwise([*(row for row, _, _ in self._jumps), size])
-        rows = [
-            (epoch, iteration + index)
-            for (_, epoch, iteration), (start, end) in zip(self._jumps, bounds, strict=True)
-            for index in range(end - start)
-        ]
-        columns: dict[str, list[Any]] = {
-            "epoch": [epoch for epoch, _ in rows],
-            "iteration": [iteration for _, iteration in rows],
+        size = len(self._iterations)
+        columns: dict[str, Iterable[Any]] = {
+            "epoch": self._epochs,
+            "iteration": self._iterations,
             "processing_stats": self._processes.column(size),
             "dataflow_stats": self._fetches.column(size),
             **{f"Event_{event.name}": samples.column(size) for event, samples in self._events.items()},
@@ -320,13 +300,12 @@ class BasicTimeProfiler(_Profiler):
         return text
 
 
-@dataclass
-class _Calls:
+class _Calls(NamedTuple):
     """Durations of the calls of one registered handler, without the handlers of events that it fired itself."""
 
     handler: str
     event: str
-    seconds: array[float] = field(default_factory=lambda: array("d"))
+    seconds: array[float]
 
 
 class HandlersTimeProfiler(_Profiler):
@@ -392,7 +371,7 @@ class HandlersTimeProfiler(_Profiler):
         if _is_hook(registration) or isinstance(event, FailureEvents):
             return call
         name, event_name = _name_of(registration.handler), getattr(event, "name", event)
-        seconds = self._calls.setdefault(registration.serial, _Calls(name, event_name)).seconds
+        seconds = self._calls.setdefault(registration.serial, _Calls(name, event_name, array("d"))).seconds
         is_filtered = registration.is_filtered
 
         def timed(engine: Engine[Any, Any]) -> Any:
@@ -456,11 +435,7 @@ class HandlersTimeProfiler(_Profiler):
     def print_results(results: Sequence[Sequence[Any]]) -> str:
         """Print what :meth:`get_results` returned as a table, and return the text."""
         titles = ("Handler", "Event Name", "Total(s)", "Min(s)/IDX", "Max(s)/IDX", "Mean(s)", "Std(s)")
-        table = [titles, *(tuple(map(_cell, row)) for row in results)]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        rule = tuple("-" * width for width in widths)
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (rule, titles, rule, *table[1:], rule)]
-        text = "\n".join(lines)
+        text = aligned([titles, *(list(map(_cell, row)) for row in results)])
         print(text)  # noqa: T201  # its purpose
         return text
 

@@ -363,7 +363,7 @@ def test_an_unsuitable_optimizer_is_rejected(optimizer):
 @pytest.mark.parametrize(
     ("index", "error", "message"),
     [
-        (2, ValueError, "below 2, the number of groups, got 2"),
+        (2, ValueError, "below 2, got 2"),
         (-3, ValueError, "got -3"),
         ("1", TypeError, "integer"),
         (0.0, TypeError, "0.0"),

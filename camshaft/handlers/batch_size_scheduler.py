@@ -12,7 +12,7 @@ from camshaft.distributed.data.samplers import ExactBatchSampler
 from camshaft.engine.data import length_of
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import EventLike, Events, RemovableEventHandle
-from camshaft.handlers.param_scheduler.base import SteppedScheduler
+from camshaft.handlers.base_scheduler import SteppedScheduler
 from camshaft.handlers.utils import check_callable, check_type
 
 
