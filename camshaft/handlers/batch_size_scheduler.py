@@ -66,9 +66,7 @@ class BatchSizeScheduler(SteppedScheduler):
         sampler: Any = dataloader.batch_sampler
         if not isinstance(sampler, BatchSampler) or not isinstance(getattr(sampler, "batch_size", None), Integral):
             raise ValueError(
-                "dataloader must have a torch.utils.data.BatchSampler whose batch_size can be set, got "
-                f"{sampler!r} as its batch_sampler: create the loader with batch_size=..., or with a batch_sampler of "
-                "that class"
+                f"dataloader must have a torch.utils.data.BatchSampler, got {sampler!r}: pass batch_size=..."
             )
         if isinstance(sampler, ExactBatchSampler) and sampler.total_batch_size is None:
             raise ValueError(

@@ -106,10 +106,8 @@ class EMAHandler(Serializable):
             raise ValueError(f"model must be a torch.nn.Module, got {model!r} of type {type(model).__name__}")
         check_choice("handle_buffers", handle_buffers, ("copy", "update", "ema_train"))
         if (momentum_warmup is None) != (warmup_iters is None):
-            raise ValueError(
-                "momentum_warmup and warmup_iters must be given together, got "
-                f"momentum_warmup={momentum_warmup!r} and warmup_iters={warmup_iters!r}"
-            )
+            both = (momentum_warmup, warmup_iters)
+            raise ValueError(f"momentum_warmup and warmup_iters must be given together, got {both}")
         self.momentum = number("momentum", momentum, above=0, below=1)
         self._scheduler: EMAWarmUp | None = None
         if momentum_warmup is not None and warmup_iters is not None:
@@ -143,11 +141,8 @@ class EMAHandler(Serializable):
         if not hasattr(engine.state, name):
             setattr(engine.state, name, self.momentum)
         elif warn_if_exists:
-            warnings.warn(
-                f"the state already has an attribute {name!r}, whose value is used as the momentum; pass "
-                "warn_if_exists=False if this is intended",
-                stacklevel=2,
-            )
+            text = f"the momentum is the existing state.{name}; pass warn_if_exists=False if this is intended"
+            warnings.warn(text, stacklevel=2)
         if self._scheduler is not None:
             self._scheduler.param_name = name
             engine.add_event_handler(event, self._scheduler)
@@ -175,11 +170,8 @@ class EMAHandler(Serializable):
         super().load_state_dict(state_dict)
         warmup = state_dict["momentum_scheduler"]
         if (self._scheduler is None) != (warmup is None):
-            raise ValueError(
-                "state_dict must be that of an EMAHandler with the same warm-up, got "
-                f"that of one {'without' if warmup is None else 'with'} a warm-up: pass the same momentum_warmup and "
-                "warmup_iters, or load state_dict['ema_model'] into ema_model"
-            )
+            kind = "without" if self._scheduler is None else "with"
+            raise ValueError(f"state_dict must be that of an EMAHandler {kind} a warm-up; or load only its 'ema_model'")
         unwrap(self.ema_model).load_state_dict(state_dict["ema_model"])
         if self._scheduler is not None:
             self._scheduler.load_state_dict(warmup)

@@ -162,9 +162,7 @@ class FastaiLRFinder:
 
         def complete() -> None:
             if not diverged:
-                warnings.warn(
-                    "the search ended before the loss diverged: a larger end_lr or num_iter may show more", stacklevel=2
-                )
+                warnings.warn("the loss has not diverged: a larger end_lr or num_iter may show more", stacklevel=2)
 
         with _restored(trainer, objects), ExitStack() as stack:
             for event, handler, order in (
@@ -202,10 +200,8 @@ class FastaiLRFinder:
         """
         rates = self._rates[self._steepest()]
         if len(optimizer.param_groups) != len(rates):
-            raise RuntimeError(
-                f"the optimizer must have {len(rates)} parameter groups, like that of the search, "
-                f"got {len(optimizer.param_groups)}"
-            )
+            count = len(optimizer.param_groups)
+            raise RuntimeError(f"the optimizer must have {len(rates)} parameter groups, as in the search, got {count}")
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             write(group, "lr", rate)
 
@@ -252,11 +248,8 @@ class FastaiLRFinder:
                 rate, color = rates[suggestion], line.get_color()
                 ax.scatter([rate], [losses[suggestion]], color=color, zorder=3, label=f"suggested: {rate:.3g}")
         if suggestion is not None and suggestion < skip_start:
-            warnings.warn(
-                f"the suggested rate is that of point {suggestion}, among the first {skip_start} that are not drawn: "
-                "choose a smaller skip_start",
-                stacklevel=2,
-            )
+            text = f"the suggested rate, that of point {suggestion}, is not drawn: choose a smaller skip_start"
+            warnings.warn(text, stacklevel=2)
         if log_lr:
             ax.set_xscale("log")
         ax.set_xlabel("Learning rate")
@@ -270,10 +263,7 @@ class FastaiLRFinder:
         self._check_has_run()
         losses = self._losses[: self._losses.index(min(self._losses)) + 1] if self._losses else []
         if len(losses) < 3:
-            raise RuntimeError(
-                f"there are {len(losses)} points up to the smallest loss, too few to suggest a rate: use a smaller "
-                "start_lr, or a longer search"
-            )
+            raise RuntimeError(f"too few points before the smallest loss, {len(losses)}: use a smaller start_lr")
         return min(range(1, len(losses) - 1), key=lambda index: losses[index + 1] - losses[index - 1])
 
     def _check_has_run(self) -> None:

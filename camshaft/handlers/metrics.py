@@ -126,9 +126,8 @@ class AttachedMetrics(Serializable):
             if self._epoch == state.epoch and 0 <= state.iteration - self._iteration <= 1:
                 return
             warnings.warn(
-                f"the metrics {list(self.metrics)} start in the middle of epoch {state.epoch}, where the run resumes, "
-                "and leave out its first iterations; in a single process, save and load the return value of "
-                "attach_metrics",
+                f"the metrics {list(self.metrics)} leave out the first iterations of epoch {state.epoch}, in which the "
+                "run resumes; in a single process, save and load the return value of attach_metrics",
                 stacklevel=2,
             )
         self._epoch, self._iteration = state.epoch, state.iteration

@@ -87,10 +87,7 @@ class ParamScheduler(SteppedScheduler):
         super().__init__(param_name, save_history)
         groups = getattr(optimizer, "param_groups", None)
         if not isinstance(groups, Sequence) or isinstance(groups, str):
-            raise TypeError(
-                "optimizer must be an optimizer of torch, or an object with a list param_groups, got "
-                f"{optimizer!r} of type {type(optimizer).__name__}"
-            )
+            raise TypeError(f"optimizer must be one of torch, or have a list param_groups, got {described(optimizer)}")
         if param_group_index is not None:
             integer("param_group_index", param_group_index, least=-len(groups), below=len(groups))
         self.optimizer = optimizer
@@ -120,10 +117,8 @@ class ParamScheduler(SteppedScheduler):
                 write(group, name, value)
             return
         if len(value) != len(groups):
-            raise ValueError(
-                f"get_param of {type(self).__name__} must return one value for each of {len(groups)} parameter "
-                f"groups, got {len(value)}: {value}"
-            )
+            count = len(groups)
+            raise ValueError(f"get_param must return one value for each of {count} parameter groups, got {value}")
         for group, one in zip(groups, value, strict=True):
             write(group, name, one)
 
@@ -380,10 +375,7 @@ class LRScheduler(ParamScheduler):
 
     def __init__(self, lr_scheduler: Any, save_history: bool = False, use_legacy: bool = False) -> None:
         if isinstance(lr_scheduler, native.ReduceLROnPlateau):
-            raise TypeError(
-                "lr_scheduler must not be a ReduceLROnPlateau, which needs a metric to step: use "
-                "ReduceLROnPlateauScheduler(optimizer, metric_name, ...)"
-            )
+            raise TypeError("lr_scheduler must not be a ReduceLROnPlateau: use ReduceLROnPlateauScheduler instead")
         check_type("lr_scheduler", lr_scheduler, native.LRScheduler, "one of torch.optim.lr_scheduler")
         super().__init__(lr_scheduler.optimizer, "lr", save_history)
         self.lr_scheduler = lr_scheduler
@@ -391,11 +383,8 @@ class LRScheduler(ParamScheduler):
         self._has_stepped = False
         self._has_own_step = type(lr_scheduler).step is not native.LRScheduler.step or "step" in vars(lr_scheduler)
         if use_legacy:
-            warnings.warn(
-                "a scheduler with use_legacy=True must be attached to Events.ITERATION_COMPLETED: it also steps in its "
-                "first call, so on ITERATION_STARTED the first value would be lost",
-                stacklevel=2,
-            )
+            text = "a scheduler with use_legacy=True must be attached to Events.ITERATION_COMPLETED"
+            warnings.warn(text, stacklevel=2)
 
     def _apply(self, engine: Engine[Any, Any] | None) -> None:
         # Many schedulers compute the next rates from those in the groups, which a warm-up may have overwritten.
@@ -923,9 +912,7 @@ def _checked_durations(schedulers: Any, durations: Any) -> list[int]:
         raise ValueError(f"schedulers must hold at least two, got {len(schedulers)}")
     check_type("durations", durations, (list, tuple), "a list or a tuple")
     if len(durations) != len(schedulers) - 1:
-        raise ValueError(
-            f"durations must hold one for each scheduler but the last, {len(schedulers) - 1}, got {len(durations)}"
-        )
+        raise ValueError(f"durations must hold one for each scheduler but the last, got {durations!r}")
     if not all(isinstance(duration, Integral) and int(duration) > 0 for duration in durations):
         raise ValueError(f"durations must hold integers of at least 1, got {durations!r}")
     if len({id(one) for scheduler in schedulers for one in as_list(scheduler.optimizer)}) > 1:

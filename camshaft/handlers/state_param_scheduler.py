@@ -75,16 +75,12 @@ class StateParamScheduler(BaseParamScheduler):
         check_is_no_counter("param_name", name, state)
         exists = hasattr(state, name)
         if exists and self.create_new:
-            raise ValueError(
-                f"the state already has an attribute {name!r}: choose another param_name, or create_new=False"
-            )
+            raise ValueError(f"the state already has an attribute {name!r}: choose another one, or create_new=False")
         handle = engine.add_event_handler(event, self)
         if not exists:
             if not self.create_new:
-                warnings.warn(
-                    f"the state has no attribute {name!r}, so it is created; pass create_new=True if this is intended",
-                    stacklevel=2,
-                )
+                text = f"the state has no attribute {name!r}, and gets it; pass create_new=True if this is intended"
+                warnings.warn(text, stacklevel=2)
             setattr(state, name, None)
         return handle
 

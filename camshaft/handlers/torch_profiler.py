@@ -10,12 +10,11 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from torch.profiler import ProfilerAction, profile, schedule
+from torch.profiler import profile, schedule
 
 from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine
-from camshaft.engine.events import Events, FailureEvents, RemovableEventHandle
-from camshaft.engine.order import Order
+from camshaft.engine.events import Events, FailureEvents, Order, RemovableEventHandle
 from camshaft.handlers.utils import check_callable, check_engine, integer, joined
 
 __all__ = ["TorchProfiler"]
@@ -27,8 +26,8 @@ class TorchProfiler:
     """Profile some iterations of a run with ``torch.profiler``, and write a trace on each rank.
 
     An iteration extends from the end of the previous iteration to its own end, including its handlers and the fetch of
-    its batch. The cycle of ``wait``, ``warmup`` and ``active`` iterations starts with the run. Profiling ends with the
-    run, also if it fails or pauses; during a cycle that leaves a trace of what was recorded.
+    its batch. The cycle of ``wait``, ``warmup`` and ``active`` iterations starts with the run. A run that ends early,
+    fails or pauses during a cycle leaves a trace of what was recorded; the next cycle starts after that.
 
     The traces are files ``rank<rank>.<time>.pt.trace.json``. TensorBoard's profiler plugin shows them if they are in
     its log directory, and so do Perfetto (https://ui.perfetto.dev) and Chrome (``chrome://tracing``).
@@ -86,13 +85,16 @@ class TorchProfiler:
         inspect.signature(profile).bind(schedule=None, **options)
         self.directory = Path(directory)
         self.traces: list[Path] = []
-        self._schedule = schedule(wait=wait, warmup=warmup, active=active, repeat=repeat, skip_first=skip_first)
-        self._num_steps = skip_first + repeat * (wait + warmup + active) if repeat else math.inf
-        self._options = options
+        # A profile is open for a cycle only: outside of cycles an iteration costs next to nothing.
+        self._options = {"schedule": schedule(wait=0, warmup=warmup, active=active, repeat=1), **options}
+        self._wait, self._repeat, self._skip_first = wait, repeat or math.inf, skip_first
         self._ranks = ranks
         self._suffix = ".pt.trace.json.gz" if compress else ".pt.trace.json"
         self._on_trace_ready = on_trace_ready
-        self._profile: Any = None
+        self._profile: profile | None = None
+        self._opened_at = 0  # the iteration in which it was opened
+        self._cycles = 0  # cycles of this run that have left a trace
+        self._skip = math.inf  # iterations to skip before the next cycle
 
     def attach(self, engine: Engine[Any, Any]) -> RemovableEventHandle:
         """Profile the runs of an engine.
@@ -105,32 +107,49 @@ class TorchProfiler:
         handles = [
             engine.add_event_handler(Events.STARTED, self._start, order=Order.MEASURE_FIRST),
             engine.add_event_handler(Events.ITERATION_COMPLETED, self._step, order=Order.MEASURE_LAST),
-            engine.add_event_handler(leaving, self._stop, order=Order.MEASURE_FIRST),
-            engine.add_event_handler(FailureEvents.ERROR_MET, self._stop),
+            engine.add_event_handler(leaving, self._leave, order=Order.MEASURE_FIRST),
+            engine.add_event_handler(FailureEvents.ERROR_MET, self._leave),
         ]
         return joined(handles, Events.ITERATION_COMPLETED, self._step, engine)
 
-    def _start(self) -> None:
-        self._stop()
-        if self._ranks is None or get_rank() in self._ranks:
-            self._profile = profile(schedule=self._schedule, on_trace_ready=self._write, **self._options)
-            self._profile.start()
+    def _start(self, engine: Engine[Any, Any]) -> None:
+        self._close()
+        self._cycles = 0
+        is_profiled = self._ranks is None or get_rank() in self._ranks
+        self._skip = self._skip_first + self._wait if is_profiled else math.inf
+        self._open_if_due(engine)
 
-    def _step(self) -> None:
-        if self._profile is not None:
+    def _step(self, engine: Engine[Any, Any]) -> None:
+        if self._profile is None:
+            self._skip -= 1
+        else:
+            cycles = self._cycles
             self._profile.step()
-            if self._profile.step_num == self._num_steps:  # a profile takes time even when it only waits
-                self._stop()
+            if self._cycles > cycles:
+                self._close()
+        self._open_if_due(engine)
 
-    def _stop(self) -> None:
+    def _leave(self, engine: Engine[Any, Any]) -> None:
+        """End the current cycle, and write what was recorded if an iteration has started since."""
+        if self._profile is not None and engine.state.iteration == self._opened_at:
+            self._profile.on_trace_ready = None
+        self._close()
+
+    def _open_if_due(self, engine: Engine[Any, Any]) -> None:
+        if self._profile is None and self._skip <= 0:
+            self._opened_at = engine.state.iteration
+            self._profile = profile(on_trace_ready=self._write, **self._options)
+            self._profile.__enter__()  # type: ignore[no-untyped-call]  # torch has no types for it
+
+    def _close(self) -> None:
         running, self._profile = self._profile, None
         if running is not None:
-            if running.step_num == 0 or self._schedule(running.step_num - 1) != ProfilerAction.RECORD:
-                running.on_trace_ready = None  # nothing was recorded since the last trace
-            running.stop()
+            running.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch has no types for it
+        self._skip = self._wait if self._cycles < self._repeat else math.inf
 
     def _write(self, running: profile) -> None:
         # not with tensorboard_trace_handler, which does not return the path; the names are the same
+        self._cycles += 1
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / f"rank{get_rank()}.{time.time_ns()}{self._suffix}"
         running.export_chrome_trace(str(path))

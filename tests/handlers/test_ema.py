@@ -251,9 +251,9 @@ def test_the_state_of_a_compiled_model_has_the_names_of_the_plain_one():
 def test_a_state_with_a_different_warm_up_is_rejected_and_changes_nothing():
     plain, warming = EMAHandler(nn.Linear(1, 1)), EMAHandler(nn.Linear(1, 1), 0.75, 0.25, 3)
     before = values(plain.ema_model), values(warming.ema_model)
-    with pytest.raises(ValueError, match="must be that of an EMAHandler with the same warm-up, got that of one with a"):
+    with pytest.raises(ValueError, match="must be that of an EMAHandler without a warm-up"):
         plain.load_state_dict(warming.state_dict())
-    with pytest.raises(ValueError, match="got that of one without a warm-up"):
+    with pytest.raises(ValueError, match="that of an EMAHandler with a warm-up"):
         warming.load_state_dict(plain.state_dict())
     with pytest.raises(ValueError, match="state_dict must hold 'momentum_scheduler'"):
         plain.load_state_dict({"ema_model": plain.ema_model.state_dict()})
@@ -277,7 +277,7 @@ def test_an_existing_momentum_is_used_with_a_warning():
     model = nn.Linear(1, 1)
     trainer = trainer_of(model)
     trainer.state.ema_momentum = 0.5
-    with pytest.warns(UserWarning, match="already has an attribute 'ema_momentum'"):
+    with pytest.warns(UserWarning, match="the existing state.ema_momentum"):
         EMAHandler(model).attach(trainer)
     assert trainer.state.ema_momentum == 0.5
 

@@ -242,7 +242,7 @@ def test_without_its_state_only_the_rest_of_the_epoch_counts_with_a_warning():
     engine = Engine(echo)
     attach_metrics(engine, {"sum": library.SumMetric()})
     engine.load_state_dict(saved["engine"])
-    with pytest.warns(UserWarning, match=r"\['sum'\] start in the middle of epoch 2"):
+    with pytest.warns(UserWarning, match=r"\['sum'\] leave out the first iterations of epoch 2"):
         assert engine.run(data[2:]).metrics == {"sum": 4.0}
 
 

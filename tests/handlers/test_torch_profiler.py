@@ -104,6 +104,38 @@ def test_a_run_that_ends_early_leaves_what_was_recorded(tmp_path, how, event):
     assert not torch.autograd.profiler._is_profiler_enabled
 
 
+def test_the_next_cycle_starts_after_a_pause(tmp_path):
+    engine = trainer()
+    profiler = profiled(engine, tmp_path, wait=0, warmup=1, active=2, repeat=3)
+    engine.add_event_handler(Events.ITERATION_COMPLETED(once=5), engine.interrupt)
+    engine.run(range(20))
+    assert [recorded(path) for path in profiler.traces] == [[2, 3], [5]]
+    engine.run()
+    assert [recorded(path) for path in profiler.traces] == [[2, 3], [5], [8, 9]]
+
+
+def test_a_pause_before_recording_does_not_count_as_a_cycle(tmp_path):
+    engine = trainer()
+    profiler = profiled(engine, tmp_path, wait=0, warmup=2, active=1)
+    engine.add_event_handler(Events.ITERATION_COMPLETED(once=1), engine.interrupt)
+    engine.run(range(20))
+    engine.run()
+    assert [recorded(path) for path in profiler.traces] == [[5]]
+
+
+def test_a_handled_error_does_not_end_profiling(tmp_path):
+    engine = trainer()
+    profiler = profiled(engine, tmp_path, wait=0, warmup=0, active=3, repeat=2)
+
+    def fail():
+        raise KeyError("on purpose")
+
+    engine.add_event_handler(Events.ITERATION_STARTED(once=3), fail)
+    engine.add_event_handler(Events.EXCEPTION_RAISED, lambda error: None)
+    engine.run(range(5), max_epochs=2)
+    assert [recorded(path) for path in profiler.traces] == [[1, 2], [5, 6, 7]]
+
+
 def test_each_run_is_profiled_and_overwrites_nothing(tmp_path):
     engine = trainer()
     profiler = profiled(engine, tmp_path, active=2, repeat=2)
