@@ -58,6 +58,14 @@ class _Samples:
         return column
 
 
+class _Calls(NamedTuple):
+    """Durations of the calls of one registered handler, without the handlers of events that it fired itself."""
+
+    handler: str
+    event: str
+    seconds: array[float]
+
+
 class _Profiler:
     """Measures how long each batch takes to be fetched and processed.
 
@@ -66,8 +74,9 @@ class _Profiler:
     """
 
     def __init__(self) -> None:
-        self._engine: Callable[[], Engine[Any, Any] | None] = _no_engine
+        self._engine: Callable[[], Engine[Any, Any] | None] = lambda: None
         self._handles: list[RemovableEventHandle] = []
+        self._calls: dict[int, _Calls] = {}
         self._reset()
 
     def _reset(self) -> None:
@@ -75,7 +84,6 @@ class _Profiler:
         self._epochs, self._iterations = array("q"), array("q")  # by row
         self._started: float | None = None
         self._nested = 0.0  # seconds since then that are not measured here
-        self._paused = 0.0, 0.0
 
     def attach(self, engine: Engine[Any, Any]) -> None:
         """Measure the runs of an engine. Attaching again to the same engine has no effect.
@@ -92,26 +100,41 @@ class _Profiler:
             raise ValueError(f"engine must be the one that is already measured, got {engine!r}: use another profiler")
         self._engine = weakref.ref(engine)
         self._handles = [engine.add_event_handler(event, hook, order=order) for event, hook, order in self._hooks()]
+        engine._dispatcher.wrap(self._timed)
 
     def detach(self) -> None:
         """Stop measuring; the results are kept."""
         for handle in self._handles:
             handle.remove()
-        self._engine, self._handles = _no_engine, []
+        engine = self._engine()
+        if engine is not None:
+            engine._dispatcher.unwrap(self._timed)
+        self._engine, self._handles = lambda: None, []
 
     def _hooks(self) -> Iterator[Hook]:
         first, last = Order.TIME_FIRST - 1, Order.TIME_LAST + 1  # outside of the hooks that measure handlers
         yield Events.STARTED, self._start, first
         yield Events.GET_BATCH_STARTED, self._fetch, last
-        yield Events.DATALOADER_STOP_ITERATION, self._pause, first
-        yield Events.DATALOADER_STOP_ITERATION, self._resume, last
         yield Events.GET_BATCH_COMPLETED, self._fetched, first
         yield Events.ITERATION_STARTED, self._process, last
         yield Events.ITERATION_COMPLETED, self._processed, first
         yield Events.INTERRUPT, self._drop, last
 
+    def _timed(self, event: Any, registration: Registration, call: Invocation) -> Invocation:
+        """Note a handler, and return its call."""
+        if not _is_hook(registration) and not isinstance(event, FailureEvents):
+            calls = _Calls(_name_of(registration.handler), getattr(event, "name", event), array("d"))
+            self._calls.setdefault(registration.serial, calls)
+        return call
+
     def _start(self, engine: Engine[Any, Any]) -> None:
+        """Keep the handlers that are registered now, sorted by event and order of the calls."""
         self._reset()
+        calls, self._calls = self._calls, {}
+        for plan in engine._dispatcher.plans.values():
+            for serial in (one.serial for one in plan.registrations if one.serial in calls):
+                self._calls[serial] = calls[serial]
+                del calls[serial].seconds[:]
 
     def _fetch(self) -> None:
         self._nested = 0.0
@@ -134,20 +157,8 @@ class _Profiler:
             samples.append(perf_counter() - self._started - self._nested, row)
             self._started = None
 
-    def _pause(self) -> None:
-        self._paused = perf_counter(), self._nested
-
-    def _resume(self) -> None:
-        if self._started is not None:
-            paused_at, self._nested = self._paused
-            self._started += perf_counter() - paused_at
-
     def _drop(self) -> None:
         self._started = None
-
-
-def _no_engine() -> None:
-    return None
 
 
 class BasicTimeProfiler(_Profiler):
@@ -179,17 +190,10 @@ class BasicTimeProfiler(_Profiler):
     def _reset(self) -> None:
         super()._reset()
         self._events = {event: _Samples() for event in _MEASURED}
-        self._names: dict[int, tuple[Events, str]] = {}
 
     def _start(self, engine: Engine[Any, Any]) -> None:
         super()._start(engine)
         self.max_epochs = engine.state.max_epochs
-        self._find_names()
-
-    def detach(self) -> None:
-        """Stop measuring; the results are kept."""
-        self._find_names()
-        super().detach()
 
     def _hooks(self) -> Iterator[Hook]:
         yield from super()._hooks()
@@ -210,16 +214,6 @@ class BasicTimeProfiler(_Profiler):
 
         yield event, start, Order.TIME_FIRST
         yield event, end, Order.TIME_LAST
-
-    def _find_names(self) -> None:
-        """Note the current handlers, after those that were there before."""
-        engine = self._engine()
-        if engine is None:
-            return
-        for event in _MEASURED:
-            for one in engine._dispatcher.plans[event].registrations:
-                if not _is_hook(one):
-                    self._names[one.serial] = event, _name_of(one.handler)
 
     @property
     def total_num_iters(self) -> int:
@@ -244,8 +238,8 @@ class BasicTimeProfiler(_Profiler):
     @property
     def event_handlers_names(self) -> dict[Events, list[str]]:
         """Qualified names of the handlers that were attached during the run, by event."""
-        self._find_names()
-        return {event: [name for one, name in self._names.values() if one is event] for event in _MEASURED}
+        calls = self._calls.values()
+        return {event: [one.handler for one in calls if one.event == event.name] for event in _MEASURED}
 
     def get_results(self) -> dict[str, dict[str, Any]]:
         """Return statistics in seconds; can also be called during a run.
@@ -300,14 +294,6 @@ class BasicTimeProfiler(_Profiler):
         return text
 
 
-class _Calls(NamedTuple):
-    """Durations of the calls of one registered handler, without the handlers of events that it fired itself."""
-
-    handler: str
-    event: str
-    seconds: array[float]
-
-
 class HandlersTimeProfiler(_Profiler):
     """Measure how long each single handler takes, of the engine's events and of custom ones.
 
@@ -334,45 +320,12 @@ class HandlersTimeProfiler(_Profiler):
 
     EVENT_FILTER_THESHOLD_TIME: float = 0.0001
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._calls: dict[int, _Calls] = {}
-
-    def attach(self, engine: Engine[Any, Any]) -> None:
-        """Measure the runs of an engine. Attaching again to the same engine has no effect.
-
-        Raises:
-            TypeError: ``engine`` is not an Engine.
-            ValueError: the profiler is attached to another engine.
-        """
-        is_new = self._engine() is not engine
-        super().attach(engine)
-        if is_new:
-            engine._dispatcher.wrap(self._timed)
-
-    def detach(self) -> None:
-        """Stop measuring; the results are kept."""
-        engine = self._engine()
-        super().detach()
-        if engine is not None:
-            engine._dispatcher.unwrap(self._timed)
-
-    def _start(self, engine: Engine[Any, Any]) -> None:
-        """Keep what is registered now, sorted by event and order of the calls."""
-        super()._start(engine)
-        calls, self._calls = self._calls, {}
-        for plan in engine._dispatcher.plans.values():
-            for serial in (one.serial for one in plan.registrations if one.serial in calls):
-                self._calls[serial] = calls[serial]
-                del calls[serial].seconds[:]
-
     def _timed(self, event: Any, registration: Registration, call: Invocation) -> Invocation:
         """Return the call of a handler with a clock around it."""
-        if _is_hook(registration) or isinstance(event, FailureEvents):
+        super()._timed(event, registration, call)
+        if registration.serial not in self._calls:
             return call
-        name, event_name = _name_of(registration.handler), getattr(event, "name", event)
-        seconds = self._calls.setdefault(registration.serial, _Calls(name, event_name, array("d"))).seconds
-        is_filtered = registration.is_filtered
+        seconds, is_filtered = self._calls[registration.serial].seconds, registration.is_filtered
 
         def timed(engine: Engine[Any, Any]) -> Any:
             outer, self._nested = self._nested, 0.0
