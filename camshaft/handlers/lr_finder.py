@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 
 from camshaft.distributed import all_reduce, get_world_size
 from camshaft.engine.engine import Engine
-from camshaft.engine.events import Events
-from camshaft.engine.order import Order
+from camshaft.engine.events import Events, Order
 from camshaft.handlers import utils
 from camshaft.handlers.param_scheduler import plain, write
 from camshaft.seeding import preserved_random_state
