@@ -6,7 +6,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
 from typing import Any
 
@@ -47,10 +47,10 @@ class FastaiLRFinder:
 
     def __init__(self) -> None:
         self.logger = logging.getLogger(f"camshaft.handlers.lr_finder.{type(self).__name__}")
-        self._has_run = False
         self._rates: list[list[float]] = []
         self._losses: list[float] = []
 
+    @contextmanager
     def attach(
         self,
         trainer: Engine[Any, Any],
@@ -62,7 +62,7 @@ class FastaiLRFinder:
         step_mode: str = "exp",
         smooth_f: float = 0.05,
         diverge_th: float = 5.0,
-    ) -> AbstractContextManager[Engine[Any, Any]]:
+    ) -> Iterator[Engine[Any, Any]]:
         """Return a context manager in which a run of the trainer is a search.
 
         Args:
@@ -83,44 +83,17 @@ class FastaiLRFinder:
         Raises:
             TypeError: an argument has the wrong type.
             ValueError: a number is out of range, or there is no optimizer.
-            RuntimeError: on entry, if the trainer is in the middle of a run.
+            RuntimeError: the trainer is in the middle of a run.
         """
         utils.check_engine("trainer", trainer)
         _check_objects(to_save)
         utils.check_callable("output_transform", output_transform)
-        groups = to_save["optimizer"].param_groups
         if num_iter is not None:
             utils.integer("num_iter", num_iter, least=1)
         utils.check_choice("step_mode", step_mode, ("exp", "linear"))
         utils.number("smooth_f", smooth_f, least=0, below=1)
         utils.number("diverge_th", diverge_th, least=1)
-        current = [float(plain(group["lr"])) for group in groups]
-        starts = current if start_lr is None else _one_per_group("start_lr", start_lr, len(groups))
-        pairs = list(zip(starts, _one_per_group("end_lr", end_lr, len(groups)), strict=True))
-        for start, end in pairs:
-            if not start < end:
-                raise ValueError(f"start_lr must be below end_lr, got {start} and {end}")
-            if step_mode == "exp" and start <= 0:
-                raise ValueError(f"start_lr must be above 0 for step_mode='exp', got {start}")
-
-        def rates(share: float) -> list[float]:
-            if step_mode == "linear":
-                return [start + share * (end - start) for start, end in pairs]
-            return [start * (end / start) ** share for start, end in pairs]
-
-        return self._searching(trainer, to_save, output_transform, num_iter, rates, smooth_f, diverge_th)
-
-    @contextmanager
-    def _searching(
-        self,
-        trainer: Engine[Any, Any],
-        objects: Mapping[str, Any],
-        output_transform: Callable[[Any], Any],
-        num_iter: int | None,
-        rates: Callable[[float], list[float]],
-        smooth_f: float,
-        diverge_th: float,
-    ) -> Iterator[Engine[Any, Any]]:
+        bounds = _bounds(to_save["optimizer"].param_groups, start_lr, end_lr, step_mode == "exp")
         count, best, diverged = 0, math.inf, False
 
         def start(engine: Engine[Any, Any]) -> None:
@@ -133,15 +106,17 @@ class FastaiLRFinder:
             if target is None:
                 raise ValueError("num_iter must be given, since the data have no length")
             state.max_epochs, state.max_iters = None, target
-            self._has_run, self._rates, self._losses = True, [], []
+            self._rates, self._losses = [], []
             count, best, diverged = target - state.iteration, math.inf, False
 
         def current_rates() -> list[float]:
-            return rates(len(self._losses) / max(1, count - 1))
+            share = len(self._losses) / max(1, count - 1)
+            if step_mode == "linear":
+                return [start + share * (end - start) for start, end in bounds]
+            return [start * (end / start) ** share for start, end in bounds]
 
         def set_rates() -> None:
-            for group, rate in zip(objects["optimizer"].param_groups, current_rates(), strict=True):
-                write(group, "lr", rate)
+            _write_rates(to_save["optimizer"], current_rates())
 
         def record(engine: Engine[Any, Any]) -> None:
             nonlocal best, diverged
@@ -163,7 +138,7 @@ class FastaiLRFinder:
             if not diverged:
                 warnings.warn("the loss has not diverged: a larger end_lr or num_iter may show more", stacklevel=2)
 
-        with _restored(trainer, objects), ExitStack() as stack:
+        with _restored(trainer, to_save), ExitStack() as stack:
             for event, handler, order in (
                 (Events.STARTED, start, Order.LAST),
                 (Events.ITERATION_STARTED, set_rates, Order.LAST),  # after schedulers, whose rates it replaces
@@ -201,8 +176,7 @@ class FastaiLRFinder:
         if len(optimizer.param_groups) != len(rates):
             count = len(optimizer.param_groups)
             raise RuntimeError(f"the optimizer must have {len(rates)} parameter groups, as in the search, got {count}")
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            write(group, "lr", rate)
+        _write_rates(optimizer, rates)
 
     def plot(
         self,
@@ -232,7 +206,7 @@ class FastaiLRFinder:
             ModuleNotFoundError: matplotlib is not installed.
         """
         pyplot = utils.load_optional("matplotlib.pyplot", extra="plot", needed_by="FastaiLRFinder.plot")
-        self._check_has_run()
+        self._check_has_losses()
         utils.integer("skip_start", skip_start, least=0)
         utils.integer("skip_end", skip_end, least=0)
         suggestion = self._steepest() if display_suggestion else None
@@ -259,19 +233,37 @@ class FastaiLRFinder:
 
     def _steepest(self) -> int:
         """Return the point before the minimum with the steepest descent, by central differences."""
-        self._check_has_run()
-        losses = self._losses[: self._losses.index(min(self._losses)) + 1] if self._losses else []
+        self._check_has_losses()
+        losses = self._losses[: self._losses.index(min(self._losses)) + 1]
         if len(losses) < 3:
             raise RuntimeError(f"too few points before the smallest loss, {len(losses)}: use a smaller start_lr")
         return min(range(1, len(losses) - 1), key=lambda index: losses[index + 1] - losses[index - 1])
 
-    def _check_has_run(self) -> None:
-        if not self._has_run:
-            raise RuntimeError("there was no search yet: run the trainer in a block `with finder.attach(...)`")
+    def _check_has_losses(self) -> None:
+        if not self._losses:
+            raise RuntimeError("there was no search with finite losses: run the trainer in `with finder.attach(...)`")
 
 
 def _single(rates: list[float]) -> float | list[float]:
     return rates[0] if len(rates) == 1 else list(rates)
+
+
+def _write_rates(optimizer: Any, rates: list[float]) -> None:
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        write(group, "lr", rate)
+
+
+def _bounds(groups: list[Any], start_lr: Any, end_lr: Any, is_factor: bool) -> list[tuple[float, float]]:
+    """Return the first and the last rate of each parameter group."""
+    current = [float(plain(group["lr"])) for group in groups]
+    starts = current if start_lr is None else _one_per_group("start_lr", start_lr, len(groups))
+    bounds = list(zip(starts, _one_per_group("end_lr", end_lr, len(groups)), strict=True))
+    for start, end in bounds:
+        if not start < end:
+            raise ValueError(f"start_lr must be below end_lr, got {start} and {end}")
+        if is_factor and start <= 0:
+            raise ValueError(f"start_lr must be above 0 for step_mode='exp', got {start}")
+    return bounds
 
 
 def _one_per_group(name: str, value: Any, count: int) -> list[float]:

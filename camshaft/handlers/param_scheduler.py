@@ -117,8 +117,7 @@ class ParamScheduler(SteppedScheduler):
                 write(group, name, value)
             return
         if len(value) != len(groups):
-            count = len(groups)
-            raise ValueError(f"get_param must return one value for each of {count} parameter groups, got {value}")
+            raise ValueError(f"get_param must return one value for each of {len(groups)} groups, got {value}")
         for group, one in zip(groups, value, strict=True):
             write(group, name, one)
 
@@ -849,8 +848,9 @@ def create_lr_scheduler_with_warmup(
     with unchanged([main]):
         main(None)
         first_values = main._written()
-    warmup = LinearWarmup(main.optimizer, main.param_name, start, ends, duration, main.param_group_index)
-    schedulers, durations = [warmup, main], [duration - _are_close(ends, first_values)]
+    repeats_first = all(math.isclose(*pair, rel_tol=1e-6) for pair in zip(ends, first_values, strict=True))
+    schedulers = [LinearWarmup(main, start, ends, duration), main]
+    durations = [duration - 1 if repeats_first else duration]
     if output_simulated_values is not None:
         rows = ConcatScheduler.simulate_values(len(output_simulated_values), schedulers, durations)
         output_simulated_values[:] = rows
@@ -858,20 +858,12 @@ def create_lr_scheduler_with_warmup(
 
 
 class LinearWarmup(ParamScheduler):
-    """Move linearly from one start value to an end value per group within ``duration`` calls, and stay there."""
+    """Move what ``main`` schedules linearly from one value to one per group within ``duration`` calls."""
 
     _state_dict_all_req_keys = (*ParamScheduler._state_dict_all_req_keys, "start_value", "end_values", "duration")
 
-    def __init__(
-        self,
-        optimizer: Any,
-        param_name: str,
-        start_value: float,
-        end_values: list[float],
-        duration: int,
-        param_group_index: int | None,
-    ) -> None:
-        super().__init__(optimizer, param_name, param_group_index=param_group_index)
+    def __init__(self, main: ParamScheduler, start_value: float, end_values: list[float], duration: int) -> None:
+        super().__init__(main.optimizer, main.param_name, param_group_index=main.param_group_index)
         self.start_value, self.end_values, self.duration = start_value, end_values, duration
 
     def get_param(self) -> list[float]:
@@ -888,10 +880,6 @@ def _checked_names(argument: str, names: Any) -> list[str]:
     if not all(isinstance(name, str) for name in names):
         raise ValueError(f"{argument} must hold strings, got {names!r}")
     return list(names)
-
-
-def _are_close(ends: list[Any], firsts: list[Any]) -> bool:
-    return all(math.isclose(end, first, rel_tol=1e-6) for end, first in zip(ends, firsts, strict=True))
 
 
 def _check_members(schedulers: Any, kinds: tuple[type[Any], ...], error: type[Exception]) -> None:

@@ -66,10 +66,9 @@ class _Calls(NamedTuple):
 
 
 class _Profiler:
-    """Measures how long each batch takes to be fetched and processed.
+    """Measures how long each batch takes to be fetched and processed, and knows the handlers of the run.
 
-    Two intervals in between are not measured: handlers of ``DATALOADER_STOP_ITERATION``, and pauses of a run, whose
-    end fires no event, so that the interrupted sample is dropped.
+    The end of a pause fires no event, so the sample during which a run was paused is dropped.
     """
 
     def __init__(self) -> None:
