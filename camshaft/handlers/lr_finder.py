@@ -136,7 +136,8 @@ class FastaiLRFinder:
 
         def complete() -> None:
             if not diverged:
-                warnings.warn("the loss has not diverged: a larger end_lr or num_iter may show more", stacklevel=2)
+                text = "the search ended before the loss diverged: a larger end_lr or num_iter may show more"
+                warnings.warn(text, stacklevel=2)
 
         with _restored(trainer, to_save), ExitStack() as stack:
             for event, handler, order in (

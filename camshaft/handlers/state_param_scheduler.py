@@ -79,7 +79,7 @@ class StateParamScheduler(BaseParamScheduler):
         handle = engine.add_event_handler(event, self)
         if not exists:
             if not self.create_new:
-                text = f"the state has no attribute {name!r}, and gets it; pass create_new=True if this is intended"
+                text = f"the state has no attribute {name!r} and gets it; pass create_new=True if this is intended"
                 warnings.warn(text, stacklevel=2)
             setattr(state, name, None)
         return handle

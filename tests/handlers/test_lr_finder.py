@@ -192,7 +192,7 @@ def test_a_non_finite_loss_stops_the_search_and_is_not_recorded(loss):
 def test_a_search_without_a_divergence_warns():
     search = Search()
     with (
-        pytest.warns(UserWarning, match="the loss has not diverged"),
+        pytest.warns(UserWarning, match="before the loss diverged"),
         search.finder.attach(search.trainer, search.to_save) as trainer,
     ):
         trainer.run(range(3))

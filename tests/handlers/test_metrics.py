@@ -253,7 +253,7 @@ def test_a_state_from_another_iteration_is_discarded():
     attached = attach_metrics(engine, {"sum": library.SumMetric()})
     engine.load_state_dict({"iteration": 5, "epoch_length": 4, "max_epochs": 2})
     attached.load_state_dict(saved["metrics"])
-    with pytest.warns(UserWarning, match="in the middle of epoch 2"):
+    with pytest.warns(UserWarning, match="the first iterations of epoch 2"):
         assert engine.run(data[1:]).metrics == {"sum": 14.0}
 
 
