@@ -12,10 +12,8 @@ from typing import Any
 from camshaft.base import ResettableHandler, Serializable
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import EventLike, Events
-from camshaft.engine.state import LazyNumber
-from camshaft.errors import described
 from camshaft.handlers.stopping import StopTogether
-from camshaft.handlers.utils import check_choice, check_engine, check_type, integer, number
+from camshaft.handlers.utils import check_choice, check_engine, check_type, integer, number, scalar
 
 __all__ = ["EarlyStopping"]
 
@@ -119,14 +117,9 @@ class EarlyStopping(Serializable, ResettableHandler):
 
     def __call__(self, engine: Engine[Any, Any]) -> None:
         """Compare the score of an evaluation with the best one, and terminate training if the patience is used up."""
-        score = self.score_function(engine)
-        if isinstance(score, LazyNumber):
-            score = score.read()
-        try:
-            is_number = not math.isnan(score)
-        except TypeError as error:
-            raise TypeError(f"score_function must return a number, got {described(score)}") from error
+        score = float(scalar("score_function", self.score_function(engine)))
         best = self.best_score
+        is_number = not math.isnan(score)
         if is_number and (best is None or math.isnan(best) or self._exceeds(score, best, self.threshold)):
             self.best_score = score
             self.counter = 0

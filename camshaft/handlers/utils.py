@@ -101,12 +101,13 @@ def scalar(name: str, value: Any) -> Tensor | float:
     >>> scalar("output_transform", torch.tensor([0.5])), scalar("output_transform", 2)
     (tensor(0.5000), 2.0)
     """
-    if not isinstance(value, Tensor):
-        check_type(f"the result of {name}", value, Real, "a number or a tensor")
-        return float(value)
-    if value.numel() != 1:
-        raise ValueError(f"{name} must return a number or one element, got a tensor of shape {tuple(value.shape)}")
-    return value.detach().reshape(())
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{name} must return a number or one element, got a tensor of shape {tuple(value.shape)}")
+        return value.detach().reshape(())
+    if not isinstance(value, Real):
+        raise TypeError(f"{name} must return a number or a tensor, got {described(value)}")
+    return float(value)
 
 
 def check_is_no_counter(argument: str, name: str, state: State[Any, Any]) -> None:
