@@ -20,8 +20,8 @@ from camshaft.engine.events import Events, RemovableEventHandle
 from camshaft.engine.lazy import LazyNumber, Results
 from camshaft.engine.order import Order
 from camshaft.errors import annotate, check_is_no_class, described
+from camshaft.handlers.base_logger import fetch, peek
 from camshaft.handlers.utils import check_callable, check_engine, identity, resumes_epoch
-from camshaft.handlers.values import fetch, peek
 from camshaft.ignite import ignite_class
 
 __all__ = ["AttachedMetrics", "RunningAverage", "attach_metrics"]
