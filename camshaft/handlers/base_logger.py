@@ -20,9 +20,8 @@ from torch import nn
 
 from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine
-from camshaft.engine.events import EventLike, Events, RemovableEventHandle, events_in
-from camshaft.engine.lazy import LazyNumber
-from camshaft.engine.order import Order
+from camshaft.engine.events import EventLike, Events, Order, RemovableEventHandle, events_in
+from camshaft.engine.state import LazyNumber
 from camshaft.errors import described
 from camshaft.handlers.checkpoint import CheckpointEvents
 from camshaft.handlers.utils import check_callable, check_engine, check_entries, check_text, check_type, joined
