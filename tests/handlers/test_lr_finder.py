@@ -482,7 +482,7 @@ def test_each_group_has_a_line(pyplot):
 
 
 def test_a_suggestion_in_the_skipped_start_warns(pyplot):
-    with pytest.warns(UserWarning, match="point 4, among the first 10"):
+    with pytest.warns(UserWarning, match="that of point 4, is not drawn"):
         searched().plot()
 
 
