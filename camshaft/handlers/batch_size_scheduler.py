@@ -65,9 +65,7 @@ class BatchSizeScheduler(SteppedScheduler):
         check_callable("scheduler_fn", scheduler_fn)
         sampler: Any = dataloader.batch_sampler
         if not isinstance(sampler, BatchSampler) or not isinstance(getattr(sampler, "batch_size", None), Integral):
-            raise ValueError(
-                f"dataloader must have a torch.utils.data.BatchSampler, got {sampler!r}: pass batch_size=..."
-            )
+            raise ValueError(f"dataloader must have a torch.utils.data.BatchSampler, got {sampler!r}: pass batch_size")
         if isinstance(sampler, ExactBatchSampler) and sampler.total_batch_size is None:
             raise ValueError(
                 f"dataloader must have batches whose size can be set, got those of {sampler.source!r}: call "
