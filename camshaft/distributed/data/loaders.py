@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
-from camshaft.distributed.coordination.data_consistency import SharedSeed
+from camshaft.distributed.coordination.data import SharedSeed
 from camshaft.distributed.data.augmentation import SeededLoader
 from camshaft.distributed.data.orders import Order, Sequential, Shuffled
 from camshaft.distributed.data.read_ahead import end_together
