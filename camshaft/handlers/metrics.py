@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from camshaft.base import Serializable
 from camshaft.distributed import all_gather, get_rank, get_world_size
-from camshaft.distributed.values.serialization import decode, encode
+from camshaft.distributed.values import decode, encode
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, Order, RemovableEventHandle
 from camshaft.engine.state import LazyNumber, Results
