@@ -13,7 +13,6 @@ from torch.distributed import distributed_c10d as c10d
 import camshaft.distributed as idist
 from camshaft.distributed.backends.mpi import operation
 from camshaft.distributed.backends.mpi.process_group import MPIGroup
-from camshaft.distributed.backends.mpi.start import create_group
 from tests.mpi.checking import check, place, same
 
 SHORT = timedelta(seconds=0.3)
@@ -110,7 +109,7 @@ def a_message_that_nobody_sends_times_out() -> None:
         assert not work.is_completed()
         with pytest.raises(dist.DistBackendError, match=r"recv timed out after 0.1 s"):
             work.wait(timedelta(seconds=0.1))
-        assert isinstance(work.exception(), dist.DistBackendError)
+        assert work.is_completed()
 
 
 @check
@@ -149,7 +148,7 @@ def a_rank_that_gives_up_is_named_by_ranks_that_wait_for_it() -> None:
             work.wait(SHORT)
     elif rank == 0:
         for _ in range(2):
-            with pytest.raises(dist.DistBackendError, match="collective 1 .* rank 1 gave up after 0 collectives"):
+            with pytest.raises(dist.DistBackendError, match="collective 1 .* rank 1 left after 0 collectives"):
                 dist.barrier(group=group)
     dist.barrier()
 
@@ -160,7 +159,7 @@ def tensors_of_different_sizes_are_an_error_on_all_ranks() -> None:
     rank, _ = place()
     group = dist.new_group([0, 1])
     if rank < 2:
-        with pytest.raises(dist.DistBackendError, match=r"broadcast, .* failed|rank 1 gave up after 0 collectives"):
+        with pytest.raises(dist.DistBackendError, match=r"broadcast, .* failed|rank 1 left after 0 collectives"):
             dist.broadcast(torch.ones(8 - 4 * rank), 0, group=group)
             dist.barrier(group=group)
     dist.barrier()
@@ -188,7 +187,7 @@ def a_rank_may_leave_once_it_has_done_its_part() -> None:
     parts = [torch.empty(1) for _ in range(size)] if rank == 0 else None
     gathering = dist.gather(torch.tensor([float(rank)]), parts, 0, group=group, async_op=True)
     if rank == 0:
-        while len(group.membership.departures()) < size - 2:
+        while len(group.departures()) < size - 2:
             gathering.is_completed()
         dist.send(torch.ones(1), size - 1)
     gathering.wait()
@@ -196,18 +195,6 @@ def a_rank_may_leave_once_it_has_done_its_part() -> None:
         dist.destroy_process_group(group)
     else:
         assert torch.cat(parts or []).tolist() == list(range(size))
-
-
-@check
-def a_group_without_references_is_left() -> None:
-    """As with old versions of torch, which forget a group that is destroyed and do not shut it down."""
-    rank, size = place()
-    group = create_group(list(range(size)), SHORT)
-    if rank == 1:
-        del group
-    else:
-        while 1 not in group.membership.departures():
-            pass
 
 
 @check
@@ -220,7 +207,7 @@ def a_forked_child_does_not_leave_for_its_parent() -> None:
     os.waitpid(child, 0)
     dist.barrier()
     dist.barrier(group=group)
-    assert group.membership.departures() == {}
+    assert group.departures() == {}
     dist.barrier()
 
 

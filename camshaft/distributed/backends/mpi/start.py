@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import json
 import os
@@ -21,10 +20,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
-from camshaft.distributed.backends.mpi.buffers import mpi
-from camshaft.distributed.backends.mpi.membership import forget_all, free_unused
-from camshaft.distributed.backends.mpi.operation import wait_for
-from camshaft.distributed.backends.mpi.process_group import MPIGroup
+from camshaft.distributed.backends.mpi.operation import mpi, wait_for
+from camshaft.distributed.backends.mpi.process_group import MPIGroup, forget_all, free_unused
 from camshaft.distributed.backends.native.backend import NativeBackend
 from camshaft.distributed.topology import Launch, Topology
 
@@ -95,7 +92,7 @@ def initialize_mpi(timeout: timedelta | None = None) -> None:
     assert isinstance(world, MPIGroup)
     # torch has no store for this backend; those who look for the default one shall find ours
     c10d._world.pg_map[world] = (dist.get_backend(world), world.store)
-    world.membership.when_left = guard.stop
+    world.when_shut_down = guard.stop
 
 
 def register_mpi() -> None:
@@ -249,9 +246,7 @@ class JobGuard:
 
     def __init__(self) -> None:
         self._process: int | None = os.getpid()
-        self._error: BaseException | None = None
         self._previous, sys.excepthook = sys.excepthook, self._on_error
-        atexit.register(self._on_exit)
 
     def stop(self) -> None:
         """Stop guarding; during an error, only after that error has ended the process.
@@ -261,21 +256,15 @@ class JobGuard:
         if sys.exc_info()[0] is None:
             if sys.excepthook == self._on_error:
                 sys.excepthook = self._previous
-            atexit.unregister(self._on_exit)
             self._process = None  # torch has put a hook before ours, and still calls it
 
     def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._previous(kind, error, trace)
         if os.getpid() == self._process:  # not in a forked child
-            self._error = error
+            forget_all()
+            if isinstance(error, dist.DistBackendError):
+                time.sleep(_COURTESY)
             _abort_at_exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
-
-    def _on_exit(self) -> None:
-        if self._error is None or os.getpid() != self._process:
-            return
-        if isinstance(self._error, dist.DistBackendError):
-            time.sleep(_COURTESY)
-        forget_all()
 
 
 def _abort_at_exit(code: int) -> None:
