@@ -16,8 +16,7 @@ from torch import nn
 
 from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine
-from camshaft.engine.events import EventLike, Events, RemovableEventHandle, events_in
-from camshaft.engine.order import Order
+from camshaft.engine.events import EventLike, Events, Order, RemovableEventHandle, events_in
 from camshaft.handlers.utils import check_callable, check_engine, check_entries, check_text, joined
 from camshaft.handlers.values import Path, Values, fetch
 

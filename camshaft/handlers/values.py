@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from camshaft.engine.engine import Engine
-from camshaft.engine.lazy import LazyNumber
+from camshaft.engine.state import LazyNumber
 from camshaft.handlers.utils import check_callable
 
 Path = tuple[str, ...]

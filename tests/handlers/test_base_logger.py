@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from camshaft.engine import Engine, EventEnum, Events
-from camshaft.engine.lazy import LazyNumber
+from camshaft.engine.state import LazyNumber
 from camshaft.handlers import file_logger, global_step_from_engine
 from camshaft.handlers.base_logger import (
     BaseLogger,

@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from camshaft.engine import Engine, EventEnum, Events
-from camshaft.engine.lazy import LazyNumber
+from camshaft.engine.state import LazyNumber
 from camshaft.handlers import ProgressBar
 from tests.ranks import on_ranks
 

@@ -19,7 +19,6 @@ from tests.machines import DEFAULTS, PYTHON, Program
 from tests.slurm.cluster import Cluster
 
 PLACE = (*PYTHON, "-m", "tests.slurm.place")
-SCONTROL_FAILS = "#!/bin/sh\ntouch {asked}\nexit 1\n"
 
 
 @pytest.fixture(scope="session")
@@ -159,16 +158,6 @@ def test_a_task_that_fails_ends_the_step(cluster):
     assert run.returncode == 1
     assert "LookupError: the cause" in run.output
     assert re.search("RuntimeError: .*Connection (closed|reset) by peer", run.output), run.output
-
-
-def test_a_scontrol_that_fails_is_not_needed(cluster, tmp_path):
-    scontrol, asked = tmp_path / "scontrol", tmp_path / "asked"
-    scontrol.write_text(SCONTROL_FAILS.format(asked=asked))
-    scontrol.chmod(0o755)
-    first = f"export PATH={tmp_path}:$PATH; exec {shlex.join(PLACE)}"
-    run = cluster.run("srun", "--nodes=2", "--ntasks=2", "bash", "-c", first)
-    assert places(run) == expected(["n1", "n2"])
-    assert asked.exists()
 
 
 def test_node_names_that_are_no_host_names_do_no_harm(cluster):
