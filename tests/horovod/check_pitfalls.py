@@ -122,7 +122,7 @@ def adasum_over_gloo_is_refused_before_anything_is_sent() -> None:
     with pytest.raises(NotImplementedError, match="no ADASUM over gloo: build Horovod with MPI"):
         idist.all_reduce(torch.ones(2), "ADASUM")
     parameter = nn.Parameter(torch.ones(2))
-    with pytest.raises(NotImplementedError, match="no Adasum over gloo"):
+    with pytest.raises(NotImplementedError, match="no ADASUM over gloo"):
         idist.auto_optim(torch.optim.SGD([parameter], lr=0.1), op=hvd.Adasum)
     equal(idist.all_reduce(1), size)
 

@@ -67,11 +67,8 @@ class HorovodBackend(Backend):
 
     def all_reduce(self, tensor: Tensor, op: str, group: Group | None) -> Tensor:
         """Reduce in place, or in a wider dtype and back."""
-        if op == "ADASUM" and not self._hvd.mpi_enabled():
-            raise NotImplementedError(
-                "backend 'horovod' has no ADASUM over gloo: build Horovod with MPI (HOROVOD_WITH_MPI=1) and start with "
-                "mpirun, or take 'AVERAGE'"
-            )
+        if op == "ADASUM":
+            self._check_adasum()
         if tensor.dtype in _REDUCED_AS:
             wider = _REDUCED_AS[tensor.dtype]
             return reduced_as(wider, tensor, op, lambda other, op: self.all_reduce(other, op, group))
@@ -166,9 +163,46 @@ class HorovodBackend(Backend):
         return model
 
     def wrap_optimizer(self, optimizer: Optimizer, **options: Any) -> Optimizer:
-        """Make a ``DistributedOptimizer`` with the state of rank 0."""
-        prefix = f"camshaft.optimizer.{next(self._wrapped)}"
-        return distributed_optimizer(self._hvd, optimizer, prefix, self._await_end, **options)
+        """Make a ``DistributedOptimizer`` with the state of rank 0.
+
+        It shares its groups and its state with the given one, so a scheduler of that one stays valid.
+        """
+        hvd = self._hvd
+        known = {*inspect.signature(hvd.DistributedOptimizer).parameters} - {"optimizer"}
+        check_known(options, known, "to Horovod's DistributedOptimizer")
+        if hasattr(optimizer, "skip_synchronize"):
+            return optimizer  # it is wrapped already
+        is_adasum = options.get("op") == hvd.Adasum and self.topology.world_size > 1
+        if is_adasum:
+            self._check_adasum()
+        prefix = f"camshaft.optimizer.{next(self._wrapped)}"  # several may reduce gradients at once
+        if self.topology.world_size > 1:
+            self._take_state_of_rank_0(optimizer, f"{prefix}.state")
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        named = options.pop("named_parameters", None) or enumerate(parameters)
+        names = [(f"{prefix}.{name}", parameter) for name, parameter in named]
+        options["compression"] = _compatible(options.get("compression", hvd.Compression.none))
+        wrapped: Optimizer = hvd.DistributedOptimizer(optimizer, names, **options)
+        wrapped.state = optimizer.state  # Horovod's begins without
+        if not is_adasum:
+            _adapt(hvd, wrapped, f"{prefix}.other", self._await_end)
+        return wrapped
+
+    def _take_state_of_rank_0(self, optimizer: Optimizer, name: str) -> None:
+        """Load the state of rank 0; Horovod's own function steps if there is no state yet, which changes weights."""
+        buffer = io.BytesIO()
+        if self.topology.rank == 0:
+            torch.save(optimizer.state_dict(), buffer)
+        buffer = io.BytesIO(self._hvd.broadcast_object(buffer.getvalue(), 0, name=name))
+        if self.topology.rank > 0:  # the state goes to the devices of the parameters, whatever device it had on rank 0
+            optimizer.load_state_dict(torch.load(buffer, map_location="cpu", weights_only=False))
+
+    def _check_adasum(self) -> None:
+        if not self._hvd.mpi_enabled():
+            raise NotImplementedError(
+                "backend 'horovod' has no ADASUM over gloo: build Horovod with MPI (HOROVOD_WITH_MPI=1) and start with "
+                "mpirun, or take 'AVERAGE'"
+            )
 
     def _wait(self, begin: Any, *args: Any, name: str, group: Group | None, **kwargs: Any) -> Any:
         """Begin an operation, wait for it, and return its result."""
@@ -292,52 +326,6 @@ def _device(hvd: Any, local_rank: int) -> torch.device:
 # --- optimizers ------------------------------------------------------------------------------------------------
 
 
-def distributed_optimizer(
-    hvd: Any, optimizer: Optimizer, prefix: str, await_end: Callable[[Any, str], None], **options: Any
-) -> Optimizer:
-    """Wrap an optimizer; all ranks call this, and get the state of rank 0.
-
-    Args:
-        hvd: ``horovod.torch``, initialized.
-        optimizer: shares its groups and its state with the new one, so a scheduler of the old one stays valid.
-        prefix: begins the names of the gradients, as several optimizers may be under way at once.
-        await_end: waits for an operation, of which it gets the handle and the name.
-        options: for ``DistributedOptimizer``.
-
-    Raises:
-        TypeError: an option is not known.
-        NotImplementedError: Adasum is requested, and Horovod runs over gloo.
-    """
-    known = {*inspect.signature(hvd.DistributedOptimizer).parameters} - {"optimizer"}
-    check_known(options, known, "to Horovod's DistributedOptimizer")
-    if hasattr(optimizer, "skip_synchronize"):
-        return optimizer  # it is wrapped already
-    if options.get("op") == hvd.Adasum and hvd.size() > 1 and not hvd.mpi_enabled():
-        raise NotImplementedError("Horovod has no Adasum over gloo: build it with MPI, or take another op")
-    if hvd.size() > 1:
-        _take_state_of_rank_0(hvd, optimizer, prefix)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    named = options.pop("named_parameters", None) or enumerate(parameters)
-    options.setdefault("compression", hvd.Compression.none)
-    options["compression"] = _compatible(options["compression"])
-    names = [(f"{prefix}.{name}", parameter) for name, parameter in named]
-    wrapped: Optimizer = hvd.DistributedOptimizer(optimizer, names, **options)
-    wrapped.state = optimizer.state  # Horovod's begins without
-    if options.get("op") != hvd.Adasum or hvd.size() == 1:
-        _adapt(hvd, wrapped, prefix, await_end)
-    return wrapped
-
-
-def _take_state_of_rank_0(hvd: Any, optimizer: Optimizer, prefix: str) -> None:
-    """Load the state of rank 0; Horovod's own function steps if there is no state yet, which changes the weights."""
-    buffer = io.BytesIO()
-    if hvd.rank() == 0:
-        torch.save(optimizer.state_dict(), buffer)
-    buffer = io.BytesIO(hvd.broadcast_object(buffer.getvalue(), 0, name=f"{prefix}.state"))
-    if hvd.rank() > 0:  # the state goes to the devices of the parameters, whatever device it had on rank 0
-        optimizer.load_state_dict(torch.load(buffer, map_location="cpu", weights_only=False))
-
-
 def _compatible(compression: Any) -> Any:
     """Accept gradients of any dtype and layout, which Horovod would refuse during ``backward``."""
 
@@ -359,7 +347,7 @@ def _compatible(compression: Any) -> Any:
     return Compatible
 
 
-def _adapt(hvd: Any, optimizer: Any, prefix: str, await_end: Callable[[Any, str], None]) -> None:
+def _adapt(hvd: Any, optimizer: Any, name: str, await_end: Callable[[Any, str], None]) -> None:
     """Support gradients that are read before the step, closures, and accumulated gradients that are discarded.
 
     Horovod reduces while ``backward`` runs. Code that clips or unscales calls ``synchronize()`` first; the step then
@@ -404,7 +392,7 @@ def _adapt(hvd: Any, optimizer: Any, prefix: str, await_end: Callable[[Any, str]
 
     def reduce_as_gradients(self: Any, tensor: Tensor) -> Tensor:
         """Reduce another tensor over the same ranks in the same way."""
-        reduced: Tensor = hvd.allreduce(tensor, name=f"{prefix}.other", op=self.op, process_set=self.process_set)
+        reduced: Tensor = hvd.allreduce(tensor, name=name, op=self.op, process_set=self.process_set)
         return reduced
 
     kind.synchronize, kind.step, kind.zero_grad = synchronize, step, zero_grad

@@ -116,7 +116,12 @@ def register_mpi() -> None:
         ) from error
     check_launcher(os.environ, world_size)
     if torch.__version__ >= "2.14":  # compared as versions, not as text
-        dist.Backend.register_backend("mpi", _create_from_options, extended_api=True, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(
+            "mpi",
+            lambda options, _: create_group(options.global_ranks_in_group, options.timeout),
+            extended_api=True,
+            devices=["cpu", "cuda"],
+        )
     else:
         _replace_built_in()
     _registered = True
@@ -210,10 +215,6 @@ def _wait_for_members(store: Store, size: int, timeout: timedelta) -> None:
         raise dist.DistBackendError(
             f"{present} of {size} ranks came to make a group over MPI within {timeout.total_seconds():g} s"
         ) from error
-
-
-def _create_from_options(options: Any, _: object) -> MPIGroup:
-    return create_group(options.global_ranks_in_group, options.timeout)
 
 
 def _replace_built_in() -> None:

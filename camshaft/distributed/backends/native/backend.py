@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from camshaft.distributed.topology import Launch, Topology
 
 _CPU = torch.device("cpu")
 _NO_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
-_torch_world = dist.distributed_c10d._world  # whose default_pg is dist.group.WORLD, found in half the time
+_torch_world: Any = dist.distributed_c10d._world  # whose default_pg is dist.group.WORLD, found in half the time
 _REDUCTIONS = {
     "SUM": dist.ReduceOp.SUM,
     "PRODUCT": dist.ReduceOp.PRODUCT,
@@ -85,8 +84,7 @@ class NativeBackend(Backend):
         self._interface = interface
         self._timeout = timeout
         self._departures = departures
-        self._world = dist.group.WORLD
-        self._ranks: WeakKeyDictionary[Any, tuple[dict[int, int], tuple[int, ...]]] = WeakKeyDictionary()
+        self._world: Any = dist.group.WORLD
         self._send_waiters: defaultdict[int, gloo.SendWaiter] = defaultdict(gloo.SendWaiter)
         gloo.drain_at_exit(self._world)
 
@@ -190,24 +188,38 @@ class NativeBackend(Backend):
 
     @property
     def members_make_groups(self) -> bool:
-        """True, unless the communicator of a group is a part of that of all ranks."""
-        return gloo.members_make_groups()
+        """True, unless the communicator of a group is a part of that of all ranks.
+
+        nccl splits that if it is bound to a device, and so does torch's own MPI.
+        """
+        is_of_torch = type(self._world) is dist.ProcessGroup
+        return self._world.bound_device_id is None and not (self.name == "mpi" and is_of_torch)
 
     def group_of_members(self, ranks: list[int]) -> Group:
-        """Make a process group without the other ranks."""
+        """Make a process group without the other ranks.
+
+        ``torch.distributed.new_group(use_local_synchronization=True)`` names the group after the number of groups that
+        a rank is in, so ranks that disagree on it would wait forever. Here the ranks are the name.
+        """
+        if self.topology.rank not in ranks:
+            return _NO_MEMBER
+        name = "camshaft/" + "_".join(map(str, ranks))
+        for known, other_name in _torch_world.pg_names.items():
+            if other_name == name:  # made when the default group was adopted before
+                return known
+        backend, store = _torch_world.pg_map[self._world]
+        kind, make = dist.Backend(backend), dist.distributed_c10d._new_process_group_helper
+        timeout = self._timeout or dist.distributed_c10d._get_default_timeout(kind)
         with gloo.using(self._interface):
-            return gloo.group_of_members(ranks, self._timeout)
+            group, _ = make(len(ranks), ranks.index(self.topology.rank), ranks, kind, store, name, timeout=timeout)
+            _torch_world.pg_group_ranks[group] = {member: place for place, member in enumerate(ranks)}
+            return gloo.connected(group)
 
     def ranks_of(self, group: Any) -> Sequence[int] | None:
         """Return the ranks of a process group that exists; none for what torch returns to ranks outside of it."""
         if isinstance(group, dist.ProcessGroup):
             ranks = _torch_world.pg_group_ranks.get(group)  # a dictionary in the order of the members
-            if ranks is None:  # destroyed, or of no run
-                return None
-            known = self._ranks.get(group)
-            if known is None or known[0] is not ranks:
-                self._ranks[group] = known = ranks, tuple(ranks)
-            return known[1]
+            return None if ranks is None else tuple(ranks)  # none of a group that is destroyed, or of no run
         return () if isinstance(group, type(_NO_MEMBER)) and group == _NO_MEMBER else None
 
     def is_alive(self) -> bool:

@@ -21,7 +21,6 @@ import weakref
 from collections import deque
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
-from datetime import timedelta
 from ipaddress import ip_address
 from typing import Any
 
@@ -45,38 +44,6 @@ _world: Any = c10d._world
 _known: weakref.WeakSet[Any] = weakref.WeakSet()  # groups that may outlive their end
 _unfinished: list[Any] = []  # groups with operations that have not ended, for which their destruction would wait
 _owner = 0  # the process whose groups these are; forked children have none of the threads
-
-
-def members_make_groups() -> bool:
-    """Return whether the members of a group can make it without the other ranks.
-
-    They cannot where its communicator is a part of that of all ranks: nccl splits that if it is bound to a device, and
-    so does torch's own MPI.
-    """
-    default: Any = _world.default_pg
-    is_of_torch = type(default) is dist.ProcessGroup
-    return default.bound_device_id is None and not (dist.get_backend() == "mpi" and is_of_torch)
-
-
-def group_of_members(ranks: list[int], timeout: timedelta | None) -> Any:
-    """Make a process group of some ranks, in the order of the ranks; only these ranks call this, and only once.
-
-    ``torch.distributed.new_group(use_local_synchronization=True)`` names the group after the number of groups that a
-    rank is in, so ranks that disagree on it would wait forever. Here the ranks are the name.
-    """
-    rank = dist.get_rank()
-    if rank not in ranks:
-        return dist.GroupMember.NON_GROUP_MEMBER
-    name = "camshaft/" + "_".join(map(str, ranks))
-    for known, other_name in _world.pg_names.items():
-        if other_name == name:  # made when the default group was adopted before
-            return known
-    backend, store = _world.pg_map[_world.default_pg]
-    timeout = timeout or c10d._get_default_timeout(dist.Backend(backend))
-    make: Any = c10d._new_process_group_helper
-    group, _ = make(len(ranks), ranks.index(rank), ranks, dist.Backend(backend), store, name, timeout=timeout)
-    _world.pg_group_ranks[group] = {member: place for place, member in enumerate(ranks)}
-    return connected(group)
 
 
 def connected(group: Any) -> Any:
