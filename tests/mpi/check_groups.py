@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import camshaft.distributed as idist
-from camshaft.distributed.backends.mpi import operation
+from camshaft.distributed.backends.mpi import process_group
 from camshaft.distributed.backends.mpi.process_group import MPIGroup
 from tests.mpi.checking import check, place, same
 
@@ -172,10 +172,10 @@ def a_message_from_a_rank_that_left_is_not_waited_for() -> None:
     if rank == 1:
         dist.destroy_process_group(group)
     elif rank == 0:
-        patience, operation._PATIENCE = operation._PATIENCE, 0.1
+        patience, process_group._PATIENCE = process_group._PATIENCE, 0.1
         with pytest.raises(dist.DistBackendError, match="recv cannot complete: rank 1 left after 0 collectives"):
             dist.recv(torch.ones(1), 1, group=group)
-        operation._PATIENCE = patience
+        process_group._PATIENCE = patience
 
 
 @check

@@ -1,7 +1,8 @@
 """A process group for torch.distributed that moves tensors with MPI, through mpi4py.
 
 All calls are MPI's nonblocking ones, since those that block take a whole core and have no timeout. What is wrong with
-the arguments is found before anything begins.
+the arguments is found before anything begins. Waiting ends when a rank that is needed has left, which MPI does not
+notice.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -22,25 +25,328 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from camshaft.distributed.backends.mpi.operation import (
-    NOT_SET,
-    Operation,
-    Transfer,
-    disjoint,
-    moved,
-    mpi,
-    operation,
-    receivable,
-    reduced,
-    sendable,
-    sizes,
-    widened,
-)
+# MPI does not add these up (Open MPI adds the bits of two bfloat16 as integers): they are reduced as wider ones.
+# A bool becomes an int32, so that a SUM over more than 255 ranks is still true.
+WIDER = {
+    torch.bool: torch.int32,
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.complex32: torch.complex64,
+}
+_REDUCED = {
+    torch.float32: "FLOAT",
+    torch.float64: "DOUBLE",
+    torch.int8: "INT8_T",
+    torch.int16: "INT16_T",
+    torch.int32: "INT32_T",
+    torch.int64: "INT64_T",
+    torch.uint8: "UINT8_T",
+    torch.uint16: "UINT16_T",
+    torch.uint32: "UINT32_T",
+    torch.uint64: "UINT64_T",
+    torch.complex64: "C_FLOAT_COMPLEX",
+    torch.complex128: "C_DOUBLE_COMPLEX",
+}
+# by the size of an element: some MPI libraries count no further than 2**31, so elements are counted, not bytes
+_MOVED = {1: "BYTE", 2: "INT16_T", 4: "INT32_T", 8: "INT64_T", 16: "C_DOUBLE_COMPLEX"}
+_OPERATIONS = {"AVG": "SUM", "PRODUCT": "PROD"}  # the others have one name in torch and in MPI
 
-_DEFAULTS: Any = SimpleNamespace(reduceOp=dist.ReduceOp.SUM, rootRank=0, timeout=NOT_SET)  # of torch's options
+_SPIN = 2e-4  # seconds in which we poll again and again; MPI itself would do so forever, and take a whole core
+_LONGEST_NAP = 1e-3
+_PATIENCE = 5.0  # seconds in which a message that was sent before its sender left must have arrived
+_NOT_SET = timedelta(0)  # torch passes zero or less if no timeout was requested
+
+# MPI reads and writes the memory of an operation until it is complete, also when no object refers to it any more.
+_in_flight: set[Operation] = set()
+_sweep_at = 64
+_yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
+_DEFAULTS: Any = SimpleNamespace(reduceOp=dist.ReduceOp.SUM, rootRank=0, timeout=_NOT_SET)  # of torch's options
 _ProcessGroup: Any = dist.ProcessGroup
 # groups that still have their communicator: they receive the farewells of others
 _groups: set[MPIGroup] = set()
+
+
+def mpi() -> Any:
+    """Return ``mpi4py.MPI``, whose first import initializes MPI."""
+    from mpi4py import MPI
+
+    return MPI
+
+
+# --- tensors as mpi4py takes them ------------------------------------------------------------------------------
+
+
+def _reduction(op: Any, dtype: torch.dtype, size: int) -> tuple[Any, int]:
+    """Return the MPI operation for a reduction of torch over so many ranks, and what to divide its result by.
+
+    Raises:
+        ValueError: MPI has none (``PREMUL_SUM``), or none for this dtype.
+    """
+    if WIDER.get(dtype, dtype) not in _REDUCED:
+        raise ValueError(f"MPI reduces tensors of {', '.join(map(str, (*_REDUCED, *WIDER)))}; got {dtype}")
+    allowed = ["SUM", "PRODUCT"]
+    allowed += [] if dtype.is_complex else ["MIN", "MAX"]
+    allowed += ["AVG"] if dtype.is_complex or dtype.is_floating_point else ["BAND", "BOR", "BXOR"]
+    name = getattr(op, "op", op).name  # torch passes both ReduceOp objects and the values of its enumeration
+    if name not in allowed:
+        raise ValueError(f"op must be one of {', '.join(allowed)} for tensors of {dtype} over MPI, got {name}")
+    return getattr(mpi(), _OPERATIONS.get(name, name)), size if name == "AVG" else 1
+
+
+def _sendable(*tensors: Tensor) -> Tensor:
+    """Return what MPI can read: the tensor itself if possible, else a copy on the CPU of all, one after the other."""
+    if len(tensors) == 1:
+        (tensor,) = tensors
+        return tensor if _is_plain(tensor) else tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return torch.cat([_sendable(tensor).detach().reshape(-1) for tensor in tensors])
+
+
+def _receivable(*tensors: Tensor) -> Tensor:
+    """Return memory for tensors that are received one after the other: the tensor itself if MPI can write to it."""
+    if len(tensors) == 1 and _is_plain(tensors[0]):
+        return tensors[0]
+    return torch.empty(sum(_sizes(tensors)), dtype=tensors[0].dtype)
+
+
+def _widened(*tensors: Tensor) -> Tensor:
+    """Return what MPI can reduce: the tensor itself if possible, else a copy."""
+    dtype = tensors[0].dtype
+    return _sendable(*tensors).to(WIDER.get(dtype, dtype))
+
+
+def _disjoint(source: Tensor, target: Tensor | None) -> Tensor:
+    """Return the source, or a copy of it where both overlap in memory, as when FSDP gathers in place.
+
+    MPICH refuses buffers that overlap, Open MPI takes them and may send what it has just received.
+    """
+    if target is None:
+        return source
+    start, other_start = source.data_ptr(), target.data_ptr()
+    overlap = start < other_start + target.nbytes and other_start < start + source.nbytes
+    return source.clone() if overlap else source
+
+
+def _moved(tensor: Tensor | None, counts: Sequence[int] | None = None) -> list[Any] | None:
+    """Describe memory that is moved as it is, in a part of so many elements for each rank if counts are given."""
+    if tensor is None:
+        return None
+    parts = [] if counts is None else [counts]
+    return [_memory(tensor), *parts, getattr(mpi(), _MOVED[tensor.element_size()])]
+
+
+def _reduced(tensor: Tensor) -> list[Any]:
+    """Describe memory that is reduced."""
+    return [_memory(tensor), getattr(mpi(), _REDUCED[tensor.dtype])]
+
+
+def _sizes(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the number of elements of each tensor."""
+    return [tensor.numel() for tensor in tensors]
+
+
+def _memory(tensor: Tensor) -> Any:
+    return mpi().buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"tensor must be dense to travel over MPI, got layout {tensor.layout}: call to_dense() first")
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+# --- operations ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One call of MPI that is ready to begin.
+
+    Args:
+        begin: calls MPI, and holds the memory that MPI reads.
+        buffer: the memory that MPI writes to, or reduces.
+        targets: the tensors that the result is for, one after the other; none if this rank receives nothing.
+        divisor: what the result is divided by.
+        peer: the other rank of a message; ``None`` in a collective and for a message from any rank.
+    """
+
+    begin: Callable[[], Any]
+    buffer: Tensor | None = None
+    targets: Sequence[Tensor] = ()
+    divisor: int = 1
+    peer: int | None = None
+
+    @torch.no_grad()  # a target may be a leaf that requires gradients
+    def deliver(self) -> None:
+        """Copy the result to the tensors that it is for."""
+        if self.buffer is None or not self.targets:
+            return
+        if self.divisor > 1:
+            self.buffer.div_(self.divisor)
+        if self.buffer is not self.targets[0]:
+            parts = torch.split(self.buffer.view(-1), _sizes(self.targets))
+            for part, tensor in zip(parts, self.targets, strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+
+class Operation(dist.Work):
+    """Calls of MPI that are under way until they are waited for.
+
+    Args:
+        group: the group that they are of.
+        name: what users call the operation.
+        transfers: the calls of MPI, which begin here.
+        results: the tensors that the user waits for.
+        number: of the collective, counted in the group; ``None`` for a message.
+        timeout: how long to wait; the group's timeout if not set.
+
+    Raises:
+        DistBackendError: MPI refuses them.
+    """
+
+    def __init__(
+        self,
+        group: MPIGroup,
+        name: str,
+        transfers: list[Transfer],
+        results: list[Any],
+        number: int | None,
+        timeout: timedelta,
+    ) -> None:
+        super().__init__()
+        self._group, self._name, self._number, self._timeout = group, name, number, timeout
+        self._transfers, self._results = transfers, results
+        self._done = False
+        self._error: dist.DistBackendError | None = None
+        self._status = mpi().Status()
+        self._lock = threading.Lock()
+        with self._lock:
+            _remember(self)
+            self._requests = self._calling_mpi(lambda: [transfer.begin() for transfer in transfers])
+
+    def wait(self, timeout: timedelta = _NOT_SET) -> bool:
+        """Wait until the results are there.
+
+        Raises:
+            DistBackendError: they did not come in time or cannot come any more, or MPI failed.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if not self._done:
+                limit = next(limit for limit in (timeout, self._timeout, self._group.timeout) if limit > _NOT_SET)
+                self._calling_mpi(lambda: self._wait_for_all(limit.total_seconds()))
+                self._deliver()
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether it has ended, with or without an error, which whoever waits for it gets."""
+        if not self._lock.acquire(blocking=False):
+            return False  # another thread is waiting for it
+        try:
+            with suppress(dist.DistBackendError):
+                is_open = not self._done and self._error is None
+                if is_open and self._calling_mpi(lambda: all(one.Test(self._status) for one in self._requests)):
+                    self._deliver()
+            return self._done or self._error is not None
+        finally:
+            self._lock.release()
+
+    def synchronize(self) -> None:
+        """Wait until the results are there."""
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        """Return the results, which must be there."""
+        return self._results
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Wait until the results are there, and return them as a future.
+
+        DDP asks for it when it begins to reduce a bucket of gradients; nothing else makes MPI progress meanwhile, so
+        without waiting here, DDP would wait forever.
+        """
+        self.wait()
+        devices = {tensor.device for tensor in _tensors(self._results) if tensor.is_cuda}
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=list(devices))
+        future.set_result(self._results)
+        return future
+
+    def _source_rank(self) -> int:
+        """Return the rank in the group that sent the message; torch asks for it."""
+        rank: int = self._status.Get_source()
+        return rank
+
+    def _calling_mpi(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except mpi().Exception as error:
+            raise self._lost(f"failed: {error}") from error
+
+    def _wait_for_all(self, limit: float) -> None:
+        for request in self._requests:
+            wait_for(request, self._status, lambda waited: self._check(waited, limit))
+
+    def _deliver(self) -> None:
+        """Deliver the results, once, and release the memory."""
+        self._done = True
+        _in_flight.discard(self)
+        transfers, self._transfers = self._transfers, []
+        for transfer in transfers:
+            if self._number is None and transfer.buffer is not None:  # a message that was received
+                got, expected = self._status.Get_count(mpi().BYTE), transfer.buffer.nbytes
+                if got != expected:
+                    raise self._lost(f"got {got} bytes from rank {self._source_rank()}, the tensor has {expected}")
+            transfer.deliver()
+
+    def _check(self, waited: float, limit: float) -> None:
+        """Raise if the results did not arrive in time, or cannot arrive because a rank has left."""
+        if waited > limit:
+            raise self._lost(f"timed out after {limit:g} s")
+        for rank, (collectives, noticed) in self._group.departures().items():
+            is_missing = self._number is not None and collectives < self._number
+            is_silent = rank == self._transfers[0].peer and time.monotonic() - noticed > _PATIENCE
+            if is_missing or is_silent:
+                raise self._lost(f"cannot complete: rank {rank} left after {collectives} collectives")
+
+    def _lost(self, what: str) -> dist.DistBackendError:
+        place = "" if self._number is None else f", collective {self._number} of this group,"
+        self._error = self._group.give_up(f"{self._name}{place} {what}", self._number)
+        return self._error
+
+
+def wait_for(request: Any, status: Any, check: Callable[[float], None]) -> None:
+    """Wait for MPI, and yield the core meanwhile, which MPI does not.
+
+    Args:
+        request: what to wait for.
+        status: filled when it is complete, or ``None``.
+        check: called now and then with the seconds waited; raises to give up.
+    """
+    began = time.monotonic()
+    while not request.Test(status):
+        waited = time.monotonic() - began
+        if waited < _SPIN:
+            _yield_core()
+        else:
+            check(waited)
+            time.sleep(min(waited / 10, _LONGEST_NAP))
+
+
+def _remember(operation: Operation) -> None:
+    """Keep an operation until it is complete; now and then, poll those that no thread waits for."""
+    global _sweep_at
+    _in_flight.add(operation)
+    if len(_in_flight) >= _sweep_at:
+        for known in list(_in_flight):
+            known.is_completed()
+        _sweep_at = max(64, 2 * len(_in_flight))
+
+
+def _tensors(results: list[Any]) -> list[Tensor]:
+    return [tensor for item in results for tensor in (_tensors(item) if isinstance(item, list) else [item])]
+
+
+# --- the group -------------------------------------------------------------------------------------------------
 
 
 class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares overloads that no Python group has
@@ -69,7 +375,7 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         self.store = store
         self.timeout = timeout
         self.when_shut_down: Callable[[], object] = lambda: None
-        self._name = self._description = ""
+        self._name = ""
         self._given_up: str | None = None
         self._collectives = 0
         self._departures: dict[int, tuple[int, float]] = {}
@@ -82,25 +388,13 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         """Return the name under which torch knows the backend."""
         return "mpi"
 
-    name = getBackendName
-
     @property
     def group_name(self) -> str:
         """The name that torch gave to the group."""
         return self._name
 
-    pg_name = group_name
-
-    @property
-    def group_desc(self) -> str:
-        """The description that torch gave to the group."""
-        return self._description
-
     def _set_group_name(self, name: str) -> None:
         self._name = name
-
-    def _set_group_desc(self, description: str) -> None:
-        self._description = description
 
     def get_group_store(self) -> Store:
         """Return what the ranks share beside the communicator."""
@@ -163,8 +457,8 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         """Reduce tensors over all ranks, in place."""
 
         def transfer(tensor: Tensor) -> Transfer:
-            (op, divisor), buffer = operation(opts.reduceOp, tensor.dtype, self.size()), widened(tensor)
-            begin = functools.partial(self.comm.Iallreduce, mpi().IN_PLACE, reduced(buffer), op)
+            (op, divisor), buffer = _reduction(opts.reduceOp, tensor.dtype, self.size()), _widened(tensor)
+            begin = functools.partial(self.comm.Iallreduce, mpi().IN_PLACE, _reduced(buffer), op)
             return Transfer(begin, buffer, [tensor], divisor)
 
         return self._collective("all_reduce", map(transfer, tensors), tensors, opts)
@@ -176,8 +470,8 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         is_root = self.rank() == opts.rootRank
 
         def transfer(tensor: Tensor) -> Transfer:
-            (op, divisor), buffer = operation(opts.reduceOp, tensor.dtype, self.size()), widened(tensor)
-            messages = (mpi().IN_PLACE, reduced(buffer)) if is_root else (reduced(buffer), None)
+            (op, divisor), buffer = _reduction(opts.reduceOp, tensor.dtype, self.size()), _widened(tensor)
+            messages = (mpi().IN_PLACE, _reduced(buffer)) if is_root else (_reduced(buffer), None)
             begin = functools.partial(self.comm.Ireduce, *messages, op, opts.rootRank)
             return Transfer(begin, buffer, [tensor] if is_root else [], divisor)
 
@@ -188,8 +482,8 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         is_root = self.rank() == opts.rootRank
 
         def transfer(tensor: Tensor) -> Transfer:
-            buffer, targets = (sendable(tensor), []) if is_root else (receivable(tensor), [tensor])
-            return Transfer(lambda: self.comm.Ibcast(moved(buffer), opts.rootRank), buffer, targets)
+            buffer, targets = (_sendable(tensor), []) if is_root else (_receivable(tensor), [tensor])
+            return Transfer(lambda: self.comm.Ibcast(_moved(buffer), opts.rootRank), buffer, targets)
 
         return self._collective("broadcast", map(transfer, tensors), tensors, opts)
 
@@ -197,7 +491,7 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         """Fill each list with the tensor of each rank; the sizes may differ over the ranks."""
 
         def transfer(parts: list[Tensor], tensor: Tensor) -> Transfer:
-            return self._transfer(self.comm.Iallgatherv, [tensor], parts, receives=sizes(parts))
+            return self._transfer(self.comm.Iallgatherv, [tensor], parts, receives=_sizes(parts))
 
         transfers = map(transfer, outputs, tensors)
         return self._collective("all_gather", transfers, outputs[0] if len(outputs) == 1 else outputs, opts)
@@ -219,18 +513,18 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
     def gather(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any = _DEFAULTS) -> dist.Work:
         """Fill the list on one rank with the tensor of each rank; the other ranks have no list."""
         parts = outputs[0] if outputs else []
-        transfer = self._transfer(self.comm.Igatherv, tensors, parts, opts.rootRank, receives=sizes(parts))
+        transfer = self._transfer(self.comm.Igatherv, tensors, parts, opts.rootRank, receives=_sizes(parts))
         return self._collective("gather", [transfer], parts, opts)
 
     def scatter(self, outputs: list[Tensor], tensors: list[list[Tensor]], opts: Any = _DEFAULTS) -> dist.Work:
         """Fill a tensor with this rank's one of the list on one rank; the other ranks have no list."""
         parts = tensors[0] if tensors else []
-        transfer = self._transfer(self.comm.Iscatterv, parts, outputs, opts.rootRank, sends=sizes(parts))
+        transfer = self._transfer(self.comm.Iscatterv, parts, outputs, opts.rootRank, sends=_sizes(parts))
         return self._collective("scatter", [transfer], outputs, opts)
 
     def alltoall(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = _DEFAULTS) -> dist.Work:
         """Send each rank one tensor, and fill others with what each rank sends."""
-        counts = {"sends": sizes(tensors), "receives": sizes(outputs)}
+        counts = {"sends": _sizes(tensors), "receives": _sizes(outputs)}
         transfer = self._transfer(self.comm.Ialltoallv, tensors, outputs, **counts)
         return self._collective("all_to_all", [transfer], outputs, opts)
 
@@ -251,7 +545,7 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         """Reduce the tensors of a list over the ranks, and fill a tensor with this rank's one."""
 
         def transfer(output: Tensor, parts: list[Tensor]) -> Transfer:
-            return self._reduced_parts(output, parts, sizes(parts), opts)
+            return self._reduced_parts(output, parts, _sizes(parts), opts)
 
         return self._collective("reduce_scatter", map(transfer, outputs, tensors), outputs, opts)
 
@@ -284,13 +578,13 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> dist.Work:
         """Begin to send a tensor to one rank; as with gloo, it is sent when that rank receives it, however short."""
-        source = sendable(tensors[0])
-        return self._begin("send", [Transfer(lambda: self.comm.Issend(moved(source), peer, tag), peer=peer)], tensors)
+        source = _sendable(tensors[0])
+        return self._begin("send", [Transfer(lambda: self.comm.Issend(_moved(source), peer, tag), peer=peer)], tensors)
 
     def recv(self, tensors: list[Tensor], peer: int | None, tag: int = 0) -> dist.Work:
         """Begin to receive a tensor from one rank, or from any."""
-        source, buffer = mpi().ANY_SOURCE if peer is None else peer, receivable(*tensors)
-        transfer = Transfer(lambda: self.comm.Irecv(moved(buffer), source, tag), buffer, tensors, peer=peer)
+        source, buffer = mpi().ANY_SOURCE if peer is None else peer, _receivable(*tensors)
+        transfer = Transfer(lambda: self.comm.Irecv(_moved(buffer), source, tag), buffer, tensors, peer=peer)
         return self._begin("recv", [transfer], tensors)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
@@ -310,7 +604,7 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         transfers: list[Transfer],
         results: list[Any],
         number: int | None = None,
-        timeout: timedelta = NOT_SET,
+        timeout: timedelta = _NOT_SET,
     ) -> dist.Work:
         if self._given_up is not None:
             raise dist.DistBackendError(f"{name} is refused, the group is of no use any more: {self._given_up}")
@@ -336,18 +630,18 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
             receives: how many elements come from each rank; ``None`` if they come from one.
         """
         self._check_parts(tensors, outputs, sends, receives)
-        buffer = receivable(*outputs) if outputs else None
-        source = disjoint(sendable(*tensors), buffer) if tensors else None
-        return Transfer(lambda: call(moved(source, sends), moved(buffer, receives), *root), buffer, outputs)
+        buffer = _receivable(*outputs) if outputs else None
+        source = _disjoint(_sendable(*tensors), buffer) if tensors else None
+        return Transfer(lambda: call(_moved(source, sends), _moved(buffer, receives), *root), buffer, outputs)
 
     def _reduced_parts(self, output: Tensor, tensors: list[Tensor], counts: list[int], opts: Any) -> Transfer:
         self._check_parts(tensors, [output], counts, None)
-        op, divisor = operation(opts.reduceOp, output.dtype, self.size())
-        source, buffer = widened(*tensors), receivable(output)
+        op, divisor = _reduction(opts.reduceOp, output.dtype, self.size())
+        source, buffer = _widened(*tensors), _receivable(output)
         buffer = buffer if source.dtype == output.dtype else torch.empty(output.shape, dtype=source.dtype)
-        source = disjoint(source, buffer)
+        source = _disjoint(source, buffer)
         return Transfer(
-            lambda: self.comm.Ireduce_scatter(reduced(source), reduced(buffer), counts, op), buffer, [output], divisor
+            lambda: self.comm.Ireduce_scatter(_reduced(source), _reduced(buffer), counts, op), buffer, [output], divisor
         )
 
     def _split(self, tensor: Tensor, rows: Sequence[int] = ()) -> list[int]:
@@ -361,7 +655,7 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         """Refuse parts that do not fit: what a rank sends to itself must be what it receives from itself."""
         own = []
         for side, counts in ((tensors, sends), (outputs, receives)):
-            total = sum(sizes(side))
+            total = sum(_sizes(side))
             if side and counts is not None and (len(counts) != self.size() or sum(counts) != total):
                 raise ValueError(
                     f"tensors of {total} elements must have {self.size()} parts, one for each rank, that add up to "

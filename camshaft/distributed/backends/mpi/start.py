@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import socket
 import sys
@@ -20,8 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
-from camshaft.distributed.backends.mpi.operation import mpi, wait_for
-from camshaft.distributed.backends.mpi.process_group import MPIGroup, forget_all, free_unused
+from camshaft.distributed.backends.mpi.process_group import MPIGroup, forget_all, free_unused, mpi, wait_for
 from camshaft.distributed.backends.native.backend import NativeBackend
 from camshaft.distributed.topology import Launch, Topology
 
@@ -185,12 +183,11 @@ def _connect(timeout: timedelta) -> TCPStore:
         DistBackendError: rank 0 did not come within ``timeout``.
         DistNetworkError: the host of rank 0 cannot be reached.
     """
-    world, here, address = mpi().COMM_WORLD, mpi().Get_processor_name(), {}
+    world, here, seconds = mpi().COMM_WORLD, mpi().Get_processor_name(), timeout.total_seconds()
+    buffer = bytearray(_ROOM)
     if world.rank == 0:
         store = TCPStore("localhost", 0, world.size, True, timeout, wait_for_workers=False)
-        address = {"host": here, "port": store.port}
-    buffer = bytearray(json.dumps(address).encode().ljust(_ROOM))
-    seconds = timeout.total_seconds()
+        buffer = bytearray(f"{here} {store.port}".encode().ljust(_ROOM))
 
     def check(waited: float) -> None:
         if waited > seconds:
@@ -199,9 +196,9 @@ def _connect(timeout: timedelta) -> TCPStore:
     wait_for(world.Ibcast([buffer, mpi().BYTE], 0), None, check)
     if world.rank == 0:
         return store
-    address = json.loads(bytes(buffer))
-    host = os.environ.get("MASTER_ADDR") or ("localhost" if address["host"] == here else address["host"])
-    return TCPStore(host, address["port"], world.size, False, timeout, wait_for_workers=False)
+    first, port = buffer.decode().split()
+    host = os.environ.get("MASTER_ADDR") or ("localhost" if first == here else first)
+    return TCPStore(host, int(port), world.size, False, timeout, wait_for_workers=False)
 
 
 def _wait_for_members(store: Store, size: int, timeout: timedelta) -> None:

@@ -208,7 +208,8 @@ class NativeBackend(Backend):
             if other_name == name:  # made when the default group was adopted before
                 return known
         backend, store = _torch_world.pg_map[self._world]
-        kind, make = dist.Backend(backend), dist.distributed_c10d._new_process_group_helper
+        kind = dist.Backend(backend)
+        make: Any = dist.distributed_c10d._new_process_group_helper
         timeout = self._timeout or dist.distributed_c10d._get_default_timeout(kind)
         with gloo.using(self._interface):
             group, _ = make(len(ranks), ranks.index(self.topology.rank), ranks, kind, store, name, timeout=timeout)
