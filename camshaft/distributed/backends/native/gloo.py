@@ -19,6 +19,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from ipaddress import ip_address
@@ -227,7 +228,8 @@ def find_interface(store: Store, rank: int, world_size: int) -> str | None:
         return None
     address = _address_towards(server.host)
     store.set(_key(rank), address)
-    if os.environ.get(_VARIABLE) or not _is_loopback(_address_of_this_host()):
+    of_this_host = _address_used(socket.socket.bind, socket.gethostname(), 0)  # the one that gloo chooses
+    if os.environ.get(_VARIABLE) or not _is_loopback(of_this_host):
         return None
     if _is_loopback(address):  # the store is on this node, so look towards another one
         published = store.multi_get([_key(other) for other in range(world_size)])
@@ -253,28 +255,17 @@ def _is_loopback(address: str) -> bool:
 
 def _address_towards(host: str) -> str:
     """Return the address that packets to a host carry as their sender; empty if no route leads there."""
-    for family, address in _addresses(host, _ANY_PORT):
-        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
+    return _address_used(socket.socket.connect, host, _ANY_PORT)
+
+
+def _address_used(use: Callable[[socket.socket, Any], None], host: str, port: int) -> str:
+    """Use the addresses of a host with a socket, up to the first that works, and return the socket's own address."""
+    with suppress(OSError, UnicodeError):  # the host is unknown
+        for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                use(probe, address)
+                return str(probe.getsockname()[0])
     return ""
-
-
-def _address_of_this_host() -> str:
-    """Return the address that gloo chooses: the first of this host's name that this host has."""
-    for family, address in _addresses(socket.gethostname(), 0):
-        with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind(address)
-            return str(address[0])
-    return ""
-
-
-def _addresses(host: str, port: int) -> list[tuple[int, tuple[str, int]]]:
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return []
-    return [(family, (str(address[0]), port)) for family, _, _, _, address in found]
 
 
 def _interface_with(address: str) -> str | None:
