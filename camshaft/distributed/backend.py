@@ -6,7 +6,7 @@ import inspect
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
@@ -37,14 +37,15 @@ def accelerator() -> torch.device | None:
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
-def check_known(options: Iterable[str], known: Iterable[str], where: str) -> None:
+def check_known(options: Iterable[str], known: Collection[str], where: str) -> None:
     """Refuse options that nothing would read: ``"['colour'] are not known to auto_model, but ['size'] are"``.
 
     Raises:
         TypeError: an option is not known.
     """
     if unknown := sorted(set(options) - set(known)):
-        raise TypeError(f"{unknown} are not known {where}, but {sorted(known)} are")
+        allowed = f"but {sorted(known)} are" if known else "which takes no options"
+        raise TypeError(f"{unknown} are not known {where}, {allowed}")
 
 
 def check_ddp_options(options: Iterable[str]) -> None:
