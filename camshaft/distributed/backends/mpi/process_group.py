@@ -200,7 +200,7 @@ class Operation(dist.Work):
         timeout: how long to wait; the group's timeout if not set.
 
     Raises:
-        DistBackendError: MPI refuses them.
+        DistBackendError: MPI refuses them, or this rank has left the group.
     """
 
     def __init__(
@@ -209,10 +209,12 @@ class Operation(dist.Work):
         name: str,
         transfers: list[Transfer],
         results: list[Any],
-        number: int | None,
-        timeout: timedelta,
+        number: int | None = None,
+        timeout: timedelta = _NOT_SET,
     ) -> None:
         super().__init__()
+        if group.given_up is not None:
+            raise dist.DistBackendError(f"{name} is refused, the group is of no use any more: {group.given_up}")
         self._group, self._name, self._number, self._timeout = group, name, number, timeout
         self._transfers, self._results = transfers, results
         self._done = False
@@ -376,7 +378,7 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         self.timeout = timeout
         self.when_shut_down: Callable[[], object] = lambda: None
         self._name = ""
-        self._given_up: str | None = None
+        self.given_up: str | None = None  # why this rank has left, if it has
         self._collectives = 0
         self._departures: dict[int, tuple[int, float]] = {}
         self._farewells: list[tuple[Any, array[int]]] = []
@@ -439,17 +441,17 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
 
     def is_over(self) -> bool:
         """Return whether all have left, so that no message is under way any more."""
-        is_sent = self._given_up is not None and all(request.Test() for request, _ in self._farewells)
+        is_sent = self.given_up is not None and all(request.Test() for request, _ in self._farewells)
         return is_sent and len(self.departures()) == self.size() - 1
 
     def _leave(self, reason: str, collectives: int) -> None:
-        if self._given_up is None and self in _groups:  # a forked child is not a rank, and has no groups
+        if self.given_up is None and self in _groups:  # a forked child is not a rank, and has no groups
             note = array("q", [collectives])
             others = [rank for rank in range(self.size()) if rank != self.rank()]
             with suppress(mpi().Exception):  # which may have been the reason
                 for rank in others:  # MPI may read the note later
                     self._farewells.append((self.comm.Isend([note, mpi().INT64_T], rank, _farewell_tag()), note))
-        self._given_up = self._given_up or reason
+        self.given_up = self.given_up or reason
 
     # --- collectives ---------------------------------------------------------------------------------------
 
@@ -579,13 +581,14 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> dist.Work:
         """Begin to send a tensor to one rank; as with gloo, it is sent when that rank receives it, however short."""
         source = _sendable(tensors[0])
-        return self._begin("send", [Transfer(lambda: self.comm.Issend(_moved(source), peer, tag), peer=peer)], tensors)
+        transfer = Transfer(lambda: self.comm.Issend(_moved(source), peer, tag), peer=peer)
+        return Operation(self, "send", [transfer], tensors)
 
     def recv(self, tensors: list[Tensor], peer: int | None, tag: int = 0) -> dist.Work:
         """Begin to receive a tensor from one rank, or from any."""
         source, buffer = mpi().ANY_SOURCE if peer is None else peer, _receivable(*tensors)
         transfer = Transfer(lambda: self.comm.Irecv(_moved(buffer), source, tag), buffer, tensors, peer=peer)
-        return self._begin("recv", [transfer], tensors)
+        return Operation(self, "recv", [transfer], tensors)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
         """Begin to receive a tensor from any rank."""
@@ -596,19 +599,7 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
     def _collective(self, name: str, transfers: Iterable[Transfer], results: list[Any], opts: Any) -> dist.Work:
         prepared = list(transfers)  # may find something wrong with the arguments
         self._collectives += 1
-        return self._begin(name, prepared, results, self._collectives, opts.timeout)
-
-    def _begin(
-        self,
-        name: str,
-        transfers: list[Transfer],
-        results: list[Any],
-        number: int | None = None,
-        timeout: timedelta = _NOT_SET,
-    ) -> dist.Work:
-        if self._given_up is not None:
-            raise dist.DistBackendError(f"{name} is refused, the group is of no use any more: {self._given_up}")
-        return Operation(self, name, transfers, results, number, timeout)
+        return Operation(self, name, prepared, results, self._collectives, opts.timeout)
 
     def _transfer(
         self,
