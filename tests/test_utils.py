@@ -11,7 +11,6 @@ import pytest
 
 import camshaft.files
 import camshaft.seeding
-import camshaft.text
 import camshaft.tree
 from camshaft import utils
 
@@ -37,8 +36,8 @@ def test_the_utilities_are_those_of_the_leaves(home, names):
         assert name in utils.__all__
 
 
-def test_the_half_public_name_for_texts_works():
-    assert utils._to_str_list is camshaft.text.to_str_list
+def test_the_semi_public_name_of_texts_exists():
+    assert utils._to_str_list is camshaft.tree.to_str_list
 
 
 NO_DEFAULT = inspect.Parameter.empty

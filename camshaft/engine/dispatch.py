@@ -21,8 +21,7 @@ from camshaft.engine.failures import name_of, place
 from camshaft.engine.filters import NEVER
 from camshaft.engine.registration import Registration, Wrapper
 from camshaft.engine.state import State
-from camshaft.errors import described
-from camshaft.ignite import check_metric
+from camshaft.errors import check_metric, described
 
 _NO_COUNTERS = frozenset(
     {"epoch_length", "max_epochs", "max_iters", "output", "batch", "metrics", "dataloader", "seed", "times"}

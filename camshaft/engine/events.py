@@ -14,7 +14,7 @@ from typing import Any, overload
 
 from camshaft.engine.filters import NEVER, Every, Once, Window, at_least, counts_for_once
 from camshaft.engine.state import State
-from camshaft.ignite import ignite_class
+from camshaft.errors import ignite_class
 
 __all__ = ["CallableEventWithFilter", "EventEnum", "Events", "EventsList", "RemovableEventHandle", "State"]
 

@@ -16,7 +16,7 @@ from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events
 from camshaft.handlers.timing import Timer
 from camshaft.handlers.utils import check_callable, check_engine, num_epochs
-from camshaft.text import to_str_list
+from camshaft.tree import to_str_list
 
 __all__ = ["FBResearchLogger"]
 

@@ -19,10 +19,9 @@ from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, RemovableEventHandle
 from camshaft.engine.lazy import LazyNumber, Results
 from camshaft.engine.order import Order
-from camshaft.errors import annotate, check_is_no_class, described
+from camshaft.errors import annotate, check_is_no_class, described, ignite_class
 from camshaft.handlers.utils import check_callable, check_engine, identity, resumes_epoch
 from camshaft.handlers.values import fetch, peek
-from camshaft.ignite import ignite_class
 
 __all__ = ["AttachedMetrics", "RunningAverage", "attach_metrics"]
 

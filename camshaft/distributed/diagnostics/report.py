@@ -15,7 +15,7 @@ from camshaft.distributed.environments import detect
 from camshaft.distributed.rooted_collectives import gather
 from camshaft.distributed.run import current, finalize, initialize
 from camshaft.distributed.topology import Topology
-from camshaft.text import table
+from camshaft.errors import table
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from camshaft.distributed.environments import horovod, mpi, slurm, torchrun
 from camshaft.distributed.environments.torchrun import LOCAL_NAMES, PLACE, RENDEZVOUS
 from camshaft.distributed.environments.variables import numbers
 from camshaft.distributed.topology import Launch, Topology, complete
-from camshaft.text import table
+from camshaft.errors import table
 
 
 def detect(environ: Mapping[str, str]) -> Launch | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from camshaft.distributed.topology import Launch, complete
-from camshaft.text import table
+from camshaft.errors import table
 
 # int() also accepts underscores and digits of other scripts
 _INTEGER = re.compile(r"-?[0-9]{1,18}", re.ASCII)
