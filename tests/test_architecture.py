@@ -39,7 +39,7 @@ def inside(*names: str) -> tuple[str, ...]:
 
 
 CONTRACT = (*inside("backend", "topology"), *LEAVES)
-ENVIRONMENTS, LAUNCH = inside("environments", "environments.*"), inside("launch", "launch.*")
+ENVIRONMENTS, LAUNCH = inside("environments"), inside("launch", "launch.*")
 VALUES = inside("values", "values.*")
 CHECK, WATCHER = inside("coordination.collective_check"), inside("coordination.watcher")
 
@@ -48,7 +48,7 @@ IN_DISTRIBUTED: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], 
     (inside("topology"), (), ()),
     (inside("backend"), CONTRACT, ()),
     (inside("registry"), inside("backend", "topology"), ()),
-    (ENVIRONMENTS, (*ENVIRONMENTS, *inside("topology"), *LEAVES), ()),
+    (ENVIRONMENTS, (*inside("topology"), *LEAVES), ()),
     (LAUNCH, (*DISTRIBUTED, *LEAVES), inside("backends.*")),
     ((*VALUES, *WATCHER), (*VALUES, *CONTRACT), ()),
     (CHECK, (*VALUES, *CONTRACT), ()),
@@ -231,7 +231,7 @@ FUTURE = "from __future__ import annotations\n"
         ("engine/loop.py", "if TYPE_CHECKING:\n    import camshaft.handlers", "arrows point down only"),
         ("distributed/ranks.py", "from camshaft.engine.state import State", "arrows point down only"),
         ("distributed/ranks.py", "from camshaft.distributed.environments import detect", "arrows point down only"),
-        ("distributed/environments/slurm.py", "import camshaft.distributed.registry", "arrows point down only"),
+        ("distributed/environments.py", "import camshaft.distributed.registry", "arrows point down only"),
         ("distributed/launch/xla.py", "import camshaft.distributed.backends.xla", "arrows point down only"),
         ("distributed/registry.py", "from camshaft.distributed.run import current", "arrows point down only"),
         ("distributed/backend.py", "from camshaft.distributed.run import current", "arrows point down only"),

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from camshaft.engine.events import Events
-from camshaft.engine.order import Order
+from camshaft.engine.events import Events, Order
 
 if TYPE_CHECKING:
     from camshaft.engine.step import Update

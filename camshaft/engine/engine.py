@@ -12,7 +12,7 @@ from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overl
 
 from camshaft.base import Serializable
 from camshaft.engine.data import DataIterator, can_start_anywhere, check_iterable, seek_with_new_length
-from camshaft.engine.dispatch import Dispatcher
+from camshaft.engine.dispatch import Dispatcher, check_process_function
 from camshaft.engine.events import (
     CallableEventWithFilter,
     EventEnum,
@@ -34,7 +34,6 @@ from camshaft.engine.progress import (
     read,
     target_of,
 )
-from camshaft.engine.registration import check_process_function
 from camshaft.engine.state import Batch, Output, State
 
 __all__ = ["CallableEventWithFilter", "Engine", "EventEnum", "Events", "EventsList", "RemovableEventHandle"]
@@ -187,7 +186,7 @@ class Engine(Serializable, Generic[Batch, Output]):
             handler: any callable.
             args: positional arguments for the handler.
             order: handlers with a smaller order run earlier, those with the same order as they were registered; see
-                :class:`~camshaft.engine.order.Order` for the values that the library uses.
+                :class:`~camshaft.engine.events.Order` for the values that the library uses.
             kwargs: keyword arguments for the handler.
 
         Returns:

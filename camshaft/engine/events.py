@@ -1,4 +1,4 @@
-"""Events, lists of events, and the handle of a registration.
+"""Events, their filters, lists of events, the order of handlers, and the handle of a registration.
 
 An event is a value: calling it returns a new event with a filter, and ``|`` returns a new list.
 """
@@ -6,19 +6,94 @@ An event is a value: calling it returns a new event with a filter, and ``|`` ret
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from enum import Enum
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, IntEnum
 from typing import Any, overload
 
-from camshaft.engine.filters import NEVER, Every, Once, Window, at_least, counts_for_once
 from camshaft.engine.state import State
 from camshaft.errors import ignite_class
+from camshaft.types import is_integer
 
 __all__ = ["CallableEventWithFilter", "EventEnum", "Events", "EventsList", "RemovableEventHandle", "State"]
 
 EventFilter = Callable[[Any, int], Any]
+
+
+# --- filters by count --------------------------------------------------------------------------------------------
+
+NEVER = sys.maxsize
+"""A count that no counter reaches."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Accepts every n-th count from ``first`` on and below ``before``.
+
+    Like :class:`Once`, it knows the next count that it accepts, and is not called in between.
+
+    >>> [count for count in range(30) if Window(first=1, every=5, before=25)(None, count)]
+    [1, 6, 11, 16, 21]
+    """
+
+    first: int
+    every: int
+    before: int = NEVER
+
+    def __call__(self, engine: Any, count: int) -> bool:
+        """Return whether handlers run at ``count``."""
+        return self.first <= count < self.before and (count - self.first) % self.every == 0
+
+    def following(self, count: int) -> int:
+        """Return the smallest accepted count above ``count``, or ``NEVER``."""
+        first, every = self.first, self.every
+        found = first if count < first else count + every - (count - first) % every
+        return found if found < self.before else NEVER
+
+    def __repr__(self) -> str:
+        if self.first == 0:
+            return f"every={self.every}"
+        parts = {"every": (self.every, 1), "after": (self.first - 1, 0), "before": (self.before, NEVER)}
+        return ", ".join(f"{name}={value}" for name, (value, default) in parts.items() if value != default)
+
+
+@dataclass(frozen=True)
+class Once:
+    """Accepts the listed counts, which are in ascending order.
+
+    >>> [count for count in range(1, 7) if Once((2, 5))(None, count)]
+    [2, 5]
+    """
+
+    counts: tuple[int, ...]
+
+    def __call__(self, engine: Any, count: int) -> bool:
+        """Return whether handlers run at ``count``."""
+        return count in self.counts
+
+    def following(self, count: int) -> int:
+        """Return the smallest accepted count above ``count``, or ``NEVER``."""
+        place = bisect_right(self.counts, count)
+        return self.counts[place] if place < len(self.counts) else NEVER
+
+    def __repr__(self) -> str:
+        return f"once={self.counts[0] if len(self.counts) == 1 else list(self.counts)}"
+
+
+CountFilter = Window | Once
+
+
+def _at_least(name: str, value: Any, lowest: int) -> int:
+    if not is_integer(value) or value < lowest:
+        raise ValueError(f"{name} must be an integer >= {lowest}, got {value!r}")
+    return int(value)
+
+
+# --- events ------------------------------------------------------------------------------------------------------
 
 
 class CallableEventWithFilter:
@@ -114,12 +189,15 @@ class CallableEventWithFilter:
     @staticmethod
     def every_event_filter(every: int) -> EventFilter:
         """Accept the multiples of ``every``."""
-        return Every(at_least("every", every, 1))
+        return Window(0, _at_least("every", every, 1))
 
     @staticmethod
     def once_event_filter(once: int | Iterable[int]) -> EventFilter:
         """Accept one count, or the counts of a sequence."""
-        return Once(counts_for_once(once))
+        given = tuple(once) if isinstance(once, Sequence) and not isinstance(once, str) else (once,)
+        if not given or not all(is_integer(count) and count > 0 for count in given):
+            raise ValueError(f"once must be an integer above 0, or a non-empty sequence of such integers, got {once!r}")
+        return Once(tuple(sorted({int(count) for count in given})))
 
     @staticmethod
     def before_and_after_event_filter(before: int | None = None, after: int | None = None) -> EventFilter:
@@ -132,9 +210,9 @@ class CallableEventWithFilter:
     ) -> EventFilter:
         """Accept every n-th count strictly between ``after`` and ``before``, from ``after + 1`` on."""
         return Window(
-            after=0 if after is None else at_least("after", after, 0),
-            before=NEVER if before is None else at_least("before", before, 0),
-            every=at_least("every", every, 1),
+            first=1 if after is None else _at_least("after", after, 0) + 1,
+            every=_at_least("every", every, 1),
+            before=NEVER if before is None else _at_least("before", before, 0),
         )
 
     @staticmethod
@@ -162,8 +240,7 @@ class CallableEventWithFilter:
         name = f"{self._family.__name__ if self._family else 'Events'}.{self._name_}"
         if self._filter is None:
             return name
-        by_count = isinstance(self._filter, (Every, Once, Window))
-        return f"{name}({'' if by_count else 'event_filter='}{self._filter!r})"
+        return f"{name}({'' if isinstance(self._filter, CountFilter) else 'event_filter='}{self._filter!r})"
 
 
 class EventEnum(CallableEventWithFilter, Enum):
@@ -296,6 +373,34 @@ def _checked(event_filter: EventFilter) -> EventFilter:
     except (TypeError, ValueError) as error:
         raise ValueError(f"event_filter must take (engine, count), got {event_filter!r}: {error}") from error
     return event_filter
+
+
+class Order(IntEnum):
+    """The orders with which the library adds handlers.
+
+    ``add_event_handler(..., order=...)`` takes any integer. Handlers with a smaller order run earlier, those with the
+    same order as they were added. The default is 0, also for the library's handlers that users add themselves, such as
+    checkpoints and schedulers.
+
+    Attributes:
+        TIME_FIRST: time profilers start the clock. They also measure the handlers with the orders below.
+        MEASURE_FIRST: throughput and traces end an iteration, which excludes the handlers that follow.
+        STEP: accumulated gradients are applied, so that handlers see the final weights of the epoch.
+        RESULTS: metrics and averages are computed, and loggers resume, before other handlers use them.
+        DEFAULT: handlers of users.
+        MEASURE_LAST: throughput and traces start an iteration.
+        LAST: handlers that must have the last word: the rate search sets the rate, and ranks agree on stopping.
+        TIME_LAST: time profilers stop the clock.
+    """
+
+    TIME_FIRST = -(2**100)  # beyond sys.maxsize, which users may pass
+    MEASURE_FIRST = -(2**40)
+    STEP = -(10**9)
+    RESULTS = -1
+    DEFAULT = 0
+    MEASURE_LAST = 2**40
+    LAST = sys.maxsize
+    TIME_LAST = 2**100
 
 
 class RemovableEventHandle:

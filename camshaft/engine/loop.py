@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum, auto
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from camshaft.engine.events import Events
-from camshaft.engine.failures import THE_DATA, naming_the_data, place, report
+from camshaft.engine.dispatch import PLACED, name_of, place
+from camshaft.engine.events import Events, FailureEvents
 from camshaft.engine.progress import Origin, Progress, Snapshot, is_done, target_of
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 Pauses = Generator[None, None, BaseException | None]
 _END: Any = object()
+_THE_DATA = "the data"
 _FETCHING = (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.DATALOADER_STOP_ITERATION)
 
 
@@ -206,7 +208,7 @@ class Run:
                 try:
                     batch = next(data.iterator, _END)  # type: ignore[arg-type]  # the pass is open
                 except Exception as error:
-                    place(error, THE_DATA, state)
+                    place(error, _THE_DATA, state)
                     raise
                 if batch is _END:
                     data.ran_out()
@@ -357,3 +359,44 @@ def elapsed(seconds: float) -> str:
     minutes, rest = divmod(seconds, 60)
     hours, minutes = divmod(int(minutes), 60)
     return f"{hours:02d}:{minutes:02d}:{rest:06.3f}"
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def report(engine: Any, error: BaseException, in_iteration: bool = False) -> BaseException | None:
+    """Pass an error to its handlers; return the error that must leave the run, or ``None`` if it was handled."""
+    if in_iteration and not any(note.startswith(PLACED) for note in getattr(error, "__notes__", ())):
+        place(error, f"process function {name_of(engine._process_function)}", engine.state)
+    _clean_up(engine)
+    engine.logger.error("Engine met an exception: %r", error)
+    plan = engine._dispatcher.plans[Events.EXCEPTION_RAISED]
+    if not plan.registrations:
+        return error
+    try:
+        plan.fire_with(engine, error)
+    except BaseException as raised:
+        return raised
+    finally:
+        del error  # a local reference would be a cycle through the traceback, whose frames hold the engine
+    return None
+
+
+def _clean_up(engine: Any) -> None:
+    """Run cleanup handlers. An error in them must not hide the one that is reported."""
+    event = engine.last_event_name
+    try:
+        engine._dispatcher.plans[FailureEvents.ERROR_MET].fire(engine)
+    except Exception:
+        engine.logger.exception("A handler of %s failed", FailureEvents.ERROR_MET)
+    engine.last_event_name = event
+
+
+@contextmanager
+def naming_the_data(engine: Any) -> Iterator[None]:
+    """Name the data as the source of errors in the block."""
+    try:
+        yield
+    except Exception as error:
+        place(error, _THE_DATA, engine.state)
+        raise

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from camshaft.engine.accumulation import Accumulation, scaled_to_all_ranks
-from camshaft.engine.lazy import LazyNumber
+from camshaft.engine.state import LazyNumber
 from camshaft.errors import annotate
 from camshaft.tree import convert_tensor
 from camshaft.types import DeviceLike

@@ -13,7 +13,7 @@ from typing import Any
 from camshaft.base import ResettableHandler, Serializable
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import EventLike, Events
-from camshaft.engine.lazy import LazyNumber
+from camshaft.engine.state import LazyNumber
 from camshaft.errors import described
 from camshaft.handlers.stopping import StopTogether
 from camshaft.handlers.utils import check_engine

@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 
 from camshaft.distributed import all_reduce, get_world_size
 from camshaft.engine.engine import Engine
-from camshaft.engine.events import Events
-from camshaft.engine.order import Order
+from camshaft.engine.events import Events, Order
 from camshaft.handlers.param_scheduler.base import plain, write
 from camshaft.handlers.utils import check_callable, check_engine, check_type, integer, load_optional, number
 from camshaft.seeding import preserved_random_state

@@ -16,12 +16,11 @@ from camshaft.base import Serializable
 from camshaft.distributed import all_gather, get_rank, get_world_size
 from camshaft.distributed.values.serialization import decode, encode
 from camshaft.engine.engine import Engine
-from camshaft.engine.events import Events, RemovableEventHandle
-from camshaft.engine.lazy import LazyNumber, Results
-from camshaft.engine.order import Order
+from camshaft.engine.events import Events, Order, RemovableEventHandle
+from camshaft.engine.state import LazyNumber, Results
 from camshaft.errors import annotate, check_is_no_class, described, ignite_class
+from camshaft.handlers.base_logger import fetch, peek
 from camshaft.handlers.utils import check_callable, check_engine, identity, resumes_epoch
-from camshaft.handlers.values import fetch, peek
 
 __all__ = ["AttachedMetrics", "RunningAverage", "attach_metrics"]
 
@@ -299,7 +298,7 @@ class RunningAverage(Serializable):
 
     Args:
         output_transform: called with the output of an iteration, returns a number or a tensor with one element. The
-            loss of a trainer is a :class:`LazyNumber <camshaft.engine.lazy.LazyNumber>`: return it as it is.
+            loss of a trainer is a :class:`LazyNumber <camshaft.engine.state.LazyNumber>`: return it as it is.
         alpha: the weight of the previous average, in [0, 1).
 
     Raises:

@@ -7,8 +7,7 @@ from typing import Any
 
 from camshaft.distributed.coordination.stop import CommonStop, common_stop
 from camshaft.engine.engine import Engine
-from camshaft.engine.events import Events, FailureEvents, RemovableEventHandle
-from camshaft.engine.order import Order
+from camshaft.engine.events import Events, FailureEvents, Order, RemovableEventHandle
 from camshaft.errors import line_of_caller
 from camshaft.handlers.utils import check_engine
 

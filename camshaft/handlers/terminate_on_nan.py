@@ -14,7 +14,7 @@ from torch import Tensor
 
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events
-from camshaft.engine.lazy import LazyNumber
+from camshaft.engine.state import LazyNumber
 from camshaft.handlers.stopping import StopTogether
 from camshaft.handlers.utils import check_callable, check_engine
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from camshaft.distributed import all_reduce, device, get_world_size
 from camshaft.engine.engine import Engine
-from camshaft.engine.events import EventLike, Events, FailureEvents, RemovableEventHandle
-from camshaft.engine.order import Order
+from camshaft.engine.events import EventLike, Events, FailureEvents, Order, RemovableEventHandle
 from camshaft.handlers.utils import check_engine, integer, joined, number
 
 if TYPE_CHECKING:

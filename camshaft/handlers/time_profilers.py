@@ -17,10 +17,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from camshaft.engine.dispatch import Invocation, Registration
 from camshaft.engine.engine import Engine
-from camshaft.engine.events import Events, FailureEvents, RemovableEventHandle
-from camshaft.engine.order import Order
-from camshaft.engine.registration import Invocation, Registration
+from camshaft.engine.events import Events, FailureEvents, Order, RemovableEventHandle
 from camshaft.handlers.utils import check_engine
 
 __all__ = ["BasicTimeProfiler", "HandlersTimeProfiler"]

@@ -14,8 +14,7 @@ from torch.profiler import profile, schedule
 
 from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine
-from camshaft.engine.events import Events, FailureEvents, RemovableEventHandle
-from camshaft.engine.order import Order
+from camshaft.engine.events import Events, FailureEvents, Order, RemovableEventHandle
 from camshaft.handlers.utils import check_callable, check_engine, integer, joined
 
 __all__ = ["TorchProfiler"]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import camshaft.distributed as idist
 from camshaft.distributed import run
 from camshaft.distributed.topology import Topology
-from tests.distributed.environments.observed import step
+from tests.distributed.observed import step
 from tests.distributed.test_ranks import Somewhere
 from tests.ranks import on_ranks
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from camshaft.engine import Engine, create_supervised_evaluator, create_supervised_trainer
-from camshaft.engine.lazy import LazyNumber
+from camshaft.engine.state import LazyNumber
 from camshaft.engine.step import (
     Mode,
     Update,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from camshaft.engine import Engine, Events
-from camshaft.engine.lazy import LazyNumber
+from camshaft.engine.state import LazyNumber
 from camshaft.handlers import EarlyStopping
 
 

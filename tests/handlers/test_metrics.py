@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from camshaft import distributed as idist
 from camshaft.engine import Engine, Events, create_supervised_evaluator
-from camshaft.engine.lazy import LazyNumber
+from camshaft.engine.state import LazyNumber
 from camshaft.handlers import attach_metrics
 from camshaft.handlers import metrics as metrics_module
 from tests.ranks import on_ranks

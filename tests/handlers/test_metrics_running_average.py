@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from camshaft.engine import Engine, Events, create_supervised_trainer
-from camshaft.engine.lazy import LazyNumber
+from camshaft.engine.state import LazyNumber
 from camshaft.handlers import ProgressBar, RunningAverage
 from tests.handlers.schedules import reread
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from camshaft.engine import Engine, Events
-from camshaft.engine.lazy import LazyNumber
+from camshaft.engine.state import LazyNumber
 from camshaft.handlers import EpochOutputStore
 
 

@@ -31,7 +31,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException
 
-from camshaft.distributed.environments import horovod, mpi
+from camshaft.distributed import environments
 from camshaft.distributed.launch.worker import GRACE, Failure, Task, end_with_parent, exit_code, not_picklable, work
 from camshaft.distributed.registry import module_of
 
@@ -70,7 +70,7 @@ def spawn_mpi(name: str, task: Task, nproc_per_node: int, nnodes: int = 1, node_
 
 def run_mpi_rank(folder: str) -> None:
     """Run in each process that ``mpiexec`` starts."""
-    launch = mpi.read_mpich(os.environ) or mpi.read_open_mpi(os.environ)
+    launch = environments.read("mpich", os.environ) or environments.read("openmpi", os.environ)
     create = partial(module_of("mpi").create, "mpi", launch)
     try:
         work(
@@ -143,7 +143,7 @@ def run_horovod(folder: str) -> None:
 def run_horovod_rank(pickled: bytes, path: list[str], folder: str) -> None:
     """Run in each process that Horovod starts."""
     sys.path[:] = path  # Horovod does not pass it on
-    launch = horovod.read(os.environ)
+    launch = environments.read("horovodrun", os.environ)
 
     def report(failure: Failure) -> None:
         kind = sys.exc_info()[0]

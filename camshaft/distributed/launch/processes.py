@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store, TCPStore
 
-from camshaft.distributed.environments import torchrun
+from camshaft.distributed.environments import torch_variables
 from camshaft.distributed.launch.worker import GRACE, Failure, Task, end_with_parent, exit_code, not_picklable, work
 from camshaft.distributed.registry import module_of
 from camshaft.distributed.run import abandon
@@ -96,7 +96,7 @@ def _run(rank: int, connection: Connection, name: str, task: tuple[Any, ...], is
         # wait for them forever. Workers of a DataLoader use a single thread for the same reason.
         torch.set_num_threads(1)
     launch: Launch = connection.recv()
-    os.environ.update(torchrun.variables(launch))  # for other readers of the environment
+    os.environ.update(torch_variables(launch))  # for other readers of the environment
     try:
         work(rank, lambda: task, partial(module_of(name).create, name, launch), connection.send)
     except BaseException as error:

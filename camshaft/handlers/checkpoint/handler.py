@@ -20,7 +20,7 @@ from camshaft.base import Serializable
 from camshaft.distributed import all_gather
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import HandlerEvents
-from camshaft.engine.lazy import LazyNumber
+from camshaft.engine.state import LazyNumber
 from camshaft.errors import described
 from camshaft.handlers.checkpoint.async_save import BackgroundSave
 from camshaft.handlers.checkpoint.loading import load_objects, resume

@@ -57,11 +57,11 @@ DIFFERENT = {
     ),
     "length": (
         lambda rank: idist.auto_dataloader(range(12 + rank), batch_size=4, shuffle=False),
-        "order is 'sequential, 12 samples' on rank 0, but 'sequential, 13 samples' on rank 1",
+        "order is 'Sequential(length=12), version 1' on rank 0, but 'Sequential(length=13), version 1' on rank 1",
     ),
     "order": (
         lambda rank: idist.auto_dataloader(range(12), batch_size=4, shuffle=not rank),
-        "order is 'shuffled, 12 samples, version 1' on rank 0, but 'sequential, 12 samples' on rank 1",
+        "order is 'Shuffled(length=12), version 1' on rank 0, but 'Sequential(length=12), version 1' on rank 1",
     ),
     "batch size": (
         lambda rank: idist.auto_dataloader(range(12), batch_size=4 + rank),

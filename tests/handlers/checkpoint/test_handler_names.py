@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from camshaft.engine import Engine
-from camshaft.engine.lazy import LazyNumber
+from camshaft.engine.state import LazyNumber
 from camshaft.handlers import Checkpoint, DiskSaver
 from tests.handlers.parts import Memory, Part, at, names
 

@@ -13,7 +13,7 @@ import numpy
 import pytest
 import torch
 
-from camshaft.engine.lazy import LazyNumber, Results
+from camshaft.engine.state import LazyNumber, Results
 
 
 class Counting(torch.Tensor):

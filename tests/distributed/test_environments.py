@@ -1,14 +1,20 @@
+"""Each launcher is recognized, also within another one, and contradictory variables are refused."""
+
 from __future__ import annotations
 
+import json
+import os
 import re
 import socket
+import subprocess
+import sys
 from types import MappingProxyType
 
 import pytest
 
-from camshaft.distributed.environments import detect
+from camshaft.distributed.environments import detect, first_host
 from camshaft.distributed.topology import Launch, Topology
-from tests.distributed.environments.observed import (
+from tests.distributed.observed import (
     batch,
     by_hand,
     horovod,
@@ -58,7 +64,7 @@ ONE_LAUNCHER = [
     (step(1, 1, [2]), "slurm", (1, 2), (1, 2), (0, 1), ()),
     (step(1, 0, [1, 1], node=1), "slurm", (1, 2), (0, 1), (1, 2), ()),
     (step(2, 0, [2, 1], node=1), "slurm", (2, 3), (0, 1), (1, 2), ()),
-    (step(4, 0, [2, 2, 1], node=2, SLURM_STEP_TASKS_PER_NODE="2(x2),1"), "slurm", (4, 5), (0, 1), (2, 3), ()),
+    (step(4, 0, [2, 2, 1], node=2), "slurm", (4, 5), (0, 1), (2, 3), ()),
     (open_mpi(1, 2, 1, 2), "openmpi", (1, 2), (1, 2), (0, 1), ()),
     (open_mpi(3, 4, 1, 2), "openmpi", (3, 4), (1, 2), (1, 2), NODES),
     (open_mpi(2, 3, 0, 1), "openmpi", (2, 3), (0, 1), (2, 3), NODES),  # uneven, so wrong, and it says so
@@ -87,7 +93,6 @@ def test_each_launcher_is_recognised_and_says_where_the_process_stands(
         job([2, 2]),  # under salloc
         batch([2, 2]),
         step(0, 0, [4], SLURM_STEP_ID="4294967290"),  # the shell that salloc opens
-        step(0, 0, [4], SLURM_GTIDS="0"),  # an sbatch script that one task of four submitted
         {"TORCHELASTIC_RUN_ID": "none"},  # a process for which a worker took the rest away
     ],
 )
@@ -105,7 +110,6 @@ NESTED = [
     (mpich(1, 2, 1, 2) | step(0, 0, [1]), "mpich", (1, 2)),
     (horovod(1, 2, 1, 2, 0, 1) | step(0, 0, [1]), "horovodrun", (1, 2)),
     (horovod(1, 2, 1, 2, 0, 1) | open_mpi(0, 1, 0, 1), "horovodrun", (1, 2)),
-    (horovod(0, 1, 0, 1, 0, 1) | open_mpi(1, 2, 1, 2), "openmpi", (1, 2)),
     (mpich(1, 2, 1, 2) | open_mpi(1, 2, 1, 2), "openmpi", (1, 2)),
     (by_hand(1, 1, 2) | batch([4]), "environment", (1, 2)),
     (by_hand(1, 1, 2) | open_mpi(0, 1, 0, 1), "environment", (1, 2)),  # started by the one process of mpirun
@@ -124,8 +128,6 @@ def test_launchers_nest_and_the_innermost_counts(environ, launcher, rank):
 @pytest.mark.parametrize(
     ("environ", "both"),
     [
-        (horovod(0, 2, 0, 2, 0, 1) | open_mpi(1, 2, 1, 2), ["HOROVOD_RANK=0", "OMPI_COMM_WORLD_RANK=1"]),
-        (mpich(1, 3, 1, 3) | open_mpi(1, 2, 1, 2) | {"PMI_RANK": "0"}, ["PMI_SIZE=3", "OMPI_COMM_WORLD_SIZE=2"]),
         (by_hand(0, 0, 1) | open_mpi(1, 2, 1, 2), ["RANK=0", "OMPI_COMM_WORLD_RANK=1"]),
         (by_hand(1, 1, 4) | mpich(0, 4, 0, 2), ["RANK=1", "PMI_RANK=0"]),  # two on each node cannot start one more
     ],
@@ -175,7 +177,7 @@ def test_numbers_out_of_range_are_refused_with_their_variables(environ, message)
         found(environ)
 
 
-@pytest.mark.parametrize("value", ["abc", "", "1.0", "1_0", "0x1", "٣", "9" * 30])
+@pytest.mark.parametrize("value", ["abc", "", "1.0", "0x1"])
 @pytest.mark.parametrize(
     ("environ", "name"),
     [
@@ -187,7 +189,7 @@ def test_numbers_out_of_range_are_refused_with_their_variables(environ, message)
         (horovod(0, 1, 0, 1, 0, 1), "HOROVOD_CROSS_SIZE"),
         (step(0, 0, [1]), "SLURM_PROCID"),
         (step(0, 0, [1]), "SLURM_JOB_ID"),
-        (step(0, 0, [1]), "SLURM_STEP_TASKS_PER_NODE"),
+        (step(0, 0, [1]), "SLURM_STEP_NUM_NODES"),
     ],
 )
 def test_what_is_no_number_is_refused_by_name_and_value(environ, name, value):
@@ -204,8 +206,8 @@ def test_a_port_that_cannot_be_is_refused(port):
 @pytest.mark.parametrize(
     ("environ", "missing"),
     [
-        ({"RANK": "1"}, "RANK=1 but not LOCAL_RANK, WORLD_SIZE"),
-        ({"LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK=0, WORLD_SIZE=2 but not RANK"),
+        ({"RANK": "1"}, "RANK=1 but not WORLD_SIZE, LOCAL_RANK"),
+        ({"LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE=2, LOCAL_RANK=0 but not RANK"),
         ({"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2"}, "RANK=0, WORLD_SIZE=2 but not LOCAL_RANK"),
         ({"WORLD_SIZE": "2"} | batch([2]), "WORLD_SIZE=2 but not RANK, LOCAL_RANK"),
         ({"PMI_RANK": "0"}, "PMI_RANK=0 but not PMI_SIZE"),
@@ -280,3 +282,204 @@ def test_a_launch_is_a_value_that_knows_its_sources():
         "local_rank": "MPI_LOCALRANKID=0",
         "local_world_size": "MPI_LOCALNRANKS=1",
     }
+
+
+# --- Slurm --------------------------------------------------------------------------------------------------------
+
+DOCUMENTED = {
+    "SLURM_JOB_ID": "12345",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "4",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_JOB_NODELIST": "c1,c2",
+}
+
+
+@pytest.fixture(autouse=True)
+def every_host_has_an_address(monkeypatch):
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [])
+
+
+def three(launch):
+    return launch.topology.rank, launch.topology.local_rank, launch.topology.world_size
+
+
+def address(launch):
+    return launch.master_addr, launch.master_port
+
+
+def test_the_documented_variables_are_enough_and_the_rest_is_assumed():
+    launch = detect(DOCUMENTED)
+    assert str(launch.topology) == "rank=3, world_size=4, local_rank=1, local_world_size=2, node_rank=1, num_nodes=2"
+    assert launch.assumed == ("local_world_size", "node_rank")
+    assert address(launch) == ("c1", 17345)
+
+
+@pytest.mark.parametrize("name", sorted(DOCUMENTED.keys() - {"SLURM_STEP_ID", "SLURM_PROCID"}))
+def test_a_step_with_a_missing_variable_is_refused_by_its_name(name):
+    with pytest.raises(RuntimeError, match=f"some of srun's variables, but not {name}"):
+        detect({other: value for other, value in DOCUMENTED.items() if other != name})
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_ID", "SLURM_PROCID"])
+def test_without_step_and_rank_there_is_no_launch(name):
+    assert detect({other: value for other, value in DOCUMENTED.items() if other != name}) is None
+
+
+def test_a_step_on_a_part_of_the_job_counts_only_its_own_nodes_and_tasks():
+    of_the_job = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"}
+    launch = detect(step(0, 0, [1], SLURM_STEP_NODELIST="n2", **of_the_job, SLURM_NTASKS="4"))
+    assert (launch.topology.world_size, launch.topology.num_nodes, launch.master_addr) == (1, 1, "n2")
+
+
+def test_ranks_may_go_round_the_nodes():
+    launch = detect(step(2, 1, [2, 2], node=0, SLURM_GTIDS="0,2"))
+    assert str(launch.topology) == "rank=2, world_size=4, local_rank=1, local_world_size=2, node_rank=0, num_nodes=2"
+
+
+@pytest.mark.parametrize(
+    ("environ", "rest", "launcher", "numbers"),
+    [
+        (step(1, 1, [2]), rendezvous(1, 1, 2), "slurm", (1, 1, 2)),
+        (step(3, 1, [2, 2], node=1), rendezvous(3, 1, 4), "slurm", (3, 1, 4)),
+        (step(0, 0, [1]), rendezvous(2, 2, 4), "environment", (2, 2, 4)),  # a launcher in the only task
+        (step(1, 1, [2]), rendezvous(3, 1, 4), "environment", (3, 1, 4)),
+        (step(1, 0, [1, 1], node=1), rendezvous(3, 1, 4), "environment", (3, 1, 4)),  # in the one of each node
+    ],
+)
+def test_all_five_variables_of_a_rendezvous_count_if_they_fit_the_step(environ, rest, launcher, numbers):
+    launch = detect(environ | rest)
+    assert (launch.launcher, three(launch), address(launch)) == (launcher, numbers, ("10.0.0.9", 4000))
+
+
+@pytest.mark.parametrize(
+    ("environ", "by_hand"),
+    [
+        (step(3, 1, [3, 3], node=1), rendezvous(1, 1, 2)),
+        (step(3, 1, [2, 2], node=1), rendezvous(3, 1, 8)),  # several nodes with several tasks must say the same
+        (step(3, 1, [2, 2], node=1), rendezvous(2, 1, 4)),
+        (step(1, 1, [2]), rendezvous(0, 1, 2)),
+        (step(1, 1, [2]), rendezvous(1, 0, 2)),
+        (step(1, 1, [4]), rendezvous(1, 1, 2)),
+        (step(1, 0, [1, 1], node=1), rendezvous(0, 0, 2)),
+    ],
+)
+def test_all_five_variables_of_a_rendezvous_that_do_not_fit_are_refused_with_both(environ, by_hand):
+    with pytest.raises(RuntimeError, match="the environment is contradictory") as refusal:
+        detect(environ | by_hand)
+    for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        assert f" {name}={(environ | by_hand)[name]}" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("some", "missing"),
+    [
+        ({"WORLD_SIZE": "8"}, "RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "7"}, "RANK, WORLD_SIZE, LOCAL_RANK"),
+        (by_hand(0, 0, 1), "MASTER_ADDR, MASTER_PORT"),
+    ],
+)
+def test_some_of_the_five_are_ignored_with_a_warning_that_names_them(some, missing):
+    ignored = ", ".join(
+        name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name in some
+    )
+    with pytest.warns(UserWarning, match=f"{ignored} in the environment ignored, as {missing} is not set;"):
+        launch = detect(step(1, 1, [2]) | some)
+    assert (three(launch), address(launch)) == ((1, 1, 2), ("n1", 17345))
+
+
+@pytest.mark.parametrize(("job", "port"), [("12345", 17345), ("7", 15007), ("123450000", 15000), ("9999", 24999)])
+def test_the_port_follows_from_the_last_four_digits_of_the_job(job, port):
+    assert detect(step(0, 0, [1], SLURM_JOB_ID=job)).master_port == port
+
+
+def test_steps_of_a_job_and_of_its_neighbours_take_different_ports():
+    ports = [
+        detect(step(0, 0, [1], SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(number))).master_port
+        for job in range(9_990, 10_010)
+        for number in range(100)
+    ]
+    assert len(set(ports)) == len(ports)
+    assert all(15_000 <= port < 32_768 for port in ports)
+
+
+def test_the_address_is_looked_up_once_and_only_when_it_is_read(monkeypatch):
+    asked = []
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, _: asked.append(host))
+    launch = detect(step(1, 1, [2]))
+    assert three(launch) == (1, 1, 2)
+    assert asked == []
+    assert launch.master_addr == launch.master_addr == "n1"
+    assert asked == ["n1"]
+
+
+def test_a_node_name_without_an_address_gives_way_to_the_host_of_srun(monkeypatch):
+    environ = step(0, 0, [1, 1])
+    assert detect(environ).master_addr == "n1"
+
+    def unknown(*_):
+        raise socket.gaierror("Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    assert detect(environ).master_addr == "10.0.0.1"
+    assert detect(environ | {"SLURM_STEP_NODELIST": "x" * 64}).master_addr == "10.0.0.1"
+    del environ["SLURM_LAUNCH_NODE_IPADDR"]
+    assert detect(environ).master_addr == "n1"
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("localhost", "localhost"),
+        ("node[1,2,3]", "node1"),
+        ("quartz[4-8]", "quartz4"),
+        ("c1001a-[11,17]", "c1001a-11"),
+        ("c1001a-11,c1001a-17", "c1001a-11"),
+        ("machine2-[02-4]vm1", "machine2-02vm1"),
+        ("machine2-[009-11]vm1", "machine2-009vm1"),
+        ("b[3-4],a1,c[1,2]x", "b3"),
+        (" n[ 1, 2] , m ", "n1"),
+        ("n[18-19,1-2]", "n18"),
+        ("rack[1-2]n[01-02]", "rack1n01"),
+        ("[1-2]", "1"),
+    ],
+)
+def test_the_first_host_of_a_list_keeps_its_zeros(nodelist, host):
+    assert first_host(nodelist) == host
+
+
+@pytest.mark.parametrize("nodelist", ["", "[]", "x[]", "x[a-b]", "x[-1]", "x[1", "x1]", "x[1[2]]"])
+def test_a_list_without_a_first_host_is_refused(nodelist):
+    with pytest.raises(RuntimeError, match=f"node list must name hosts, .* got {re.escape(repr(nodelist))}"):
+        first_host(nodelist)
+
+
+# --- torchrun -----------------------------------------------------------------------------------------------------
+
+WORKER = """
+import json, os, sys
+from pathlib import Path
+
+Path(sys.argv[1], os.environ["RANK"]).write_text(json.dumps(dict(os.environ)))
+"""
+
+
+def test_the_workers_of_torchrun_are_recognised(tmp_path):
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    subprocess.run(
+        [*command, str(script), str(tmp_path)], check=True, timeout=50, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    launches = [detect(json.loads((tmp_path / rank).read_text())) for rank in "01"]
+    assert [(launch.launcher, launch.agent_store) for launch in launches] == [("torchrun", True)] * 2
+    assert [str(launch.topology) for launch in launches] == [
+        f"rank={rank}, world_size=2, local_rank={rank}, local_world_size=2, node_rank=0, num_nodes=1"
+        for rank in range(2)
+    ]
+    assert [launch.assumed for launch in launches] == [(), ()]
+    assert launches[0].master_addr
+    assert launches[0].master_port
+    assert (launches[0].master_addr, launches[0].master_port) == (launches[1].master_addr, launches[1].master_port)
