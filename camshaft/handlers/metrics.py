@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from camshaft.base import Serializable
 from camshaft.distributed import all_gather, get_rank, get_world_size
-from camshaft.distributed.values.serialization import decode, encode
+from camshaft.distributed.values import decode, encode
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, Order, RemovableEventHandle
 from camshaft.engine.state import LazyNumber
 from camshaft.errors import annotate, check_is_no_class, described
+from camshaft.handlers.base_logger import fetch, peek
 from camshaft.handlers.utils import check_callable, check_engine, identity, resumes_epoch
-from camshaft.handlers.values import fetch, peek
 from camshaft.ignite import ignite_class
 
 __all__ = ["AttachedMetrics", "RunningAverage", "attach_metrics"]

@@ -1,4 +1,4 @@
-"""Each benchmark runs, with tiny numbers, and its last line is the JSON that it promises."""
+"""Each benchmark runs with tiny numbers and prints the documented JSON as its last line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPREAD = {"low", "median", "high"}
 
 
 def run(script: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Start a benchmark as a user would, from anywhere."""
+    """Run a benchmark as a user would, from any directory."""
     command = [sys.executable, str(ROOT / "benchmarks" / script), *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
@@ -89,7 +89,7 @@ def test_checkpoint_measures_both_modes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_import_time_measures_and_profiles_and_sees_nothing_but_torch(tmp_path: Path) -> None:
+def test_import_time_measures_profiles_and_finds_only_torch(tmp_path: Path) -> None:
     finished = run("import_time.py", "--repetitions", "1", "--profile", "3", folder=tmp_path)
     result = result_of(finished)
     assert result["benchmark"] == "import_time"
@@ -104,7 +104,7 @@ def test_import_time_measures_and_profiles_and_sees_nothing_but_torch(tmp_path: 
 @pytest.mark.parametrize(
     "arguments", [("--rows", "5"), ("--repetitions", "0"), ("--iterations", "0"), ("--rows", "1", "--what")]
 )
-def test_options_that_make_no_sense_are_refused(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_refused(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         engine_overhead.main(arguments)
     assert arguments[-2 if len(arguments) == 2 else -1] in capsys.readouterr().err

@@ -11,7 +11,7 @@ import torch
 
 from examples import distributed_backends
 from tests.examples.ten_steps import EXAMPLE, assert_ten_steps, command, of_one_process, run
-from tests.mpi.checking import LENIENT
+from tests.mpi.checking import OPEN_MPI
 
 GLOO = ("--backend", "gloo")
 
@@ -41,7 +41,7 @@ def test_the_launch_module_of_torch():
 
 def test_mpirun():
     launch = [command("mpirun"), "-np", "2", sys.executable]
-    assert_ten_steps(launch, "--backend", "mpi", shows="2 processes on cpu with mpi", environment=LENIENT)
+    assert_ten_steps(launch, "--backend", "mpi", shows="2 processes on cpu with mpi", environment=OPEN_MPI)
 
 
 def test_a_wide_residual_network_of_torchvision(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from tests.examples.native import FOLDER, ROOT, assert_same_weights
 from tests.examples.ten_steps import command
-from tests.mpi.checking import LENIENT
+from tests.mpi.checking import OPEN_MPI
 
 TORCHRUN = (command("torchrun"), "--standalone", "--nproc_per_node", "2")
 MPIRUN = (command("mpirun"), "-np", "2", sys.executable)
@@ -31,7 +31,7 @@ def test_torch_alone():
 
 @pytest.mark.jobs
 def test_mpi4py_alone():
-    assert_same_weights(MPIRUN, "with_mpi.py", shows="2 processes with mpi", **LENIENT)
+    assert_same_weights(MPIRUN, "with_mpi.py", shows="2 processes with mpi", **OPEN_MPI)
 
 
 @pytest.mark.jobs
@@ -41,7 +41,7 @@ def test_camshaft_over_gloo():
 
 @pytest.mark.jobs
 def test_camshaft_over_mpi():
-    assert_same_weights(MPIRUN, "with_camshaft.py", "--backend", "mpi", shows="2 processes with mpi", **LENIENT)
+    assert_same_weights(MPIRUN, "with_camshaft.py", "--backend", "mpi", shows="2 processes with mpi", **OPEN_MPI)
 
 
 @pytest.mark.jobs

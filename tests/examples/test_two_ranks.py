@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples.ten_steps import command
-from tests.mpi.checking import LENIENT
+from tests.mpi.checking import OPEN_MPI
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = {  # what to run, what one line of it says once, with a number, and the bounds of that
@@ -36,7 +36,7 @@ def test_two_ranks(name: str, launcher: str, tmp_path: Path) -> None:
     output = ("--output", str(tmp_path)) if name == "mnist" else ()
     done = subprocess.run(
         [*launch, str(ROOT / "examples" / f"{name}.py"), *arguments, *output, "--backend", backend],
-        env={**os.environ, **LENIENT, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, **OPEN_MPI, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=160,
     )  # fmt: skip
     shown = done.stdout.decode(errors="replace")

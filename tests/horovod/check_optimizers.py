@@ -37,7 +37,7 @@ def gradients_are_averaged() -> None:
 
 @check
 def wrapping_changes_neither_weights_nor_state() -> None:
-    """Horovod's own way to share the state makes a step, with which weights decay and Adam begins to count."""
+    """Horovod's broadcast_optimizer_state takes a step, which applies weight decay and advances Adam's step count."""
     model = linear(1.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
     wrapped = idist.auto_optim(optimizer)
@@ -72,15 +72,15 @@ def a_scheduler_of_the_wrapped_optimizer_stays_valid() -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     wrapped = idist.auto_optim(optimizer)
     model(torch.ones(1, 2)).sum().backward()
-    optimizer._opt_called = True  # type: ignore[attr-defined]  # the other one steps in its place
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # the wrapped optimizer steps instead
     wrapped.step()
     scheduler.step()
     equal(wrapped.param_groups[0]["lr"], 0.5)
 
 
 @check
-def optimizers_of_several_models_may_reduce_at_once() -> None:
-    """Their gradients would have the same names."""
+def optimizers_of_several_models_can_reduce_at_the_same_time() -> None:
+    """Unless gradients get unique names, those of different models collide."""
     rank, _ = place()
     models = [linear(1.0), linear(2.0), linear(3.0)]
     optimizers = [idist.auto_optim(torch.optim.SGD(model.parameters(), lr=1.0)) for model in models]
@@ -96,8 +96,8 @@ def optimizers_of_several_models_may_reduce_at_once() -> None:
 
 
 @check
-def gradients_of_every_kind_are_averaged() -> None:
-    """Horovod refuses bfloat16, and what does not lie in memory as it reads, while ``backward`` runs."""
+def scalar_bfloat16_and_strided_gradients_are_averaged() -> None:
+    """Horovod rejects bfloat16 and non-contiguous gradients during ``backward``."""
     rank, _ = place()
     scalar = nn.Parameter(torch.tensor(1.0))
     low = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -125,7 +125,7 @@ def gradients_can_be_compressed_and_grouped() -> None:
 
 
 @check
-def gradients_that_only_some_ranks_have_count_as_zero_on_the_others() -> None:
+def missing_gradients_count_as_zero() -> None:
     rank, size = place()
     used, unused = linear(1.0), linear(1.0)
     optimizer = idist.auto_optim(torch.optim.SGD([used.weight, unused.weight], lr=1.0))
@@ -137,7 +137,7 @@ def gradients_that_only_some_ranks_have_count_as_zero_on_the_others() -> None:
 
 
 @check
-def synchronize_shows_the_gradients_and_the_step_does_not_reduce_them_again() -> None:
+def synchronize_reduces_gradients_and_step_does_not_reduce_them_again() -> None:
     rank, _ = place()
     model = linear(1.0)
     optimizer: Any = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=1.0), op=hvd.Sum)
@@ -148,7 +148,7 @@ def synchronize_shows_the_gradients_and_the_step_does_not_reduce_them_again() ->
         model(torch.tensor([[rank, 0.0]])).sum().backward()
         optimizer.synchronize()
         optimizer.synchronize()
-        same(model.weight.grad, torch.tensor([[total, 0.0]]))  # type: ignore[arg-type]  # there is one
+        same(model.weight.grad, torch.tensor([[total, 0.0]]))  # type: ignore[arg-type]  # not None
         if skips:
             with optimizer.skip_synchronize():
                 optimizer.step()
@@ -158,7 +158,7 @@ def synchronize_shows_the_gradients_and_the_step_does_not_reduce_them_again() ->
 
 
 @check
-def gradients_that_come_after_synchronize_are_reduced_too() -> None:
+def gradients_computed_after_synchronize_are_reduced_too() -> None:
     rank, _ = place()
     model = linear(1.0)
     optimizer: Any = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=1.0))
@@ -171,14 +171,14 @@ def gradients_that_come_after_synchronize_are_reduced_too() -> None:
 
 @check
 def a_skipped_step_does_not_affect_the_next() -> None:
-    """A gradient scaler leaves steps out."""
+    """A gradient scaler skips steps."""
     rank, size = place()
     model = linear(1.0)
     optimizer: Any = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=1.0))
     model(torch.tensor([[7.0, rank]])).sum().backward()
     optimizer.synchronize()
     optimizer.zero_grad()
-    if rank == 0:  # the others have no gradients to reduce, and must come all the same
+    if rank == 0:  # the others have no gradients, but must take part
         model(torch.tensor([[1.0, 2.0]])).sum().backward()
     optimizer.step()
     same(model.weight, torch.tensor([[1 - 1 / size, 1 - 2 / size]]))
@@ -192,7 +192,7 @@ def gradients_may_be_discarded_before_the_step() -> None:
         optimizer: Any = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=1.0), backward_passes_per_step=passes)
         model(torch.tensor([[9.0, 9.0]])).sum().backward()
         optimizer.zero_grad(set_to_none=False)
-        same(model.weight.grad, torch.zeros(1, 2))  # type: ignore[arg-type]  # there is one
+        same(model.weight.grad, torch.zeros(1, 2))  # type: ignore[arg-type]  # not None
         for _ in range(passes):
             model(torch.tensor([[rank, 2.0]])).sum().backward()
         optimizer.step()
@@ -219,12 +219,12 @@ def a_step_accepts_a_closure() -> None:
         return loss
 
     for _ in range(2):
-        assert optimizer.step(closure) is not None  # type: ignore[arg-type]  # torch wants a float
+        assert optimizer.step(closure) is not None  # type: ignore[arg-type]  # torch annotates a float
     same(model.weight, torch.tensor([[1 - 2 * mean_of_ranks(), -3.0]]))
 
 
 @check
-def more_backward_passes_than_announced_are_refused() -> None:
+def too_many_backward_passes_raise() -> None:
     model = linear(1.0)
     optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=1.0))
     model(torch.ones(1, 2)).sum().backward()
@@ -234,7 +234,7 @@ def more_backward_passes_than_announced_are_refused() -> None:
 
 
 @check
-def a_checkpoint_of_the_wrapped_optimizer_fits_the_plain_one() -> None:
+def a_checkpoint_of_the_wrapped_optimizer_loads_into_a_plain_one() -> None:
     model = linear(1.0)
     wrapped = idist.auto_optim(torch.optim.Adam(model.parameters(), lr=0.5))
     model(torch.ones(1, 2)).sum().backward()

@@ -1,4 +1,4 @@
-"""What Horovod refuses, or does in another way than the other backends, and must not reach users."""
+"""Differences between Horovod and the other backends that users must not notice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.horovod.checking import check
 
 @check
 def collectives_work_after_an_uneven_join() -> None:
-    """The ranks begin different numbers of operations; numbered ones would never meet again."""
+    """After different numbers of operations per rank, numbered names would never match again."""
     rank, size = place()
     for _ in range(1 + 2 * rank):
         idist.all_reduce(torch.ones(2))
@@ -31,7 +31,7 @@ def collectives_work_after_an_uneven_join() -> None:
 
 @check
 def every_operation_has_a_name() -> None:
-    """Those without one are called after numbers that each process counts by itself."""
+    """Horovod names the others after a per-process counter."""
     seen = []
     library = hvd.mpi_ops.mpi_lib
 
@@ -76,7 +76,7 @@ def reductions_of_small_integers_wrap_around() -> None:
 
 
 @check
-def unsigned_numbers_of_64_bits_are_reduced() -> None:
+def uint64_tensors_are_reduced() -> None:
     rank, size = place()
     mine = torch.tensor([2**64 - 1 - rank, rank, 2**63], dtype=torch.uint64)
     for op, wanted in (
@@ -105,7 +105,7 @@ def averages_of_integers_are_exact_and_truncated() -> None:
 
 
 @check
-def complex_numbers_are_added_and_moved() -> None:
+def complex_tensors_are_gathered_and_summed() -> None:
     rank, size = place()
     value = torch.tensor([rank + 1j, 2.0])
     same(idist.all_gather(value), torch.tensor([part for other in range(size) for part in (other + 1j, 2.0)]))
@@ -116,7 +116,7 @@ def complex_numbers_are_added_and_moved() -> None:
 
 
 @check
-def adasum_over_gloo_is_refused_before_anything_is_sent() -> None:
+def adasum_over_gloo_raises_before_communicating() -> None:
     _, size = place()
     assert "ADASUM" in current().reductions
     with pytest.raises(NotImplementedError, match="no ADASUM over gloo: build Horovod with MPI"):
@@ -128,7 +128,7 @@ def adasum_over_gloo_is_refused_before_anything_is_sent() -> None:
 
 
 @check
-def batch_norm_over_ranks_is_refused_on_the_cpu() -> None:
+def sync_bn_is_refused_on_the_cpu() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     with pytest.raises(ValueError, match="sync_bn must be False on cpu: .*'nccl'"):
         idist.auto_model(model, sync_bn=True)
@@ -138,7 +138,7 @@ def batch_norm_over_ranks_is_refused_on_the_cpu() -> None:
 @check
 def groups_of_the_same_ranks_share_one_process_set() -> None:
     rank, size = place()
-    for _ in range(2):  # Horovod refuses a second of the same ranks
+    for _ in range(2):  # Horovod rejects a second process set of the same ranks
         for ranks in (list(range(size)), [size - 1]):
             group = idist.new_group(ranks)
             equal(idist.all_reduce(1, group=group), len(ranks) if rank in ranks else 1)
@@ -150,7 +150,7 @@ def groups_of_the_same_ranks_share_one_process_set() -> None:
 
 
 @check
-def process_sets_that_the_user_made_are_groups() -> None:
+def process_sets_created_by_the_user_are_groups() -> None:
     rank, _ = place()
     known = hvd.mpi_ops._basics._get_process_set_ids_and_ranks()
     mine = hvd.ProcessSet([0])
@@ -161,7 +161,7 @@ def process_sets_that_the_user_made_are_groups() -> None:
             equal(idist.all_gather("a", group=mine), ["a"])
         equal(list(idist.new_group([0]).ranks), [0])
     with pytest.raises(ValueError, match="group must be None, a list of ranks or a group from new_group"):
-        idist.all_reduce(1, group=hvd.ProcessSet([0]))  # of which Horovod was not told
+        idist.all_reduce(1, group=hvd.ProcessSet([0]))  # not registered with Horovod
 
 
 @check
@@ -184,7 +184,9 @@ def invalid_arguments_of_initialize_are_refused() -> None:
 @check
 def unknown_options_are_refused() -> None:
     model = nn.Linear(1, 1)
-    assert idist.auto_model(model, find_unused_parameters=True) is model  # of torch's, so a script runs everywhere
+    assert (
+        idist.auto_model(model, find_unused_parameters=True) is model
+    )  # an option of DDP, accepted so that a script runs everywhere
     with pytest.raises(TypeError, match=r"\['colour'\] are not known to auto_model"):
         idist.auto_model(model, colour=1)
     with pytest.raises(

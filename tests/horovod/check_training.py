@@ -1,4 +1,4 @@
-"""Models and trainers on the ranks of Horovod come to what one process comes to with all of the data."""
+"""Training on Horovod ranks matches one process that trains on all of the data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EPOCHS = 2
 
 
 class Odd(nn.Module):
-    """A model with what Horovod refuses to broadcast."""
+    """A model with tensors that Horovod cannot broadcast."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Odd(nn.Module):
 
 
 @check
-def every_parameter_and_buffer_comes_from_rank_0() -> None:
+def parameters_and_buffers_are_broadcast_from_rank_0() -> None:
     rank, _ = place()
     model = idist.auto_model(Odd(rank))
     assert isinstance(model, Odd)
@@ -44,12 +44,12 @@ def every_parameter_and_buffer_comes_from_rank_0() -> None:
 
 
 def data_of(sizes: Sequence[Sequence[int]]) -> list[list[Batch]]:
-    """Make the batches of each rank."""
+    """Return the batches of each rank."""
     return [batches_of(*own, seed=rank) for rank, own in enumerate(sizes)]
 
 
 def trainer_of(passes: int = 1, **options: Any) -> tuple[nn.Module, Engine[Any, Any]]:
-    """Make a trainer of a model that every rank begins in its own way."""
+    """Return a model, initialized differently on every rank, and its trainer."""
     model = Weighted()
     nn.init.constant_(model.weight, idist.get_rank()) if idist.get_rank() else None
     model = idist.auto_model(model)
@@ -72,7 +72,7 @@ def agree(model: nn.Module, wanted: torch.Tensor) -> None:
 
 
 @check
-def training_is_that_of_one_process() -> None:
+def training_matches_one_process() -> None:
     rank, size = place()
     data = data_of([[4] * 5] * size)
     model, trainer = trainer_of()
@@ -81,7 +81,7 @@ def training_is_that_of_one_process() -> None:
 
 
 @check
-def accumulated_gradients_are_those_of_one_process_also_in_a_short_last_window() -> None:
+def accumulated_gradients_match_one_process_with_a_short_last_window() -> None:
     rank, size = place()
     data = data_of([[4] * 5] * size)
     model, trainer = trainer_of(passes=2)
@@ -90,8 +90,8 @@ def accumulated_gradients_are_those_of_one_process_also_in_a_short_last_window()
 
 
 @check
-def clipped_gradients_are_those_of_one_process() -> None:
-    """They are clipped when they are those of all ranks, not while Horovod reduces them."""
+def clipped_gradients_match_one_process() -> None:
+    """Clipping waits until Horovod has reduced the gradients."""
     rank, size = place()
     data = data_of([[4] * 5] * size)
     norm, value = 0.3, 0.2
@@ -107,7 +107,7 @@ def clipped_gradients_are_those_of_one_process() -> None:
 
 
 @check
-def weighted_gradients_are_those_of_one_process_also_when_ranks_differ() -> None:
+def weighted_gradients_match_one_process_with_different_weights_per_rank() -> None:
     rank, size = place()
     data = data_of([(5, 1, 2, 3, 1), (1, 4, 2, 1, 3)] * size)[:size]
     for passes in (1, 2):
@@ -128,7 +128,7 @@ def a_discarded_accumulation_window_does_not_affect_the_next_run() -> None:
 
 
 @check
-def scaled_gradients_are_those_of_one_process_and_a_step_that_overflows_is_left_out_everywhere() -> None:
+def scaled_gradients_match_one_process_and_all_ranks_skip_an_overflowing_step() -> None:
     rank, size = place()
     data = data_of([[4] * 4] * size)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -141,7 +141,7 @@ def scaled_gradients_are_those_of_one_process_and_a_step_that_overflows_is_left_
 
 
 @check
-def a_model_is_trained_in_one_group_while_the_others_do_something_else() -> None:
+def a_group_trains_a_model_while_the_other_ranks_do_something_else() -> None:
     rank, size = place()
     group = idist.new_group([0])
     model = Weighted()

@@ -1,4 +1,4 @@
-"""Checks that every rank runs, and how horovodrun is started on this machine."""
+"""Register checks that every rank runs, and start horovodrun on this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 170.0  # seconds for what takes a sixth of that where the cores are free
+LIMIT = 170.0  # seconds; about six times what an idle machine needs
 CHECKS: dict[str, Callable[[], None]] = {}
 
 
@@ -23,15 +23,15 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Return the environment of a process that finds this clone and uses one core."""
+    """Return environment variables for a process that imports this checkout and uses one core."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **variables}
 
 
 def horovodrun(ranks: int, *arguments: str, hosts: str | None = None, seconds: float = LIMIT) -> tuple[int, str]:
-    """Run Python with these arguments on so many ranks; give the exit code and what they wrote.
+    """Run Python with these arguments under horovodrun and return the exit code and the output.
 
-    With hosts ``localhost:2,127.0.0.1:2`` Horovod takes this machine for two.
+    With ``hosts="localhost:2,127.0.0.1:2"``, Horovod treats this machine as two.
     """
     launcher = [str(Path(sys.executable).parent / "horovodrun"), "-np", str(ranks)]
     if hosts is not None:
@@ -40,7 +40,7 @@ def horovodrun(ranks: int, *arguments: str, hosts: str | None = None, seconds: f
 
 
 def run(command: list[str], seconds: float = LIMIT, **variables: str) -> tuple[int, str]:
-    """Run a command with all that it starts, within the time."""
+    """Run a command, then kill it and everything it started when the time is up."""
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
             command,
@@ -55,7 +55,7 @@ def run(command: list[str], seconds: float = LIMIT, **variables: str) -> tuple[i
         except subprocess.TimeoutExpired:
             code = 124
         finally:
-            with suppress(ProcessLookupError):  # Horovod ends the others with it
+            with suppress(ProcessLookupError):  # nothing is left to kill
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         output.seek(0)

@@ -1,4 +1,4 @@
-"""Write a line about where this rank stands: when the user has initialized Horovod, or when camshaft has.
+"""Print this rank's topology, with Horovod initialized by the user or by camshaft.
 
 horovodrun -np 2 python -m tests.horovod.place {adopted,initialized}
 """
@@ -16,16 +16,16 @@ import camshaft.distributed as idist
 from camshaft.distributed.run import current
 
 
-def tell(how: str) -> None:
+def write_place(how: str) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         place = current().topology
-    told = " with a warning" if any("different numbers of processes" in str(one.message) for one in caught) else ""
+    suffix = " with a warning" if any("different numbers of processes" in str(one.message) for one in caught) else ""
     assert idist.all_gather(idist.get_rank()) == list(range(idist.get_world_size()))
-    os.write(1, f"{how}: {place}: {idist.backend()} {idist.model_name()} {idist.device()}{told}\n".encode())
+    os.write(1, f"{how}: {place}: {idist.backend()} {idist.model_name()} {idist.device()}{suffix}\n".encode())
 
 
-def tell_group() -> str:
+def try_new_group() -> str:
     try:
         idist.new_group([0])
     except RuntimeError as error:
@@ -43,8 +43,8 @@ def adopt() -> None:
 
     alone()
     hvd.init()
-    tell("adopted")
-    assert idist.get_world_size() == 1 or "call hvd.init(process_sets='dynamic')" in tell_group()
+    write_place("adopted")
+    assert idist.get_world_size() == 1 or "call hvd.init(process_sets='dynamic')" in try_new_group()
     idist.barrier()
     hvd.shutdown()
     alone()
@@ -53,8 +53,8 @@ def adopt() -> None:
 def initialize() -> None:
     alone()
     idist.initialize("horovod")
-    tell("initialized")
-    assert tell_group() == "a group"
+    write_place("initialized")
+    assert try_new_group() == "a group"
     backend, size = current(), idist.get_world_size()
     idist.barrier()
     idist.finalize()

@@ -1,4 +1,4 @@
-"""Run the checks on the ranks that horovodrun started, and print a line for each that all ranks passed.
+"""Run the checks on every rank under horovodrun, and print a line for each that all ranks passed.
 
 horovodrun -np 2 python -m tests.horovod.run_checks [NAME ...]
 """

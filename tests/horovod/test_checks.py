@@ -1,4 +1,4 @@
-"""The checks of this folder, on two real ranks: one start of horovodrun serves them all."""
+"""Run the checks of this folder on two real ranks; all of them share one horovodrun."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.horovod.checking import horovodrun
 
-# read, not imported: what the checks import has no place in the process of the tests
+# read, not imported: the test process must not import Horovod
 FILES = sorted(Path(__file__).parent.glob("check_*.py"))
 NAMES = [name for file in FILES for name in re.findall(r"^@check\ndef (\w+)", file.read_text(), re.MULTILINE)]
 
@@ -24,5 +24,5 @@ def test_all_ranks_pass(ran: tuple[int, str], name: str) -> None:
     assert f"passed {name}\n" in ran[1], ran[1][-6000:]
 
 
-def test_the_job_ends_well(ran: tuple[int, str]) -> None:
+def test_the_job_exits_with_0(ran: tuple[int, str]) -> None:
     assert ran[0] == 0, ran[1][-6000:]

@@ -1,4 +1,4 @@
-"""Ranks over Horovod pass the checks that every backend passes: one, two, and two on each of two nodes."""
+"""Run the checks of every backend on one rank, two ranks, and two nodes with two ranks each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_horovod_passes(ran: tuple[int, str], name: str) -> None:
     assert f"passed {name}\n" in ran[1], ran[1][-6000:]
 
 
-def test_horovod_lacks_messages_alone_and_ends_well(ran: tuple[int, str]) -> None:
+def test_horovod_lacks_only_messages_and_exits_with_0(ran: tuple[int, str]) -> None:
     lacks = {line.rpartition("has no ")[2].split(";")[0] for line in ran[1].splitlines() if "lacks " in line}
     assert lacks <= {"send", "recv"}
     assert ran[0] == 0, ran[1][-6000:]

@@ -1,4 +1,4 @@
-"""The commands of the example for all backends that are Horovod's."""
+"""Run examples/distributed_backends.py with Horovod."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from tests.examples.ten_steps import assert_ten_steps, command
 HOROVOD = ("--backend", "horovod")
 
 
-def test_horovodrun_trains_as_one_process_does():
+def test_training_under_horovodrun_matches_one_process():
     launch = [command("horovodrun"), "-np", "2", sys.executable]
     assert_ten_steps(launch, *HOROVOD, shows="2 processes on cpu with horovod")
 
 
-def test_new_processes_train_as_one_does():
+def test_training_in_spawned_processes_matches_one_process():
     assert_ten_steps([sys.executable], *HOROVOD, "--nproc_per_node", "2", shows="2 processes on cpu with horovod")
 
 
-def test_parallel_chooses_the_backend_of_horovodrun():
+def test_parallel_selects_horovod_under_horovodrun():
     assert_ten_steps([command("horovodrun"), "-np", "2", sys.executable], "--backend", "auto", shows="with horovod")

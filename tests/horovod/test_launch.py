@@ -1,4 +1,4 @@
-"""Ranks that horovodrun starts: where they stand, and how they end."""
+"""The topology and the exit of ranks under horovodrun."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ import pytest
 from tests.horovod.checking import horovodrun, run
 
 TWO_HOSTS = "localhost:2,127.0.0.1:2"
-UNEVEN = "localhost:1,127.0.0.1:2"  # so rank 2 is the only one with its local rank
+UNEVEN = "localhost:1,127.0.0.1:2"  # rank 2 is the only one with local rank 1
 
 
 def lines(way: str, *places: tuple[int, int, int, int, int, int]) -> list[str]:
-    """Return what the ranks write: each its rank, the number of ranks, and the same of its node and of nodes."""
+    """Return the line that each rank is expected to print."""
     fields = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes")
     numbers = [", ".join(f"{name}={number}" for name, number in zip(fields, place, strict=True)) for place in places]
     return [f"{way}: {one}: horovod horovod-dist cpu" for one in numbers]
 
 
 def found(output: str) -> list[str]:
-    """Return what the ranks wrote, in the order of the ranks."""
+    """Return the lines that the ranks printed, in rank order."""
     return sorted(line[line.index(start) :] for line in output.splitlines() for start in STARTS if start in line)
 
 
 STARTS = ("adopted: ", "initialized: ")
 
 
-def test_ranks_on_two_nodes_know_where_they_stand() -> None:
+def test_ranks_on_two_nodes_know_their_place() -> None:
     code, output = horovodrun(4, "-m", "tests.horovod.place", "adopted", hosts=TWO_HOSTS)
     assert found(output) == lines("adopted", *((rank, 4, rank % 2, 2, rank // 2, 2) for rank in range(4))), output
     assert code == 0, output
 
 
 @pytest.mark.parametrize("way", ["initialized", "adopted"])
-def test_nodes_may_hold_different_numbers_of_ranks(way: str) -> None:
-    """Horovod tells a rank about those nodes that have its local rank; when it is adopted, nobody is asked for more."""
+def test_nodes_can_have_different_numbers_of_ranks(way: str) -> None:
+    """Horovod reports only the nodes that have this local rank; an adopted job does not ask the other ranks."""
     code, output = horovodrun(3, "-m", "tests.horovod.place", way, hosts=UNEVEN)
     if way == "initialized":
         assert found(output) == lines(way, (0, 3, 0, 1, 0, 2), (1, 3, 0, 2, 1, 2), (2, 3, 1, 2, 1, 2)), output
@@ -52,7 +52,7 @@ def test_without_a_launcher_there_is_one_rank() -> None:
     assert code == 0, output
 
 
-def test_processes_of_another_launcher_do_not_train_each_on_its_own() -> None:
+def test_processes_of_another_launcher_are_refused() -> None:
     program = "import camshaft.distributed as idist; idist.initialize('horovod')"
     code, output = run([sys.executable, "-c", program], RANK="0", WORLD_SIZE="2", LOCAL_RANK="0")
     assert code == 1
@@ -73,7 +73,7 @@ idist.all_reduce(1)
 
 
 @pytest.mark.parametrize("how", ["raise LookupError('the cause')", "os.kill(os.getpid(), 9)"])
-def test_a_rank_that_fails_ends_the_job(how: str) -> None:
+def test_a_failing_rank_ends_the_job(how: str) -> None:
     code, output = horovodrun(2, "-c", FAILING.replace("HOW", how))
     assert code == 1, output
     assert ("LookupError: the cause" in output) == ("raise" in how)
@@ -95,17 +95,17 @@ HOW
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "message"),
     [
         ("idist.all_gather(1)", "camshaft.all_gather on rank 0 timed out after 1 s"),
         ("idist.barrier()", "camshaft.barrier on rank 0 timed out after 1 s"),
         ("weight.sum().backward(); optimizer.step()", "the exchange of gradients on rank 0 timed out after 1 s"),
     ],
 )
-def test_a_missing_rank_times_out(how: str, told: str) -> None:
+def test_a_missing_rank_times_out(how: str, message: str) -> None:
     code, output = horovodrun(2, "-c", LATE.replace("HOW", how), seconds=100)
     assert code == 1, output
-    assert f"RuntimeError: {told}: another rank has not come to it" in output
+    assert f"RuntimeError: {message}: another rank has not come to it" in output
 
 
 def test_importing_changes_no_environment_variable() -> None:

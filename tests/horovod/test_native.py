@@ -1,4 +1,4 @@
-"""The training that is written with Horovod alone and with camshaft comes to the same weights."""
+"""Training with Horovod alone and with camshaft gives the same weights."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ from tests.examples.ten_steps import command
 @pytest.mark.parametrize(
     ("script", "arguments"), [("with_horovod.py", ()), ("with_camshaft.py", ("--backend", "horovod"))]
 )
-def test_two_ranks_train_as_one_process_does(script, arguments):
+def test_training_on_two_ranks_matches_one_process(script, arguments):
     launch = [command("horovodrun"), "-np", "2", sys.executable]
     assert_same_weights(launch, script, *arguments, shows="2 processes with horovod")

@@ -1,4 +1,4 @@
-"""What the pages say of Horovod runs."""
+"""Run the code about Horovod on the pages of docs/."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_gradients_are_accumulated(tmp_path):
     run([command("horovodrun"), "-np", "2", sys.executable], tmp_path / "accumulate.py", code)
 
 
-def test_the_collectives_of_the_tutorial(tmp_path):
+def test_the_collectives_tutorial(tmp_path):
     code = titled("tutorials/talking-between-processes.md", "collectives.py")
     assert code.count('initialize("gloo")') == 1
     code = code.replace('initialize("gloo")', 'initialize("horovod")')

@@ -1,4 +1,4 @@
-"""Processes that `spawn("horovod", ...)` starts: what they run, how they fail, and that they end with their parent."""
+"""Processes started by `spawn("horovod", ...)`: what they run, how they fail, and how they exit with their parent."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tests.horovod.checking import ROOT, environment
 
 @pytest.fixture(autouse=True)
 def variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Let the processes find this clone, and use one core; and let temporary files have a folder of their own."""
+    """Make the processes import this checkout and use one core, and put temporary files into tmp_path."""
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
 
 
-def write_what_is_seen(local_rank: int, folder: Path, word: str = "") -> None:
+def write_context(local_rank: int, folder: Path, word: str = "") -> None:
     total = idist.all_reduce(idist.get_rank() + 1)
     seen = [local_rank, idist.get_rank(), idist.get_local_rank(), idist.get_nnodes(), total, idist.backend(), word]
     (folder / str(idist.get_rank())).write_text(" ".join(map(str, seen)))
@@ -43,13 +43,13 @@ def handlers() -> list[Any]:
     return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
 
-def test_each_process_runs_the_function_within_the_backend(tmp_path: Path) -> None:
+def test_each_process_runs_the_function_with_the_backend_initialized(tmp_path: Path) -> None:
     before, path = handlers(), os.environ["PYTHONPATH"]
-    function, options = write_what_is_seen, {"hosts": "localhost:1,127.0.0.1:1", "disable_cache": True}
+    function, options = write_context, {"hosts": "localhost:1,127.0.0.1:1", "disable_cache": True}
     assert idist.spawn("horovod", function, (tmp_path,), {"word": "größer"}, nproc_per_node=2, **options) is None
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["0 0 0 2 3 horovod größer", "0 1 0 2 3 horovod größer"]
     assert not list((tmp_path / "temporary").iterdir())
-    assert handlers() == before, "Horovod replaces them"
+    assert handlers() == before, "Horovod replaces them, spawn must restore them"
     assert os.environ["PYTHONPATH"] == path
 
 
@@ -63,7 +63,7 @@ def test_debug_mode_reaches_the_processes() -> None:
 
 
 def fail(local_rank: int, how: str) -> None:
-    """Let rank 1 fail while rank 0 waits for it."""
+    """Fail on rank 1 while rank 0 waits for it."""
     if local_rank == 1:
         if how == "raise":
             raise LookupError("the cause")
@@ -73,29 +73,29 @@ def fail(local_rank: int, how: str) -> None:
     idist.barrier()
 
 
-def test_a_process_that_fails_ends_the_others_and_its_traceback_is_the_error(tmp_path: Path) -> None:
+def test_an_error_in_one_process_stops_the_others_and_is_raised_with_its_traceback(tmp_path: Path) -> None:
     with pytest.raises(ProcessRaisedException, match=r"process 1 failed:\n(.*\n)*.*LookupError: the cause") as caught:
         idist.spawn("horovod", fail, ("raise",), nproc_per_node=2)
     assert caught.value.error_index == 1
     assert not list((tmp_path / "temporary").iterdir())
 
 
-@pytest.mark.parametrize(("how", "told"), [("exit", "exited with code 3"), ("kill", "was terminated by SIGKILL")])
-def test_a_process_that_ends_by_itself_is_told_of(how: str, told: str) -> None:
-    with pytest.raises(ProcessExitedException, match=f"process 1 {told}"):
+@pytest.mark.parametrize(("how", "message"), [("exit", "exited with code 3"), ("kill", "was terminated by SIGKILL")])
+def test_a_process_that_exits_or_is_killed_is_reported(how: str, message: str) -> None:
+    with pytest.raises(ProcessExitedException, match=f"process 1 {message}"):
         idist.spawn("horovod", fail, (how,), nproc_per_node=2)
 
 
-class Torn:
-    """Something that cannot be put together again in another process."""
+class Unloadable:
+    """An object that cannot be unpickled."""
 
     def __reduce__(self) -> tuple[type, tuple[str]]:
         return int, ("no number",)
 
 
-def test_what_fails_before_the_processes_have_met_is_told_too() -> None:
+def test_an_error_before_the_processes_connect_is_raised() -> None:
     with pytest.raises(ProcessRaisedException, match="ValueError: invalid literal for int.*'no number'"):
-        idist.spawn("horovod", fail, (Torn(),), nproc_per_node=1)
+        idist.spawn("horovod", fail, (Unloadable(),), nproc_per_node=1)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ SCRIPT = """
 import os, sys, time
 from pathlib import Path
 import camshaft.distributed as idist
-from beside import name_of  # found because the script lies there
+from beside import name_of  # found because it is next to the script
 
 def work(local_rank, folder, seconds):
     Path(folder, name_of(local_rank)).write_text(str(os.getpid()))
@@ -141,7 +141,7 @@ if __name__ == "__main__":
 
 @contextmanager
 def running(folder: Path, seconds: float) -> Iterator[subprocess.Popen[bytes]]:
-    """Run the script, in a group of processes of its own."""
+    """Run the script in a process group of its own."""
     (folder / "script.py").write_text(SCRIPT)
     (folder / "beside.py").write_text("def name_of(rank): return f'rank{rank}'")
     with (folder / "output").open("wb") as output:
@@ -151,7 +151,7 @@ def running(folder: Path, seconds: float) -> Iterator[subprocess.Popen[bytes]]:
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # where these tests run in the background
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore it
         )
     try:
         yield script
@@ -161,7 +161,7 @@ def running(folder: Path, seconds: float) -> Iterator[subprocess.Popen[bytes]]:
         script.wait()
 
 
-def test_what_a_script_defines_can_be_handed_over(tmp_path: Path) -> None:
+def test_functions_defined_in_a_script_can_be_spawned(tmp_path: Path) -> None:
     with running(tmp_path, seconds=0) as script:
         assert script.wait(100) == 0, content(tmp_path / "output")
     assert "all is well" in content(tmp_path / "output")
@@ -169,7 +169,7 @@ def test_what_a_script_defines_can_be_handed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_the_processes_end_with_the_one_that_started_them(number: signal.Signals, tmp_path: Path) -> None:
+def test_the_processes_exit_with_their_parent(number: signal.Signals, tmp_path: Path) -> None:
     with running(tmp_path, seconds=300) as script:
         files = [tmp_path / f"rank{rank}" for rank in range(2)]
         assert eventually(lambda: all(map(content, files))), content(tmp_path / "output")

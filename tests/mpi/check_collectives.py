@@ -1,4 +1,4 @@
-"""Collectives over tensors of every kind."""
+"""Collectives for tensors of every dtype and layout."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128)
 INTEGER = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 EVERY = (*FLOATING, *COMPLEX, *INTEGER, torch.bool)
-REDUCIBLE = (*FLOATING, *COMPLEX, *INTEGER[:5], torch.bool)  # torch itself cannot add the others
+REDUCIBLE = (*FLOATING, *COMPLEX, *INTEGER[:5], torch.bool)  # torch cannot sum the others
 Op = dist.ReduceOp
 
 
 def of_rank(rank: int, dtype: torch.dtype, length: int = 3) -> Tensor:
-    """Make a tensor that differs over the ranks, small enough for a product of four to fit an int8."""
+    """Return a tensor that differs between ranks, with values so small that the product of four ranks fits an int8."""
     numbers = torch.tensor([(rank + index) % 3 for index in range(length)])
     return (numbers * (1.5 + 0.5j if dtype.is_complex else 1)).to(dtype)
 
@@ -32,7 +32,7 @@ def of_all(dtype: torch.dtype, length: int = 3) -> list[Tensor]:
 
 
 def total(tensors: list[Tensor]) -> Tensor:
-    """Add in a wider dtype, as the sum of halves over MPI is."""
+    """Sum in a wider dtype, as MPI does for half precision."""
     dtype = tensors[0].dtype
     wide = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.int32}.get(dtype, dtype)
     return sum(tensor.to(wide) for tensor in tensors).to(dtype)
@@ -80,7 +80,7 @@ def every_operation_reduces() -> None:
 
 
 @check
-def averages_are_of_floating_point_and_complex_tensors() -> None:
+def floating_point_and_complex_tensors_are_averaged() -> None:
     for dtype in (*FLOATING, *COMPLEX):
         tensor = of_rank(dist.get_rank(), dtype)
         dist.all_reduce(tensor, Op.AVG)
@@ -89,7 +89,7 @@ def averages_are_of_floating_point_and_complex_tensors() -> None:
 
 
 @check
-def bools_are_reduced_as_truth_values() -> None:
+def bools_are_reduced_logically() -> None:
     rank, size = place()
     for op, wanted in ((Op.SUM, [True, True]), (Op.PRODUCT, [True, False]), (Op.MIN, [True, False])):
         tensor = torch.tensor([True, rank == 0])
@@ -120,11 +120,11 @@ def options(op: dist.ReduceOp) -> dist.AllreduceOptions:
 
 
 def awkward(value: float) -> Iterator[Tensor]:
-    """Yield tensors of shape (2, 3) that MPI cannot read as they are, or that require gradients."""
+    """Yield tensors of shape (2, 3) that are not contiguous, need resolving, or require gradients."""
     yield torch.full((3, 2), value).t()
     yield torch.full((2, 6), value)[:, ::2]
     yield torch.full((2, 3), value, requires_grad=True)
-    yield torch._neg_view(torch.full((2, 3), -value))  # torch negates it when it is looked at
+    yield torch._neg_view(torch.full((2, 3), -value))  # torch negates it when it is read
     yield torch.full((2, 3, 2, 2), value).to(memory_format=torch.channels_last)[..., 0, 0]
 
 
@@ -137,7 +137,7 @@ def tensors_of_any_layout_are_reduced() -> None:
 
 
 @check
-def tensors_of_any_layout_are_moved() -> None:
+def tensors_of_any_layout_are_gathered_and_broadcast() -> None:
     rank, size = place()
     for tensor, *parts in zip(awkward(float(rank)), *(awkward(-1.0) for _ in range(size)), strict=True):
         dist.all_gather(parts, tensor)
@@ -154,7 +154,7 @@ def sparse_tensors_are_refused() -> None:
 
 
 @check
-def empty_tensors_travel() -> None:
+def empty_tensors_are_communicated() -> None:
     tensor = torch.empty(0, 3)
     dist.all_reduce(tensor)
     dist.broadcast(tensor, src=0)
@@ -164,7 +164,7 @@ def empty_tensors_travel() -> None:
 
 
 @check
-def broadcast_gives_every_rank_the_tensor_of_one() -> None:
+def broadcast_sends_the_tensor_of_one_rank_to_all() -> None:
     for src in range(dist.get_world_size()):
         for dtype in EVERY:
             tensor = of_rank(dist.get_rank(), dtype)
@@ -223,7 +223,7 @@ def gather_and_scatter_are_inverse() -> None:
 
 
 @check
-def reduce_scatter_gives_each_rank_its_part_of_the_sum() -> None:
+def reduce_scatter_returns_each_rank_its_chunk_of_the_sum() -> None:
     rank, size = place()
     for dtype in REDUCIBLE:
         wanted = total(of_all(dtype, 3 * size))[3 * rank : 3 * rank + 3]
@@ -246,7 +246,7 @@ def reduce_scatter_accepts_an_output_inside_the_input() -> None:
 
 
 @check
-def all_to_all_exchanges_parts() -> None:
+def all_to_all_exchanges_chunks() -> None:
     rank, size = place()
     for dtype in EVERY:
         output = torch.empty(size, dtype=dtype)
@@ -259,7 +259,7 @@ def all_to_all_exchanges_parts() -> None:
 
 
 @check
-def all_to_all_accepts_parts_of_different_sizes() -> None:
+def all_to_all_accepts_chunks_of_different_sizes() -> None:
     rank, size = place()
     output = torch.empty((rank + 1) * size, 2)
     rows = torch.cat([torch.full((index + 1, 2), float(rank)) for index in range(size)])
@@ -268,7 +268,7 @@ def all_to_all_accepts_parts_of_different_sizes() -> None:
 
 
 @check
-def parts_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
+def mismatched_sizes_and_dtypes_are_refused_before_communicating() -> None:
     world, size = dist.group.WORLD, dist.get_world_size()
     with pytest.raises(ValueError, match="output must have as many elements as input times ranks"):
         world.all_gather_single(torch.empty(1), torch.empty(2))

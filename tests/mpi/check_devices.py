@@ -1,4 +1,4 @@
-"""Tensors of another device."""
+"""Tensors on another device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.mpi.checking import check, place
 
 
 class FakeDeviceTensor(torch.Tensor):
-    """A tensor on a device of ours, which keeps its values out of MPI's reach."""
+    """A tensor on a fake device, whose memory MPI cannot read."""
 
     values: torch.Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -24,7 +24,7 @@ class FakeDeviceTensor(torch.Tensor):
 
 
 def add_device() -> None:
-    """Teach torch to copy to and from the device, and to detach what is there."""
+    """Register the device with torch, with functions that copy and detach its tensors."""
     backend_registration._setup_privateuseone_for_python_backend("fake")
 
     @torch.library.impl("aten::_copy_from", "privateuseone")
@@ -39,9 +39,9 @@ def add_device() -> None:
 
 
 @check
-def tensors_of_another_device_are_moved_to_the_cpu_and_back() -> None:
+def tensors_on_another_device_are_copied_to_the_cpu_and_back() -> None:
     if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
-        return  # an older torch knows no device that is written in Python
+        return  # older versions of torch do not support devices written in Python
     add_device()
     rank, size = place()
     for tensor in (torch.full((3,), float(rank)), torch.full((3,), rank, dtype=torch.bfloat16)):

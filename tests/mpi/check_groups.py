@@ -1,4 +1,4 @@
-"""Groups: sub-groups, timeouts, and ranks that do not come or leave."""
+"""Groups: subgroups, timeouts, and ranks that are missing or leave."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHORT = timedelta(seconds=0.3)
 
 
 @check
-def the_default_group_is_of_mpi_and_has_a_store_that_all_ranks_reach() -> None:
+def the_default_group_uses_mpi_and_has_a_store_shared_by_all_ranks() -> None:
     rank, size = place()
     assert dist.get_backend() == "mpi"
     assert isinstance(dist.group.WORLD, MPIGroup)
@@ -45,9 +45,9 @@ def a_subgroup_reduces_over_its_members_only() -> None:
 
 
 @check
-def a_list_of_ranks_is_made_into_a_group_by_its_members_alone() -> None:
+def only_the_members_create_a_group_from_a_list_of_ranks() -> None:
     rank, size = place()
-    idist.set_local_rank(rank)  # no launcher of ours tells it here
+    idist.set_local_rank(rank)  # mpirun sets no LOCAL_RANK
     if rank == 0:
         assert idist.all_reduce(1, group=[0]) == 1
     if rank in (0, size - 1):
@@ -57,7 +57,7 @@ def a_list_of_ranks_is_made_into_a_group_by_its_members_alone() -> None:
 
 
 @check
-def new_group_returns_a_process_group_of_torch() -> None:
+def new_group_returns_a_torch_process_group() -> None:
     rank, size = place()
     idist.set_local_rank(rank)
     group = idist.new_group([size - 1, 0])
@@ -77,7 +77,7 @@ def new_group_returns_a_process_group_of_torch() -> None:
 
 
 @check
-def groups_of_the_same_ranks_do_not_mix() -> None:
+def groups_of_the_same_ranks_do_not_interfere() -> None:
     first, second = dist.new_group(), dist.new_group()
     one, two = torch.ones(1), torch.full((1,), 10.0)
     pairs = [(one, first), (two, second)]
@@ -90,9 +90,10 @@ def groups_of_the_same_ranks_do_not_mix() -> None:
 
 
 @check
-def a_collective_without_all_ranks_times_out_and_the_group_refuses_further_ones() -> None:
-    group = dist.new_group([0, 1], timeout=SHORT)
+def a_collective_without_all_ranks_times_out_and_disables_the_group() -> None:
+    group = dist.new_group([0, 1])
     if dist.get_rank() == 0:
+        group.set_timeout(SHORT)  # not earlier: it also limits how long the members may take to create the group
         with pytest.raises(
             dist.DistBackendError, match=r"all_reduce, collective 1 of this group, timed out after 0.3 s"
         ):
@@ -102,9 +103,10 @@ def a_collective_without_all_ranks_times_out_and_the_group_refuses_further_ones(
 
 
 @check
-def a_message_that_nobody_sends_times_out() -> None:
-    group = dist.new_group([0, 1], timeout=SHORT)
+def a_message_that_is_never_sent_times_out() -> None:
+    group = dist.new_group([0, 1])
     if dist.get_rank() == 0:
+        group.set_timeout(SHORT)  # not earlier: it also limits how long the members may take to create the group
         work = dist.irecv(torch.ones(1), 1, group=group)
         assert work is not None
         assert not work.is_completed()
@@ -125,7 +127,7 @@ def the_timeout_of_a_group_can_be_changed() -> None:
 
 
 @check
-def a_rank_that_left_the_group_is_named_by_ranks_that_wait_for_it() -> None:
+def ranks_that_wait_for_a_rank_that_left_report_it() -> None:
     rank, _ = place()
     group = dist.new_group([0, 1])
     if rank == 1:
@@ -138,8 +140,8 @@ def a_rank_that_left_the_group_is_named_by_ranks_that_wait_for_it() -> None:
 
 
 @check
-def a_rank_that_gives_up_is_named_by_ranks_that_wait_for_it() -> None:
-    """Also while it stays in the group: what failed on one rank is no reason to let the others wait."""
+def ranks_that_wait_for_a_rank_that_timed_out_report_it() -> None:
+    """Even while that rank stays in the group, the others must not wait for it."""
     rank, _ = place()
     group = dist.new_group([0, 1])
     if rank == 1:
@@ -155,8 +157,8 @@ def a_rank_that_gives_up_is_named_by_ranks_that_wait_for_it() -> None:
 
 
 @check
-def tensors_of_different_sizes_are_an_error_on_all_ranks() -> None:
-    """MPI tells it to the rank whose tensor is too small; the others learn it where they wait next."""
+def tensors_of_different_sizes_raise_on_all_ranks() -> None:
+    """MPI raises on the rank whose tensor is too small; the others raise when they next wait."""
     rank, _ = place()
     group = dist.new_group([0, 1])
     if rank < 2:
@@ -167,7 +169,7 @@ def tensors_of_different_sizes_are_an_error_on_all_ranks() -> None:
 
 
 @check
-def a_message_from_a_rank_that_left_is_not_waited_for() -> None:
+def a_message_from_a_rank_that_left_fails_at_once() -> None:
     rank, _ = place()
     group = dist.new_group([0, 1])
     if rank == 1:
@@ -180,11 +182,11 @@ def a_message_from_a_rank_that_left_is_not_waited_for() -> None:
 
 
 @check
-def a_rank_may_leave_once_it_has_done_its_part() -> None:
+def a_rank_can_leave_after_its_last_operation() -> None:
     rank, size = place()
     group = dist.new_group()
     if rank == size - 1:
-        dist.recv(torch.empty(1), 0)  # so that rank 0 waits for this one when the others have left
+        dist.recv(torch.empty(1), 0)  # so that rank 0 still waits for this rank after the others have left
     parts = [torch.empty(1) for _ in range(size)] if rank == 0 else None
     gathering = dist.gather(torch.tensor([float(rank)]), parts, 0, group=group, async_op=True)
     if rank == 0:
@@ -199,10 +201,10 @@ def a_rank_may_leave_once_it_has_done_its_part() -> None:
 
 
 @check
-def a_group_without_references_is_left() -> None:
-    """As with old versions of torch, which forget a group that is destroyed and do not shut it down."""
+def a_rank_leaves_a_group_without_references() -> None:
+    """Old versions of torch drop a destroyed group without shutting it down."""
     rank, size = place()
-    group = create_group(list(range(size)), SHORT)
+    group = create_group(list(range(size)), timedelta(seconds=40))
     if rank == 1:
         del group
     else:
@@ -211,7 +213,7 @@ def a_group_without_references_is_left() -> None:
 
 
 @check
-def a_forked_child_does_not_leave_for_its_parent() -> None:
+def a_forked_child_does_not_leave_on_behalf_of_its_parent() -> None:
     group = dist.new_group()
     child = os.fork()
     if child == 0:
@@ -225,8 +227,8 @@ def a_forked_child_does_not_leave_for_its_parent() -> None:
 
 
 @check
-def communicators_of_groups_that_were_left_are_freed() -> None:
-    """More than an MPI library has communicators, so that those that were left must have been freed."""
-    for _ in range(2100):  # MPICH has room for 2048
+def leaving_a_group_frees_its_communicator() -> None:
+    """Creates more groups than an MPI library has communicators, which works only if they are freed."""
+    for _ in range(2100):  # MPICH's limit is 2048
         group = dist.new_group()
         dist.destroy_process_group(group)

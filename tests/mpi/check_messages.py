@@ -1,4 +1,4 @@
-"""Messages between two ranks, and what is begun now and waited for later."""
+"""Point-to-point messages, and asynchronous operations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed._functional_collectives as functional
 
 from tests.mpi.checking import check, place, same
 
-LARGE = 3_000_000  # 12 MB, which MPI does not send before the other side asks for it
+LARGE = 3_000_000  # 12 MB, which MPI does not send before the receiver is ready
 
 
 @check
@@ -36,7 +36,7 @@ def a_batch_of_messages_is_exchanged() -> None:
 
 
 @check
-def a_message_from_any_rank_names_its_sender() -> None:
+def receiving_from_any_rank_returns_the_sender() -> None:
     rank, size = place()
     if rank == 0:
         for _ in range(size - 1):
@@ -62,7 +62,7 @@ def messages_are_distinguished_by_their_tags() -> None:
 
 
 @check
-def messages_of_every_dtype_go_to_and_from_strided_tensors() -> None:
+def strided_tensors_of_every_dtype_are_sent_and_received() -> None:
     rank, size = place()
     for dtype in (torch.bfloat16, torch.bool, torch.uint8, torch.int64, torch.complex128):
         outgoing = torch.ones(3, 2).to(dtype).t()
@@ -74,8 +74,8 @@ def messages_of_every_dtype_go_to_and_from_strided_tensors() -> None:
 
 
 @check
-def a_conjugate_view_is_sent_with_its_values() -> None:
-    """Most functions of torch refuse one, the group itself does not."""
+def a_conjugate_view_sends_its_resolved_values() -> None:
+    """Most functions of torch.distributed reject one, but the process group accepts it."""
     rank, size = place()
     incoming = torch.zeros(1, dtype=torch.complex64)
     sending = dist.group.WORLD.send([torch.tensor([1 + 2j]).conj()], (rank + 1) % size)
@@ -85,8 +85,8 @@ def a_conjugate_view_is_sent_with_its_values() -> None:
 
 
 @check
-def an_asynchronous_operation_waits_for_nobody_before_wait() -> None:
-    """Rank 0 begins to reduce and then waits for a message that rank 1 sends before it begins."""
+def an_asynchronous_operation_does_not_block_before_wait() -> None:
+    """Rank 0 starts the reduction and then waits for a message that rank 1 sends before starting it."""
     rank, size = place()
     tensor, message = torch.ones(3), torch.ones(LARGE)
     if rank == 1:
@@ -100,7 +100,7 @@ def an_asynchronous_operation_waits_for_nobody_before_wait() -> None:
 
 
 @check
-def a_completed_operation_says_so() -> None:
+def a_completed_operation_reports_success() -> None:
     tensor = torch.ones(3)
     work = dist.all_reduce(tensor, async_op=True)
     while not work.is_completed():
@@ -112,7 +112,7 @@ def a_completed_operation_says_so() -> None:
 
 
 @check
-def operations_that_nobody_waits_for_complete() -> None:
+def operations_complete_without_a_call_of_wait() -> None:
     rank, size = place()
     for index in range(200):
         dist.isend(torch.full((1000,), float(index)), (rank + 1) % size)
@@ -123,7 +123,7 @@ def operations_that_nobody_waits_for_complete() -> None:
 
 
 @check
-def a_message_of_another_size_is_an_error() -> None:
+def a_message_of_the_wrong_size_raises() -> None:
     group = dist.new_group([0, 1])
     rank, _ = place()
     if rank == 0:
@@ -161,7 +161,7 @@ def functional_collectives_return_new_tensors() -> None:
 
 
 @check
-def objects_travel() -> None:
+def objects_are_communicated() -> None:
     rank, size = place()
     thing = {"rank": rank, "text": "ä" * (100 * rank), "list": [None, 1.5]}
     gathered = [None] * size

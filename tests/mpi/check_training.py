@@ -1,4 +1,4 @@
-"""What torch builds upon a process group: replicated and sharded training."""
+"""Replicated and sharded training with torch, over an MPI process group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.mpi.checking import check, place, same
 
 
 class Network(nn.Module):
-    """Two layers and a normalisation, and a third layer that only even ranks use."""
+    """Two layers with batch normalization, and a third layer that only even ranks use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def assert_equal_on_all_ranks(model: nn.Module) -> None:
 
 
 @check
-def ddp_gives_all_ranks_the_weights_of_rank_0_and_keeps_them_equal() -> None:
+def ddp_broadcasts_the_weights_of_rank_0_and_keeps_them_equal() -> None:
     model = DistributedDataParallel(network(seed=dist.get_rank()), find_unused_parameters=True)
     assert_equal_on_all_ranks(model)
     train(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -75,7 +75,7 @@ def ddp_averages_the_gradients_of_the_ranks() -> None:
 
 
 @check
-def ddp_finds_parameters_that_a_rank_does_not_use() -> None:
+def ddp_finds_unused_parameters() -> None:
     model = DistributedDataParallel(network(), find_unused_parameters=True)
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), with_extra=dist.get_rank() % 2 == 0)
     assert_equal_on_all_ranks(model)
@@ -103,7 +103,7 @@ def ddp_compresses_gradients() -> None:
 
 
 @check
-def ranks_with_different_numbers_of_batches_can_use_join() -> None:
+def join_handles_different_numbers_of_batches() -> None:
     rank, _ = place()
     model = DistributedDataParallel(nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -113,7 +113,7 @@ def ranks_with_different_numbers_of_batches_can_use_join() -> None:
 
 
 @check
-def the_zero_redundancy_optimizer_steps_as_a_plain_one() -> None:
+def the_zero_redundancy_optimizer_matches_a_plain_one() -> None:
     trained = []
     for make in (plain, sharded):
         model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)))
@@ -134,7 +134,7 @@ def sharded(parameters: Any) -> torch.optim.Optimizer:
 
 
 @check
-def fsdp_trains_as_ddp_does() -> None:
+def fsdp_matches_ddp() -> None:
     def wrapped(wrap: Callable[[nn.Module], nn.Module]) -> Tensor:
         torch.manual_seed(0)
         model = wrap(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)))

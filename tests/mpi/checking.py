@@ -1,4 +1,4 @@
-"""Checks that every rank runs: they assert what the ranks must see, and say so in their name."""
+"""Register checks that every rank runs, and start mpirun."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[2]
 CHECKS: dict[str, Callable[[], None]] = {}
 
-# For Open MPI, which refuses to run as root, or more ranks than cores, unless it is told to; MPICH looks at none.
-LENIENT = {
+# Let Open MPI run as root and with more ranks than cores; MPICH ignores these.
+OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
@@ -30,9 +30,9 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def mpirun(ranks: int, *arguments: str, seconds: float = 50) -> subprocess.CompletedProcess[str]:
-    """Run Python with these arguments on so many ranks, and give what it wrote."""
+    """Run Python with these arguments under mpirun."""
     launcher = [str(Path(sys.executable).parent / "mpirun"), "-np", str(ranks)]
-    environment = {**os.environ, **LENIENT, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, **OPEN_MPI, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     command = [*launcher, sys.executable, "-W", "error::UserWarning", *arguments]
     result = subprocess.run(
         command, cwd=ROOT, env=environment, timeout=seconds, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

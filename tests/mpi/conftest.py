@@ -1,4 +1,4 @@
-"""These tests need mpi4py and the mpirun of its MPI library, as the environment of `make test` has them."""
+"""These tests need mpi4py and the mpirun of its MPI library; the environment of `make test` has both."""
 
 from __future__ import annotations
 

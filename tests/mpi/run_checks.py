@@ -1,4 +1,4 @@
-"""Run the checks on the ranks that mpirun started, and print a line for each that all ranks passed.
+"""Run the checks on every rank under mpirun, and print a line for each that all ranks passed.
 
 mpirun -np 2 python -m tests.mpi.run_checks [NAME ...]
 """

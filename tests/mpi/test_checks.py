@@ -1,4 +1,4 @@
-"""The checks of this folder, on real ranks: one start of mpirun serves them all."""
+"""Run the checks of this folder on real ranks; all of them share one mpirun."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 from tests.mpi.checking import mpirun
 
-pytestmark = pytest.mark.timeout(88)  # ranks that wait take all that a busy machine has left
+pytestmark = pytest.mark.timeout(88)  # MPI ranks poll while they wait, which is slow on a busy machine
 
-# read, not imported: what the checks import of torch has no place in the process of the tests
+# read, not imported: the test process must not import the torch modules that the checks use
 FILES = sorted(Path(__file__).parent.glob("check_*.py"))
 NAMES = [name for file in FILES for name in re.findall(r"^@check\ndef (\w+)", file.read_text(), re.MULTILINE)]
 
@@ -32,5 +32,5 @@ def test_all_ranks_pass(run: CompletedProcess[str], name: str) -> None:
     assert f"passed {name}\n" in run.stdout, run.stdout[-6000:]
 
 
-def test_the_job_ends_well(run: CompletedProcess[str]) -> None:
+def test_the_job_exits_with_0(run: CompletedProcess[str]) -> None:
     assert run.returncode == 0, run.stdout[-6000:]

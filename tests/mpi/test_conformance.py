@@ -1,4 +1,4 @@
-"""Ranks over MPI pass the checks that every backend passes: one start of mpirun serves them all."""
+"""Run the checks of every backend over MPI; all of them share one mpirun."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.distributed.conformance import CHECKS
 from tests.mpi.checking import mpirun
 
-pytestmark = pytest.mark.timeout(88)  # ranks that wait take all that a busy machine has left
+pytestmark = pytest.mark.timeout(88)  # MPI ranks poll while they wait, which is slow on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +22,6 @@ def test_mpi_passes(ran: CompletedProcess[str], name: str) -> None:
     assert f"passed {name}\n" in ran.stdout, ran.stdout[-6000:]
 
 
-def test_mpi_lacks_nothing_and_ends_well(ran: CompletedProcess[str]) -> None:
+def test_mpi_supports_everything_and_exits_with_0(ran: CompletedProcess[str]) -> None:
     assert "lacks " not in ran.stdout
     assert ran.returncode == 0, ran.stdout[-6000:]

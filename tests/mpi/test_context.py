@@ -1,4 +1,4 @@
-"""The distributed layer on MPI, begun by its own name under a real mpirun."""
+"""camshaft.distributed over MPI, initialized with `initialize("mpi")` under a real mpirun."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ with idist.one_rank_first():
     pass
 idist.finalize()
 assert idist.backend() is None
-os.write(1, f"rank {rank} of {size} is through\\n".encode())  # at once: the ranks share the output
+os.write(1, f"rank {rank} of {size} is done\\n".encode())  # one write, because the ranks share the output
 """
 
 
-def test_a_run_over_mpi_starts_communicates_and_ends():
+def test_the_collectives_work_over_mpi():
     done = mpirun(2, "-c", PROGRAM)
     assert done.returncode == 0, done.stdout[-4000:]
-    assert all(f"rank {rank} of 2 is through" in done.stdout for rank in range(2))
+    assert all(f"rank {rank} of 2 is done" in done.stdout for rank in range(2))

@@ -1,4 +1,4 @@
-"""Debug mode over MPI when a rank has ended: the others show a table, also if it was rank 0, who serves the store."""
+"""Debug mode over MPI: the table shows ranks that have ended, also rank 0, which hosts the store."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ except RuntimeError as error:
 
 @pytest.mark.parametrize("end", ["idist.finalize()", "pass"])
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_that_has_left_is_shown(who: int, end: str) -> None:
+def test_the_table_shows_a_rank_that_has_ended(who: int, end: str) -> None:
     run = mpirun(2, "-c", PROGRAM.format(who=who, end=end), seconds=100)
-    assert f"\n{who}     has ended" in run.stdout, run.stdout
-    assert f"\n{1 - who}     all_reduce" in run.stdout
+    assert f"\nrank {who}  has ended" in run.stdout, run.stdout
+    assert f"\nrank {1 - who}  all_reduce" in run.stdout
     assert run.returncode == 0

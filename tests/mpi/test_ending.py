@@ -1,4 +1,4 @@
-"""How a job begins and ends: no rank waits for one that will not come."""
+"""How jobs start and end: no rank waits for a rank that will never arrive."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if rank == 1:
 time.sleep(40)
 """
 
-RAISE_AND_FINALISE = """
+RAISE_AND_FINALIZE = """
 try:
     if rank == 1:
         raise LookupError("the cause")
@@ -63,31 +63,31 @@ dist.all_reduce(torch.ones(1))
     [
         RAISE_OR_REDUCE,
         RAISE_WHILE_OTHERS_ARE_BUSY,
-        RAISE_AND_FINALISE,
+        RAISE_AND_FINALIZE,
         RAISE_BESIDE_A_THREAD_THAT_DOES_NOT_END,
         RAISE_IN_A_SECOND_GROUP,
     ],
 )
-def test_an_error_of_one_rank_ends_the_job_and_is_shown(program: str) -> None:
-    """Within the 20 seconds that `mpirun` gets; the ranks would wait for twice as long."""
+def test_an_error_on_one_rank_ends_the_job_and_is_printed(program: str) -> None:
+    """`mpirun` gets 20 seconds, half of what the ranks would wait."""
     run = mpirun(2, "-c", BEGIN + program, seconds=20)
     assert run.returncode == 1, run.stdout
     assert "LookupError: the cause" in run.stdout
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_a_rank_that_exits_is_named_by_ranks_that_wait_for_it(code: int) -> None:
+def test_ranks_that_wait_for_a_rank_that_exited_report_it(code: int) -> None:
     run = mpirun(2, "-c", f"{BEGIN}\nif rank == 1: sys.exit({code})\ndist.all_reduce(torch.ones(1))", seconds=20)
     assert run.returncode != 0
     assert "all_reduce, collective 2 of this group, cannot complete: rank 1 left after 1 collectives" in run.stdout
 
 
-def test_the_exit_code_of_a_rank_is_that_of_the_job() -> None:
+def test_the_job_exits_with_the_exit_code_of_the_rank() -> None:
     run = mpirun(2, "-c", f"{BEGIN}\nsys.exit(3 * rank)", seconds=20)
     assert run.returncode == 3, run.stdout
 
 
-def test_ranks_may_end_at_different_times_and_without_destroying_the_group() -> None:
+def test_ranks_can_exit_at_different_times_without_destroying_the_group() -> None:
     run = mpirun(2, "-c", f"{BEGIN}\ntime.sleep(0.5 * rank)\nprint('end of', rank)", seconds=20)
     assert run.returncode == 0, run.stdout
     assert "end of 1" in run.stdout
@@ -106,30 +106,30 @@ print("undisturbed")
 """
 
 
-def test_an_error_after_the_group_is_destroyed_ends_one_process() -> None:
+def test_an_error_after_the_group_is_destroyed_ends_only_that_process() -> None:
     run = mpirun(2, "-c", BEGIN + RAISE_AFTER_ALL, seconds=20)
     assert run.returncode == 1
     assert "LookupError: after all" in run.stdout
     assert "undisturbed" in run.stdout
 
 
-MEET_AFTER_RANK_0_HAS_LEFT = """
+NEW_GROUP_AFTER_RANK_0_HAS_LEFT = """
 dist.new_group([1], timeout=timedelta(seconds=5))
 if rank == 1:
     while not dist.group.WORLD.membership.departures():
         time.sleep(0.01)
-    time.sleep(0.5)  # for rank 0 to come to its end
+    time.sleep(0.5)  # until rank 0 has exited
     start.create_group([1], timedelta(seconds=5))
-    print("rank 1 has made a group")
+    print("rank 1 has created a group")
 dist.destroy_process_group()
 """
 
 
-def test_the_store_outlives_rank_0_as_long_as_others_need_it() -> None:
+def test_the_store_outlives_rank_0_while_others_need_it() -> None:
     begin = BEGIN + "from camshaft.distributed.backends.mpi import start\n"
-    run = mpirun(2, "-c", begin + MEET_AFTER_RANK_0_HAS_LEFT, seconds=20)
+    run = mpirun(2, "-c", begin + NEW_GROUP_AFTER_RANK_0_HAS_LEFT, seconds=20)
     assert run.returncode == 0, run.stdout
-    assert "rank 1 has made a group" in run.stdout
+    assert "rank 1 has created a group" in run.stdout
 
 
 RAISE_WHEN_RANK_0_HAS_LEFT = """
@@ -141,7 +141,7 @@ dist.destroy_process_group()
 """
 
 
-def test_an_error_ends_the_job_also_when_rank_0_waits_for_the_others_to_leave() -> None:
+def test_an_error_ends_the_job_while_rank_0_waits_for_the_others_to_leave() -> None:
     run = mpirun(2, "-c", BEGIN + RAISE_WHEN_RANK_0_HAS_LEFT, seconds=20)
     assert run.returncode == 1, run.stdout
     assert "LookupError: the cause" in run.stdout
@@ -160,7 +160,7 @@ dist.barrier()
 """
 
 
-def test_ranks_that_torch_initialized_are_named_when_they_leave() -> None:
+def test_a_rank_that_leaves_is_reported_after_init_process_group() -> None:
     run = mpirun(2, "-c", WITHOUT_GUARD, seconds=20)
     assert run.returncode == 1, run.stdout
     assert "LookupError: the cause" in run.stdout
@@ -175,7 +175,7 @@ dist.destroy_process_group()
 """
 
 
-def test_a_message_that_nobody_received_causes_a_warning() -> None:
+def test_an_unreceived_message_warns() -> None:
     run = mpirun(2, "-W", "default", "-c", BEGIN + UNRECEIVED, seconds=20)
     assert run.returncode == 0, run.stdout
     assert run.stdout.count("UserWarning: a message from rank 0 of a group was never received") == 1, run.stdout
@@ -193,7 +193,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("value", ["'short'", "torch.ones(1 << 20)"])
-def test_a_message_that_nobody_received_is_an_error_of_its_sender(value: str) -> None:
+def test_an_unreceived_message_raises_on_the_sender(value: str) -> None:
     run = mpirun(2, "-W", "default", "-c", UNRECEIVED_AT_THE_END.format(value=value), seconds=40)
     assert run.returncode == 1, run.stdout
     assert "RuntimeError: a message to rank 1 was not received: " in run.stdout
@@ -214,7 +214,7 @@ def test_a_group_without_all_its_members_times_out() -> None:
     assert "DistBackendError: 1 of 2 ranks came to make a group over MPI within 0.3 s" in run.stdout
 
 
-def test_a_rank_that_never_initializes_is_an_error_on_the_others() -> None:
+def test_a_rank_that_never_initializes_times_out_on_the_others() -> None:
     late = "import time; from mpi4py import MPI; MPI.COMM_WORLD.rank and time.sleep(40)\n"
     program = late + BEGIN.replace("seconds=40", "seconds=1")
     run = mpirun(2, "-c", program, seconds=20)

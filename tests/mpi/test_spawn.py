@@ -1,4 +1,4 @@
-"""Processes that `spawn("mpi", ...)` starts: what they run, how they fail, and that they end with their parent."""
+"""Processes started by `spawn("mpi", ...)`: what they run, how they fail, and how they exit with their parent."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 import camshaft.distributed as idist
 from tests.guards import content, is_running
-from tests.mpi.checking import LENIENT, ROOT
+from tests.mpi.checking import OPEN_MPI, ROOT
 
 pytestmark = pytest.mark.jobs
 LIMIT = timedelta(seconds=30)
 
 
 @pytest.fixture(autouse=True)
-def _lenient(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {**LENIENT, "OMP_NUM_THREADS": "1"}.items():
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**OPEN_MPI, "OMP_NUM_THREADS": "1"}.items():
         monkeypatch.setenv(name, value)
 
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The folder for temporary files, of this process alone."""
+    """Set a folder for the temporary files of this process."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -45,14 +45,14 @@ def spawn(function: Callable[..., None], *args: object, **options: Any) -> None:
     idist.spawn("mpi", function, args, nproc_per_node=2, **{"timeout": LIMIT, **options})
 
 
-def write_what_is_seen(local_rank: int, folder: Path, word: str = "") -> None:
+def write_context(local_rank: int, folder: Path, word: str = "") -> None:
     total = int(idist.all_reduce(torch.ones(1)).item())
     seen = [local_rank, idist.get_rank(), idist.get_local_rank(), idist.get_nnodes(), total, idist.backend(), word]
     (folder / str(local_rank)).write_text(" ".join(map(str, seen)))
 
 
-def test_each_process_runs_the_function_within_the_backend(tmp_path: Path, temporary: Path) -> None:
-    idist.spawn("mpi", write_what_is_seen, (tmp_path,), {"word": "größer"}, nproc_per_node=2, nnodes=1)
+def test_each_process_runs_the_function_with_the_backend_initialized(tmp_path: Path, temporary: Path) -> None:
+    idist.spawn("mpi", write_context, (tmp_path,), {"word": "größer"}, nproc_per_node=2, nnodes=1)
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["0 0 0 1 2 mpi größer", "1 1 1 1 2 mpi größer"]
     assert not list(temporary.iterdir())
 
@@ -61,12 +61,12 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOBID": "7", "SLURM_NNODES": "2", "SLURM_NO
 SLURM |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_JOB_CPUS_PER_NODE": "1(x2)"}
 
 
-def test_in_a_job_of_slurm_the_processes_are_started_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_processes_are_started_on_this_host_in_a_slurm_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "srun").write_text("#!/bin/sh\nexit 1")
     (tmp_path / "srun").chmod(0o755)
     for name, value in {**SLURM, "PATH": f"{tmp_path}:{os.environ['PATH']}"}.items():
         monkeypatch.setenv(name, value)
-    spawn(write_what_is_seen, tmp_path)
+    spawn(write_context, tmp_path)
     assert [(tmp_path / rank).exists() for rank in "01"] == [True, True]
 
 
@@ -80,7 +80,7 @@ def test_debug_mode_reaches_the_processes() -> None:
 
 
 def fail(local_rank: int, how: str) -> None:
-    """Let rank 1 fail while rank 0 is busy, for longer than the test may take."""
+    """Fail on rank 1 while rank 0 is busy for longer than the test may take."""
     if local_rank == 1:
         if how == "raise":
             raise LookupError("the cause")
@@ -90,7 +90,7 @@ def fail(local_rank: int, how: str) -> None:
             idist.finalize()
             raise LookupError("after all")
         if how == "linger":
-            os._exit = lambda code: time.sleep(1000)  # type: ignore[assignment]  # as if mpiexec did not see its end
+            os._exit = lambda code: time.sleep(1000)  # type: ignore[assignment]  # as if mpiexec did not notice that it exited
             idist.finalize()
             raise LookupError("at last")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -106,7 +106,7 @@ def fail(local_rank: int, how: str) -> None:
         ("linger", ProcessRaisedException, "failed:\n(.*\n)*.*LookupError: at last"),
     ],
 )
-def test_a_process_that_fails_ends_the_others_and_its_traceback_is_the_error(
+def test_an_error_in_one_process_stops_the_others_and_is_raised_with_its_traceback(
     how: str, kind: type[Exception], text: str, temporary: Path
 ) -> None:
     with pytest.raises(kind, match=f"process 1 {text}") as caught:
@@ -115,32 +115,32 @@ def test_a_process_that_fails_ends_the_others_and_its_traceback_is_the_error(
     assert not list(temporary.iterdir())
 
 
-def test_a_process_that_is_killed_ends_the_others() -> None:
+def test_a_killed_process_stops_the_others() -> None:
     with pytest.raises(ProcessExitedException, match="mpiexec exited with code"):
         spawn(fail, "kill")
 
 
-def wait_in_vain(local_rank: int) -> None:
+def time_out(local_rank: int) -> None:
     if local_rank == 1:
         time.sleep(100)
     idist.barrier()
 
 
-def test_the_timeout_is_that_of_the_backend() -> None:
+def test_the_timeout_is_passed_to_the_backend() -> None:
     with pytest.raises(ProcessRaisedException, match=r"process 0 failed:\n(.*\n)*.*(within|after) 2 s"):
-        spawn(wait_in_vain, timeout=timedelta(seconds=2))
+        spawn(time_out, timeout=timedelta(seconds=2))
 
 
-class Torn:
-    """Something that cannot be put together again in another process."""
+class Unloadable:
+    """An object that cannot be unpickled."""
 
     def __reduce__(self) -> tuple[type, tuple[str]]:
         return int, ("no number",)
 
 
-def test_what_fails_before_the_processes_have_met_is_told_too() -> None:
+def test_an_error_before_the_processes_connect_is_raised() -> None:
     with pytest.raises(ProcessRaisedException, match="ValueError: invalid literal for int.*'no number'"):
-        spawn(fail, Torn())
+        spawn(fail, Unloadable())
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ UNGUARDED = SCRIPT.replace("GUARD", "if True:")
 
 @contextmanager
 def running(text: str, folder: Path, seconds: float) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a script in a group of processes of its own, in a folder to which it writes its output too."""
+    """Run a script in a process group of its own, with the script and its output in a folder."""
     (folder / "script.py").write_text(text)
     with (folder / "output").open("wb") as output:
         script = subprocess.Popen(
@@ -216,14 +216,14 @@ def running(text: str, folder: Path, seconds: float) -> Iterator[subprocess.Pope
         script.wait()
 
 
-def test_what_a_script_defines_can_be_handed_over(tmp_path: Path) -> None:
+def test_functions_and_objects_defined_in_a_script_can_be_spawned(tmp_path: Path) -> None:
     with running(GUARDED, tmp_path, seconds=0) as script:
         assert script.wait(50) == 0, content(tmp_path / "output")
     assert "all is well" in content(tmp_path / "output")
     assert all((tmp_path / f"rank{rank}").exists() for rank in range(2))
 
 
-def test_a_script_that_would_start_processes_without_end_is_refused(tmp_path: Path) -> None:
+def test_a_script_without_a_main_guard_is_refused(tmp_path: Path) -> None:
     with running(UNGUARDED, tmp_path, seconds=0) as script:
         assert script.wait(50) == 1
     assert "if __name__ == '__main__':" in content(tmp_path / "output")
@@ -231,7 +231,7 @@ def test_a_script_that_would_start_processes_without_end_is_refused(tmp_path: Pa
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_the_processes_end_with_the_one_that_started_them(number: signal.Signals, tmp_path: Path) -> None:
+def test_the_processes_exit_with_their_parent(number: signal.Signals, tmp_path: Path) -> None:
     with running(GUARDED, tmp_path, seconds=100) as script:
         files = [tmp_path / f"rank{rank}" for rank in range(2)]
         assert eventually(lambda: all(map(content, files))), content(tmp_path / "output")
@@ -244,7 +244,7 @@ def test_the_processes_end_with_the_one_that_started_them(number: signal.Signals
 
 
 def group(number: int) -> list[int]:
-    """List the processes of a group."""
+    """Return the processes of a process group."""
     ids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
     return [pid for pid in ids if content(Path(f"/proc/{pid}/stat")).rpartition(") ")[2].split()[2:3] == [str(number)]]
 

@@ -1,4 +1,4 @@
-"""What happens without mpi4py, and with a torch that has MPI built in; neither needs ranks."""
+"""Starting without mpi4py, and with a torch built with MPI; no test needs several ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_without_mpi4py_the_error_says_what_to_install() -> None:
 
 
 @pytest.mark.usefixtures("no_mpi")
-def test_the_mpi_that_torch_was_built_with_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_built_with_mpi_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[tuple[str, timedelta]] = []
     monkeypatch.setattr(dist, "is_mpi_available", lambda: True)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout: begun.append((backend, timeout)))
@@ -43,5 +43,5 @@ def test_a_second_default_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         initialize_mpi()
 
 
-def test_a_sum_of_bools_stays_true_over_any_number_of_ranks() -> None:
+def test_a_sum_of_bools_does_not_overflow_with_many_ranks() -> None:
     assert torch.iinfo(WIDER[torch.bool]).max >= 2**31 - 1

@@ -1,4 +1,4 @@
-"""What holds for the processes of a run on XLA, at any number of them; beside the checks that every backend passes."""
+"""Checks for any number of XLA devices, in addition to those of every backend."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def a_refused_collective_does_not_affect_the_next() -> None:
 
 
 @check
-def ranks_may_compute_different_programs_between_collectives() -> None:
+def ranks_can_run_different_programs_between_collectives() -> None:
     rank, size = place()
     value = here(torch.tensor([rank + 1.0]))
     total = idist.all_reduce(value * 2)
     if rank == 0:
-        assert (here(torch.ones(3)) * 7 + total).sum().item() > 0  # computes what the others do not ask for
+        assert (here(torch.ones(3)) * 7 + total).sum().item() > 0  # evaluates a graph that the other ranks do not have
     equal(idist.all_gather(rank), list(range(size)))
     same(total, torch.tensor([size * (size + 1.0)]))
 
 
 @check
-def all_to_all_exchanges_parts_of_any_length() -> None:
+def all_to_all_exchanges_chunks_of_any_length() -> None:
     rank, size = place()
     backend = current()
     for group in (None, idist.new_group(list(range(size)))):
@@ -69,13 +69,13 @@ def all_to_all_exchanges_parts_of_any_length() -> None:
 
 
 @check
-def new_group_knows_no_options() -> None:
+def new_group_accepts_no_options() -> None:
     with pytest.raises(TypeError, match=r"knows no options on 'xla-tpu', got \['timeout'\]"):
         idist.new_group([0], timeout=3)
 
 
 @check
-def auto_model_refuses_what_it_cannot_do() -> None:
+def auto_model_refuses_unsupported_options() -> None:
     if idist.get_world_size() > 1:
         with pytest.raises(ValueError, match=r"sync_bn must be False on 'xla-tpu' .* backend 'nccl' has it"):
             idist.auto_model(nn.BatchNorm1d(2), sync_bn=True)
@@ -85,7 +85,7 @@ def auto_model_refuses_what_it_cannot_do() -> None:
 
 
 @check
-def auto_dataloader_gives_the_loader_of_torch_xla_where_there_are_several_processes() -> None:
+def auto_dataloader_returns_a_torch_xla_loader_with_several_processes() -> None:
     rank, size = place()
     loader = idist.auto_dataloader(range(12), batch_size=4 * size, shuffle=False)
     equal(isinstance(loader, MpDeviceLoader), size > 1)
@@ -97,7 +97,7 @@ def auto_dataloader_gives_the_loader_of_torch_xla_where_there_are_several_proces
 
 
 @check
-def an_optimizer_averages_the_gradients_that_a_closure_computes() -> None:
+def an_optimizer_averages_the_gradients_of_a_closure() -> None:
     rank, size = place()
     weight, mine = nn.Parameter(here(torch.zeros(1))), here(torch.tensor([rank + 1.0]))
     optimizer = idist.auto_optim(torch.optim.SGD([weight], lr=1.0))
@@ -114,7 +114,7 @@ def an_optimizer_averages_the_gradients_that_a_closure_computes() -> None:
 
 
 @check
-def an_engine_trains_on_several_devices_as_on_one() -> None:
+def training_on_several_devices_matches_one() -> None:
     rank, size = place()
     whole = [DATA[start : start + 8] for start in range(0, 16, 8)]
     parts = [(inputs[rank::size], targets[rank::size]) for inputs, targets in whole]
@@ -135,14 +135,14 @@ def an_engine_trains_on_several_devices_as_on_one() -> None:
 
 
 @check
-def several_devices_in_one_process_are_for_spmd() -> None:
+def several_devices_in_one_process_require_spmd() -> None:
     if idist.get_world_size() > 1:
         with pytest.raises(RuntimeError, match=r"this one has \d: use initialize\('xla-tpu', spmd=True\)"):
             adopt(None)
 
 
 @check
-def a_model_of_any_dtypes_is_copied_from_rank_0() -> None:
+def a_model_of_mixed_dtypes_is_broadcast_from_rank_0() -> None:
     rank, _ = place()
     model = nn.Linear(2, 2)
     model.register_buffer("flags", torch.tensor([True, False]))

@@ -1,4 +1,4 @@
-"""Processes of their own for tests: the runtime of XLA begins once in a process, in one way, and does not end."""
+"""Run tests in new processes: a process can start the XLA runtime once, in one mode, and cannot stop it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ LIMIT = 100.0  # seconds
 
 
 def call_alone(function: Callable[[], object], *command: str, **variables: str) -> str:
-    """Call a function from the top of a module in a new process, and give what that wrote.
+    """Call a module-level function in a new process and return the output.
 
     Args:
-        function: the test fails if it raises there.
-        command: what starts Python, such as a launcher; its own name comes last.
-        variables: added to the environment.
+        function: an exception in it fails the test.
+        command: the command that starts Python, for example a launcher followed by the interpreter.
+        variables: environment variables to add.
     """
     code = f"from {function.__module__} import {function.__name__} as function; function()"
     completed = run(*(command or (sys.executable,)), "-c", code, **variables)
@@ -26,7 +26,7 @@ def call_alone(function: Callable[[], object], *command: str, **variables: str) 
 
 
 def run(*command: str, **variables: str) -> Any:
-    """Run a command, with what it writes to both of its outputs in one."""
+    """Run a command with stderr redirected to stdout."""
     return subprocess.run(
         command,
         env={**os.environ, **variables},

@@ -1,11 +1,12 @@
-"""Real replicas on the CPU: the devices of one process, a thread at each, joined by XLA's own collectives.
+"""Run checks on several CPU devices of one process, one thread per device, with XLA's own collectives.
 
 CPU_NUM_DEVICES=2 XLA_THREAD_POOL_SIZE=8 PJRT_DEVICE=CPU python -m tests.xla.replicas [NAME ...]
 
-torch_xla makes a thread for each device where a process has several. On the CPU, two threads that compile the same
-program at the same time get two programs, which never meet: here they take turns. A thread that has no tensor waits for
-the first device instead of its own: here each has one. And a replica that waits for the others holds a thread of a pool
-that has one for each core: XLA_THREAD_POOL_SIZE must not be less than the replicas.
+torch_xla starts one thread per device if a process has several. This module works around three problems on the CPU:
+Two threads that compile the same program at the same time get two programs, whose collectives never match; here, a lock
+serializes compilation. A thread without a tensor waits for the first device instead of its own; here, each thread keeps
+one. A replica that waits for the others occupies a thread of a pool with one thread per core; XLA_THREAD_POOL_SIZE must
+be at least the number of replicas.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ from tests.distributed.conformance import CHECKS, lack_of
 from tests.distributed.run_conformance import say
 from tests.xla import check_replicas
 
-assert check_replicas.__name__, "it adds its checks to the others"
+assert check_replicas.__name__, "importing it registers its checks"
 
 _turn = threading.Lock()
 _sync = torch_xla.sync
 
 
 def sync(*args: Any, **kwargs: Any) -> None:
-    """Compile and begin in turn, then wait."""
+    """Compile and launch one thread at a time, then wait for the device."""
     with _turn:
         _sync(*args, **kwargs)
     xla_model.wait_device_ops(xla_model.xla_real_devices([str(torch_xla.device())]))
 
 
 def on_replicas(function: Callable[[], object]) -> None:
-    """Call a function on each replica; one that fails ends the process, as the others would wait for it."""
+    """Call a function on each replica; exit the process if one fails, because the others would wait for it."""
 
     def on_one() -> None:
         kept = torch.ones(1, device=torch_xla.device())
@@ -63,7 +64,7 @@ def on_replicas(function: Callable[[], object]) -> None:
 
 
 def run(names: list[str]) -> None:
-    """Run checks, and say on one replica which have passed."""
+    """Run checks and print on rank 0 which ones have passed."""
     for name in names:
         lack = lack_of(name)
         idist.barrier()
@@ -75,4 +76,4 @@ if __name__ == "__main__":
     faulthandler.dump_traceback_later(float(os.environ.get("LIMIT", "150")), exit=True)
     on_replicas(functools.partial(run, sys.argv[1:] or list(CHECKS)))
     sys.stdout.flush()
-    os._exit(0)  # the runtime of several devices in one process now and then crashes when the interpreter ends
+    os._exit(0)  # with several devices in one process, the runtime sometimes crashes at interpreter exit

@@ -1,4 +1,4 @@
-"""The checks that every backend passes, on one XLA device and on several that XLA's own collectives join."""
+"""Run the checks of every backend on one XLA device, and on several devices with XLA's own collectives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.xla import check_replicas
 from tests.xla.processes import run
 
 EVERY = [name for name, check in CHECKS.items() if check.__module__ in {module.__name__ for module in MODULES}]
-OURS = [name for name, check in CHECKS.items() if check.__module__ == check_replicas.__name__]
+REPLICA_CHECKS = [name for name, check in CHECKS.items() if check.__module__ == check_replicas.__name__]
 
 
 def of(module):
@@ -21,7 +21,7 @@ def of(module):
 
 
 def passed(completed):
-    """Name the checks that passed, in a process that found nothing wrong."""
+    """Return the names of the checks that passed; fail if the process failed."""
     assert completed.returncode == 0, completed.stdout
     return [line.removeprefix("passed ") for line in completed.stdout.splitlines() if line.startswith("passed ")]
 
@@ -31,11 +31,11 @@ def test_every_check_passes_on_one_device():
     assert sorted(passed(completed)) == sorted(EVERY)
 
 
-# Three make groups that cannot be alike; and they cannot share the batches of the training evenly.
+# Three devices cannot be split into groups of equal size, and their number does not divide the batches of the training.
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("size", "names"),
-    [(2, EVERY + OURS), (3, of(check_groups)), (4, of(check_groups) + of(check_training))],
+    [(2, EVERY + REPLICA_CHECKS), (3, of(check_groups)), (4, of(check_groups) + of(check_training))],
 )
 def test_checks_pass_on_several_devices(size, names):
     completed = run(
@@ -45,4 +45,4 @@ def test_checks_pass_on_several_devices(size, names):
     )
     assert passed(completed) == names
     lacking = {line.split(":")[0].removeprefix("lacks ") for line in completed.stdout.splitlines() if "lacks" in line}
-    assert lacking < set(of(check_messages)), "messages are all that is lacking"
+    assert lacking < set(of(check_messages)), "only messages may be missing"

@@ -1,4 +1,4 @@
-"""The command of the example for all backends that is XLA's."""
+"""Run examples/distributed_backends.py with XLA."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ import sys
 from tests.examples.ten_steps import assert_ten_steps
 
 
-def test_a_process_for_the_device_trains_as_one_without_does():
+def test_training_in_a_process_on_xla_matches_one_on_the_cpu():
     launch = [sys.executable]
     assert_ten_steps(launch, "--backend", "xla-tpu", "--nproc_per_node", "1", shows="1 processes on xla")

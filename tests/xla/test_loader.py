@@ -1,4 +1,4 @@
-"""The loader that moves batches to an XLA device, as auto_dataloader gives it."""
+"""The loader of auto_dataloader that moves batches to an XLA device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEVICE = torch.device("xla:0")
 
 @pytest.fixture(autouse=True)
 def without_megascale(monkeypatch):
-    """The threads of torch_xla's loader set this variable and put it back, and may leave it behind when they meet."""
+    """Threads of torch_xla's loader set and restore this variable; a race between them can leave it set."""
     monkeypatch.setenv("SKIP_MEGASCALE_PJRT_CLIENT", "true")
 
 
@@ -49,10 +49,10 @@ def test_each_pass_yields_the_batches_on_the_device():
         batches = list(loader)
         assert [batch.device for batch in batches] == [DEVICE] * 3
         assert [batch.tolist() for batch in batches] == [[0, 1], [2, 3], [4]]
-    assert [len(pair) for pair in zip(loader, loader, strict=True)] == [2, 2, 2], "two passes at once"
+    assert [len(pair) for pair in zip(loader, loader, strict=True)] == [2, 2, 2], "two concurrent passes"
 
 
-def test_an_error_of_the_loader_is_raised_after_the_batches_before_it():
+def test_an_error_in_the_loader_is_raised_after_the_batches_before_it():
     loader = device_loader(DataLoader(Numbers(6, bad=4), batch_size=2), DEVICE)
     batches = []
     with pytest.raises(OSError, match="sample 4 cannot be read"):
@@ -70,11 +70,11 @@ def test_batches_keep_their_structure():
     assert isinstance(moved, Sample)
     assert (moved.name, type(moved.extra), moved.extra[1:]) == ("one", tuple, (3, None))
     assert moved.image.device == moved.extra[0].device == DEVICE
-    (moved,) = device_loader([{"x": [torch.ones(1, dtype=torch.int64)], "y": "no tensor"}], DEVICE)
-    assert (moved["x"][0].tolist(), moved["x"][0].dtype, moved["y"]) == ([1], torch.int64, "no tensor")
+    (moved,) = device_loader([{"x": [torch.ones(1, dtype=torch.int64)], "y": "not a tensor"}], DEVICE)
+    assert (moved["x"][0].tolist(), moved["x"][0].dtype, moved["y"]) == ([1], torch.int64, "not a tensor")
 
 
-def test_an_iteration_that_stops_early_leaves_no_thread():
+def test_stopping_an_iteration_early_leaves_no_thread():
     loader = device_loader(DataLoader(Numbers(500), batch_size=1), DEVICE)
     for batch in loader:
         assert batch.tolist() == [0]
@@ -82,7 +82,7 @@ def test_an_iteration_that_stops_early_leaves_no_thread():
     Engine(lambda engine, batch: None).run(loader, max_iters=3)
 
 
-def test_an_engine_tells_the_sampler_its_epoch():
+def test_an_engine_sets_the_epoch_of_the_sampler():
     sampler = DistributedSampler(range(8), num_replicas=2, rank=0)
     loader = device_loader(DataLoader(Numbers(8), sampler=sampler, batch_size=2), DEVICE)
     epochs, seen = [], []

@@ -1,4 +1,4 @@
-"""The training that is written with torch_xla alone and with camshaft comes to the same weights."""
+"""Training with torch_xla alone and with camshaft gives the same weights."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ CAMSHAFT = ("--backend", "xla-tpu", "--nproc_per_node", "1")
 
 
 @pytest.mark.parametrize(("script", "arguments"), [("with_xla.py", ()), ("with_camshaft.py", CAMSHAFT)])
-def test_a_device_trains_as_one_process_without_does(script, arguments):
+def test_training_on_a_device_matches_one_process_on_the_cpu(script, arguments):
     assert_same_weights([sys.executable], script, *arguments, shows="1 processes with xla-tpu", PJRT_DEVICE="CPU")

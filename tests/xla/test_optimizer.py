@@ -1,4 +1,4 @@
-"""The optimizer that auto_optim gives on XLA is the wrapped one in all but its step."""
+"""The optimizer of auto_optim on XLA behaves like the wrapped one, except for its step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def weight():
 
 @pytest.fixture
 def steps(monkeypatch):
-    """The calls of xla_model.optimizer_step."""
+    """Record the calls of xla_model.optimizer_step."""
     calls, step = [], xla_model.optimizer_step
     monkeypatch.setattr(
         xla_model, "optimizer_step", lambda optimizer, **options: (calls.append(options), step(optimizer, **options))[1]
@@ -43,7 +43,7 @@ def momentum(weight):
     return torch.optim.SGD([weight], lr=0.5, momentum=0.9)
 
 
-def test_it_has_the_class_of_the_optimizer_and_steps_through_xla(weight, steps):
+def test_it_keeps_the_optimizer_class_and_steps_through_xla(weight, steps):
     optimizer = momentum(weight)
     wrapped = idist.auto_optim(optimizer)
     assert isinstance(wrapped, torch.optim.SGD)
@@ -57,7 +57,7 @@ def test_it_has_the_class_of_the_optimizer_and_steps_through_xla(weight, steps):
     assert steps == [{"barrier": True}]
 
 
-def test_the_loss_of_a_closure_is_returned(weight):
+def test_step_returns_the_loss_of_a_closure(weight):
     wrapped = idist.auto_optim(torch.optim.LBFGS([weight], max_iter=5))
     calls = []
 
@@ -94,7 +94,7 @@ def test_both_optimizers_share_one_state(weight):
     assert optimizer.defaults == {"lr": 7.0}
 
 
-@pytest.mark.parametrize("early", [True, False], ids=["made before", "made after"])
+@pytest.mark.parametrize("early", [True, False], ids=["created before", "created after"])
 def test_a_scheduler_sees_the_steps(weight, early):
     optimizer = momentum(weight)
     scheduler = StepLR(optimizer, 1, gamma=0.1) if early else None
@@ -105,12 +105,12 @@ def test_a_scheduler_sees_the_steps(weight, early):
         assert wrapped.param_groups[0]["lr"] == pytest.approx(rate)
         weight.grad = torch.ones_like(weight)
         wrapped.step()
-        scheduler.step()  # warns, and a warning is an error, where no step was seen
+        scheduler.step()  # would warn, and so fail, if it had not seen a step
         plateau.step(1.0)
     torch.testing.assert_close(weight.detach().cpu(), torch.full((2,), 1 - 0.5 - 0.05 * 1.9))
 
 
-def test_hooks_are_called_once_for_a_step(weight):
+def test_hooks_are_called_once_per_step(weight):
     optimizer = momentum(weight)
     wrapped = idist.auto_optim(optimizer)
     calls = []
@@ -123,7 +123,7 @@ def test_hooks_are_called_once_for_a_step(weight):
     assert calls == ["before", "after", "saved"]
 
 
-def test_it_is_copied_and_pickled_with_the_one_it_wraps(weight):
+def test_copies_and_pickles_include_the_wrapped_optimizer(weight):
     wrapped = idist.auto_optim(momentum(weight))
     for other in (
         copy.deepcopy(wrapped),
@@ -137,7 +137,7 @@ def test_it_is_copied_and_pickled_with_the_one_it_wraps(weight):
         _ = wrapped.nothing
 
 
-def test_the_step_of_a_trainer_steps_it_once(weight):
+def test_a_training_step_calls_step_once(weight):
     model = nn.Linear(1, 1).to("xla")
     wrapped = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
     counted = []

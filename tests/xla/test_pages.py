@@ -1,4 +1,4 @@
-"""What the pages say of XLA runs."""
+"""Run the code about XLA on the pages of docs/."""
 
 from __future__ import annotations
 

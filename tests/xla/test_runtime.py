@@ -1,4 +1,4 @@
-"""Beginning a run on XLA, taking one over, and starting processes; each in a process of its own."""
+"""Initializing XLA, adopting a running XLA runtime, and spawning processes; each test uses a new process."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def runs():
     return torch_xla._XLAC._xla_runtime_is_initialized()
 
 
-def find_what_runs():
-    assert context() == SERIAL, "that torch_xla is imported means nothing"
+def check_adoption():
+    assert context() == SERIAL, "importing torch_xla must not initialize XLA"
     manual_seed(3)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert context() == ("native-dist", "gloo", "cpu", 0, 1)
@@ -50,24 +50,24 @@ def find_what_runs():
     assert context() == ON_XLA
 
     dist.init_process_group("xla", init_method="xla://")
-    assert context() == ON_XLA, "a group of torch over XLA is XLA"
+    assert context() == ON_XLA, "a process group over XLA counts as XLA"
     assert "xla" not in idist.available_backends()
     assert idist.all_gather({"a": 1}) == [{"a": 1}]
     dist.destroy_process_group()
 
     idist.finalize()
     idist.sync()
-    assert context() == SERIAL, "the runtime goes on, but nobody wants it any more"
+    assert context() == SERIAL, "the runtime keeps running but must not be adopted after finalize"
     idist.initialize("xla-tpu")
     assert context() == ON_XLA
     idist.finalize()
 
 
-def test_only_a_runtime_that_runs_is_adopted():
-    call_alone(find_what_runs)
+def test_only_a_running_runtime_is_adopted():
+    call_alone(check_adoption)
 
 
-def begin():
+def initialize():
     with pytest.raises(TypeError, match=r"initialize knows only spmd for 'xla-tpu', got \['timeout'\]"):
         idist.initialize("xla-tpu", timeout=3)
     with pytest.raises(TypeError, match=r"\['join'\] are unknown to backend 'xla-tpu', whose spawn accepts"):
@@ -87,37 +87,37 @@ def begin():
     manual_seed(6)
     assert torch.rand(3, device=idist.device()).tolist() != drawn
     manual_seed(5)
-    assert torch.rand(3, device=idist.device()).tolist() == drawn, "the seed from before the start counts"
+    assert torch.rand(3, device=idist.device()).tolist() == drawn, "the seed set before initialize applies"
     idist.finalize()
     idist.initialize("xla-tpu")
-    assert torch.rand(3, device=idist.device()).tolist() != drawn, "a generator that is in use is left alone"
+    assert torch.rand(3, device=idist.device()).tolist() != drawn, "a generator already in use is not reseeded"
     idist.finalize()
     with pytest.raises(RuntimeError, match="spmd=True comes too late"):
         idist.initialize("xla-tpu", spmd=True)
     assert context() == SERIAL
 
 
-def test_initialize_refuses_what_it_does_not_know_and_keeps_the_seed():
-    call_alone(begin)
+def test_initialize_refuses_unknown_options_and_keeps_the_seed():
+    call_alone(initialize)
 
 
-def tell(local_rank, *names, fail=False):
+def print_context(local_rank, *names, fail=False):
     assert local_rank == idist.get_local_rank()
     if fail:
         raise OSError(f"the disk of {names} is full")
-    print("told", os.getpid(), *names, *context(), flush=True)
+    print("context", os.getpid(), *names, *context(), flush=True)
 
 
 def spawn_here_and_elsewhere():
-    idist.spawn("xla-tpu", tell, ("a",), {"fail": False}, nproc_per_node=1, nnodes=1, node_rank=0)
+    idist.spawn("xla-tpu", print_context, ("a",), {"fail": False}, nproc_per_node=1, nnodes=1, node_rank=0)
     with idist.Parallel("xla-tpu", nproc_per_node=1) as parallel:
-        parallel.run(tell, "b")
+        parallel.run(print_context, "b")
     with pytest.raises(OSError, match=r"the disk of \('c',\) is full") as failure:
-        idist.spawn("xla-tpu", tell, ("c",), {"fail": True})
-    assert "in tell" in "".join(traceback.format_exception(failure.value))
+        idist.spawn("xla-tpu", print_context, ("c",), {"fail": True})
+    assert "in print_context" in "".join(traceback.format_exception(failure.value))
     assert context() == SERIAL
     with idist.Parallel("xla-tpu") as parallel:
-        parallel.run(tell, "d")
+        parallel.run(print_context, "d")
     assert context() == SERIAL
 
 
@@ -135,16 +135,16 @@ def test_debug_mode_reaches_the_function():
     call_alone(spawn_in_debug_mode)
 
 
-def test_spawn_runs_a_function_in_this_process_if_there_is_one_device():
+def test_spawn_runs_the_function_in_this_process_with_one_device():
     output = call_alone(spawn_here_and_elsewhere)
-    lines = [line.split() for line in output.splitlines() if line.startswith("told")]
+    lines = [line.split() for line in output.splitlines() if line.startswith("context")]
     assert [line[2:] for line in lines] == [[name, *map(str, ON_XLA)] for name in "abd"]
     assert len({line[1] for line in lines}) == 1
 
 
 def spawn_new():
     for wanted in ((1, 1), (2, 1), (1, 2)):
-        task = ("xla-tpu", (tell, ("new",), {}, {"spmd": False}), wanted)
+        task = ("xla-tpu", (print_context, ("new",), {}, {"spmd": False}), wanted)
         print("parent", os.getpid())
         if wanted == (1, 1):
             multiprocessing.spawn(xla_spawn._run, task, start_method="fork")
@@ -154,29 +154,29 @@ def spawn_new():
     assert not runs()
 
 
-def test_what_spawn_runs_in_new_processes_checks_their_number():
+def test_new_processes_check_their_number():
     lines = [line.split() for line in call_alone(spawn_new).splitlines()]
-    parents, children = ({line[1] for line in lines if line[:1] == [word]} for word in ("parent", "told"))
+    parents, children = ({line[1] for line in lines if line[:1] == [word]} for word in ("parent", "context"))
     assert (len(parents), len(children)) == (1, 1)
     assert parents != children
 
 
-def begin_under_a_launcher():
+def initialize_under_a_launcher():
     logging.basicConfig(level=logging.INFO)
     with idist.Parallel("xla-tpu"):
         print("never")
 
 
-def test_processes_that_xla_cannot_join_are_refused():
+def test_processes_that_xla_cannot_connect_are_refused():
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python")
-    code = f"from {__name__} import begin_under_a_launcher as function; function()"
+    code = f"from {__name__} import initialize_under_a_launcher as function; function()"
     completed = run(*launcher, sys.executable, "-c", code)
     assert completed.returncode != 0
     assert "torchrun started 2 processes, which XLA does not join on devices of type 'CPU'" in completed.stdout
     assert "never" not in completed.stdout
 
 
-def test_a_seed_reaches_the_generator_of_xla_where_it_runs():
+def test_manual_seed_seeds_the_xla_generator():
     drawn = [torch.ones(1, device="xla").tolist()]
     for seed in (1, 2, 1):
         manual_seed(seed)

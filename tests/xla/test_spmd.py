@@ -1,4 +1,4 @@
-"""One process that uses two devices: each batch is cut in two, and all else is as in a single process."""
+"""SPMD: one process uses two devices; batches are sharded, everything else behaves as with one device."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def train_on_two_devices():
 
     alone = model_with_batch_norm()
     plain = torch.utils.data.DataLoader(DATA, batch_size=6)
-    begin = numbers_of(alone)
+    start = numbers_of(alone)
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
     for _ in range(3):
         for inputs, targets in plain:
@@ -62,12 +62,12 @@ def train_on_two_devices():
             nn.functional.mse_loss(alone(inputs), targets).backward()
             optimizer.step()
     for one, (name, other) in zip(got, [*alone.named_parameters(), *alone.named_buffers()], strict=True):
-        if name != "1.running_var":  # torch_xla has a way of its own to compute it, on one device too
+        if name != "1.running_var":  # torch_xla computes it differently, also on one device
             torch.testing.assert_close(one, other.detach(), rtol=1e-3, atol=1e-4)
-    assert not torch.allclose(got[4], begin[4], rtol=1e-2, atol=1e-2), "the steps change the weights"
+    assert not torch.allclose(got[4], start[4], rtol=1e-2, atol=1e-2), "the steps change the weights"
 
 
-def test_training_on_two_devices_comes_to_the_weights_of_one_process():
+def test_training_on_two_devices_matches_one_process():
     call_alone(train_on_two_devices, CPU_NUM_DEVICES="2")
 
 
@@ -96,14 +96,14 @@ def among_two_devices(local_rank):
     assert batches[1].mean().item() == 5.0
 
 
-def test_values_are_those_of_one_process_and_uneven_batches_are_put_on_both_devices():
+def test_collectives_behave_as_in_one_process_and_uneven_batches_are_replicated():
     output = call_alone(exchange, CPU_NUM_DEVICES="2")
     assert "INFO:camshaft.distributed.utils:SPMD over 2 CPU devices" in output
 
 
 def adopt():
     runtime.use_spmd()
-    assert idist.model_name() == "serial", "it has not begun"
+    assert idist.model_name() == "serial", "the runtime has not started"
     assert torch.ones(1, device="xla").item() == 1
     assert idist.model_name() == "xla-dist"
     loader = idist.auto_dataloader(range(4), batch_size=4)

@@ -1,4 +1,4 @@
-"""Training steps on a real XLA device; on the CPU where PJRT_DEVICE says so."""
+"""Training steps on a real XLA device (the CPU with PJRT_DEVICE=CPU)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model_on(device):
 
 
 def batches(count=4, size=8):
-    """Sums of two numbers, on the CPU: the step moves them."""
+    """Return batches on the CPU, with the sum of two numbers as the target; the step moves them."""
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randn(size, 2, generator=generator) for _ in range(count)]
     return [(x, x.sum(1, keepdim=True)) for x in inputs]
@@ -52,7 +52,7 @@ def made(model, optimizer, **options):
 
 @pytest.mark.parametrize("make", [plain, made])
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "clip_grad_norm": 5.0}], ids=str)
-def test_a_small_model_learns_on_xla_as_on_the_cpu(device, make, options):
+def test_training_on_xla_matches_the_cpu(device, make, options):
     model, reference = model_on(device), model_on("cpu")
     losses = []
     for one, make_trainer in ((model, make), (reference, on_the_cpu)):

@@ -1,26 +1,20 @@
-"""The loader of one rank: its batch size, its sampler, and what is special about streams."""
+"""The loader of one rank: its batch size, its sampler, and its shard of a stream."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, cast
 
-import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from camshaft.distributed.coordination.data_consistency import SharedSeed
 from camshaft.distributed.data.augmentation import SeededLoader
 from camshaft.distributed.data.orders import Order, Sequential, Shuffled
 from camshaft.distributed.data.read_ahead import end_together
 from camshaft.distributed.data.samplers import DistributedProxySampler, ExactBatchSampler, check_length, length_of
-from camshaft.distributed.data.streams import ShardedStream
 from camshaft.distributed.topology import Topology
-
-_warned: weakref.WeakSet[type] = weakref.WeakSet()  # classes of iterable datasets
 
 
 class PlainLoader(DataLoader[Any]):
@@ -63,7 +57,9 @@ def make_loader(
     """Return the loader of one rank; see :func:`camshaft.distributed.auto_dataloader`, which must be the caller."""
     options = dict(options)
     size, local_size = topology.world_size, topology.local_world_size
-    seed = _checked_seed(options)
+    seed = options.pop("seed", None)
+    if seed is None and options.get("generator") is not None:
+        seed = options["generator"].initial_seed()
     if size > 1 and options.get("num_workers", 0) >= local_size:
         options["num_workers"] = -(-options["num_workers"] // local_size)
     if options.get("batch_sampler") is not None:
@@ -74,64 +70,39 @@ def make_loader(
     if isinstance(dataset, IterableDataset):
         return _over_stream(dataset, {**options, "batch_size": per_rank}, topology, logger)
     sampler = options.pop("sampler", None)
-    is_distributed = isinstance(sampler, DistributedSampler)
-    if is_distributed and (sampler.rank, sampler.num_replicas) != (topology.rank, size):
+    if isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) != (topology.rank, size):
         warnings.warn(
             f"sampler was created for rank {sampler.rank} of {sampler.num_replicas}, but this is rank {topology.rank} "
             f"of {size}",
             stacklevel=3,
         )
-    if not isinstance(sampler, Order | None):
-        if not (hasattr(sampler, "__iter__") or hasattr(sampler, "__getitem__")):
-            raise TypeError(f"sampler must be a sampler, an order or a sequence of indices, got {sampler!r}")
-        if size > 1:
-            length_of(sampler)  # checks it
-    if batch_size is None and size > 1 and not is_distributed:
-        return _over_single_samples(dataset, sampler, options, seed, topology)
-    if batch_size is None or is_distributed or not isinstance(sampler, Order | Sized | None):
+    if not isinstance(sampler, Order | None) and not hasattr(sampler, "__iter__") and not hasattr(sampler, "__len__"):
+        raise TypeError(f"sampler must be a sampler, an order or a sequence of indices, got {sampler!r}")
+    if batch_size is None and size > 1 and not isinstance(sampler, DistributedSampler):
+        sampler = _padding_sampler(dataset, sampler, options.pop("shuffle", None), seed, topology)
+    has_length = isinstance(sampler, Order | Sized | None) or size > 1
+    if batch_size is None or isinstance(sampler, DistributedSampler) or not has_length:
         return PlainLoader(dataset, batch_size=per_rank, sampler=sampler, **options)
     shuffle, drop_last = options.pop("shuffle", None), options.pop("drop_last", False)
     # a loader that is not used: torch finds contradictory arguments
     DataLoader(dataset, batch_size=batch_size, sampler=cast(Any, sampler), shuffle=shuffle, drop_last=drop_last)
     if sampler is None:
+        length = len(cast(Sized, dataset))
+        if length == 0:
+            raise ValueError(f"dataset must have at least one sample, got an empty {type(dataset).__name__}")
         shuffle = size > 1 if shuffle is None else shuffle
-        sampler = (Shuffled if shuffle else Sequential)(_checked_length(dataset))
+        sampler = (Shuffled if shuffle else Sequential)(length)
         chosen_seed = "torch.initial_seed() of rank 0" if seed is None else seed
         logger.info("distributing samples over %d ranks, with shuffle=%s and seed=%s", size, shuffle, chosen_seed)
     total = batch_size if batch_size >= size else batch_size * size
     length = sampler.length if isinstance(sampler, Order) else length_of(sampler)
     if drop_last and length < total:
         raise ValueError(
-            f"drop_last=True leaves nothing of {length} samples, as one batch of all ranks takes {total}: "
-            "pass a smaller batch_size, more samples, or drop_last=False"
+            f"drop_last=True leaves nothing of {length} samples, as one batch of all ranks takes {total}: pass a "
+            "smaller batch_size, or drop_last=False"
         )
     batches = ExactBatchSampler(sampler, total, drop_last, seed=seed, num_replicas=size, rank=topology.rank)
     return _exact(dataset, {**options, "batch_sampler": batches})
-
-
-def _checked_seed(options: dict[str, Any]) -> Any:
-    """Check options that torch does not check, or not before the first batch; take the seed out of them."""
-    shuffle, workers, generator = (options.get(name) for name in ("shuffle", "num_workers", "generator"))
-    if shuffle not in (None, True, False):
-        raise TypeError(f"shuffle must be True, False or None, got {shuffle!r}")
-    if "num_workers" in options and not isinstance(workers, int):
-        raise TypeError(f"num_workers must be an integer, got {workers!r}")
-    if not isinstance(generator, torch.Generator | None):
-        raise TypeError(f"generator must be a torch.Generator or None, got {generator!r}")
-    seed = options.pop("seed", None)
-    return generator.initial_seed() if seed is None and generator is not None else seed
-
-
-def _checked_length(dataset: Any) -> int:
-    try:
-        length = len(dataset)
-    except TypeError as error:
-        raise TypeError(
-            f"dataset must have a length, or be an IterableDataset, or come with a sampler, got {dataset!r}"
-        ) from error
-    if length == 0:
-        raise ValueError(f"dataset must have at least one sample, got an empty {type(dataset).__name__}")
-    return length
 
 
 def _exact(dataset: Dataset[Any], options: dict[str, Any]) -> DataLoader[Any]:
@@ -159,60 +130,37 @@ def _with_batch_sampler(dataset: Dataset[Any], options: dict[str, Any], seed: An
     return PlainLoader(dataset, **options)
 
 
-def _over_single_samples(
-    dataset: Dataset[Any], sampler: Any, options: dict[str, Any], seed: int | None, topology: Topology
-) -> DataLoader[Any]:
-    """Distribute samples without batches, in torch's way."""
-    shuffle = options.pop("shuffle", None)
-    is_shuffled = sampler is None and shuffle in (None, True)
-    if is_shuffled:
-        sampler = RandomSampler(cast(Sized, dataset))
-    elif not isinstance(sampler, Sampler):
-        sampler = _Indices(range(_checked_length(dataset)) if sampler is None else sampler)
-    sampler = DistributedProxySampler(sampler, topology.world_size, topology.rank)
-    if is_shuffled:
-        sampler.seed = cast(int, SharedSeed()) if seed is None else seed  # read when the first pass starts
-    loader = PlainLoader(dataset, batch_size=None, sampler=sampler, **options)
+def _padding_sampler(
+    dataset: Dataset[Any], sampler: Any, shuffle: bool | None, seed: int | None, topology: Topology
+) -> DistributedSampler[Any]:
+    """Return a sampler that distributes samples without batches, in torch's way."""
     warnings.warn(
         "with batch_size=None there are no batches of different sizes: if the samples cannot be divided evenly, some "
         "are repeated; pass a batch_size",
         stacklevel=4,
     )
-    return loader
-
-
-class _Indices(Sampler[Any]):
-    """A sequence of indices, as a sampler."""
-
-    def __init__(self, indices: Any) -> None:
-        self.indices = indices
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.indices)
-
-    def __len__(self) -> int:
-        return len(self.indices)
+    if sampler is not None:
+        return DistributedProxySampler(sampler, topology.world_size, topology.rank)
+    return DistributedSampler(dataset, topology.world_size, topology.rank, shuffle is not False, seed or 0)
 
 
 def _over_stream(
     dataset: IterableDataset[Any], options: dict[str, Any], topology: Topology, logger: logging.Logger
 ) -> DataLoader[Any]:
-    size, kind = topology.world_size, type(dataset)
+    rank, size, kind = topology.rank, topology.world_size, type(dataset).__name__
     if size == 1:
         return PlainLoader(dataset, **options)
-    if callable(getattr(dataset, "shard", None)):
-        return EvenLoader(ShardedStream(dataset, topology.rank, size), **options)
+    if callable(shard := getattr(dataset, "shard", None)):
+        if (num_shards := getattr(dataset, "num_shards", size)) < size:
+            raise ValueError(f"dataset must have at least as many shards as there are ranks, {size}, got {num_shards=}")
+        return EvenLoader(shard(num_shards=size, index=rank), **options)
     logger.info("using an iterable dataset as it is: it must yield different samples on each rank")
-    pipes: Any = getattr(torch.utils.data, "IterDataPipe", ())  # whose sharding_filter torch applies on each rank
-    if topology.rank == 0 and kind not in _warned and not isinstance(dataset, pipes):
-        _warned.add(kind)
+    if rank == 0:
         warnings.warn(
-            f"{kind.__name__} has no method shard(num_shards, index), so each of the {size} ranks and each of its "
-            "workers reads all of it, unless it splits itself: return the shard of the index-th of num_shards readers "
-            "from such a method, for example itertools.islice(samples, index, None, num_shards), and auto_dataloader "
-            "calls it for each rank and worker; or split the samples in __iter__, by the index "
-            "get_rank() * num_workers + worker_id (of torch.utils.data.get_worker_info()) of "
-            "get_world_size() * num_workers readers, and ignore this warning",
+            f"{kind} has no method shard(num_shards, index), so each of the {size} ranks reads all of it, unless it "
+            "splits itself: return the shard of the index-th of num_shards ranks from such a method, for example "
+            "itertools.islice(samples, index, None, num_shards); or split the samples in __iter__, by get_rank() and "
+            "get_world_size(), and ignore this warning",
             stacklevel=4,
         )
     return EvenLoader(dataset, **options)

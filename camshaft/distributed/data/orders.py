@@ -11,32 +11,46 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from camshaft.distributed.data.permutation import BLOCK, Permutation, check_count, key_of, random_bits, uniform
+from camshaft.distributed.data.permutation import BLOCK, LARGEST, Permutation, key_of, random_bits, uniform
 
 VERSION = 1  # of the orders; increase it with any change that alters the order of a seed and an epoch
 _permutation = lru_cache(maxsize=16)(Permutation)  # creating one takes as long as some thousand positions
 
 
+def check_count(name: str, value: Any) -> None:
+    """Raise unless ``value`` is a number of samples."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
+    if not 1 <= value <= LARGEST:
+        raise ValueError(f"{name} must be in [1, 2**62], got {value}")
+
+
 class Order(ABC):
     """Maps each position of an epoch to a sample, without any state.
 
-    A policy has ``length``, the number of positions in an epoch, returns the samples at some positions (``_at``), and
-    describes itself.
+    A policy has ``length``, the number of positions in an epoch, and returns the samples at some positions (``_at``).
     """
 
     length: int
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            check_count(name, value)
 
     @property
     def num_samples(self) -> int:
         """The number of samples; the same as the number of positions, unless a policy overrides it."""
         return self.length
 
-    @abstractmethod
     def describe(self) -> str:
         """Return a short text that differs wherever the order differs, apart from seed and epoch.
 
         It is saved with a position: resuming there under another description would train on the wrong samples.
+
+        >>> Shuffled(10).describe()
+        'Shuffled(length=10), version 1'
         """
+        return f"{self!r}, version {VERSION}"
 
     @abstractmethod
     def _at(self, seed: int, epoch: int, positions: Tensor) -> Tensor:
@@ -54,12 +68,9 @@ class Order(ABC):
             The indices of the samples, int64 of shape (k,).
 
         Raises:
-            TypeError: seed or epoch is not an integer, or positions is not such a tensor.
+            TypeError: positions is not such a tensor.
             ValueError: a position is not in the epoch.
         """
-        for name, value in {"seed": seed, "epoch": epoch}.items():
-            if not hasattr(value, "__index__"):
-                raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
         if not isinstance(positions, Tensor) or positions.dtype != torch.int64 or positions.dim() != 1:
             raise TypeError(f"positions must be an int64 tensor of one dimension, got {positions!r}")
         if len(positions) and ((ends := positions.aminmax()).min < 0 or ends.max >= self.length):
@@ -88,13 +99,6 @@ class Sequential(Order):
 
     length: int
 
-    def __post_init__(self) -> None:
-        check_count("length", self.length)
-
-    def describe(self) -> str:
-        """Return the policy and the length."""
-        return f"sequential, {self.length} samples"
-
     def _at(self, seed: int, epoch: int, positions: Tensor) -> Tensor:
         return positions
 
@@ -108,13 +112,6 @@ class Shuffled(Order):
     """
 
     length: int
-
-    def __post_init__(self) -> None:
-        check_count("length", self.length)
-
-    def describe(self) -> str:
-        """Return the policy and the length."""
-        return f"shuffled, {self.length} samples, version {VERSION}"
 
     def _at(self, seed: int, epoch: int, positions: Tensor) -> Tensor:
         return _permutation(self.length, key_of(seed, epoch, self.length))(positions)
@@ -135,18 +132,12 @@ class ShuffledWindows(Order):
     length: int
     window: int
 
-    def __post_init__(self) -> None:
-        check_count("length", self.length)
-        check_count("window", self.window)
-
-    def describe(self) -> str:
-        """Return the policy, the length, and that of a window."""
-        return f"shuffled in windows of {self.window}, {self.length} samples, version {VERSION}"
-
     def _at(self, seed: int, epoch: int, positions: Tensor) -> Tensor:
         window = min(self.window, self.length)
         full, rest = divmod(self.length, window)
-        key, windows_key, window_key, rest_key = (key_of(seed, epoch, *vars(self).values(), use) for use in range(4))
+        key, windows_key, window_key, rest_key = (
+            key_of(seed, epoch, self.length, self.window, use) for use in range(4)
+        )
         begin = key % (full + 1) * window  # of the shorter window, which may come anywhere between the others
         end = begin + rest
         others = (positions - rest * (positions >= end)).clamp_(max=full * window - 1)  # as if it were absent
@@ -183,9 +174,8 @@ class Weighted(Order):
         """The number of weights."""
         return self._num_weights
 
-    def describe(self) -> str:
-        """Return the policy, the numbers of draws and weights, and a hash of the weights."""
-        return f"weighted, {self.length} of {self._num_weights} samples, weights {self._fingerprint}, version {VERSION}"
+    def __repr__(self) -> str:
+        return f"Weighted(<{self._num_weights} weights with hash {self._fingerprint}>, length={self.length})"
 
     def _at(self, seed: int, epoch: int, positions: Tensor) -> Tensor:
         chance = uniform(key_of(seed, epoch, self.length, self._num_weights), positions)
@@ -194,22 +184,11 @@ class Weighted(Order):
 
 def _checked_weights(weights: Any) -> Tensor:
     """Return weights as a float64 tensor."""
-    try:
-        dtype = None if hasattr(weights, "dtype") else torch.float64
-        values = torch.as_tensor(weights, dtype=dtype, device="cpu").detach()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"weights must be a tensor or a sequence of numbers, got {weights!r}") from error
-    if values.is_complex():
-        raise TypeError(f"weights must be real numbers, got a tensor of {values.dtype}")
+    values = torch.as_tensor(weights, dtype=torch.float64, device="cpu").detach()
     if values.dim() != 1 or not len(values):
         raise ValueError(f"weights must have one dimension and not be empty, got the shape {tuple(values.shape)}")
-    values = values.to(torch.float64)
-    wrong = ~(values.isfinite() & (values >= 0))
-    if wrong.any():
-        where = int(wrong.nonzero()[0])
-        raise ValueError(f"weights must be finite and not negative, got {values[where].item()} at {where}")
-    if not values.any():
-        raise ValueError(f"at least one of the weights must be above zero, got {len(values)} zeros")
+    if not (values.isfinite() & (values >= 0)).all() or not values.any():
+        raise ValueError(f"weights must be finite and not negative, and at least one above zero, got {values}")
     return values
 
 

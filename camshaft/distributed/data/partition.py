@@ -111,11 +111,9 @@ def even_partition(begin: int, end: int, batch_size: int, ranks: int, drop_last:
     if left < ranks:
         raise _too_few(left, ranks, " until this epoch is over" if begin else " or more samples")
     last = rest if not full or 2 * rest >= batch_size else (batch_size + rest) // 2
-    if last < ranks:
-        return Partition(ranks, begin, batch_size, full - 1, (end,))
-    if last == rest:
+    if last == rest >= ranks:
         return Partition(ranks, begin, batch_size, full, (end,))
-    return Partition(ranks, begin, batch_size, full - 1, (end - last, end))
+    return Partition(ranks, begin, batch_size, full - 1, (end,) if last < ranks else (end - last, end))
 
 
 def partition_of_batches(begin: int, sizes: Sequence[int], ranks: int) -> Partition:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from hashlib import sha256
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,14 +70,6 @@ def signed(number: int, num_bits: int) -> int:
     return (number + half) % (2 * half) - half
 
 
-def check_count(name: str, value: Any) -> None:
-    """Raise unless ``value`` is a number of samples."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
-    if not 1 <= value <= LARGEST:
-        raise ValueError(f"{name} must be in [1, 2**62], got {value}")
-
-
 class Permutation:
     """A keyed family of permutations of ``range(n)``; calling it with positions returns the elements there.
 
@@ -97,7 +88,6 @@ class Permutation:
     """
 
     def __init__(self, n: int, key: int) -> None:
-        check_count("n", n)
         self.n, self.key = n, key
         self._network = FeistelNetwork(n, key) if n > SORTED else None
 

@@ -6,51 +6,18 @@ import copy
 from abc import ABC
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from camshaft.distributed.coordination.batch_counts import BatchCount, BatchCounts
+from camshaft.distributed.coordination.data import BatchCount, BatchCounts
 from camshaft.distributed.run import current
 from camshaft.tree import apply_to_type
 from camshaft.types import DeviceLike, Stateful
 
 Loader = TypeVar("Loader", bound=Iterable[Any])
-
-
-class _Lookahead:
-    """A queue of items that are read ahead; an error is kept until the items before it are consumed.
-
-    Args:
-        items: to be read.
-        size: how many to keep.
-    """
-
-    def __init__(self, items: Iterator[Any], size: int) -> None:
-        self.kept: deque[Any] = deque()
-        self.error: Exception | None = None
-        self._items, self._size, self._is_over = items, size, False
-
-    def fill(self) -> int:
-        """Read as many items as there is room for; return how many are kept."""
-        while len(self.kept) < self._size and not self._is_over and self.error is None:
-            try:
-                self.kept.append(next(self._items))
-            except StopIteration:
-                self._is_over = True
-            except Exception as error:
-                self.error = error
-        return len(self.kept)
-
-    def raise_error(self) -> NoReturn:
-        """Raise the error, and forget it: its traceback refers to this object, and both would outlast the workers."""
-        assert self.error is not None
-        try:
-            raise self.error
-        finally:
-            self.error = None
 
 
 # --- ending together -----------------------------------------------------------------------------------------------
@@ -74,15 +41,24 @@ def end_together(batches: Iterator[Any], window: int = 8) -> Iterator[Any]:
         yield from batches
         return
     counts = BatchCounts.of(backend, window)
-    ahead = _Lookahead(batches, window)
+    ahead: deque[Any] = deque()
+    end: Exception | None = None  # a StopIteration, or what happened
+
+    def fill() -> None:
+        nonlocal end
+        try:
+            while len(ahead) < window and end is None:
+                ahead.append(next(batches))
+        except Exception as error:
+            end = error
 
     def report() -> None:
-        error = None if ahead.error is None else f"{type(ahead.error).__name__}: {ahead.error}"
-        counts.report(BatchCount(len(ahead.kept), error))
+        has_failed = end is not None and not isinstance(end, StopIteration)
+        counts.report(BatchCount(len(ahead), f"{type(end).__name__}: {end}" if has_failed else None))
 
     given, common = 0, window
     try:
-        ahead.fill()
+        fill()
         report()
         while common == window:
             reports = counts.collect()
@@ -90,21 +66,23 @@ def end_together(batches: Iterator[Any], window: int = 8) -> Iterator[Any]:
             if common < window:
                 counts.leave()
             for left in reversed(range(common)):
-                batch = ahead.kept.popleft()
+                batch = ahead.popleft()
                 if common == window:
-                    ahead.fill()
+                    fill()
                     if left == 0:  # a step before it is needed, so that no rank waits
                         report()
                 yield batch
             given += common
+        counts.wait_for_readers()
+        failed = [rank for rank, one in enumerate(reports) if one.error is not None and one.count == common]
+        if backend.topology.rank in failed:
+            assert end is not None, "this rank has reported it"
+            raise end
+        if failed:
+            raise RuntimeError(f"rank {failed[0]} failed to load batch {given + 1}: {reports[failed[0]].error}")
     finally:
         counts.leave()
-    counts.wait_for_readers()
-    failed = [rank for rank, one in enumerate(reports) if one.error is not None and one.count == common]
-    if backend.topology.rank in failed:
-        ahead.raise_error()
-    if failed:
-        raise RuntimeError(f"rank {failed[0]} failed to load batch {given + 1}: {reports[failed[0]].error}")
+        end = None  # its traceback refers to this frame, and both would outlast the workers
 
 
 # --- copying to the GPU --------------------------------------------------------------------------------------------
@@ -153,11 +131,14 @@ class _Prefetcher:
     def __iter__(self) -> Iterator[Any]:
         self._reached = None
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # in torch
-        ahead = _Lookahead((self._copied(batch, stream) for batch in self._loader), 2)
-        while ahead.fill():
-            yield self._received(*ahead.kept.popleft())  # bound to no name here, which would keep it alive
-        if ahead.error is not None:
-            ahead.raise_error()
+        ahead: list[Any] = []
+        for batch in self._loader:
+            following = self._copied(batch, stream)
+            if ahead:
+                yield self._received(*ahead.pop())  # bound to no name here, which would keep it alive
+            ahead.append(following)
+        if ahead:
+            yield self._received(*ahead.pop())
         self._reached = None
 
     def _copied(self, batch: Any, stream: torch.cuda.Stream) -> tuple[Any, list[Tensor], Any, Mapping[str, Any] | None]:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import operator
-from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Any, cast
+from operator import attrgetter, index
+from typing import Any, SupportsIndex, cast
 from zlib import crc32
 
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 
-from camshaft.distributed.coordination.data_consistency import DataConsistency, SharedSeed
+from camshaft.distributed.coordination.data import DataConsistency, SharedSeed
 from camshaft.distributed.data.augmentation import Indices
 from camshaft.distributed.data.orders import Order, Sequential
 from camshaft.distributed.data.partition import Partition, even_partition, partition_of_batches
@@ -63,11 +62,8 @@ class DistributedProxySampler(DistributedSampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         indices: list[Any] = []
-        generator = torch.default_generator
-        state = generator.get_state()
-        seed = operator.index(self.seed) + self.epoch  # 0 + epoch, unless a seed was set
-        generator.manual_seed(seed % 2**64)  # torch.manual_seed would seed the devices too
-        try:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(self.epoch)  # torch.manual_seed would seed the devices too
             while len(indices) < self.total_size:
                 drawn = list(islice(self.sampler, self.total_size - len(indices)))
                 if not drawn:
@@ -75,8 +71,6 @@ class DistributedProxySampler(DistributedSampler[Any]):
                         f"sampler must yield {length_of(self.sampler)} indices, as its length says, got none"
                     )
                 indices += drawn
-        finally:
-            generator.set_state(state)
         return iter(indices[self.rank : self.total_size : self.num_replicas])
 
 
@@ -87,21 +81,15 @@ class ExactSampler(DistributedProxySampler):
         batches: the batch sampler that distributes them.
     """
 
+    num_replicas: Any = property(attrgetter("batches.num_replicas"))
+    rank: Any = property(attrgetter("batches.rank"))
+    drop_last: Any = property(attrgetter("batches.drop_last"))
+    seed: Any = property(attrgetter("batches.seed"))
+    epoch: Any = property(attrgetter("batches.epoch"))
+
     def __init__(self, batches: ExactBatchSampler) -> None:
         self.batches, self.sampler = batches, cast(Any, batches.source)
-        self.num_replicas, self.rank = batches.num_replicas, batches.rank
-        self.drop_last = batches.drop_last
         self.shuffle = not isinstance(batches.source, Sequential)
-
-    @property
-    def seed(self) -> int:  # type: ignore[override]  # that of the batches
-        """The seed that the order follows from."""
-        return self.batches.seed
-
-    @property
-    def epoch(self) -> int:  # type: ignore[override]  # that of the batches
-        """The number of the next pass."""
-        return self.batches.epoch
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]  # counted on demand
@@ -194,7 +182,7 @@ class ExactBatchSampler(BatchSampler):
                 f"batch_size counts the samples of all ranks, so it must be at least their number, "
                 f"{self.num_replicas}, got {batch_size}"
             )
-        if not hasattr(seed, "__index__") and seed is not None:
+        if not isinstance(seed, SupportsIndex | None):
             raise TypeError(f"seed must be an integer, got {seed!r} of type {type(seed).__name__}")
         self.source = source
         self.dataset: Any = None
@@ -204,7 +192,7 @@ class ExactBatchSampler(BatchSampler):
         is_shared = self.num_replicas > 1 and (self.rank, self.num_replicas) == (topology.rank, topology.world_size)
         self._is_seed_given = seed is not None
         self._seed: int | SharedSeed = (
-            operator.index(seed) if seed is not None else SharedSeed() if is_shared else torch.initial_seed()
+            index(seed) if seed is not None else SharedSeed() if is_shared else torch.initial_seed()
         )
         self._epoch = 0
         self.sampler: Any = source if self.num_replicas == 1 and isinstance(source, Sampler) else ExactSampler(self)
@@ -220,7 +208,7 @@ class ExactBatchSampler(BatchSampler):
     @property
     def seed(self) -> int:
         """The seed that the order follows from; without one of its own, a rank may wait for rank 0 to choose it."""
-        return operator.index(self._seed)
+        return index(self._seed)
 
     @property
     def epoch(self) -> int:
@@ -264,7 +252,11 @@ class ExactBatchSampler(BatchSampler):
         steps, step, most = this.partition.steps, 0, _FIRST
         while step < steps:
             count = min(max(1, most // self.batch_size), steps - step)
-            samples, sizes = self._read(this, range(step, step + count))
+            positions, sizes = this.partition.positions(self.rank, range(step, step + count))
+            if this.drawn is None:
+                samples = cast(Order, self.source).at(this.seed, this.epoch, positions).tolist()
+            else:
+                samples = [this.drawn.samples[position] for position in positions.tolist()]
             end = 0
             for number, size in enumerate(sizes, start=step + 1):
                 begin, end = end, end + size
@@ -272,15 +264,6 @@ class ExactBatchSampler(BatchSampler):
                     self._consistency.end()
                 yield Indices(samples[begin:end], this.seed, this.epoch)
             step, most = step + count, min(4 * most, BLOCK)
-
-    def _read(self, this: _Pass, steps: range) -> tuple[list[Any], list[int]]:
-        """Return the samples of this rank in consecutive steps, and how many there are in each."""
-        if this.drawn is not None:
-            shares = [this.partition.share_of(self.rank, step) for step in steps]
-            drawn = [sample for begin, end in shares for sample in this.drawn.samples[begin:end]]
-            return drawn, [end - begin for begin, end in shares]
-        positions, sizes = this.partition.positions(self.rank, steps)
-        return cast(Order, self.source).at(this.seed, this.epoch, positions).tolist(), sizes
 
     def _partition(self, begin: int) -> Partition:
         """Partition what is left of the next epoch."""
@@ -382,18 +365,13 @@ class ExactBatchSampler(BatchSampler):
 
     def _check_position(self, position: Mapping[str, Any]) -> None:
         """Raise unless a position is one in these data, with this seed."""
-        if missing := [name for name in ("epoch", "consumed", "seed", "order", "steps") if name not in position]:
-            raise ValueError(f"position lacks {missing}, it has {list(position)}")
-        for name in ("epoch", "consumed"):
-            if not isinstance(position[name], int) or position[name] < 0:
-                raise ValueError(f"{name} of the position must be an integer of at least 0, got {position[name]!r}")
-        if not isinstance(position["seed"], int):
-            raise ValueError(f"seed of the position must be an integer, got {position['seed']!r}")
-        if position["order"] != (order := self._describe()):
+        if not all(isinstance(position.get(name), int) for name in ("epoch", "consumed", "seed")):
+            raise ValueError(f"position must contain the integers epoch, consumed and seed, got {dict(position)}")
+        saved, order = position.get("order"), self._describe()
+        if saved != order:
             raise ValueError(
-                f"the position was saved with other data: their order was {position['order']!r}, that of the loader is "
-                f"{order!r}; resume with the same data and shuffle= (by default on among several ranks only), or "
-                f"{_START_ANEW}"
+                f"the position was saved with other data: their order was {saved!r}, that of the loader is {order!r}; "
+                f"resume with the same data and shuffle= (by default on among several ranks only), or {_START_ANEW}"
             )
         if self._is_seed_given and position["seed"] != self.seed:
             raise ValueError(
@@ -404,21 +382,13 @@ class ExactBatchSampler(BatchSampler):
 
     def _check_drawn(self, wanted: str | None) -> None:
         """Raise if a user's sampler yields another order than when a position within the epoch was saved."""
-        if self._drawn is None or wanted in (None, found := self._drawn.fingerprint):
+        if self._drawn is None or wanted in (None, self._drawn.fingerprint):
             return
-        name, self._drawn = type(self.source).__name__, None
-        self._enter(self._epoch)
-        self._partition(0)
-        cause = "yields other samples or another order now: resume with the same sampler"
-        if cast(_DrawnEpoch, self._drawn).fingerprint != found:
-            cause = (
-                "yields another order each time: let it take its random numbers from torch, NumPy or Python, which are "
-                "seeded for each epoch, or from a torch.Generator in an attribute generator, or seed its own in "
-                "set_epoch(epoch)"
-            )
         raise ValueError(
-            f"the position was saved within an epoch, so samples would be repeated or left out, as {name} {cause}; or "
-            f"{_START_ANEW}"
+            "the position was saved within an epoch, so samples would be repeated or left out, as "
+            f"{type(self.source).__name__} yields other samples or another order now: resume with the same sampler, "
+            "which must take its random numbers from torch, NumPy or Python, which are seeded for each epoch, or from "
+            f"a torch.Generator in an attribute generator, or seed its own in set_epoch(epoch); or {_START_ANEW}"
         )
 
     def _describe(self) -> str:
@@ -462,27 +432,19 @@ class _DrawnEpoch:
     @cached_property
     def fingerprint(self) -> str:
         """A hash of what was drawn: the same on all ranks that drew the same."""
-        text = repr(self.samples).encode() if self._numbers is None else self._numbers.tobytes()
-        return f"{crc32(array('q', self.sizes).tobytes(), crc32(text)):08x}"
-
-    @cached_property
-    def _numbers(self) -> array[int] | None:
-        try:
-            return array("q", self.samples)
-        except (TypeError, OverflowError):  # names, for example
-            return None
+        return f"{crc32(repr((self.sizes, self.samples)).encode()):08x}"
 
     def check(self, dataset: Any) -> None:
         """Raise ``ValueError`` for an index that a dataset lacks, also a negative one; other keys are not checked."""
         length = _length_of_dataset(dataset)
-        if length is None or not self.samples or (numbers := self._numbers) is None:
+        if length is None or not self.samples:
             return
-        indices = torch.frombuffer(numbers, dtype=torch.int64)
-        if (ends := indices.aminmax()).min < 0 or ends.max >= length:
-            where = int(((indices < 0) | (indices >= length)).nonzero()[0])
-            raise ValueError(
-                f"the sampler yielded index {numbers[where]} at position {where}, but the dataset has {length} samples"
-            )
+        try:
+            wrong = [sample for sample in (min(self.samples), max(self.samples)) if not 0 <= sample < length]
+        except TypeError:  # names, for example
+            return
+        if wrong:
+            raise ValueError(f"the sampler yielded index {wrong[0]}, but the dataset has {length} samples")
 
 
 def chain_of(sampler: Any) -> list[Any]:

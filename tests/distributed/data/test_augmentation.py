@@ -257,11 +257,9 @@ def test_workers_do_not_preserve_generators(monkeypatch):
 
 
 @pytest.mark.parametrize("dataset", [Augmented(), Whole(), Other(), TensorDataset(torch.zeros(N))])
-@pytest.mark.parametrize("num_gaussians", [0, 1])
-def test_the_random_states_of_the_main_process_are_preserved(dataset, num_gaussians, workers):
+def test_the_random_states_of_the_main_process_are_preserved(dataset, workers):
     manual_seed(3)
-    for _ in range(num_gaussians):  # one leaves the second half of a pair
-        random.gauss(0, 1), numpy.random.randn()
+    random.gauss(0, 1)
     before = capture_random_state()
     for batch in SeededLoader(dataset, batch_sampler=Batches(), **workers):
         assert same(capture_random_state(), before)
@@ -294,7 +292,7 @@ def test_another_bit_generator_of_numpy_is_seeded_and_restored(bit_generator):
     before = numpy.random.get_bit_generator()
     numpy.random.set_bit_generator(bit_generator(3))
     try:
-        numpy.random.randn()
+        numpy.random.rand()
         state = capture_random_state()
         assert state["numpy"]["bit_generator"] == bit_generator.__name__
         first = list(SeededLoader(Augmented(), batch_sampler=Batches()))

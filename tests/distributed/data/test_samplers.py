@@ -227,7 +227,7 @@ def test_the_default_seed_is_torchs_or_that_of_the_position():
     for source in (Shuffled(30), RandomSampler(range(30))):
         (other,) = samplers(source, 4, 1, seed=None)
         len(other)  # draws for the seed of now
-        with pytest.raises(ValueError, match="seed of the position must be an integer, got None"):
+        with pytest.raises(ValueError, match="must contain the integers epoch, consumed and seed, got"):
             other.seek({**position, "order": other._describe(), "seed": None})
         with pytest.raises(ValueError, match="saved with other data"):
             other.seek({**position, "order": "another"})
@@ -249,9 +249,8 @@ def test_with_drop_last_too_few_samples_left_start_the_next_epoch():
     ("change", "message"),
     [
         ({"seed": 1}, "saved with seed 1, the loader has seed 0.*pass seed=1 to auto_dataloader"),
-        ({"order": "shuffled, 11 samples, version 1"}, "saved with other data.*11 samples.*10 samples"),
-        ({"consumed": -1}, "consumed of the position must be an integer of at least 0, got -1"),
-        ({"epoch": "1"}, "epoch of the position must be"),
+        ({"order": "Shuffled(length=11), version 1"}, "saved with other data.*11.*10"),
+        ({"epoch": "1"}, "position must contain the integers epoch, consumed and seed, got .*'epoch': '1'"),
         ({"consumed": 9}, "1 samples cannot be distributed over 2 ranks.*until this epoch is over"),
     ],
 )
@@ -264,7 +263,7 @@ def test_a_position_of_other_data_is_refused_and_changes_nothing(change, message
 
 def test_an_incomplete_position_is_refused():
     (one,) = samplers(Shuffled(10), 4, 1)
-    with pytest.raises(ValueError, match=r"position lacks \['epoch', 'consumed'"):
+    with pytest.raises(ValueError, match="must contain the integers epoch, consumed and seed, got"):
         one.seek({"batches": 3})
 
 
