@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -76,22 +75,6 @@ def line_of_caller(folder: str = "") -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inner):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-
-
-def table(columns: Mapping[str, Mapping[str, str]]) -> str:
-    """Return a table with a column per mapping, and a row per key of any of them.
-
-    >>> print(table({"horovodrun": {"rank": "HOROVOD_RANK=0"}, "environment": {"rank": "RANK=1", "world_size": "3"}}))
-                horovodrun      environment
-    rank        HOROVOD_RANK=0  RANK=1
-    world_size  -               3
-    """
-    keys = list(dict.fromkeys(key for column in columns.values() for key in column))
-    rows = [["", *columns], *([key, *(column.get(key, "-") for column in columns.values())] for key in keys)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
 
 
 def ignite_class(value: Any) -> type | None:

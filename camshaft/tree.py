@@ -1,13 +1,12 @@
-"""Nested lists, tuples and mappings: map functions over them, move their tensors to a device, format them as text."""
+"""Map functions over nested lists, tuples and mappings, and move tensors to a device."""
 
 from __future__ import annotations
 
 import copy
 import reprlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from numbers import Number, Real
 from typing import Any, TypeVar, cast
 
 import torch
@@ -15,7 +14,6 @@ import torch
 from camshaft.types import DeviceLike
 
 T = TypeVar("T")
-_MOST_ELEMENTS = 10  # of a tensor in a text
 
 
 def apply_to_type(x: Any, input_type: type[T] | tuple[type, ...], func: Callable[[T], Any]) -> Any:
@@ -105,25 +103,6 @@ def to_onehot(indices: torch.Tensor, num_classes: int) -> torch.Tensor:
     return onehot.scatter_(1, indices.to(torch.int64).unsqueeze(1), 1)
 
 
-def to_str_list(data: Any) -> list[str]:
-    """Format ``data`` as a flat list of texts.
-
-    Numbers and 0-d tensors have 4 decimals; 1-d tensors are in brackets, truncated after 10 elements; tensors of more
-    dimensions are shown by their shape. Items of a mapping are prefixed with ``key: ``. A sequence becomes one text,
-    joined by commas; mappings inside a value become entries of their own, before it. ``None`` and empty values leave
-    the bare ``key: ``, or nothing without a key. Strings and all other values are dropped.
-
-    >>> to_str_list({"loss": 0.25, "size": (2, 3), "weight": torch.ones(2, 3), "name": "run"})
-    ['loss: 0.2500', 'size: 2.0000, 3.0000', 'weight: Shape[2, 3]']
-    """
-    texts: list[str] = []
-    if isinstance(data, Mapping):
-        for key, value in data.items():
-            texts += _entries(value, prefix=f"{key}: ")
-        return texts
-    return _entries(data, prefix="")
-
-
 def _rebuilt(original: Any, content: Any, assignments: Iterable[tuple[Any, Any]]) -> Any:
     """Return ``content`` as the type of ``original``, or unchanged if that is impossible.
 
@@ -146,39 +125,3 @@ def _rebuilt(original: Any, content: Any, assignments: Iterable[tuple[Any, Any]]
                 built[key] = value
             return built
     return tuple(content) if isinstance(original, tuple) else content
-
-
-def _entries(value: Any, prefix: str) -> list[str]:
-    """Return the entries of mappings inside ``value``, then that of ``value`` itself, if any."""
-    nested: list[str] = []
-    own = ", ".join(_own_texts(value, nested))
-    has_entry = own or (prefix and (value is None or _is_container(value)))
-    return [*nested, prefix + own] if has_entry else nested
-
-
-def _own_texts(value: Any, nested: list[str]) -> Iterator[str]:
-    """Yield the texts of ``value``; add those of mappings in it to ``nested`` instead."""
-    if isinstance(value, Real):
-        yield f"{float(value):.4f}"  # Fraction has no float format before Python 3.12
-    elif isinstance(value, Number):
-        yield f"{value:.4f}"
-    elif isinstance(value, torch.Tensor):
-        yield _tensor_text(value)
-    elif isinstance(value, Mapping):
-        nested += to_str_list(value)
-    elif _is_container(value):
-        for item in value:
-            yield from _own_texts(item, nested)
-
-
-def _is_container(value: Any) -> bool:
-    return isinstance(value, (Mapping, Sequence)) and not isinstance(value, (str, bytes))
-
-
-def _tensor_text(tensor: torch.Tensor) -> str:
-    if tensor.ndim == 0:
-        return f"{tensor.item():.4f}"
-    if tensor.ndim > 1:
-        return f"Shape{list(tensor.shape)}"
-    texts = [f"{number:.4f}" for number in tensor[:_MOST_ELEMENTS].tolist()]
-    return f"[{', '.join(texts + ['...'] * (len(tensor) > _MOST_ELEMENTS))}]"

@@ -13,7 +13,8 @@ from weakref import WeakSet
 from camshaft.distributed import get_rank
 from camshaft.files import hash_checkpoint
 from camshaft.seeding import manual_seed
-from camshaft.tree import apply_to_tensor, apply_to_type, convert_tensor, to_onehot, to_str_list
+from camshaft.text import to_str_list
+from camshaft.tree import apply_to_tensor, apply_to_type, convert_tensor, to_onehot
 from camshaft.types import PathLike
 
 __all__ = [

@@ -11,6 +11,7 @@ import pytest
 
 import camshaft.files
 import camshaft.seeding
+import camshaft.text
 import camshaft.tree
 from camshaft import utils
 
@@ -37,7 +38,7 @@ def test_the_utilities_are_those_of_the_leaves(home, names):
 
 
 def test_the_semi_public_name_of_texts_exists():
-    assert utils._to_str_list is camshaft.tree.to_str_list
+    assert utils._to_str_list is camshaft.text.to_str_list
 
 
 NO_DEFAULT = inspect.Parameter.empty

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from camshaft.distributed.topology import Launch, Topology, complete
-from camshaft.errors import table
+from camshaft.text import table
 
 _PLACE: tuple[str, ...] = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _RENDEZVOUS = (*_PLACE, "MASTER_ADDR", "MASTER_PORT")

@@ -8,16 +8,17 @@ module of torch's backends also has ``check_options(name, options)``, which is c
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from camshaft.distributed.backend import Backend
-from camshaft.distributed.topology import Topology
+from camshaft.distributed.backend import Backend, accelerator
+from camshaft.distributed.topology import Launch, Topology
 
 has_native_dist_support = dist.is_available()
 has_xla_support = find_spec("torch_xla") is not None
@@ -103,6 +104,47 @@ def lack_of(name: str) -> str | None:
     if needs := NEEDS.get(str(name)):
         return f"needs {needs}"
     return "is not in this torch" if name in known_backends() else "is not registered"
+
+
+def choose(
+    environ: Mapping[str, str], launch: Launch | None, nproc_per_node: int | None, available: Sequence[str]
+) -> tuple[str | None, str]:
+    """Choose a backend.
+
+    Args:
+        environ: the environment variables.
+        launch: how this process was started, ``None`` without a launcher.
+        nproc_per_node: the number of processes about to be started, ``None`` if none are.
+        available: the backends that can be initialized.
+
+    Returns:
+        Its name, ``None`` for a single process, and the reason.
+
+    >>> choose({}, None, None, ["gloo"])
+    (None, 'no launcher started this process, and nproc_per_node is not given')
+    """
+    if "xla-tpu" in available and "PJRT_DEVICE" in environ:
+        return "xla-tpu", f"PJRT_DEVICE={environ['PJRT_DEVICE']} is set, and torch_xla is installed"
+    if nproc_per_node is None and launch is None:
+        return None, "no launcher started this process, and nproc_per_node is not given"
+    if nproc_per_node is None and launch is not None:
+        if launch.launcher == "horovodrun" and "horovod" in available:
+            return "horovod", "horovodrun started this process"
+        if launch.mpi and "mpi" in available:
+            return "mpi", f"{launch.launcher} started this process, for MPI"
+    here = accelerator()
+    if here is None:
+        return "gloo", "there is no accelerator"
+    try:
+        name = dist.get_default_backend_for_device(here.type)
+    except ValueError:
+        return "gloo", f"torch knows no backend for {here.type}"
+    if name not in available:
+        return "gloo", f"{name!r} is not available for {here.type}"
+    count = torch.accelerator.device_count()
+    local_size = nproc_per_node or (launch.topology.local_world_size if launch else 1)
+    why = f"there are {count} {here.type} devices for {local_size} processes"
+    return "gloo" if count < local_size else name, why
 
 
 def _import(module: str) -> ModuleType:

@@ -123,7 +123,7 @@ class SeededDataIterator(DataIterator):
         """Open the first pass of the run, seeded, at the batch where the run resumes."""
         assert self.start is not None, "the run has started"
         position, state = self.start.position, self.engine.state
-        if self._batches is not None or (position is not None and "state" in position):
+        if position is not None and "state" in position:
             return super().open_first_pass()
         data = state.dataloader = _with_reproducible_batches(state.dataloader)
         exact, sampler = exact_batches(data), getattr(data, "batch_sampler", None)
@@ -231,6 +231,7 @@ class DeterministicEngine(Engine[Batch, Output]):
     """
 
     _data_iterator = SeededDataIterator
+    _needs_data = True
 
     def __init__(self, process_function: Callable[[Engine[Batch, Output], Batch], Output]) -> None:
         super().__init__(process_function)
@@ -251,10 +252,6 @@ class DeterministicEngine(Engine[Batch, Output]):
             with preserved_random_state(devices=False):
                 restore_random_state(random_state)  # raises if it is invalid
         super().load_state_dict(state_dict)
-
-    def _check_data(self, data: Iterable[Any] | None) -> None:
-        if data is None:
-            raise ValueError("data must be given to DeterministicEngine, got None")
 
     def _prepare(self) -> None:
         self.state.seed = int(torch.randint(0, 10**9, (1,)).item())

@@ -15,7 +15,7 @@ from camshaft.engine.events import Events
 from camshaft.handlers.base_logger import check_optimizer
 from camshaft.handlers.timing import Timer
 from camshaft.handlers.utils import check_callable, check_engine, check_type, identity, num_epochs
-from camshaft.tree import to_str_list
+from camshaft.text import to_str_list
 
 __all__ = ["FBResearchLogger"]
 

@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 import camshaft.distributed as idist
-from camshaft.distributed.coordination.data_consistency import SharedSeed
+from camshaft.distributed.coordination.data import SharedSeed
 from camshaft.distributed.data import ExactBatchSampler, Sequential, Shuffled, ShuffledWindows, Weighted
 from camshaft.distributed.topology import Topology
 from camshaft.engine import Engine, Events

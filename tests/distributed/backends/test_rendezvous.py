@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event, Thread
@@ -185,6 +186,22 @@ def test_a_departure_is_published_also_where_no_thread_can_start(monkeypatch: py
     departures.leave(None)
     assert other.left([1]) == {1: "has left the run without an error"}
     other.leave(None)
+
+
+def test_a_rank_that_has_left_holds_no_reference_to_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ``FileStore`` removes its file with the last reference."""
+
+    class Slow(Future[Any]):
+        def set_result(self, result: Any) -> None:
+            super().set_result(result)
+            time.sleep(0.2)
+
+    monkeypatch.setattr(rendezvous, "Future", Slow)
+    store = HashStore()
+    released = weakref.ref(store)
+    rendezvous.Departures(store, 0).leave(None)
+    del store
+    assert released() is None
 
 
 def test_only_one_of_two_processes_with_the_same_rank_is_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,9 @@ def _connect(host: str, port: int, place: str, has_agent: bool, rank: int, size:
     listens = rank == 0 and not has_agent
     limit = timeout.total_seconds()
     # in a thread, as torch waits forever for the answer of a program that is not a store
-    opened = _in_thread(lambda: TCPStore(host, port, size, listens, timeout, wait_for_workers=False, multi_tenant=True))
+    _, opened = _in_thread(
+        lambda: TCPStore(host, port, size, listens, timeout, wait_for_workers=False, multi_tenant=True)
+    )
     try:
         if not listens and not has_agent and limit > REPORT_AFTER:
             concurrent.futures.wait([opened], REPORT_AFTER)
@@ -301,11 +303,16 @@ def _how(error: BaseException | None) -> str:
 
 def _within_patience(ask: Callable[[], None]) -> None:
     """Query the store with a short timeout: the process that hosts it may be gone."""
-    with suppress(RuntimeError, concurrent.futures.TimeoutError):
-        _in_thread(ask).result(_PATIENCE)
+    thread, result = _in_thread(ask)
+    with suppress(RuntimeError):
+        thread.join(
+            _PATIENCE
+        )  # until it has also released the store: the last reference to a FileStore removes the file
+        if result.done():
+            result.result()
 
 
-def _in_thread(function: Callable[[], T]) -> Future[T]:
+def _in_thread(function: Callable[[], T]) -> tuple[Thread, Future[T]]:
     result: Future[T] = Future()
 
     def run() -> None:
@@ -314,11 +321,12 @@ def _in_thread(function: Callable[[], T]) -> Future[T]:
         except Exception as error:
             result.set_exception(error)
 
+    thread = Thread(target=run, name="camshaft-store", daemon=True)
     try:
-        Thread(target=run, name="camshaft-store", daemon=True).start()
+        thread.start()
     except RuntimeError:  # Python 3.12.0 and 3.12.1 start no threads in atexit handlers
         run()
-    return result
+    return thread, result
 
 
 def _attempts(deadline: float, report: Callable[[], None] | None = None) -> Iterator[None]:
