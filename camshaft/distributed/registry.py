@@ -24,14 +24,14 @@ has_native_dist_support = dist.is_available()
 has_xla_support = find_spec("torch_xla") is not None
 has_hvd_support = find_spec("horovod") is not None
 
-_MODULES = {"mpi": "mpi", "xla-tpu": "xla", "horovod": "horovod"}  # all others are torch's
+_MODULES = {"mpi": "mpi.start", "xla-tpu": "xla", "horovod": "horovod"}  # all others are torch's
 NEEDS = {
     "mpi": "pip install 'camshaft[mpi]'",
     "xla-tpu": "pip install 'camshaft[xla]'",
     "horovod": "Horovod built for the installed torch: see docs/reference/backends.md",
 }
 _NOT_FOR_RUNS = ("undefined", "fake", "ucc", "xla")  # the last is "xla-tpu" here
-_ADOPTERS = {"torch.distributed": "native", "torch_xla": "xla", "horovod.torch": "horovod"}
+_ADOPTERS = {"torch.distributed": "native.backend", "torch_xla": "xla", "horovod.torch": "horovod"}
 _loaded: dict[str, Any] = {}
 _imported = sys.modules
 _torch_world = dist.distributed_c10d._world  # its default_pg is dist.group.WORLD, in half the time
@@ -54,7 +54,7 @@ def module_of(name: str) -> ModuleType:
     """
     if lack := lack_of(name):
         raise ValueError(f"backend must be one of {available_backends()}, got {name!r}, which {lack}")
-    return _import(_MODULES.get(name, "native"))
+    return _import(_MODULES.get(name, "native.backend"))
 
 
 def nothing_to_adopt() -> bool:
