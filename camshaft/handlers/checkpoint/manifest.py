@@ -19,7 +19,7 @@ import time
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,6 @@ MISSING = "is not there: it was removed, or its save was interrupted"
 _FORMAT = 1
 _OWN = "checksum_of_entry"  # of all other fields
 _NAME = re.compile(r"(.+)\.([0-9a-f]{8})\.json", re.DOTALL)
-_LONGEST_ENTRY = 1 << 20  # bytes
-_TOO_LARGE = 2**62  # as nanoseconds the year 2116, which a later entry would have to exceed
 
 
 @dataclass(frozen=True)
@@ -52,6 +50,7 @@ class Entry:
         score: the score that it was saved with, if any.
         score_name: of the score.
         versions: of the libraries that wrote it.
+        unreadable: why only the name of the entry could be read.
     """
 
     file: str
@@ -60,9 +59,10 @@ class Entry:
     saved_at: int
     objects: list[str] | None = None
     step: int | float | None = None
-    score: int | float | None = None
+    score: int | float | None = field(default=None, compare=False)  # NaN is not equal to itself
     score_name: str | None = None
     versions: Mapping[str, str] | None = None
+    unreadable: str | None = None
 
     def problem(self, path: Path) -> str | None:
         """Return what is wrong with a file, or ``None``; reads all of it."""
@@ -85,64 +85,51 @@ class Manifest:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.folder = directory / FOLDER
-        self._newest = 0
+        self._newest: int | None = None  # saved_at of the newest entry
 
-    def check_folder(self) -> None:
-        """Raise ``NotADirectoryError`` if entries cannot be written, or would be written elsewhere."""
-        if self.folder.is_symlink() or (self.folder.exists() and not self.folder.is_dir()):
-            kind = "a symbolic link" if self.folder.is_symlink() else "not a directory"
-            raise NotADirectoryError(f"the manifest of the checkpoints, '{self.folder}', is {kind}: remove it")
-
-    def entries(self, file: str | None = None, damaged: list[str] | None = None) -> list[Entry]:
-        """Read the entries of all files or of one file, the newest first.
-
-        Args:
-            file: the name of a checkpoint.
-            damaged: a list to which the problems of unreadable entries are appended. The information in the name of
-                such an entry is still used.
-        """
+    def entries(self, file: str | None = None) -> list[Entry]:
+        """Read the entries of all files or of one file, the newest first."""
         found = []
         for path, name, checksum in self._paths(file):
-            try:
-                found.append(_read(path, name, checksum))
-            except FileNotFoundError:  # removed meanwhile
-                pass
-            except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-                if damaged is not None:
-                    text = f"{type(error).__name__}: {error}"
-                    damaged.append(f"'{path}' cannot be read, so that only its name is used: {text}")
-                with suppress(OSError):
+            with suppress(FileNotFoundError):  # removed meanwhile
+                try:
+                    found.append(_read(path, name, checksum))
+                except FileNotFoundError:
+                    raise
+                except Exception as error:  # whatever the file contains
                     modified_at = (self.directory / name).stat().st_mtime_ns
-                    found.append(Entry(name, f"crc32:{checksum}", None, modified_at))
+                    text = f"'{path}' cannot be read, so that only its name is used: {type(error).__name__}: {error}"
+                    found.append(Entry(name, f"crc32:{checksum}", None, modified_at, unreadable=text))
         return sorted(found, key=lambda entry: entry.saved_at, reverse=True)
 
     def lists(self, file: str) -> bool:
         """Return whether a file is a checkpoint of this directory."""
         return bool(self._paths(file))
 
-    def problem(self, file: str, damaged: list[str] | None = None) -> str | None:
+    def problem(self, file: str) -> str | None:
         """Return what is wrong with a checkpoint; ``None`` if nothing is, or if the manifest does not list it."""
-        entries = self.entries(file, damaged)
+        entries = self.entries(file)
         problems = [entry.problem(self.directory / file) for entry in entries]
         if not problems or None in problems:
             return None
-        if {entry.checksum for entry in self.entries(file)} != {entry.checksum for entry in entries}:
+        if self.entries(file) != entries:
             return self.problem(file)  # replaced or removed while it was read
         return problems[-1]
 
     def new_entry(self, file: str, checksum: str, size: int, metadata: Mapping[str, Any]) -> Entry:
         """Return an entry that is newer than all others, whatever the clock says."""
-        known = self.entries(file if self._newest else None)
-        self._newest = max([time.time_ns(), self._newest + 1, *(entry.saved_at + 1 for entry in known)])
+        if self._newest is None:
+            self._newest = max((entry.saved_at for entry in self.entries()), default=0)
+        self._newest = max(time.time_ns(), self._newest + 1)
         about = {name: metadata.get(name) for name in ("objects", "step", "score", "score_name")}
         versions = {"camshaft": __version__, "torch": torch.__version__, "python": platform.python_version()}
         return Entry(file, checksum, size, self._newest, **about, versions=versions)
 
     def write(self, entry: Entry) -> None:
         """Add an entry; those of an older file of the same name stay."""
-        self.check_folder()
         self.folder.mkdir(exist_ok=True)
         content = {"format": _FORMAT, **asdict(entry)}
+        del content["unreadable"]
         text = json.dumps({**content, _OWN: checksum_of_entry(content)}, indent=1) + "\n"
         write_atomically(self._path(entry), lambda file: file.write(text.encode()))
 
@@ -161,7 +148,7 @@ class Manifest:
             names = [] if self.folder.is_symlink() else os.listdir(self.folder)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        matches = [match for name in names if (match := _NAME.fullmatch(name)) and match[1] not in (".", "..")]
+        matches = [match for name in names if (match := _NAME.fullmatch(name))]
         return [(self.folder / match[0], match[1], match[2]) for match in matches if file in (None, match[1])]
 
 
@@ -174,21 +161,10 @@ def _read(path: Path, file: str, checksum: str) -> Entry:
     """Read an entry; raise if it is not one of this file and checksum."""
     if not stat.S_ISREG(path.lstat().st_mode):
         raise ValueError("it is not a regular file")
-    with open(path, "rb") as opened:
-        text = opened.read(_LONGEST_ENTRY + 1)
-    content = json.loads(text) if len(text) <= _LONGEST_ENTRY else None
-    if not isinstance(content, dict):
-        raise ValueError("it is not a JSON object")
-    own = content.pop(_OWN, None)
-    if own is not None and own != checksum_of_entry(content):
+    content = json.loads(path.read_bytes())
+    if content.pop(_OWN) != checksum_of_entry(content):
         raise ValueError("its content does not match its checksum")
-    if content["file"] != file or str(content["checksum"]).rpartition(":")[2] != checksum:
+    entry = Entry(**{one.name: content.get(one.name) for one in fields(Entry)})
+    if entry.file != file or entry.checksum.rpartition(":")[2] != checksum:
         raise ValueError("its content does not match its name")
-    for name in ("size", "saved_at"):
-        if type(content[name]) is not int or not 0 <= content[name] < _TOO_LARGE:
-            raise ValueError(f"{name} is {content[name]!r}")
-    objects = content.get("objects")
-    if objects is not None and not (isinstance(objects, list) and all(isinstance(one, str) for one in objects)):
-        raise ValueError(f"objects is {objects!r}")
-    known: dict[str, Any] = {field.name: content.get(field.name) for field in fields(Entry)}
-    return Entry(**known)
+    return entry

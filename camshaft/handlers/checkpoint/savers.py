@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import sys
 import warnings
 import zipfile
 from abc import ABC, abstractmethod
@@ -15,12 +14,12 @@ from typing import Any, BinaryIO
 import torch
 
 from camshaft.distributed import all_gather, get_local_rank, get_rank, get_world_size
-from camshaft.files import is_regular, remove_leftovers, write_and_sum, write_atomically
+from camshaft.files import flush_and_sum, is_regular, remove_leftovers, write_atomically
 from camshaft.handlers.checkpoint.manifest import Entry, Manifest
-from camshaft.handlers.checkpoint.names import SAFETENSORS, check_length, check_path, checkpoints_in
 from camshaft.handlers.utils import load_optional
 from camshaft.types import PathLike
 
+SAFETENSORS = ".safetensors"
 _NODE = "node"
 
 
@@ -39,7 +38,11 @@ class BaseSaveHandler(ABC):
 
     @abstractmethod
     def remove(self, filename: str) -> None:
-        """Remove a stored checkpoint; called after the one that replaces it was stored."""
+        """Remove a stored checkpoint."""
+
+    def prune(self, filename: str) -> None:
+        """Remove a stored checkpoint that is no longer kept; called after the one that replaces it was stored."""
+        self.remove(filename)
 
 
 class DiskSaver(BaseSaveHandler):
@@ -55,15 +58,14 @@ class DiskSaver(BaseSaveHandler):
         dirname: the directory; ``~`` is expanded to the home directory.
         atomic: write to a temporary file and rename it. Otherwise a failed save leaves a broken file.
         create_dir: create the directory and its parents if they do not exist.
-        require_empty: raise if the directory, or the folder of a ``filename_prefix`` that is used with it, already
-            holds ``*.pt`` or ``*.safetensors`` files.
+        require_empty: raise if the directory already holds ``*.pt`` or ``*.safetensors`` files.
         save_on_rank: the rank that writes and removes; ``"node"`` for the first process of each node, if nodes have
             local disks.
         kwargs: passed to ``torch.save``.
 
     Raises:
         ValueError: ``dirname`` is not an existing directory or not empty, or ``save_on_rank`` is not a rank of the job.
-            In a job with a single process, that process saves whatever the rank, with a warning.
+            In a job with a single process, that process saves whatever the rank.
         PermissionError: the directory is not writable.
 
     >>> import tempfile
@@ -84,19 +86,28 @@ class DiskSaver(BaseSaveHandler):
         **kwargs: Any,
     ) -> None:
         check_save_on_rank(save_on_rank)
-        _warn_if_alone(save_on_rank)
         self.dirname = Path(dirname).expanduser()
         self.atomic = atomic
         self.require_empty = require_empty
         self.save_on_rank = save_on_rank
         self.kwargs = kwargs
-        self._manifests: dict[Path, Manifest] = {}
+        self._manifest = Manifest(self.dirname)
         self._newest: Path | None = None
         self._protected: Path | None = None
-        self._is_first = True
-        if create_dir and self.writes and not self.dirname.exists():
+        if not self.writes:
+            return
+        if create_dir and not self.dirname.exists():
             self.dirname.mkdir(parents=True, exist_ok=True)
-        self.check_folder("")
+        if not self.dirname.is_dir():
+            raise ValueError(f"dirname must be an existing directory, got '{self.dirname}'")
+        if not os.access(self.dirname, os.W_OK | os.X_OK):
+            raise PermissionError(f"dirname must be a writable directory, got '{self.dirname}'")
+        if require_empty and (found := sorted(entry.name for entry in checkpoints_in(self.dirname))):
+            hint = "DiskSaver(dirname, require_empty=False) or ModelCheckpoint(dirname, require_empty=False)"
+            problem = f"contains {len(found)} checkpoints, such as {found[0]}"
+            raise ValueError(f"'{self.dirname}' {problem}; to save beside them, for example to resume, use {hint}")
+        remove_leftovers(self.dirname)
+        remove_leftovers(self._manifest.folder)
 
     @property
     def writes(self) -> bool:
@@ -108,23 +119,22 @@ class DiskSaver(BaseSaveHandler):
 
         Raises:
             OSError: the disk is full, or the directory was removed.
-            ValueError: ``filename`` leads out of the directory, or is too long.
+            ValueError: ``filename`` contains a folder.
             TypeError: ``torch.save`` does not accept the ``kwargs``.
         """
         if not self.writes:
             check_save_on_rank(self.save_on_rank)  # the handler may be older than the job
             return
         path = self._path(filename)
-        check_length("filename", path)
         try:
             self._save(path, checkpoint, metadata or {})
-            self._newest = path
-        except (OSError, RuntimeError) as error:
-            cause = error.__context__ if isinstance(error, RuntimeError) else error
-            if not isinstance(cause, OSError) or cause.errno is None or cause.filename is not None:
-                raise
-            # A full disk. torch's writer raises an error about positions in the file instead.
-            raise OSError(cause.errno, cause.strerror, str(path)) from error
+        except RuntimeError as error:
+            if isinstance(cause := error.__context__, OSError):  # a full disk, which torch's writer hides
+                raise OSError(cause.errno, cause.strerror, str(path)) from error
+            raise
+        if self._newest is None:
+            _warn_if_unloadable(path)
+        self._newest = path
 
     def remove(self, filename: str) -> None:
         """Delete a checkpoint of the directory; a missing file is not an error.
@@ -132,17 +142,16 @@ class DiskSaver(BaseSaveHandler):
         Only regular files that the manifest lists are deleted. Others are left alone, with a warning.
 
         Raises:
-            ValueError: ``filename`` leads out of the directory.
+            ValueError: ``filename`` contains a folder.
         """
         path = self._path(filename)
         if not self.writes or path == self._protected:
             return
         # In this order: if it is interrupted, the manifest still lists what is left.
-        manifest = Manifest(path.parent)
-        is_listed = manifest.lists(path.name)
+        is_listed = self._manifest.lists(path.name)
         if is_listed and (is_regular(path) or not os.path.lexists(path)):
             path.unlink(missing_ok=True)
-            manifest.remove(path.name)
+            self._manifest.remove(path.name)
         elif os.path.lexists(path):
             reason = "it is not a regular file" if is_listed else "the manifest lists no such checkpoint"
             warnings.warn(f"'{path}' is not removed: {reason}", stacklevel=2)
@@ -158,64 +167,46 @@ class DiskSaver(BaseSaveHandler):
         finally:
             self._protected = None
 
-    def check_folder(self, name: str) -> None:
-        """Check, before training starts, that checkpoints can be written to a folder of the directory.
-
-        Raises:
-            ValueError: it does not exist, or it holds checkpoints and ``require_empty`` is True.
-            PermissionError: it is not writable.
-        """
-        folder = self.dirname / name
-        if not self.writes or folder in self._manifests:
-            return
-        if not folder.is_dir():
-            problem = "is not a directory" if folder.exists() else "does not exist: create it"
-            raise ValueError(f"checkpoints need an existing directory, got '{folder}', which {problem}")
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(f"checkpoints need a writable directory, got '{folder}'")
-        if self.require_empty and (found := sorted(path.name for path in checkpoints_in(folder))):
-            hint = "DiskSaver(dirname, require_empty=False) or ModelCheckpoint(dirname, require_empty=False)"
-            problem = f"contains {len(found)} checkpoints, such as {found[0]}"
-            raise ValueError(f"'{folder}' {problem}; to save beside them, for example to resume, use {hint}")
-        self._manifest(folder)
-
-    def _manifest(self, folder: Path) -> Manifest:
-        """Return the manifest of a folder; on first use, remove what killed processes left there."""
-        if folder not in self._manifests:
-            manifest = Manifest(folder)
-            manifest.check_folder()
-            remove_leftovers(folder)
-            remove_leftovers(manifest.folder)
-            self._manifests[folder] = manifest
-        return self._manifests[folder]
-
     def _path(self, filename: str) -> Path:
-        check_path("filename", filename)
+        check_is_name("filename", filename)
         return self.dirname / filename
 
     def _save(self, path: Path, checkpoint: Any, metadata: Mapping[str, Any]) -> None:
-        manifest = self._manifest(path.parent)
-
-        def serialize(file: BinaryIO) -> None:
+        def write(file: BinaryIO) -> Entry:
             if path.suffix == SAFETENSORS:
                 file.write(_as_safetensors(checkpoint))
             else:
                 torch.save(checkpoint, file, **self.kwargs)
-
-        def write(file: BinaryIO) -> Entry:
-            checksum = write_and_sum(file, serialize)
-            return manifest.new_entry(path.name, checksum, file.tell(), metadata)
+            return self._manifest.new_entry(path.name, flush_and_sum(file), file.tell(), metadata)
 
         if self.atomic:
-            entry = write_atomically(path, write, before_rename=manifest.write)
+            entry = write_atomically(path, write, before_rename=self._manifest.write)
         else:
             with open(path, "wb") as file:
                 entry = write(file)
-            manifest.write(entry)
-        manifest.remove(path.name, but=entry)
-        if self._is_first:
-            self._is_first = False
-            _warn_if_unloadable(path)
+            self._manifest.write(entry)
+        self._manifest.remove(path.name, but=entry)
+
+
+def check_is_name(argument: str, name: str) -> None:
+    """Raise ``ValueError`` if the name of a file contains a folder.
+
+    >>> check_is_name("filename_prefix", "../best")
+    Traceback (most recent call last):
+    ValueError: filename_prefix must not contain a folder, got '../best': make a DiskSaver for that folder
+    """
+    if os.path.basename(name) != name:
+        raise ValueError(f"{argument} must not contain a folder, got {name!r}: make a DiskSaver for that folder")
+
+
+def checkpoints_in(directory: Path) -> list[os.DirEntry[str]]:
+    """List the regular files of a directory that are checkpoints by their names."""
+    try:
+        with os.scandir(directory) as entries:  # a glob would hide an error of the disk
+            candidates = [entry for entry in entries if Path(entry.name).suffix in (".pt", SAFETENSORS)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [entry for entry in candidates if entry.is_file(follow_symlinks=False)]
 
 
 def check_save_on_rank(save_on_rank: int | str) -> None:
@@ -242,16 +233,6 @@ def writers(save_on_rank: int | str) -> list[int]:
     return [rank for rank, (writes,) in enumerate(flags) if writes]
 
 
-def _warn_if_alone(save_on_rank: int | str) -> None:
-    """Warn if the rank does not exist because the job has a single process."""
-    if get_world_size() == 1 and save_on_rank not in (0, _NODE):
-        level = 1
-        while sys._getframe(level).f_globals.get("__package__") == __package__:
-            level += 1  # a Checkpoint may construct the DiskSaver
-        text = f"save_on_rank is {save_on_rank}, but the job has a single process: rank 0 saves instead"
-        warnings.warn(text, stacklevel=level + 1)
-
-
 def safetensors() -> Any:
     """Import the library for ``.safetensors`` files."""
     return load_optional("safetensors.torch", extra="safetensors", needed_by=f"a checkpoint in a {SAFETENSORS} file")
@@ -262,15 +243,9 @@ def _as_safetensors(checkpoint: Any) -> bytes:
     values = list(checkpoint.values()) if isinstance(checkpoint, Mapping) else [[checkpoint]]
     if kinds := sorted({type(one).__name__ for one in values if not isinstance(one, torch.Tensor)}):
         raise TypeError(f"a {SAFETENSORS} file holds the state of one model, a dict of tensors; got values of {kinds}")
-    tensors: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in checkpoint.items():
-        storage = tensor.untyped_storage()
-        # The format holds neither views nor shared memory, as tied weights have it.
-        is_view = storage.data_ptr() in seen or storage.nbytes() != tensor.numel() * tensor.element_size()
-        seen.add(storage.data_ptr())
-        tensors[name] = (tensor.detach().clone() if is_view else tensor.detach()).contiguous()
-    content: bytes = safetensors().save(tensors)
+    # The format holds neither views nor shared memory, as tied weights have it.
+    copies = {name: one.detach().cpu().clone(memory_format=torch.contiguous_format) for name, one in checkpoint.items()}
+    content: bytes = safetensors().save(copies)
     return content
 
 

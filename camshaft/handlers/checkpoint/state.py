@@ -90,32 +90,6 @@ def take_state(objects: Any, save_on_rank: int | str) -> Any:
     return _map(state_of, objects, "state_dict")
 
 
-def needs_all_ranks(objects: Any) -> bool:
-    """Return whether taking the state of objects is a collective operation."""
-    for _, one in walk(objects, "state_dict"):
-        tensors = one.parameters() if isinstance(one, nn.Module) else getattr(one, "param_groups", ())
-        if hasattr(one, "consolidate_state_dict") or _is_sharded(list(tensors)):
-            return True
-    return False
-
-
-def fits(target: Any, state: Any, strict: bool = True) -> bool:
-    """Return False if a state seems to belong to another model or optimizer, by its keys and shapes."""
-    target = unwrap(target)
-    try:
-        if isinstance(target, nn.Module):
-            own, state = target.state_dict(), _without_prefix(state)
-            return (own.keys() == state.keys() or not strict) and all(
-                getattr(state[key], "shape", None) == getattr(own[key], "shape", None) for key in own.keys() & state
-            )
-        if isinstance(target, torch.optim.Optimizer):
-            pairs = zip(target.param_groups, state["param_groups"], strict=True)
-            return all(len(own["params"]) == len(given["params"]) for own, given in pairs)
-    except Exception:  # whatever the state is, or what is not initialized yet
-        return False
-    return True
-
-
 def load_state(target: Any, state: Any, module_options: Mapping[str, Any]) -> None:
     """Load the state of an object; a tensor goes where it is needed, sharded as the one that it replaces."""
     target = unwrap(target)
