@@ -18,7 +18,6 @@ from camshaft.engine.engine import Engine
 from camshaft.engine.state import Batch, Output
 from camshaft.seeding import (
     capture_random_state,
-    check_random_state,
     manual_seed,
     preserved_random_state,
     restore_random_state,
@@ -250,7 +249,8 @@ class DeterministicEngine(Engine[Batch, Output]):
         """Load what :meth:`Engine.load_state_dict` loads, and the random states to restore when the run resumes."""
         random_state = state_dict.get("rng_states") if isinstance(state_dict, Mapping) else None
         if random_state is not None:
-            check_random_state(random_state)
+            with preserved_random_state(devices=False):
+                restore_random_state(random_state)  # raises if it is invalid
         super().load_state_dict(state_dict)
 
     def _prepare(self) -> None:

@@ -24,8 +24,7 @@ from camshaft.engine.events import (
     translated,
 )
 from camshaft.engine.state import State
-from camshaft.errors import described
-from camshaft.ignite import check_metric
+from camshaft.errors import check_metric, described
 
 Invocation = Callable[[Any], Any]
 Wrapper = Callable[[Any, "Registration", Invocation], Invocation]

@@ -16,7 +16,7 @@ from enum import Enum, IntEnum
 from typing import Any
 
 from camshaft.engine.state import State
-from camshaft.ignite import ignite_class
+from camshaft.errors import ignite_class
 from camshaft.types import is_integer
 
 __all__ = ["CallableEventWithFilter", "EventEnum", "Events", "EventsList", "RemovableEventHandle", "State"]

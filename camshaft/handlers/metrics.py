@@ -17,10 +17,9 @@ from camshaft.distributed.values import decode, encode
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, Order, RemovableEventHandle
 from camshaft.engine.state import LazyNumber
-from camshaft.errors import annotate, check_is_no_class
+from camshaft.errors import annotate, check_is_no_class, ignite_class
 from camshaft.handlers.base_logger import fetch, peek
 from camshaft.handlers.utils import check_callable, check_engine, check_type, identity, number, resumes_epoch, scalar
-from camshaft.ignite import ignite_class
 
 __all__ = ["AttachedMetrics", "RunningAverage", "attach_metrics"]
 
