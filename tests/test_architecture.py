@@ -21,7 +21,6 @@ LEAVES = (
     "camshaft.contrib",
     "camshaft.errors",
     "camshaft.files",
-    "camshaft.ignite",
     "camshaft.metrics",
     "camshaft.seeding",
     "camshaft.text",

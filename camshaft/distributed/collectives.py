@@ -108,8 +108,8 @@ def all_gather_tensors_with_shapes(tensor: Tensor, shapes: Sequence[Sequence[int
 
     Raises:
         TypeError: ``tensor`` is not a tensor, or ``shapes`` does not hold shapes.
-        ValueError: ``shapes`` does not hold one for each rank, all with the same number of dimensions, or a wrong one
-            for this rank.
+        ValueError: ``shapes`` does not hold one for each rank, of as many dimensions as ``tensor``, or a wrong one for
+            this rank.
 
     >>> import torch
     >>> all_gather_tensors_with_shapes(torch.ones(2, 1), [(2, 1)])
@@ -125,12 +125,9 @@ def all_gather_tensors_with_shapes(tensor: Tensor, shapes: Sequence[Sequence[int
         held, wrong = call.one_for_each("shapes", shapes)
         if wrong is not None:
             raise wrong
-        try:
-            plain = [tuple(map(operator.index, shape)) for shape in held]
-        except TypeError as error:
-            raise TypeError(f"shapes must hold a shape for each rank, as (2, 3), got {shapes!r}") from error
-        if len(set(map(len, plain))) > 1:
-            raise ValueError(f"shapes must all have the same number of dimensions, got {plain}")
+        plain = [tuple(map(operator.index, shape)) for shape in held]
+        if any(len(shape) != tensor.dim() for shape in plain):
+            raise ValueError(f"shapes must all have {tensor.dim()} dimensions, as this rank's tensor, got {plain}")
         place = call.ranks.index(backend.topology.rank)
         if plain[place] != tuple(tensor.shape):
             raise ValueError(f"shapes must hold this rank's shape {tuple(tensor.shape)} at {place}, got {plain[place]}")

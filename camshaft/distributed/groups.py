@@ -42,7 +42,7 @@ class Call:
         self.group, self.ranks = _resolve(backend, group)
         self.is_member = group is None or backend.topology.rank in self.ranks
 
-    def begin(self, value: Any = None, how: str = "", root: Any = None, is_long: bool = False) -> Call:
+    def begin(self, value: Any = None, how: str = "", root: Any = None, is_long: bool = False) -> None:
         """Check on members that the collective can complete; for the arguments see :func:`collective_check.compare`.
 
         Raises:
@@ -50,11 +50,8 @@ class Call:
         """
         if self.is_member:
             check_all_present(self._collective, self.ranks, self._backend.topology.rank)
-            if self._backend.job.compares_collectives:
-                collective_check.compare(
-                    self._backend, self.group, self.ranks, self._collective, value, how, root, is_long
-                )
-        return self
+            if (backend := self._backend).job.compares_collectives:
+                collective_check.compare(backend, self.group, self.ranks, self._collective, value, how, root, is_long)
 
     def require_member(self) -> None:
         """Raise ``RankDivergenceError`` on a rank that is not in the group."""
@@ -64,14 +61,10 @@ class Call:
             raise RankDivergenceError(f"{self._collective} was called on rank {rank}, which is not in its group{known}")
 
     def check_member(self, name: str, rank: int) -> int:
-        """Return a rank argument as a plain integer; raise an error if it is not in the group."""
-        try:
-            rank = operator.index(rank)
-        except TypeError as error:
-            raise TypeError(f"{name} must be a rank, an integer, got {rank!r}") from error
+        """Return a rank argument as a plain integer; raise ``ValueError`` if it is not in the group."""
         if rank not in self.ranks:
             raise ValueError(f"{name} must be a rank of the group {list(self.ranks)}, got {rank!r}")
-        return rank
+        return int(rank)
 
     def one_for_each(self, name: str, values: Any) -> tuple[list[Any], ValueError | None]:
         """Return a list of one value for each rank; or of ``None`` for each, and the error to raise on all ranks."""

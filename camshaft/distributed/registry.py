@@ -24,14 +24,14 @@ has_native_dist_support = dist.is_available()
 has_xla_support = find_spec("torch_xla") is not None
 has_hvd_support = find_spec("horovod") is not None
 
-_MODULES = {"mpi": "mpi", "xla-tpu": "xla", "horovod": "horovod"}  # all others are torch's
+_MODULES = {"mpi": "mpi.start", "xla-tpu": "xla", "horovod": "horovod"}  # all others are torch's
 NEEDS = {
     "mpi": "pip install 'camshaft[mpi]'",
     "xla-tpu": "pip install 'camshaft[xla]'",
     "horovod": "Horovod built for the installed torch: see docs/reference/backends.md",
 }
 _NOT_FOR_RUNS = ("undefined", "fake", "ucc", "xla")  # the last is "xla-tpu" here
-_ADOPTERS = {"torch.distributed": "native", "torch_xla": "xla", "horovod.torch": "horovod"}
+_ADOPTERS = {"torch.distributed": "native.backend", "torch_xla": "xla", "horovod.torch": "horovod"}
 _loaded: dict[str, Any] = {}
 _imported = sys.modules
 _torch_world = dist.distributed_c10d._world  # its default_pg is dist.group.WORLD, in half the time
@@ -43,7 +43,7 @@ def available_backends() -> tuple[str, ...]:
     >>> "gloo" in available_backends()
     True
     """
-    return tuple(name for name in known_backends() if _is_available(name))
+    return tuple(name for name in known_backends() if lack_of(name) is None)
 
 
 def module_of(name: str) -> ModuleType:
@@ -52,9 +52,9 @@ def module_of(name: str) -> ModuleType:
     Raises:
         ValueError: the backend does not exist, or what it needs is not installed.
     """
-    if name not in available_backends():
-        raise ValueError(f"backend must be one of {available_backends()}, got {name!r}, which {lack_of(name)}")
-    return _import(_MODULES.get(name, "native"))
+    if lack := lack_of(name):
+        raise ValueError(f"backend must be one of {available_backends()}, got {name!r}, which {lack}")
+    return _import(_MODULES.get(name, "native.backend"))
 
 
 def nothing_to_adopt() -> bool:
@@ -92,18 +92,19 @@ def backend_classes() -> list[type[Backend]]:
 
 def known_backends() -> tuple[str, ...]:
     """Return all backends, installed or not: torch's, also those registered for other devices, and the others."""
-    registered = getattr(dist.Backend, "backend_list", []) if has_native_dist_support else []
-    native = ("nccl", "gloo", "mpi", *(name for name in registered if name not in _NOT_FOR_RUNS))
+    native = ("nccl", "gloo", "mpi", *(name for name in dist.Backend.backend_list if name not in _NOT_FOR_RUNS))
     return (*dict.fromkeys(native), "xla-tpu", "horovod")
 
 
 def lack_of(name: str) -> str | None:
     """Return what a backend lacks, ``"needs pip install 'camshaft[mpi]'"``, or ``None`` if it is available."""
-    if name in available_backends():
-        return None
-    if needs := NEEDS.get(str(name)):
-        return f"needs {needs}"
-    return "is not in this torch" if name in known_backends() else "is not registered"
+    if name not in known_backends():
+        return "is not registered"
+    if name in NEEDS:
+        has_mpi = dist.is_mpi_available() or find_spec("mpi4py") is not None
+        has_it = {"mpi": has_mpi, "xla-tpu": has_xla_support, "horovod": has_hvd_support}[name]
+        return None if has_it else f"needs {NEEDS[name]}"
+    return None if dist.is_backend_available(name) else "is not in this torch"
 
 
 def choose(
@@ -149,13 +150,3 @@ def choose(
 
 def _import(module: str) -> ModuleType:
     return import_module(f"camshaft.distributed.backends.{module}")
-
-
-def _is_available(name: str) -> bool:
-    if name == "xla-tpu":
-        return has_xla_support
-    if name == "horovod":
-        return has_hvd_support
-    if name == "mpi":
-        return has_native_dist_support and (dist.is_mpi_available() or find_spec("mpi4py") is not None)
-    return has_native_dist_support and dist.is_backend_available(name)

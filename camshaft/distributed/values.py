@@ -172,22 +172,26 @@ def in_place(backend: Backend, tensor: Tensor, operate: Callable[..., Tensor], *
 
 def all_gather_values(backend: Backend, value: Any, group: Group | None, wrong: Wrong = None) -> list[Any]:
     """Return the values of all ranks, each with its own type."""
-    data, wrong = _encoded(backend, [value], wrong)
-    contents, lengths, longest = read_rows(_gathered(backend, rows_of(data, backend.carrier), ROW, group), wrong)
-    if longest > ROOM:
-        contents = _cut(_gathered(backend, _padded(backend, data[0], longest), longest, group), longest, lengths)
-    return _decoded(backend, contents, group)
+    gathered = gather_values(backend, value, None, group, wrong)
+    assert gathered is not None, "they are for all ranks"
+    return gathered
 
 
-def gather_values(backend: Backend, value: Any, dst: int, group: Group | None) -> list[Any] | None:
-    """Return the values of all ranks on rank ``dst``; an error is raised on all ranks."""
-    data, wrong = _encoded(backend, [value])
-    contents, lengths, longest = read_rows(_gathered(backend, rows_of(data, backend.carrier), ROW, group), wrong)
-    is_root = backend.topology.rank == dst
+def gather_values(
+    backend: Backend, value: Any, dst: int | None, group: Group | None, wrong: Wrong = None
+) -> list[Any] | None:
+    """Return the values of all ranks on rank ``dst``, ``None`` for all ranks; an error is raised on all ranks."""
+    (data, *_), wrong = _encoded(backend, [value], wrong)
+    contents, lengths, longest = read_rows(_gathered(backend, rows_of([data], backend.carrier), ROW, group), wrong)
+    is_here = dst in (None, backend.topology.rank)
     if longest > ROOM:
-        stacked = backend.gather(_padded(backend, data[0], longest).tensor, dst, group)
-        contents = _cut(memoryview(bytes_of(stacked)), longest, lengths) if is_root else []
-    return _decoded(backend, contents, group) if is_root else None
+        sent = _padded(backend, data, longest)
+        if dst is None:
+            flat = _gathered(backend, sent, longest, group)
+        else:
+            flat = memoryview(bytes_of(backend.gather(sent.tensor, dst, group)))
+        contents = [flat[longest * k : longest * k + length] for k, length in enumerate(lengths)] if is_here else []
+    return _decoded(backend, contents, group) if is_here else None
 
 
 def broadcast_value(backend: Backend, value: Any, src: int, group: Group | None, wrong: Wrong = None) -> Any:
@@ -297,10 +301,6 @@ def _gathered(backend: Backend, sent: Buffer, length: int, group: Group | None) 
     received = Buffer(bytearray(len(backend.members(group)) * length), backend.carrier)
     backend.all_gather_into(received.tensor, sent.tensor, group)
     return received.read()
-
-
-def _cut(flat: memoryview, size: int, lengths: Sequence[int]) -> list[memoryview]:
-    return [flat[size * place : size * place + length] for place, length in enumerate(lengths)]
 
 
 def _decoded(backend: Backend, contents: Sequence[memoryview], group: Group | None) -> list[Any]:

@@ -150,17 +150,6 @@ def test_a_frozen_model_gets_the_weights_of_the_first_rank_whatever_their_layout
 
 
 @on_ranks(2)
-def test_synchronized_batch_norm_is_refused_on_the_cpu_before_the_model_is_changed():
-    model = Net()
-    with pytest.raises(
-        ValueError, match="sync_bn must be False on the CPU, got True: torch has synchronized batch norm on"
-    ):
-        idist.auto_model(model, sync_bn=True)
-    assert type(model.norm) is nn.BatchNorm1d
-    assert isinstance(idist.auto_model(nn.Linear(1, 1), sync_bn=True), DistributedDataParallel)
-
-
-@on_ranks(2)
 def test_errors_of_torch_are_not_changed():
     with pytest.raises(TypeError, match="unexpected keyword argument 'buckets'"):
         idist.auto_model(nn.Linear(1, 1), buckets=3)

@@ -119,7 +119,7 @@ def test_a_rank_that_ended_before_its_first_call_is_shown_to_all():
         collective_check.disable(current())
     else:
         rows = rows_of(lambda: idist.all_reduce(1))
-        assert all(row.startswith("all_reduce ") for row in rows[:2])
+        assert rows[idist.get_rank()].startswith("all_reduce ")
         assert rows[2].startswith("has ended ")
 
 

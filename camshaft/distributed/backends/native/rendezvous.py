@@ -115,14 +115,11 @@ def _path(method: str) -> Path:
 
 
 def _host_and_port(method: str) -> tuple[str, int]:
-    try:
-        url = urlsplit(method)
-        host, port = url.hostname, url.port
-    except ValueError as error:
-        raise ValueError(f"init_method must be tcp://HOST:PORT, got {method!r}: {error}") from error
-    if not host or not port:
-        raise ValueError(f"init_method must be tcp://HOST:PORT, got {method!r}")
-    return host, port
+    url = urlsplit(method)
+    with suppress(ValueError):  # the port is not a number
+        if url.hostname and url.port:
+            return url.hostname, url.port
+    raise ValueError(f"init_method must be tcp://HOST:PORT, got {method!r}")
 
 
 def _new_file(path: Path, name: str, rank: int, size: int, deadline: float) -> Store:
@@ -305,9 +302,8 @@ def _within_patience(ask: Callable[[], None]) -> None:
     """Query the store with a short timeout: the process that hosts it may be gone."""
     thread, result = _in_thread(ask)
     with suppress(RuntimeError):
-        thread.join(
-            _PATIENCE
-        )  # until it has also released the store: the last reference to a FileStore removes the file
+        # until it has also released the store: the last reference to a FileStore removes the file
+        thread.join(_PATIENCE)
         if result.done():
             result.result()
 
