@@ -21,7 +21,6 @@ LEAVES = (
     "camshaft.contrib",
     "camshaft.errors",
     "camshaft.files",
-    "camshaft.ignite",
     "camshaft.metrics",
     "camshaft.seeding",
     "camshaft.text",
@@ -42,8 +41,8 @@ def inside(*names: str) -> tuple[str, ...]:
 
 CONTRACT = (*inside("backend", "topology"), *LEAVES)
 ENVIRONMENTS, LAUNCH = inside("environments"), inside("launch", "launch.*")
-VALUES = inside("values", "values.*")
-CHECK, WATCHER = inside("coordination.collective_check"), inside("coordination.watcher")
+VALUES, WATCHER = inside("values"), inside("coordination.watcher")
+WAITING, CHECK = inside("coordination.waiting"), inside("coordination.collective_check")
 
 # allowed imports inside `distributed`, from the bottom up
 IN_DISTRIBUTED: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
@@ -52,23 +51,19 @@ IN_DISTRIBUTED: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], 
     (inside("registry"), inside("backend", "topology"), ()),
     (ENVIRONMENTS, (*inside("topology"), *LEAVES), ()),
     (LAUNCH, (*DISTRIBUTED, *LEAVES), inside("backends.*")),
-    ((*VALUES, *WATCHER), (*VALUES, *CONTRACT), ()),
-    (CHECK, (*VALUES, *CONTRACT), ()),
+    ((*VALUES, *WATCHER, *WAITING), CONTRACT, ()),
+    (CHECK, (*VALUES, *WAITING, *CONTRACT), ()),
     (inside("run"), (*inside("registry", "environments", "backends.serial"), *CHECK, *CONTRACT), ()),
-    (inside("ranks"), (*inside("run"), *CHECK, *CONTRACT), ()),
-    (inside("groups"), (*inside("ranks"), *CONTRACT), ()),
-    (
-        inside("collectives", "rooted_collectives", "point_to_point"),
-        (*inside("groups", "ranks", "run"), *VALUES, *CONTRACT),
-        (),
-    ),
+    (inside("groups"), (*CHECK, *WAITING, *CONTRACT), ()),
+    (inside("ranks"), (*inside("groups", "run"), *WAITING, *CONTRACT), ()),
+    (inside("collectives", "point_to_point"), (*inside("groups", "run"), *VALUES, *WAITING, *CONTRACT), ()),
     (
         inside("coordination", "coordination.*"),
-        (*inside("coordination.*", "collectives", "ranks", "run"), *VALUES, *CONTRACT),
+        (*inside("coordination.*", "collectives", "run"), *CONTRACT),
         (),
     ),
     (
-        inside("data", "data.*", "auto", "diagnostics", "diagnostics.*"),
+        inside("data", "data.*", "auto", "__main__"),
         (*DISTRIBUTED, *LEAVES),
         (*inside("backends.*"), *LAUNCH),
     ),

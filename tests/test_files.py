@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from camshaft import files
-from camshaft.files import _sum as sum_of_files
-from camshaft.files import checksum_of, hash_checkpoint, write_and_sum, write_atomically
+from camshaft.files import checksum_of, flush_and_sum, hash_checkpoint, write_atomically
 
 
 def names(folder):
@@ -166,62 +165,28 @@ def test_without_a_file_nothing_is_created(tmp_path, name):
     assert names(tmp_path) == []
 
 
-# write_and_sum
+# flush_and_sum
 
 
 PIECES = [b"weights", b"x" * 3_000_000, b"", b"end"]
-
-
-def write_pieces(file):
-    for piece in PIECES:
-        file.write(piece)
-
-
-def summed(path, write=write_pieces):
-    with open(path, "wb") as file:
-        return write_and_sum(file, write)
-
-
 EXPECTED = f"crc32:{zlib.crc32(b''.join(PIECES)):08x}"
 
 
-def test_the_checksum_matches_the_file(tmp_path):
+def summed(path):
+    with open(path, "wb") as file:
+        for piece in PIECES:
+            file.write(piece)
+        return flush_and_sum(file)
+
+
+def test_the_checksum_is_that_of_the_file(tmp_path, steps):
     assert summed(tmp_path / "file") == checksum_of(tmp_path / "file") == EXPECTED
+    assert steps == ["flush 3000010 bytes"]
 
 
-def test_if_no_thread_can_start_the_checksum_is_computed_afterwards(tmp_path, monkeypatch):
+def test_if_no_thread_can_start_the_checksum_is_computed_without(tmp_path, monkeypatch):
     def refuse(thread):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert summed(tmp_path / "file") == EXPECTED
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError, RuntimeError])
-def test_an_interrupted_write_leaves_no_thread(tmp_path, error):
-    def write(file):
-        write_pieces(file)
-        raise error
-
-    before = threading.enumerate()
-    with pytest.raises(error):
-        summed(tmp_path / "file", write)
-    assert threading.enumerate() == before
-
-
-def test_an_incompletely_read_file_is_read_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "camshaft.files._sum", lambda path, is_written=None: (3, "crc32:0") if is_written else whole(path)
-    )
-    whole = sum_of_files
-    assert summed(tmp_path / "file") == EXPECTED
-
-
-def test_a_failure_to_read_in_the_thread_is_ignored(tmp_path, monkeypatch):
-    def refuse(path, is_written=None):
-        if is_written:
-            raise OSError(24, "Too many open files")
-        return sum_of_files(path)
-
-    monkeypatch.setattr("camshaft.files._sum", refuse)
     assert summed(tmp_path / "file") == EXPECTED

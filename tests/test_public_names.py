@@ -73,37 +73,6 @@ PUBLIC: dict[str, list[str]] = {
         "registered_computation_models",
     ],
     "camshaft.distributed.launcher": ["Parallel"],
-    "camshaft.distributed.utils": [
-        "all_gather",
-        "all_gather_tensors_with_shapes",
-        "all_reduce",
-        "available_backends",
-        "backend",
-        "barrier",
-        "broadcast",
-        "device",
-        "finalize",
-        "get_local_rank",
-        "get_nnodes",
-        "get_node_rank",
-        "get_nproc_per_node",
-        "get_rank",
-        "get_world_size",
-        "has_hvd_support",
-        "has_native_dist_support",
-        "has_xla_support",
-        "hostname",
-        "initialize",
-        "model_name",
-        "new_group",
-        "one_rank_first",
-        "one_rank_only",
-        "registered_computation_models",
-        "set_local_rank",
-        "show_config",
-        "spawn",
-        "sync",
-    ],
     "camshaft.engine": [
         "CallableEventWithFilter",
         "DeterministicEngine",
@@ -225,6 +194,9 @@ PUBLIC: dict[str, list[str]] = {
         "to_onehot",
     ],
 }
+
+
+PUBLIC["camshaft.distributed.utils"] = PUBLIC["camshaft.distributed"]
 
 
 @pytest.fixture(params=PUBLIC)

@@ -213,18 +213,17 @@ class Device:
     def is_initialized(self):
         return self.initialized
 
-    def init(self):
-        self.initialized = True
+    def get_rng_state(self):
+        return self.states[0]
 
-    def device_count(self):
-        return len(self.states)
+    def set_rng_state(self, state):
+        self.states[0] = state
 
-    def get_rng_state(self, index=0):
-        return self.states[index]
+    def get_rng_state_all(self):
+        return list(self.states)
 
-    def set_rng_state(self, state, index=0):
-        assert self.initialized
-        self.states[index] = state
+    def set_rng_state_all(self, states):
+        self.states = states
 
 
 @pytest.fixture(params=["cuda", "xpu", "mps"])
@@ -244,21 +243,6 @@ def use(monkeypatch, kind):
     return use
 
 
-def test_device_generators_are_captured_only_when_requested(use, kind):
-    device = use(Device())
-    assert "devices" not in capture_random_state()
-    assert capture_random_state(devices=True)["devices"] == {kind: device.states}
-
-
-def test_device_generators_are_restored(use, tmp_path):
-    device = use(Device())
-    expected = [state.item() for state in device.states]
-    state = saved_and_loaded(capture_random_state(devices=True), tmp_path)
-    device.states = [torch.tensor([9])] * len(device.states)
-    restore_random_state(state)
-    assert [state.item() for state in device.states] == expected
-
-
 def test_a_block_preserves_device_generators_unless_disabled(use):
     device = use(Device())
     with preserved_random_state():
@@ -272,23 +256,6 @@ def test_a_block_preserves_device_generators_unless_disabled(use):
 def test_an_uninitialized_device_is_not_captured_or_initialized(use, kind):
     device = use(Device(initialized=False, available=kind != "mps"))
     with preserved_random_state():
-        assert capture_random_state(devices=True)["devices"] == {}
+        device.states[0] = torch.tensor([9])
+    assert device.states[0].item() == 9
     assert not device.initialized
-
-
-def test_an_uninitialized_device_is_initialized_to_restore_its_generators(use, kind):
-    device = use(Device(initialized=kind == "mps"))
-    restore_random_state({**capture_random_state(), "devices": {kind: [torch.tensor([7])]}})
-    assert device.states[0].item() == 7
-
-
-def test_states_of_missing_devices_are_ignored(use, kind):
-    device = use(Device(available=False))
-    restore_random_state({**capture_random_state(), "devices": {kind: [torch.tensor([7])]}})
-    assert device.states[0].item() == 1
-
-
-def test_surplus_states_of_devices_are_ignored(use, kind):
-    device = use(Device())
-    restore_random_state({**capture_random_state(), "devices": {kind: [torch.tensor([7])] * 3}})
-    assert [state.item() for state in device.states] == [7] * len(device.states)

@@ -37,7 +37,7 @@ def test_utils_reexports_the_leaf_modules(home, names):
         assert name in utils.__all__
 
 
-def test_the_half_public_name_for_texts_works():
+def test_the_semi_public_name_of_texts_exists():
     assert utils._to_str_list is camshaft.text.to_str_list
 
 

@@ -158,7 +158,6 @@ engine.add_event_handler(Events.EXCEPTION_RAISED, with_error)
 engine.add_event_handler(Events.EXCEPTION_RAISED, with_error_alone)
 engine.add_event_handler(Events.EXCEPTION_RAISED, with_error_and_name, "a")
 engine.add_event_handler(Events.EXCEPTION_RAISED, with_error, order=1)
-engine.add_event_handler(Events.EXCEPTION_RAISED, with_error_and_name)  # error: call-overload
 engine.add_event_handler(Events.TERMINATE_SINGLE_EPOCH, with_count)
 engine.add_event_handler(Events.TERMINATE_SINGLE_EPOCH, with_engine)
 engine.add_event_handler(Events.TERMINATE_SINGLE_EPOCH, without_engine)
@@ -208,15 +207,11 @@ def decorated_with_more(engine: Engine[int, float], name: str) -> None: ...
 def decorated_with_a_number(number: int) -> None: ...
 
 
-@engine.on(Events.EXCEPTION_RAISED)  # error: type-var
-def decorated_with_nothing() -> None: ...
-
-
 @engine.on(3)  # error: call-overload, untyped-decorator
 def decorated_on_a_number(engine: Engine[int, float]) -> None: ...
 
 
-@engine.on(Events.EPOCH_COMPLETE)  # error: attr-defined, type-var
+@engine.on(Events.EPOCH_COMPLETE)  # error: attr-defined
 def decorated_on_a_misspelled_event(engine: Engine[int, float]) -> None: ...
 
 

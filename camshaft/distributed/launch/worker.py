@@ -18,7 +18,8 @@ from typing import Any, TypeAlias
 from torch.multiprocessing.spawn import ProcessException, ProcessExitedException, ProcessRaisedException
 
 from camshaft.distributed.backend import Backend
-from camshaft.distributed.ranks import annotate_departures, get_local_rank
+from camshaft.distributed.groups import annotate_departures
+from camshaft.distributed.ranks import get_local_rank
 from camshaft.distributed.run import current, finalize, install
 
 GRACE = 5.0
