@@ -1,4 +1,4 @@
-"""Exceptions of this package, notes on exceptions, and descriptions of values in error messages."""
+"""Exceptions of this package, what error messages are made of, and what is accepted from PyTorch-Ignite."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from camshaft.ignite import ignite_class
+import torch.distributed as dist
 
 
 class NotComputableError(RuntimeError):
@@ -75,3 +75,27 @@ def line_of_caller(folder: str = "") -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inner):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def ignite_class(value: Any) -> type | None:
+    """Return the class of PyTorch-Ignite that ``value`` is, or is an instance of, or ``None``."""
+    kind = value if isinstance(value, type) else type(value)
+    return next((base for base in kind.__mro__ if base.__module__.partition(".")[0] == "ignite"), None)
+
+
+def check_metric(metric: Any) -> None:
+    """Reject metrics that collect samples, such as ``ROC_AUC``, in a job of several ranks.
+
+    They gather the samples as if every rank had the same number. Where the numbers differ, gloo aborts the process, and
+    MPI loses samples.
+    """
+    group = getattr(metric, "metrics", None)
+    for one in (metric, *(group.values() if isinstance(group, dict) else ())):
+        collects = any(isinstance(getattr(one, name, None), list) for name in ("_predictions", "_y_pred"))
+        if collects and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            name = type(one).__name__
+            raise RuntimeError(
+                f"{name} of PyTorch-Ignite must not be attached in a job of {dist.get_world_size()} ranks: it gathers "
+                "samples as if every rank had the same number, and fails or leaves some out where they differ; use "
+                "camshaft.handlers.attach_metrics with a metric of torchmetrics, such as BinaryAUROC instead of ROC_AUC"
+            )

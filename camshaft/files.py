@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from threading import Event
 from typing import BinaryIO, TypeVar
 
 from camshaft.types import PathLike
@@ -55,7 +54,7 @@ def write_atomically(
     temporary = target.with_name(f".camshaft-{os.urandom(8).hex()}.tmp")
     try:
         with open(temporary, "xb") as file:  # open() honours the umask, tempfile does not
-            lock(file)  # keeps remove_leftovers in other processes away
+            _lock(file)  # keeps remove_leftovers in other processes away
             result = write(file)
             file.flush()
             os.fsync(file.fileno())
@@ -74,11 +73,11 @@ def remove_leftovers(directory: Path) -> None:
         with suppress(OSError), open(temporary, "rb+") as file:
             status = os.fstat(file.fileno())
             may_be_new = status.st_size == 0 and time.time() - status.st_mtime < 60  # and not locked yet
-            if not may_be_new and lock(file):
+            if not may_be_new and _lock(file):
                 temporary.unlink()
 
 
-def lock(file: BinaryIO) -> bool:
+def _lock(file: BinaryIO) -> bool:
     """Lock a file until it is closed or the process ends. Return False if another process holds the lock."""
     if fcntl is not None:  # Windows does not remove open files anyway
         try:
@@ -88,31 +87,22 @@ def lock(file: BinaryIO) -> bool:
     return True
 
 
-def write_and_sum(file: BinaryIO, write: Callable[[BinaryIO], object]) -> str:
-    """Write a file, flush it to disk, and return its checksum, which is computed meanwhile.
-
-    Args:
-        file: new, with a path, and open for writing.
-        write: called with the file; must not seek.
+def flush_and_sum(file: BinaryIO) -> str:
+    """Flush a file to disk, and return its checksum, which is computed meanwhile.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile() as file:
-    ...     write_and_sum(file, lambda file: file.write(b"weights"))
+    ...     _ = file.write(b"weights")
+    ...     flush_and_sum(file)
     'crc32:1ad27358'
     """
-    is_written, summing = Event(), None
+    file.flush()
     with ThreadPoolExecutor(1, "camshaft-checksum") as executor:
-        try:
-            with suppress(RuntimeError):  # no thread can start at the exit of the process, or if it has too many
-                summing = executor.submit(_sum, file.name, is_written)
-            write(file)
-            file.flush()
-        finally:
-            is_written.set()
+        summing = None
+        with suppress(RuntimeError):  # no thread can start at the exit of the process, or if it has too many
+            summing = executor.submit(checksum_of, file.name)
         os.fsync(file.fileno())
-    size, checksum = (-1, "") if summing is None or summing.exception() else summing.result()
-    # some network mounts show the end of a file late
-    return checksum if size == file.tell() else checksum_of(file.name)
+    return checksum_of(file.name) if summing is None else summing.result()
 
 
 def hash_checkpoint(checkpoint_path: PathLike, output_dir: PathLike) -> tuple[Path, str]:
@@ -151,7 +141,10 @@ def hash_checkpoint(checkpoint_path: PathLike, output_dir: PathLike) -> tuple[Pa
 
 def checksum_of(path: PathLike) -> str:
     """Return the CRC-32 of a file."""
-    return _sum(path)[1]
+    checksum = 0
+    for chunk in _chunks(path):
+        checksum = zlib.crc32(chunk, checksum)
+    return f"crc32:{checksum:08x}"
 
 
 def is_regular(path: Path) -> bool:
@@ -159,22 +152,11 @@ def is_regular(path: Path) -> bool:
     return os.path.isfile(path) and not os.path.islink(path)
 
 
-def _sum(path: PathLike, is_written: Event | None = None) -> tuple[int, str]:
-    """Return the size and the CRC-32 of a file."""
-    size, checksum = 0, 0
-    for chunk in _chunks(path, is_written):
-        size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
-    return size, f"crc32:{checksum:08x}"
-
-
-def _chunks(path: PathLike, is_written: Event | None = None) -> Iterator[memoryview]:
-    """Read a file in chunks, and follow it as it grows until ``is_written`` is set."""
-    buffer, is_complete = memoryview(bytearray(_CHUNK_BYTES)), False
+def _chunks(path: PathLike) -> Iterator[memoryview]:
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
     with open(path, "rb", buffering=0) as file:
-        while not is_complete:
-            is_complete = is_written is None or is_written.wait(0.005)
-            while count := file.readinto(buffer):
-                yield buffer[:count]
+        while count := file.readinto(buffer):
+            yield buffer[:count]
 
 
 def _flush_directory(directory: Path) -> None:

@@ -42,14 +42,11 @@ def manual_seed(seed: SupportsIndex) -> None:
         numpy.random.seed(number % 2**32)
 
 
-def capture_random_state(*, devices: bool = False) -> dict[str, Any]:
+def capture_random_state() -> dict[str, Any]:
     """Return the states of Python's ``random``, torch's CPU generator and, where installed, NumPy's.
 
     The dict contains only numbers, strings, tensors, and lists, tuples and dicts of those, so
     ``torch.load(..., weights_only=True)`` can load it.
-
-    Args:
-        devices: whether to also capture the generators of all devices in use. This does not initialize CUDA.
 
     >>> state = capture_random_state()
     >>> drawn = random.random()
@@ -60,15 +57,11 @@ def capture_random_state(*, devices: bool = False) -> dict[str, Any]:
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if (numpy := _import_if_installed("numpy")) is not None:
         state["numpy"] = _plain(numpy.random.get_state(legacy=False))
-    if devices:
-        state["devices"] = {kind: _device_states(kind) for kind in _DEVICE_KINDS if _in_use(kind)}
     return state
 
 
 def restore_random_state(state: Mapping[str, Any] | Sequence[Any]) -> None:
-    """Restore a captured state.
-
-    Generators of libraries or devices that this process does not have are skipped.
+    """Restore a captured state; that of NumPy is skipped where it is not installed.
 
     Args:
         state: from ``capture_random_state``, or a list ``[random.getstate(), torch.get_rng_state()]``, optionally with
@@ -78,30 +71,26 @@ def restore_random_state(state: Mapping[str, Any] | Sequence[Any]) -> None:
         TypeError: ``state`` is neither a mapping nor a list or tuple.
         ValueError: a generator is missing, or rejects its state. All generators are unchanged.
     """
-    check_random_state(state)
-    _apply(_in_our_layout(state))
-
-
-def check_random_state(state: Mapping[str, Any] | Sequence[Any]) -> None:
-    """Check that a state can be restored, and leave all generators unchanged.
-
-    Raises:
-        TypeError: ``state`` is neither a mapping nor a list or tuple.
-        ValueError: a generator is missing, or rejects its state.
-    """
-    wanted = _in_our_layout(state)
-    before = capture_random_state(devices="devices" in wanted)
+    if isinstance(state, (list, tuple)) and len(state) in (2, 3):
+        state = dict(zip(("python", "torch", "numpy"), state, strict=False))
+    if not isinstance(state, (Mapping, list, tuple)):
+        raise TypeError(f"state must be a mapping or a list, got {state!r} of type {type(state).__name__}")
+    if not isinstance(state, Mapping) or not {"python", "torch"} <= state.keys():
+        raise ValueError(f"state must hold 'python' and 'torch', or be a list of 2 or 3 elements, got {list(state)}")
+    before = capture_random_state()
     try:
-        _apply(wanted)
+        _apply(state)
     except Exception as error:
-        raise ValueError(f"state must hold valid generator states, and one is not: {error}") from error
-    finally:
         _apply(before)
+        raise ValueError(f"state must hold valid generator states, and one is not: {error}") from error
 
 
 @contextmanager
 def preserved_random_state(*, devices: bool = True) -> Iterator[None]:
     """Restore all generators after a block, even if it raises.
+
+    Args:
+        devices: whether to also restore the generators of all devices in use. This does not initialize CUDA.
 
     >>> manual_seed(3)
     >>> with preserved_random_state():
@@ -109,14 +98,18 @@ def preserved_random_state(*, devices: bool = True) -> Iterator[None]:
     >>> drawn == random.random()
     True
     """
-    state = capture_random_state(devices=devices)
+    modules = [module for module in (torch.cuda, torch.xpu) if devices and module.is_initialized()]
+    on_devices = [module.get_rng_state_all() for module in modules]
+    on_mps = torch.mps.get_rng_state() if devices and torch.backends.mps.is_available() else None
+    state = capture_random_state()
     try:
         yield
     finally:
         _apply(state)
-
-
-_DEVICE_KINDS = ("cuda", "xpu", "mps")
+        for module, states in zip(modules, on_devices, strict=True):
+            module.set_rng_state_all(states)
+        if on_mps is not None:
+            torch.mps.set_rng_state(on_mps)
 
 
 def _import_if_installed(name: str) -> Any:
@@ -126,27 +119,12 @@ def _import_if_installed(name: str) -> Any:
         return None
 
 
-def _in_our_layout(state: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
-    """Convert ``state`` to the layout of ``capture_random_state``."""
-    if isinstance(state, (list, tuple)):
-        if len(state) not in (2, 3):
-            raise ValueError(f"state must have 2 or 3 elements when it is a list, got {len(state)}")
-        return dict(zip(("python", "torch", "numpy"), state, strict=False))
-    if not isinstance(state, Mapping):
-        raise TypeError(f"state must be a mapping or a list, got {state!r} of type {type(state).__name__}")
-    if missing := {"python", "torch"} - set(state):
-        raise ValueError(f"state must hold 'python' and 'torch', got {list(state)} without {sorted(missing)}")
-    return dict(state)
-
-
 def _apply(state: Mapping[str, Any]) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(state["torch"].cpu())  # map_location may have moved it
     if "numpy" in state and (numpy := _import_if_installed("numpy")) is not None:
         numpy.random.set_state(state["numpy"])
-    for kind, states in state.get("devices", {}).items():
-        _restore_device(kind, states)
 
 
 def _plain(value: Any) -> Any:
@@ -154,26 +132,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _in_use(kind: str) -> bool:
-    if kind == "mps":
-        return torch.backends.mps.is_available()
-    module = getattr(torch, kind)
-    return bool(module.is_available() and module.is_initialized())
-
-
-def _device_states(kind: str) -> list[torch.Tensor]:
-    if kind == "mps":
-        return [torch.mps.get_rng_state()]
-    module = getattr(torch, kind)
-    return [module.get_rng_state(index) for index in range(module.device_count())]
-
-
-def _restore_device(kind: str, states: Sequence[torch.Tensor]) -> None:
-    if kind == "mps" and torch.backends.mps.is_available():
-        torch.mps.set_rng_state(states[0].cpu())
-    elif kind != "mps" and (module := getattr(torch, kind)).is_available():
-        module.init()  # before, torch would apply queued seeds after queued states
-        for index, state in zip(range(module.device_count()), states, strict=False):
-            module.set_rng_state(state.cpu(), index)

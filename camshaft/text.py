@@ -21,10 +21,13 @@ def table(columns: Mapping[str, Mapping[str, str]]) -> str:
     """
     keys = list(dict.fromkeys(key for column in columns.values() for key in column))
     rows = [["", *columns], *([key, *(column.get(key, "-") for column in columns.values())] for key in keys)]
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of cells as text, with columns of the same width."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def to_str_list(data: Any) -> list[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import reprlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 import torch
@@ -38,11 +39,15 @@ def apply_to_type(x: Any, input_type: type[T] | tuple[type, ...], func: Callable
     if isinstance(x, (str, bytes)):
         return x
     if isinstance(x, Mapping):
-        return _rebuild_mapping(x, {key: apply_to_type(value, input_type, func) for key, value in x.items()})
+        content = {key: apply_to_type(value, input_type, func) for key, value in x.items()}
+        return _rebuilt(x, content, content.items())
     if isinstance(x, Sequence):
-        return _rebuild_sequence(x, [apply_to_type(item, input_type, func) for item in x])
+        items = [apply_to_type(item, input_type, func) for item in x]
+        return _rebuilt(x, items, enumerate(items))
+    types = input_type if isinstance(input_type, tuple) else (input_type,)
+    names = " or ".join(getattr(one, "__name__", str(one)) for one in types)
     raise TypeError(
-        f"x must be made of {_names(input_type)}, str, bytes, mappings and sequences, "
+        f"x must be made of {names}, str, bytes, mappings and sequences, "
         f"got {reprlib.repr(x)} of type {type(x).__name__}"
     )
 
@@ -98,51 +103,25 @@ def to_onehot(indices: torch.Tensor, num_classes: int) -> torch.Tensor:
     return onehot.scatter_(1, indices.to(torch.int64).unsqueeze(1), 1)
 
 
-def _rebuild_mapping(original: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    if type(original) is dict:
-        return values
-    built = _construct(original, values)
-    if built is None and isinstance(original, dict):
-        built = _copy_and_assign(original, values.items())
-    return values if built is None else built
+def _rebuilt(original: Any, content: Any, assignments: Iterable[tuple[Any, Any]]) -> Any:
+    """Return ``content`` as the type of ``original``, or unchanged if that is impossible.
 
-
-def _rebuild_sequence(original: Sequence[Any], items: list[Any]) -> Any:
-    if type(original) is list:
-        return items
-    if isinstance(original, tuple) and hasattr(original, "_make"):
-        return original._make(items)  # a named tuple; its constructor takes the fields one by one
-    built = _construct(original, items) if not isinstance(original, deque) else None
-    if built is None and isinstance(original, (list, deque)):  # a deque built from a list forgets its maxlen
-        built = _copy_and_assign(original, enumerate(items))
-    if built is None:
-        return tuple(items) if isinstance(original, tuple) else items
-    return built
-
-
-def _construct(original: Any, content: Any) -> Any:
-    """Return the type of ``original`` called with ``content``, or ``None`` if its constructor works differently."""
-    try:
-        return type(original)(content)
-    except Exception:  # constructors of users may raise anything
-        return None
-
-
-def _copy_and_assign(original: Any, values: Any) -> Any:
-    """Return a copy with other values, or ``None`` if that is impossible.
-
-    Only for subclasses of built-in containers, whose copies never share their storage. With any other type, the
-    assignments might change the user's data.
+    Args:
+        original: a mapping or a sequence.
+        content: a dict or a list.
+        assignments: the same as pairs of a key or an index and a value.
     """
-    try:
-        built = copy.copy(original)
-        for key, value in values:
-            built[key] = value
-    except Exception:  # as in _construct
-        return None
-    return built
-
-
-def _names(input_type: type | tuple[type, ...]) -> str:
-    types = input_type if isinstance(input_type, tuple) else (input_type,)
-    return " or ".join(getattr(one, "__name__", str(one)) for one in types)
+    if type(original) in (dict, list):
+        return content
+    if isinstance(original, tuple) and hasattr(original, "_make"):
+        return original._make(content)  # a named tuple; its constructor takes the fields one by one
+    if not isinstance(original, deque):  # built from a list, it forgets its maxlen
+        with suppress(Exception):  # constructors of users may raise anything
+            return type(original)(content)
+    if isinstance(original, (dict, list, deque)):  # copies of other types may share their storage with the original
+        with suppress(Exception):
+            built = copy.copy(original)
+            for key, value in assignments:
+                built[key] = value
+            return built
+    return tuple(content) if isinstance(original, tuple) else content

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from camshaft import files
-from camshaft.files import _sum as sum_of_files
-from camshaft.files import checksum_of, hash_checkpoint, write_and_sum, write_atomically
+from camshaft.files import checksum_of, flush_and_sum, hash_checkpoint, write_atomically
 
 
 def names(folder):
@@ -22,7 +21,7 @@ def names(folder):
 
 @pytest.fixture
 def steps(monkeypatch):
-    """Record what reaches the disk, in order."""
+    """Record the operations on the disk, in order."""
     recorded = []
     fsync, replace = os.fsync, os.replace
 
@@ -94,7 +93,7 @@ def test_a_failure_leaves_the_old_file_and_no_temporary_file(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
-def test_the_umask_decides_who_may_read(tmp_path, umask, mode):
+def test_permissions_follow_the_umask(tmp_path, umask, mode):
     before = os.umask(umask)
     try:
         write_atomically(tmp_path / "model.pt", lambda file: file.write(b""))
@@ -103,12 +102,12 @@ def test_the_umask_decides_who_may_read(tmp_path, umask, mode):
     assert stat.S_IMODE((tmp_path / "model.pt").stat().st_mode) == mode
 
 
-def test_names_may_have_the_maximum_length(tmp_path):
+def test_names_can_have_the_maximum_length(tmp_path):
     write_atomically(tmp_path / ("m" * 255), lambda file: file.write(b""))
     assert names(tmp_path) == ["m" * 255]
 
 
-def test_a_missing_directory_is_an_error_before_anything_is_written(tmp_path):
+def test_a_missing_directory_raises_before_anything_is_written(tmp_path):
     with pytest.raises(FileNotFoundError):
         write_atomically(tmp_path / "absent" / "model.pt", lambda file: pytest.fail("written"))
 
@@ -154,7 +153,7 @@ def test_a_checkpoint_moves_to_the_name_with_its_digest(checkpoint, tmp_path, ki
     assert not checkpoint.exists()
 
 
-def test_the_output_directory_may_exist_and_be_that_of_the_checkpoint(checkpoint, tmp_path):
+def test_the_output_directory_can_be_that_of_the_checkpoint(checkpoint, tmp_path):
     moved, _ = hash_checkpoint(checkpoint, tmp_path)
     assert names(tmp_path) == [moved.name]
 
@@ -166,62 +165,28 @@ def test_without_a_file_nothing_is_created(tmp_path, name):
     assert names(tmp_path) == []
 
 
-# write_and_sum
+# flush_and_sum
 
 
 PIECES = [b"weights", b"x" * 3_000_000, b"", b"end"]
-
-
-def write_pieces(file):
-    for piece in PIECES:
-        file.write(piece)
-
-
-def summed(path, write=write_pieces):
-    with open(path, "wb") as file:
-        return write_and_sum(file, write)
-
-
 EXPECTED = f"crc32:{zlib.crc32(b''.join(PIECES)):08x}"
 
 
-def test_the_checksum_matches_the_file(tmp_path):
+def summed(path):
+    with open(path, "wb") as file:
+        for piece in PIECES:
+            file.write(piece)
+        return flush_and_sum(file)
+
+
+def test_the_checksum_is_that_of_the_file(tmp_path, steps):
     assert summed(tmp_path / "file") == checksum_of(tmp_path / "file") == EXPECTED
+    assert steps == ["flush 3000010 bytes"]
 
 
-def test_if_no_thread_can_start_the_checksum_is_computed_afterwards(tmp_path, monkeypatch):
+def test_if_no_thread_can_start_the_checksum_is_computed_without(tmp_path, monkeypatch):
     def refuse(thread):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert summed(tmp_path / "file") == EXPECTED
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError, RuntimeError])
-def test_an_interrupted_write_leaves_no_thread(tmp_path, error):
-    def write(file):
-        write_pieces(file)
-        raise error
-
-    before = threading.enumerate()
-    with pytest.raises(error):
-        summed(tmp_path / "file", write)
-    assert threading.enumerate() == before
-
-
-def test_a_file_that_was_not_read_completely_is_read_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "camshaft.files._sum", lambda path, is_written=None: (3, "crc32:0") if is_written else whole(path)
-    )
-    whole = sum_of_files
-    assert summed(tmp_path / "file") == EXPECTED
-
-
-def test_a_failure_to_read_meanwhile_is_ignored(tmp_path, monkeypatch):
-    def refuse(path, is_written=None):
-        if is_written:
-            raise OSError(24, "Too many open files")
-        return sum_of_files(path)
-
-    monkeypatch.setattr("camshaft.files._sum", refuse)
     assert summed(tmp_path / "file") == EXPECTED

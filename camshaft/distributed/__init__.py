@@ -7,9 +7,14 @@ from camshaft.distributed.collectives import (
     all_gather,
     all_gather_tensors_with_shapes,
     all_reduce,
+    all_to_all,
     barrier,
     broadcast,
+    gather,
     new_group,
+    reduce,
+    reduce_scatter,
+    scatter,
 )
 from camshaft.distributed.comp_models import (
     has_hvd_support,
@@ -17,6 +22,7 @@ from camshaft.distributed.comp_models import (
     has_xla_support,
     registered_computation_models,
 )
+from camshaft.distributed.launch import spawn
 from camshaft.distributed.launcher import Parallel
 from camshaft.distributed.point_to_point import irecv, isend, recv, send
 from camshaft.distributed.ranks import (
@@ -34,9 +40,8 @@ from camshaft.distributed.ranks import (
     one_rank_only,
     show_config,
 )
-from camshaft.distributed.rooted_collectives import all_to_all, gather, reduce, reduce_scatter, scatter
+from camshaft.distributed.registry import available_backends
 from camshaft.distributed.run import finalize, initialize, set_local_rank, sync, use_backend
-from camshaft.distributed.utils import available_backends, spawn
 
 __all__ = [
     "DistributedProxySampler",
@@ -84,3 +89,5 @@ __all__ = [
     "sync",
     "use_backend",
 ]
+
+from camshaft.distributed import utils as utils  # last, as it holds all of the above

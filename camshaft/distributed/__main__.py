@@ -7,14 +7,36 @@ torchrun --nproc-per-node 2 -m camshaft.distributed --backend gloo
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import json
 import os
+import platform
+import socket
+import subprocess
 import sys
 import threading
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, NoReturn
 
-from camshaft.distributed.diagnostics.report import Report, inspect, try_backend
+import torch
+import torch.distributed as dist
+
+from camshaft.distributed.backend import accelerator
+from camshaft.distributed.collectives import all_reduce, gather
+from camshaft.distributed.environments import detect
+from camshaft.distributed.registry import NEEDS, choose, known_backends, lack_of
+from camshaft.distributed.run import current, finalize, initialize
+from camshaft.distributed.topology import Topology
+from camshaft.text import table
+from camshaft.version import __version__
+
+Report = dict[str, Any]
+"""What one process sees; the keys are those of ``--json``."""
+
+_LIMIT = 30  # seconds for an MPI library to report its version
+_GIB = 2**30
+_LIBRARIES = {"xla-tpu": "torch_xla", "horovod": "horovod"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,17 +52,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     def show(reports: Sequence[Report]) -> None:  # in one write, as the ranks share the output
-        sys.stdout.write("".join(f"{report.json() if options.json else report}\n" for report in reports))
+        sys.stdout.write("".join(f"{json.dumps(one) if options.json else as_text(one)}\n" for one in reports))
         sys.stdout.flush()
 
     def fail(reason: str) -> NoReturn:
-        show([replace(report, error=f"backend {options.backend!r}: {reason}")])
+        show([{**report, "error": f"backend {options.backend!r}: {reason}"}])
         os._exit(1)  # without waiting for the other ranks, which may not exist
 
     report = inspect(os.environ)
-    if report.error is not None or options.backend is None:
+    if report["error"] is not None or options.backend is None:
         show([report])
-        return 0 if report.error is None else 1
+        return 0 if report["error"] is None else 1
     late = f"not all ranks arrived within {options.timeout:g} s; the launcher must start this command on each of them"
     watchdog = threading.Timer(options.timeout, fail, [late])
     watchdog.daemon = True
@@ -52,6 +74,130 @@ def main(arguments: Sequence[str] | None = None) -> int:
     watchdog.cancel()
     show(reports)
     return 0
+
+
+def inspect(environ: Mapping[str, str]) -> Report:
+    """Report what a process with this environment sees, without any communication.
+
+    >>> print(inspect({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"})["sources"]["rank"])
+    RANK=1
+    """
+    versions = {"camshaft": __version__, "Python": platform.python_version(), "torch": torch.__version__}
+    report: Report = {"host": socket.gethostname(), "versions": versions, "devices": devices(), "backends": backends()}
+    report |= dict.fromkeys(("launcher", "address", "auto", "proof", "error", "topology")) | {"sources": {}}
+    try:
+        launch = detect(environ)
+        host = None if launch is None else launch.master_addr  # that of Slurm is looked up
+    except RuntimeError as error:
+        return {**report, "error": str(error)}
+    available = [name for name, backend in report["backends"].items() if backend["available"]]
+    auto, why = choose(environ, launch, None, available)
+    report |= {"auto": f"{auto or 'a single process'}, as {why}", "topology": asdict(Topology())}
+    if launch is None:
+        return report
+    follows = dict.fromkeys(asdict(launch.topology), "follows from the others")
+    assumed = dict.fromkeys(launch.assumed, "assumed, as no variable says it")
+    return report | {
+        "launcher": launch.launcher,
+        "address": f"{host}:{launch.master_port}" if host else None,
+        "topology": asdict(launch.topology),
+        "sources": {**follows, **assumed, **launch.sources},
+    }
+
+
+def try_backend(report: Report, name: str) -> list[Report]:
+    """Initialize a backend, reduce a number, and gather the reports of all ranks; every rank calls this.
+
+    Returns:
+        On rank 0 the reports, completed with what the backend found; an empty list on the other ranks.
+
+    Raises:
+        Exception: what the backend raises.
+    """
+    initialize(name)
+    topology = current().topology
+    size = topology.world_size
+    if (total := all_reduce(1)) != size:
+        raise RuntimeError(f"the sum of 1 over {size} ranks must be {size}, got {total}")
+    proof = f"{name}, all_reduce of 1 over {size} ranks gave {total}, on {current().device}"
+    sources = {number: report["sources"].get(number, f"found by {name}") for number in asdict(topology)}
+    reports = gather({**report, "topology": asdict(topology), "sources": sources, "proof": proof})
+    finalize()
+    return reports or []
+
+
+def as_text(report: Report) -> str:
+    """Return a report as lines and tables."""
+    place, backends = report["topology"], report["backends"]
+    who = f"rank {place['rank']} of {place['world_size']}" if place else "a process"
+    title = f"{who} on {report['host']}"
+    where = f", rank 0 listens on {report['address']}" if report["address"] else ""
+    remarks = {
+        "launcher": f"{report['launcher'] or 'none found'}{where}" if place else None,
+        "backend 'auto'": report["auto"],
+        "tried": report["proof"],
+        "error": report["error"],
+    }
+    lines = [title, "-" * len(title), *(f"{what}: {text}" for what, text in remarks.items() if text)]
+    numbers = {name: str(value) for name, value in (place or {}).items()}
+    tables = [{"value": numbers, "from": report["sources"]}] if place else []
+    tables += [{"version": report["versions"]}, {"device": report["devices"]}]
+    tables.append(
+        {
+            "available": {name: "yes" if one["available"] else "no" for name, one in backends.items()},
+            "version": {name: one["version"] or "-" for name, one in backends.items()},
+            "missing": {name: one["missing"] or "-" for name, one in backends.items()},
+        }
+    )
+    return "\n\n".join(["\n".join(lines), *map(table, tables)]) + "\n"
+
+
+def devices() -> dict[str, str]:
+    """Return a description of each device that torch sees.
+
+    >>> "cpu" in devices()
+    True
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found = {"cpu": f"{cores} cores, of which torch uses {torch.get_num_threads()}"}
+    if (here := accelerator()) is not None:
+        properties_of = getattr(torch.get_device_module(here.type), "get_device_properties", None)
+        for index in range(torch.accelerator.device_count()):
+            properties = properties_of and properties_of(index)  # some kinds of devices have none
+            text = f"{properties.name}, {properties.total_memory / _GIB:.1f} GiB" if properties else "one device"
+            found[f"{here.type}:{index}"] = text
+    return found
+
+
+def backends() -> dict[str, dict[str, Any]]:
+    """Return for each backend its version, and what is missing, without importing optional libraries."""
+    found: dict[str, dict[str, Any]] = {
+        "serial": {"available": True, "version": f"camshaft {__version__}", "missing": None}
+    }
+    for name in known_backends():
+        version, missing = _status(name)
+        found[name] = {"available": missing is None, "version": version, "missing": missing}
+    return found
+
+
+def _status(name: str) -> tuple[str | None, str | None]:
+    """Return the version of the library of a backend, and what is missing."""
+    if lack := lack_of(name):
+        return None, lack
+    if name == "mpi" and not dist.is_mpi_available():
+        command = [sys.executable, "-m", "mpi4py", "--mpi-lib-version"]  # in this process, MPI must not be initialized
+        try:
+            output = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, check=True).stdout
+        except (OSError, subprocess.SubprocessError):
+            return None, f"mpi4py finds no MPI library: {NEEDS[name]}"
+        found = output.partition("\n")[0].partition(",")[0].replace("Version:", "")
+        return f"mpi4py {importlib.metadata.version('mpi4py')}, {' '.join(found.split())}", None
+    if library := _LIBRARIES.get(name):
+        return f"{library} {importlib.metadata.version(library)}", None
+    kinds, here = dist.Backend.backend_capability.get(name, ["cpu"]), accelerator()
+    needs = f"needs a device of type {' or '.join(kinds)}"
+    is_here = "cpu" in kinds or (here is not None and here.type in kinds)
+    return f"torch {torch.__version__}", None if is_here else needs
 
 
 if __name__ == "__main__":

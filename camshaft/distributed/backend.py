@@ -6,7 +6,8 @@ import inspect
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
 
@@ -36,15 +37,35 @@ def accelerator() -> torch.device | None:
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
-def check_ddp_options(options: dict[str, Any]) -> None:
-    """Refuse arguments that ``DistributedDataParallel`` does not have, where its own have no meaning.
+def check_known(options: Iterable[str], known: Collection[str], where: str) -> None:
+    """Refuse options that nothing would read: ``"['colour'] are not known to auto_model, but ['size'] are"``.
 
     Raises:
-        TypeError: an argument is not known.
+        TypeError: an option is not known.
     """
-    known = sorted({*inspect.signature(nn.parallel.DistributedDataParallel).parameters} - {"module"})
     if unknown := sorted(set(options) - set(known)):
-        raise TypeError(f"{unknown} are not known to auto_model, but {known} are")
+        allowed = f"but {sorted(known)} are" if known else "which takes no options"
+        raise TypeError(f"{unknown} are not known {where}, {allowed}")
+
+
+def check_ddp_options(options: Iterable[str]) -> None:
+    """Refuse arguments that ``DistributedDataParallel`` does not have, where its own have no meaning."""
+    known = {*inspect.signature(nn.parallel.DistributedDataParallel).parameters} - {"module"}
+    check_known(options, known, "to auto_model")
+
+
+@contextmanager
+def variable_set(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable for the block: some libraries read an option from nowhere else."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 class Resource:
@@ -184,11 +205,16 @@ class Backend(ABC):
 
     def scatter(self, tensors: Tensor | None, out: Tensor, src: int, group: Group | None) -> Tensor:
         """Fill ``out`` with this rank's row of the tensors, of shape ``(ranks, *shape)``, that ``src`` holds."""
-        self.lack("scatter")
+        rows = out.new_empty((len(self.members(group)), *out.shape)) if tensors is None else tensors
+        return out.copy_(self.own_row(self.broadcast(rows, src, group), group))
 
     def reduce_scatter(self, tensors: Tensor, op: str, group: Group | None) -> Tensor:
         """Reduce tensors of shape ``(ranks, *shape)`` over the ranks, and return this rank's row."""
-        self.lack("reduce_scatter")
+        return self.own_row(self.all_reduce(tensors.clone(), op, group), group)
+
+    def own_row(self, tensors: Tensor, group: Group | None) -> Tensor:
+        """Return this rank's row of tensors of shape ``(ranks, *shape)``."""
+        return tensors[self.members(group).index(self.topology.rank)]
 
     def all_to_all(self, tensor: Tensor, sends: list[int], receives: list[int], group: Group | None) -> Tensor:
         """Send ``sends[k]`` rows to the k-th rank, and return the ``receives[k]`` rows from each, concatenated."""
@@ -252,6 +278,15 @@ class Backend(ABC):
     def wrap_model(self, model: nn.Module, sync_bn: bool, **options: Any) -> nn.Module:
         """Return a model that trains together with those of the other ranks; it is already on :attr:`device`."""
         return model
+
+    def broadcast_model(self, model: nn.Module) -> None:
+        """Overwrite the parameters and buffers of a model, in any layout, by those of rank 0."""
+        for tensor in (*model.parameters(), *model.buffers()):
+            own = tensor.detach()
+            whole = self.broadcast(own.contiguous(), 0, None)
+            if whole.data_ptr() != own.data_ptr():
+                once = tuple(slice(1) if stride == 0 else slice(None) for stride in own.stride())  # of an expanded one
+                own[once].copy_(whole[once])
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, **options: Any) -> torch.optim.Optimizer:
         """Return an optimizer that steps together with those of the other ranks."""

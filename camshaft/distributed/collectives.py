@@ -2,6 +2,7 @@
 
 :func:`all_reduce` and :func:`broadcast` change a tensor **in place**, and return it. Everything else returns new
 values and leaves its arguments alone. A value that cannot be sent raises the same error on all ranks, and none hangs.
+Those after which the ranks hold different values are called by all ranks of a group, and no others.
 """
 
 from __future__ import annotations
@@ -14,8 +15,17 @@ from torch import Tensor
 
 from camshaft.distributed.groups import Call, checked_ranks, enter, make
 from camshaft.distributed.run import current
-from camshaft.distributed.values.exchange import all_gather_values, broadcast_value, brought, in_place
-from camshaft.distributed.values.scalars import check_reduction, reduced_number
+from camshaft.distributed.values import (
+    all_gather_values,
+    all_to_all_values,
+    broadcast_value,
+    brought,
+    check_reduction,
+    gather_values,
+    in_place,
+    reduced_number,
+    scatter_values,
+)
 
 T = TypeVar("T")
 
@@ -98,8 +108,8 @@ def all_gather_tensors_with_shapes(tensor: Tensor, shapes: Sequence[Sequence[int
 
     Raises:
         TypeError: ``tensor`` is not a tensor, or ``shapes`` does not hold shapes.
-        ValueError: ``shapes`` does not hold one for each rank, all with the same number of dimensions, or a wrong one
-            for this rank.
+        ValueError: ``shapes`` does not hold one for each rank, of as many dimensions as ``tensor``, or a wrong one for
+            this rank.
 
     >>> import torch
     >>> all_gather_tensors_with_shapes(torch.ones(2, 1), [(2, 1)])
@@ -115,12 +125,9 @@ def all_gather_tensors_with_shapes(tensor: Tensor, shapes: Sequence[Sequence[int
         held, wrong = call.one_for_each("shapes", shapes)
         if wrong is not None:
             raise wrong
-        try:
-            plain = [tuple(map(operator.index, shape)) for shape in held]
-        except TypeError as error:
-            raise TypeError(f"shapes must hold a shape for each rank, as (2, 3), got {shapes!r}") from error
-        if len(set(map(len, plain))) > 1:
-            raise ValueError(f"shapes must all have the same number of dimensions, got {plain}")
+        plain = [tuple(map(operator.index, shape)) for shape in held]
+        if any(len(shape) != tensor.dim() for shape in plain):
+            raise ValueError(f"shapes must all have {tensor.dim()} dimensions, as this rank's tensor, got {plain}")
         place = call.ranks.index(backend.topology.rank)
         if plain[place] != tuple(tensor.shape):
             raise ValueError(f"shapes must hold this rank's shape {tuple(tensor.shape)} at {place}, got {plain[place]}")
@@ -166,6 +173,113 @@ def broadcast(tensor: Any, src: int = 0, safe_mode: bool = False, group: Any = N
         return broadcast_value(backend, tensor, src, call.group, wrong)
 
 
+def reduce(tensor: T, dst: int = 0, op: str = "SUM", group: Any = None) -> T | None:
+    """Reduce a tensor or a number over the ranks; rank ``dst`` gets the result, the others ``None``.
+
+    The argument is left as it is. See :func:`all_reduce` for the arguments.
+
+    >>> reduce(3)
+    3
+    """
+    backend = current()
+    check_reduction(backend, tensor, op)
+    with enter("reduce", backend, group, tensor, op, dst) as call:
+        call.require_member()
+        is_root = backend.topology.rank == call.check_member("dst", dst)
+        if not isinstance(tensor, Tensor):
+            number = reduced_number(backend, tensor, op, call.group, len(call.ranks))
+            return cast(T, number) if is_root else None
+        reduced = backend.reduce(brought(backend, tensor).clone(), dst, op, call.group)
+        return cast(T, reduced.to(tensor.device)) if is_root else None
+
+
+def gather(tensor: Any, dst: int = 0, group: Any = None) -> Any:
+    """Gather a value from every rank; rank ``dst`` gets what :func:`all_gather` returns, the others ``None``.
+
+    >>> gather("a")
+    ['a']
+    """
+    backend = current()
+    with enter("gather", backend, group, tensor, root=dst) as call:
+        call.require_member()
+        dst = call.check_member("dst", dst)
+        if not isinstance(tensor, Tensor):
+            return gather_values(backend, tensor, dst, call.group)
+        stacked = backend.gather(brought(backend, tensor), dst, call.group)
+        if backend.topology.rank != dst:
+            return None
+        stacked = stacked.to(tensor.device)
+        return stacked.flatten(0, 1) if tensor.dim() else stacked
+
+
+def scatter(values: Sequence[Any] | None, src: int = 0, group: Any = None) -> Any:
+    """Distribute the values of rank ``src`` over the ranks, one for each, in the order of the ranks.
+
+    Args:
+        values: one for each rank: tensors of any shapes, or numbers, strings, objects. Only ``src`` needs them.
+        src: the rank that sends them.
+        group: as for :func:`all_reduce`, but ranks outside of it must not call this.
+
+    Returns:
+        The value for this rank; a tensor is on :func:`device`.
+
+    >>> scatter([7])
+    7
+    """
+    backend = current()
+    with enter("scatter", backend, group, root=src) as call:
+        call.require_member()
+        src = call.check_member("src", src)
+        held, wrong = call.one_for_each("values", values)
+        return scatter_values(backend, held, src, call.group, wrong)
+
+
+def reduce_scatter(tensor: Tensor, op: str = "SUM", group: Any = None) -> Tensor:
+    """Reduce a tensor over the ranks, and return the k-th of equal chunks on the k-th rank.
+
+    Args:
+        tensor: of shape ``(ranks * d, ...)`` on all ranks.
+        op: as for :func:`all_reduce`.
+        group: as for :func:`scatter`.
+
+    Returns:
+        A tensor of shape ``(d, ...)``.
+
+    >>> import torch
+    >>> reduce_scatter(torch.tensor([1, 2]))
+    tensor([1, 2])
+    """
+    backend = current()
+    check_reduction(backend, tensor, op)
+    with enter("reduce_scatter", backend, group, tensor, op) as call:
+        call.require_member()
+        size = len(call.ranks)
+        if not isinstance(tensor, Tensor) or tensor.dim() == 0 or len(tensor) % size:
+            raise ValueError(f"tensor must be one whose first dimension is a multiple of {size}, got {tensor!r}")
+        rows = brought(backend, tensor).view(size, len(tensor) // size, *tensor.shape[1:])
+        return backend.reduce_scatter(rows, op, call.group).to(tensor.device)
+
+
+def all_to_all(values: Sequence[Any], group: Any = None) -> list[Any]:
+    """Send the k-th value to the k-th rank, and return what the ranks sent to this one, in their order.
+
+    Args:
+        values: one for each rank: tensors of any shapes, or numbers, strings, objects.
+        group: as for :func:`scatter`.
+
+    Returns:
+        The values; tensors are on :func:`device`.
+
+    >>> all_to_all(["to this rank"])
+    ['to this rank']
+    """
+    backend = current()
+    with enter("all_to_all", backend, group) as call:
+        call.require_member()
+        held, wrong = call.one_for_each("values", values)
+        return all_to_all_values(backend, held, call.group, wrong)
+
+
 def barrier(group: Any = None) -> None:
     """Wait until all ranks of a group have called this."""
     backend = current()
@@ -189,7 +303,7 @@ def new_group(ranks: Sequence[int], **kwargs: Any) -> Any:
 
     Raises:
         TypeError: unknown argument.
-        ValueError: ``ranks`` is not a list of different integers in range, or torch does not have ``backend``.
+        ValueError: ``ranks`` is not a list of different integers in range.
         RankDivergenceError: not all ranks are here.
 
     >>> new_group([0])

@@ -1,4 +1,4 @@
-"""Who takes part in a collective: what users name a group by, and the groups created from lists of ranks."""
+"""Who takes part in a collective, what it checks first, and what its errors say."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from typing import Any
 import torch.distributed as dist
 
 from camshaft.distributed.backend import Backend, Group
-from camshaft.distributed.ranks import alone, begin, check_all_present, explain
-from camshaft.errors import RankDivergenceError
+from camshaft.distributed.coordination import collective_check
+from camshaft.distributed.coordination.waiting import alone, check_all_present
+from camshaft.errors import RankDivergenceError, annotate
 
 _SEQUENCES = (list, tuple, range)
 _OPTIONS = tuple(inspect.signature(dist.new_group).parameters)[1:]
-_NOT_FOR_GROUPS = ("undefined", "fake")
+_OUR_OWN = (RankDivergenceError, NotImplementedError)
+_HINT = "set CAMSHAFT_DEBUG=1 to compare the calls of the ranks first, and see which rank called what from which line"
 
 
 class Call:
@@ -27,6 +29,9 @@ class Call:
         group: the group, ``None`` for all ranks.
         ranks: the global ranks of the group, in its order.
         is_member: whether this rank is one of them.
+
+    Raises:
+        ValueError: ``group`` is not a group.
     """
 
     __slots__ = ("_backend", "_collective", "group", "is_member", "ranks")
@@ -34,44 +39,43 @@ class Call:
     def __init__(self, collective: str, backend: Backend, group: Any) -> None:
         self._collective = collective
         self._backend = backend
-        self.group, self.ranks = resolve(backend, group)
+        self.group, self.ranks = _resolve(backend, group)
         self.is_member = group is None or backend.topology.rank in self.ranks
 
-    def begin(self, value: Any = None, how: str = "", root: Any = None) -> None:
-        """Check on members that the collective can complete; see :func:`camshaft.distributed.ranks.begin`."""
+    def begin(self, value: Any = None, how: str = "", root: Any = None, is_long: bool = False) -> None:
+        """Check on members that the collective can complete; for the arguments see :func:`collective_check.compare`.
+
+        Raises:
+            RankDivergenceError: not all ranks can be here or, in debug mode, they call something else.
+        """
         if self.is_member:
-            begin(self._backend, self._collective, self.group, self.ranks, value, how, root)
+            check_all_present(self._collective, self.ranks, self._backend.topology.rank)
+            if (backend := self._backend).job.compares_collectives:
+                collective_check.compare(backend, self.group, self.ranks, self._collective, value, how, root, is_long)
 
     def require_member(self) -> None:
         """Raise ``RankDivergenceError`` on a rank that is not in the group."""
         if not self.is_member:
-            raise not_in_group(self._collective, self._backend.topology.rank, self.ranks)
+            known = f" {list(self.ranks)}" if self.ranks else ""  # torch does not know those of a group of others
+            rank = self._backend.topology.rank
+            raise RankDivergenceError(f"{self._collective} was called on rank {rank}, which is not in its group{known}")
 
     def check_member(self, name: str, rank: int) -> int:
-        """Return a rank argument as a plain integer; raise an error if it is not in the group."""
-        try:
-            rank = operator.index(rank)
-        except TypeError as error:
-            raise TypeError(f"{name} must be a rank, an integer, got {rank!r}") from error
+        """Return a rank argument as a plain integer; raise ``ValueError`` if it is not in the group."""
         if rank not in self.ranks:
             raise ValueError(f"{name} must be a rank of the group {list(self.ranks)}, got {rank!r}")
-        return rank
+        return int(rank)
 
-    def one_for_each(self, name: str, values: Any) -> tuple[list[Any], TypeError | ValueError | None]:
+    def one_for_each(self, name: str, values: Any) -> tuple[list[Any], ValueError | None]:
         """Return a list of one value for each rank; or of ``None`` for each, and the error to raise on all ranks."""
         size = len(self.ranks)
-        kind: type[TypeError | ValueError]
         try:
-            length = len(values)
-            held = list(values)
-        except TypeError:
-            kind = ValueError if values is None else TypeError
-            got = "None" if values is None else f"{reprlib.repr(values)} of type {type(values).__name__}"
-        else:
-            if length == len(held) == size:
+            if len(values) == size and len(held := list(values)) == size:
                 return held, None
-            kind, got = ValueError, f"{length} values"
-        return [None] * size, kind(f"{name} must hold one value for each of {size} ranks, got {got}")
+        except TypeError:  # not a container
+            pass
+        got = f"{reprlib.repr(values)} of type {type(values).__name__}"
+        return [None] * size, ValueError(f"{name} must hold one value for each of {size} ranks, got {got}")
 
     def __enter__(self) -> Call:
         return self
@@ -80,23 +84,83 @@ class Call:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            explain(error, self._backend, self._collective, self.ranks)
+            among = f", among the ranks {list(self.ranks)}" if self.ranks else ""
+            rank = self._backend.topology.rank
+            explain(error, self._backend, self.ranks, f"in {self._collective} on rank {rank}{among}")
 
 
 def enter(collective: str, backend: Backend, group: Any, value: Any = None, how: str = "", root: Any = None) -> Call:
-    """Begin a collective; the arguments are those of :func:`camshaft.distributed.ranks.begin`.
-
-    Raises:
-        ValueError: ``group`` is not a group.
-        RankDivergenceError: not all ranks can be here or, in debug mode, they call something else.
-    """
+    """Begin a collective: :class:`Call` and :meth:`Call.begin`."""
     call = Call(collective, backend, group)
     if backend.job.compares_collectives or alone.get() is not None:  # else there is nothing to check
         call.begin(value, how, root)
     return call
 
 
-def resolve(backend: Backend, group: Any) -> tuple[Group | None, Sequence[int]]:
+def make(backend: Backend, ranks: list[int], /, **options: Any) -> Group:
+    """Create a group, on all ranks; without options, it is the one that a list of its ranks means from now on.
+
+    Raises:
+        TypeError: unknown option.
+        RankDivergenceError: not all ranks are here or, in debug mode, they call something else.
+    """
+    if unknown := [name for name in options if name not in _OPTIONS]:  # also where the backend ignores all of them
+        raise TypeError(f"new_group takes {_OPTIONS} besides the ranks, got {unknown}")
+    _check_can_make(backend, backend.members(None), ranks)
+    group = backend.new_group(ranks, **options)
+    if not options and _known(backend, ranks) is None:
+        backend.job.groups[tuple(ranks)] = group
+    return group
+
+
+def checked_ranks(backend: Backend, ranks: Any) -> list[int]:
+    """Return a list of ranks in ascending order, which is the order of every group.
+
+    Raises:
+        ValueError: it is not a list of different integers in ``[0, world_size)``.
+    """
+    size = backend.topology.world_size
+    try:
+        plain = [operator.index(rank) for rank in ranks] if isinstance(ranks, _SEQUENCES) else []
+    except TypeError:
+        plain = []
+    if not plain or bool in map(type, ranks):
+        raise ValueError(f"ranks must be a non-empty list of int, got {ranks!r}")
+    if len(set(plain)) < len(plain) or not all(0 <= rank < size for rank in plain):
+        raise ValueError(f"ranks must be different and in [0, {size}), got {ranks}")
+    return sorted(plain)
+
+
+def explain(error: BaseException, backend: Backend, ranks: Sequence[int], where: str) -> None:
+    """Add to an error where it was raised, and replace one of a library that only reports a closed connection.
+
+    Raises:
+        RankDivergenceError: some of the ranks have left the job; it names them.
+    """
+    annotate(error, where)
+    if _is_of_library(error):
+        if text := _departures(backend, ranks):
+            raise RankDivergenceError(f"{text}, {where}") from error
+        if not backend.job.compares_collectives and len(ranks) > 1:  # the calls may differ
+            annotate(error, _HINT)
+
+
+def annotate_departures(error: BaseException, backend: Backend) -> None:
+    """Note on an error from anywhere, for example the backward pass of DDP, which ranks have left the job."""
+    if _is_of_library(error) and (text := _departures(backend, backend.members(None))):
+        annotate(error, text)
+
+
+def _is_of_library(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and not isinstance(error, _OUR_OWN)
+
+
+def _departures(backend: Backend, ranks: Sequence[int]) -> str:
+    found = "; ".join(f"rank {rank} {how}" for rank, how in backend.left(ranks).items())
+    return found and f"{found}; every rank must take part in each collective"
+
+
+def _resolve(backend: Backend, group: Any) -> tuple[Group | None, Sequence[int]]:
     """Return the group that a user means, and its ranks.
 
     Args:
@@ -126,51 +190,6 @@ def resolve(backend: Backend, group: Any) -> tuple[Group | None, Sequence[int]]:
     return found, checked
 
 
-def make(backend: Backend, ranks: list[int], /, **options: Any) -> Group:
-    """Create a group, on all ranks; without options, it is the one that a list of its ranks means from now on.
-
-    Raises:
-        TypeError: unknown option.
-        ValueError: torch does not have the ``backend``.
-        RankDivergenceError: not all ranks are here or, in debug mode, they call something else.
-    """
-    if unknown := [name for name in options if name not in _OPTIONS]:  # also where the backend ignores all of them
-        raise TypeError(f"new_group takes {_OPTIONS} besides the ranks, got {unknown}")
-    name = options.get("backend")  # also one for each kind of device: "cpu:gloo,cuda:nccl"
-    if name and not all(dist.is_backend_available(part.rpartition(":")[2]) for part in str(name).split(",")):
-        known = [one for one in dist.Backend.backend_list if one not in _NOT_FOR_GROUPS]
-        raise ValueError(f"backend must be one of {tuple(filter(dist.is_backend_available, known))}, got {name!r}")
-    _check_can_make(backend, backend.members(None), ranks)
-    group = backend.new_group(ranks, **options)
-    if not options and _known(backend, ranks) is None:
-        backend.job.groups[tuple(ranks)] = group
-    return group
-
-
-def checked_ranks(backend: Backend, ranks: Any) -> list[int]:
-    """Return a list of ranks in ascending order, which is the order of every group.
-
-    Raises:
-        ValueError: it is not a list of different integers in ``[0, world_size)``.
-    """
-    size = backend.topology.world_size
-    try:
-        plain = [operator.index(rank) for rank in ranks] if isinstance(ranks, _SEQUENCES) else []
-    except TypeError:
-        plain = []
-    if not plain or bool in map(type, ranks):
-        raise ValueError(f"ranks must be a non-empty list of int, got {ranks!r}")
-    if len(set(plain)) < len(plain) or not all(0 <= rank < size for rank in plain):
-        raise ValueError(f"ranks must be different and in [0, {size}), got {ranks}")
-    return sorted(plain)
-
-
-def not_in_group(function: str, rank: int, ranks: Sequence[int]) -> RankDivergenceError:
-    """Return the error for a rank that calls what only the members of a group may call."""
-    known = f" {list(ranks)}" if ranks else ""  # torch does not know the members of a group that this rank is not in
-    return RankDivergenceError(f"{function} was called on rank {rank}, which is not in its group{known}")
-
-
 def _known(backend: Backend, ranks: list[int]) -> Group | None:
     """Return the group created from these ranks, unless it was destroyed since."""
     group = backend.job.groups.get(tuple(ranks))
@@ -178,7 +197,6 @@ def _known(backend: Backend, ranks: list[int]) -> Group | None:
 
 
 def _check_can_make(backend: Backend, needed: Sequence[int], ranks: list[int]) -> None:
-    if len(needed) == backend.topology.world_size or backend.store() is not None:
-        begin(backend, "new_group", None, needed, how=str(ranks))
-    else:  # without a store, only all ranks can compare
-        check_all_present("new_group", needed, backend.topology.rank)
+    check_all_present("new_group", needed, backend.topology.rank)
+    if backend.job.compares_collectives and (len(needed) == backend.topology.world_size or backend.store() is not None):
+        collective_check.compare(backend, None, needed, "new_group", how=str(ranks))

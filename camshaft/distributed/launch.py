@@ -41,7 +41,8 @@ from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
 
 from camshaft.distributed import environments
 from camshaft.distributed.backend import Backend
-from camshaft.distributed.ranks import annotate_departures, get_local_rank
+from camshaft.distributed.groups import annotate_departures
+from camshaft.distributed.ranks import get_local_rank
 from camshaft.distributed.registry import module_of
 from camshaft.distributed.run import abandon, current, finalize, install
 from camshaft.distributed.topology import Launch, Topology

@@ -10,11 +10,11 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from camshaft.distributed.diagnostics.auto_backend import choose
 from camshaft.distributed.environments import detect
+from camshaft.distributed.groups import annotate_departures
 from camshaft.distributed.launch import check_nodes, check_positive, spawn
-from camshaft.distributed.ranks import annotate_departures, get_local_rank, get_rank, get_world_size
-from camshaft.distributed.registry import available_backends, module_of
+from camshaft.distributed.ranks import get_local_rank, get_rank, get_world_size
+from camshaft.distributed.registry import available_backends, choose, module_of
 from camshaft.distributed.run import abandon, current, finalize, initialize
 
 __all__ = ["Parallel"]

@@ -1,4 +1,4 @@
-"""Which rank this process is, without communication; what runs on some ranks only; and what collectives check first."""
+"""Which rank this process is, without communication, and what runs on some ranks only or first."""
 
 from __future__ import annotations
 
@@ -6,30 +6,21 @@ import contextlib
 import functools
 import inspect
 import logging
-import operator
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Iterator
+from typing import ParamSpec, TypeVar
 
 import torch
 
-from camshaft.distributed.backend import Backend, Group
-from camshaft.distributed.coordination import collective_check
+from camshaft.distributed.backend import Backend
+from camshaft.distributed.coordination.waiting import alone, check_all_present, only
+from camshaft.distributed.groups import Call
 from camshaft.distributed.run import current
-from camshaft.errors import RankDivergenceError, annotate, line_of_caller
+from camshaft.errors import line_of_caller
 
 P = ParamSpec("P")
 R = TypeVar("R")
 logger = logging.getLogger("camshaft.distributed.utils")
-_ASSUMED = {
-    "local_world_size": "the number of processes on this node",
-    "num_nodes": "the number of nodes",
-    "node_rank": "the number of this node",
-}
-_OUR_OWN = (RankDivergenceError, NotImplementedError)
-_HINT = "set CAMSHAFT_DEBUG=1 to compare the calls of the ranks first, and see which rank called what from which line"
 
 # --- queries -----------------------------------------------------------------------------------------------
 
@@ -129,10 +120,10 @@ def _known(number: str) -> int:
     backend = current()
     if number in backend.assumed:
         raise RuntimeError(
-            f"{_ASSUMED[number]} is not known: the script created the process group itself, no environment "
-            "variable says how its ranks are distributed over nodes, and a query must not communicate. Set "
-            "LOCAL_WORLD_SIZE, GROUP_RANK and GROUP_WORLD_SIZE as torchrun does, or let "
-            "camshaft.distributed.initialize create the process group, which compares the hosts of all ranks"
+            f"{number} is not known: the script created the process group itself, no environment variable says how its "
+            "ranks are distributed over nodes, and a query must not communicate. Set LOCAL_WORLD_SIZE, GROUP_RANK and "
+            "GROUP_WORLD_SIZE as torchrun does, or let camshaft.distributed.initialize create the process group, which "
+            "compares the hosts of all ranks"
         )
     known: int = getattr(backend.topology, number)
     return known
@@ -152,7 +143,7 @@ def one_rank_only(rank: int = 0, with_barrier: bool = False) -> Callable[[Callab
 
     Raises:
         TypeError: ``rank`` is not an integer, as in ``@one_rank_only`` without parentheses.
-        ValueError: ``rank`` is negative; or, on every rank and when called, there is no such rank.
+        ValueError: on every rank, when called: there is no such rank.
 
     >>> @one_rank_only()
     ... def greet(name: str) -> str:
@@ -160,14 +151,10 @@ def one_rank_only(rank: int = 0, with_barrier: bool = False) -> Callable[[Callab
     >>> greet("you")
     'hello you'
     """
-    rank = _plain_rank(rank, "@one_rank_only()")
-    if rank < 0:
-        raise ValueError(f"rank must be 0 or more, got {rank}")
+    if callable(rank):
+        raise TypeError(f"rank must be an integer, got {rank!r}; write @one_rank_only()")
 
     def decorate(function: Callable[P, R]) -> Callable[P, R | None]:
-        kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-        if any(is_kind(inspect.unwrap(function)) for is_kind in kinds):  # they run after the guard has exited
-            raise TypeError(f"one_rank_only does not support generators and coroutines, got {function!r}")
         name = getattr(function, "__qualname__", repr(function))
         code = getattr(inspect.unwrap(function), "__code__", None)
         line = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "a builtin"
@@ -201,14 +188,12 @@ def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
         local: ``rank`` is a local rank, one on each node.
 
     Raises:
-        TypeError: ``rank`` is not an integer.
         ValueError: there is no such rank; with ``local``, on this node.
 
     >>> with one_rank_first():
     ...     print("ready")
     ready
     """
-    rank = _plain_rank(rank, "with one_rank_first()")
     here = alone.get()
     if here is not None and here.turn == (rank, local):
         yield
@@ -232,144 +217,11 @@ def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
 
 def _synchronize(backend: Backend, where: str, rank: int, is_long: bool = False) -> None:
     """Wait for all ranks, patiently if one of them has something to do first."""
-    ranks = range(backend.topology.world_size)
-    try:
-        begin(backend, where, None, ranks, root=rank, is_long=is_long)
+    with Call(where, backend, None) as call:
+        call.begin(root=rank, is_long=is_long)
         backend.barrier(None)
-    except BaseException as error:
-        explain(error, backend, where, ranks)
-        raise
 
 
 def _check_exists(rank: int, size: int) -> None:
     if not 0 <= rank < size:
         raise ValueError(f"rank must be in [0, {size}), got {rank}")
-
-
-def _plain_rank(rank: int, instead: str) -> int:
-    try:
-        return operator.index(rank)
-    except TypeError as error:
-        raise TypeError(f"rank must be an integer, got {rank!r}; write {instead}") from error
-
-
-# --- the guard ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Alone:
-    """A block of code that some ranks run and the others do not.
-
-    Args:
-        present: the ranks that run it.
-        what: the block.
-        where: its line.
-        turn: in ``one_rank_first``, the rank that goes first and whether it is a local one.
-    """
-
-    present: frozenset[int]
-    what: str
-    where: str
-    turn: tuple[int, bool] | None
-
-
-alone: ContextVar[Alone | None] = ContextVar("camshaft_alone", default=None)
-"""What this thread runs at the moment without other ranks; every collective checks it."""
-
-
-def check_all_present(collective: str, ranks: Sequence[int], rank: int) -> None:
-    """Check that all ranks run the current block of code.
-
-    Raises:
-        RankDivergenceError: some do not, so the collective would hang.
-    """
-    here = alone.get()
-    if here is None or here.present.issuperset(ranks):
-        return
-    absent = sorted(set(ranks) - here.present)
-    raise RankDivergenceError(
-        f"{collective} on rank {rank} waits for ranks {absent}, which do not run {here.what} ({here.where}); "
-        f"only {sorted(here.present)} do: move the call out of it, or make it over a group of those"
-    )
-
-
-@contextlib.contextmanager
-def only(present: Sequence[int], what: str, where: str, turn: tuple[int, bool] | None = None) -> Iterator[None]:
-    """Mark a block as run by some ranks only, for this thread."""
-    outer = alone.get()
-    here = frozenset(present)
-    if outer is not None:
-        here, turn = here & outer.present, turn or outer.turn
-    token = alone.set(Alone(here, what, where, turn))
-    try:
-        yield
-    finally:
-        alone.reset(token)
-
-
-def begin(
-    backend: Backend,
-    collective: str,
-    group: Group | None,
-    ranks: Sequence[int],
-    value: Any = None,
-    how: str = "",
-    root: Any = None,
-    is_long: bool = False,
-) -> None:
-    """Check that a collective can complete: all ranks are present and, in debug mode, call the same.
-
-    Args:
-        backend: of this rank.
-        collective: its name.
-        group: the group, ``None`` for all ranks.
-        ranks: the ranks of the group.
-        value: a tensor with the same shape and dtype on all ranks; other kinds of values may differ.
-        how: what else is the same on all ranks, for example the reduction.
-        root: the rank that sends, or that receives the result.
-        is_long: ranks may be busy for a long time before they call it.
-
-    Raises:
-        RankDivergenceError: it cannot.
-    """
-    check_all_present(collective, ranks, backend.topology.rank)
-    if backend.job.compares_collectives and len(ranks) > 1:
-        collective_check.compare(backend, group, ranks, collective, value, how, root, is_long)
-
-
-# --- errors of the library below ---------------------------------------------------------------------------
-
-
-def explain(error: BaseException, backend: Backend, collective: str, ranks: Sequence[int]) -> None:
-    """Add to the error of a collective where it was raised, and raise a better one if ranks have left the job."""
-    among = f", among the ranks {list(ranks)}" if ranks else ""
-    where = f"in {collective} on rank {backend.topology.rank}{among}"
-    annotate(error, where)
-    raise_if_some_left(error, backend, ranks, where)
-    if _is_of_library(error) and not backend.job.compares_collectives and len(ranks) > 1:  # the calls may differ
-        annotate(error, _HINT)
-
-
-def raise_if_some_left(error: BaseException, backend: Backend, ranks: Sequence[int], where: str) -> None:
-    """Replace the error of a library that only reports a closed connection.
-
-    Raises:
-        RankDivergenceError: some of the ranks have left the job; it names them.
-    """
-    if _is_of_library(error) and (text := _departures(backend, ranks)):
-        raise RankDivergenceError(f"{text}, {where}") from error
-
-
-def annotate_departures(error: BaseException, backend: Backend) -> None:
-    """Note on an error from anywhere, for example the backward pass of DDP, which ranks have left the job."""
-    if _is_of_library(error) and (text := _departures(backend, range(backend.topology.world_size))):
-        annotate(error, text)
-
-
-def _is_of_library(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and not isinstance(error, _OUR_OWN)
-
-
-def _departures(backend: Backend, ranks: Sequence[int]) -> str:
-    found = "; ".join(f"rank {rank} {how}" for rank, how in backend.left(ranks).items())
-    return found and f"{found}; every rank must take part in each collective"

@@ -8,29 +8,30 @@ module of torch's backends also has ``check_options(name, options)``, which is c
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from camshaft.distributed.backend import Backend
-from camshaft.distributed.topology import Topology
+from camshaft.distributed.backend import Backend, accelerator
+from camshaft.distributed.topology import Launch, Topology
 
 has_native_dist_support = dist.is_available()
 has_xla_support = find_spec("torch_xla") is not None
 has_hvd_support = find_spec("horovod") is not None
 
-_MODULES = {"mpi": "mpi", "xla-tpu": "xla", "horovod": "horovod"}  # all others are torch's
+_MODULES = {"mpi": "mpi.start", "xla-tpu": "xla", "horovod": "horovod"}  # all others are torch's
 NEEDS = {
     "mpi": "pip install 'camshaft[mpi]'",
     "xla-tpu": "pip install 'camshaft[xla]'",
     "horovod": "Horovod built for the installed torch: see docs/reference/backends.md",
 }
 _NOT_FOR_RUNS = ("undefined", "fake", "ucc", "xla")  # the last is "xla-tpu" here
-_ADOPTERS = {"torch.distributed": "native", "torch_xla": "xla", "horovod.torch": "horovod"}
+_ADOPTERS = {"torch.distributed": "native.backend", "torch_xla": "xla", "horovod.torch": "horovod"}
 _loaded: dict[str, Any] = {}
 _imported = sys.modules
 _torch_world = dist.distributed_c10d._world  # its default_pg is dist.group.WORLD, in half the time
@@ -42,7 +43,7 @@ def available_backends() -> tuple[str, ...]:
     >>> "gloo" in available_backends()
     True
     """
-    return tuple(name for name in known_backends() if _is_available(name))
+    return tuple(name for name in known_backends() if lack_of(name) is None)
 
 
 def module_of(name: str) -> ModuleType:
@@ -51,9 +52,9 @@ def module_of(name: str) -> ModuleType:
     Raises:
         ValueError: the backend does not exist, or what it needs is not installed.
     """
-    if name not in available_backends():
-        raise ValueError(f"backend must be one of {available_backends()}, got {name!r}, which {lack_of(name)}")
-    return _import(_MODULES.get(name, "native"))
+    if lack := lack_of(name):
+        raise ValueError(f"backend must be one of {available_backends()}, got {name!r}, which {lack}")
+    return _import(_MODULES.get(name, "native.backend"))
 
 
 def nothing_to_adopt() -> bool:
@@ -91,29 +92,61 @@ def backend_classes() -> list[type[Backend]]:
 
 def known_backends() -> tuple[str, ...]:
     """Return all backends, installed or not: torch's, also those registered for other devices, and the others."""
-    registered = getattr(dist.Backend, "backend_list", []) if has_native_dist_support else []
-    native = ("nccl", "gloo", "mpi", *(name for name in registered if name not in _NOT_FOR_RUNS))
+    native = ("nccl", "gloo", "mpi", *(name for name in dist.Backend.backend_list if name not in _NOT_FOR_RUNS))
     return (*dict.fromkeys(native), "xla-tpu", "horovod")
 
 
 def lack_of(name: str) -> str | None:
     """Return what a backend lacks, ``"needs pip install 'camshaft[mpi]'"``, or ``None`` if it is available."""
-    if name in available_backends():
-        return None
-    if needs := NEEDS.get(str(name)):
-        return f"needs {needs}"
-    return "is not in this torch" if name in known_backends() else "is not registered"
+    if name not in known_backends():
+        return "is not registered"
+    if name in NEEDS:
+        has_mpi = dist.is_mpi_available() or find_spec("mpi4py") is not None
+        has_it = {"mpi": has_mpi, "xla-tpu": has_xla_support, "horovod": has_hvd_support}[name]
+        return None if has_it else f"needs {NEEDS[name]}"
+    return None if dist.is_backend_available(name) else "is not in this torch"
+
+
+def choose(
+    environ: Mapping[str, str], launch: Launch | None, nproc_per_node: int | None, available: Sequence[str]
+) -> tuple[str | None, str]:
+    """Choose a backend.
+
+    Args:
+        environ: the environment variables.
+        launch: how this process was started, ``None`` without a launcher.
+        nproc_per_node: the number of processes about to be started, ``None`` if none are.
+        available: the backends that can be initialized.
+
+    Returns:
+        Its name, ``None`` for a single process, and the reason.
+
+    >>> choose({}, None, None, ["gloo"])
+    (None, 'no launcher started this process, and nproc_per_node is not given')
+    """
+    if "xla-tpu" in available and "PJRT_DEVICE" in environ:
+        return "xla-tpu", f"PJRT_DEVICE={environ['PJRT_DEVICE']} is set, and torch_xla is installed"
+    if nproc_per_node is None and launch is None:
+        return None, "no launcher started this process, and nproc_per_node is not given"
+    if nproc_per_node is None and launch is not None:
+        if launch.launcher == "horovodrun" and "horovod" in available:
+            return "horovod", "horovodrun started this process"
+        if launch.mpi and "mpi" in available:
+            return "mpi", f"{launch.launcher} started this process, for MPI"
+    here = accelerator()
+    if here is None:
+        return "gloo", "there is no accelerator"
+    try:
+        name = dist.get_default_backend_for_device(here.type)
+    except ValueError:
+        return "gloo", f"torch knows no backend for {here.type}"
+    if name not in available:
+        return "gloo", f"{name!r} is not available for {here.type}"
+    count = torch.accelerator.device_count()
+    local_size = nproc_per_node or (launch.topology.local_world_size if launch else 1)
+    why = f"there are {count} {here.type} devices for {local_size} processes"
+    return "gloo" if count < local_size else name, why
 
 
 def _import(module: str) -> ModuleType:
     return import_module(f"camshaft.distributed.backends.{module}")
-
-
-def _is_available(name: str) -> bool:
-    if name == "xla-tpu":
-        return has_xla_support
-    if name == "horovod":
-        return has_hvd_support
-    if name == "mpi":
-        return has_native_dist_support and (dist.is_mpi_available() or find_spec("mpi4py") is not None)
-    return has_native_dist_support and dist.is_backend_available(name)

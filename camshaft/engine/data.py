@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import (
     BatchSampler,
-    DataLoader,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -107,27 +106,23 @@ def warn_of_new_pass(data: Any, done: int) -> None:
     """Warn if a run resumes in the middle of an epoch but its data are read from their beginning."""
     if not done % (length_of(data) or done + 1):
         return
-    if isinstance(data, Iterator) or isinstance(getattr(data, "dataset", None), IterableDataset):
-        warnings.warn(
-            f"the run resumes after {done} iterations of an epoch, but a {type(data).__name__} without state_dict is "
-            "read from where it is now: unless you have moved it forward, some samples are seen twice; make the loader "
-            "with auto_dataloader, which skips forward, or use a loader with state_dict and load_state_dict",
-            stacklevel=2,
-        )
-    if not isinstance(data, DataLoader):
-        return
-    sampler = data.sampler
+    sampler = getattr(data, "sampler", None)
     is_reread = isinstance(sampler, _REREAD) and not getattr(sampler, "replacement", False)
-    if exact_batches(data) is not None or (type(data.batch_sampler) is BatchSampler and is_reread):
-        warnings.warn(
-            f"the run resumes after {done} iterations of an epoch, but its loader starts from the beginning: in this "
-            "epoch some samples are seen twice and others never; make the loader with auto_dataloader and load a state "
-            "with its position, or use a DeterministicEngine",
-            stacklevel=2,
-        )
+    if isinstance(data, Iterator) or isinstance(getattr(data, "dataset", None), IterableDataset):
+        place = "from where it is now, unless you have moved it forward"
+    elif exact_batches(data) is not None or (is_reread and type(getattr(data, "batch_sampler", None)) is BatchSampler):
+        place = "from the beginning"
+    else:
+        return
+    warnings.warn(
+        f"the run resumes after {done} iterations of an epoch, but its {type(data).__name__} is read {place}: in this "
+        "epoch some samples are seen twice or never; make the loader with auto_dataloader and load a state with its "
+        "position, use a loader with state_dict and load_state_dict, or a DeterministicEngine",
+        stacklevel=2,
+    )
 
 
-def seek_with_new_length(data: Any, position: Position, epoch_length: int | None) -> tuple[int, int, int] | None:
+def seek_with_new_length(data: Any, position: Position | None, epoch_length: int | None) -> tuple[int, int, int] | None:
     """Find a position in a loader that now makes more or fewer batches per epoch than when it was saved.
 
     Returns:
@@ -137,7 +132,7 @@ def seek_with_new_length(data: Any, position: Position, epoch_length: int | None
     Raises:
         ValueError: the position belongs to other data.
     """
-    if "consumed" not in position:
+    if position is None or "consumed" not in position:
         return None
     sampler = exact_batches(data)
     if sampler is None:
@@ -168,6 +163,7 @@ class DataIterator:
         fetched: plan of ``GET_BATCH_COMPLETED``, likewise.
         has_started: whether the first pass of the run has started.
         start: the progress from which the run starts, until its first pass has started.
+        warns: whether to warn if the first pass is read from its beginning in the middle of an epoch.
     """
 
     skips_forward = False  # whether data that cannot seek are read up to the position when a run resumes
@@ -178,8 +174,7 @@ class DataIterator:
         self.fetching = self.fetched = _SILENT
         self.has_started = False
         self.start: Progress | None = None
-        self._batches: tuple[Any, ...] | None = None  # to yield before those of the first pass
-        self._warns = False
+        self.warns = False
         self._cut_after: int | None = None  # iterations of the last epoch, if it was cut short
         self._announced: Any = None
         self._number = -1
@@ -188,16 +183,6 @@ class DataIterator:
         self._exact: Any = None  # the batch sampler, if it can start at any sample,
         self._pass: dict[str, Any] = {}  # and its pass, which others that read the same loader do not change
         self._share: Callable[..., float] | None = None
-
-    def start_at(self, progress: Progress, batches: tuple[Any, ...] | None, warns: bool) -> None:
-        """Set where the first pass starts when a run resumes.
-
-        Args:
-            progress: of the run.
-            batches: to yield first, as the data do not return them again; ``None`` if the data seek by themselves.
-            warns: whether to warn if the data are read from their beginning in the middle of an epoch.
-        """
-        self.start, self._batches, self._warns = progress, batches, warns
 
     def open(self) -> int:
         """Start a pass; return the number of its batches that the run already had."""
@@ -215,7 +200,7 @@ class DataIterator:
         if self.start is not None and self.start.position is not None and length is None:
             length = self.start.position.get("steps")
         self._take(iterator, number, length, skipped)
-        self.has_started, self.start, self._batches, self._cut_after = True, None, None, None
+        self.has_started, self.start, self._cut_after = True, None, None
         return skipped
 
     def open_first_pass(self) -> tuple[Iterator[Any], int]:
@@ -223,12 +208,11 @@ class DataIterator:
         assert self.start is not None, "the run has started"
         data, position = self.engine.state.dataloader, self.start.position
         assert data is not None, "there are passes over data only"
-        iterator, skipped = (iter(data), 0) if position is None else open_at(data, position)
-        if self._batches is not None:
-            iterator = itertools.chain(self._batches, iterator)
-        elif position is None and self._warns:
+        if position is not None:
+            return open_at(data, position)
+        if self.warns:
             warn_of_new_pass(data, self.start.done)
-        return iterator, skipped
+        return iter(data), 0
 
     def open_pass(self, number: int, cut_after: int | None) -> Iterator[Any]:
         """Open a later pass.
@@ -252,17 +236,11 @@ class DataIterator:
 
     def replace(self, data: Any) -> None:
         """Continue with other data, at once if a pass is live."""
-        state = self.engine.state
-        previous, state.dataloader = state.dataloader, data
+        self.engine.state.dataloader = data
         if self.iterator is not None:
             self.announce()
             number = self._next_number()
-            try:
-                iterator = self.open_pass(number, None)
-            except BaseException:
-                state.dataloader = previous
-                raise
-            self._take(iterator, number, length_of(data))
+            self._take(self.open_pass(number, None), number, length_of(data))
 
     def shift(self, iterations: int) -> None:
         """Keep the position when ``state.iteration`` is changed by ``iterations``."""
@@ -325,10 +303,10 @@ class DataIterator:
 
     def _next_number(self) -> int:
         """Return the number of the next pass: from the counters, so that resumed runs agree, and never one twice."""
-        if self.start is not None and self.start.position is not None and "epoch" in self.start.position:
-            number: int = self.start.position["epoch"]
+        state, position = self.engine.state, None if self.start is None else self.start.position
+        if position is not None and "epoch" in position:
+            number: int = position["epoch"]
             return number
-        state = self.engine.state
         length = length_of(state.dataloader)
         by_epoch = not length or length == state.epoch_length
         return max(state.epoch - 1 if by_epoch else state.iteration // (length or 1), self._number + 1)

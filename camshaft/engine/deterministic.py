@@ -11,14 +11,13 @@ from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from camshaft.engine.data import DataIterator, exact_batches, length_of, open_at
 from camshaft.engine.engine import Engine
 from camshaft.engine.state import Batch, Output
 from camshaft.seeding import (
     capture_random_state,
-    check_random_state,
     manual_seed,
     preserved_random_state,
     restore_random_state,
@@ -124,7 +123,7 @@ class SeededDataIterator(DataIterator):
         """Open the first pass of the run, seeded, at the batch where the run resumes."""
         assert self.start is not None, "the run has started"
         position, state = self.start.position, self.engine.state
-        if self._batches is not None or (position is not None and "state" in position):
+        if position is not None and "state" in position:
             return super().open_first_pass()
         data = state.dataloader = _with_reproducible_batches(state.dataloader)
         exact, sampler = exact_batches(data), getattr(data, "batch_sampler", None)
@@ -232,6 +231,7 @@ class DeterministicEngine(Engine[Batch, Output]):
     """
 
     _data_iterator = SeededDataIterator
+    _needs_data = True
 
     def __init__(self, process_function: Callable[[Engine[Batch, Output], Batch], Output]) -> None:
         super().__init__(process_function)
@@ -249,12 +249,9 @@ class DeterministicEngine(Engine[Batch, Output]):
         """Load what :meth:`Engine.load_state_dict` loads, and the random states to restore when the run resumes."""
         random_state = state_dict.get("rng_states") if isinstance(state_dict, Mapping) else None
         if random_state is not None:
-            check_random_state(random_state)
+            with preserved_random_state(devices=False):
+                restore_random_state(random_state)  # raises if it is invalid
         super().load_state_dict(state_dict)
-
-    def _check_data(self, data: Iterable[Any] | None) -> None:
-        if data is None:
-            raise ValueError("data must be given to DeterministicEngine, got None")
 
     def _prepare(self) -> None:
         self.state.seed = int(torch.randint(0, 10**9, (1,)).item())
@@ -269,11 +266,9 @@ _NOTHING: Any = object()
 
 def _with_reproducible_batches(data: Any) -> Any:
     sampler = getattr(data, "batch_sampler", None)
-    if not isinstance(data, DataLoader) or not isinstance(sampler, BatchSampler):
+    if not isinstance(data, DataLoader) or not isinstance(sampler, BatchSampler) or exact_batches(data) is not None:
         return data
-    if isinstance(sampler, ReproducibleBatchSampler) or exact_batches(data) is not None:
-        return data
-    if isinstance(getattr(data, "dataset", None), torch.utils.data.IterableDataset):
+    if isinstance(sampler, ReproducibleBatchSampler) or isinstance(getattr(data, "dataset", None), IterableDataset):
         return data
     return update_dataloader(data, ReproducibleBatchSampler(sampler))
 
@@ -284,10 +279,8 @@ def _deterministic_algorithms() -> Iterator[None]:
     if not torch.cuda.is_available():
         yield
         return
-    enabled, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark = torch.backends.cudnn.benchmark
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any
 
@@ -26,16 +24,12 @@ from camshaft.engine.events import (
     translated,
 )
 from camshaft.engine.state import State
-from camshaft.errors import annotate, described
-from camshaft.ignite import check_metric
+from camshaft.errors import check_metric, described
 
 Invocation = Callable[[Any], Any]
 Wrapper = Callable[[Any, "Registration", Invocation], Invocation]
 """Wraps the call of a handler: takes the event, the registration and the function that calls the handler."""
 
-_NO_COUNTERS = frozenset(
-    {"epoch_length", "max_epochs", "max_iters", "output", "batch", "metrics", "dataloader", "seed", "times"}
-)
 
 EXTRA_ARGUMENTS: Mapping[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {
     Events.EXCEPTION_RAISED: ((None,), {}),
@@ -43,7 +37,6 @@ EXTRA_ARGUMENTS: Mapping[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {
 }
 """Placeholders of the arguments that an event passes besides the engine, positional and keyword."""
 
-PLACED = "raised by "
 _serials = itertools.count(1)
 
 
@@ -103,7 +96,6 @@ class Registration:
             self._call = lambda engine: handler(*args, **kwargs)
         else:  # the handler itself where nothing is added, which saves a call
             self._call = (lambda engine: handler(engine, *args, **kwargs)) if args or kwargs else handler
-        self.wrap(())
 
     def wrap(self, wrappers: Iterable[Wrapper]) -> None:
         """Wrap the calls of the handler, and undo earlier wrapping. The filter runs outside of the wrappers."""
@@ -122,18 +114,6 @@ class Registration:
     def accepts(self, engine: Any, count: int) -> bool:
         """Return whether the filter by count, if any, accepts ``count``."""
         return self.filter is None or self.filter(engine, count)
-
-
-def check_process_function(process_function: Any) -> None:
-    """Raise an error unless ``process_function`` can be called with an engine and a batch."""
-    if process_function is None:
-        raise ValueError("process_function must be given, got None")
-    if not callable(process_function):
-        raise TypeError(f"process_function must be callable, got {process_function!r}")
-    try:
-        inspect.signature(process_function).bind(None, None)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"process_function must take (engine, batch), got {process_function!r}: {error}") from error
 
 
 def _find_form(
@@ -173,20 +153,6 @@ def _alternative(handler: Any) -> str:
     return ""
 
 
-def place(error: BaseException, source: str, state: Any) -> None:
-    """Add a note to an error that names its source."""
-    annotate(error, f"{PLACED}{source}, epoch {state.epoch}, iteration {state.iteration}")
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    """Return the name of a function, or of another callable, and its location."""
-    with suppress(ValueError):  # of a cycle of wrappers
-        function = inspect.unwrap(function)  # such as one_rank_only makes
-    code = getattr(function, "__code__", None)
-    name = getattr(function, "__qualname__", None) or repr(function)
-    return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
-
-
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
@@ -203,11 +169,10 @@ class Plan:
         registrations: in the order in which they run.
         extra: positional arguments that the current firing passes to handlers besides the engine.
         keywords: keyword arguments, likewise.
-        tracer: logs each firing, even without handlers; ``None`` for no log.
     """
 
-    __slots__ = ("event", "counter", "registrations", "extra", "keywords", "since", "due", "_wrappers",
-                 "_counted_since", "_counted_due", "_uncounted", "_newest", "tracer", "__weakref__")  # fmt: skip
+    __slots__ = ("event", "counter", "registrations", "extra", "keywords", "since", "due", "_counted_since",
+                 "_counted_due", "_uncounted", "_newest", "__weakref__")  # fmt: skip
 
     def __init__(self, event: Any, counter: str | None) -> None:
         self.event = event
@@ -217,14 +182,10 @@ class Plan:
         self.registrations: tuple[Registration, ...] = ()
         self._newest = 0
         self._counted_since = self._counted_due = NEVER  # the range of the filters by count
-        self.tracer: logging.Logger | None = None
-        self._wrappers: tuple[Wrapper, ...] = ()
         self._replan()
 
     def add(self, registration: Registration) -> None:
         """Add a registration, behind those of the same or a smaller order."""
-        if self._wrappers:
-            registration.wrap(self._wrappers)
         self.registrations = tuple(sorted((*self.registrations, registration), key=lambda one: one.order))
         self._newest = registration.serial
         self._replan()
@@ -233,22 +194,6 @@ class Plan:
         """Remove registrations."""
         self.registrations = tuple(one for one in self.registrations if not unwanted(one))
         self._replan()
-
-    def wrap(self, wrappers: tuple[Wrapper, ...]) -> None:
-        """Wrap the calls of all handlers, including those registered later, and undo earlier wrapping."""
-        self._wrappers = wrappers
-        for one in self.registrations:
-            one.wrap(wrappers)
-
-    def trace(self, logger: logging.Logger | None) -> None:
-        """Set the tracer."""
-        self.tracer = logger
-        self._replan()
-
-    def log(self, logger: logging.Logger, engine: Any) -> None:
-        """Log a firing."""
-        state = engine.state
-        logger.debug("%d | %d, firing handlers for event %s", state.epoch, state.iteration, self.event)
 
     def count(self, engine: Any) -> int:
         """Return the count of the event."""
@@ -259,24 +204,19 @@ class Plan:
     def fire(self, engine: Any) -> None:
         """Call the handlers that are due, in order."""
         event = engine.last_event_name = self.event
-        if self.tracer is not None:
-            self.log(self.tracer, engine)
+        if engine._is_traced:
+            state = engine.state
+            engine.logger.debug("%d | %d, firing handlers for event %s", state.epoch, state.iteration, event)
         newest = self._newest
-        one = None
-        try:
-            for one in self._due_now(engine):
-                engine.last_event_name = event  # a handler may have fired another event
-                one.invoke(engine)
-            while self._newest != newest:  # handlers added by handlers run too
-                added = [one for one in self.registrations if one.serial > newest]
-                newest = self._newest
-                for one in added:
-                    if self.counter is None or one.accepts(engine, self.count(engine)):
-                        one.invoke(engine)
-        except BaseException as error:
-            if one is not None:
-                place(error, f"handler {name_of(one.handler)} on {event!r}", engine.state)
-            raise
+        for one in self._due_now(engine):
+            engine.last_event_name = event  # a handler may have fired another event
+            one.invoke(engine)
+        while self._newest != newest:  # handlers added by handlers run too
+            added = [one for one in self.registrations if one.serial > newest]
+            newest = self._newest
+            for one in added:
+                if self.counter is None or one.accepts(engine, self.count(engine)):
+                    one.invoke(engine)
 
     def fire_with(self, engine: Any, *extra: Any, **keywords: Any) -> None:
         """Fire, passing arguments to the handlers besides the engine."""
@@ -306,7 +246,7 @@ class Plan:
         self._publish_range()
 
     def _publish_range(self) -> None:
-        if self._uncounted or self.tracer is not None:
+        if self._uncounted:
             self.since = self.due = NEVER
         elif not self.registrations:
             self.since, self.due = -NEVER, NEVER
@@ -325,7 +265,7 @@ class Dispatcher:
     def __init__(self) -> None:
         self.plans: dict[Any, Plan] = {}
         self.counters: dict[Any, str] = dict(State.event_to_attr)
-        self._wrappers: tuple[Wrapper, ...] = ()
+        self._wrappers: list[Wrapper] = []
         self.register((*Events, *FailureEvents), None)
 
     def register(self, events: tuple[Any, ...], event_to_attr: dict[Any, str] | None) -> None:
@@ -337,16 +277,10 @@ class Dispatcher:
                 raise TypeError(
                     f"an event to register must be a str or a member of an EventEnum, got {described(event)}"
                 )
-        for attribute in (event_to_attr or {}).values():
-            if not isinstance(attribute, str) or attribute in _NO_COUNTERS:
-                raise ValueError(
-                    f"event_to_attr must name attributes that can count, got {attribute!r}; not {sorted(_NO_COUNTERS)}"
-                )
         self.counters.update(event_to_attr or {})
         for event in events:
             if event not in self.plans:
                 self.plans[event] = Plan(event, self.counters.get(event))
-                self.plans[event].wrap(self._wrappers)
         for event in event_to_attr or {}:
             if event in self.plans:
                 self.plans[event].counter = self.counters[event]
@@ -397,6 +331,7 @@ class Dispatcher:
                 )
             added.append((plan, Registration(plan, handler, event_filter, args, kwargs, order)))
         for plan, registration in added:
+            registration.wrap(self._wrappers)
             plan.add(registration)
         return tuple(registration.serial for _, registration in added)
 
@@ -421,23 +356,20 @@ class Dispatcher:
             if any(one.serial in serials for one in plan.registrations):
                 plan.remove(lambda one: one.serial in serials)
 
-    def trace(self, logger: logging.Logger | None) -> None:
-        """Log each firing from now on; ``None`` stops this."""
-        for plan in self.plans.values():
-            plan.trace(logger)
-
     def wrap(self, wrapper: Wrapper) -> None:
         """Wrap the calls of all handlers, including those registered later."""
-        self._rewrap((*self._wrappers, wrapper))
+        self._wrappers.append(wrapper)
+        self._rewrap()
 
     def unwrap(self, wrapper: Wrapper) -> None:
         """Remove a wrapper."""
-        self._rewrap(tuple(one for one in self._wrappers if one != wrapper))
+        self._wrappers.remove(wrapper)
+        self._rewrap()
 
-    def _rewrap(self, wrappers: tuple[Wrapper, ...]) -> None:
-        self._wrappers = wrappers
+    def _rewrap(self) -> None:
         for plan in self.plans.values():
-            plan.wrap(wrappers)
+            for one in plan.registrations:
+                one.wrap(self._wrappers)
 
     def _plans_of(self, events: EventLike | None) -> Iterator[Plan]:
         if events is None:

@@ -12,7 +12,7 @@ from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overl
 
 from camshaft.base import Serializable
 from camshaft.engine.data import DataIterator, can_start_anywhere, check_iterable, seek_with_new_length
-from camshaft.engine.dispatch import Dispatcher, check_process_function
+from camshaft.engine.dispatch import Dispatcher
 from camshaft.engine.events import (
     CallableEventWithFilter,
     EventEnum,
@@ -20,14 +20,13 @@ from camshaft.engine.events import (
     Events,
     EventsList,
     RemovableEventHandle,
-    events_in,
+    check_takes_two,
 )
 from camshaft.engine.loop import Run, Stop, StopFlag
 from camshaft.engine.progress import (
     Origin,
     Progress,
     Request,
-    Snapshot,
     derived_max_epochs,
     has_target,
     positive,
@@ -41,7 +40,6 @@ __all__ = ["CallableEventWithFilter", "Engine", "EventEnum", "Events", "EventsLi
 P = ParamSpec("P")
 AnyHandler = TypeVar("AnyHandler", bound=Callable[..., object])
 Plain = TypeVar("Plain", bound="Callable[[Engine[Any, Any]], object] | Callable[[], object]")
-OnError = TypeVar("OnError", bound="Callable[[Engine[Any, Any], Exception], object] | Callable[[Exception], object]")
 
 _running = threading.local()  # the engines that run in a thread: one may run another in a handler
 
@@ -86,11 +84,14 @@ class Engine(Serializable, Generic[Batch, Output]):
 
     interrupt_resume_enabled = True
     _data_iterator: type[DataIterator] = DataIterator
+    _needs_data = False
     _state_dict_all_req_keys = ("epoch_length",)
     _state_dict_one_of_opt_keys = (("iteration", "epoch"), ("max_epochs", "max_iters"))
 
     def __init__(self, process_function: Callable[[Engine[Batch, Output], Batch], Output]) -> None:
-        check_process_function(process_function)
+        if process_function is None:
+            raise ValueError("process_function must be given, got None")
+        check_takes_two("process_function", process_function, "(engine, batch)")
         super().__init__()
         self.last_event_name: Any = None
         self.logger = logging.getLogger(f"{__name__}.{type(self).__name__}")
@@ -99,9 +100,11 @@ class Engine(Serializable, Generic[Batch, Output]):
         self._dispatcher = Dispatcher()
         self._stops: dict[Stop, bool | str] = {}
         self._state: State[Batch, Output] = State()
-        self._snapshot = Snapshot(origin=Origin.COUNTERS)
+        self._progress = Progress(origin=Origin.COUNTERS)  # of the last run, or of a loaded state
+        self._counters = (0, 0)  # of the state at that time; if the user has changed them since, they count
         self._run: Run | None = None  # also while it is paused
         self._next_data: Iterable[Any] | None = None
+        self._is_traced = False  # whether each firing is logged
         # Values in the state that the engine inferred. The user did not request them: they do not bind the next run.
         self._inferred: dict[str, int | None] = {}
 
@@ -145,17 +148,7 @@ class Engine(Serializable, Generic[Batch, Output]):
     # fmt: off
     @overload
     def add_event_handler(
-        self, event_name: Literal[Events.EXCEPTION_RAISED],
-        handler: Callable[Concatenate[Engine[Batch, Output], Exception, P], object], *args: P.args, **kwargs: P.kwargs,
-    ) -> RemovableEventHandle: ...
-    @overload
-    def add_event_handler(
-        self, event_name: Literal[Events.EXCEPTION_RAISED],
-        handler: Callable[Concatenate[Exception, P], object], *args: P.args, **kwargs: P.kwargs,
-    ) -> RemovableEventHandle: ...
-    @overload
-    def add_event_handler(
-        self, event_name: Literal[Events.TERMINATE_SINGLE_EPOCH],
+        self, event_name: Literal[Events.EXCEPTION_RAISED, Events.TERMINATE_SINGLE_EPOCH],
         handler: Callable[..., object], *args: Any, **kwargs: Any,
     ) -> RemovableEventHandle: ...
     @overload
@@ -204,18 +197,19 @@ class Engine(Serializable, Generic[Batch, Output]):
         output: 4
         output: 8
         """
-        numbers = self._dispatcher.add(self._checked(event_name), handler, args, kwargs, order)
+        try:
+            numbers = self._dispatcher.add(event_name, handler, args, kwargs, order)
+        except ValueError as error:
+            self.logger.error("%s", error)
+            raise
         self.logger.debug("Handler added for event %s", event_name)
         return RemovableEventHandle(event_name, handler, self, numbers)
 
     # fmt: off
     @overload
-    def on(  # type: ignore[overload-overlap]  # only this event passes an exception
-        self, event_name: Literal[Events.EXCEPTION_RAISED], *, order: int = 0
-    ) -> Callable[[OnError], OnError]: ...
-    @overload
     def on(
-        self, event_name: Literal[Events.TERMINATE_SINGLE_EPOCH], *args: Any, order: int = 0, **kwargs: Any
+        self, event_name: Literal[Events.EXCEPTION_RAISED, Events.TERMINATE_SINGLE_EPOCH],
+        *args: Any, order: int = 0, **kwargs: Any,
     ) -> Callable[[AnyHandler], AnyHandler]: ...
     @overload
     def on(self, event_name: EventLike, *, order: int = 0) -> Callable[[Plain], Plain]: ...
@@ -235,23 +229,12 @@ class Engine(Serializable, Generic[Batch, Output]):
         EPOCH_COMPLETED 3
         COMPLETED 3
         """
-        self._checked(event_name)
 
         def register(handler: AnyHandler) -> AnyHandler:
             self.add_event_handler(event_name, handler, *args, order=order, **kwargs)
             return handler
 
         return register
-
-    def _checked(self, event_name: EventLike) -> EventLike:
-        """Log and raise an error for an unknown event, before the handler is looked at."""
-        try:
-            for event in events_in(event_name):
-                self._dispatcher.plan(event)
-        except ValueError as error:
-            self.logger.error("%s", error)
-            raise
-        return event_name
 
     def has_event_handler(self, handler: Callable[..., object], event_name: EventLike | None = None) -> bool:
         """Return whether a handler is registered on an event, on any of several, or (``None``) on any event."""
@@ -277,15 +260,13 @@ class Engine(Serializable, Generic[Batch, Output]):
         >>> engine.fire_event("halfway")
         half of it
         """
-        plan = self._dispatcher.plan(event_name)
-        if plan.tracer is None and self.logger.isEnabledFor(logging.DEBUG):
-            plan.log(self.logger, self)
-        plan.fire(self)
+        self._is_traced = self.logger.isEnabledFor(logging.DEBUG)
+        self._dispatcher.plan(event_name).fire(self)
 
     # --- stop requests -------------------------------------------------------------------------------------
 
-    should_terminate = StopFlag(Stop.RUN, "skip_completed")
-    should_terminate_single_epoch = StopFlag(Stop.EPOCH, "skip_epoch_completed")
+    should_terminate = StopFlag(Stop.RUN)
+    should_terminate_single_epoch = StopFlag(Stop.EPOCH)
     should_interrupt = StopFlag(Stop.PAUSE)
 
     def terminate(self, skip_completed: bool = False) -> None:
@@ -362,10 +343,11 @@ class Engine(Serializable, Generic[Batch, Output]):
                 state.dataloader = request.data
             self._log_resuming()
         else:
-            self._check_data(request.data)
-            snapshot = self._snapshot_for(request.data)
-            if request.exceeds(snapshot.retry or snapshot.progress, state):
-                self._resume(request, snapshot)
+            if request.data is None and self._needs_data:
+                raise ValueError(f"data must be given to {type(self).__name__}, got None")
+            progress = self._progress_for(request.data)
+            if request.exceeds(progress, state):
+                self._resume(request, progress)
             else:
                 self._begin(request)
         if state.max_iters is not None:
@@ -376,7 +358,7 @@ class Engine(Serializable, Generic[Batch, Output]):
 
     def _begin(self, request: Request) -> None:
         """Start a new run."""
-        if self._snapshot.origin is Origin.LOADED and has_target(self.state):
+        if self._progress.origin is Origin.LOADED and has_target(self.state):
             warnings.warn(
                 f"the loaded state had reached its target of {target_of(self.state)}: the run restarts from the "
                 "beginning; to continue, pass a larger target",
@@ -386,33 +368,39 @@ class Engine(Serializable, Generic[Batch, Output]):
         self._inferred = {} if length is None else {"epoch_length": length}
         self._discard_run()
         self.logger.info("Engine run starting with %s", target_of(self.state))
-        self._start(request.data, Snapshot())
+        self._start(request.data, Progress())
 
-    def _snapshot_for(self, data: Iterable[Any] | None) -> Snapshot:
-        """Return the snapshot from which a run over ``data`` resumes."""
-        snapshot, state = self._snapshot.at(self.state), self.state
-        if snapshot.origin is Origin.ENDED:  # perhaps in the middle of an epoch, whose rest is then left out
-            return Snapshot(Progress(state.epoch, state.iteration))
-        if data is state.dataloader:
-            return snapshot
-        if snapshot.origin is Origin.FAILED and not can_start_anywhere(data):
-            progress = replace(snapshot.retry or snapshot.progress, position=None)
-            return replace(snapshot, progress=progress, retry=None, batches=())
-        return replace(snapshot, retry=None, batches=())
+    def _keep(self, progress: Progress) -> None:
+        self._progress, self._counters = progress, (self.state.iteration, self.state.epoch)
 
-    def _resume(self, request: Request, snapshot: Snapshot) -> None:
+    def _kept(self) -> Progress:
+        """Return the progress of the last run or a loaded state, or that of the counters if the user changed them."""
+        state = self.state
+        if self._counters == (state.iteration, state.epoch):
+            return self._progress
+        done = state.iteration % state.epoch_length if state.epoch_length else 0
+        return Progress(state.epoch, state.iteration, done, origin=Origin.COUNTERS)
+
+    def _progress_for(self, data: Iterable[Any] | None) -> Progress:
+        """Return the progress from which a run over ``data`` resumes."""
+        progress, state = self._kept(), self.state
+        if progress.origin is Origin.ENDED:  # perhaps in the middle of an epoch, whose rest is then left out
+            return Progress(state.epoch, state.iteration)
+        if progress.origin is Origin.FAILED and data is not state.dataloader and not can_start_anywhere(data):
+            return replace(progress, position=None)
+        return progress
+
+    def _resume(self, request: Request, progress: Progress) -> None:
         """Start a run from where the last one, or a loaded state, ended."""
         state, knew_length = self.state, self.state.epoch_length is not None
-        new_length = self._find_new_length(snapshot.progress, request.data)
+        new_length = seek_with_new_length(request.data, progress.position, state.epoch_length)
         inferred = request.resume(state, is_paused=False)
         if inferred is not None:
             self._inferred["epoch_length"] = inferred
         if new_length is not None:
-            snapshot = self._recount(snapshot, new_length)
+            progress = self._recount(progress, new_length)
         elif not knew_length:
-            retry = snapshot.retry and snapshot.retry.in_epochs_of(state.epoch_length)
-            snapshot = replace(snapshot, progress=snapshot.progress.in_epochs_of(state.epoch_length), retry=retry)
-        progress = snapshot.retry or snapshot.progress
+            progress = progress.in_epochs_of(state.epoch_length)
         if progress.position is not None and (lost := progress.position.get("lost", 0)):
             warnings.warn(
                 "the run resumes from the middle of an iteration or of a window of accumulated gradients, whose start "
@@ -422,28 +410,16 @@ class Engine(Serializable, Generic[Batch, Output]):
             )
         state.iteration, state.epoch = progress.iteration, progress.epoch
         self._log_resuming()
-        self._start(request.data, snapshot)
+        self._start(request.data, progress)
 
-    def _find_new_length(self, progress: Progress, data: Iterable[Any] | None) -> tuple[int, int, int] | None:
-        if progress.position is None:
-            return None
-        return seek_with_new_length(data, progress.position, self.state.epoch_length)
-
-    def _recount(self, snapshot: Snapshot, new_length: tuple[int, int, int]) -> Snapshot:
+    def _recount(self, progress: Progress, new_length: tuple[int, int, int]) -> Progress:
         """Count iterations in batches of a loader that makes more or fewer per epoch than the one that was saved."""
-        state, progress = self.state, snapshot.progress
-        number, done, state.epoch_length = new_length
+        number, done, length = new_length
         assert progress.position is not None, "else no new length is found"
         epoch = progress.epoch + number - progress.position["epoch"]
-        progress = replace(progress, epoch=epoch, done=done, iteration=epoch * state.epoch_length + done)
-        self.logger.info("The loader now makes %d batches per epoch: iterations are recounted", state.epoch_length)
-        if state.max_iters is not None and progress.iteration >= state.max_iters:
-            warnings.warn(
-                f"the loader now makes {state.epoch_length} batches per epoch, so {progress.iteration} iterations "
-                f"count as completed, which reaches the target of {state.max_iters}: pass a larger max_iters",
-                stacklevel=4,
-            )
-        return replace(snapshot, progress=progress)
+        self.state.epoch_length = length
+        self.logger.info("The loader now makes %d batches per epoch: iterations are recounted", length)
+        return replace(progress, epoch=epoch, done=done, iteration=epoch * length + done)
 
     def _log_resuming(self) -> None:
         state = self.state
@@ -451,30 +427,17 @@ class Engine(Serializable, Generic[Batch, Output]):
             "Engine run resuming from iteration %d, epoch %d until %s", state.iteration, state.epoch, target_of(state)
         )
 
-    def _start(self, data: Iterable[Any] | None, snapshot: Snapshot) -> None:
+    def _start(self, data: Iterable[Any] | None, progress: Progress) -> None:
         self._stops.clear()
         self.state.dataloader = data
-        self._snapshot = replace(snapshot, counters=(self.state.iteration, self.state.epoch))
+        self._keep(progress)
         self._run = Run(self)
-
-    def _start_first_epoch(self, run: Run) -> Progress:
-        """Return the progress from which the first epoch of a run starts, and pass it to the data."""
-        snapshot = self._snapshot = self._snapshot.at(self.state)
-        progress = snapshot.retry or snapshot.progress
-        run.data.start_at(
-            progress,
-            batches=None if snapshot.retry is None else snapshot.batches,
-            warns=snapshot.origin in (Origin.LOADED, Origin.FAILED),
-        )
-        return progress
 
     def _proceed(self) -> None:
         """Run to the next pause or to the end."""
         run = self._run
         assert run is not None, "started just now, or paused"
-        is_traced = self.logger.isEnabledFor(logging.DEBUG)
-        if is_traced:
-            self._dispatcher.trace(self.logger)
+        self._is_traced = self.logger.isEnabledFor(logging.DEBUG)
         engines = _running.__dict__.setdefault("engines", [])
         engines.append(self)
         has_ended = True
@@ -485,20 +448,15 @@ class Engine(Serializable, Generic[Batch, Output]):
         finally:
             error = None  # its traceback holds this frame
             engines.pop()
-            if is_traced:
-                self._dispatcher.trace(None)
             if has_ended:
-                self._snapshot = run.snapshot()
+                self._keep(run.final_progress())
                 self._run = None
 
     def _discard_run(self) -> None:
         """Discard a paused run."""
         if self._run is not None:
-            self._run.close()
+            self._run.generator.close()  # its handlers do not notice
             self._run = None
-
-    def _check_data(self, data: Iterable[Any] | None) -> None:
-        """Reject data that engines of a subclass cannot run over, before anything changes."""
 
     def _prepare(self) -> None:
         """Prepare a run, before ``STARTED`` fires. For subclasses."""
@@ -583,12 +541,12 @@ class Engine(Serializable, Generic[Batch, Output]):
         >>> dict(engine.state_dict())
         {'epoch_length': 3, 'iteration': 4, 'max_epochs': 2, 'epochs_completed': 1, 'iterations_in_epoch': 1}
         """
-        state, snapshot = self.state, self._snapshot.at(self.state)
-        progress = snapshot.progress if self._run is None else self._run.progress()
+        state, kept = self.state, self._kept()
+        progress = kept if self._run is None else self._run.progress()
         target = "max_epochs" if state.max_iters is None else "max_iters"
         saved: OrderedDict[str, Any] = OrderedDict(epoch_length=state.epoch_length, iteration=progress.iteration)
         saved.update((key, getattr(state, key)) for key in [target, *self.state_dict_user_keys])
-        if self._run is not None or snapshot.origin is not Origin.COUNTERS:
+        if self._run is not None or kept.origin is not Origin.COUNTERS:
             saved.update(epochs_completed=progress.epoch, iterations_in_epoch=progress.done)
         if progress.position is not None:
             saved["position"] = progress.position
@@ -626,8 +584,8 @@ class Engine(Serializable, Generic[Batch, Output]):
         for name, value in (*measures.items(), *((key, state_dict[key]) for key in self.state_dict_user_keys)):
             setattr(state, name, value)
         self._inferred = {}
-        snapshot = Snapshot(progress, Origin.LOADED)
-        if self._run is not None and (new_length := self._find_new_length(progress, state.dataloader)) is not None:
-            snapshot = self._recount(snapshot, new_length)  # in STARTED, when the data are known
-        state.iteration, state.epoch = snapshot.progress.iteration, snapshot.progress.epoch
-        self._snapshot = replace(snapshot, counters=(state.iteration, state.epoch))
+        if self._run is not None:  # in STARTED, when the data are known
+            new_length = seek_with_new_length(state.dataloader, progress.position, state.epoch_length)
+            progress = progress if new_length is None else self._recount(progress, new_length)
+        state.iteration, state.epoch = progress.iteration, progress.epoch
+        self._keep(progress)

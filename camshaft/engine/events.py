@@ -13,10 +13,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import Any, overload
+from typing import Any
 
 from camshaft.engine.state import State
-from camshaft.ignite import ignite_class
+from camshaft.errors import ignite_class
 from camshaft.types import is_integer
 
 __all__ = ["CallableEventWithFilter", "EventEnum", "Events", "EventsList", "RemovableEventHandle", "State"]
@@ -96,7 +96,17 @@ def _at_least(name: str, value: Any, lowest: int) -> int:
 # --- events ------------------------------------------------------------------------------------------------------
 
 
-class CallableEventWithFilter:
+class _Joinable:
+    __slots__ = ()
+
+    def __or__(self, other: EventLike) -> EventsList:
+        return EventsList((*_events_of(self), *_events_of(other)))
+
+    def __ror__(self, other: str) -> EventsList:
+        return EventsList((*_events_of(other), *_events_of(self)))
+
+
+class CallableEventWithFilter(_Joinable):
     """An event, optionally with a filter that decides at which counts its handlers run.
 
     Calling an event returns a new event with a filter. Equality and hash depend on the name alone: an event equals
@@ -173,7 +183,8 @@ class CallableEventWithFilter:
             )
         chosen: EventFilter | None
         if event_filter is not None:
-            chosen = _checked(event_filter)
+            check_takes_two("event_filter", event_filter, "(engine, count)")
+            chosen = event_filter
         elif once is not None:
             chosen = self.once_event_filter(once)
         elif before is None and after is None and every is not None:
@@ -229,12 +240,6 @@ class CallableEventWithFilter:
 
     def __hash__(self) -> int:
         return hash(self._name_)
-
-    def __or__(self, other: EventLike) -> EventsList:
-        return EventsList((self,)) | other
-
-    def __ror__(self, other: str) -> EventsList:
-        return EventsList(_events_of(other)) | self
 
     def __repr__(self) -> str:
         name = f"{self._family.__name__ if self._family else 'Events'}.{self._name_}"
@@ -297,7 +302,7 @@ State.event_to_attr = {
 }
 
 
-class EventsList:
+class EventsList(_Joinable):
     """An immutable list of events, made by ``|``. A handler is registered once for each event in it.
 
     >>> stops = Events.TERMINATE | Events.INTERRUPT
@@ -316,18 +321,8 @@ class EventsList:
     def __len__(self) -> int:
         return len(self._events)
 
-    @overload
-    def __getitem__(self, index: int) -> CallableEventWithFilter | str: ...
-    @overload
-    def __getitem__(self, index: slice) -> EventsList: ...
-    def __getitem__(self, index: int | slice) -> CallableEventWithFilter | str | EventsList:
-        return EventsList(self._events[index]) if isinstance(index, slice) else self._events[index]
-
-    def __or__(self, other: EventLike) -> EventsList:
-        return EventsList((*self._events, *_events_of(other)))
-
-    def __ror__(self, other: str) -> EventsList:
-        return EventsList(_events_of(other)) | self
+    def __getitem__(self, index: int) -> CallableEventWithFilter | str:
+        return self._events[index]
 
     def __eq__(self, other: object) -> bool:
         return self._events == other._events if isinstance(other, EventsList) else NotImplemented
@@ -358,21 +353,21 @@ def events_in(events: EventLike) -> tuple[CallableEventWithFilter | str, ...]:
     return tuple(events) if isinstance(events, EventsList) else (events,)
 
 
-def _events_of(events: EventLike) -> tuple[CallableEventWithFilter | str, ...]:
+def _events_of(events: Any) -> tuple[CallableEventWithFilter | str, ...]:
     found = events_in(events)
     if all(isinstance(event, (CallableEventWithFilter, str)) for event in found):
         return found
     raise TypeError(f"| joins events, names of events, and lists of events, got {events!r}")
 
 
-def _checked(event_filter: EventFilter) -> EventFilter:
-    if not callable(event_filter):
-        raise TypeError(f"event_filter must be callable, got {event_filter!r}")
+def check_takes_two(name: str, function: Any, arguments: str) -> None:
+    """Raise an error unless a function can be called with two arguments."""
+    if not callable(function):
+        raise TypeError(f"{name} must be callable, got {function!r}")
     try:
-        inspect.signature(event_filter).bind(None, 0)
+        inspect.signature(function).bind(None, None)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"event_filter must take (engine, count), got {event_filter!r}: {error}") from error
-    return event_filter
+        raise ValueError(f"{name} must take {arguments}, got {function!r}: {error}") from error
 
 
 class Order(IntEnum):

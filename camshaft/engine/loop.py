@@ -22,23 +22,21 @@ on the way out of the run or the epoch, ``INTERRUPT`` before a pause. The run is
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
 from dataclasses import replace
 from enum import Enum, auto
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from camshaft.engine.dispatch import PLACED, name_of, place
 from camshaft.engine.events import Events, FailureEvents
-from camshaft.engine.progress import Origin, Progress, Snapshot, is_done, target_of
+from camshaft.engine.progress import Origin, Progress, is_done, target_of
+from camshaft.errors import annotate
 
 if TYPE_CHECKING:
     from camshaft.engine.engine import Engine
 
 Pauses = Generator[None, None, BaseException | None]
 _END: Any = object()
-_THE_DATA = "the data"
 _FETCHING = (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.DATALOADER_STOP_ITERATION)
 
 
@@ -53,16 +51,13 @@ class Stop(Enum):
 class StopFlag:
     """Attribute of an engine that shows and sets a stop request: ``False``, ``True``, or the event to skip."""
 
-    def __init__(self, stop: Stop, skip: str | None = None) -> None:
+    def __init__(self, stop: Stop) -> None:
         self._stop = stop
-        self._skip = skip
 
     def __get__(self, engine: Engine[Any, Any] | None, kind: type) -> Any:
         return self if engine is None else engine._stops.get(self._stop, False)
 
     def __set__(self, engine: Engine[Any, Any], value: bool | str) -> None:
-        if value not in (False, True, self._skip):
-            raise ValueError(f"the flag must be False, True or {self._skip!r}, got {value!r}")
         if value:
             engine._stops[self._stop] = value
         else:
@@ -91,6 +86,7 @@ class Run:
             ``None``.
         in_epoch: whether an epoch has begun whose iterations are not over.
         is_active: whether the run is being executed, and not paused.
+        generator: executes the run up to the next pause.
     """
 
     def __init__(self, engine: Engine[Any, Any]) -> None:
@@ -101,22 +97,18 @@ class Run:
         self.in_epoch = self.is_active = False
         self._has_epochs = False
         self._failed = self._warned = False
-        self._generator = self._run()
+        self.generator = self._run()
 
     def proceed(self) -> tuple[bool, BaseException | None]:
         """Run to the next pause or to the end; return whether it is the end, and the error that ended it, if any."""
         self.is_active = True
         try:
-            next(self._generator)
+            next(self.generator)
         except StopIteration as end:
             return True, end.value
         finally:
             self.is_active = False
         return False, None
-
-    def close(self) -> None:
-        """Discard a paused run; its handlers do not notice."""
-        self._generator.close()
 
     # --- the run -------------------------------------------------------------------------------------------
 
@@ -182,12 +174,12 @@ class Run:
         engine = self.engine
         self.begun = self.completed = 0
         if not self._has_epochs:  # a handler of STARTED may have changed the counters, or loaded a state
-            progress = engine._start_first_epoch(self)
+            progress = engine._kept()
+            self.data.start, self.data.warns = progress, progress.origin in (Origin.LOADED, Origin.FAILED)
             self.begun = self.completed = progress.done
         self.in_epoch = self._has_epochs = True
         engine.state.epoch += 1
-        with naming_the_data(engine):
-            self.data.announce_if_over()
+        self.data.announce_if_over()
 
     def _iterations(self) -> Pauses:
         """Run the iterations of one epoch. A plan fires only if one of its handlers may be due."""
@@ -205,11 +197,7 @@ class Run:
                 if stops and self._act_on_stops():
                     yield
                 state = engine._state
-                try:
-                    batch = next(data.iterator, _END)  # type: ignore[arg-type]  # the pass is open
-                except Exception as error:
-                    place(error, _THE_DATA, state)
-                    raise
+                batch = next(data.iterator, _END)  # type: ignore[arg-type]  # the pass is open
                 if batch is _END:
                     data.ran_out()
                     if state.epoch_length is None:  # the epoch is this pass
@@ -219,7 +207,8 @@ class Run:
                     self._fire(Events.DATALOADER_STOP_ITERATION)
                     if stops and self._act_on_stops():
                         yield
-                    batch = self._restart_data()
+                    data.open()
+                    batch = next(data.iterator, _END)  # type: ignore[arg-type]  # open() sets it
                     if batch is _END:
                         self._warn_that_data_ran_out()
                         return None
@@ -252,7 +241,7 @@ class Run:
                     engine._stops[Stop.RUN] = True
                     raise StopRun
         except Exception as error:
-            return report(engine, error, in_iteration=True)
+            return report(engine, error)
 
     def _fire(self, event: Events, **keywords: Any) -> None:
         self.engine._dispatcher.plans[event].fire_with(self.engine, **keywords)
@@ -273,16 +262,9 @@ class Run:
         return True
 
     def _open_pass(self) -> None:
-        with naming_the_data(self.engine):
-            skipped = self.data.open()
+        skipped = self.data.open()
         if self.engine.state.epoch_length is None:  # the epoch is this pass
             self.begun = self.completed = max(self.begun, skipped)
-
-    def _restart_data(self) -> Any:
-        """Start another pass, and return its first batch, or ``_END``."""
-        with naming_the_data(self.engine):
-            self.data.open()
-            return next(self.data.iterator, _END)  # type: ignore[arg-type]  # open() sets it
 
     def _warn_that_data_ran_out(self) -> None:
         if self._warned:
@@ -305,7 +287,7 @@ class Run:
         as ``lost``.
         """
         if not self._has_epochs:
-            return self.engine._snapshot.at(self.engine.state).progress
+            return self.engine._kept()
         done = self.completed if self.window is None else min(self.window, self.completed)
         back = self.begun - done if self.in_epoch else 0
         fetched = int(self.data.has_own_state and self._has_fetched())
@@ -313,26 +295,14 @@ class Run:
             return self._progress(back)
         return self._progress(-fetched, lost=back + fetched)
 
-    def snapshot(self) -> Snapshot:
-        """Return what the engine keeps of this run, which has ended."""
-        state, progress = self.engine.state, self.progress()
-        counters = state.iteration, state.epoch
+    def final_progress(self) -> Progress:
+        """Return the progress of this run, which has ended."""
         if not self._has_epochs:
-            return replace(self.engine._snapshot.at(state), counters=counters)
-        is_over = state.epoch_length is not None and self.completed >= state.epoch_length
-        if not self._failed or not self.in_epoch or is_over:
-            return Snapshot(progress, Origin.ENDED, counters)
-        completed = self._progress(self.begun - self.completed)
-        if not isinstance(state.dataloader, Iterator):
-            if not self.data.has_own_state:
-                return Snapshot(progress, Origin.FAILED, counters)
-            if completed.position is None:  # the pass is read from its beginning
-                return Snapshot(completed, Origin.FAILED, counters)
-        if self.window is not None and self.window < self.completed:
-            position = {**(completed.position or {"batches": 0}), "lost": self.completed - self.window}
-            completed = replace(completed, position=position)
-        is_kept = self.begun > self.completed or self._has_fetched()
-        return Snapshot(progress, Origin.FAILED, counters, completed, (state.batch,) if is_kept else ())
+            return self.engine._kept()
+        length = self.engine.state.epoch_length
+        is_over = length is not None and self.completed >= length
+        origin = Origin.FAILED if self._failed and self.in_epoch and not is_over else Origin.ENDED
+        return replace(self.progress(), origin=origin)
 
     def _has_fetched(self) -> bool:
         """Return whether there is a batch that no iteration has begun with."""
@@ -364,11 +334,15 @@ def elapsed(seconds: float) -> str:
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-def report(engine: Any, error: BaseException, in_iteration: bool = False) -> BaseException | None:
+def report(engine: Any, error: BaseException) -> BaseException | None:
     """Pass an error to its handlers; return the error that must leave the run, or ``None`` if it was handled."""
-    if in_iteration and not any(note.startswith(PLACED) for note in getattr(error, "__notes__", ())):
-        place(error, f"process function {name_of(engine._process_function)}", engine.state)
-    _clean_up(engine)
+    event, state = engine.last_event_name, engine.state
+    annotate(error, f"raised in epoch {state.epoch}, iteration {state.iteration}; the last event was {event!r}")
+    try:  # an error of a cleanup handler must not hide the one that is reported
+        engine._dispatcher.plans[FailureEvents.ERROR_MET].fire(engine)
+    except Exception:
+        engine.logger.exception("A handler of %s failed", FailureEvents.ERROR_MET)
+    engine.last_event_name = event
     engine.logger.error("Engine met an exception: %r", error)
     plan = engine._dispatcher.plans[Events.EXCEPTION_RAISED]
     if not plan.registrations:
@@ -380,23 +354,3 @@ def report(engine: Any, error: BaseException, in_iteration: bool = False) -> Bas
     finally:
         del error  # a local reference would be a cycle through the traceback, whose frames hold the engine
     return None
-
-
-def _clean_up(engine: Any) -> None:
-    """Run cleanup handlers. An error in them must not hide the one that is reported."""
-    event = engine.last_event_name
-    try:
-        engine._dispatcher.plans[FailureEvents.ERROR_MET].fire(engine)
-    except Exception:
-        engine.logger.exception("A handler of %s failed", FailureEvents.ERROR_MET)
-    engine.last_event_name = event
-
-
-@contextmanager
-def naming_the_data(engine: Any) -> Iterator[None]:
-    """Name the data as the source of errors in the block."""
-    try:
-        yield
-    except Exception as error:
-        place(error, _THE_DATA, engine.state)
-        raise

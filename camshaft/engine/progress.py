@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from math import ceil
@@ -11,6 +12,15 @@ from typing import Any
 from camshaft.engine.data import Position, check_iterable, length_of
 from camshaft.engine.state import State
 from camshaft.types import is_integer
+
+
+class Origin(Enum):
+    """How an engine got to its progress, which decides how the next ``run`` continues."""
+
+    LOADED = auto()  # by load_state_dict: it continues in the middle of the epoch
+    FAILED = auto()  # an error left the run in the middle of an epoch: likewise
+    ENDED = auto()  # the run ended, perhaps early: the next epoch starts
+    COUNTERS = auto()  # the user assigned to the counters of the state
 
 
 @dataclass(frozen=True)
@@ -25,54 +35,20 @@ class Progress:
         iteration: iterations completed in all epochs.
         done: iterations completed in the current epoch.
         position: position in the data, or ``None`` to read them from their beginning.
+        origin: how the engine got there.
     """
 
     epoch: int = 0
     iteration: int = 0
     done: int = 0
     position: Position | None = None
+    origin: Origin = Origin.ENDED
 
     def in_epochs_of(self, length: int | None) -> Progress:
         """Return the progress now that the length of an epoch is known."""
         if length is None or self.done < length:
             return self
         return replace(self, epoch=self.epoch + self.done // length, done=self.done % length)
-
-
-class Origin(Enum):
-    """How an engine got to its progress, which decides how the next ``run`` continues."""
-
-    LOADED = auto()  # by load_state_dict: it continues in the middle of the epoch
-    FAILED = auto()  # an error left the run in the middle of an epoch: likewise
-    ENDED = auto()  # the run ended, perhaps early: the next epoch starts
-    COUNTERS = auto()  # the user assigned to the counters of the state
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What an engine keeps of its last run, or of a loaded state, for the next run.
-
-    Args:
-        progress: what is saved.
-        origin: how the engine got there.
-        counters: ``state.iteration`` and ``state.epoch`` at that time. If the user has changed them since, they count.
-        retry: progress from which the same data continue in this process, if they cannot return a batch again.
-        batches: the batch of the failed iteration, which these data do not return again; perhaps none.
-    """
-
-    progress: Progress = Progress()
-    origin: Origin = Origin.ENDED
-    counters: tuple[int, int] = (0, 0)
-    retry: Progress | None = None
-    batches: tuple[Any, ...] = ()
-
-    def at(self, state: State[Any, Any]) -> Snapshot:
-        """Return this snapshot, or that of the counters of the state if the user has changed them."""
-        if self.counters == (state.iteration, state.epoch):
-            return self
-        done = state.iteration % state.epoch_length if state.epoch_length else 0
-        progress = Progress(state.epoch, state.iteration, done)
-        return Snapshot(progress, Origin.COUNTERS, (state.iteration, state.epoch))
 
 
 # --- saved states ------------------------------------------------------------------------------------------------
@@ -85,61 +61,43 @@ def read(state_dict: Mapping[str, Any]) -> tuple[Progress, dict[str, int | None]
     iterations.
 
     Raises:
-        TypeError: a number is not an integer, or ``position`` is not a mapping.
+        TypeError: a number is not an integer.
         ValueError: a number is out of range, or a number of epochs comes without their length.
 
     >>> read({"epoch": 3, "epoch_length": 10, "max_epochs": 5})[0].iteration
     30
     """
-    length = state_dict["epoch_length"]
-    if length or state_dict.get("iteration", state_dict.get("epoch")):
-        length = positive("epoch_length", length)
+    counts = ("iteration", "epoch", "epochs_completed", "iterations_in_epoch")
+    given = {name: _integer(name, state_dict[name], least=0) for name in counts if name in state_dict}
     targets = {name: positive(name, state_dict.get(name)) for name in ("max_epochs", "max_iters")}
-    if "iteration" in state_dict:
-        iteration = _count("iteration", state_dict["iteration"])
-        epoch, done = divmod(iteration, length) if length else (0, iteration)  # else an unfinished first pass
-    else:
-        epoch, done = _count("epoch", state_dict["epoch"]), 0
-        if epoch and not length:
-            raise ValueError(f"epoch_length must be a positive integer when epoch is {epoch}, got None")
-        iteration = epoch * (length or 0)
-    if "epochs_completed" in state_dict:
-        epoch = _count("epochs_completed", state_dict["epochs_completed"])
-        done = _count("iterations_in_epoch", state_dict.get("iterations_in_epoch", 0))
-        limit = iteration if length is None else min(iteration, length - 1)
-        if done > limit:
-            raise ValueError(f"iterations_in_epoch must be at most {limit}, got {done}")
+    length = state_dict["epoch_length"]
+    if length or given.get("iteration", given.get("epoch")):
+        length = positive("epoch_length", length)
+    if given.get("epoch") and not length:
+        raise ValueError(f"epoch_length must be a positive integer when epoch is {given['epoch']}, got None")
+    iteration = given["iteration"] if "iteration" in given else given["epoch"] * (length or 0)
+    epoch, done = divmod(iteration, length) if length else (0, iteration)  # else an unfinished first pass
+    if "epochs_completed" in given:
+        epoch, done = given["epochs_completed"], given.get("iterations_in_epoch", 0)
     for name, reached in (("max_epochs", epoch), ("max_iters", iteration)):
         target = targets[name]
         if target is not None and target < reached:
             raise ValueError(f"{name} must not be below the progress of the state dict, {reached}, got {target}")
-    position = state_dict.get("position")
-    if position is not None:
-        if not isinstance(position, Mapping):
-            raise TypeError(f"position must be a mapping, got {position!r} of type {type(position).__name__}")
-        for name in ("epoch", "batches", "consumed", "steps", "lost"):
-            if position.get(name) is not None:
-                _count(f"position[{name!r}]", position[name])
-    return Progress(epoch, iteration, done, position), {"epoch_length": length or None, **targets}
+    progress = Progress(epoch, iteration, done, state_dict.get("position"), Origin.LOADED)
+    return progress, {"epoch_length": length or None, **targets}
 
 
-def _count(name: str, value: Any) -> int:
-    if not is_integer(value) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
-    if value < 0:
-        raise ValueError(f"{name} must not be negative, got {value}")
+def _integer(name: str, value: Any, least: int) -> int:
+    if not is_integer(value):
+        raise TypeError(f"{name} must be an integer of at least {least}, got {value!r} of type {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
     return int(value)
 
 
 def positive(name: str, value: Any) -> int | None:
     """Return ``value`` if it is ``None`` or an integer of at least 1."""
-    if value is None:
-        return None
-    if not is_integer(value):
-        raise TypeError(f"{name} must be an integer of at least 1, got {value!r} of type {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
-    return int(value)
+    return None if value is None else _integer(name, value, least=1)
 
 
 # --- targets -----------------------------------------------------------------------------------------------------
@@ -200,15 +158,18 @@ class Request:
 
     def check_target(self, state: State[Any, Any]) -> None:
         """Reject a target of the other kind than that of the state, and one below its progress."""
-        mode = "max_epochs" if state.max_iters is None else "max_iters"
-        other = "max_iters" if state.max_iters is None else "max_epochs"
-        if getattr(self, other) is not None and has_target(state):
+        if not has_target(state):
+            return
+        mode, other, reached = "max_epochs", "max_iters", state.epoch
+        if state.max_iters is not None:
+            mode, other, reached = other, mode, state.iteration
+        wanted = getattr(self, mode)
+        if getattr(self, other) is not None:
             raise ValueError(
                 f"{other}={getattr(self, other)} was given, but the state counts by {mode}={getattr(state, mode)}; to "
                 f"change over, set engine.state.{mode} = None first"
             )
-        wanted, reached = getattr(self, mode), state.epoch if mode == "max_epochs" else state.iteration
-        if has_target(state) and wanted is not None and wanted < reached:
+        if wanted is not None and wanted < reached:
             raise ValueError(
                 f"{mode} must not be below the progress of the state, {reached}, got {wanted}; to start from the "
                 f"beginning, set engine.state.{mode} = None first"
@@ -218,10 +179,8 @@ class Request:
         """Return whether work is left for a run that continues from ``progress`` to the new target."""
         if not has_target(state):
             return False
-        wanted: State[Any, Any] = State(
-            iteration=progress.iteration, epoch=progress.epoch, epoch_length=state.epoch_length,
-            max_epochs=state.max_epochs, max_iters=state.max_iters,
-        )  # fmt: skip
+        wanted = copy(state)
+        wanted.iteration, wanted.epoch = progress.iteration, progress.epoch
         self._set_target(wanted)
         return not is_done(wanted)
 
@@ -232,20 +191,13 @@ class Request:
             state: changed only if there is no error.
             inferred_length: length that an earlier run inferred from its data; it does not apply to other data.
         """
-        left = state.epoch_length
-        if self.data is not None and left == inferred_length:
-            left = None
-        own = length_of(self.data) if self.epoch_length is None else None
-        length = self.epoch_length or (left if own is None else own)
-        if self.data is None and length is None:
-            raise ValueError("data or epoch_length must be given: without data the length of an epoch is not known")
-        if length is not None and length < 1:
-            raise ValueError(f"data must hold at least one batch, got {self.data!r} of length {length}")
+        is_kept = self.data is None or state.epoch_length != inferred_length
+        length, inferred = self._length_after(state.epoch_length if is_kept else None)
         state.iteration = state.epoch = 0
         state.epoch_length = length
         state.max_iters = self.max_iters
         state.max_epochs = 1 if self.max_epochs is None and self.max_iters is None else self.max_epochs
-        return own
+        return inferred
 
     def resume(self, state: State[Any, Any], is_paused: bool) -> int | None:
         """Set the targets of a state; return the length of its epochs if it is inferred from the data now."""
@@ -255,18 +207,21 @@ class Request:
                 "from the beginning, set engine.state.max_epochs = engine.state.max_iters = None first"
             )
         inferred = None
-        if state.epoch_length is None:
-            if self.epoch_length is None and not is_paused:
-                if self.data is None:
-                    raise ValueError(
-                        "data or epoch_length must be given: the state does not know the length of an epoch"
-                    )
-                inferred = length_of(self.data)
-                if inferred == 0:
-                    raise ValueError(f"data must hold at least one batch, got {self.data!r}")
-            state.epoch_length = self.epoch_length or inferred
+        if state.epoch_length is None and not is_paused:
+            state.epoch_length, inferred = self._length_after(None)
+        state.epoch_length = self.epoch_length or state.epoch_length
         self._set_target(state)
         return inferred
+
+    def _length_after(self, left: int | None) -> tuple[int | None, int | None]:
+        """Return the length of an epoch, by default ``left`` by an earlier run; and that of the data, if it counts."""
+        inferred = length_of(self.data) if self.epoch_length is None else None
+        length = self.epoch_length or (left if inferred is None else inferred)
+        if self.data is None and length is None:
+            raise ValueError("data or epoch_length must be given: without data the length of an epoch is not known")
+        if length is not None and length < 1:
+            raise ValueError(f"data must hold at least one batch, got {self.data!r} of length {length}")
+        return length, inferred
 
     def _set_target(self, state: State[Any, Any]) -> None:
         state.max_epochs = self.max_epochs or state.max_epochs

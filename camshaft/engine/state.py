@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import numbers
 import operator
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from copy import deepcopy
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
@@ -37,7 +34,7 @@ class State(Generic[Batch, Output]):
         output: what the process function returned for the last batch. A value that is still being computed on a
             device is waited for when it is read.
         batch: current batch.
-        metrics: results by name.
+        metrics: results by name. Values that are still being computed on a device are waited for when it is read.
         dataloader: data of the run.
         seed: set by ``DeterministicEngine``.
         times: seconds taken by the last epoch (``"EPOCH_COMPLETED"``) and by the run (``"COMPLETED"``).
@@ -51,13 +48,13 @@ class State(Generic[Batch, Output]):
 
     event_to_attr: MutableMapping[Any, str]  # camshaft.engine.events sets that of the class
     _output: Any
+    _metrics: dict[str, Any]
     iteration: int
     epoch: int
     epoch_length: int | None
     max_epochs: int | None
     max_iters: int | None
     batch: Batch
-    metrics: dict[str, Any]
     dataloader: Iterable[Batch] | None
     seed: int | None
     times: dict[str, float | None]
@@ -66,7 +63,7 @@ class State(Generic[Batch, Output]):
         self.iteration = self.epoch = 0
         self.epoch_length = self.max_epochs = self.max_iters = None
         self._output = self.batch = None  # type: ignore[assignment]  # none yet
-        self.metrics = Results()
+        self._metrics = {}
         self.dataloader = self.seed = None
         self.times = {"EPOCH_COMPLETED": None, "COMPLETED": None}
         for name, value in kwargs.items():
@@ -84,6 +81,18 @@ class State(Generic[Batch, Output]):
     @output.setter
     def output(self, value: Output) -> None:
         self._output = value
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """Results by name."""
+        for name, value in tuple(self._metrics.items()):
+            if isinstance(value, LazyNumber):
+                self._metrics[name] = value.read()
+        return self._metrics
+
+    @metrics.setter
+    def metrics(self, value: dict[str, Any]) -> None:
+        self._metrics = value
 
     def get_event_attrib_value(self, event_name: CallableEventWithFilter | str) -> int:
         """Return the count of an event.
@@ -112,12 +121,9 @@ class State(Generic[Batch, Output]):
     def __repr__(self) -> str:
         lines = ["State:"]
         for name, value in vars(self).items():
-            if isinstance(value, (numbers.Number, str)):
-                shown = str(value)
-            else:
-                shown = str(dict if isinstance(value, Results) else type(value))
             if name != "event_to_attr":
-                lines.append(f"\t{'output' if name == '_output' else name}: {shown}")
+                shown = value if isinstance(value, (numbers.Number, str)) else type(value)
+                lines.append(f"\t{name.removeprefix('_')}: {shown}")
         return "\n".join([*lines, ""])
 
     if TYPE_CHECKING:  # users store attributes of their own here
@@ -176,61 +182,6 @@ class LazyNumber:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _same, (self.read(),)
-
-
-class Results(dict[str, Any]):
-    """Results by name. A :class:`LazyNumber` becomes the number when it is read.
-
-    Writing does not wait for the device, and code that needs numbers, such as ``json.dumps``, reads numbers.
-
-    >>> import torch
-    >>> results = Results(loss=LazyNumber(torch.tensor(0.25)))
-    >>> type(results["loss"]), dict(results), results.copy()
-    (<class 'float'>, {'loss': 0.25}, {'loss': 0.25})
-    """
-
-    def _read(self) -> None:
-        for name, value in super().items():
-            if isinstance(value, LazyNumber):
-                self[name] = value.read()
-
-    def __getitem__(self, name: str) -> Any:
-        value = super().__getitem__(name)
-        if isinstance(value, LazyNumber):
-            self[name] = value = value.read()
-        return value
-
-    def __iter__(self) -> Iterator[str]:
-        return super().__iter__()  # defined here so that dict(results) copies through items()
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of ``name``."""
-        return self[name] if name in self else default  # noqa: SIM401  # get() of dict would return the LazyNumber
-
-    def copy(self) -> Results:
-        """Return a copy."""
-        return Results(self)
-
-    __copy__ = copy
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Results:
-        return Results(deepcopy(dict(self.items()), memo))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return OrderedDict, (list(self.items()),)  # loads with weights_only=True
-
-
-def _reading(name: str) -> Callable[..., Any]:
-    @functools.wraps(getattr(dict, name))
-    def method(self: Results, *args: Any) -> Any:
-        self._read()
-        return getattr(super(Results, self), name)(*args)
-
-    return method
-
-
-for _name in ("items", "values", "pop", "popitem", "setdefault"):
-    setattr(Results, _name, _reading(_name))
 
 
 def _same(value: Any) -> Any:

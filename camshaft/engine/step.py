@@ -1,11 +1,13 @@
-"""One training step and one evaluation step: precision, clipping, accumulation, and the mode of the model."""
+"""The parts of a step: batches, the mode of the model, precision, updates of the weights, accumulated gradients."""
 
 from __future__ import annotations
 
 import functools
+import math
+import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from importlib import import_module
 from numbers import Real
 from operator import attrgetter
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from camshaft.engine.accumulation import Accumulation, scaled_to_all_ranks
+from camshaft.engine.events import Events, Order
 from camshaft.engine.state import LazyNumber
 from camshaft.errors import annotate
 from camshaft.tree import convert_tensor
@@ -135,28 +137,32 @@ def device_type_of(device: DeviceLike | None, model: Any) -> str:
 
 
 class Update:
-    """Computes gradients and steps the optimizer: scaling, clipping, stepping.
+    """Computes gradients and steps the optimizer: precision, scaling, clipping, stepping.
 
     Optimizers of Horovod exchange gradients during ``backward``; ``synchronize`` waits for them.
 
     Args:
         optimizer: the optimizer.
-        scaler: scales the loss, against underflow in float16.
         clip_grad_norm: maximum norm of all gradients together.
         clip_grad_value: maximum absolute value of any element of a gradient.
+        context: returns the context of the forward pass, such as autocast.
+        scaler: scales the loss, against underflow in float16.
         step: called instead of ``optimizer.step``.
         backward: called instead of ``loss.backward``.
 
     Attributes:
+        optimizer: as passed.
+        context: as passed.
         is_plain: whether ``loss.backward()`` and ``optimizer.step()`` are all that is needed.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        scaler: torch.amp.GradScaler | None = None,
         clip_grad_norm: float | None = None,
         clip_grad_value: float | None = None,
+        context: Callable[[], AbstractContextManager[Any]] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
         step: Callable[[], Any] | None = None,
         backward: Callable[[Tensor], Any] | None = None,
     ) -> None:
@@ -168,6 +174,7 @@ class Update:
             if limit is not None and not limit > 0:
                 raise ValueError(f"{name} must be above 0 or None, got {limit!r}")
         self.optimizer = optimizer
+        self.context = context
         self._scaler = scaler
         self._clip_grad_norm = clip_grad_norm
         self._clip_grad_value = clip_grad_value
@@ -218,128 +225,184 @@ class Update:
             yield from (parameter for parameter in group["params"] if parameter.grad is not None)
 
 
-def import_for(user: str, module: str, remedy: str) -> Any:
-    """Import an optional library; if it is missing, raise an error that says how to install it."""
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ModuleNotFoundError(f"{user} needs {module.split('.')[0]}: {remedy}") from error
+# --- accumulated gradients --------------------------------------------------------------------------------------------
 
 
-# --- the steps ---------------------------------------------------------------------------------------------------
+class Accumulation:
+    """Collects the gradients of a window of micro-batches, and steps at its end or at the end of the epoch.
 
-
-def training_step(
-    update: Update,
-    model: Any,
-    loss_fn: Callable[[Any, Any], Tensor],
-    device: DeviceLike | None,
-    non_blocking: bool,
-    prepare_batch: PrepareBatch,
-    model_transform: Callable[[Any], Any],
-    output_transform: Callable[[Any, Any, Any, Tensor], Any],
-    gradient_accumulation_steps: int,
-    model_fn: Callable[[Any, Any], Any],
-    batch_weight: Callable[[Any, Any], float | Tensor] | None,
-    context: Callable[[], AbstractContextManager[Any]] | None = None,
-) -> Step:
-    """Return the function that trains on one batch.
+    Windows start with the epoch, so the last one of an epoch may be shorter; it is stepped too, with the mean over its
+    micro-batches. As gradients are not saved, a state that is saved inside of a window resumes from its start. Ranks
+    exchange gradients only in the last micro-batch of a window, if the model supports that (``no_sync``) and the length
+    of the epoch is known.
 
     Args:
-        update: computes gradients and steps the optimizer.
-        context: returns the context of the forward pass, such as autocast.
-
-    The other arguments are those of ``supervised_training_step``.
+        model: the model, possibly wrapped for several ranks.
+        update: steps the optimizer.
+        size: micro-batches in a window.
+        weigh: ``weigh(x, y)`` returns the weight of a micro-batch, a number or a tensor on its device: the number of
+            samples or tokens that the loss is a mean over. The gradient of the window is then the weighted mean over
+            its micro-batches on all ranks. By default all weights are equal.
     """
-    _check_callables(model, model_transform=model_transform, output_transform=output_transform, model_fn=model_fn)
-    _check_callables(None, loss_fn=loss_fn)
-    accumulation: Accumulation | None = Accumulation(model, update, gradient_accumulation_steps, batch_weight)
-    if gradient_accumulation_steps == 1 and batch_weight is None:
-        accumulation = None
-    batch_of, set_mode = _preparing(prepare_batch, device, non_blocking), Mode(model, training=True)
-    optimizer, is_plain = update.optimizer, update.is_plain
 
-    def forward(x: Any, y: Any) -> tuple[Any, Tensor]:
-        y_pred = model_transform(model_fn(model, x))
-        return y_pred, loss_fn(y_pred, y)
+    def __init__(
+        self, model: Any, update: Update, size: int, weigh: Callable[[Any, Any], float | Tensor] | None = None
+    ) -> None:
+        if not isinstance(size, int):
+            raise TypeError(f"gradient_accumulation_steps must be an int, got {size!r}")
+        if size <= 0:
+            raise ValueError(f"gradient_accumulation_steps must be strictly positive, got {size}")
+        self._update = update
+        self._model = getattr(model, "_orig_mod", model)  # that torch.compile wrapped
+        self._size = size
+        self._weigh = weigh
+        self._pending = 0  # micro-batches in the gradients
+        self._next: int | None = None  # the iteration that continues the window
+        self._groups: list[Any] | None = None  # found in the first step
+        self._latest: float | Tensor = 0.0
+        self._weight: float | Tensor = 0.0
+        self._is_synchronized = self._is_whole = True
+        self._engines: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def forward_in_context(x: Any, y: Any) -> tuple[Any, Tensor]:
-        with context():  # type: ignore[misc]  # chosen only if it is given
-            return forward(x, y)
+    def begin(self, engine: Any) -> bool:
+        """Reset the gradients if a window starts; return whether the micro-batch is the last of its window."""
+        if engine not in self._engines:
+            self._engines.add(engine)
+            engine.add_event_handler(
+                Events.EPOCH_COMPLETED | Events.TERMINATE_SINGLE_EPOCH, self._flush, order=Order.STEP
+            )
+            engine.add_event_handler(Events.STARTED, self._reset, order=Order.STEP)
+            engine.add_event_handler(Events.TERMINATE, self._flush_if_reached, order=Order.STEP)
+        iteration, state = _iteration(engine), engine.state
+        place = (iteration - 1) % self._size
+        if place == 0 or iteration != self._next:  # the latter after an error or a jump of the counter
+            self._update.optimizer.zero_grad()
+            self._pending, self._weight, self._is_synchronized = 0, 0.0, True
+        self._next, self._is_whole = None, True
+        ends_epoch = state.epoch_length is not None and iteration >= state.epoch_length
+        ends_run = state.max_iters is not None and state.iteration >= state.max_iters
+        return place == self._size - 1 or ends_epoch or ends_run
 
-    predict = forward if context is None else forward_in_context
+    def synchronization(self, engine: Any, is_last: bool) -> AbstractContextManager[Any]:
+        """Return the context for a micro-batch, in which ranks exchange gradients only if it is the last."""
+        if is_last or engine.state.epoch_length is None or not hasattr(self._model, "no_sync"):
+            self._is_synchronized = True
+            return nullcontext()
+        self._is_synchronized = False
+        context: AbstractContextManager[Any] = self._model.no_sync()
+        return context
 
-    def step(engine: Any, batch: Any) -> Any:
-        if accumulation is None:
-            optimizer.zero_grad()
-        else:
-            is_last = accumulation.begin(engine)
-        set_mode(engine)
-        x, y = batch_of(batch)
-        if accumulation is not None:
-            with accumulation.synchronization(engine, is_last):
-                y_pred, loss = predict(x, y)
-                update.backward(accumulation.scaled(engine, x, y, loss))
-            accumulation.end(engine, is_last)
-        else:
-            y_pred, loss = predict(x, y)
-            if is_plain:
-                scaled_to_all_ranks(engine, loss).backward()  # type: ignore[no-untyped-call]  # untyped in torch
-                optimizer.step()
+    def scaled(self, engine: Any, x: Any, y: Any, loss: Tensor) -> Tensor:
+        """Scale the loss of a micro-batch to its share of the window."""
+        self._is_whole = False  # if backward fails, some gradients lack this micro-batch
+        if self._weigh is not None:
+            self._latest = self._weigh(x, y)
+            return loss * self._latest
+        return scaled_to_all_ranks(engine, loss / self._size if self._size > 1 else loss)
+
+    def end(self, engine: Any, is_last: bool) -> None:
+        """Count a micro-batch whose gradients were added, and step if it is the last of its window."""
+        self._next, self._is_whole = _iteration(engine) + 1, True
+        self._pending += 1
+        self._weight = self._weight + self._latest
+        if is_last:
+            self._step(engine)
+        elif self._pending == 1:
+            engine.hold_position()
+
+    def _step(self, engine: Any) -> None:
+        """Step with the gradients; correct the mean if the window is shorter than the others."""
+        if self._is_synchronized or self._average_over_ranks():
+            if self._weigh is not None:
+                self._update.apply(self._inverse_weight())
             else:
-                update.backward(scaled_to_all_ranks(engine, loss))
-                update.apply()
-        return output_transform(x, y, y_pred, loss)
+                self._update.apply(self._size / self._pending if self._pending < self._size else None)
+        self._pending = 0
+        engine.release_position()
 
-    return step
+    # --- handlers for ends that cannot be foreseen ---------------------------------------------------------
+
+    def _reset(self) -> None:
+        """Start a new window in a new or resumed run. A run that was paused fires no ``STARTED`` and continues."""
+        self._next, self._pending = None, 0
+
+    def _flush(self, engine: Any) -> None:
+        if self._pending and self._is_whole:
+            self._step(engine)
+
+    def _flush_if_reached(self, engine: Any) -> None:
+        if engine.state.max_iters is not None and engine.state.iteration >= engine.state.max_iters:
+            self._flush(engine)  # otherwise the run was terminated, perhaps because these gradients are bad
+
+    # --- ranks ---------------------------------------------------------------------------------------------
+
+    def _inverse_weight(self) -> float | Tensor:
+        """Return one over the weight of the window, averaged over ranks as the gradients are."""
+        groups = self._groups_of_gradients()
+        reduce = getattr(self._update.optimizer, "reduce_as_gradients", None)
+        if not groups and reduce is None:
+            return 1 / self._weight
+        parameter = next(iter(self._update.parameters()))
+        total = torch.as_tensor(self._weight, dtype=torch.float64).to(parameter.device, non_blocking=True).reshape(())
+        if not groups:
+            assert reduce is not None, "returned above"
+            mean: Tensor = reduce(total)
+        else:
+            for group in groups:
+                torch.distributed.all_reduce(total, group=group)
+            mean = total / math.prod(group.size() for group in groups)  # gradients were averaged, not summed
+        return 1 / mean
+
+    def _groups_of_gradients(self) -> list[Any]:
+        """Return the process groups that gradients are averaged over, one after the other.
+
+        ``fully_shard`` is recognized by the class of the parameters: they are distributed tensors on a mesh. Ranks of a
+        mesh that do not divide the data, as in tensor parallelism, have the same batches and the same weights, so the
+        mean over the whole mesh is the mean over those that do.
+        """
+        if self._groups is None:
+            modules = self._model.modules() if isinstance(self._model, torch.nn.Module) else [self._model]
+            wrappers = (one for one in modules if hasattr(one, "no_sync"))  # synchronized batch norm has a group too
+            wrapper = next((one for one in wrappers if getattr(one, "process_group", None) is not None), None)
+            parameters = (one for group in self._update.optimizer.param_groups for one in group["params"])
+            meshes = [one.device_mesh for one in parameters if hasattr(one, "device_mesh")]
+            self._groups = []
+            if wrapper is not None:  # DistributedDataParallel, or FullyShardedDataParallel, perhaps also over nodes
+                groups = [wrapper.process_group, getattr(wrapper, "_inter_node_pg", None)]
+                self._groups = [group for group in groups if group is not None]
+            elif meshes:
+                self._groups = max(meshes, key=lambda mesh: mesh.size()).get_all_groups()
+        return self._groups
+
+    def _average_over_ranks(self) -> bool:
+        """Average gradients that the ranks have not exchanged; warn and return False if the model cannot."""
+        group = getattr(self._model, "process_group", None)
+        if not isinstance(self._model, torch.nn.parallel.DistributedDataParallel) or group is None:
+            warnings.warn(
+                f"the epoch ended inside a window of {self._size} batches, and {type(self._model).__name__} cannot "
+                f"average the gradients of its ranks afterwards: those of the last {self._pending} batches are dropped",
+                stacklevel=2,
+            )
+            return False
+        parameters = [one for param_group in self._update.optimizer.param_groups for one in param_group["params"]]
+        # A rank may lack gradients that others have, so all exchange those that any of them has.
+        found = torch.tensor([float(one.grad is not None) for one in parameters], device=parameters[0].device)
+        torch.distributed.all_reduce(found, group=group)
+        for parameter, ranks in zip(parameters, found.tolist(), strict=True):
+            if ranks:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                torch.distributed.all_reduce(parameter.grad, group=group)
+        self._update.multiply(1 / group.size())
+        return True
 
 
-def evaluation_step(
-    model: Any,
-    device: DeviceLike | None,
-    non_blocking: bool,
-    prepare_batch: PrepareBatch,
-    model_transform: Callable[[Any], Any],
-    output_transform: Callable[[Any, Any, Any], Any],
-    model_fn: Callable[[Any, Any], Any],
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> Step:
-    """Return the function that evaluates one batch.
-
-    Args:
-        context: returns the context of the forward pass, such as autocast.
-
-    The other arguments are those of ``supervised_evaluation_step``.
-    """
-    _check_callables(model, model_transform=model_transform, output_transform=output_transform, model_fn=model_fn)
-    batch_of, set_mode = _preparing(prepare_batch, device, non_blocking), Mode(model, training=False)
-
-    @torch.no_grad()
-    def step(engine: Any, batch: Any) -> Any:
-        set_mode(engine)
-        x, y = batch_of(batch)
-        with context():
-            y_pred = model_transform(model_fn(model, x))
-        return output_transform(x, y, y_pred)
-
-    return step
+def scaled_to_all_ranks(engine: Any, loss: Tensor) -> Tensor:
+    """Scale the mean over this rank's batch so that its average over ranks is the mean over the batches of all."""
+    share = getattr(engine, "batch_share", 1.0)
+    return loss if share == 1.0 else loss * share
 
 
-def _preparing(
-    prepare: PrepareBatch, device: DeviceLike | None, non_blocking: bool
-) -> Callable[[Any], tuple[Any, Any]]:
-    if device is None and prepare is prepare_batch:
-        return prepare
-    return lambda batch: prepare(batch, device=device, non_blocking=non_blocking)
-
-
-def _check_callables(model: Any, **functions: Any) -> None:
-    """Reject arguments of the wrong kind, such as two in the wrong order."""
-    if model is not None:
-        if not callable(getattr(model, "train", None)) or not callable(getattr(model, "eval", None)):
-            raise TypeError(f"model must be a module, or have train() and eval(), got {model!r}")
-        if functions["model_fn"] is call_model:
-            functions["model"] = model
-    for name, function in functions.items():
-        if not callable(function):
-            raise TypeError(f"{name} must be callable, got {function!r}")
+def _iteration(engine: Any) -> int:
+    """Return the iteration of the epoch, or that of the state if a step is called outside of a run."""
+    number: int = engine.iteration_in_epoch or engine.state.iteration
+    return number

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -13,24 +15,37 @@ from torch import Tensor
 from camshaft.engine.deterministic import DeterministicEngine
 from camshaft.engine.engine import Engine
 from camshaft.engine.step import (
+    Accumulation,
+    Mode,
     PrepareBatch,
     Step,
     Update,
     autocast,
     call_model,
     device_type_of,
-    evaluation_step,
     identity,
-    import_for,
     loss_value,
     predictions_and_targets,
-    training_step,
+    scaled_to_all_ranks,
 )
 from camshaft.engine.step import prepare_batch as _prepare_batch
 from camshaft.errors import check_is_no_class
 from camshaft.types import DeviceLike
 
+P = ParamSpec("P")
 _AMP_MODES = (None, "amp", "apex")
+
+
+def _with_arguments_of(plain: Callable[P, Step]) -> Callable[[Callable[..., Step]], Callable[P, Step]]:
+    """Return a decorator that gives a builder of steps the signature of another one."""
+
+    def decorate(variant: Callable[..., Step]) -> Callable[P, Step]:
+        parameters = inspect.signature(plain).parameters.values()
+        shown = [one for one in parameters if not one.name.startswith("_")]
+        variant.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]  # inspect reads it
+        return variant
+
+    return decorate
 
 
 def supervised_training_step(
@@ -48,6 +63,7 @@ def supervised_training_step(
     clip_grad_norm: float | None = None,
     clip_grad_value: float | None = None,
     batch_weight: Callable[[Any, Any], float | Tensor] | None = None,
+    _update: Callable[..., Update] = Update,
 ) -> Step:
     """Return a step that trains in the precision of the model.
 
@@ -88,11 +104,47 @@ def supervised_training_step(
     >>> losses[-1] < losses[0]
     True
     """
-    update = Update(optimizer, None, clip_grad_norm, clip_grad_value)
-    return training_step(
-        update, model, loss_fn, device, non_blocking, prepare_batch, model_transform, output_transform,
-        gradient_accumulation_steps, model_fn, batch_weight,
-    )  # fmt: skip
+    update = _update(optimizer, clip_grad_norm, clip_grad_value)
+    _check_parts(model, loss_fn=loss_fn, model_transform=model_transform, output_transform=output_transform)
+    accumulation: Accumulation | None = Accumulation(model, update, gradient_accumulation_steps, batch_weight)
+    if gradient_accumulation_steps == 1 and batch_weight is None:
+        accumulation = None
+    batch_of, set_mode = _preparing(prepare_batch, device, non_blocking), Mode(model, training=True)
+    context, is_plain = update.context, update.is_plain
+
+    def forward(x: Any, y: Any) -> tuple[Any, Tensor]:
+        y_pred = model_transform(model_fn(model, x))
+        return y_pred, loss_fn(y_pred, y)
+
+    def forward_in_context(x: Any, y: Any) -> tuple[Any, Tensor]:
+        with context():  # type: ignore[misc]  # chosen only if it is given
+            return forward(x, y)
+
+    predict = forward if context is None else forward_in_context
+
+    def step(engine: Any, batch: Any) -> Any:
+        if accumulation is None:
+            optimizer.zero_grad()
+        else:
+            is_last = accumulation.begin(engine)
+        set_mode(engine)
+        x, y = batch_of(batch)
+        if accumulation is not None:
+            with accumulation.synchronization(engine, is_last):
+                y_pred, loss = predict(x, y)
+                update.backward(accumulation.scaled(engine, x, y, loss))
+            accumulation.end(engine, is_last)
+        else:
+            y_pred, loss = predict(x, y)
+            if is_plain:
+                scaled_to_all_ranks(engine, loss).backward()  # type: ignore[no-untyped-call]  # untyped in torch
+                optimizer.step()
+            else:
+                update.backward(scaled_to_all_ranks(engine, loss))
+                update.apply()
+        return output_transform(x, y, y_pred, loss)
+
+    return step
 
 
 def supervised_training_step_amp(
@@ -128,30 +180,15 @@ def supervised_training_step_amp(
     >>> isinstance(step(None, (torch.ones(2, 1), torch.zeros(2, 1))), float)
     True
     """
-    update = Update(optimizer, scaler, clip_grad_norm, clip_grad_value)
-    return training_step(
-        update, model, loss_fn, device, non_blocking, prepare_batch, model_transform, output_transform,
-        gradient_accumulation_steps, model_fn, batch_weight,
-        autocast(device, model, amp_dtype),
+    return supervised_training_step(
+        model, optimizer, loss_fn, device, non_blocking, prepare_batch, model_transform, output_transform,
+        gradient_accumulation_steps, model_fn, clip_grad_norm=clip_grad_norm, clip_grad_value=clip_grad_value,
+        batch_weight=batch_weight, _update=partial(Update, context=autocast(device, model, amp_dtype), scaler=scaler),
     )  # fmt: skip
 
 
-def supervised_training_step_apex(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss_fn: Callable[[Any, Any], Tensor],
-    device: DeviceLike | None = None,
-    non_blocking: bool = False,
-    prepare_batch: PrepareBatch = _prepare_batch,
-    model_transform: Callable[[Any], Any] = identity,
-    output_transform: Callable[[Any, Any, Any, Tensor], Any] = loss_value,
-    gradient_accumulation_steps: int = 1,
-    model_fn: Callable[[Any, Any], Any] = call_model,
-    *,
-    clip_grad_norm: float | None = None,
-    clip_grad_value: float | None = None,
-    batch_weight: Callable[[Any, Any], float | Tensor] | None = None,
-) -> Step:
+@_with_arguments_of(supervised_training_step)
+def supervised_training_step_apex(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Step:
     """Return a step for a model and an optimizer that were prepared by ``apex.amp.initialize``.
 
     The arguments are those of :func:`supervised_training_step`.
@@ -159,35 +196,17 @@ def supervised_training_step_apex(
     Raises:
         ModuleNotFoundError: apex is not installed.
     """
-    amp = import_for("supervised_training_step_apex", "apex.amp", "see NVIDIA/apex for how to build it")
+    amp = _import_for("supervised_training_step_apex", "apex.amp", "see NVIDIA/apex for how to build it")
 
     def backward(loss: Tensor) -> None:
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
 
-    update = Update(optimizer, None, clip_grad_norm, clip_grad_value, backward=backward)
-    return training_step(
-        update, model, loss_fn, device, non_blocking, prepare_batch, model_transform, output_transform,
-        gradient_accumulation_steps, model_fn, batch_weight,
-    )  # fmt: skip
+    return supervised_training_step(model, optimizer, *args, **kwargs, _update=partial(Update, backward=backward))
 
 
-def supervised_training_step_tpu(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss_fn: Callable[[Any, Any], Tensor],
-    device: DeviceLike | None = None,
-    non_blocking: bool = False,
-    prepare_batch: PrepareBatch = _prepare_batch,
-    model_transform: Callable[[Any], Any] = identity,
-    output_transform: Callable[[Any, Any, Any, Tensor], Any] = loss_value,
-    gradient_accumulation_steps: int = 1,
-    model_fn: Callable[[Any, Any], Any] = call_model,
-    *,
-    clip_grad_norm: float | None = None,
-    clip_grad_value: float | None = None,
-    batch_weight: Callable[[Any, Any], float | Tensor] | None = None,
-) -> Step:
+@_with_arguments_of(supervised_training_step)
+def supervised_training_step_tpu(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Step:
     """Return a step that trains on XLA devices.
 
     The arguments are those of :func:`supervised_training_step`.
@@ -195,7 +214,7 @@ def supervised_training_step_tpu(
     Raises:
         ModuleNotFoundError: torch_xla is not installed.
     """
-    xla_model = import_for("supervised_training_step_tpu", "torch_xla.core.xla_model", "pip install torch_xla")
+    xla_model = _import_for("supervised_training_step_tpu", "torch_xla.core.xla_model", "pip install torch_xla")
 
     def step() -> None:
         if hasattr(optimizer, "wrapped_optimizer"):  # of auto_optim, whose step does all of this
@@ -203,11 +222,7 @@ def supervised_training_step_tpu(
         else:
             xla_model.optimizer_step(optimizer, barrier=True)
 
-    update = Update(optimizer, None, clip_grad_norm, clip_grad_value, step)
-    return training_step(
-        update, model, loss_fn, device, non_blocking, prepare_batch, model_transform, output_transform,
-        gradient_accumulation_steps, model_fn, batch_weight,
-    )  # fmt: skip
+    return supervised_training_step(model, optimizer, *args, **kwargs, _update=partial(Update, step=step))
 
 
 def supervised_evaluation_step(
@@ -230,7 +245,17 @@ def supervised_evaluation_step(
     >>> step(None, (torch.ones(1), torch.zeros(1)))
     (tensor([1.]), tensor([0.]))
     """
-    return evaluation_step(model, device, non_blocking, prepare_batch, model_transform, output_transform, model_fn)
+    _check_parts(model, model_transform=model_transform, output_transform=output_transform)
+    batch_of, set_mode = _preparing(prepare_batch, device, non_blocking), Mode(model, training=False)
+
+    @torch.no_grad()
+    def step(engine: Any, batch: Any) -> Any:
+        set_mode(engine)
+        x, y = batch_of(batch)
+        y_pred = model_transform(model_fn(model, x))
+        return output_transform(x, y, y_pred)
+
+    return step
 
 
 def supervised_evaluation_step_amp(
@@ -253,10 +278,13 @@ def supervised_evaluation_step_amp(
     >>> y_pred.dtype
     torch.bfloat16
     """
-    return evaluation_step(
-        model, device, non_blocking, prepare_batch, model_transform, output_transform, model_fn,
-        autocast(device, model, amp_dtype),
-    )  # fmt: skip
+    context = autocast(device, model, amp_dtype)
+
+    def predict(model: Any, x: Any) -> Any:
+        with context():
+            return model_transform(model_fn(model, x))
+
+    return supervised_evaluation_step(model, device, non_blocking, prepare_batch, identity, output_transform, predict)
 
 
 def create_supervised_trainer(
@@ -352,25 +380,19 @@ def create_supervised_evaluator(
     (tensor([1.]), tensor([0.]))
     """
     mode = _mode(device, amp_mode, False, amp_dtype)
-    _check_metrics({} if metrics is None else metrics)
-    step = evaluation_step(
-        model, device, non_blocking, prepare_batch, model_transform, output_transform, model_fn,
-        autocast(device, model, amp_dtype) if mode == "amp" else nullcontext,
-    )  # fmt: skip
-    evaluator: Engine[Any, Any] = Engine(step)
+    builder = (
+        partial(supervised_evaluation_step_amp, amp_dtype=amp_dtype) if mode == "amp" else supervised_evaluation_step
+    )
+    evaluator: Engine[Any, Any] = Engine(
+        builder(model, device, non_blocking, prepare_batch, model_transform, output_transform, model_fn)
+    )
     for name, metric in (metrics or {}).items():
-        metric.attach(evaluator, name)
-    return evaluator
-
-
-def _check_metrics(metrics: Any) -> None:
-    if not isinstance(metrics, Mapping):
-        raise TypeError(f"metrics must be a mapping of names to metrics, got {metrics!r}")
-    for name, metric in metrics.items():
         check_is_no_class(f"metrics[{name!r}]", metric)
         if not callable(getattr(metric, "attach", None)):
-            hint = ": use camshaft.handlers.attach_metrics" if callable(getattr(metric, "compute", None)) else ""
+            hint = ": use camshaft.handlers.attach_metrics" if hasattr(metric, "compute") else ""
             raise TypeError(f"metrics[{name!r}] must have attach(engine, name), got {metric!r}{hint}")
+        metric.attach(evaluator, name)
+    return evaluator
 
 
 def _mode(device: DeviceLike | None, amp_mode: str | None, scaler: Any, amp_dtype: torch.dtype | None) -> str | None:
@@ -378,13 +400,8 @@ def _mode(device: DeviceLike | None, amp_mode: str | None, scaler: Any, amp_dtyp
     kind = None if device is None else torch.device(device).type
     if amp_mode not in _AMP_MODES:
         raise ValueError(f"amp_mode must be one of {_AMP_MODES}, got {amp_mode!r}")
-    if kind == "mps" and amp_mode is not None:
-        raise ValueError(
-            f"amp_mode must be None on mps, got {amp_mode!r}; supervised_training_step_amp makes a step in mixed "
-            "precision for mps where torch has autocast for it"
-        )
-    if kind == "xla" and amp_mode is not None:
-        raise ValueError(f"amp_mode must be None on xla, got {amp_mode!r}")
+    if kind in ("mps", "xla") and amp_mode is not None:
+        raise ValueError(f"amp_mode must be None on {kind}, got {amp_mode!r}")
     if kind == "xla" and find_spec("torch_xla") is None:
         raise RuntimeError("device 'xla' needs torch_xla: pip install torch_xla")
     if scaler and amp_mode != "amp":
@@ -392,3 +409,28 @@ def _mode(device: DeviceLike | None, amp_mode: str | None, scaler: Any, amp_dtyp
     if amp_dtype is not None and amp_mode != "amp":
         raise ValueError(f"amp_dtype needs amp_mode='amp', got amp_mode={amp_mode!r} and amp_dtype={amp_dtype}")
     return "xla" if kind == "xla" else amp_mode
+
+
+def _preparing(
+    prepare: PrepareBatch, device: DeviceLike | None, non_blocking: bool
+) -> Callable[[Any], tuple[Any, Any]]:
+    if device is None and prepare is _prepare_batch:
+        return prepare
+    return lambda batch: prepare(batch, device=device, non_blocking=non_blocking)
+
+
+def _check_parts(model: Any, **functions: Any) -> None:
+    """Reject arguments of the wrong kind, such as two in the wrong order."""
+    if not callable(getattr(model, "train", None)) or not callable(getattr(model, "eval", None)):
+        raise TypeError(f"model must be a module, or have train() and eval(), got {model!r}")
+    for name, function in functions.items():
+        if not callable(function):
+            raise TypeError(f"{name} must be callable, got {function!r}")
+
+
+def _import_for(user: str, module: str, remedy: str) -> Any:
+    """Import an optional library; if it is missing, raise an error that says how to install it."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ModuleNotFoundError(f"{user} needs {module.split('.')[0]}: {remedy}") from error

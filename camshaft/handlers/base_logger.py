@@ -6,6 +6,10 @@ Handlers collect values under *paths* such as ``("training", "loss")``; a logger
 
 from __future__ import annotations
 
+import ssl
+import urllib.error
+import urllib.request
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Number
@@ -17,8 +21,10 @@ from torch import nn
 from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import EventLike, Events, Order, RemovableEventHandle, events_in
-from camshaft.handlers.utils import check_callable, check_engine, check_entries, check_text, joined
-from camshaft.handlers.values import Path, Values, fetch
+from camshaft.engine.state import LazyNumber
+from camshaft.errors import described
+from camshaft.handlers.checkpoint import CheckpointEvents
+from camshaft.handlers.utils import check_callable, check_engine, check_entries, check_text, check_type, joined
 
 __all__ = [
     "BaseHandler",
@@ -31,6 +37,7 @@ __all__ = [
 ]
 
 Self = TypeVar("Self", bound="BaseLogger")
+Path = tuple[str, ...]
 Whitelist = list[str] | Callable[[str, nn.Parameter], bool]
 
 
@@ -65,8 +72,8 @@ class BaseHandler(ABC):
     def check(self, logger: Any) -> None:
         """Raise an error if this handler is not made for ``logger``."""
         if self.logger_class is not None and not isinstance(logger, self.logger_class):
-            needed, kind = self.logger_class.__name__, type(logger).__name__
-            raise self.wrong_logger(f"{type(self).__qualname__} needs a {needed} as its logger, got one of type {kind}")
+            needed = self.logger_class.__name__
+            raise self.wrong_logger(f"{type(self).__name__} needs a {needed} as its logger, got {described(logger)}")
 
 
 class BaseOutputHandler(BaseHandler):
@@ -85,8 +92,6 @@ class BaseOutputHandler(BaseHandler):
         ValueError: there is nothing to write.
     """
 
-    logs_text: ClassVar[bool] = False
-
     def __init__(
         self,
         tag: str,
@@ -95,11 +100,15 @@ class BaseOutputHandler(BaseHandler):
         global_step_transform: Callable[[Engine[Any, Any], Any], int] | None = None,
         state_attributes: list[str] | None = None,
     ) -> None:
-        self._values = Values(metric_names, output_transform, state_attributes)
-        if not self._values:
-            raise ValueError("pass at least one of metric_names, output_transform and state_attributes, got none")
-        check_callable("global_step_transform", global_step_transform)
         check_text("tag", tag)
+        if metric_names is not None and metric_names != "all":
+            check_type("metric_names", metric_names, list, "a list of names or 'all'")
+        check_callable("output_transform", output_transform)
+        check_callable("global_step_transform", global_step_transform)
+        if isinstance(state_attributes, str):
+            raise TypeError(f"state_attributes must be a list of names, got {state_attributes!r}")
+        if metric_names is None and output_transform is None and state_attributes is None:
+            raise ValueError("pass at least one of metric_names, output_transform and state_attributes, got none")
         self.tag = tag
         self.metric_names = metric_names
         self.output_transform = output_transform
@@ -109,7 +118,7 @@ class BaseOutputHandler(BaseHandler):
     def __call__(self, engine: Engine[Any, Any], logger: Any, event_name: Any) -> None:
         """Write all values at once."""
         self.check(logger)
-        values = self._setup_output_metrics_state_attrs(engine, log_text=self.logs_text)
+        values = self._setup_output_metrics_state_attrs(engine, log_text=logger.logs_text)
         logger.write_new_values(values, self.global_step(engine, event_name))
 
     @property
@@ -129,15 +138,42 @@ class BaseOutputHandler(BaseHandler):
         """
         step = self.global_step_transform(engine, event_name)
         if not isinstance(step, Integral):
-            raise TypeError(f"global_step_transform must return an integer, got {step!r} of type {type(step).__name__}")
+            raise TypeError(f"global_step_transform must return an integer, got {described(step)}")
         return int(step)
 
     def _setup_output_metrics_state_attrs(
         self, engine: Engine[Any, Any], log_text: bool = False, key_tuple: bool = True
     ) -> dict[Any, Any]:
-        """Read the values by path, beginning with the tag; as tuples, or joined with slashes."""
-        paths = {(self.tag, *path): value for path, value in self._values.read(engine, text=log_text).items()}
-        return paths if key_tuple else {"/".join(path): value for path, value in paths.items()}
+        """Read the values, which synchronizes with the device if they are tensors.
+
+        Args:
+            engine: the engine to read from.
+            log_text: whether to keep strings. Everything else that contains no numbers is skipped with a warning.
+            key_tuple: whether names are paths, which begin with the tag; otherwise they are joined with slashes.
+
+        >>> engine = Engine(lambda engine, batch: {"loss": torch.tensor(0.5), "size": (2, 3)})
+        >>> state = engine.run([1])
+        >>> BaseOutputHandler("t", output_transform=dict)._setup_output_metrics_state_attrs(engine)
+        {('t', 'loss'): 0.5, ('t', 'size', '0'): 2, ('t', 'size', '1'): 3}
+        """
+        values: dict[Path, Any] = {}
+        for name, value in self._named_values(engine):
+            values.update(_flat((self.tag, str(name)), value, log_text))
+        fetch(values)
+        return values if key_tuple else {"/".join(path): value for path, value in values.items()}
+
+    def _named_values(self, engine: Engine[Any, Any]) -> Iterator[tuple[Any, Any]]:
+        state = engine.state
+        for name in state.metrics if self.metric_names == "all" else self.metric_names or ():
+            if name in state.metrics:
+                yield name, state.metrics[name]
+            else:
+                warnings.warn(f"metric {name!r} is not logged: state.metrics has {list(state.metrics)}", stacklevel=2)
+        if self.output_transform is not None:
+            output = self.output_transform(state.output)
+            yield from output.items() if isinstance(output, Mapping) else [("output", output)]
+        for name in self.state_attributes or ():
+            yield name, getattr(state, name, None)
 
 
 class BaseOptimizerParamsHandler(BaseHandler):
@@ -154,9 +190,7 @@ class BaseOptimizerParamsHandler(BaseHandler):
     """
 
     def __init__(self, optimizer: Any, param_name: str = "lr", tag: str | None = None) -> None:
-        if not isinstance(getattr(optimizer, "param_groups", None), Sequence):
-            kind = type(optimizer).__name__
-            raise TypeError(f"optimizer must be an optimizer, or have a sequence param_groups, got one of type {kind}")
+        check_optimizer(optimizer)
         check_entries(param_name, optimizer.param_groups)
         for group in optimizer.param_groups:
             if not isinstance(group[param_name], (Number, torch.Tensor)):
@@ -172,8 +206,8 @@ class BaseOptimizerParamsHandler(BaseHandler):
         groups = enumerate(self.optimizer.param_groups)
         values = {self.path(number): group[self.param_name] for number, group in groups}
         fetch(values)
-        numbers = {path: float(value) for path, value in values.items()}
-        logger.write_new_values(numbers, self.global_step(engine, event_name))
+        values = {path: float(value) for path, value in values.items()}
+        logger.write_new_values(values, self.global_step(engine, event_name))
 
     def path(self, group: int) -> Path:
         """Return the path of a group's parameter."""
@@ -204,20 +238,18 @@ class BaseWeightsHandler(BaseHandler):
     of_gradients: ClassVar[bool] = False
 
     def __init__(self, model: nn.Module, tag: str | None = None, whitelist: Whitelist | None = None) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        check_type("model", model, nn.Module, "a torch.nn.Module")
         check_text("tag", tag, optional=True)
-        is_list = isinstance(whitelist, list) and all(isinstance(prefix, str) for prefix in whitelist)
-        if not (whitelist is None or is_list or callable(whitelist)):
+        if not (whitelist is None or isinstance(whitelist, list) or callable(whitelist)):
             raise TypeError(f"whitelist must be a list of names or callable, got {whitelist!r}")
         self.model = model
         self.tag = tag
-        self.weights = tuple(
-            (name, parameter)
-            for name, parameter in model.named_parameters()
-            if whitelist is None
-            or (whitelist(name, parameter) if callable(whitelist) else name.startswith(tuple(whitelist)))
-        )
+        weights = model.named_parameters()
+        if callable(whitelist):
+            self.weights = tuple(pair for pair in weights if whitelist(*pair))
+        else:
+            prefixes = ("",) if whitelist is None else tuple(whitelist)
+            self.weights = tuple(pair for pair in weights if pair[0].startswith(prefixes))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the parameters, or the gradients that exist, by name."""
@@ -262,8 +294,7 @@ class BaseWeightsScalarHandler(BaseWeightsHandler):
         whitelist: Whitelist | None = None,
     ) -> None:
         super().__init__(model, tag, whitelist)
-        if not callable(reduction):
-            raise TypeError(f"reduction must be callable, got {reduction!r}")
+        check_callable("reduction", reduction)
         result = reduction(torch.ones(4, 2))
         if not (isinstance(result, Number) or (isinstance(result, torch.Tensor) and result.ndim == 0)):
             raise TypeError(f"reduction must return a number or a 0-d tensor, got {result!r}")
@@ -301,19 +332,76 @@ def _tagged(tag: str | None) -> Path:
     return (tag,) if tag else ()
 
 
+def has_groups(optimizer: Any) -> bool:
+    """Return whether an object is an optimizer, or like one."""
+    return isinstance(getattr(optimizer, "param_groups", None), Sequence)
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise ``TypeError`` unless an object is an optimizer, or like one."""
+    if not has_groups(optimizer):
+        raise TypeError(f"optimizer must have a sequence param_groups, got {described(optimizer)}")
+
+
+# --- values ------------------------------------------------------------------------------------------------------
+
+
+def _flat(path: Path, value: Any, text: bool) -> Iterator[tuple[Path, Any]]:
+    """Yield the numbers in nested containers with their paths."""
+    if isinstance(value, LazyNumber):
+        yield path, value.read()
+    elif isinstance(value, Number) or (text and isinstance(value, str)):
+        yield path, value
+    elif isinstance(value, torch.Tensor) and value.ndim == 0:
+        yield path, value.detach()  # fetched together with the others
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _flat((*path, str(key)), one, text)
+    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        yield from _flat(path, dict(enumerate(value)), text)
+    elif isinstance(value, torch.Tensor) and value.ndim == 1:
+        yield from _flat(path, value.tolist(), text)
+    else:
+        kind = f"tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        warnings.warn(f"{'/'.join(path)} is not logged because it is a {kind}", stacklevel=2)
+
+
+def peek(value: Any) -> Any:
+    """Return the tensor of a ``LazyNumber``, without synchronizing, and any other value as it is."""
+    return value.peek() if isinstance(value, LazyNumber) else value
+
+
+def fetch(values: dict[Any, Any]) -> None:
+    """Replace 0-d tensors by numbers, with one transfer per device and dtype.
+
+    >>> values = {"loss": torch.tensor(0.5), "accuracy": torch.tensor(0.25), "size": 3}
+    >>> fetch(values)
+    >>> values
+    {'loss': 0.5, 'accuracy': 0.25, 'size': 3}
+    """
+    together: dict[tuple[torch.device, torch.dtype], list[Any]] = {}
+    for key, value in values.items():
+        if isinstance(value, torch.Tensor):
+            together.setdefault((value.device, value.dtype), []).append(key)
+    for keys in together.values():
+        values.update(zip(keys, torch.stack([values[key] for key in keys]).tolist(), strict=True))
+
+
 # --- loggers -----------------------------------------------------------------------------------------------------
 
 
-class BaseLogger(ABC):
+class BaseLogger:
     """Writes what handlers read from engines; a context manager that closes the logger at its end.
 
     One rank writes. On the others, a logger checks the arguments of each call and does nothing.
 
     Attributes:
         ranks: the ranks that write, ``None`` for all; may be set by a subclass.
+        logs_text: whether strings are written; may be set by a subclass.
     """
 
     ranks: ClassVar[tuple[int, ...] | None] = (0,)
+    logs_text: ClassVar[bool] = False
     # defaults on the class: subclasses need not call __init__
     _attached: Sequence[RemovableEventHandle] = ()
     _has_begun = False
@@ -355,18 +443,19 @@ class BaseLogger(ABC):
             if source is not None and not source.has_event_handler(self._run_started, Events.STARTED):
                 # before handlers that write at STARTED
                 source.add_event_handler(Events.STARTED, self._run_started, order=Order.RESULTS)
+                source.add_event_handler(CheckpointEvents.SAVED_CHECKPOINT, self._checkpoint_saved)
         return handle
 
     def attach_output_handler(
         self, engine: Engine[Any, Any], event_name: EventLike, *args: Any, **kwargs: Any
     ) -> RemovableEventHandle:
-        """Attach the logger's ``OutputHandler``, made from the remaining arguments."""
+        """Attach an output handler, made from the remaining arguments; see :class:`BaseOutputHandler`."""
         return self.attach(engine, self._create_output_handler(*args, **kwargs), event_name)
 
     def attach_opt_params_handler(
         self, engine: Engine[Any, Any], event_name: EventLike, *args: Any, **kwargs: Any
     ) -> RemovableEventHandle:
-        """Attach the logger's ``OptimizerParamsHandler``, made from the remaining arguments."""
+        """Attach a handler of an optimizer, likewise; see :class:`BaseOptimizerParamsHandler`."""
         return self.attach(engine, self._create_opt_params_handler(*args, **kwargs), event_name)
 
     @property
@@ -395,7 +484,7 @@ class BaseLogger(ABC):
         """Write histograms of tensors. Subclasses that can show histograms override this."""
         raise NotImplementedError(f"{type(self).__name__} shows no histograms")
 
-    def close(self) -> None:  # noqa: B027  # most loggers have nothing to close
+    def close(self) -> None:
         """Finish writing."""
 
     def __enter__(self: Self) -> Self:
@@ -404,11 +493,11 @@ class BaseLogger(ABC):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    @abstractmethod
-    def _create_output_handler(self, *args: Any, **kwargs: Any) -> Callable[..., object]: ...
+    def _create_output_handler(self, *args: Any, **kwargs: Any) -> Callable[..., object]:
+        return BaseOutputHandler(*args, **kwargs)
 
-    @abstractmethod
-    def _create_opt_params_handler(self, *args: Any, **kwargs: Any) -> Callable[..., object]: ...
+    def _create_opt_params_handler(self, *args: Any, **kwargs: Any) -> Callable[..., object]:
+        return BaseOptimizerParamsHandler(*args, **kwargs)
 
     def _rewind(self, reached: Reached) -> Collection[tuple[str, int]] | None:
         """Remove what was written after the point from which a run resumes.
@@ -418,14 +507,16 @@ class BaseLogger(ABC):
         """
         return None
 
-    def _begin(self) -> None:  # noqa: B027  # most loggers write to a new place each time
+    def _begin(self) -> None:
         """Prepare for a job that does not resume an earlier one."""
+
+    def _checkpoint_saved(self) -> None:
+        """Put on disk what was written before a checkpoint."""
 
     def _run_started(self, engine: Engine[Any, Any]) -> None:
         """Rewind the log if this run resumes an earlier one."""
         if not any(_follows(handle, engine) for handle in self._attached):
-            engine.remove_event_handler(self._run_started, Events.STARTED)  # all handlers were removed
-            return
+            return  # all handlers were removed
         reached = Reached(engine, self._attached)
         if engine.state.iteration > 0:
             self._already_written = self._rewind(reached) or frozenset()
@@ -441,6 +532,46 @@ class BaseLogger(ABC):
             handle.remove()
 
         handle = engine.add_event_handler(Events.ITERATION_STARTED, write_all)
+
+
+class ServiceLogger(BaseLogger):
+    """A logger that looks up unknown attributes on an object of the library that it writes to.
+
+    Private names are never looked up there, so that copying, unpickling and half-initialized loggers raise
+    ``AttributeError`` as usual.
+    """
+
+    _forwards_to: ClassVar[str]
+
+    def __getattr__(self, name: str) -> Any:
+        target = self.__dict__.get(self._forwards_to)
+        if name.startswith("_") or target is None:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(target, name)
+
+
+class Silence:
+    """Replaces the library on ranks that do not write: accepts any call and does nothing."""
+
+    def __getattr__(self, name: str) -> Silence:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Silence:
+        """Do nothing."""
+        return self
+
+
+def answers(url: str, seconds: float = 10.0) -> bool:
+    """Return whether a server answers at a URL, even if with an error or an untrusted certificate."""
+    try:
+        urllib.request.urlopen(url, timeout=seconds).close()
+    except urllib.error.HTTPError as error:
+        error.close()
+    except OSError as error:
+        return isinstance(getattr(error, "reason", None), ssl.SSLError)
+    return True
 
 
 # --- resuming ----------------------------------------------------------------------------------------------------

@@ -10,16 +10,10 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 from camshaft.distributed import broadcast, get_rank
-from camshaft.handlers.base_logger import (
-    BaseOptimizerParamsHandler,
-    BaseOutputHandler,
-    BaseWeightsHistHandler,
-    BaseWeightsScalarHandler,
-)
+from camshaft.handlers import base_logger
+from camshaft.handlers.base_logger import Path, Silence, answers
 from camshaft.handlers.checkpoint import DiskSaver
-from camshaft.handlers.services import ServiceLogger, Silence, answers
-from camshaft.handlers.utils import global_step_from_engine, load_optional
-from camshaft.handlers.values import Path
+from camshaft.handlers.utils import check_type, global_step_from_engine, load_optional
 from camshaft.types import PathLike
 
 __all__ = [
@@ -35,7 +29,7 @@ __all__ = [
 ]
 
 
-class ClearMLLogger(ServiceLogger):
+class ClearMLLogger(base_logger.ServiceLogger):
     """Writes values and histograms to a task of ClearML, on rank 0.
 
     If the server does not answer, the logger warns and keeps the task offline, for ``Task.import_offline_session``.
@@ -100,9 +94,8 @@ class ClearMLLogger(ServiceLogger):
     def write_values(self, values: Mapping[Path, Any], step: int) -> None:
         """Report a scalar for each value."""
         for path, value in values.items():
-            if len(path) > 1:
-                title, series = _title_and_series(path)
-                self.clearml_logger.report_scalar(title=title, series=series, value=value, iteration=step)
+            title, series = _title_and_series(path)
+            self.clearml_logger.report_scalar(title=title, series=series, value=value, iteration=step)
 
     def write_histograms(self, tensors: Mapping[Path, Any], step: int) -> None:
         """Report a histogram for each tensor."""
@@ -117,9 +110,6 @@ class ClearMLLogger(ServiceLogger):
         task, self._task = self._task, None
         if task is not None:
             task.close()
-
-    def _create_output_handler(self, *args: Any, **kwargs: Any) -> OutputHandler:
-        return OutputHandler(*args, **kwargs)
 
     def _create_opt_params_handler(self, *args: Any, **kwargs: Any) -> OptimizerParamsHandler:
         return OptimizerParamsHandler(*args, **kwargs)
@@ -140,13 +130,13 @@ def _new_task(clearml: Any, kwargs: Mapping[str, Any]) -> Any:
 # --- handlers: ClearML names a plot and a line in it ----------------------------------------------------------------
 
 
-class OutputHandler(BaseOutputHandler):
+class OutputHandler(base_logger.BaseOutputHandler):
     """Writes metrics, outputs and state attributes: plot ``<tag>`` has a line for each name."""
 
     logger_class = ClearMLLogger
 
 
-class OptimizerParamsHandler(BaseOptimizerParamsHandler):
+class OptimizerParamsHandler(base_logger.BaseOptimizerParamsHandler):
     """Writes a parameter of each group of an optimizer: plot ``<tag>/<parameter>`` has a line for each group."""
 
     logger_class = ClearMLLogger
@@ -157,7 +147,7 @@ class OptimizerParamsHandler(BaseOptimizerParamsHandler):
         return ("/".join(plot), str(group))
 
 
-class WeightsScalarHandler(BaseWeightsScalarHandler):
+class WeightsScalarHandler(base_logger.BaseWeightsScalarHandler):
     """Writes a number for each parameter: plot ``<tag>/weights_<reduction>/<module>`` has a line for each."""
 
     logger_class = ClearMLLogger
@@ -167,7 +157,7 @@ class WeightsScalarHandler(BaseWeightsScalarHandler):
         return _plot_of_module("/".join(self.prefixes[0]) + "/", name)
 
 
-class WeightsHistHandler(BaseWeightsHistHandler):
+class WeightsHistHandler(base_logger.BaseWeightsHistHandler):
     """Writes histograms of the parameters: plot ``<tag>/weights_<module>`` has one for each."""
 
     logger_class = ClearMLLogger
@@ -239,8 +229,8 @@ class ClearMLSaver(DiskSaver):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        if logger is not None and not isinstance(logger, ClearMLLogger):
-            raise TypeError(f"logger must be a ClearMLLogger, got {type(logger).__name__}")
+        if logger is not None:
+            check_type("logger", logger, ClearMLLogger, "a ClearMLLogger")
         clearml = load_optional("clearml", extra="clearml", needed_by="ClearMLSaver")
         self._task: Any = None
         self._slots: dict[str, list[str | None]] = {}
@@ -252,11 +242,8 @@ class ClearMLSaver(DiskSaver):
             if output_uri is not None:
                 self._task.output_uri = output_uri
         if dirname is None:
-            folder = ""
-            if get_rank() == 0:
-                folder = tempfile.mkdtemp(prefix="camshaft_checkpoints_")
-                warnings.warn(f"dirname is not given: saving to the temporary directory {folder}", stacklevel=2)
-            dirname = broadcast(folder, src=0)
+            dirname = broadcast(tempfile.mkdtemp(prefix="camshaft_") if get_rank() == 0 else "", src=0)
+            warnings.warn(f"dirname is not given: saving to the temporary directory {dirname}", stacklevel=2)
         super().__init__(dirname, *args, **(kwargs if args else {"atomic": False, **kwargs}))
 
     def __call__(self, checkpoint: Mapping[str, Any], filename: str, metadata: Mapping[str, Any] | None = None) -> None:

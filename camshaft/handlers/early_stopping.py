@@ -7,39 +7,36 @@ import math
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from numbers import Integral, Real
 from typing import Any
 
 from camshaft.base import ResettableHandler, Serializable
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import EventLike, Events
-from camshaft.engine.state import LazyNumber
-from camshaft.errors import described
 from camshaft.handlers.stopping import StopTogether
-from camshaft.handlers.utils import check_engine
+from camshaft.handlers.utils import check_choice, check_engine, check_type, integer, number, scalar
 
 __all__ = ["EarlyStopping"]
 
 
-class _Renamed:
-    """An attribute under its old name."""
+_NEW_NAMES = {"min_delta": "threshold", "min_delta_mode": "threshold_mode", "cumulative_delta": "cumulative"}
 
-    def __init__(self, old: str, new: str) -> None:
-        self.old, self.new = old, new
 
-    def warn(self) -> None:
-        """Warn on behalf of the caller's caller."""
-        warnings.warn(f"{self.old} is now called {self.new}", DeprecationWarning, stacklevel=3)
+def _renamed(old: str) -> Any:
+    """Return a property that reads and writes an attribute under its old name."""
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        if instance is None:
-            return self
-        self.warn()
-        return getattr(instance, self.new)
+    def read(self: EarlyStopping) -> Any:
+        return getattr(self, _new_name(old))
 
-    def __set__(self, instance: Any, value: Any) -> None:
-        self.warn()
-        setattr(instance, self.new, value)
+    def write(self: EarlyStopping, value: Any) -> None:
+        setattr(self, _new_name(old), value)
+
+    return property(read, write)
+
+
+def _new_name(old: str) -> str:
+    """Return the new name, with a warning on behalf of the caller's caller."""
+    warnings.warn(f"{old} is now called {_NEW_NAMES[old]}", DeprecationWarning, stacklevel=3)
+    return _NEW_NAMES[old]
 
 
 class EarlyStopping(Serializable, ResettableHandler):
@@ -61,9 +58,9 @@ class EarlyStopping(Serializable, ResettableHandler):
             ``cumulative``.
 
     Raises:
-        TypeError: ``score_function`` is not callable, or ``trainer`` is not an Engine.
-        ValueError: ``patience`` is not an integer of at least 1, ``threshold`` is not a number of at least 0, or a
-            mode is unknown.
+        TypeError: ``score_function`` is not callable, ``trainer`` is not an Engine, ``patience`` is not an integer, or
+            ``threshold`` is not a number.
+        ValueError: ``patience`` is below 1, ``threshold`` is below 0, or a mode is unknown.
 
     >>> from camshaft.engine import Events
     >>> trainer = Engine(lambda engine, batch: None)
@@ -78,9 +75,9 @@ class EarlyStopping(Serializable, ResettableHandler):
 
     _state_dict_all_req_keys = ("counter", "best_score")
 
-    min_delta = _Renamed("min_delta", "threshold")
-    min_delta_mode = _Renamed("min_delta_mode", "threshold_mode")
-    cumulative_delta = _Renamed("cumulative_delta", "cumulative")
+    min_delta = _renamed("min_delta")
+    min_delta_mode = _renamed("min_delta_mode")
+    cumulative_delta = _renamed("cumulative_delta")
 
     def __init__(
         self,
@@ -105,13 +102,11 @@ class EarlyStopping(Serializable, ResettableHandler):
         given = {"min_delta": min_delta, "min_delta_mode": min_delta_mode, "cumulative_delta": cumulative_delta}
         for name, value in given.items():
             if value is not None:
-                renamed: _Renamed = getattr(EarlyStopping, name)
-                renamed.warn()
-                setattr(self, renamed.new, value)
-        _check_least("patience", patience, Integral, "an integer", 1)
-        _check_least("threshold", self.threshold, Real, "a number", 0)
-        _check_mode("threshold_mode", self.threshold_mode, ("abs", "rel"))
-        _check_mode("mode", mode, ("max", "min"))
+                setattr(self, _new_name(name), value)
+        integer("patience", patience, least=1)
+        number("threshold", self.threshold, least=0)
+        check_choice("threshold_mode", self.threshold_mode, ("abs", "rel"))
+        check_choice("mode", mode, ("max", "min"))
         self.counter = 0
         self.best_score: float | None = None
         self.logger = logging.getLogger(f"{__name__}.{type(self).__name__}")
@@ -122,14 +117,9 @@ class EarlyStopping(Serializable, ResettableHandler):
 
     def __call__(self, engine: Engine[Any, Any]) -> None:
         """Compare the score of an evaluation with the best one, and terminate training if the patience is used up."""
-        score = self.score_function(engine)
-        if isinstance(score, LazyNumber):
-            score = score.read()
-        try:
-            is_number = not math.isnan(score)
-        except TypeError as error:
-            raise TypeError(f"score_function must return a number, got {described(score)}") from error
+        score = float(scalar("score_function", self.score_function(engine)))
         best = self.best_score
+        is_number = not math.isnan(score)
         if is_number and (best is None or math.isnan(best) or self._exceeds(score, best, self.threshold)):
             self.best_score = score
             self.counter = 0
@@ -185,9 +175,8 @@ class EarlyStopping(Serializable, ResettableHandler):
         """
         super().load_state_dict(state_dict)
         mode = state_dict.get("threshold_mode", self.threshold_mode)
-        _check_mode("threshold_mode", mode, ("abs", "rel"))
-        if not isinstance(state_dict["counter"], int):
-            raise TypeError(f"counter must be an integer, got {state_dict['counter']!r}")
+        check_choice("threshold_mode", mode, ("abs", "rel"))
+        check_type("counter", state_dict["counter"], int, "an integer")
         self.counter, self.best_score, self.threshold_mode = state_dict["counter"], state_dict["best_score"], mode
         self._had_stopped = self.counter >= self.patience
 
@@ -205,13 +194,3 @@ class EarlyStopping(Serializable, ResettableHandler):
         """Return whether a score is better by more than the threshold, which is false if either is NaN."""
         margin = threshold * (abs(best) if self.threshold_mode == "rel" else 1)
         return score > best + margin if self.mode == "max" else score < best - margin
-
-
-def _check_least(name: str, value: Any, kind: type[Any], kind_name: str, least: int) -> None:
-    if not isinstance(value, kind) or not value >= least:
-        raise ValueError(f"{name} must be {kind_name} of at least {least}, got {value!r}")
-
-
-def _check_mode(name: str, mode: Any, allowed: tuple[str, str]) -> None:
-    if mode not in allowed:
-        raise ValueError(f"{name} must be {allowed[0]!r} or {allowed[1]!r}, got {mode!r}")

@@ -6,7 +6,6 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
 from copy import deepcopy
-from numbers import Real
 from typing import Any
 
 import torch
@@ -18,11 +17,9 @@ from camshaft.engine.engine import Engine
 from camshaft.engine.events import EventLike, Events
 from camshaft.handlers.checkpoint.state import unwrap
 from camshaft.handlers.state_param_scheduler import StateParamScheduler
-from camshaft.handlers.utils import check_engine, check_is_no_counter, integer
+from camshaft.handlers.utils import check_choice, check_engine, check_is_no_counter, integer, number
 
 __all__ = ["EMAHandler", "EMAWarmUp"]
-
-_BUFFERS = ("copy", "update", "ema_train")
 
 
 class EMAWarmUp(StateParamScheduler):
@@ -51,8 +48,8 @@ class EMAWarmUp(StateParamScheduler):
     ) -> None:
         super().__init__(param_name, save_history, create_new)
         self.warmup_iters = integer("warmup_iters", warmup_iters, least=1)
-        self.momentum_warmup = _checked_momentum("momentum_warmup", momentum_warmup, with_ends=True)
-        self.momentum = _checked_momentum("momentum", momentum)
+        self.momentum_warmup = number("momentum_warmup", momentum_warmup, least=0, most=1)
+        self.momentum = number("momentum", momentum, above=0, below=1)
 
     def get_param(self) -> float:
         """Return the momentum for ``event_index``, which is 1 in the first call."""
@@ -75,7 +72,8 @@ class EMAHandler(Serializable):
             and copies the others; ``"ema_train"`` leaves them to ``ema_model``, which is then in train mode.
 
     Raises:
-        ValueError: an argument is of the wrong type or out of range.
+        TypeError: a momentum is not a number.
+        ValueError: an argument is out of range, or ``model`` is not a module.
 
     Attributes:
         model: the model.
@@ -106,14 +104,11 @@ class EMAHandler(Serializable):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"model must be a torch.nn.Module, got {model!r} of type {type(model).__name__}")
-        if handle_buffers not in _BUFFERS:
-            raise ValueError(f"handle_buffers must be one of {_BUFFERS}, got {handle_buffers!r}")
+        check_choice("handle_buffers", handle_buffers, ("copy", "update", "ema_train"))
         if (momentum_warmup is None) != (warmup_iters is None):
-            raise ValueError(
-                "momentum_warmup and warmup_iters must be given together, got "
-                f"momentum_warmup={momentum_warmup!r} and warmup_iters={warmup_iters!r}"
-            )
-        self.momentum = _checked_momentum("momentum", momentum)
+            both = (momentum_warmup, warmup_iters)
+            raise ValueError(f"momentum_warmup and warmup_iters must be given together, got {both}")
+        self.momentum = number("momentum", momentum, above=0, below=1)
         self._scheduler: EMAWarmUp | None = None
         if momentum_warmup is not None and warmup_iters is not None:
             self.momentum_scheduler = self._scheduler = EMAWarmUp(momentum_warmup, warmup_iters, momentum)
@@ -146,11 +141,8 @@ class EMAHandler(Serializable):
         if not hasattr(engine.state, name):
             setattr(engine.state, name, self.momentum)
         elif warn_if_exists:
-            warnings.warn(
-                f"the state already has an attribute {name!r}, whose value is used as the momentum; pass "
-                "warn_if_exists=False if this is intended",
-                stacklevel=2,
-            )
+            text = f"the momentum is the existing state.{name}; pass warn_if_exists=False if this is intended"
+            warnings.warn(text, stacklevel=2)
         if self._scheduler is not None:
             self._scheduler.param_name = name
             engine.add_event_handler(event, self._scheduler)
@@ -178,11 +170,8 @@ class EMAHandler(Serializable):
         super().load_state_dict(state_dict)
         warmup = state_dict["momentum_scheduler"]
         if (self._scheduler is None) != (warmup is None):
-            raise ValueError(
-                "state_dict must be that of an EMAHandler with the same warm-up, got "
-                f"that of one {'without' if warmup is None else 'with'} a warm-up: pass the same momentum_warmup and "
-                "warmup_iters, or load state_dict['ema_model'] into ema_model"
-            )
+            kind = "without" if self._scheduler is None else "with"
+            raise ValueError(f"state_dict must be that of an EMAHandler {kind} a warm-up; or load only its 'ema_model'")
         unwrap(self.ema_model).load_state_dict(state_dict["ema_model"])
         if self._scheduler is not None:
             self._scheduler.load_state_dict(warmup)
@@ -217,10 +206,3 @@ class EMAHandler(Serializable):
             targets, values = self._averaged if is_averaged and is_continuous else self._copied
             targets.append(ours)
             values.append(theirs)
-
-
-def _checked_momentum(name: str, value: Any, with_ends: bool = False) -> float:
-    if not isinstance(value, Real) or not (0 < float(value) < 1 or (with_ends and value in (0, 1))):
-        ends = "included" if with_ends else "excluded"
-        raise ValueError(f"{name} must be a number between 0 and 1, both {ends}, got {value!r}")
-    return float(value)

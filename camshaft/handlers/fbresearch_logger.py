@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events
+from camshaft.handlers.base_logger import check_optimizer
 from camshaft.handlers.timing import Timer
-from camshaft.handlers.utils import check_callable, check_engine, num_epochs
+from camshaft.handlers.utils import check_callable, check_engine, check_type, identity, num_epochs
 from camshaft.text import to_str_list
 
 __all__ = ["FBResearchLogger"]
@@ -51,13 +50,11 @@ class FBResearchLogger:
     """
 
     def __init__(self, logger: logging.Logger, delimiter: str = "  ", show_output: bool = False) -> None:
-        if not isinstance(logger, (logging.Logger, logging.LoggerAdapter)):
-            raise TypeError(f"logger must be a logging.Logger, got {logger!r} of type {type(logger).__name__}")
+        check_type("logger", logger, (logging.Logger, logging.LoggerAdapter), "a logging.Logger")
         self.logger = logger
         self.delimiter = delimiter
         self.show_output = show_output
         self.iter_timer = self.data_timer = Timer(average=True)
-        self._attached: WeakKeyDictionary[Engine[Any, Any], _Attachment] = WeakKeyDictionary()
 
     def attach(
         self,
@@ -84,40 +81,44 @@ class FBResearchLogger:
         """
         check_engine("engine", engine)
         check_callable("output_transform", output_transform)
-        if optimizer is not None and not hasattr(optimizer, "param_groups"):
-            raise TypeError(
-                f"optimizer must be a torch optimizer, got {optimizer!r} of type {type(optimizer).__name__}"
-            )
+        if optimizer is not None:
+            check_optimizer(optimizer)
         each = Events.ITERATION_COMPLETED(every=every)
         if get_rank() != 0:
             return
-        attachment = self._attached[engine] = _Attachment(output_transform, state_attributes or ())
-        self.iter_timer, self.data_timer = attachment.iterations, attachment.data
+        timers = self.iter_timer, self.data_timer = Timer(average=True), Timer(average=True)
+        shown = output_transform or identity, state_attributes or ()
         for timer, resume, pause in (
             (self.iter_timer, Events.ITERATION_STARTED, Events.ITERATION_COMPLETED),
             (self.data_timer, Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED),
         ):
             timer.attach(engine, Events.EPOCH_STARTED, resume=resume, pause=pause, step=pause, start_paused=True)
         engine.add_event_handler(Events.EPOCH_STARTED, self.log_epoch_started, name)
-        engine.add_event_handler(each, self.log_every, optimizer)
+        engine.add_event_handler(each, self.log_every, optimizer, *shown, timers)
         engine.add_event_handler(Events.EPOCH_COMPLETED, self.log_epoch_completed, name)
         engine.add_event_handler(Events.COMPLETED, self.log_completed, name)
 
-    def log_every(self, engine: Engine[Any, Any], optimizer: Any = None) -> None:
-        """Write the line of an iteration."""
-        attachment = self._attached.get(engine) or _Attachment()
+    def log_every(
+        self,
+        engine: Engine[Any, Any],
+        optimizer: Any = None,
+        output_transform: Callable[[Any], Any] = identity,
+        state_attributes: Sequence[str] = (),
+        timers: tuple[Timer, Timer] | None = None,
+    ) -> None:
+        """Write the line of an iteration; the arguments are those of :meth:`attach`."""
+        iter_time, data_time = (timer.value() for timer in timers or (self.iter_timer, self.data_timer))
         state, length, done = engine.state, engine.state.epoch_length, engine.iteration_in_epoch
         fields = [_epoch(engine), f"[{done}/{length}]: " if length else f"[{done}]: "]
         if length:
-            fields.append(f"ETA: {_duration(attachment.iterations.value() * (length - done))}")
+            fields.append(f"ETA: {_duration(iter_time * (length - done))}")
         groups = [] if optimizer is None else optimizer.param_groups
         for number, group in enumerate(groups):
             fields.append(f"lr{f' [g{number}]' if len(groups) > 1 else ''}: {float(group['lr']):.5f}")
         if self.show_output and state.output is not None:
-            fields += to_str_list(attachment.transform(state.output) if attachment.transform else state.output)
-        fields += to_str_list({name: getattr(state, name, None) for name in attachment.attributes})
-        fields.append(f"Iter time: {attachment.iterations.value():.4f} s")
-        fields.append(f"Data prep time: {attachment.data.value():.4f} s")
+            fields += to_str_list(output_transform(state.output))
+        fields += to_str_list({name: getattr(state, name, None) for name in state_attributes})
+        fields += [f"Iter time: {iter_time:.4f} s", f"Data prep time: {data_time:.4f} s"]
         if torch.cuda.is_available():
             fields.append(f"GPU Max Mem: {torch.cuda.max_memory_allocated() / _MEGABYTE:.0f} MB")
         self._write(*(field.rstrip() for field in fields))
@@ -140,16 +141,6 @@ class FBResearchLogger:
 
     def _write(self, *fields: str) -> None:
         self.logger.info("%s", self.delimiter.join(fields))
-
-
-@dataclass(frozen=True)
-class _Attachment:
-    """What to show of an engine, and its times."""
-
-    transform: Callable[[Any], Any] | None = None
-    attributes: Sequence[str] = ()
-    iterations: Timer = field(default_factory=lambda: Timer(average=True))
-    data: Timer = field(default_factory=lambda: Timer(average=True))
 
 
 def _epoch(engine: Engine[Any, Any]) -> str:

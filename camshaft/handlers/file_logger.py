@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
 import math
 import os
 import time
 import warnings
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from io import FileIO
-from numbers import Number, Real
 from pathlib import Path as FilePath
 from typing import Any, ClassVar
 
 from camshaft.files import write_atomically
-from camshaft.handlers.base_logger import (
-    BaseLogger,
-    BaseOptimizerParamsHandler,
-    BaseOutputHandler,
-    BaseWeightsScalarHandler,
-    Reached,
-)
+from camshaft.handlers import base_logger
+from camshaft.handlers.base_logger import Path, Reached
 from camshaft.handlers.utils import global_step_from_engine
-from camshaft.handlers.values import Path
 from camshaft.types import PathLike
 
 __all__ = [
@@ -44,7 +38,7 @@ Record = dict[str, Any]
 STEP, TIME = "step", "time"  # names of values contain a slash, these do not
 
 
-class FileLogger(BaseLogger):
+class FileLogger(base_logger.BaseLogger, ABC):
     """Writes records to one file: a step, the Unix time in seconds, and values by name.
 
     Each record is written in one piece. A resumed run continues the file and first removes the records after the point
@@ -60,6 +54,7 @@ class FileLogger(BaseLogger):
     """
 
     suffix: ClassVar[str]
+    logs_text = True
 
     def __init__(self, path: PathLike) -> None:
         given = FilePath(path).expanduser()
@@ -92,6 +87,9 @@ class FileLogger(BaseLogger):
         if file is not None:
             file.close()
 
+    def _records(self) -> list[Record]:
+        return self._read(self.path.read_bytes()) if self.path.exists() else []
+
     @abstractmethod
     def _read(self, content: bytes) -> list[Record]:
         """Read the records in a file, without a last one that is cut off."""
@@ -108,14 +106,10 @@ class FileLogger(BaseLogger):
         """Write a record in one piece, or nothing."""
         assert self._file is not None, "records are written to open files only"
         content = self._line(record)
-        size = os.fstat(self._file.fileno()).st_size
-        try:
-            written = self._file.write(content)
-            if written < len(content):
-                self._file.write(content[written:])
-        except OSError:
-            self._file.truncate(size)
-            raise
+        written = self._file.write(content)
+        if written < len(content):
+            self._file.truncate(self._file.tell() - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _open(self) -> None:
         self._file = FileIO(self.path, "ab")
@@ -123,12 +117,11 @@ class FileLogger(BaseLogger):
         try:
             if content and b"\n" not in content:
                 raise ValueError("there is no complete line")
-            records = self._read(content)
+            self._read(content)
         except (ValueError, KeyError, TypeError) as error:
             self.close()
             raise ValueError(f"path must be a new file or one of {type(self).__name__}, got '{self.path}'") from error
-        if content and not content.endswith(b"\n"):
-            self._replace(records)
+        self._file.truncate(content.rfind(b"\n") + 1)  # a kill may have cut off the last line
 
     def _replace(self, records: Iterable[Record]) -> None:
         """Replace all records in the file."""
@@ -138,14 +131,14 @@ class FileLogger(BaseLogger):
         self._file = FileIO(self.path, "ab")
 
     def _rewind(self, reached: Reached) -> set[tuple[str, int]]:
-        records = self._read(self.path.read_bytes()) if self.path.exists() else []
+        records = self._records()
         kept = [one for one in records if not any(reached.is_beyond(path, one[STEP]) for path in _paths(one))]
         if len(kept) < len(records):
             self._replace(kept)
         return {("/".join(path), one[STEP]) for one in kept for path in _paths(one) if reached(path) == one[STEP]}
 
     def _begin(self) -> None:
-        if not self.path.exists() or not self._read(self.path.read_bytes()):
+        if not self._records():
             return
         number = 1
         while (aside := self.path.with_name(f"{self.path.stem}.{number}{self.suffix}")).exists():
@@ -153,12 +146,6 @@ class FileLogger(BaseLogger):
         self.close()
         os.rename(self.path, aside)
         self._open()
-
-    def _create_output_handler(self, *args: Any, **kwargs: Any) -> OutputHandler:
-        return OutputHandler(*args, **kwargs)
-
-    def _create_opt_params_handler(self, *args: Any, **kwargs: Any) -> OptimizerParamsHandler:
-        return OptimizerParamsHandler(*args, **kwargs)
 
 
 class CSVLogger(FileLogger):
@@ -188,10 +175,7 @@ class CSVLogger(FileLogger):
     """
 
     suffix = ".csv"
-
-    def __init__(self, path: PathLike) -> None:
-        self._columns: list[str] = []
-        super().__init__(path)
+    _columns: list[str]  # of the file, set when it is read
 
     def _append(self, record: Record) -> None:
         columns = self._columns
@@ -258,23 +242,25 @@ class JSONLinesLogger(FileLogger):
         return [{**record, STEP: int(record[STEP])} for record in records]
 
     def _line(self, record: Record) -> bytes:
-        return json.dumps({name: _finite(value) for name, value in record.items()}, allow_nan=False).encode() + b"\n"
+        for name, value in record.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                record = {**record, name: json.dumps(value)}
+        return json.dumps(record, allow_nan=False).encode() + b"\n"
 
 
-class OutputHandler(BaseOutputHandler):
+class OutputHandler(base_logger.BaseOutputHandler):
     """Writes metrics, outputs and state attributes to a file, text too."""
 
     logger_class = FileLogger
-    logs_text = True
 
 
-class OptimizerParamsHandler(BaseOptimizerParamsHandler):
+class OptimizerParamsHandler(base_logger.BaseOptimizerParamsHandler):
     """Writes a parameter of each group of an optimizer to a file."""
 
     logger_class = FileLogger
 
 
-class WeightsScalarHandler(BaseWeightsScalarHandler):
+class WeightsScalarHandler(base_logger.BaseWeightsScalarHandler):
     """Writes a number for each parameter of a model to a file."""
 
     logger_class = FileLogger
@@ -293,16 +279,8 @@ def plain(value: Any) -> Any:
     >>> plain(numpy.float64(0.5)), plain(2), plain(True), plain(1j)
     (0.5, 2, True, '1j')
     """
-    value = value.item() if isinstance(value, Number) and hasattr(value, "item") else value
-    if isinstance(value, (bool, int, float, str)):
-        return value
-    return float(value) if isinstance(value, Real) else str(value)
-
-
-def _finite(value: Any) -> Any:
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    value = value.item() if hasattr(value, "item") else value
+    return value if isinstance(value, (bool, int, float, str)) else str(value)
 
 
 def _paths(record: Record) -> list[Path]:

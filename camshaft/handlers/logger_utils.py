@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events
 from camshaft.errors import described
-from camshaft.handlers.base_logger import BaseLogger
+from camshaft.handlers.base_logger import BaseLogger, has_groups
 from camshaft.handlers.clearml_logger import ClearMLLogger
 from camshaft.handlers.file_logger import CSVLogger, JSONLinesLogger
 from camshaft.handlers.mlflow_logger import MLflowLogger
 from camshaft.handlers.tensorboard_logger import TensorboardLogger
-from camshaft.handlers.utils import check_engine, global_step_from_engine
+from camshaft.handlers.utils import check_engine, check_type, global_step_from_engine
 from camshaft.handlers.wandb_logger import WandBLogger
 from camshaft.types import PathLike
 
@@ -78,46 +78,33 @@ def setup_tb_logging(
     ...     with setup_tb_logging(folder, trainer, evaluators={"test": evaluator}) as logger:
     ...         state = trainer.run(range(200))
     """
-    make_logger = partial(TensorboardLogger, log_dir=os.fspath(output_path), **kwargs)
-    names = trainer_metric_names, evaluator_metric_names
-    return _attach(make_logger, trainer, optimizers, evaluators, log_every_iters, names)
+    return _set_up(
+        partial(TensorboardLogger, os.fspath(output_path)),
+        None,
+        trainer,
+        optimizers,
+        evaluators,
+        log_every_iters,
+        trainer_metric_names=trainer_metric_names,
+        evaluator_metric_names=evaluator_metric_names,
+        **kwargs,
+    )
 
 
-def setup_csv_logging(
-    output_path: PathLike,
-    trainer: Engine[Any, Any],
-    optimizers: Optimizers = None,
-    evaluators: Evaluators | None = None,
-    log_every_iters: int | None = 100,
-    *,
-    trainer_metric_names: Names = "all",
-    evaluator_metric_names: Names = "all",
-    **kwargs: Any,
-) -> CSVLogger:
+def setup_csv_logging(output_path: PathLike, trainer: Engine[Any, Any], *args: Any, **kwargs: Any) -> CSVLogger:
     """Log to a CSV file; arguments as for :func:`setup_tb_logging`."""
-    make_logger = partial(CSVLogger, output_path, **kwargs)
-    names = trainer_metric_names, evaluator_metric_names
-    return _attach(make_logger, trainer, optimizers, evaluators, log_every_iters, names)
+    return _set_up(partial(CSVLogger, output_path), None, trainer, *args, **kwargs)
 
 
-def setup_jsonl_logging(
-    output_path: PathLike,
-    trainer: Engine[Any, Any],
-    optimizers: Optimizers = None,
-    evaluators: Evaluators | None = None,
-    log_every_iters: int | None = 100,
-    *,
-    trainer_metric_names: Names = "all",
-    evaluator_metric_names: Names = "all",
-    **kwargs: Any,
-) -> JSONLinesLogger:
+def setup_jsonl_logging(output_path: PathLike, trainer: Engine[Any, Any], *args: Any, **kwargs: Any) -> JSONLinesLogger:
     """Log to a file of JSON lines; arguments as for :func:`setup_tb_logging`."""
-    make_logger = partial(JSONLinesLogger, output_path, **kwargs)
-    names = trainer_metric_names, evaluator_metric_names
-    return _attach(make_logger, trainer, optimizers, evaluators, log_every_iters, names)
+    return _set_up(partial(JSONLinesLogger, output_path), None, trainer, *args, **kwargs)
 
 
-def setup_mlflow_logging(
+def _set_up(
+    make_logger: Callable[..., Logger],
+    step_event: Events | None,
+    /,
     trainer: Engine[Any, Any],
     optimizers: Optimizers = None,
     evaluators: Evaluators | None = None,
@@ -126,83 +113,48 @@ def setup_mlflow_logging(
     trainer_metric_names: Names = "all",
     evaluator_metric_names: Names = "all",
     **kwargs: Any,
-) -> MLflowLogger:
-    """Log to MLflow; arguments as for :func:`setup_tb_logging`."""
-    make_logger = partial(MLflowLogger, **kwargs)
-    names = trainer_metric_names, evaluator_metric_names
-    return _attach(make_logger, trainer, optimizers, evaluators, log_every_iters, names)
+) -> Logger:
+    """Check the arguments, make the logger, and attach everything to it."""
+    check_engine("trainer", trainer)
+    for name, names in (
+        ("trainer_metric_names", trainer_metric_names),
+        ("evaluator_metric_names", evaluator_metric_names),
+    ):
+        if names != "all":
+            check_type(name, names, list, "a list of names or 'all'")
+    tagged_optimizers = _by_tag("optimizers", optimizers, None, has_groups)
+    tagged_evaluators = _by_tag("evaluators", evaluators, "validation", lambda one: isinstance(one, Engine))
+    each = 1 if log_every_iters is None else log_every_iters
+    started, completed = Events.ITERATION_STARTED(every=each), Events.ITERATION_COMPLETED(every=each)
+    logger = make_logger(**kwargs)
+    logger.attach_output_handler(trainer, completed, tag="training", metric_names=trainer_metric_names)
+    for tag, optimizer in tagged_optimizers.items():
+        logger.attach_opt_params_handler(trainer, started, optimizer, param_name="lr", tag=tag)
+    step = global_step_from_engine(trainer, step_event)
+    for tag, evaluator in tagged_evaluators.items():
+        logger.attach_output_handler(
+            evaluator, Events.COMPLETED, tag=tag, metric_names=evaluator_metric_names, global_step_transform=step
+        )
+    return logger
 
 
-def setup_wandb_logging(
-    trainer: Engine[Any, Any],
-    optimizers: Optimizers = None,
-    evaluators: Evaluators | None = None,
-    log_every_iters: int | None = 100,
-    *,
-    trainer_metric_names: Names = "all",
-    evaluator_metric_names: Names = "all",
-    **kwargs: Any,
-) -> WandBLogger:
-    """Log to Weights & Biases; arguments as for :func:`setup_tb_logging`.
+setup_mlflow_logging = partial(_set_up, MLflowLogger, None)
+"""Log to MLflow; arguments as for :func:`setup_tb_logging`, without ``output_path``."""
 
-    Evaluators log with the trainer's iteration, because steps never decrease there.
-    """
-    make_logger = partial(WandBLogger, **kwargs)
-    names = trainer_metric_names, evaluator_metric_names
-    counted = Events.ITERATION_COMPLETED
-    return _attach(make_logger, trainer, optimizers, evaluators, log_every_iters, names, counted)
+setup_clearml_logging = partial(_set_up, ClearMLLogger, None)
+"""Log to ClearML; arguments as for :func:`setup_tb_logging`, without ``output_path``."""
 
+setup_wandb_logging = partial(_set_up, WandBLogger, Events.ITERATION_COMPLETED)
+"""Log to Weights & Biases; arguments as for :func:`setup_tb_logging`, without ``output_path``.
 
-def setup_clearml_logging(
-    trainer: Engine[Any, Any],
-    optimizers: Optimizers = None,
-    evaluators: Evaluators | None = None,
-    log_every_iters: int | None = 100,
-    *,
-    trainer_metric_names: Names = "all",
-    evaluator_metric_names: Names = "all",
-    **kwargs: Any,
-) -> ClearMLLogger:
-    """Log to ClearML; arguments as for :func:`setup_tb_logging`."""
-    make_logger = partial(ClearMLLogger, **kwargs)
-    names = trainer_metric_names, evaluator_metric_names
-    return _attach(make_logger, trainer, optimizers, evaluators, log_every_iters, names)
+Evaluators log with the trainer's iteration, because steps never decrease there.
+"""
 
 
 def setup_trains_logging(*args: Any, **kwargs: Any) -> ClearMLLogger:
     """Log to ClearML, formerly named Trains; deprecated."""
     warnings.warn("setup_trains_logging is deprecated: use setup_clearml_logging", DeprecationWarning, stacklevel=2)
     return setup_clearml_logging(*args, **kwargs)
-
-
-def _attach(
-    make_logger: Callable[[], Logger],
-    trainer: Engine[Any, Any],
-    optimizers: Optimizers,
-    evaluators: Evaluators | None,
-    log_every_iters: int | None,
-    metric_names: tuple[Names, Names],
-    step_event: Any = None,
-) -> Logger:
-    """Check the arguments, make the logger, and attach everything to it."""
-    check_engine("trainer", trainer)
-    for name, names in zip(("trainer", "evaluator"), metric_names, strict=True):
-        if names != "all" and not isinstance(names, list):
-            raise TypeError(f"{name}_metric_names must be a list of names or 'all', got {names!r}")
-    tagged_optimizers = _by_tag("optimizers", optimizers, None, _is_optimizer)
-    tagged_evaluators = _by_tag("evaluators", evaluators, "validation", lambda one: isinstance(one, Engine))
-    each = 1 if log_every_iters is None else log_every_iters
-    started, completed = Events.ITERATION_STARTED(every=each), Events.ITERATION_COMPLETED(every=each)
-    logger = make_logger()
-    logger.attach_output_handler(trainer, completed, tag="training", metric_names=metric_names[0])
-    for tag, optimizer in tagged_optimizers.items():
-        logger.attach_opt_params_handler(trainer, started, optimizer, param_name="lr", tag=tag)
-    step = global_step_from_engine(trainer, step_event)
-    for tag, evaluator in tagged_evaluators.items():
-        logger.attach_output_handler(
-            evaluator, Events.COMPLETED, tag=tag, metric_names=metric_names[1], global_step_transform=step
-        )
-    return logger
 
 
 def _by_tag(name: str, given: Any, tag: str | None, fits: Callable[[Any], bool]) -> dict[Any, Any]:
@@ -212,7 +164,3 @@ def _by_tag(name: str, given: Any, tag: str | None, fits: Callable[[Any], bool])
         if not fits(one):
             raise TypeError(f"{name} must be an {name[:-1]}, or a mapping of tags to {name}, got {described(one)}")
     return found
-
-
-def _is_optimizer(one: Any) -> bool:
-    return isinstance(getattr(one, "param_groups", None), Sequence)

@@ -6,19 +6,17 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
-from numbers import Real
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from camshaft.distributed import all_reduce, get_world_size
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, Order
-from camshaft.handlers.param_scheduler.base import plain, write
-from camshaft.handlers.utils import check_callable, check_engine, check_type, integer, load_optional, number
+from camshaft.handlers import utils
+from camshaft.handlers.param_scheduler import plain, write
 from camshaft.seeding import preserved_random_state
 
 __all__ = ["FastaiLRFinder"]
@@ -49,10 +47,10 @@ class FastaiLRFinder:
 
     def __init__(self) -> None:
         self.logger = logging.getLogger(f"camshaft.handlers.lr_finder.{type(self).__name__}")
-        self._has_run = False
         self._rates: list[list[float]] = []
         self._losses: list[float] = []
 
+    @contextmanager
     def attach(
         self,
         trainer: Engine[Any, Any],
@@ -64,7 +62,7 @@ class FastaiLRFinder:
         step_mode: str = "exp",
         smooth_f: float = 0.05,
         diverge_th: float = 5.0,
-    ) -> AbstractContextManager[Engine[Any, Any]]:
+    ) -> Iterator[Engine[Any, Any]]:
         """Return a context manager in which a run of the trainer is a search.
 
         Args:
@@ -85,47 +83,17 @@ class FastaiLRFinder:
         Raises:
             TypeError: an argument has the wrong type.
             ValueError: a number is out of range, or there is no optimizer.
-            RuntimeError: on entry, if the trainer is in the middle of a run.
+            RuntimeError: the trainer is in the middle of a run.
         """
-        check_engine("trainer", trainer)
+        utils.check_engine("trainer", trainer)
         _check_objects(to_save)
-        check_callable("output_transform", output_transform)
-        groups = to_save["optimizer"].param_groups
+        utils.check_callable("output_transform", output_transform)
         if num_iter is not None:
-            integer("num_iter", num_iter, least=1)
-        if step_mode not in ("exp", "linear"):
-            raise ValueError(f"step_mode must be 'exp' or 'linear', got {step_mode!r}")
-        if not 0 <= number("smooth_f", smooth_f) < 1:
-            raise ValueError(f"smooth_f must be at least 0 and below 1, got {smooth_f}")
-        if number("diverge_th", diverge_th) < 1:
-            raise ValueError(f"diverge_th must be at least 1, got {diverge_th}")
-        current = [float(plain(group["lr"])) for group in groups]
-        starts = current if start_lr is None else _one_per_group("start_lr", start_lr, len(groups))
-        pairs = list(zip(starts, _one_per_group("end_lr", end_lr, len(groups)), strict=True))
-        for start, end in pairs:
-            if not start < end:
-                raise ValueError(f"start_lr must be below end_lr, got {start} and {end}")
-            if step_mode == "exp" and start <= 0:
-                raise ValueError(f"start_lr must be above 0 for step_mode='exp', got {start}")
-
-        def rates(share: float) -> list[float]:
-            if step_mode == "linear":
-                return [start + share * (end - start) for start, end in pairs]
-            return [start * (end / start) ** share for start, end in pairs]
-
-        return self._searching(trainer, to_save, output_transform, num_iter, rates, smooth_f, diverge_th)
-
-    @contextmanager
-    def _searching(
-        self,
-        trainer: Engine[Any, Any],
-        objects: Mapping[str, Any],
-        output_transform: Callable[[Any], Any],
-        num_iter: int | None,
-        rates: Callable[[float], list[float]],
-        smooth_f: float,
-        diverge_th: float,
-    ) -> Iterator[Engine[Any, Any]]:
+            utils.integer("num_iter", num_iter, least=1)
+        utils.check_choice("step_mode", step_mode, ("exp", "linear"))
+        utils.number("smooth_f", smooth_f, least=0, below=1)
+        utils.number("diverge_th", diverge_th, least=1)
+        bounds = _bounds(to_save["optimizer"].param_groups, start_lr, end_lr, step_mode == "exp")
         count, best, diverged = 0, math.inf, False
 
         def start(engine: Engine[Any, Any]) -> None:
@@ -138,19 +106,21 @@ class FastaiLRFinder:
             if target is None:
                 raise ValueError("num_iter must be given, since the data have no length")
             state.max_epochs, state.max_iters = None, target
-            self._has_run, self._rates, self._losses = True, [], []
+            self._rates, self._losses = [], []
             count, best, diverged = target - state.iteration, math.inf, False
 
         def current_rates() -> list[float]:
-            return rates(len(self._losses) / max(1, count - 1))
+            share = len(self._losses) / max(1, count - 1)
+            if step_mode == "linear":
+                return [start + share * (end - start) for start, end in bounds]
+            return [start * (end / start) ** share for start, end in bounds]
 
         def set_rates() -> None:
-            for group, rate in zip(objects["optimizer"].param_groups, current_rates(), strict=True):
-                write(group, "lr", rate)
+            _write_rates(to_save["optimizer"], current_rates())
 
         def record(engine: Engine[Any, Any]) -> None:
             nonlocal best, diverged
-            loss = _loss(output_transform(engine.state.output))
+            loss = float(utils.scalar("output_transform", output_transform(engine.state.output)))
             if get_world_size() > 1:
                 loss = all_reduce(loss) / get_world_size()
             if self._losses and smooth_f:
@@ -166,11 +136,10 @@ class FastaiLRFinder:
 
         def complete() -> None:
             if not diverged:
-                warnings.warn(
-                    "the search ended before the loss diverged: a larger end_lr or num_iter may show more", stacklevel=2
-                )
+                text = "the search ended before the loss diverged: a larger end_lr or num_iter may show more"
+                warnings.warn(text, stacklevel=2)
 
-        with _restored(trainer, objects), ExitStack() as stack:
+        with _restored(trainer, to_save), ExitStack() as stack:
             for event, handler, order in (
                 (Events.STARTED, start, Order.LAST),
                 (Events.ITERATION_STARTED, set_rates, Order.LAST),  # after schedulers, whose rates it replaces
@@ -206,12 +175,9 @@ class FastaiLRFinder:
         """
         rates = self._rates[self._steepest()]
         if len(optimizer.param_groups) != len(rates):
-            raise RuntimeError(
-                f"the optimizer must have {len(rates)} parameter groups, like that of the search, "
-                f"got {len(optimizer.param_groups)}"
-            )
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            write(group, "lr", rate)
+            count = len(optimizer.param_groups)
+            raise RuntimeError(f"the optimizer must have {len(rates)} parameter groups, as in the search, got {count}")
+        _write_rates(optimizer, rates)
 
     def plot(
         self,
@@ -240,10 +206,10 @@ class FastaiLRFinder:
             ValueError: ``skip_start`` or ``skip_end`` is negative.
             ModuleNotFoundError: matplotlib is not installed.
         """
-        pyplot = load_optional("matplotlib.pyplot", extra="plot", needed_by="FastaiLRFinder.plot")
-        self._check_has_run()
-        integer("skip_start", skip_start, least=0)
-        integer("skip_end", skip_end, least=0)
+        pyplot = utils.load_optional("matplotlib.pyplot", extra="plot", needed_by="FastaiLRFinder.plot")
+        self._check_has_losses()
+        utils.integer("skip_start", skip_start, least=0)
+        utils.integer("skip_end", skip_end, least=0)
         suggestion = self._steepest() if display_suggestion else None
         if ax is None:
             _, ax = pyplot.subplots(**kwargs)
@@ -256,11 +222,8 @@ class FastaiLRFinder:
                 rate, color = rates[suggestion], line.get_color()
                 ax.scatter([rate], [losses[suggestion]], color=color, zorder=3, label=f"suggested: {rate:.3g}")
         if suggestion is not None and suggestion < skip_start:
-            warnings.warn(
-                f"the suggested rate is that of point {suggestion}, among the first {skip_start} that are not drawn: "
-                "choose a smaller skip_start",
-                stacklevel=2,
-            )
+            text = f"the suggested rate, that of point {suggestion}, is not drawn: choose a smaller skip_start"
+            warnings.warn(text, stacklevel=2)
         if log_lr:
             ax.set_xscale("log")
         ax.set_xlabel("Learning rate")
@@ -271,51 +234,57 @@ class FastaiLRFinder:
 
     def _steepest(self) -> int:
         """Return the point before the minimum with the steepest descent, by central differences."""
-        self._check_has_run()
-        losses = self._losses[: self._losses.index(min(self._losses)) + 1] if self._losses else []
+        self._check_has_losses()
+        losses = self._losses[: self._losses.index(min(self._losses)) + 1]
         if len(losses) < 3:
-            raise RuntimeError(
-                f"there are {len(losses)} points up to the smallest loss, too few to suggest a rate: use a smaller "
-                "start_lr, or a longer search"
-            )
+            raise RuntimeError(f"too few points before the smallest loss, {len(losses)}: use a smaller start_lr")
         return min(range(1, len(losses) - 1), key=lambda index: losses[index + 1] - losses[index - 1])
 
-    def _check_has_run(self) -> None:
-        if not self._has_run:
-            raise RuntimeError("there was no search yet: run the trainer in a block `with finder.attach(...)`")
+    def _check_has_losses(self) -> None:
+        if not self._losses:
+            raise RuntimeError("there was no search with finite losses: run the trainer in `with finder.attach(...)`")
 
 
 def _single(rates: list[float]) -> float | list[float]:
     return rates[0] if len(rates) == 1 else list(rates)
 
 
-def _loss(value: Any) -> float:
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise ValueError(f"output_transform must return one loss, got a tensor of shape {tuple(value.shape)}")
-        return float(value.item())
-    check_type("the result of output_transform", value, Real, "a number or a tensor")
-    return float(value)
+def _write_rates(optimizer: Any, rates: list[float]) -> None:
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        write(group, "lr", rate)
+
+
+def _bounds(groups: list[Any], start_lr: Any, end_lr: Any, is_factor: bool) -> list[tuple[float, float]]:
+    """Return the first and the last rate of each parameter group."""
+    current = [float(plain(group["lr"])) for group in groups]
+    starts = current if start_lr is None else _one_per_group("start_lr", start_lr, len(groups))
+    bounds = list(zip(starts, _one_per_group("end_lr", end_lr, len(groups)), strict=True))
+    for start, end in bounds:
+        if not start < end:
+            raise ValueError(f"start_lr must be below end_lr, got {start} and {end}")
+        if is_factor and start <= 0:
+            raise ValueError(f"start_lr must be above 0 for step_mode='exp', got {start}")
+    return bounds
 
 
 def _one_per_group(name: str, value: Any, count: int) -> list[float]:
     """Return one rate for each parameter group, given a number or a list of numbers."""
     if not isinstance(value, list):
-        return [number(name, value)] * count
-    rates = [number(name, one) for one in value]
+        return [utils.number(name, value)] * count
+    rates = [utils.number(name, one) for one in value]
     if len(rates) != count:
         raise ValueError(f"{name} must hold one rate for each of {count} parameter groups, got {rates}")
     return rates
 
 
 def _check_objects(to_save: Any) -> None:
-    check_type("to_save", to_save, Mapping, "a mapping")
+    utils.check_type("to_save", to_save, Mapping, "a mapping")
     for name, one in to_save.items():
         if not all(callable(getattr(one, method, None)) for method in ("state_dict", "load_state_dict")):
             raise TypeError(f"to_save[{name!r}] must have state_dict() and load_state_dict(), got {one!r}")
     if "optimizer" not in to_save:
         raise ValueError(f"to_save must hold 'optimizer', whose rate is searched, got {list(to_save)}")
-    check_type("to_save['optimizer']", to_save["optimizer"], Optimizer, "a torch.optim.Optimizer")
+    utils.check_type("to_save['optimizer']", to_save["optimizer"], Optimizer, "a torch.optim.Optimizer")
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from numbers import Real
 from typing import Any
 
 import torch
@@ -14,14 +13,13 @@ from torch import Tensor, nn
 
 from camshaft.base import Serializable
 from camshaft.distributed import all_gather, get_rank, get_world_size
-from camshaft.distributed.values.serialization import decode, encode
+from camshaft.distributed.values import decode, encode
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, Order, RemovableEventHandle
-from camshaft.engine.state import LazyNumber, Results
-from camshaft.errors import annotate, check_is_no_class, described
-from camshaft.handlers.utils import check_callable, check_engine, identity, resumes_epoch
-from camshaft.handlers.values import fetch, peek
-from camshaft.ignite import ignite_class
+from camshaft.engine.state import LazyNumber
+from camshaft.errors import annotate, check_is_no_class, ignite_class
+from camshaft.handlers.base_logger import fetch, peek
+from camshaft.handlers.utils import check_callable, check_engine, check_type, identity, number, resumes_epoch, scalar
 
 __all__ = ["AttachedMetrics", "RunningAverage", "attach_metrics"]
 
@@ -67,8 +65,7 @@ def attach_metrics(
     """
     check_engine("engine", engine)
     check_callable("output_transform", output_transform)
-    if not isinstance(metrics, Mapping):
-        raise TypeError(f"metrics must be a mapping of names to metrics, got {described(metrics)}")
+    check_type("metrics", metrics, Mapping, "a mapping of names to metrics")
     for name, metric in metrics.items():
         check_is_no_class(f"metrics[{name!r}]", metric)
         if ignite_class(metric) is not None:
@@ -127,9 +124,8 @@ class AttachedMetrics(Serializable):
             if self._epoch == state.epoch and 0 <= state.iteration - self._iteration <= 1:
                 return
             warnings.warn(
-                f"the metrics {list(self.metrics)} start in the middle of epoch {state.epoch}, where the run resumes, "
-                "and leave out its first iterations; in a single process, save and load the return value of "
-                "attach_metrics",
+                f"the metrics {list(self.metrics)} leave out the first iterations of epoch {state.epoch}, in which the "
+                "run resumes; in a single process, save and load the return value of attach_metrics",
                 stacklevel=2,
             )
         self._epoch, self._iteration = state.epoch, state.iteration
@@ -303,7 +299,7 @@ class RunningAverage(Serializable):
         alpha: the weight of the previous average, in [0, 1).
 
     Raises:
-        TypeError: ``output_transform`` is not callable.
+        TypeError: ``output_transform`` is not callable, or ``alpha`` is not a number.
         ValueError: ``alpha`` is out of range.
 
     >>> trainer = Engine(lambda engine, batch: torch.tensor(batch))
@@ -324,8 +320,7 @@ class RunningAverage(Serializable):
                 "of PyTorch-Ignite use ignite.metrics.RunningAverage, which attaches to engines of camshaft too"
             )
         check_callable("output_transform", output_transform)
-        if not isinstance(alpha, Real) or not 0 <= alpha < 1:
-            raise ValueError(f"alpha must be a number in [0, 1), got {alpha!r}")
+        number("alpha", alpha, least=0, below=1)
         self._output_transform: Callable[[Any], Any] = identity if output_transform is None else output_transform
         self._weight: float = 1 - float(alpha)
         self._average: float | Tensor | None = None
@@ -345,21 +340,11 @@ class RunningAverage(Serializable):
     def _begin(self, engine: Engine[Any, Any]) -> None:
         if engine.state.iteration == 0:
             self._average = None
-        if not isinstance(engine.state.metrics, Results):  # assigned by the user, or loaded
-            engine.state.metrics = Results(engine.state.metrics)
 
     def _update(self, engine: Engine[Any, Any], name: str) -> None:
-        value = peek(self._output_transform(engine.state._output))  # `state.output` synchronizes
-        if isinstance(value, Tensor):
-            if value.numel() != 1:
-                shape = tuple(value.shape)
-                raise ValueError(f"output_transform must return a number or one element, got a tensor of shape {shape}")
-            value = value.detach().reshape(())
-            value = value if value.dtype is torch.float64 else value.float()
-        elif isinstance(value, Real):
-            value = float(value)
-        else:
-            raise TypeError(f"output_transform must return a number or a tensor, got {described(value)}")
+        value = scalar("output_transform", peek(self._output_transform(engine.state._output)))  # without synchronizing
+        if isinstance(value, Tensor) and value.dtype is not torch.float64:
+            value = value.float()
         before, average = self._average, value
         if isinstance(before, Tensor) and isinstance(value, Tensor):
             # a new tensor each time: a reader may still hold the previous one
@@ -367,7 +352,7 @@ class RunningAverage(Serializable):
         elif before is not None:
             average = before + self._weight * (value - before)
         self._average = average
-        engine.state.metrics[name] = LazyNumber(average) if isinstance(average, Tensor) else average
+        engine.state._metrics[name] = LazyNumber(average) if isinstance(average, Tensor) else average
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return the average as a number, which synchronizes with the device."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import posixpath
+import queue
 import re
+import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
-from camshaft.handlers.base_logger import BaseOptimizerParamsHandler, BaseOutputHandler, Reached
-from camshaft.handlers.services import Outbox, ServiceLogger, Silence, answers
+from camshaft.handlers import base_logger
+from camshaft.handlers.base_logger import Path, Reached, Silence, answers
 from camshaft.handlers.utils import global_step_from_engine, load_optional
-from camshaft.handlers.values import Path
 
 __all__ = ["MLflowLogger", "OptimizerParamsHandler", "OutputHandler", "global_step_from_engine"]
 
@@ -21,7 +23,7 @@ _BATCH = 1000
 _NAME = re.compile(r"[/\w.\- :]{1,250}")
 
 
-class MLflowLogger(ServiceLogger):
+class MLflowLogger(base_logger.ServiceLogger):
     """Writes metrics to a run of MLflow, on rank 0 and in the background.
 
     If the server does not answer, the logger warns and drops the metrics. A trainer that resumes in an earlier run of
@@ -106,22 +108,76 @@ class MLflowLogger(ServiceLogger):
     def _rewind(self, reached: Reached) -> None:
         self._last_steps = {}  # MLflow cannot delete points, so skip those that exist
 
-    def _create_output_handler(self, *args: Any, **kwargs: Any) -> OutputHandler:
-        return OutputHandler(*args, **kwargs)
 
-    def _create_opt_params_handler(self, *args: Any, **kwargs: Any) -> OptimizerParamsHandler:
-        return OptimizerParamsHandler(*args, **kwargs)
-
-
-class OutputHandler(BaseOutputHandler):
+class OutputHandler(base_logger.BaseOutputHandler):
     """Writes metrics, outputs and state attributes as metrics ``<tag> <name>``."""
 
     logger_class = MLflowLogger
     wrong_logger = TypeError
 
 
-class OptimizerParamsHandler(BaseOptimizerParamsHandler):
+class OptimizerParamsHandler(base_logger.BaseOptimizerParamsHandler):
     """Writes a parameter of each group of an optimizer as metrics ``<tag> <parameter> group_<i>``."""
 
     logger_class = MLflowLogger
     wrong_logger = TypeError
+
+
+class Outbox:
+    """Runs calls in order in a background thread, so that a slow service does not block the run.
+
+    The first error, or call that is dropped because the queue is full, causes a warning; later calls still run. The
+    thread is a daemon: it does not delay the exit of a process that crashed, as a thread of ``concurrent.futures``
+    would.
+
+    Args:
+        name: the name of the service, for warnings.
+        capacity: the maximum number of waiting calls.
+        patience: the number of seconds that :meth:`close` waits for remaining calls.
+
+    >>> outbox, sent = Outbox("the service"), []
+    >>> outbox.put(sent.append, 1)
+    >>> outbox.close()
+    >>> sent
+    [1]
+    """
+
+    def __init__(self, name: str, capacity: int = 10_000, patience: float = 60.0) -> None:
+        self._name = name
+        self._patience = patience
+        self._calls: queue.Queue[Any] = queue.Queue(capacity)
+        self._thread: threading.Thread | None = None
+        self._has_warned = False
+
+    def put(self, function: Callable[..., object], *args: Any) -> None:
+        """Schedule a call."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="camshaft-log", daemon=True)
+            self._thread.start()
+        try:
+            self._calls.put_nowait((function, args))
+        except queue.Full:
+            self._warn(f"more than {self._calls.maxsize} calls are waiting")
+
+    def close(self) -> None:
+        """Wait for the remaining calls and end the thread; a later :meth:`put` starts another."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            with suppress(queue.Full):
+                self._calls.put(None, timeout=self._patience)
+            thread.join(self._patience)
+            if thread.is_alive():
+                self._warn(f"about {self._calls.qsize()} calls were still waiting at the end")
+
+    def _work(self) -> None:
+        while call := self._calls.get():
+            function, args = call
+            try:
+                function(*args)
+            except Exception as error:
+                self._warn(f"{type(error).__name__}: {error}")
+
+    def _warn(self, problem: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"values may be missing in {self._name}: {problem}", stacklevel=2)

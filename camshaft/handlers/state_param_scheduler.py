@@ -17,8 +17,7 @@ from typing import Any, ClassVar
 
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import EventLike, Events, RemovableEventHandle
-from camshaft.handlers.param_scheduler.base import BaseParamScheduler, rows_of
-from camshaft.handlers.param_scheduler.curves import interpolate, split_milestones, whole
+from camshaft.handlers.base_scheduler import BaseParamScheduler, interpolate, split_milestones, whole
 from camshaft.handlers.utils import check_engine, check_is_no_counter, check_sequence, number, resumes_epoch
 
 __all__ = [
@@ -76,16 +75,12 @@ class StateParamScheduler(BaseParamScheduler):
         check_is_no_counter("param_name", name, state)
         exists = hasattr(state, name)
         if exists and self.create_new:
-            raise ValueError(
-                f"the state already has an attribute {name!r}: choose another param_name, or create_new=False"
-            )
+            raise ValueError(f"the state already has an attribute {name!r}: choose another name, or create_new=False")
         handle = engine.add_event_handler(event, self)
         if not exists:
             if not self.create_new:
-                warnings.warn(
-                    f"the state has no attribute {name!r}, so it is created; pass create_new=True if this is intended",
-                    stacklevel=2,
-                )
+                text = f"the state has no attribute {name!r} and gets it; pass create_new=True if this is intended"
+                warnings.warn(text, stacklevel=2)
             setattr(state, name, None)
         return handle
 
@@ -111,12 +106,12 @@ class StateParamScheduler(BaseParamScheduler):
             scheduler_kwargs: arguments of the scheduler.
         """
         scheduler = cls(**{**scheduler_kwargs, "save_history": False})
-        engine: Engine[Any, Any] = Engine(lambda engine, batch: None)
-        before = scheduler.state_dict()
+        before, rows = scheduler.state_dict(), []
         try:
-            return rows_of(
-                lambda _: scheduler(engine), num_events, lambda: [getattr(engine.state, scheduler.param_name)]
-            )
+            for index in range(num_events):
+                scheduler.event_index += 1
+                rows.append([index, scheduler.get_param()])
+            return rows
         finally:
             scheduler.load_state_dict(before)  # callables with state are not copied
 

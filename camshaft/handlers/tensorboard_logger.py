@@ -6,26 +6,15 @@ import struct
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple
 
-from camshaft.engine.engine import Engine
-from camshaft.engine.events import EventLike, RemovableEventHandle
-from camshaft.handlers.base_logger import (
-    BaseOptimizerParamsHandler,
-    BaseOutputHandler,
-    BaseWeightsHistHandler,
-    BaseWeightsScalarHandler,
-    Reached,
-    engine_followed,
-)
-from camshaft.handlers.checkpoint import CheckpointEvents
-from camshaft.handlers.services import ServiceLogger, Silence
+from camshaft.handlers import base_logger
+from camshaft.handlers.base_logger import Path, Reached, Silence
 from camshaft.handlers.utils import global_step_from_engine, load_optional
-from camshaft.handlers.values import Path
 
 __all__ = [
     "GradsHistHandler",
@@ -42,10 +31,11 @@ _HEADER = struct.Struct("<QI")  # the length of a record, and a checksum of the 
 _FOOTER_BYTES = 4
 
 
-class TensorboardLogger(ServiceLogger):
+class TensorboardLogger(base_logger.ServiceLogger):
     """Writes event files for TensorBoard, on rank 0.
 
-    A run that resumes in the directory of an earlier one hides the points after the step from which it resumes.
+    A run that resumes in the directory of an earlier one hides the points after the step from which it resumes. Points
+    logged before a checkpoint are on disk when the checkpoint is.
 
     Args:
         args: for the ``SummaryWriter`` of torch, which needs tensorboard, else for that of tensorboardX.
@@ -76,26 +66,6 @@ class TensorboardLogger(ServiceLogger):
             kwargs["log_dir"] = kwargs.pop("logdir")
         self.writer: Any = writer_class(*args, **kwargs) if self.writes_here else Silence()
 
-    def attach(
-        self,
-        engine: Engine[Any, Any],
-        log_handler: Callable[..., object],
-        event_name: EventLike,
-        *args: Any,
-        **kwargs: Any,
-    ) -> RemovableEventHandle:
-        """Call ``log_handler(engine, logger, event_name, ...)``; see :meth:`BaseLogger.attach`.
-
-        Points logged before a checkpoint are on disk when the checkpoint is, be it one of ``engine`` or of the engine
-        whose steps the handler writes. This remains so after the handler is removed.
-        """
-        handle = super().attach(engine, log_handler, event_name, *args, **kwargs)
-        saved = CheckpointEvents.SAVED_CHECKPOINT
-        for one in (engine, engine_followed(log_handler)) if self.writes_here else ():
-            if one is not None and not one.has_event_handler(self.writer.flush, saved):
-                one.add_event_handler(saved, self.writer.flush)
-        return handle
-
     def write_values(self, values: Mapping[Path, Any], step: int) -> None:
         """Write a scalar for each value."""
         for path, value in values.items():
@@ -109,6 +79,9 @@ class TensorboardLogger(ServiceLogger):
     def close(self) -> None:
         """Flush and close the files."""
         self.writer.close()
+
+    def _checkpoint_saved(self) -> None:
+        self.writer.flush()
 
     def _rewind(self, reached: Reached) -> set[tuple[str, int]]:
         # TensorBoard drops all points from some step on, whatever their name, when a new file says so. Where steps
@@ -124,7 +97,7 @@ class TensorboardLogger(ServiceLogger):
             first = min(beyond)
             kept = [one for one in points if one.step >= first and not reached.is_beyond(one.path, one.step)]
             self.writer.close()
-            _wait_for_a_new_name(folder)
+            time.sleep(1)  # files are named by seconds, and read in the order of their names
             self.writer.purge_step = first  # read when the writer opens its next file
             file_writer = self.writer._get_file_writer()
             for point in kept:
@@ -134,32 +107,26 @@ class TensorboardLogger(ServiceLogger):
             self.writer.flush()
         return {("/".join(point.path), point.step) for point in points if reached(point.path) == point.step}
 
-    def _create_output_handler(self, *args: Any, **kwargs: Any) -> OutputHandler:
-        return OutputHandler(*args, **kwargs)
 
-    def _create_opt_params_handler(self, *args: Any, **kwargs: Any) -> OptimizerParamsHandler:
-        return OptimizerParamsHandler(*args, **kwargs)
-
-
-class OutputHandler(BaseOutputHandler):
+class OutputHandler(base_logger.BaseOutputHandler):
     """Writes metrics, outputs and state attributes as scalars ``<tag>/<name>``."""
 
     logger_class = TensorboardLogger
 
 
-class OptimizerParamsHandler(BaseOptimizerParamsHandler):
+class OptimizerParamsHandler(base_logger.BaseOptimizerParamsHandler):
     """Writes a parameter of each group of an optimizer as scalars ``<tag>/<parameter>/group_<i>``."""
 
     logger_class = TensorboardLogger
 
 
-class WeightsScalarHandler(BaseWeightsScalarHandler):
+class WeightsScalarHandler(base_logger.BaseWeightsScalarHandler):
     """Writes a number for each parameter of a model as scalars ``<tag>/weights_<reduction>/<name>``."""
 
     logger_class = TensorboardLogger
 
 
-class WeightsHistHandler(BaseWeightsHistHandler):
+class WeightsHistHandler(base_logger.BaseWeightsHistHandler):
     """Writes histograms ``<tag>/weights/<name>`` of the parameters of a model."""
 
     logger_class = TensorboardLogger
@@ -224,11 +191,3 @@ def _records(file: FilePath) -> Iterator[bytes]:
             if len(record) < length or len(stream.read(_FOOTER_BYTES)) < _FOOTER_BYTES:
                 return
             yield record
-
-
-def _wait_for_a_new_name(folder: FilePath) -> None:
-    """Wait for the second after that of the newest file: files are named by seconds, and read in that order."""
-    seconds = [file.name.partition("tfevents.")[2].partition(".")[0] for file in folder.glob("*tfevents*")]
-    newest = max((int(one) for one in seconds if one.isdigit()), default=0)
-    if 0 <= newest - int(time.time()) <= 1:
-        time.sleep(newest + 1 - time.time())

@@ -7,18 +7,15 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from camshaft.distributed import all_reduce, device, get_world_size
 from camshaft.engine.engine import Engine
-from camshaft.engine.events import EventLike, Events, FailureEvents, Order, RemovableEventHandle
+from camshaft.engine.events import EventLike, Events, Order, RemovableEventHandle
 from camshaft.handlers.utils import check_engine, integer, joined, number
-
-if TYPE_CHECKING:
-    from torch.utils.flop_counter import FlopCounterMode
 
 __all__ = ["Throughput"]
 
@@ -66,8 +63,8 @@ class Throughput:
         samples: number of samples in the batch of this rank, or a function of the batch. If it returns a tensor, that
             is read when results are computed.
         tokens: number of tokens, likewise.
-        flops: floating-point operations of this rank in an iteration, forward and backward, likewise; or ``"count"``
-            to have torch count them in the first iteration of a run, which does not include compiled code.
+        flops: floating-point operations of this rank in an iteration, forward and backward, likewise; torch counts
+            them in an iteration with ``torch.utils.flop_counter.FlopCounterMode``.
         peak_flops: peak operations per second of one device. By default the value for its name, in dense bfloat16, in
             ``PEAK_FLOPS`` of this module.
         window: number of iterations to average over.
@@ -90,13 +87,16 @@ class Throughput:
         *,
         samples: Amount = None,
         tokens: Amount = None,
-        flops: Amount | str = None,
+        flops: Amount = None,
         peak_flops: float | None = None,
         window: int = 100,
     ) -> None:
-        amounts = {"samples": samples, "tokens": tokens, "flops": _FlopCounter() if flops == "count" else flops}
-        self._amounts = {name: _checked(name, amount) for name, amount in amounts.items() if amount is not None}
-        self._peak = None if peak_flops is None else _checked("peak_flops", peak_flops)
+        amounts = {"samples": samples, "tokens": tokens, "flops": flops}
+        self._amounts = {name: amount for name, amount in amounts.items() if amount is not None}
+        for name, amount in {**self._amounts, "peak_flops": peak_flops}.items():
+            if amount is not None and (name == "peak_flops" or not callable(amount)):
+                number(name, amount, above=0)
+        self._peak = peak_flops
         self._knows_device = peak_flops is not None
         self._window = integer("window", window, least=1)
         self._marks: deque[tuple[float, list[Any]]] = deque(maxlen=self._window + 1)  # ends of iterations, amounts
@@ -117,11 +117,9 @@ class Throughput:
         check_engine("engine", engine)
         if event_name is None:
             event_name = Events.ITERATION_COMPLETED(every=self._window) | Events.EPOCH_COMPLETED
-        flops = self._amounts.get("flops")
         handles = [
             engine.add_event_handler(event, handler, order=order)
             for event, handler, order in (
-                *(flops.hooks() if isinstance(flops, _FlopCounter) else ()),
                 (Events.STARTED, self._start, Order.MEASURE_FIRST),
                 (Events.EPOCH_STARTED, self._end_pauses, Order.MEASURE_LAST),
                 (Events.ITERATION_COMPLETED, self._mark, Order.MEASURE_FIRST),
@@ -155,7 +153,7 @@ class Throughput:
         if "flops" in self._amounts and not self._knows_device:
             self._peak = peak_of(device())
         self._knows_device = True
-        engine.state.metrics.update(self.rates())
+        engine.state._metrics.update(self.rates())
 
     def _end_pauses(self) -> None:
         """End all pauses after the handlers of ``EPOCH_COMPLETED`` and ``EPOCH_STARTED``."""
@@ -182,7 +180,7 @@ class Throughput:
         if size > 1:
             rates = all_reduce(torch.tensor(rates, dtype=torch.float64)).tolist()
             rates[0] /= size
-        engine.state.metrics.update(self._named(rates))
+        engine.state._metrics.update(self._named(rates))
 
     def _named(self, rates: list[float]) -> dict[str, float]:
         values = {f"{name}_per_second": rate for name, rate in zip(("steps", *self._amounts), rates, strict=False)}
@@ -198,12 +196,6 @@ def _total(amounts: Sequence[Any]) -> float:
     return total + (torch.stack(tensors).sum().item() if tensors else 0.0)
 
 
-def _checked(name: str, amount: Any) -> Any:
-    if not (callable(amount) and name != "peak_flops") and number(name, amount) <= 0:
-        raise ValueError(f"{name} must be above 0, got {amount!r}")
-    return amount
-
-
 def peak_of(device: torch.device) -> float | None:
     """Return the peak operations per second of a device, or ``None`` with a warning if it is unknown."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
@@ -211,49 +203,3 @@ def peak_of(device: torch.device) -> float | None:
     if found is None:
         warnings.warn(f"peak FLOPS of {name!r} unknown, so the MFU is not computed; pass peak_flops", stacklevel=2)
     return found
-
-
-class _FlopCounter:
-    """Lets torch count the operations of the first completed iteration; the others are assumed to take as many."""
-
-    def __init__(self) -> None:
-        self._counter: FlopCounterMode | None = None
-        self._count: int | None = None
-
-    def __call__(self, batch: Any) -> int:
-        """Return the count, or 0 while there is none."""
-        return self._count or 0
-
-    def hooks(self) -> list[tuple[EventLike, Callable[..., object], int]]:
-        """Return events, handlers and orders."""
-        leaving = Events.ITERATION_COMPLETED | Events.TERMINATE | Events.TERMINATE_SINGLE_EPOCH | Events.INTERRUPT
-        return [
-            (Events.ITERATION_STARTED, self._start, Order.MEASURE_LAST),
-            (leaving, self._end, Order.MEASURE_FIRST),
-            (FailureEvents.ERROR_MET, self._leave, Order.DEFAULT),
-        ]
-
-    def _start(self) -> None:
-        if self._count is None:
-            from torch.utils.flop_counter import FlopCounterMode  # imports triton where that is installed
-
-            self._counter = FlopCounterMode(display=False)
-            self._counter.__enter__()  # type: ignore[no-untyped-call]  # torch has no types for it
-
-    def _end(self, engine: Engine[Any, Any]) -> None:
-        counter = self._leave()
-        if counter is None or engine.last_event_name != Events.ITERATION_COMPLETED:
-            return
-        self._count = counter.get_total_flops()
-        if self._count == 0:
-            warnings.warn(
-                "torch counted no floating-point operations in an iteration, so the MFU is 0; if they are in compiled "
-                "code, pass flops as a number",
-                stacklevel=2,
-            )
-
-    def _leave(self) -> FlopCounterMode | None:
-        counter, self._counter = self._counter, None
-        if counter is not None:
-            counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch has no types for it
-        return counter

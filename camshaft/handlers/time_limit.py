@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from numbers import Real
 from time import monotonic
 from typing import Any
 
 from camshaft.engine.engine import Engine
-from camshaft.errors import described
 from camshaft.handlers.stopping import StopTogether
+from camshaft.handlers.utils import number
 
 __all__ = ["TimeLimit"]
 
@@ -32,11 +31,7 @@ class TimeLimit:
     """
 
     def __init__(self, limit_sec: float = 28800) -> None:
-        given: Any = limit_sec  # to the type checker no float is Real
-        if not isinstance(given, Real) or isinstance(given, bool):
-            raise TypeError(f"limit_sec must be a number, got {described(limit_sec)}")
-        if not limit_sec > 0:
-            raise ValueError(f"limit_sec must be above 0, got {limit_sec!r}")
+        number("limit_sec", limit_sec, above=0)
         self.limit_sec = limit_sec
         self.start_time = monotonic()
         self.logger = logging.getLogger(f"{__name__}.{type(self).__name__}")

@@ -8,11 +8,9 @@ import weakref
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,10 +19,11 @@ from camshaft.engine.dispatch import Invocation, Registration
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, FailureEvents, Order, RemovableEventHandle
 from camshaft.handlers.utils import check_engine
+from camshaft.text import aligned
 
 __all__ = ["BasicTimeProfiler", "HandlersTimeProfiler"]
 
-Hook = tuple[Events, Callable[[Engine[Any, Any]], object], int]
+Hook = tuple[Events, Callable[..., object], int]
 
 _MEASURED = (
     Events.STARTED,
@@ -41,50 +40,48 @@ _PRINTED = _MEASURED[:1] + _MEASURED[2:6] + _MEASURED[1:2]
 
 
 class _Samples:
-    """Durations in seconds, each with its row: the index of the iteration in the run. Rows hardly take memory."""
-
-    __slots__ = ("_jumps", "_next_row", "seconds")
+    """Durations in seconds, each with its row: the index of the iteration in the run."""
 
     def __init__(self) -> None:
-        self.seconds = array("d")
-        self._jumps: dict[int, int] = {}  # rows by index, where they do not follow the row before
-        self._next_row = -1
+        self.seconds, self.rows = array("d"), array("q")
 
     def append(self, seconds: float, row: int) -> None:
-        if row != self._next_row:
-            self._jumps[len(self.seconds)] = row
-        self._next_row = row + 1
         self.seconds.append(seconds)
+        self.rows.append(row)
+
+    def clear(self) -> None:
+        del self.seconds[:], self.rows[:]
 
     def column(self, size: int) -> list[float]:
         """Return the seconds in each of ``size`` rows; those outside count in the first or last row."""
-        column, row = [0.0] * size, -1
-        for index, seconds in enumerate(self.seconds if size else ()):
-            row = self._jumps.get(index, row + 1)
+        column = [0.0] * size
+        for row, seconds in zip(self.rows, self.seconds if size else (), strict=False):
             column[max(0, min(row, size - 1))] += seconds
         return column
 
 
-class _Profiler:
-    """Measures how long each batch takes to be fetched and processed.
+class _Calls(NamedTuple):
+    """Durations of the calls of one registered handler, without the handlers of events that it fired itself."""
 
-    Two intervals in between are not measured: handlers of ``DATALOADER_STOP_ITERATION``, and pauses of a run, whose
-    end fires no event, so that the interrupted sample is dropped.
+    handler: str
+    event: str
+    seconds: array[float]
+
+
+class _Profiler:
+    """Measures how long each batch takes to be fetched and processed, and knows the handlers of the run.
+
+    The end of a pause fires no event, so the sample during which a run was paused is dropped.
     """
 
     def __init__(self) -> None:
-        self._engine: Callable[[], Engine[Any, Any] | None] = _no_engine
+        self._engine: Callable[[], Engine[Any, Any] | None] = lambda: None
         self._handles: list[RemovableEventHandle] = []
-        self._reset()
-
-    def _reset(self) -> None:
+        self._calls: dict[int, _Calls] = {}
         self._fetches, self._processes = _Samples(), _Samples()
-        self._num_rows = 0
-        self._jumps: list[tuple[int, int, int]] = []  # row, epoch and iteration where they do not follow the row before
-        self._epoch = self._iteration = -1
+        self._epochs, self._iterations = array("q"), array("q")  # by row
         self._started: float | None = None
         self._nested = 0.0  # seconds since then that are not measured here
-        self._paused = 0.0, 0.0
 
     def attach(self, engine: Engine[Any, Any]) -> None:
         """Measure the runs of an engine. Attaching again to the same engine has no effect.
@@ -101,64 +98,68 @@ class _Profiler:
             raise ValueError(f"engine must be the one that is already measured, got {engine!r}: use another profiler")
         self._engine = weakref.ref(engine)
         self._handles = [engine.add_event_handler(event, hook, order=order) for event, hook, order in self._hooks()]
+        engine._dispatcher.wrap(self._timed)
 
     def detach(self) -> None:
         """Stop measuring; the results are kept."""
         for handle in self._handles:
             handle.remove()
-        self._engine, self._handles = _no_engine, []
+        engine = self._engine()
+        if engine is not None:
+            engine._dispatcher.unwrap(self._timed)
+        self._engine, self._handles = lambda: None, []
 
     def _hooks(self) -> Iterator[Hook]:
         first, last = Order.TIME_FIRST - 1, Order.TIME_LAST + 1  # outside of the hooks that measure handlers
         yield Events.STARTED, self._start, first
         yield Events.GET_BATCH_STARTED, self._fetch, last
-        yield Events.DATALOADER_STOP_ITERATION, self._pause, first
-        yield Events.DATALOADER_STOP_ITERATION, self._resume, last
         yield Events.GET_BATCH_COMPLETED, self._fetched, first
         yield Events.ITERATION_STARTED, self._process, last
         yield Events.ITERATION_COMPLETED, self._processed, first
         yield Events.INTERRUPT, self._drop, last
 
-    def _start(self, engine: Engine[Any, Any]) -> None:
-        self._reset()
+    def _timed(self, event: Any, registration: Registration, call: Invocation) -> Invocation:
+        """Note a handler, and return its call."""
+        if not _is_hook(registration) and not isinstance(event, FailureEvents):
+            calls = _Calls(_name_of(registration.handler), getattr(event, "name", event), array("d"))
+            self._calls.setdefault(registration.serial, calls)
+        return call
 
-    def _fetch(self, engine: Engine[Any, Any]) -> None:
+    def _start(self, engine: Engine[Any, Any]) -> None:
+        """Forget the previous run. Keep the handlers that are registered now, by event and in the order of calls."""
+        self._fetches.clear()
+        self._processes.clear()
+        del self._epochs[:], self._iterations[:]
+        self._started = None
+        calls, self._calls = self._calls, {}
+        for plan in engine._dispatcher.plans.values():
+            for serial in (one.serial for one in plan.registrations if one.serial in calls):
+                self._calls[serial] = calls[serial]
+                del calls[serial].seconds[:]
+
+    def _fetch(self) -> None:
         self._nested = 0.0
         self._started = perf_counter()
 
-    def _fetched(self, engine: Engine[Any, Any]) -> None:
+    def _fetched(self) -> None:
         if self._started is not None:
-            self._fetches.append(perf_counter() - self._started - self._nested, self._num_rows)
+            self._fetches.append(perf_counter() - self._started - self._nested, len(self._iterations))
             self._started = None
 
     def _process(self, engine: Engine[Any, Any]) -> None:
-        epoch, iteration = engine.state.epoch, engine.state.iteration
-        if iteration != self._iteration + 1 or epoch != self._epoch:
-            self._jumps.append((self._num_rows, epoch, iteration))
-        self._epoch, self._iteration = epoch, iteration
-        self._num_rows += 1
+        state = engine.state
+        self._epochs.append(state.epoch)
+        self._iterations.append(state.iteration)
         self._nested = 0.0
         self._started = perf_counter()
 
-    def _processed(self, engine: Engine[Any, Any]) -> None:
+    def _processed(self) -> None:
         if self._started is not None:
-            self._processes.append(perf_counter() - self._started - self._nested, self._num_rows - 1)
+            self._processes.append(perf_counter() - self._started - self._nested, len(self._iterations) - 1)
             self._started = None
 
-    def _pause(self, engine: Engine[Any, Any]) -> None:
-        self._paused = perf_counter(), self._nested
-
-    def _resume(self, engine: Engine[Any, Any]) -> None:
-        if self._started is not None:
-            paused_at, self._nested = self._paused
-            self._started += perf_counter() - paused_at
-
-    def _drop(self, engine: Engine[Any, Any]) -> None:
+    def _drop(self) -> None:
         self._started = None
-
-
-def _no_engine() -> None:
-    return None
 
 
 class BasicTimeProfiler(_Profiler):
@@ -186,21 +187,13 @@ class BasicTimeProfiler(_Profiler):
     def __init__(self) -> None:
         super().__init__()
         self.max_epochs: int | None = None
-
-    def _reset(self) -> None:
-        super()._reset()
         self._events = {event: _Samples() for event in _MEASURED}
-        self._names: dict[int, tuple[Events, str]] = {}
 
     def _start(self, engine: Engine[Any, Any]) -> None:
         super()._start(engine)
+        for samples in self._events.values():
+            samples.clear()
         self.max_epochs = engine.state.max_epochs
-        self._find_names()
-
-    def detach(self) -> None:
-        """Stop measuring; the results are kept."""
-        self._find_names()
-        super().detach()
 
     def _hooks(self) -> Iterator[Hook]:
         yield from super()._hooks()
@@ -209,35 +202,26 @@ class BasicTimeProfiler(_Profiler):
 
     def _hooks_around(self, event: Events) -> Iterator[Hook]:
         shift = -1 if event in _AFTER_PROCESSING else 0
+        iterations = self._iterations
+        add_seconds, add_row = self._events[event].seconds.append, self._events[event].rows.append
         started: float | None = None
 
-        def start(engine: Engine[Any, Any]) -> None:
+        def start() -> None:
             nonlocal started
             started = perf_counter()
 
-        def end(engine: Engine[Any, Any]) -> None:
-            nonlocal started
+        def end() -> None:
             if started is not None:
-                self._events[event].append(perf_counter() - started, self._num_rows + shift)
-                started = None
+                add_seconds(perf_counter() - started)
+                add_row(len(iterations) + shift)
 
         yield event, start, Order.TIME_FIRST
         yield event, end, Order.TIME_LAST
 
-    def _find_names(self) -> None:
-        """Note the current handlers, after those that were there before."""
-        engine = self._engine()
-        if engine is None:
-            return
-        for event in _MEASURED:
-            for one in engine._dispatcher.plans[event].registrations:
-                if not _is_hook(one):
-                    self._names[one.serial] = event, _name_of(one.handler)
-
     @property
     def total_num_iters(self) -> int:
         """Number of iterations in the run whose processing has started."""
-        return self._num_rows
+        return len(self._iterations)
 
     @property
     def processing_times(self) -> Tensor:
@@ -257,8 +241,8 @@ class BasicTimeProfiler(_Profiler):
     @property
     def event_handlers_names(self) -> dict[Events, list[str]]:
         """Qualified names of the handlers that were attached during the run, by event."""
-        self._find_names()
-        return {event: [name for one, name in self._names.values() if one is event] for event in _MEASURED}
+        calls = self._calls.values()
+        return {event: [one.handler for one in calls if one.event == event.name] for event in _MEASURED}
 
     def get_results(self) -> dict[str, dict[str, Any]]:
         """Return statistics in seconds; can also be called during a run.
@@ -284,16 +268,10 @@ class BasicTimeProfiler(_Profiler):
         Events that do not fire in each iteration count in the row in which they fired, or in the next one, so that
         each column adds up to the total.
         """
-        size = self._num_rows
-        bounds = pairwise([*(row for row, _, _ in self._jumps), size])
-        rows = [
-            (epoch, iteration + index)
-            for (_, epoch, iteration), (start, end) in zip(self._jumps, bounds, strict=True)
-            for index in range(end - start)
-        ]
-        columns: dict[str, list[Any]] = {
-            "epoch": [epoch for epoch, _ in rows],
-            "iteration": [iteration for _, iteration in rows],
+        size = len(self._iterations)
+        columns: dict[str, Iterable[Any]] = {
+            "epoch": self._epochs,
+            "iteration": self._iterations,
             "processing_stats": self._processes.column(size),
             "dataflow_stats": self._fetches.column(size),
             **{f"Event_{event.name}": samples.column(size) for event, samples in self._events.items()},
@@ -317,15 +295,6 @@ class BasicTimeProfiler(_Profiler):
         text = "\n\n".join([head, *(f"{title}\n{line}" for title, line in sections)]) + "\n"
         print(text)  # noqa: T201  # its purpose
         return text
-
-
-@dataclass
-class _Calls:
-    """Durations of the calls of one registered handler, without the handlers of events that it fired itself."""
-
-    handler: str
-    event: str
-    seconds: array[float] = field(default_factory=lambda: array("d"))
 
 
 class HandlersTimeProfiler(_Profiler):
@@ -354,45 +323,12 @@ class HandlersTimeProfiler(_Profiler):
 
     EVENT_FILTER_THESHOLD_TIME: float = 0.0001
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._calls: dict[int, _Calls] = {}
-
-    def attach(self, engine: Engine[Any, Any]) -> None:
-        """Measure the runs of an engine. Attaching again to the same engine has no effect.
-
-        Raises:
-            TypeError: ``engine`` is not an Engine.
-            ValueError: the profiler is attached to another engine.
-        """
-        is_new = self._engine() is not engine
-        super().attach(engine)
-        if is_new:
-            engine._dispatcher.wrap(self._timed)
-
-    def detach(self) -> None:
-        """Stop measuring; the results are kept."""
-        engine = self._engine()
-        super().detach()
-        if engine is not None:
-            engine._dispatcher.unwrap(self._timed)
-
-    def _start(self, engine: Engine[Any, Any]) -> None:
-        """Keep what is registered now, sorted by event and order of the calls."""
-        super()._start(engine)
-        calls, self._calls = self._calls, {}
-        for plan in engine._dispatcher.plans.values():
-            for serial in (one.serial for one in plan.registrations if one.serial in calls):
-                self._calls[serial] = calls[serial]
-                del calls[serial].seconds[:]
-
     def _timed(self, event: Any, registration: Registration, call: Invocation) -> Invocation:
         """Return the call of a handler with a clock around it."""
-        if _is_hook(registration) or isinstance(event, FailureEvents):
+        super()._timed(event, registration, call)
+        if registration.serial not in self._calls:
             return call
-        name, event_name = _name_of(registration.handler), getattr(event, "name", event)
-        seconds = self._calls.setdefault(registration.serial, _Calls(name, event_name)).seconds
-        is_filtered = registration.is_filtered
+        seconds, is_filtered = self._calls[registration.serial].seconds, registration.is_filtered
 
         def timed(engine: Engine[Any, Any]) -> Any:
             outer, self._nested = self._nested, 0.0
@@ -455,11 +391,7 @@ class HandlersTimeProfiler(_Profiler):
     def print_results(results: Sequence[Sequence[Any]]) -> str:
         """Print what :meth:`get_results` returned as a table, and return the text."""
         titles = ("Handler", "Event Name", "Total(s)", "Min(s)/IDX", "Max(s)/IDX", "Mean(s)", "Std(s)")
-        table = [titles, *(tuple(map(_cell, row)) for row in results)]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        rule = tuple("-" * width for width in widths)
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (rule, titles, rule, *table[1:], rule)]
-        text = "\n".join(lines)
+        text = aligned([titles, *(list(map(_cell, row)) for row in results)])
         print(text)  # noqa: T201  # its purpose
         return text
 

@@ -10,25 +10,17 @@ from time import time
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import EventLike, Events, FailureEvents, RemovableEventHandle, translated
 from camshaft.engine.state import State
-from camshaft.handlers.base_logger import BaseLogger
+from camshaft.handlers.base_logger import BaseLogger, BaseOutputHandler
 from camshaft.handlers.utils import check_engine, global_step_from_engine, joined, load_optional, num_epochs
-from camshaft.handlers.values import Values
 
 __all__ = ["ProgressBar", "global_step_from_engine"]
 
-_ORDER = (
-    Events.STARTED,
-    Events.EPOCH_STARTED,
-    Events.ITERATION_STARTED,
-    Events.ITERATION_COMPLETED,
-    Events.EPOCH_COMPLETED,
-    Events.COMPLETED,
-)
-_SECONDS_PER_LINE = 10.0  # where the output is not a terminal
+_PER_EPOCH = (Events.EPOCH_STARTED, Events.EPOCH_COMPLETED)
+_PER_ITERATION = (Events.ITERATION_STARTED, Events.ITERATION_COMPLETED)
+_ORDER = (Events.STARTED, _PER_EPOCH[0], *_PER_ITERATION, _PER_EPOCH[1], Events.COMPLETED)
 
 
 class ProgressBar(BaseLogger):
@@ -102,7 +94,7 @@ class ProgressBar(BaseLogger):
         check_engine("engine", engine)
         event_name, closing_event_name = translated(event_name), translated(closing_event_name)
         for name, event in (("event_name", event_name), ("closing_event_name", closing_event_name)):
-            if not engine.has_registered_events(event) or event not in _ORDER:
+            if event not in _ORDER:
                 allowed = ", ".join(one.name for one in _ORDER)
                 raise ValueError(f"{name} must be one of {allowed}, got {event!r}")
         if getattr(closing_event_name, "filter", None) is not None:
@@ -111,15 +103,20 @@ class ProgressBar(BaseLogger):
             raise ValueError(
                 f"event_name must fire before closing_event_name {closing_event_name!r}, got {event_name!r}"
             )
-        values = Values(metric_names, output_transform, state_attributes)
+        values = None
+        if (metric_names, output_transform, state_attributes) != (None, None, None):
+            values = BaseOutputHandler("bar", metric_names, output_transform, None, state_attributes)
         bar = _Bar(self, values, event_name, closing_event_name)
         handles = [
             engine.add_event_handler(event_name, bar.advance),
             engine.add_event_handler(closing_event_name, bar.finish),
             engine.add_event_handler(Events.TERMINATE | Events.COMPLETED | Events.INTERRUPT, bar.stop),
-            engine.add_event_handler(FailureEvents.ERROR_MET, bar.fail),
+            engine.add_event_handler(FailureEvents.ERROR_MET, bar.close),
         ]
-        return joined(handles, event_name, bar.advance, engine)
+        handle = joined(handles, event_name, bar.advance, engine)
+        if not self.writes_here:
+            handle.remove()
+        return handle
 
     @property
     def pbar(self) -> Any:
@@ -140,7 +137,7 @@ class ProgressBar(BaseLogger):
 
     def log_message(self, message: str) -> None:
         """Write a line above the bar, on rank 0."""
-        if get_rank() == 0:
+        if self.writes_here:
             self._tqdm.write(message, file=self.tqdm_kwargs.get("file"))
 
     def close(self) -> None:
@@ -148,21 +145,15 @@ class ProgressBar(BaseLogger):
         for bar in list(self._open_bars):
             bar.close()
 
-    def _make_bar(self, **options: Any) -> Any:
-        given = {name: value for name, value in self.tqdm_kwargs.items() if name != "desc"}
-        given = {"leave": self.persist, "bar_format": self.bar_format, **options, **given}
-        if get_rank() != 0:
-            return self._tqdm(**{**given, "disable": True})
-        is_terminal = getattr(given.get("file") or sys.stderr, "isatty", bool)()
+    def _make_bar(self, desc: str, **options: Any) -> Any:
+        own = {"leave": self.persist, "bar_format": self.bar_format}
+        options = {**own, **options, **self.tqdm_kwargs, "desc": desc}
+        is_terminal = getattr(options.get("file") or sys.stderr, "isatty", bool)()
         is_notebook = any("notebook" in base.__module__ for base in self._tqdm.__mro__)
         if is_terminal or is_notebook:
-            return self._tqdm(**given)
-        return _line_writer(self._tqdm)(**{"mininterval": _SECONDS_PER_LINE, **given, "leave": True})
-
-    def _create_output_handler(self, *args: Any, **kwargs: Any) -> Callable[..., object]:
-        raise TypeError("a ProgressBar has no handlers: use attach")
-
-    _create_opt_params_handler = _create_output_handler
+            return self._tqdm(**options)
+        # with a delay, tqdm writes no line for the beginning
+        return _line_writer(self._tqdm)(**{"mininterval": 10.0, "delay": 1e-9, **options, "leave": True})
 
 
 class _Bar:
@@ -171,13 +162,13 @@ class _Bar:
     Redraws cost time, so it reads values and redraws only when tqdm would.
     """
 
-    def __init__(self, owner: ProgressBar, values: Values, event: Any, closing_event: Any) -> None:
+    def __init__(self, owner: ProgressBar, values: BaseOutputHandler | None, event: Any, closing_event: Any) -> None:
         self.tqdm: Any = None  # while the bar is open
         self._owner = owner
         self._values = values
-        self._counter = _Counter(event)
-        self._closing = _Counter(closing_event)
-        self._advanced_at = 0.0
+        self._event = event
+        self._closing_event = closing_event
+        self._counts_iterations = event in _PER_ITERATION
 
     def advance(self, engine: Engine[Any, Any]) -> None:
         bar = self.tqdm
@@ -186,13 +177,13 @@ class _Bar:
             return
         if bar.disable:
             return
-        now = self._advanced_at = time()
-        bar.n = position = self._counter.position(engine, bar.total)
+        bar.n = position = _position(engine, bar.total, self._counts_iterations)
         if position < bar.last_print_n:
             bar.last_print_n = 0  # the next epoch, in the same bar
         # the conditions of tqdm, which evaluates them only after the values are read
         if position - bar.last_print_n < bar.miniters:
             return
+        now = time()
         if now - bar.last_print_t >= bar.mininterval and now >= bar.start_t + bar.delay:
             self._show_values(engine)
             bar.update(0)
@@ -202,28 +193,18 @@ class _Bar:
         bar = self.tqdm
         if bar is not None:
             if bar.total is None:
-                bar.total = self._counter.total(engine.state)
+                bar.total = _total(self._event, engine.state)
             if bar.total is not None:
                 bar.n = bar.total
             self.stop(engine)
 
     def stop(self, engine: Engine[Any, Any]) -> None:
         """Close the bar at its position, with the last values if it remains visible."""
-        bar = self.tqdm
-        # a run that ends while it fetches a batch has no output
-        if (bar is not None and not bar.disable and bar.leave) and (
-            self._values.output_transform is None or engine.state.output is not None
-        ):
-            self._show_values(engine)
-        self.close()
-
-    def fail(self) -> None:
-        """Close the bar as it was after the last advance, without the failed step and its time."""
-        bar = self.tqdm
-        if bar is not None and not bar.disable:
-            lost = time() - self._advanced_at
-            bar.start_t += lost
-            bar.last_print_t += lost
+        bar, values = self.tqdm, self._values
+        if bar is not None and values is not None and bar.leave and not bar.disable:
+            is_fetching = engine.state.output is None  # a run that ends while it fetches a batch has no output
+            if not (is_fetching and values.output_transform):
+                self._show_values(engine)
         self.close()
 
     def close(self) -> None:
@@ -233,46 +214,40 @@ class _Bar:
             bar.close()
 
     def _open(self, engine: Engine[Any, Any]) -> None:
-        state, total = engine.state, self._counter.total(engine.state)
+        state, total = engine.state, _total(self._event, engine.state)
         text = self._owner.tqdm_kwargs.get("desc")
         if text is None:
             text = "Iteration" if num_epochs(state) == 1 else "Epoch"
-        times = self._closing.total(state)
+        times = _total(self._closing_event, state)
         if times not in (None, 1):
-            text += f" [{self._closing.position(engine, times)}/{times}]"
-        position = self._counter.position(engine, total)
-        self.tqdm = self._owner._make_bar(total=total, initial=position, desc=f"{text}: ")
+            text += f" [{_position(engine, times, self._closing_event in _PER_ITERATION)}/{times}]"
+        position = _position(engine, total, self._counts_iterations)
+        self.tqdm = self._owner._make_bar(f"{text}: ", total=total, initial=position)
         self._owner._open_bars[self] = None
-        self._advanced_at = time()
-        if not self.tqdm.disable and self.tqdm.delay <= 0 and self._values:
+        if self._values is not None and not self.tqdm.disable and self.tqdm.delay <= 0:
             self._show_values(engine)
             self.tqdm.refresh()
 
     def _show_values(self, engine: Engine[Any, Any]) -> None:
-        texts = []
-        for path, value in self._values.read(engine, text=True).items():
-            text = self.tqdm.format_num(value) if isinstance(value, Number) else " ".join(str(value).split())
-            texts.append(f"{'_'.join(path)}={text}")
-        self.tqdm.set_postfix_str(", ".join(texts), refresh=False)
+        if self._values is not None:
+            texts = []
+            for path, value in self._values._setup_output_metrics_state_attrs(engine, log_text=True).items():
+                text = self.tqdm.format_num(value) if isinstance(value, Number) else " ".join(str(value).split())
+                texts.append(f"{'_'.join(path[1:])}={text}")
+            self.tqdm.set_postfix_str(", ".join(texts), refresh=False)
 
 
-class _Counter:
-    """Counts how often an event that fires once per iteration, epoch or run has fired."""
+def _total(event: Any, state: State[Any, Any]) -> int | None:
+    """Return how often an event fires in an epoch or a run, if known."""
+    if event in _PER_ITERATION:
+        return state.epoch_length
+    return num_epochs(state) if event in _PER_EPOCH else 1
 
-    def __init__(self, event: Any) -> None:
-        self._by_iteration = event in (Events.ITERATION_STARTED, Events.ITERATION_COMPLETED)
-        self._by_epoch = event in (Events.EPOCH_STARTED, Events.EPOCH_COMPLETED)
 
-    def total(self, state: State[Any, Any]) -> int | None:
-        """Return how often the event fires in an epoch or a run, if known."""
-        if self._by_iteration:
-            return state.epoch_length
-        return num_epochs(state) if self._by_epoch else 1
-
-    def position(self, engine: Engine[Any, Any], total: int | None) -> int:
-        """Return the 1-based position among ``total``."""
-        count = engine.iteration_in_epoch if self._by_iteration else engine.state.epoch
-        return (count - 1) % total + 1 if total else count
+def _position(engine: Engine[Any, Any], total: int | None, counts_iterations: bool) -> int:
+    """Return the 1-based position among ``total``."""
+    count = engine.iteration_in_epoch if counts_iterations else engine.state.epoch
+    return (count - 1) % total + 1 if total else count
 
 
 @lru_cache
@@ -280,13 +255,11 @@ def _line_writer(bar_class: Any) -> Any:
     """Return a class of bars that write a line for each redraw, and one at the end."""
 
     class LineWriter(bar_class):  # type: ignore[misc]  # tqdm's class is known at run time
-        def __init__(self, *args: Any, **options: Any) -> None:
-            self.first, self.shown = options.get("initial"), (None, None)
-            super().__init__(*args, **options)
+        shown: tuple[Any, ...] = ()
 
         def display(self, msg: str | None = None, pos: int | None = None) -> bool:
             now = (self.n, self.postfix)
-            if msg is None and now != self.shown and self.n != self.first:  # no line for the beginning
+            if msg is None and now != self.shown:
                 self.shown = now
                 self.fp.write(f"{self}\n")
                 self.fp.flush()
@@ -297,7 +270,6 @@ def _line_writer(bar_class: Any) -> Any:
 
         def close(self) -> None:
             if not self.disable:
-                self.first = None
                 self.display()
                 self.leave = False  # or tqdm ends another line
             super().close()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from numbers import Integral, Real
 from typing import Any
+
+from torch import Tensor
 
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, RemovableEventHandle, translated
@@ -39,20 +40,14 @@ def global_step_from_engine(
     (2, 20, 2)
     """
     check_engine("engine", engine)
-    return _StepOf(engine, custom_event_name, fallback_attr)
 
-
-@dataclass(frozen=True)
-class _StepOf:
-    engine: Engine[Any, Any]
-    event: Any
-    fallback_attr: str
-
-    def __call__(self, _: Any, event_name: Any) -> int:
-        state = self.engine.state
-        event = translated(event_name if self.event is None else self.event)
-        count: int = getattr(state, state.event_to_attr.get(event, self.fallback_attr))
+    def step(_: Any, event_name: Any) -> int:
+        state = engine.state
+        event = translated(event_name if custom_event_name is None else custom_event_name)
+        count: int = getattr(state, state.event_to_attr.get(event, fallback_attr))
         return count
+
+    return step
 
 
 def resumes_epoch(engine: Engine[Any, Any]) -> bool:
@@ -88,6 +83,33 @@ def check_text(name: str, value: Any, optional: bool = False) -> None:
         raise TypeError(f"{name} must be a str, got {value!r} of type {type(value).__name__}")
 
 
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raise ``ValueError`` unless ``value`` is one of the strings.
+
+    >>> check_choice("mode", "best", ("max", "min"))
+    Traceback (most recent call last):
+    ValueError: mode must be 'max' or 'min', got 'best'
+    """
+    if value not in choices:
+        raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}")
+
+
+def scalar(name: str, value: Any) -> Tensor | float:
+    """Return a number as a float, or the element of a tensor, detached, as a 0-d tensor on its device.
+
+    >>> import torch
+    >>> scalar("output_transform", torch.tensor([0.5])), scalar("output_transform", 2)
+    (tensor(0.5000), 2.0)
+    """
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{name} must return a number or one element, got a tensor of shape {tuple(value.shape)}")
+        return value.detach().reshape(())
+    if not isinstance(value, Real):
+        raise TypeError(f"{name} must return a number or a tensor, got {described(value)}")
+    return float(value)
+
+
 def check_is_no_counter(argument: str, name: str, state: State[Any, Any]) -> None:
     """Raise ``ValueError`` if ``name`` is an attribute that the engine uses as a counter.
 
@@ -121,21 +143,33 @@ def check_sequence(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a list or a tuple, got {described(value)}")
 
 
-def number(name: str, value: Any) -> float:
-    """Return an argument as a float, after checking that it is a finite number.
+def number(
+    name: str,
+    value: Any,
+    *,
+    least: float = -math.inf,
+    most: float = math.inf,
+    above: float = -math.inf,
+    below: float = math.inf,
+) -> float:
+    """Return an argument as a float, after checking that it is a finite number within bounds.
 
     >>> number("start_value", 1)
     1.0
+    >>> number("smooth_f", 1, least=0, below=1)
+    Traceback (most recent call last):
+    ValueError: smooth_f must be at least 0 and below 1, got 1
     """
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, got {described(value)}")
     if not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
+    _check_bounds(name, value, least, most, above, below)
     return float(value)
 
 
-def integer(name: str, value: Any, least: int) -> int:
-    """Return an argument as an int, after checking that it is an integer of at least ``least``.
+def integer(name: str, value: Any, least: int, below: float = math.inf) -> int:
+    """Return an argument as an int, after checking that it is an integer within bounds.
 
     >>> integer("warmup", 0, least=1)
     Traceback (most recent call last):
@@ -143,9 +177,15 @@ def integer(name: str, value: Any, least: int) -> int:
     """
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name} must be an integer, got {described(value)}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
+    _check_bounds(name, value, least, math.inf, -math.inf, below)
     return int(value)
+
+
+def _check_bounds(name: str, value: Any, least: float, most: float, above: float, below: float) -> None:
+    if not (least <= value <= most and above < value < below):
+        bounds = {"at least": least, "at most": most, "above": above, "below": below}
+        allowed = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if math.isfinite(bound))
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
 
 
 def load_optional(module: str, *, extra: str, needed_by: str) -> Any:

@@ -7,10 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from camshaft.engine.engine import Engine
-from camshaft.handlers.base_logger import BaseOptimizerParamsHandler, BaseOutputHandler
-from camshaft.handlers.services import ServiceLogger, Silence
+from camshaft.handlers.base_logger import BaseOptimizerParamsHandler, BaseOutputHandler, Path, ServiceLogger, Silence
 from camshaft.handlers.utils import global_step_from_engine, load_optional
-from camshaft.handlers.values import Path
 
 __all__ = ["OptimizerParamsHandler", "OutputHandler", "WandBLogger", "global_step_from_engine"]
 
@@ -40,6 +38,7 @@ class WandBLogger(ServiceLogger):
     ...     state = trainer.run([1, 2, 4, 8])
     """
 
+    logs_text = True
     _forwards_to = "_wandb"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -83,7 +82,6 @@ class OutputHandler(BaseOutputHandler):
     """
 
     logger_class = WandBLogger
-    logs_text = True
 
     def __init__(
         self,

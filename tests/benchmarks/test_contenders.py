@@ -1,4 +1,4 @@
-"""Those that are compared do the same work: as many steps and calls as were asked for."""
+"""All contenders do the same work: the requested number of steps and calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.measuring import Contender
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Count the steps, the handlers called and the losses computed from now on."""
+    """Count steps, handler calls, and losses."""
     counts = {"steps": 0, "handlers": 0, "losses": 0}
 
     def counting(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,13 +37,13 @@ def contender(row: int, name: str) -> Contender:
 
 @pytest.mark.parametrize("name", ["bare loop", "camshaft"])
 @pytest.mark.parametrize(("row", "handled"), [(1, 0), (2, 20_000)])
-def test_a_run_makes_the_steps_and_calls_the_handlers(name: str, row: int, handled: int, calls: dict[str, int]) -> None:
+def test_a_run_takes_all_steps_and_calls_the_handlers(name: str, row: int, handled: int, calls: dict[str, int]) -> None:
     assert contender(row, name).run(2000) > 0
     assert calls == {"steps": 2000, "handlers": handled, "losses": 0}
 
 
 @pytest.mark.parametrize(("name", "handled"), [("bare loop", 0), ("camshaft", 200)])
-def test_handlers_with_a_filter_really_fire(name: str, handled: int, calls: dict[str, int]) -> None:
+def test_handlers_with_a_filter_are_called(name: str, handled: int, calls: dict[str, int]) -> None:
     contender(3, name).run(2000)
     assert calls == {"steps": 2000, "handlers": handled, "losses": 0}
 
@@ -56,7 +56,7 @@ def test_a_run_trains_on_each_batch(name: str, calls: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("name", ["bare loop", "camshaft"])
 @pytest.mark.parametrize("row", engine_overhead.ROWS)
-def test_a_second_run_does_the_same_again(name: str, row: int, calls: dict[str, int]) -> None:
+def test_a_second_run_repeats_the_first(name: str, row: int, calls: dict[str, int]) -> None:
     tested = contender(row, name)
     tested.run(1000)
     once = dict(calls)

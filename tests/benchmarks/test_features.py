@@ -1,4 +1,4 @@
-"""What the comparison of features says of camshaft is so, and it would say what is bad of anybody."""
+"""The comparison of features is right about camshaft and detects bad results of any library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BEFORE = Outcome([ORDER[:4], ORDER[4:8]])
 
 
 @pytest.mark.jobs
-def test_camshaft_does_what_the_table_says(tmp_path: Path) -> None:
+def test_the_table_is_right_about_camshaft(tmp_path: Path) -> None:
     result = result_of(run("features.py", "--libraries", "camshaft", folder=tmp_path))
     assert result["benchmark"] == "features"
     seen = {row["what"]: row["seen"]["camshaft"] for row in result["rows"]}
@@ -33,15 +33,15 @@ def test_camshaft_does_what_the_table_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("samples", "said"),
+    ("samples", "expected"),
     [([2, 0, 1], "each once"), ([0, 1, 1], "1 never, 1 once, 1 twice"), ([0, 1, 2, 2, 2], "2 once, 1 3 times")],
 )
-def test_samples_are_counted(samples: list[int], said: str) -> None:
-    assert features.times_seen(samples, 3) == said
+def test_samples_are_counted(samples: list[int], expected: str) -> None:
+    assert features.times_seen(samples, 3) == expected
 
 
 @pytest.mark.parametrize(
-    ("after", "said"),
+    ("after", "expected"),
     [
         ([Outcome([ORDER[8:]])], "resumes with the next sample"),
         ([Outcome([ORDER[8::2]]), Outcome([ORDER[9::2]])], "resumes with the next sample"),
@@ -52,12 +52,12 @@ def test_samples_are_counted(samples: list[int], said: str) -> None:
         ([Outcome(waits=True)], "hangs (10 s and more)"),
     ],
 )
-def test_a_run_that_goes_on_is_judged_by_its_samples(after: list[Outcome], said: str) -> None:
-    assert features.resumed_by(BEFORE, after) == said
+def test_a_resumed_run_is_judged_by_its_samples(after: list[Outcome], expected: str) -> None:
+    assert features.resumed_by(BEFORE, after) == expected
 
 
 @pytest.mark.parametrize(
-    ("rank", "said"),
+    ("rank", "expected"),
     [
         (Outcome([1.0] * WEIGHTS, warned=True), "warns, and loads the previous checkpoint"),
         (Outcome([2.0] * (WEIGHTS - 1) + [3.0]), "loads a wrong weight"),
@@ -65,11 +65,11 @@ def test_a_run_that_goes_on_is_judged_by_its_samples(after: list[Outcome], said:
         (Outcome(error="RuntimeError"), "raises RuntimeError"),
     ],
 )
-def test_what_was_loaded_is_judged_by_the_weights(rank: Outcome, said: str) -> None:
-    assert features.loaded_by(rank) == said
+def test_a_loaded_checkpoint_is_judged_by_its_weights(rank: Outcome, expected: str) -> None:
+    assert features.loaded_by(rank) == expected
 
 
-def test_libraries_that_are_not_known_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_libraries_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         features.main(["--libraries", "nothing"])
     assert "nothing" in capsys.readouterr().err

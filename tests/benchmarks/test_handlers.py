@@ -1,4 +1,4 @@
-"""The handlers that are compared are attached, and do what they are for in each iteration."""
+"""The compared handlers are attached and do their work in each iteration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def registrations(engine: Engine) -> int:
 
 
 @pytest.mark.parametrize("what", handlers.ALONE)
-def test_each_handler_is_attached_and_runs_again_and_again(what: str, tmp_path: Path) -> None:
+def test_each_handler_is_attached_and_keeps_running(what: str, tmp_path: Path) -> None:
     engine: Engine = Engine(handlers.constant_step)
     before = registrations(engine)
     with ExitStack() as stack:
@@ -29,7 +29,7 @@ def test_each_handler_is_attached_and_runs_again_and_again(what: str, tmp_path: 
 
 
 @pytest.mark.parametrize("attach", [None, handlers.time_limit])
-def test_an_engine_makes_the_steps_that_it_is_timed_for(attach: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_takes_all_timed_steps(attach: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = []
     monkeypatch.setattr(handlers, "constant_step", lambda engine, batch: steps.append(batch))
     with ExitStack() as stack:
@@ -39,12 +39,12 @@ def test_an_engine_makes_the_steps_that_it_is_timed_for(attach: Any, monkeypatch
     assert steps == [*range(7)] * 2
 
 
-def test_a_handler_is_subtracted_from_an_engine_of_the_same_library() -> None:
+def test_the_time_of_the_bare_engine_of_the_library_is_subtracted() -> None:
     spreads = handlers.measure_alone("TimeLimit", [], iterations=50, repetitions=2)
     assert set(spreads) == {"camshaft"}
 
 
-def test_the_set_trains_on_each_batch_with_its_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_training_run_has_all_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
     losses = []
     monkeypatch.setattr(handlers, "cross_entropy", lambda *both: losses.append(1) or cross_entropy(*both))
     engines = []
@@ -58,7 +58,7 @@ def test_the_set_trains_on_each_batch_with_its_handlers(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("arguments", [("--only", "nothing"), ("--repetitions", "0"), ("--iterations", "0")])
-def test_options_that_make_no_sense_are_refused(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_refused(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         handlers.main(arguments)
     assert arguments[0] in capsys.readouterr().err

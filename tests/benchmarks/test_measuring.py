@@ -1,4 +1,4 @@
-"""Contenders take turns fairly, and what is printed can be read by people and by programs."""
+"""Contenders take turns fairly, and people and programs can read the output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def recorder(name: str, runs: list[tuple[str, int]], share: float = 1.0) -> Cont
     return Contender(name, run, share)
 
 
-def test_contenders_take_turns_in_orders_that_change_and_are_the_same_on_each_rank() -> None:
+def test_the_order_of_contenders_changes_and_is_the_same_on_each_rank() -> None:
     def orders() -> list[str]:
         runs: list[tuple[str, int]] = []
         interleave([recorder(name, runs) for name in "abc"], iterations=2, repetitions=29)
@@ -40,20 +40,20 @@ def test_the_warm_up_is_not_measured() -> None:
 
 
 @pytest.mark.parametrize(("share", "made"), [(1.0, 100), (0.1, 10), (0.0001, 1)])
-def test_a_slow_contender_runs_its_share_and_is_divided_by_that(share: float, made: int) -> None:
+def test_a_slow_contender_runs_and_is_divided_by_its_share(share: float, made: int) -> None:
     runs: list[tuple[str, int]] = []
     assert recorder("slow", runs, share).per_iteration(100) == 6.0 / made
     assert runs == [("slow", made)]
 
 
-def test_garbage_collection_is_as_before_also_when_a_contender_fails() -> None:
+def test_garbage_collection_is_restored_when_a_contender_fails() -> None:
     frozen = gc.get_freeze_count()
     with pytest.raises(ZeroDivisionError):
         interleave([Contender("broken", lambda iterations: 1 / 0)], iterations=1, repetitions=1)
     assert gc.get_freeze_count() == frozen
 
 
-def test_what_slows_a_whole_round_down_cancels_out() -> None:
+def test_a_slow_round_cancels_out() -> None:
     assert over([1.0, 5.0, 2.0], [4.0, 8.0, 5.0]) == [3.0, 3.0, 3.0]
 
 
@@ -76,23 +76,23 @@ def test_a_spread_is_the_median_and_the_quartiles(sample: list[float], expected:
         (Spread(1150.0, 1278.7, 1315.0), "1279 (1150 to 1315)"),
     ],
 )
-def test_a_spread_shows_three_figures(spread: Spread, shown: str) -> None:
+def test_a_spread_has_three_significant_digits(spread: Spread, shown: str) -> None:
     assert str(spread) == shown
 
 
-@pytest.mark.parametrize(("median", "said"), [(0.29, "reached"), (0.3, "reached"), (0.31, "missed")])
-def test_a_target_is_reached_up_to_itself(median: float, said: str) -> None:
-    assert verdict(Spread(0.0, median, 1.0), target=0.3) == said
+@pytest.mark.parametrize(("median", "expected"), [(0.29, "reached"), (0.3, "reached"), (0.31, "missed")])
+def test_a_target_includes_its_bound(median: float, expected: str) -> None:
+    assert verdict(Spread(0.0, median, 1.0), target=0.3) == expected
 
 
-def test_peers_that_cannot_be_imported_are_named_with_the_reason(
+def test_peers_that_cannot_be_imported_are_listed_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "broken_library.py").write_text("import no_such_need\n")
     monkeypatch.syspath_prepend(tmp_path)
-    present, left_out = importable({"here": "json", "absent": "no_such_library", "broken": "broken_library"})
+    present, skipped = importable({"here": "json", "absent": "no_such_library", "broken": "broken_library"})
     assert present == ["here"]
-    assert left_out == {
+    assert skipped == {
         "absent": "not installed",
         "broken": "ModuleNotFoundError: No module named 'no_such_need'",
     }
@@ -102,11 +102,11 @@ def test_a_table_is_markdown_with_even_columns() -> None:
     assert table(["a", "bb"], [["ccc", ""]]) == "| a   | bb |\n| --- | -- |\n| ccc |    |"
 
 
-def test_a_report_ends_with_json_and_names_who_was_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_ends_with_json_and_lists_skipped_peers(capsys: pytest.CaptureFixture[str]) -> None:
     report("speed", ["what"], [["all"]], {"lightning": "not installed"}, us={"camshaft": Spread(1.0, 2.0, 3.0)})
     *lines, last = capsys.readouterr().out.splitlines()
-    assert "left out: lightning (not installed)" in lines
+    assert "skipped: lightning (not installed)" in lines
     result = json.loads(last)
     assert result["us"]["camshaft"] == {"low": 1.0, "median": 2.0, "high": 3.0}
-    assert result["left_out"] == {"lightning": "not installed"}
+    assert result["skipped"] == {"lightning": "not installed"}
     assert set(result["machine"]) == {"date", "cores", "python", "torch"}

@@ -1,4 +1,4 @@
-"""The training that is compared: the bare loop changes the weights as the example's trainer does."""
+"""The compared trainings: the bare loop and the example's trainer give the same weights."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("options", [(), pytest.param(("--no_amp", "--compile", "aot_eager"), marks=pytest.mark.jobs)])
-def test_both_change_the_weights_alike(options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resnet, "HORIZON", 30)  # so that the schedule and the average do something
+def test_both_give_the_same_weights(options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resnet, "HORIZON", 30)  # short enough for the schedule and the average to have an effect
     networks: list[Any] = []
     make = resnet.make_network
     monkeypatch.setattr(resnet, "make_network", lambda *given: networks.append(make(*given)) or networks[-1])
@@ -44,7 +44,7 @@ def test_it_measures_both_trainings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [("--repetitions", "0"), ("--iterations", "0"), ("--batch_size", "0")])
-def test_options_that_make_no_sense_are_refused(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_refused(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         resnet.main(arguments)
     assert arguments[0] in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Samplers are compared on the same work, each rank on its part of an epoch, and the figures judged as they should."""
+"""Samplers do the same work, each rank reads its shard of an epoch, and the verdicts are right."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.measuring import Spread
 
 
 @pytest.mark.parametrize("name", sampler.CONTENDERS)
-def test_each_contender_reads_the_part_of_one_rank(name: str) -> None:
+def test_each_contender_reads_the_shard_of_one_rank(name: str) -> None:
     make, ranks = sampler.CONTENDERS[name]
     length = 64 * 8 * 50
     epochs = make(length, ranks)
@@ -46,7 +46,7 @@ def test_all_figures_are_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     ours = {name for name in sampler.CONTENDERS if name.startswith("camshaft")}
     for row in orders:
         assert set(row["figures"]) == (ours if row["length"] == 10**8 else set(sampler.CONTENDERS))
-    assert "left out: torch's samplers at 1e08 (--peers-up-to is 1e07)" in printed
+    assert "skipped: torch's samplers at 1e08 (--peers-up-to is 1e07)" in printed
 
 
 def test_memory_is_measured_in_a_process_of_its_own() -> None:
@@ -55,7 +55,7 @@ def test_memory_is_measured_in_a_process_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "length", "ours", "said"),
+    ("what", "length", "ours", "expected"),
     [
         ("first index, ms", 10**8, [1.0, 5.0, 2.0], "reached"),
         ("first index, ms", 10**12, [1.0, 2.0, 5.1], "missed"),
@@ -67,13 +67,13 @@ def test_memory_is_measured_in_a_process_of_its_own() -> None:
         ("million indices per s", 10**8, [0.1, 0.1, 0.1], ""),
     ],
 )
-def test_figures_are_compared_with_the_targets(what: str, length: int, ours: list[float], said: str) -> None:
+def test_figures_are_compared_with_the_targets(what: str, length: int, ours: list[float], expected: str) -> None:
     names = ["camshaft", "camshaft, 1 of 2", "camshaft, 1 of 8"]
     medians = dict(zip(names, ours, strict=True)) | {name: 10.0 for name in sampler.CONTENDERS if name not in names}
     spreads = {name: Spread(0.0, median, 100.0) for name, median in medians.items()}
     if what in sampler.CEILINGS:
         spreads = {name: spread for name, spread in spreads.items() if name in names}
-    assert sampler.judge(what, length, spreads)[1] == said
+    assert sampler.judge(what, length, spreads)[1] == expected
 
 
 @pytest.mark.parametrize("what", sampler.LOADED)
@@ -85,7 +85,7 @@ def test_the_loaders_load_the_same_samples(what: str) -> None:
 
 
 @pytest.mark.parametrize("arguments", [("--lengths", "0"), ("--repetitions", "0")])
-def test_options_that_make_no_sense_are_refused(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_refused(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         sampler.main(arguments)
     assert arguments[0] in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Each benchmark runs, with tiny numbers, and its last line is the JSON that it promises."""
+"""Each benchmark runs with tiny numbers and prints the documented JSON as its last line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPREAD = {"low", "median", "high"}
 
 
 def run(script: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Start a benchmark as a user would, from anywhere."""
+    """Run a benchmark as a user would, from any directory."""
     command = [sys.executable, str(ROOT / "benchmarks" / script), *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
@@ -27,8 +27,8 @@ def result_of(finished: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     assert finished.returncode == 0, finished.stderr
     result: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
     assert set(result["machine"]) == {"date", "cores", "python", "torch"}
-    for peer, reason in result["left_out"].items():
-        assert f"left out: {peer} ({reason})" in finished.stdout
+    for peer, reason in result["skipped"].items():
+        assert f"skipped: {peer} ({reason})" in finished.stdout
     return result
 
 
@@ -37,7 +37,7 @@ def test_engine_overhead_measures_all_rows(tmp_path: Path) -> None:
     assert result["benchmark"] == "engine_overhead"
     assert [row["row"] for row in result["rows"]] == [1, 2, 3, 4]
     assert [row["target"] for row in result["rows"]] == [0.3, 1.0, 0.4, 5.0]
-    peers = {"pytorch-ignite", "lightning", "accelerate"} - set(result["left_out"])
+    peers = {"pytorch-ignite", "lightning", "accelerate"} - set(result["skipped"])
     for row in result["rows"]:
         able = peers if row["row"] == 4 else peers & {"pytorch-ignite"}
         assert set(row["us"]) == {"bare loop", "camshaft", *able}
@@ -50,7 +50,7 @@ def test_engine_overhead_measures_all_rows(tmp_path: Path) -> None:
 def test_collectives_measures_all_rows(tmp_path: Path) -> None:
     result = result_of(run("collectives.py", "--repetitions", "2", "--iterations", "3", folder=tmp_path))
     assert result["benchmark"] == "collectives"
-    peers = {"pytorch-ignite"} - set(result["left_out"])
+    peers = {"pytorch-ignite"} - set(result["skipped"])
     for row in result["rows"]:
         alone = row["what"] == "get_rank, in one process"
         assert ({"camshaft"} if alone else {"camshaft", "bare call"}) <= set(row["us"])
@@ -66,7 +66,7 @@ def test_handlers_measures_the_set_and_each_handler(tmp_path: Path) -> None:
     result = result_of(run("handlers.py", "--repetitions", "2", "--iterations", "20", folder=tmp_path))
     assert result["benchmark"] == "handlers"
     [row] = result["rows"]
-    peers = {"pytorch-ignite"} - set(result["left_out"])
+    peers = {"pytorch-ignite"} - set(result["skipped"])
     assert set(row["us"]) == {"bare loop", "camshaft", *peers}
     assert (row["row"], row["target"]) == (5, 40.0)
     assert row["verdict"] in ("reached", "missed")
@@ -80,7 +80,7 @@ def test_checkpoint_measures_both_modes(tmp_path: Path) -> None:
     options = ("--repetitions", "2", "--sizes", "0.001", "0.002", "--folder", str(tmp_path))
     result = result_of(run("checkpoint.py", *options, folder=tmp_path))
     assert result["benchmark"] == "checkpoint"
-    peers = {"pytorch-ignite", "lightning"} - set(result["left_out"])
+    peers = {"pytorch-ignite", "lightning"} - set(result["skipped"])
     for row, size in zip(result["rows"], (0.001, 0.002), strict=True):
         assert row["gigabytes"] == size
         assert set(row["seconds"]) == {"torch.save and fsync", "camshaft", "camshaft, asynchronous", *peers}
@@ -89,7 +89,7 @@ def test_checkpoint_measures_both_modes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_import_time_measures_and_profiles_and_sees_nothing_but_torch(tmp_path: Path) -> None:
+def test_import_time_measures_profiles_and_finds_only_torch(tmp_path: Path) -> None:
     finished = run("import_time.py", "--repetitions", "1", "--profile", "3", folder=tmp_path)
     result = result_of(finished)
     assert result["benchmark"] == "import_time"
@@ -104,7 +104,7 @@ def test_import_time_measures_and_profiles_and_sees_nothing_but_torch(tmp_path: 
 @pytest.mark.parametrize(
     "arguments", [("--rows", "5"), ("--repetitions", "0"), ("--iterations", "0"), ("--rows", "1", "--what")]
 )
-def test_options_that_make_no_sense_are_refused(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_refused(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         engine_overhead.main(arguments)
     assert arguments[-2 if len(arguments) == 2 else -1] in capsys.readouterr().err

@@ -182,5 +182,3 @@ def ranks_of_a_group_are_whatever_counts_as_an_integer_in_any_sequence() -> None
 def options_that_no_group_has_are_refused() -> None:
     with pytest.raises(TypeError, match=r"foo"):
         idist.new_group([0], foo=1)
-    with pytest.raises((TypeError, ValueError), match="backend"):
-        idist.new_group([0], backend="foo")

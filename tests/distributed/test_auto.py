@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 import camshaft.distributed as idist
-from camshaft.distributed.coordination.data_consistency import SharedSeed
+from camshaft.distributed.coordination.data import SharedSeed
 from camshaft.distributed.data import ExactBatchSampler, Sequential, Shuffled, ShuffledWindows, Weighted
 from camshaft.distributed.topology import Topology
 from camshaft.engine import Engine, Events
@@ -147,17 +147,6 @@ def test_a_frozen_model_gets_the_weights_of_the_first_rank_whatever_their_layout
     assert torch.equal(model[0].weight, torch.arange(24.0).view(2, 3, 2, 2))
     assert model[1].running_mean.tolist() == [0, 0]
     assert model.wide.tolist() == [[0, 5]] * 3
-
-
-@on_ranks(2)
-def test_synchronized_batch_norm_is_refused_on_the_cpu_before_the_model_is_changed():
-    model = Net()
-    with pytest.raises(
-        ValueError, match="sync_bn must be False on the CPU, got True: torch has synchronized batch norm on"
-    ):
-        idist.auto_model(model, sync_bn=True)
-    assert type(model.norm) is nn.BatchNorm1d
-    assert isinstance(idist.auto_model(nn.Linear(1, 1), sync_bn=True), DistributedDataParallel)
 
 
 @on_ranks(2)

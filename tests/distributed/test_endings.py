@@ -58,10 +58,9 @@ def run(who: int, how: str, mode: str) -> tuple[list[str], list[int]]:
 def test_debug_mode_shows_a_rank_that_ends_before_its_first_collective(who: int, how: str) -> None:
     """Long before the run's timeout; rank 0 serves the store."""
     texts, codes = run(who, how, "debug")
-    table = texts[1 - who].split("RankDivergenceError: some ranks will never arrive:\n")[1].splitlines()
-    rows = [line.split("]: ")[-1].split() for line in table]  # torch names the rank before each line
-    assert rows[1 + who][:3] == [str(who), "has", "ended"]
-    assert rows[2 - who][:2] == [str(1 - who), "all_reduce"]
+    rows = re.findall(r"rank (\d) +(\w+ ?\w*)", texts[1 - who].partition("the ranks call different things:\n")[2])
+    shown = {str(who): "has ended", str(1 - who): "all_reduce "} == dict(rows)
+    assert shown or (who == 0 and "the process that holds the store of this run has ended" in texts[1])
     assert codes[who] == (how == "raise")
 
 

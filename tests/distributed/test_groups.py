@@ -92,10 +92,7 @@ def test_creating_a_group_times_out(tmp_path):
 
 
 @on_ranks(2)
-def test_new_group_rejects_unknown_backends():
-    for backend in ("nope", "cpu:gloo,cuda:nope", "cpu:nope"):
-        with pytest.raises(ValueError, match=rf"backend must be one of \(.*'gloo'.*\), got '{backend}'"):
-            idist.new_group([0], backend=backend)
+def test_new_group_passes_the_backend_on():
     for backend in (None, "gloo", "cpu:gloo"):
         assert idist.all_reduce(1, group=idist.new_group([0, 1], backend=backend)) == 2
 

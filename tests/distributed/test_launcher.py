@@ -18,8 +18,8 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 import camshaft.distributed as idist
 from camshaft.distributed import launcher
-from camshaft.distributed.diagnostics.auto_backend import choose
 from camshaft.distributed.environments import detect
+from camshaft.distributed.registry import choose
 from camshaft.distributed.topology import Launch, Topology
 from tests.ranks import run_on_ranks
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import camshaft.distributed as idist
 from camshaft.distributed import point_to_point
-from camshaft.distributed.ranks import only
+from camshaft.distributed.coordination.waiting import only
 from camshaft.distributed.run import current
 from camshaft.errors import RankDivergenceError
 from tests.ranks import on_ranks
@@ -228,33 +228,6 @@ def test_send_does_not_wait_during_irecv():
     idist.barrier()
 
 
-@on_ranks(2)
-def test_send_does_not_run_ahead_of_the_receiver():
-    if idist.get_rank() == 0:
-        stop = idist.irecv(1, tag=1)
-        for number in range(40):
-            idist.send(torch.full((1 << 20,), number), 1)
-            assert len(transfers().to(1)) < 50
-        assert stop.wait() == "stop"
-    else:
-        time.sleep(1)
-        for number in range(40):
-            assert idist.recv(0)[-1] == number
-        idist.send("stop", 0, tag=1)
-
-
-@on_ranks(2)
-def test_a_dropped_handle_drops_its_message_only():
-    if idist.get_rank() == 1:
-        idist.irecv(0)
-        gc.collect()
-        assert idist.recv(0) == "second"
-    else:
-        idist.send("first", 1)
-        idist.send("second", 1)
-    idist.barrier()
-
-
 class Unreadable:
     """A value that cannot be decoded."""
 
@@ -271,41 +244,36 @@ def test_a_value_that_cannot_be_decoded_raises_on_every_wait():
         for _ in range(2):
             with pytest.raises(TypeError, match="cannot be unpickled here(.|\n)*no number"):
                 coming.wait()
-        assert transfers().awaited == {}
+        assert not transfers().awaited
     idist.barrier()
 
 
 @on_ranks(2)
-def test_send_waits_again_after_irecv_failed_or_was_dropped():
-    other, under_way = 1 - idist.get_rank(), transfers()
+def test_send_waits_again_when_no_irecv_is_in_progress():
+    other = 1 - idist.get_rank()
     if idist.get_rank() == 0:
         coming = idist.irecv(other, tag=1)
         idist.send("does not wait", other)
-        assert len(under_way.to(other)) == 1
-        del coming
-        assert under_way.awaited == {}
+        assert len(transfers()._sent) == 1
+        assert coming.wait() == "first"
         idist.send("waits", other)
-        assert len(under_way.to(other)) == 1
-        gc.collect()
-        idist.barrier()
-        assert idist.recv(other, tag=1) == "second"  # the first has filled the buffer of the handle that was dropped
+        assert len(transfers()._sent) == 1
     else:
-        assert [idist.recv(other), idist.recv(other)] == ["does not wait", "waits"]
-        idist.barrier()
         idist.send("first", other, tag=1)
-        idist.send("second", other, tag=1)
+        assert [idist.recv(other), idist.recv(other)] == ["does not wait", "waits"]
     idist.barrier()
 
 
-def test_the_buffer_of_a_dropped_handle_is_kept_until_filled():
-    under_way, first, second = point_to_point.Transfers(), Work(), Work()
-    under_way.awaited.update({1: (first, torch.empty(1)), 2: (second, torch.empty(1))})
-    under_way.drop(1)
-    assert [work for work, _ in under_way._dropped] == [first]
-    first.end.set()
-    under_way.drop(2)
-    assert [work for work, _ in under_way._dropped] == [second]
-    assert under_way.awaited == {}
+@on_ranks(2)
+def test_a_dropped_handle_drops_its_message_only():
+    if idist.get_rank() == 1:
+        idist.irecv(0)
+        gc.collect()
+        assert idist.recv(0) == "second"
+    else:
+        idist.send("first", 1)
+        idist.send("second", 1)
+    idist.barrier()
 
 
 # --- who may talk to whom ----------------------------------------------------------------------------------------
@@ -438,7 +406,7 @@ def test_errors_while_waiting_say_which_message():
         with pytest.raises(RuntimeError) as caught:  # of gloo: the other has gone
             call()
         assert where in caught.value.__notes__
-    assert transfers().awaited == {}
+    assert not transfers().awaited
 
 
 @on_ranks(2)
@@ -499,14 +467,14 @@ def test_buffers_of_completed_sends_are_released():
                 idist.recv(0)
         idist.barrier()
     if rank == 0:
-        assert len(transfers().to(1)) < 150  # of 1200 transfers
+        assert len(transfers()._sent) < 150  # of 1200 transfers
         transfers().finish()
         deadline = time.monotonic() + 5
         while (watching := threading.active_count() > 1) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not watching
     else:
-        assert transfers().awaited == {}
+        assert not transfers().awaited
 
 
 class Work:
@@ -525,8 +493,8 @@ class Work:
         return self.end.is_set()
 
 
-def test_the_outbox_rarely_looks_for_completed_sends():
-    box, looks = point_to_point.Outbox(1), []
+def test_completed_sends_are_found_in_a_few_looks_each():
+    kept, looks = point_to_point.Transfers(), []
 
     class Counted(Work):
         def is_completed(self):
@@ -535,44 +503,25 @@ def test_the_outbox_rarely_looks_for_completed_sends():
 
     works = [Counted() for _ in range(2000)]
     for number, work in enumerate(works):
-        if number < 1000:
+        if number >= 100:
             work.end.set()
-        box.keep([(work, torch.empty(1))])
-    assert 1000 <= len(box) < 1000 + 64
-    assert len(looks) < 5 * len(works)
+        kept.keep(1, [(work, torch.empty(1))])
+    assert len(kept._sent) < 250  # of which 100 are in flight
+    assert len(looks) <= 2 * len(works)
     for work in works:
         work.end.set()
-    box.drain()
-    assert len(box) == 0
+    kept.finish()
     assert [work.waits for work in works] == [1] * len(works)
 
 
-def test_large_sends_are_looked_at_at_once():
-    box = point_to_point.Outbox(1)
-    for _ in range(10):
-        work = Work()
-        work.end.set()
-        box.keep([(work, torch.empty(2 << 20))])
-    assert len(box) == 0
-
-
-def test_a_failed_send_is_reported_by_the_next_one_or_at_the_end():
-    for ended in (True, False):
-        box, failed, last = point_to_point.Outbox(3), Work(OSError("connection closed")), Work()
-        last.end.set()
-        if ended:
-            failed.end.set()
-        box.keep([(failed, torch.empty(1))])
+def test_a_failed_send_is_reported_by_a_later_one_or_at_the_end():
+    for later in (lambda kept: kept.keep(3, [(Work(), torch.empty(1))]), lambda kept: kept.finish()):
+        kept, failed = point_to_point.Transfers(), Work(OSError("connection closed"))
+        kept.keep(3, [(failed, torch.empty(1))])
         failed.end.set()
         with pytest.raises(RuntimeError, match="a message to rank 3 was not received: connection closed") as caught:
-            if ended:
-                box.keep([(last, torch.empty(2 << 20))])
-            else:
-                box.keep([(last, torch.empty(1))])
-                box.drain()
+            later(kept)
         assert isinstance(caught.value.__cause__, OSError)
-        assert last.waits == 1
-        assert len(box) == 0
 
 
 @on_ranks(2)

@@ -1,7 +1,7 @@
-"""Look at a site in a browser without a screen.
+"""Visit a site in a headless browser.
 
-The site is served on loopback, together with a page of ours whose script opens the others in a frame, types,
-measures, and posts what it saw. The browser may load nothing from elsewhere and tells what it refused.
+The site is served on loopback, together with a page whose script opens the others in a frame, types a search,
+measures widths, and posts a report. The browser may load nothing from other hosts and reports what it blocked.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 150  # seconds
+LIMIT = 150  # seconds
 POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; report-uri /refused"
 BROWSER = [
     "chromium",
@@ -54,7 +54,7 @@ async function search(words) {
     }
 }
 
-async function look({pages, words, width}) {
+async function visit({pages, words, width}) {
     const seen = {widths: {}};
     for (const page of pages) {
         await open(page, width);
@@ -67,7 +67,7 @@ async function look({pages, words, width}) {
     return seen;
 }
 
-fetch("/task").then(answer => answer.json()).then(look).catch(error => ({error: String(error)}))
+fetch("/task").then(answer => answer.json()).then(visit).catch(error => ({error: String(error)}))
     .then(seen => fetch("/seen", {method: "POST", body: JSON.stringify(seen)}));
 </script>"""
 
@@ -75,7 +75,7 @@ Report = dict[str, Any]
 
 
 class Handler(SimpleHTTPRequestHandler):
-    """Serves the site, the script and its task, and takes what the browser posts."""
+    """Serve the site, the script and its task, and receive the browser's reports."""
 
     def __init__(self, *arguments: Any, task: Report, posts: queue.Queue[tuple[str, Any]], **more: Any) -> None:
         self.own = {"/script": SCRIPT, "/task": json.dumps(task)}
@@ -109,8 +109,8 @@ class Handler(SimpleHTTPRequestHandler):
         pass
 
 
-def look_at(site: Path, scratch: Path, *, search: str, width: int) -> Report:
-    """Open all pages of a site at this width, and type a search on the start page; tell what the browser saw."""
+def visit(site: Path, scratch: Path, *, search: str, width: int) -> Report:
+    """Open all pages of a site at this width, type a search on the start page, and return the browser's report."""
     pages = [f"/{file.relative_to(site)}" for file in sorted(site.rglob("*.html"))]
     posts: queue.Queue[tuple[str, Any]] = queue.Queue()
     task = {"pages": pages, "words": search, "width": width}
@@ -119,7 +119,7 @@ def look_at(site: Path, scratch: Path, *, search: str, width: int) -> Report:
         served(partial(Handler, task=task, posts=posts, directory=str(site))) as address,
         running([*BROWSER, f"--user-data-dir={scratch}", f"{address}/script"], scratch / "browser.log"),
     ):
-        while (post := posts.get(timeout=PATIENCE))[0] != "/seen":
+        while (post := posts.get(timeout=LIMIT))[0] != "/seen":
             refused.append(post[1])
     report: Report = post[1] | {"refused": refused}
     assert "error" not in report, report

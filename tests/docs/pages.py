@@ -2,9 +2,9 @@
 
     python tests/docs/pages.py docs/how-to/events.md FOLDER
 
-A block with a title is written to that file in the folder, after what the page wrote there before. Of the
-others, `python` runs in one namespace for the page, `sh` by `bash -e`; `yaml` and `toml` are parsed; `console`,
-`text` and `diff` are only shown. Lines in tracebacks are the lines of the page.
+A block with a title is appended to that file in the folder. Other blocks depend on their language: `python` runs in
+one namespace per page, `sh` runs with `bash -e`, `yaml` and `toml` are parsed, and `console`, `text` and `diff` are
+ignored. Line numbers in tracebacks are those of the page.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ TRIES_OF_TORCH_ALONE = 3
 class Block:
     language: str
     title: str | None
-    line: int  # of the page, on which the first line of the code is; counted from 1
+    line: int  # of the first line of code on the page, counted from 1
     code: str
 
 
 class PageError(Exception):
-    """What is wrong on the page, and where."""
+    """An error on the page, with its line."""
 
 
 def run(page: Path) -> None:
-    """Run the blocks in the order of the page, in the working directory; raise at the first that fails."""
+    """Run the blocks in order in the working directory; raise if one fails."""
     sys.modules["__main__"] = script = types.ModuleType("__main__")  # where pickle looks for the page's functions
     ways: dict[str, Callable[[Block], object]] = {
         "python": lambda block: run_python(page, block, script.__dict__),
@@ -71,7 +71,7 @@ def run(page: Path) -> None:
 
 
 def blocks(text: str, line: int = 1) -> Iterator[Block]:
-    """Find the fenced blocks, also those that are indented as the content of a note or a tab."""
+    """Yield the fenced blocks, including those indented inside a note or a tab."""
     for token in MarkdownIt().parse(text):
         start = line + token.map[0] if token.map else 0
         if token.type == "fence":
@@ -81,7 +81,7 @@ def blocks(text: str, line: int = 1) -> Iterator[Block]:
         elif token.type == "code_block":
             yield from blocks(token.content, start)
         elif token.type == "inline" and "```" in token.content:
-            raise PageError(f"line {start}: a block of code starts after an empty line")
+            raise PageError(f"line {start}: a block of code must follow an empty line")
 
 
 def write(file: Path, code: str) -> None:
@@ -95,7 +95,7 @@ def run_python(page: Path, block: Block, namespace: dict[str, object]) -> None:
 
 
 def run_shell(page: Path, block: Block) -> None:
-    """Run a script whose empty first lines make the shell count as the page does."""
+    """Run a script, padded with empty lines so that the shell reports the line numbers of the page."""
     report = """trap 'echo "$0:$LINENO: exit code $?" >&2' ERR"""
     script = report + "\n" * (block.line - 1) + block.code
     for _ in range(TRIES_OF_TORCH_ALONE if is_torch_alone(block) else 1):
@@ -106,17 +106,17 @@ def run_shell(page: Path, block: Block) -> None:
 
 
 def is_torch_alone(block: Block) -> bool:
-    """Return whether the scripts that a block runs do without camshaft.
+    """Return whether the scripts that a block runs do not use camshaft.
 
     Their processes may abort when Python shuts down, after all work is done (docs/reference/distributed.md, "How a
-    process exits"): gloo's threads do that to one in some dozens of runs.
+    process exits"): gloo's threads cause this in a few percent of runs.
     """
     scripts = [Path(name) for name in re.findall(r"[\w/]+\.py\b", block.code)]
     return bool(scripts) and all(one.is_file() and "camshaft" not in one.read_text("utf-8") for one in scripts)
 
 
 def line_of(error: BaseException, page: Path) -> int | None:
-    """Find the line of the page that raised, the innermost if there are several."""
+    """Return the innermost line of the page in the traceback."""
     if isinstance(error, SyntaxError) and error.filename == str(page):
         return error.lineno
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,4 +1,4 @@
-"""The page on clusters: its manifest holds together, and torchrun takes the command in it."""
+"""The Kubernetes manifest of docs/how-to/clusters.md is consistent, and torchrun accepts its command."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests import cluster_page
 
 @pytest.fixture
 def manifest() -> dict[str, Any]:
-    """Return the objects of the page's manifest, by their kind."""
+    """Return the objects of the page's manifest by kind."""
     return {found["kind"]: found for found in yaml.safe_load_all(cluster_page.text("job.yaml"))}
 
 
-def test_the_service_gives_names_to_the_pods_of_the_job(manifest):
+def test_the_service_names_the_pods_of_the_job(manifest):
     service, job = manifest["Service"], manifest["Job"]["spec"]
     pod = job["template"]
     assert service["spec"]["clusterIP"] == "None"
@@ -29,13 +29,13 @@ def test_the_service_gives_names_to_the_pods_of_the_job(manifest):
     assert pod["spec"]["restartPolicy"] == "OnFailure"
 
 
-def test_what_is_mounted_is_there(manifest):
+def test_mounted_volumes_are_defined(manifest):
     pod = manifest["Job"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert [mount["name"] for mount in container["volumeMounts"]] == [volume["name"] for volume in pod["volumes"]]
 
 
-def test_torchrun_takes_the_command(manifest):
+def test_torchrun_accepts_the_command(manifest):
     name, job = manifest["Job"]["metadata"]["name"], manifest["Job"]["spec"]
     pod = job["template"]["spec"]
     (container,) = pod["containers"]

@@ -1,4 +1,4 @@
-"""The scripts of the migration guides that need files of other libraries."""
+"""Scripts of the migration guides that need files written by other libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The code of every page runs, as the page says and in its order."""
+"""The code of every page runs, in order and with the results that the page shows."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.fixture
-def patience(pytestconfig: pytest.Config) -> float:
-    """Return the seconds after which a page is ended: before its test is; 15 are enough where the cores are free."""
+def limit(pytestconfig: pytest.Config) -> float:
+    """Return the time limit of a page in seconds, below that of its test; on an idle machine, 15 are enough."""
     return float(pytestconfig.getini("timeout")) - 10
 
 
-def run_page(page: Path, folder: Path, patience: float) -> str | None:
-    """Run the code of a page; give None, or what was printed until it failed."""
+def run_page(page: Path, folder: Path, limit: float) -> str | None:
+    """Run the code of a page; return None, or the output if it fails."""
     folder.mkdir()
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
@@ -37,20 +37,20 @@ def run_page(page: Path, folder: Path, patience: float) -> str | None:
     with open(folder.with_suffix(".log"), "w+") as log:
         with subprocess.Popen(command, stdout=log, stderr=log, env=environment) as process:
             try:
-                code = process.wait(timeout=patience)
+                code = process.wait(timeout=limit)
                 left = outlasting(lambda: processes_in(folder))
-                complaint = f"processes still run: {left}" if left else f"exit code {code}" if code else None
+                error = f"processes still run: {left}" if left else f"exit code {code}" if code else None
             except subprocess.TimeoutExpired:
-                complaint = f"still running after {patience:.0f} s"
+                error = f"still running after {limit:.0f} s"
             finally:
                 while left := processes_in(folder):
                     end(left)
         log.seek(0)
-        return complaint and f"{log.read()}\n{complaint}"
+        return error and f"{log.read()}\n{error}"
 
 
 def processes_in(folder: Path) -> list[int]:
-    """Find the processes that work in the folder: also those that torchrun and the like put into other sessions."""
+    """Return the processes whose working directory is the folder, including those in other sessions."""
     pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
     return [pid for pid in pids if Path(link_target(f"/proc/{pid}/cwd")).is_relative_to(folder)]
 
@@ -62,18 +62,18 @@ def end(pids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, patience: float) -> None:
-    if printed := run_page(page, tmp_path / "page", patience):
+def test_code_runs(page: Path, tmp_path: Path, limit: float) -> None:
+    if printed := run_page(page, tmp_path / "page", limit):
         pytest.fail(printed, pytrace=False)
 
 
-def check(tmp_path: Path, patience: float, text: str) -> str | None:
+def check(tmp_path: Path, limit: float, text: str) -> str | None:
     page = tmp_path / "page.md"
     page.write_text(text, "utf-8")
-    return run_page(page, tmp_path / "folder", patience)
+    return run_page(page, tmp_path / "folder", limit)
 
 
-def test_blocks_run_in_the_order_of_the_page_and_share_names_and_a_folder(tmp_path: Path, patience: float) -> None:
+def test_blocks_run_in_order_and_share_names_and_a_folder(tmp_path: Path, limit: float) -> None:
     page = """
 ```python title="part.py"
 first = 1
@@ -97,11 +97,11 @@ $ false
 assert open("printed").read() == f"{first + 1}\\n"
 ```
 """
-    assert check(tmp_path, patience, page) is None
+    assert check(tmp_path, limit, page) is None
 
 
 @pytest.mark.parametrize(
-    ("block", "line", "complaint"),
+    ("block", "line", "error"),
     [
         ("```python\none = 1\none / 0\n```", 3, "ZeroDivisionError"),
         ("```python\none = 1\none +\n```", 3, "SyntaxError"),
@@ -112,13 +112,13 @@ assert open("printed").read() == f"{first + 1}\\n"
         ("```\nfirst = 1\n```", 2, "a block must be one of"),
     ],
 )
-def test_a_block_that_fails_is_reported_with_its_line(
-    tmp_path: Path, patience: float, block: str, line: int, complaint: str
+def test_a_failing_block_is_reported_with_its_line(
+    tmp_path: Path, limit: float, block: str, line: int, error: str
 ) -> None:
-    printed = check(tmp_path, patience, block)
+    printed = check(tmp_path, limit, block)
     assert f"{tmp_path / 'page.md'}:{line}: " in str(printed)
-    assert complaint in str(printed)
+    assert error in str(printed)
 
 
-def test_a_page_leaves_no_process_behind(tmp_path: Path, patience: float) -> None:
-    assert "processes still run" in str(check(tmp_path, patience, "```sh\nsetsid sleep 100 &\n```"))
+def test_a_process_that_outlives_its_page_is_an_error(tmp_path: Path, limit: float) -> None:
+    assert "processes still run" in str(check(tmp_path, limit, "```sh\nsetsid sleep 100 &\n```"))

@@ -1,4 +1,4 @@
-"""The pictures of the pages come from a script, which still makes them all, and they are small."""
+"""The script draws all pictures of the pages, and they are small."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ IMAGES = ROOT / "docs" / "images"
 LARGEST = 60_000  # bytes
 
 
-def test_the_script_makes_the_pictures_that_are_there(tmp_path: Path) -> None:
+def test_the_script_draws_all_pictures(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error:::camshaft", str(ROOT / "scripts" / "pictures.py"), str(tmp_path)]
     environment = os.environ | {"MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)}
     subprocess.run(command, env=environment, check=True, capture_output=True)
     made = {file.name: file.read_text("utf-8") for file in tmp_path.iterdir()}
     assert made.keys() == {file.name for file in IMAGES.glob("*.svg")}
     drawn = {name: content for name, content in made.items() if name.startswith(("collective", "events", "ring"))}
-    assert {name: (IMAGES / name).read_text("utf-8") for name in drawn} == drawn  # what no arithmetic changes
+    assert {name: (IMAGES / name).read_text("utf-8") for name in drawn} == drawn  # those without floating-point results
 
 
 def test_pictures_are_small() -> None:

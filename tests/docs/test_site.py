@@ -1,4 +1,4 @@
-"""The site is built strictly without the network, has no dead link, and works in a browser of a phone's width."""
+"""The site builds in strict mode without the network, has no dead links, and works on a phone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from urllib.parse import unquote, urldefrag, urlsplit
 
 import pytest
 
-from tests.docs.browser import Report, look_at
+from tests.docs.browser import Report, visit
 from tests.test_public_names import PUBLIC
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -23,7 +23,7 @@ import sys
 
 def refuse(event, arguments):
     if event in ("socket.connect", "socket.getaddrinfo"):
-        raise RuntimeError(f"the build asks the network: {event} {arguments}")
+        raise RuntimeError(f"the build used the network: {event} {arguments}")
 
 sys.addaudithook(refuse)
 from mkdocs.__main__ import cli
@@ -43,11 +43,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Report:
-    return look_at(site, tmp_path_factory.mktemp("browser"), search="Checkpoint", width=375)
+    return visit(site, tmp_path_factory.mktemp("browser"), search="Checkpoint", width=375)
 
 
 class Page(HTMLParser):
-    """The anchors of a page, and where its links and pictures point."""
+    """Collect the anchors of a page and the targets of its links and pictures."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def pages(site: Path) -> dict[Path, Page]:
     return {file: Page(file) for file in sorted(site.rglob("*.html"))}
 
 
-def test_no_link_is_dead(site: Path, pages: dict[Path, Page]) -> None:
+def test_there_are_no_dead_links(site: Path, pages: dict[Path, Page]) -> None:
     dead = []
     for file, page in pages.items():
         for target in page.targets:
@@ -82,11 +82,11 @@ def test_no_link_is_dead(site: Path, pages: dict[Path, Page]) -> None:
     assert dead == []
 
 
-def test_every_public_name_is_described_once(pages: dict[Path, Page]) -> None:
+def test_every_public_name_is_documented_once(pages: dict[Path, Page]) -> None:
     anchors = [anchor for page in pages.values() for anchor in set(page.anchors) if anchor.startswith("camshaft.")]
     described = Counter(found for anchor in anchors if (found := find(*anchor.rpartition("."))))
     times = {
-        f"{module}.{name}": described[find(module, ".", name)]  # by whatever module it is described
+        f"{module}.{name}": described[find(module, ".", name)]  # whichever module it is documented under
         for module, names in PUBLIC.items()
         for name in names
     }
@@ -94,25 +94,25 @@ def test_every_public_name_is_described_once(pages: dict[Path, Page]) -> None:
 
 
 def find(module: str, dot: str, name: str) -> tuple[str, int] | None:
-    """Resolve a name of our modules; None for methods and attributes, which no module has."""
+    """Resolve a name in a module of camshaft; return None for methods and attributes."""
     try:
         return name, id(getattr(importlib.import_module(module), name))
     except ModuleNotFoundError:
         return None
 
 
-def test_the_start_page_shows(report: Report) -> None:
+def test_the_start_page_has_a_title_and_pictures(report: Report) -> None:
     assert report["title"] == "camshaft"
     assert report["pictures"] != []
     assert all(width > 100 for width in report["pictures"])
 
 
-def test_the_search_finds_what_is_typed(report: Report) -> None:
+def test_the_search_finds_pages(report: Report) -> None:
     assert any("how-to/checkpoints/" in address for address in report["found"])
     assert any("api/checkpoint/" in address for address in report["found"])
 
 
-def test_no_page_is_wider_than_a_phone(report: Report, pages: dict[Path, Page]) -> None:
+def test_every_page_fits_a_phone(report: Report, pages: dict[Path, Page]) -> None:
     assert len(report["widths"]) == len(pages)
     assert {page: width for page, width in report["widths"].items() if width > 375} == {}
 

@@ -1,4 +1,4 @@
-"""Code of a page that is written to a file, for suites of other environments than that of the pages."""
+"""Read titled code blocks of a page, for test suites that run in other environments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def titled(page: str, title: str) -> str:
-    """Return the blocks of a page of ``docs/`` that make up a file.
+    """Return the blocks of a page of ``docs/`` with this title, joined.
 
     Raises:
         ValueError: the page has no such block.
@@ -26,7 +26,7 @@ def titled(page: str, title: str) -> str:
 
 
 def run(launch: Sequence[str], script: Path, code: str) -> None:
-    """Write a script, and run it by a command whose exit code must be 0."""
+    """Write a script and run it with a launcher; the exit code must be 0."""
     script.write_text(code, "utf-8")
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(

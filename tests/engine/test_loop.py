@@ -485,12 +485,6 @@ def test_a_flag_taken_back_in_the_same_event_has_no_effect(attribute):
     assert trace.take().split() == NAMES
 
 
-@pytest.mark.parametrize("attribute", ["should_terminate", "should_terminate_single_epoch"])
-def test_a_flag_of_another_kind_is_rejected(attribute):
-    with pytest.raises(ValueError, match="skip"):
-        setattr(Engine(echo), attribute, "soon")
-
-
 # --- terminate_epoch --------------------------------------------------------------------------------------------
 
 

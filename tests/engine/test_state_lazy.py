@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import numbers
 import operator
@@ -13,7 +14,7 @@ import numpy
 import pytest
 import torch
 
-from camshaft.engine.state import LazyNumber, Results
+from camshaft.engine.state import LazyNumber, State
 
 
 class Counting(torch.Tensor):
@@ -163,15 +164,9 @@ def test_one_element_in_any_shape_is_enough(shape):
     assert LazyNumber(torch.full(shape, 4.0)) == 4.0
 
 
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda results: results.setdefault("loss", 0),
-        lambda results: results.popitem()[1],
-        lambda results: (results | {})["loss"],
-        lambda results: ({} | results)["loss"],
-    ],
-)
-def test_whatever_reads_results_gets_numbers(read):
-    assert type(read(Results(loss=LazyNumber(torch.tensor(0.25))))) is float
-    assert Results().setdefault("loss", 1) == 1
+def test_metrics_are_read_when_they_are_asked_for_and_not_when_one_is_set():
+    state = State()
+    state._metrics["loss"] = number = LazyNumber(torch.tensor(0.25))
+    assert number.peek() is not number.read()
+    assert json.dumps(state.metrics) == '{"loss": 0.25}'
+    assert type(state.metrics["loss"]) is float

@@ -17,7 +17,6 @@ from camshaft.engine.step import (
     call_model,
     device_type_of,
     identity,
-    import_for,
     loss_value,
     predictions_and_targets,
     prepare_batch,
@@ -316,15 +315,6 @@ def test_gradients_out_of_range_make_no_step_and_lower_the_scale(options, bad):
     update.apply()
     assert values(parameters) == [[0.0, 0.0]]
     assert scaler.get_scale() == 4.0
-
-
-# --- libraries ------------------------------------------------------------------------------------------------------
-
-
-def test_a_missing_library_is_named_with_its_remedy():
-    with pytest.raises(ModuleNotFoundError, match=r"^step needs no_such_library: pip install it$") as caught:
-        import_for("step", "no_such_library.core", "pip install it")
-    assert isinstance(caught.value.__cause__, ImportError)
 
 
 # === The steps ===

@@ -1,4 +1,4 @@
-"""Handlers that must not wait for a GPU."""
+"""Handlers that must not synchronize with the GPU."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def batches(count):
 
 
 @pytest.mark.usefixtures("waits_are_errors")
-def test_looking_for_nan_waits_for_nothing():
+def test_checking_for_nan_does_not_synchronize():
     _, trainer = make()
     trainer.add_event_handler(Events.ITERATION_COMPLETED, TerminateOnNan())
     trainer.run(batches(20))
     assert trainer.state.iteration == 20
 
 
-def test_nan_is_found_an_iteration_later():
+def test_nan_is_found_one_iteration_later():
     _, trainer = make()
     trainer.add_event_handler(Events.ITERATION_COMPLETED, TerminateOnNan())
     data = batches(10)
@@ -46,7 +46,7 @@ def test_nan_is_found_an_iteration_later():
     assert trainer.state.iteration == 6
 
 
-def test_a_save_in_the_background_begins_without_a_wait_and_has_the_weights_of_its_moment(tmp_path):
+def test_a_background_save_starts_without_synchronizing_and_has_the_weights_at_its_start(tmp_path):
     model, trainer = make()
     checkpoint = Checkpoint({"model": model}, tmp_path, asynchronous=True)
     weights = {}

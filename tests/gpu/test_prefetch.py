@@ -1,4 +1,4 @@
-"""On a GPU: batches arrive whole while others are on their way, and the host waits for none of them."""
+"""On a GPU, prefetched batches arrive complete, and the host does not wait for copies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from camshaft.distributed.data import prefetch_to_device
 
 
 class Batches:
-    """Big tensors, each full of its number."""
+    """Yield large tensors, each filled with its index."""
 
     def __init__(self, count, pinned):
         self.count, self.pinned = count, pinned
@@ -22,26 +22,26 @@ class Batches:
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_batches_arrive_whole_and_in_order(pinned):
+def test_batches_arrive_complete_and_in_order(pinned):
     sums = []
     for number, batch in enumerate(prefetch_to_device(Batches(30, pinned))):
         assert batch["x"].device.type == idist.device().type == "cuda"
         assert batch["name"] == str(number)
-        sums.append(batch["x"].mean())  # on the stream of this step, and nobody waits
+        sums.append(batch["x"].mean())  # on this step's stream, without synchronization
         batch["x"].fill_(-1.0)
     assert torch.stack(sums).tolist() == [float(number) for number in range(30)]
 
 
-def test_memory_is_not_used_anew_while_a_step_still_reads_it():
+def test_memory_is_not_reused_while_a_step_reads_it():
     results = []
     for batch in prefetch_to_device(Batches(20, pinned=True), "cuda:0"):
-        torch.cuda._sleep(10_000_000)  # the step is behind when the batch is dropped
+        torch.cuda._sleep(10_000_000)  # the step is still running when the batch is dropped
         results.append(batch["x"].clone())
         del batch
     assert [one.unique().tolist() for one in results] == [[float(number)] for number in range(20)]
 
 
-def test_the_host_waits_for_no_copy():
+def test_the_host_does_not_wait_for_copies():
     torch.cuda.set_sync_debug_mode("error")
     try:
         for batch in prefetch_to_device(list(Batches(10, pinned=True)), "cuda"):
@@ -50,7 +50,7 @@ def test_the_host_waits_for_no_copy():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_loader_with_workers_that_pins():
+def test_a_loader_with_workers_and_pinned_memory():
     loader = prefetch_to_device(
         DataLoader([float(number) for number in range(40)], batch_size=4, num_workers=2, pin_memory=True)
     )

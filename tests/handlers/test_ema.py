@@ -251,9 +251,9 @@ def test_the_state_of_a_compiled_model_has_the_names_of_the_plain_one():
 def test_a_state_with_a_different_warm_up_is_rejected_and_changes_nothing():
     plain, warming = EMAHandler(nn.Linear(1, 1)), EMAHandler(nn.Linear(1, 1), 0.75, 0.25, 3)
     before = values(plain.ema_model), values(warming.ema_model)
-    with pytest.raises(ValueError, match="must be that of an EMAHandler with the same warm-up, got that of one with a"):
+    with pytest.raises(ValueError, match="must be that of an EMAHandler without a warm-up"):
         plain.load_state_dict(warming.state_dict())
-    with pytest.raises(ValueError, match="got that of one without a warm-up"):
+    with pytest.raises(ValueError, match="that of an EMAHandler with a warm-up"):
         warming.load_state_dict(plain.state_dict())
     with pytest.raises(ValueError, match="state_dict must hold 'momentum_scheduler'"):
         plain.load_state_dict({"ema_model": plain.ema_model.state_dict()})
@@ -277,7 +277,7 @@ def test_an_existing_momentum_is_used_with_a_warning():
     model = nn.Linear(1, 1)
     trainer = trainer_of(model)
     trainer.state.ema_momentum = 0.5
-    with pytest.warns(UserWarning, match="already has an attribute 'ema_momentum'"):
+    with pytest.warns(UserWarning, match="the existing state.ema_momentum"):
         EMAHandler(model).attach(trainer)
     assert trainer.state.ema_momentum == 0.5
 
@@ -304,17 +304,16 @@ def test_the_warm_up_can_be_simulated():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"momentum": 0}, "momentum must be a number between 0 and 1"),
+        ({"momentum": 0}, "momentum must be above 0 and below 1, got 0"),
         ({"momentum": 1.0}, "momentum must be"),
-        ({"momentum": "0.1"}, "momentum must be"),
         ({"momentum": float("nan")}, "momentum must be"),
         ({"momentum_warmup": 0.1}, "given together"),
         ({"warmup_iters": 10}, "given together"),
         ({"momentum_warmup": 0.1, "warmup_iters": 0}, "warmup_iters must be"),
-        ({"momentum_warmup": 2, "warmup_iters": 3}, "momentum_warmup must be a number between 0 and 1, both included"),
+        ({"momentum_warmup": 2, "warmup_iters": 3}, "momentum_warmup must be at least 0 and at most 1, got 2"),
         ({"momentum_warmup": -0.1, "warmup_iters": 3}, "momentum_warmup must be"),
         ({"momentum_warmup": float("nan"), "warmup_iters": 3}, "momentum_warmup must be"),
-        ({"handle_buffers": "share"}, "handle_buffers must be one of"),
+        ({"handle_buffers": "share"}, "handle_buffers must be 'copy' or 'update' or 'ema_train', got 'share'"),
         ({"model": lambda x: x}, "model must be a torch.nn.Module"),
     ],
 )

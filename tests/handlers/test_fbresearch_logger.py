@@ -111,7 +111,6 @@ def test_the_logger_does_not_keep_the_engine_alive():
         assert gone() is None
     finally:
         gc.enable()
-    assert not logger._attached
 
 
 @on_ranks(2)
@@ -131,5 +130,5 @@ def test_only_rank_0_writes():
 def test_logger_and_optimizer_are_checked():
     with pytest.raises(TypeError, match=r"logger must be a logging\.Logger, got 'text'"):
         FBResearchLogger("text")
-    with pytest.raises(TypeError, match="optimizer must be a torch optimizer, got 3"):
+    with pytest.raises(TypeError, match="optimizer must have a sequence param_groups, got 3"):
         FBResearchLogger(logging.getLogger(__name__)).attach(Engine(lambda engine, batch: None), "Train", optimizer=3)

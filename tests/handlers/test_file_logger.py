@@ -172,7 +172,7 @@ def test_weights_and_gradients_are_written(kind, tmp_path):
 
 
 def test_handlers_refuse_other_loggers():
-    with pytest.raises(RuntimeError, match="OutputHandler needs a FileLogger as its logger, got one of type str"):
+    with pytest.raises(RuntimeError, match="OutputHandler needs a FileLogger as its logger, got 'logger' of type str"):
         file_logger.OutputHandler("t", "all")(at(a=1), "logger", Events.COMPLETED)
 
 

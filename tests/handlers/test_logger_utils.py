@@ -96,10 +96,11 @@ class Lines:
     ("kind", "logger", "step"),
     [("mlflow", "MLflowLogger", 2), ("wandb", "WandBLogger", 6), ("clearml", "ClearMLLogger", 2)],
 )
-def test_services_get_their_arguments_and_the_right_step_for_evaluators(monkeypatch, kind, logger, step):
-    monkeypatch.setattr(logger_utils, logger, Lines)
+def test_services_get_their_arguments_and_the_right_step_for_evaluators(kind, logger, step):
+    setup = getattr(logger_utils, f"setup_{kind}_logging")
+    assert setup.args[0].__name__ == logger
     trainer, evaluator = engines()
-    made = getattr(logger_utils, f"setup_{kind}_logging")(trainer, None, evaluator, project="p")
+    made = setup.func(Lines, *setup.args[1:], trainer, None, evaluator, project="p")
     assert made.kwargs == {"project": "p"}
     (engine, event, tag, _, _), (other, at, name, names, transform) = made.attached
     assert (engine, tag, event) == (trainer, "training", Events.ITERATION_COMPLETED)
@@ -111,10 +112,9 @@ def test_services_get_their_arguments_and_the_right_step_for_evaluators(monkeypa
 
 
 def test_trains_is_a_deprecated_name_of_clearml(monkeypatch):
-    monkeypatch.setattr(logger_utils, "ClearMLLogger", Lines)
-    trainer, _ = engines()
+    monkeypatch.setattr(logger_utils, "setup_clearml_logging", Lines)
     with pytest.warns(DeprecationWarning, match="use setup_clearml_logging"):
-        assert isinstance(logger_utils.setup_trains_logging(trainer), Lines)
+        assert logger_utils.setup_trains_logging(project="p").kwargs == {"project": "p"}
 
 
 @pytest.mark.parametrize("kind", ["visdom", "neptune", "plx"])

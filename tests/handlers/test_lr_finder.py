@@ -232,7 +232,7 @@ def test_the_suggestion_is_applied_to_each_group():
         search.finder.apply_suggested_lr(torch.optim.SGD([torch.zeros(1)], lr=0.1))
 
 
-@pytest.mark.parametrize("losses", [[1.0, 2.0, 3.0], [2.0, 1.0, 3.0], [math.nan]])
+@pytest.mark.parametrize("losses", [[1.0, 2.0, 3.0], [2.0, 1.0, 3.0]])
 def test_too_few_points_make_no_suggestion(losses):
     search = Search(losses)
     search.run(num_iter=3, smooth_f=0)
@@ -242,7 +242,7 @@ def test_too_few_points_make_no_suggestion(losses):
 
 @pytest.mark.parametrize("method", ["lr_suggestion", "plot"])
 def test_results_need_a_search(method):
-    with pytest.raises(RuntimeError, match="no search yet"):
+    with pytest.raises(RuntimeError, match="no search"):
         getattr(FastaiLRFinder(), method)()
     assert FastaiLRFinder().get_results() == {"lr": [], "loss": []}
 
@@ -403,8 +403,9 @@ OPTIMIZER = torch.optim.SGD([torch.zeros(1)], lr=0.1)
 )
 def test_invalid_arguments_are_rejected_before_the_block(arguments, error, message):
     trainer = Engine(lambda engine, batch: 1.0)
-    with pytest.raises(error, match=message):
-        FastaiLRFinder().attach(trainer, **{"to_save": {"optimizer": OPTIMIZER}, **arguments})
+    arguments = {"to_save": {"optimizer": OPTIMIZER}, **arguments}
+    with pytest.raises(error, match=message), FastaiLRFinder().attach(trainer, **arguments):
+        pytest.fail("the block was entered")
 
 
 # --- several ranks -----------------------------------------------------------------------------------------
@@ -481,7 +482,7 @@ def test_each_group_has_a_line(pyplot):
 
 
 def test_a_suggestion_in_the_skipped_start_warns(pyplot):
-    with pytest.warns(UserWarning, match="point 4, among the first 10"):
+    with pytest.warns(UserWarning, match="that of point 4, is not drawn"):
         searched().plot()
 
 
@@ -509,5 +510,5 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
 
 
 def test_plotting_needs_a_search(pyplot):
-    with pytest.raises(RuntimeError, match="no search yet"):
+    with pytest.raises(RuntimeError, match="no search"):
         FastaiLRFinder().plot()

@@ -242,7 +242,7 @@ def test_without_its_state_only_the_rest_of_the_epoch_counts_with_a_warning():
     engine = Engine(echo)
     attach_metrics(engine, {"sum": library.SumMetric()})
     engine.load_state_dict(saved["engine"])
-    with pytest.warns(UserWarning, match=r"\['sum'\] start in the middle of epoch 2"):
+    with pytest.warns(UserWarning, match=r"\['sum'\] leave out the first iterations of epoch 2"):
         assert engine.run(data[2:]).metrics == {"sum": 4.0}
 
 
@@ -253,7 +253,7 @@ def test_a_state_from_another_iteration_is_discarded():
     attached = attach_metrics(engine, {"sum": library.SumMetric()})
     engine.load_state_dict({"iteration": 5, "epoch_length": 4, "max_epochs": 2})
     attached.load_state_dict(saved["metrics"])
-    with pytest.warns(UserWarning, match="in the middle of epoch 2"):
+    with pytest.warns(UserWarning, match="the first iterations of epoch 2"):
         assert engine.run(data[1:]).metrics == {"sum": 14.0}
 
 

@@ -155,7 +155,7 @@ ATTACH = {
     "EpochOutputStore": lambda engine, path: handlers.EpochOutputStore().attach(engine),
     "ExpStateScheduler": lambda engine, path: handlers.ExpStateScheduler(1.0, 0.5, "x").attach(engine),
     "FBResearchLogger": lambda engine, path: handlers.FBResearchLogger(logging.getLogger()).attach(engine, "run"),
-    "FastaiLRFinder": lambda engine, path: handlers.FastaiLRFinder().attach(engine, {"optimizer": sgd()}),
+    "FastaiLRFinder": lambda engine, path: handlers.FastaiLRFinder().attach(engine, {"optimizer": sgd()}).__enter__(),
     "HandlersTimeProfiler": lambda engine, path: handlers.HandlersTimeProfiler().attach(engine),
     "PiecewiseLinear": lambda engine, path: handlers.PiecewiseLinear(sgd(), "lr", [(0, 1.0)]).attach(engine),
     "ProgressBar": lambda engine, path: ProgressBar().attach(engine),

@@ -195,7 +195,7 @@ def test_create_new_rejects_an_existing_attribute():
 
 def test_a_missing_attribute_is_created_with_a_warning():
     trainer = Engine(lambda engine, batch: None)
-    with pytest.warns(UserWarning, match="no attribute 'noise', so it is created"):
+    with pytest.warns(UserWarning, match="no attribute 'noise' and gets it"):
         ExpStateScheduler(8.0, 0.5, "noise").attach(trainer)
     assert trainer.state.noise is None
 

@@ -235,7 +235,7 @@ def test_uninitialized_copied_and_unpickled_loggers_raise_attribute_error(tmp_pa
 
 def test_handlers_refuse_other_loggers():
     for handler in (OutputHandler("t", "all"), WeightsScalarHandler(model()), GradsHistHandler(model())):
-        with pytest.raises(RuntimeError, match="needs a TensorboardLogger as its logger, got one of type str"):
+        with pytest.raises(RuntimeError, match="needs a TensorboardLogger as its logger, got 'logger' of type str"):
             handler(at(), "logger", Events.COMPLETED)
 
 

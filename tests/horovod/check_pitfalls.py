@@ -122,16 +122,17 @@ def adasum_over_gloo_raises_before_communicating() -> None:
     with pytest.raises(NotImplementedError, match="no ADASUM over gloo: build Horovod with MPI"):
         idist.all_reduce(torch.ones(2), "ADASUM")
     parameter = nn.Parameter(torch.ones(2))
-    with pytest.raises(NotImplementedError, match="no Adasum over gloo"):
+    with pytest.raises(NotImplementedError, match="no ADASUM over gloo"):
         idist.auto_optim(torch.optim.SGD([parameter], lr=0.1), op=hvd.Adasum)
     equal(idist.all_reduce(1), size)
 
 
 @check
-def sync_bn_is_refused_on_the_cpu() -> None:
+def sync_bn_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    with pytest.raises(ValueError, match="sync_bn must be False on cpu: .*'nccl'"):
-        idist.auto_model(model, sync_bn=True)
+    if idist.get_world_size() > 1:
+        with pytest.raises(ValueError, match="sync_bn must be False on 'horovod'; backend 'nccl' "):
+            idist.auto_model(model, sync_bn=True)
     assert type(model[1]) is nn.BatchNorm1d
 
 
@@ -145,7 +146,7 @@ def groups_of_the_same_ranks_share_one_process_set() -> None:
     equal(idist.all_reduce(1, group=hvd.global_process_set), size)
     known = hvd.mpi_ops._basics._get_process_set_ids_and_ranks()
     assert len(known) == len({tuple(ranks) for ranks in known.values()})
-    with pytest.raises(TypeError, match=r"no further arguments .* got \['timeout'\]"):
+    with pytest.raises(TypeError, match=r"\['timeout'\] are not known to new_group on backend 'horovod'"):
         idist.new_group([0], timeout=3)
 
 

@@ -1,4 +1,4 @@
-"""One run over two hosts that a cable joins: it is cut, and hosts die."""
+"""Runs on two hosts joined by a cable: training, a cut cable, and dead hosts."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tests.hosts.train import RATE, batches, gradient
 from tests.machines import PYTHON, Machine, Program, connect
 
 FIRST = "10.77.0.1"
-PATIENCE, SHORT = 30, 4  # seconds that a collective waits
-LAST = 5  # iteration of a run that ends
+TIMEOUT, SHORT_TIMEOUT = 30, 4  # seconds that a collective waits
+LAST = 5  # the last iteration of a complete run
 
 Hosts = tuple[Machine, Machine]
 
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    """Make two hosts that know no names, not even their own: gloo would listen on the loopback address."""
+    """Create two hosts without name resolution, not even of their own names, with which gloo would use loopback."""
     with Machine("alpha") as alpha, Machine("beta") as beta:
         connect(alpha, beta)
         yield alpha, beta
@@ -32,10 +32,10 @@ def train(
     host: Machine,
     *launcher: str,
     last: int = LAST,
-    timeout: float = PATIENCE,
+    timeout: float = TIMEOUT,
     **options: object,
 ) -> Program:
-    """Begin the training on one host, with options for ``Parallel``."""
+    """Start the training on one host, with options for ``Parallel``."""
     arguments = json.dumps({"timeout": timeout, **options}), str(last)
     return host.start(*PYTHON, *launcher, "-m", "tests.hosts.train", *arguments)
 
@@ -55,48 +55,50 @@ def spawn(host: Machine, node: int, workers: int = 1) -> Program:
     return train(host, master_addr=FIRST, master_port=29500, **nodes)
 
 
-def alone() -> torch.Tensor:
-    """Train on one process."""
+def train_on_one_process() -> torch.Tensor:
+    """Return the weights of training on one process."""
     weight = torch.zeros(3)
     for batch in batches(0, 1, LAST):
         weight -= RATE * gradient(weight, batch)
     return weight
 
 
-def check_learned(programs: tuple[Program, Program], workers: int) -> None:
-    """Assert that both programs ended well, and that all their ranks know their places and learned the same."""
+def check_result(programs: tuple[Program, Program], workers: int) -> None:
+    """Assert that both programs succeeded, and that all ranks have the right place and the same weights."""
     output = "".join(program.wait().output for program in programs)
     assert [program.returncode for program in programs] == [0, 0], output
-    said = {int(match[1]): match for match in re.finditer(r"rank (\d) of \d: (.*), learned \[(.*)\]", output)}
+    results = {int(match[1]): match for match in re.finditer(r"rank (\d) of \d: (.*), learned \[(.*)\]", output)}
     last = 2 * workers - 1
     for rank in range(last + 1):
         ends = last if rank in (0, last) else rank
         place = f"node {rank // workers} of 2, local rank {rank % workers}"
-        assert said[rank][2] == f"{place}, ends {ends}, left None", output
-        torch.testing.assert_close(torch.tensor([float(x) for x in said[rank][3].split(",")]), alone())
+        assert results[rank][2] == f"{place}, ends {ends}, left None", output
+        torch.testing.assert_close(
+            torch.tensor([float(x) for x in results[rank][3].split(",")]), train_on_one_process()
+        )
 
 
 @pytest.mark.parametrize(("start", "workers"), [(torchrun, 2), (spawn, 2), (tcp, 1)])
-def test_a_run_over_two_hosts_learns_what_one_process_does(hosts, start, workers):
+def test_training_on_two_hosts_matches_one_process(hosts, start, workers):
     with start(hosts[0], 0, workers) as first, start(hosts[1], 1, workers) as second:
-        check_learned((first, second), workers)
+        check_result((first, second), workers)
 
 
-def test_a_host_whose_name_stands_for_itself_only_is_reached_by_the_others():
-    """As Debian writes it; the other host knows the address on the network.
+def test_a_host_whose_name_resolves_to_loopback_is_reachable():
+    """Debian maps the host name to 127.0.1.1; the other host resolves it to the network address.
 
-    With gloo, the higher address connects to the lower one: that of the network is above 127.0.1.1 here.
+    With gloo, the higher address connects to the lower one; here, the network address is above 127.0.1.1.
     """
     network = "192.168.77"
     own, other = "127.0.1.1 alpha", f"127.0.1.1 beta\n{network}.1 alpha"
     with Machine("alpha", own) as alpha, Machine("beta", other) as beta:
         connect(alpha, beta, network)
         with torchrun(alpha, 0, master="alpha") as first, torchrun(beta, 1, master="alpha") as second:
-            check_learned((first, second), 1)
+            check_result((first, second), 1)
 
 
 def begin(hosts: Hosts) -> tuple[Program, Program]:
-    return tuple(torchrun(host, node, timeout=SHORT, last=10_000) for node, host in enumerate(hosts))
+    return tuple(torchrun(host, node, timeout=SHORT_TIMEOUT, last=10_000) for node, host in enumerate(hosts))
 
 
 def wait_for_training(programs: tuple[Program, Program]) -> None:
@@ -105,25 +107,25 @@ def wait_for_training(programs: tuple[Program, Program]) -> None:
 
 
 def check_error(program: Program, rank: int, message: str) -> None:
-    """Assert that the program failed, and that the error of its rank tells what was going on."""
+    """Assert that the program failed, and that the error names the rank and the collective."""
     output = program.wait().output
     assert program.returncode == 1
     assert re.search(rf"\[rank{rank}\]: RuntimeError: .*{message}", output), output
-    if sys.version_info >= (3, 11):  # before, notes are kept, but not shown
+    if sys.version_info >= (3, 11):  # older versions do not print notes
         assert f"[rank{rank}]: in all_reduce on rank {rank}, among the ranks [0, 1]\n" in output
 
 
-def test_a_cut_cable_is_an_error_on_both_sides(hosts):
+def test_a_cut_cable_raises_on_both_sides(hosts):
     first, second = begin(hosts)
     with first, second:
         wait_for_training((first, second))
         hosts[0].check("ip", "link", "set", "eth0", "down")
-        check_error(first, 0, f"Timed out waiting {SHORT}000ms")
-        check_error(second, 1, f"Timed out waiting {SHORT}000ms")
+        check_error(first, 0, f"Timed out waiting {SHORT_TIMEOUT}000ms")
+        check_error(second, 1, f"Timed out waiting {SHORT_TIMEOUT}000ms")
 
 
 @pytest.mark.parametrize("dead", [0, 1])
-def test_a_host_whose_processes_die_ends_the_run_on_the_other(hosts, dead):
+def test_a_dead_host_ends_the_run_on_the_other(hosts, dead):
     first, second = programs = begin(hosts)
     with first, second:
         wait_for_training(programs)

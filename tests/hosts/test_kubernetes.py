@@ -1,4 +1,4 @@
-"""The command of the page's Kubernetes Job, on two machines that are called like its pods."""
+"""The command of the Kubernetes Job in docs/how-to/clusters.md, on two machines named like its pods."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from tests import cluster_page
 from tests.machines import PYTHON, Machine, Program, connect
 
 PODS = "10.77.0.1 train-0.train train-0\n10.77.0.2 train-1.train train-1"
-LIMIT = 150.0  # seconds for four starts of torchrun, in turns
-# what the kubelet does with restartPolicy: OnFailure, but for its growing pauses
+LIMIT = 150.0  # seconds for four starts of torchrun, one after the other
+# like the kubelet with restartPolicy: OnFailure, but without its growing back-off
 RESTARTING = "cd {folder}; until sh -c {command}; do echo restarted; sleep 1; done"
 
 
 def start(pod: Machine, index: int, folder: str) -> Program:
-    """Begin to run the command, with a process instead of four GPUs, and a failure of rank 1."""
+    """Start the command with one process instead of four GPUs, and with a failure on rank 1."""
     (command,) = re.findall(r"exec (torchrun .*?)\n +resources:", cluster_page.text("job.yaml"), re.DOTALL)
     launcher = shlex.join([*PYTHON, "-m", "torch.distributed.run"])
     changes = {
@@ -31,13 +31,13 @@ def start(pod: Machine, index: int, folder: str) -> Program:
     return pod.start("sh", "-c", script, JOB_COMPLETION_INDEX=str(index))
 
 
-def test_pods_that_fail_are_started_again_and_go_on(tmp_path):
+def test_failed_pods_restart_and_resume(tmp_path):
     cluster_page.write(tmp_path, "train.py")
     with Machine("train-0", PODS) as zero, Machine("train-1", PODS) as one:
         connect(zero, one)
         with start(zero, 0, str(tmp_path)) as first, start(one, 1, str(tmp_path)) as second:
             output = first.wait(LIMIT).output
             assert second.wait(LIMIT).returncode == first.returncode == 0, output + second.output
-    said = re.findall(r"^(.*): 2 processes, 2 nodes$", output, re.MULTILINE)
-    assert said == ["started at iteration 0", "resumed at iteration 40", "finished at iteration 80"]
+    printed = re.findall(r"^(.*): 2 processes, 2 nodes$", output, re.MULTILINE)
+    assert printed == ["started at iteration 0", "resumed at iteration 40", "finished at iteration 80"]
     assert "simulated failure" in second.output

@@ -1,4 +1,4 @@
-"""What the other tests here stand on: machines that leave nothing, however the tests end."""
+"""The machines of the other tests leave nothing behind, however the tests end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.guards import link_target
 from tests.machines import Machine, connect
 
-HELD = """
+MACHINE_AND_PROGRAM = """
 import sys, time
 from tests.machines import Machine
 with Machine("alpha") as alpha, alpha.start("sleep", "100"):
@@ -22,8 +22,8 @@ with Machine("alpha") as alpha, alpha.start("sleep", "100"):
 """
 
 
-def test_a_machine_ends_with_the_process_that_made_it():
-    with subprocess.Popen([sys.executable, "-c", HELD], stdout=subprocess.PIPE, text=True) as maker:
+def test_a_machine_ends_with_its_parent_process():
+    with subprocess.Popen([sys.executable, "-c", MACHINE_AND_PROGRAM], stdout=subprocess.PIPE, text=True) as maker:
         assert maker.stdout is not None
         first = os.pidfd_open(int(maker.stdout.readline()))
         maker.kill()
@@ -32,15 +32,15 @@ def test_a_machine_ends_with_the_process_that_made_it():
     assert ended
 
 
-def test_what_runs_on_a_machine_ends_with_it():
+def test_processes_on_a_machine_end_with_it():
     with Machine("alpha") as alpha:
         number = alpha.check("bash", "-c", "setsid sleep 100 >/dev/null 2>&1 & readlink /proc/$!/ns/net")
-        assert holders(number.strip())
-    assert not holders(number.strip())
+        assert processes_in(number.strip())
+    assert not processes_in(number.strip())
 
 
-def holders(network: str) -> list[str]:
-    """Find the processes that a network has."""
+def processes_in(network: str) -> list[str]:
+    """Return the processes in a network namespace."""
     return [str(link) for link in Path("/proc").glob("[0-9]*/ns/net") if link_target(str(link)) == network]
 
 
@@ -53,6 +53,6 @@ def test_machines_see_only_each_other():
         assert "10.77.0.1" in beta.check("getent", "hosts", "alpha")
 
 
-def test_a_program_that_does_not_end_is_ended():
+def test_a_program_that_does_not_exit_is_killed():
     with Machine("alpha") as alpha, pytest.raises(pytest.fail.Exception, match="did not end within 0.1 s"):
         alpha.run("sleep", "100", seconds=0.1)

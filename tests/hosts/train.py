@@ -1,4 +1,4 @@
-"""A training: each rank says which iterations it has done, and in the end what it has learned.
+"""Train a model; each rank prints its completed iterations, and its weights at the end.
 
 ... -m tests.hosts.train '{"timeout": 30}' ITERATIONS        # with arguments of Parallel
 """
@@ -18,19 +18,19 @@ from torch import Tensor
 import camshaft.distributed as idist
 from camshaft.engine import Engine, Events
 
-PAUSE = 0.05  # seconds that an iteration takes, so that a test can step in
+PAUSE = 0.05  # seconds per iteration, so that a test can intervene
 RATE = 0.1
 
 
 def batches(part: int, parts: int, iterations: int) -> Iterator[Tensor]:
-    """Make one of the parts of each batch of a run."""
+    """Yield one part of each batch of a run."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(iterations):
         yield torch.randn(12, 3, generator=generator).chunk(parts)[part]
 
 
 def gradient(weight: Tensor, batch: Tensor) -> Tensor:
-    """Differentiate the mean square of a line's error: it ought to have the slopes 1, 2 and 3."""
+    """Return the gradient of the mean squared error of a linear model with the slopes 1, 2, and 3."""
     error = batch @ (weight - torch.tensor([1.0, 2.0, 3.0]))
     return 2 * (error.unsqueeze(1) * batch).mean(0)
 

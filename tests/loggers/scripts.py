@@ -1,4 +1,4 @@
-"""Run scripts in separate processes: the libraries of services leave threads and processes behind."""
+"""Run scripts in separate processes, because the libraries of tracking services leave threads and processes behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def by_iteration(logger, attempt=1):
 
 
 def run_script(folder: Path, code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in its own folder and home, without settings of services; it must succeed."""
+    """Run a script with its own working directory and home, without settings of tracking services; it must succeed."""
     home = folder / "home"
     home.mkdir(exist_ok=True)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("CLEARML", "MLFLOW", "WANDB"))}

@@ -13,7 +13,7 @@ import pytest
 
 from tests.loggers.scripts import run_script
 
-PATIENCE = 120
+LIMIT = 120
 POINT = re.compile(r"[ML](-?[\d.]+),(-?[\d.]+)")
 
 RUN = """
@@ -57,9 +57,9 @@ def server(tmp_path):
         process.wait(30)
 
 
-def until(process, log, look):
-    end = time.monotonic() + PATIENCE
-    while not (found := look()):
+def until(process, log, find):
+    end = time.monotonic() + LIMIT
+    while not (found := find()):
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < end, log.read_text()
         time.sleep(0.2)
@@ -85,7 +85,7 @@ def page(address, profile):
         start_new_session=True,
     ) as browser:
         try:
-            return browser.communicate(timeout=PATIENCE)[0]
+            return browser.communicate(timeout=LIMIT)[0]
         finally:
             if browser.poll() is None:
                 os.killpg(browser.pid, signal.SIGKILL)
@@ -102,8 +102,8 @@ def curves(content):
 
 
 def test_the_page_shows_each_point_of_a_resumed_run_once(tmp_path, server):
-    shown, end = {}, time.monotonic() + PATIENCE
-    while len(shown) < 2 and time.monotonic() < end:  # the server reads the files meanwhile
+    shown, end = {}, time.monotonic() + LIMIT
+    while len(shown) < 2 and time.monotonic() < end:  # until the server has read the files
         shown = curves(page(f"{server}#timeseries", tmp_path / "profile"))
     assert shown.keys() == {"training/loss", "validation/accuracy"}
     for title, points in (("training/loss", 10), ("validation/accuracy", 5)):

@@ -16,7 +16,7 @@ NEW = 'ClearMLLogger(project_name="p", task_name="t", auto_resource_monitoring=F
 
 
 def events(folder):
-    """Return what would have been sent to the server."""
+    """Return the events that would have been sent to the server."""
     (file,) = folder.glob("clearml/offline/offline-*/metrics.jsonl")
     found = []
     for line in file.read_text().splitlines():
@@ -153,7 +153,7 @@ def test_online_each_slot_is_a_model_with_the_metadata_as_its_comment(monkeypatc
     assert "basename: model" in task.models[1].comment
 
 
-def test_if_the_server_does_not_answer_the_task_is_kept_offline_with_one_warning(tmp_path):
+def test_an_unreachable_server_keeps_the_task_offline_with_one_warning(tmp_path):
     run_script(
         tmp_path,
         f"""
@@ -162,8 +162,8 @@ def test_if_the_server_does_not_answer_the_task_is_kept_offline_with_one_warning
             warnings.simplefilter("always")
             with {NEW} as logger:
                 assert by_iteration(logger).run(range(4)).iteration == 4
-        ours = [str(one.message) for one in caught if "does not answer: the task is kept offline" in str(one.message)]
-        assert len(ours) == 1, caught
+        found = [str(one.message) for one in caught if "does not answer: the task is kept offline" in str(one.message)]
+        assert len(found) == 1, caught
         """,
         **{f"CLEARML_{name}_HOST": "http://127.0.0.1:9" for name in ("API", "WEB", "FILES")},
         CLEARML_API_ACCESS_KEY="key",

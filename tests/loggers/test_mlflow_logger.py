@@ -21,9 +21,9 @@ from camshaft.handlers.mlflow_logger import OutputHandler
 from tests.handlers.parts import at
 from tests.loggers.scripts import run_script
 
-PATIENCE = 120
+LIMIT = 120
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the libraries that MLflow uses
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by MLflow's dependencies
 
 
 def history(store, name):
@@ -77,7 +77,7 @@ def test_metrics_are_written_to_the_store(store, tmp_path):
     assert query(store, "select status from runs") == [("FINISHED",)]
 
 
-def test_after_a_resume_each_point_exists_exactly_once(store, tmp_path):
+def test_each_point_exists_once_after_a_resume(store, tmp_path):
     run_script(
         tmp_path,
         f"""
@@ -112,7 +112,7 @@ def server(store, tmp_path):
             start_new_session=True,
         )
     try:
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + LIMIT
         while not is_up(f"{uri}/health"):
             assert process.poll() is None, (tmp_path / "server.log").read_text()
             assert time.monotonic() < until, (tmp_path / "server.log").read_text()
@@ -131,7 +131,7 @@ def is_up(address):
 
 
 def stop(process):
-    """Kill the server with the processes that it has started."""
+    """Kill the server and its child processes."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(30)
@@ -152,7 +152,7 @@ def test_metrics_are_sent_to_a_server(server, store, tmp_path):
     assert sorted((metric.step, metric.value) for metric in found) == [(2, 1.0), (4, 2.0)]
 
 
-def test_a_server_that_disappears_causes_one_warning(server, tmp_path):
+def test_a_server_that_disappears_warns_once(server, tmp_path):
     uri, process = server
     script = f"""
         import os, signal
@@ -170,7 +170,7 @@ def test_a_server_that_disappears_causes_one_warning(server, tmp_path):
     run_script(tmp_path, script, MLFLOW_HTTP_REQUEST_MAX_RETRIES="1", MLFLOW_HTTP_REQUEST_TIMEOUT="3")
 
 
-def test_a_server_that_does_not_answer_causes_one_warning(tmp_path):
+def test_an_unreachable_server_warns_once(tmp_path):
     script = """
         from camshaft.handlers import MLflowLogger
         with warnings.catch_warnings(record=True) as caught:
@@ -178,8 +178,8 @@ def test_a_server_that_does_not_answer_causes_one_warning(tmp_path):
             with MLflowLogger("http://127.0.0.1:9") as logger:
                 logger.log_params({"rate": 1})
                 assert by_iteration(logger).run(range(4)).iteration == 4
-        ours = [str(one.message) for one in caught if "does not answer" in str(one.message)]
-        assert ours == ["MLflow at http://127.0.0.1:9 does not answer: nothing is logged there"], caught
+        found = [str(one.message) for one in caught if "does not answer" in str(one.message)]
+        assert found == ["MLflow at http://127.0.0.1:9 does not answer: nothing is logged there"], caught
         """
     run_script(tmp_path, script)
 

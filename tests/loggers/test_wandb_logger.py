@@ -76,7 +76,7 @@ def test_values_and_text_are_written(tmp_path):
     ]
 
 
-def test_if_the_server_does_not_answer_the_run_is_written_offline_with_one_warning(tmp_path):
+def test_an_unreachable_server_keeps_the_run_offline_with_one_warning(tmp_path):
     run_script(
         tmp_path,
         """
@@ -87,8 +87,8 @@ def test_if_the_server_does_not_answer_the_run_is_written_offline_with_one_warni
             settings = wandb.Settings(init_timeout=3)
             with WandBLogger(project="p", settings=settings) as logger:
                 assert by_iteration(logger).run(range(4)).iteration == 4
-        ours = [str(one.message) for one in caught if "written offline" in str(one.message)]
-        assert len(ours) == 1, caught
+        found = [str(one.message) for one in caught if "written offline" in str(one.message)]
+        assert len(found) == 1, caught
         """,
         WANDB_BASE_URL="http://127.0.0.1:9",
         WANDB_API_KEY="0" * 40,
@@ -132,7 +132,7 @@ def wandb(monkeypatch):
     return module
 
 
-def test_an_existing_run_may_be_used(wandb):
+def test_an_existing_run_is_reused(wandb):
     with wandb_logger.WandBLogger(init=False, project="p") as logger:
         assert wandb.inits == []
         assert logger.lines is wandb.lines
@@ -150,7 +150,7 @@ def test_a_wrong_key_raises(wandb):
         wandb_logger.WandBLogger(project="p")
 
 
-def test_sync_is_deprecated_and_keeps_its_position(wandb):
+def test_sync_is_deprecated_and_stays_positional(wandb):
     with pytest.warns(UserWarning, match="sync is deprecated"):
         handler = wandb_logger.OutputHandler("t", None, None, None, True, ["epoch"])
     with pytest.warns(UserWarning, match="sync is deprecated"):

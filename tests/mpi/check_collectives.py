@@ -270,11 +270,11 @@ def all_to_all_accepts_chunks_of_different_sizes() -> None:
 @check
 def mismatched_sizes_and_dtypes_are_refused_before_communicating() -> None:
     world, size = dist.group.WORLD, dist.get_world_size()
-    with pytest.raises(ValueError, match="output must have as many elements as input times ranks"):
-        world.all_gather_single(torch.empty(1), torch.empty(2))
-    with pytest.raises(ValueError, match=f"output_tensors must have a tensor for each of the {size} ranks, got 1"):
-        world.allgather([[torch.empty(2)]], [torch.empty(2)])
-    with pytest.raises(ValueError, match=r"must have the dtype of the other side, torch.float32, got torch.int64"):
+    with pytest.raises(ValueError, match=f"must have {size} parts, one for each rank, that add up to them, got parts"):
+        world.allgather([[torch.empty(3)] * (size + 1)], [torch.empty(3)])
+    with pytest.raises(ValueError, match=r"must have the elements of its output, 2 of torch.float32, got 1 of"):
+        world.all_gather_single(torch.empty(2 * size), torch.empty(1))
+    with pytest.raises(ValueError, match=r"its output, 2 of torch.int64, got 2 of torch.float32"):
         world.all_gather_single(torch.empty(2 * size, dtype=torch.int64), torch.empty(2))
-    with pytest.raises(ValueError, match=f"split sizes must be {size} that add up to the 3 rows"):
+    with pytest.raises(ValueError, match=f"3 elements must have {size} parts"):
         dist.all_to_all_single(torch.empty(3), torch.empty(3), [5] * size, [3] * size)

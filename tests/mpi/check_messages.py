@@ -105,8 +105,6 @@ def a_completed_operation_reports_success() -> None:
     work = dist.all_reduce(tensor, async_op=True)
     while not work.is_completed():
         pass
-    assert work.is_success()
-    assert work.exception() is None
     assert work.get_future().value()[0] is tensor
     assert tensor[0] == dist.get_world_size()
 
@@ -131,12 +129,6 @@ def a_message_of_the_wrong_size_raises() -> None:
     elif rank == 1:
         with pytest.raises(dist.DistBackendError, match="recv got 8 bytes from rank 0, the tensor has 12"):
             dist.recv(torch.ones(3), 0, group=group)
-
-
-@check
-def a_tag_out_of_range_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"tag must be in \[0, \d+\), got -1"):
-        dist.isend(torch.ones(1), 1, tag=-1)
 
 
 @check

@@ -29,6 +29,6 @@ except RuntimeError as error:
 @pytest.mark.parametrize("who", [0, 1])
 def test_the_table_shows_a_rank_that_has_ended(who: int, end: str) -> None:
     run = mpirun(2, "-c", PROGRAM.format(who=who, end=end), seconds=100)
-    assert f"\n{who}     has ended" in run.stdout, run.stdout
-    assert f"\n{1 - who}     all_reduce" in run.stdout
+    assert f"\nrank {who}  has ended" in run.stdout, run.stdout
+    assert f"\nrank {1 - who}  all_reduce" in run.stdout
     assert run.returncode == 0

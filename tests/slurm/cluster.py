@@ -1,4 +1,4 @@
-"""A Slurm of two nodes, each a machine of its own on this one."""
+"""Run Slurm on two nodes, each an isolated machine on this host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.machines import Machine, Program, connect
 
 HOSTS = "10.77.0.1 n1\n10.77.0.2 n2"
-CPUS = 4  # of each node, whatever this machine has
+CPUS = 4  # per node, whatever this host has
 CONFIGURATION = """
 ClusterName=camshaft
 SlurmctldHost=n1
@@ -36,11 +36,11 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=2
 
 
 class Cluster:
-    """Slurm within the ``with`` block; its commands run on the first node.
+    """Run Slurm within the ``with`` block; commands run on the first node.
 
     Attributes:
-        variables: what its commands need in the environment.
-        entrance: the command that runs them on the first node.
+        variables: environment variables that Slurm's commands need.
+        entrance: the command prefix that runs a command on the first node.
     """
 
     def __enter__(self) -> Cluster:
@@ -77,13 +77,13 @@ class Cluster:
             time.sleep(0.05)
 
     def run(self, *command: str, **variables: str) -> Program:
-        """Run a command to its end, such as ``srun``."""
+        """Run a command, such as ``srun``, and wait for it."""
         return self._node.run(*command, **self.variables, **variables)
 
     def jobs(self) -> str:
-        """List what runs or waits to run, but not what only has to be tidied away."""
+        """List running and pending jobs, without those that are only being cleaned up."""
         return self.run("squeue", "--noheader", "--states=running,pending,suspended").output
 
     def cancel_all(self) -> None:
-        """End all jobs."""
+        """Cancel all jobs."""
         self.run("scancel", "--user=root")

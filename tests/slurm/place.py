@@ -16,13 +16,13 @@ from pathlib import Path
 import camshaft.distributed as idist
 
 TIMEOUT = timedelta(seconds=30)
-HANGING = 90.0  # seconds after which a process that still runs tells where it is
+LIMIT = 90.0  # seconds after which a hanging process prints its traceback and exits
 
 
-def say(local_rank: int | None = None, meet: str | None = None) -> None:
-    """Print it, and check that the ranks communicate."""
+def print_place(local_rank: int | None = None, meet: str | None = None) -> None:
+    """Print the place of this rank, which takes two collectives."""
     if meet is not None:
-        wait_for_the_other_step(Path(meet))
+        wait_for_other_step(Path(meet))
     place = {
         "rank": idist.get_rank(),
         "world_size": idist.get_world_size(),
@@ -39,12 +39,12 @@ def say(local_rank: int | None = None, meet: str | None = None) -> None:
     print(f"{json.dumps(place)}\n", end="", flush=True)
 
 
-def wait_for_the_other_step(folder: Path) -> None:
-    """Go on when a second step has begun as well."""
+def wait_for_other_step(folder: Path) -> None:
+    """Wait until a second step has started."""
     (folder / os.environ["SLURM_STEP_ID"]).touch()
     deadline = time.monotonic() + TIMEOUT.total_seconds()
     while len(list(folder.iterdir())) < 2:
-        assert time.monotonic() < deadline, "the other step did not begin"
+        assert time.monotonic() < deadline, "the other step did not start"
         time.sleep(0.05)
 
 
@@ -54,12 +54,12 @@ def main() -> None:
     parser.add_argument("--meet")
     parser.add_argument("options", nargs="?", default="{}", type=json.loads)
     arguments = parser.parse_args()
-    faulthandler.dump_traceback_later(HANGING, exit=True)
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
     if arguments.spawn is not None:
-        idist.spawn("gloo", say, (), nproc_per_node=arguments.spawn, timeout=TIMEOUT)
+        idist.spawn("gloo", print_place, (), nproc_per_node=arguments.spawn, timeout=TIMEOUT)
         return
     idist.initialize("gloo", timeout=TIMEOUT, **arguments.options)
-    say(meet=arguments.meet)
+    print_place(meet=arguments.meet)
     idist.finalize()
     faulthandler.cancel_dump_traceback_later()
 

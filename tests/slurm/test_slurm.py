@@ -1,4 +1,4 @@
-"""Tasks that a real Slurm starts find each other, on one node and on two."""
+"""Tasks started by a real Slurm connect to each other, on one node and on two."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PLACE = (*PYTHON, "-m", "tests.slurm.place")
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[Cluster]:
-    """Start Slurm for all tests; what ends these tests early ends it too, and its folder."""
-    before = signal.signal(signal.SIGTERM, lambda *_: pytest.exit("ended by a signal", returncode=143))
+    """Start Slurm for all tests; turn SIGTERM into an exit that stops it and removes its folder."""
+    before = signal.signal(signal.SIGTERM, lambda *_: pytest.exit("terminated by a signal", returncode=143))
     with Cluster() as cluster:
         yield cluster
     signal.signal(signal.SIGTERM, before)
@@ -32,7 +32,7 @@ def slurm() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(slurm: Cluster) -> Iterator[Cluster]:
-    """Return the cluster, without jobs of other tests."""
+    """Return the cluster; fail if the test leaves jobs behind."""
     yield slurm
     if jobs := outlasting(slurm.jobs):
         slurm.cancel_all()
@@ -40,14 +40,14 @@ def cluster(slurm: Cluster) -> Iterator[Cluster]:
 
 
 def places(program: Program) -> list[dict[str, object]]:
-    """Return what the ranks of a program that ended well said, in the order of the ranks."""
+    """Return what the ranks of a successful program printed, in rank order."""
     assert program.returncode == 0, program.output
-    said = [json.loads(line) for line in program.output.splitlines() if line.startswith("{")]
-    return sorted(said, key=lambda place: (str(place["step"]), place["rank"]))
+    printed = [json.loads(line) for line in program.output.splitlines() if line.startswith("{")]
+    return sorted(printed, key=lambda place: (str(place["step"]), place["rank"]))
 
 
 def expected(nodes: list[str], step: str | None = "0") -> list[dict[str, object]]:
-    """Return what the ranks ought to say, when these are their nodes."""
+    """Return what ranks on these nodes are expected to print."""
     names = list(dict.fromkeys(nodes))
     return [
         {
@@ -79,18 +79,18 @@ def expected(nodes: list[str], step: str | None = "0") -> list[dict[str, object]
         ("--nodes=2 --ntasks=3", ["n1", "n1", "n2"]),
     ],
 )
-def test_tasks_of_srun_know_their_places(cluster, options, nodes):
+def test_srun_tasks_know_their_places(cluster, options, nodes):
     assert places(cluster.run("srun", *options.split(), *PLACE)) == expected(nodes)
 
 
-def test_a_step_on_a_part_of_the_job_has_its_own_ranks(cluster):
+def test_a_step_on_one_node_of_the_job_has_its_own_ranks(cluster):
     step = shlex.join(["srun", "--nodes=1", "--relative=1", "--ntasks=2", *PLACE])
     run = cluster.run("salloc", "--nodes=2", "--ntasks-per-node=2", "bash", "-c", step)
     assert places(run) == expected(["n2", "n2"])
 
 
-def test_two_steps_at_the_same_time_do_not_disturb_each_other(cluster, tmp_path):
-    """Both begin on the same node before either goes on."""
+def test_concurrent_steps_do_not_interfere(cluster, tmp_path):
+    """Each step waits until the other one has started on the same node."""
     step = shlex.join(["srun", "--exact", "--nodes=1", "--relative=0", "--ntasks=2", *PLACE, "--meet", str(tmp_path)])
     run = cluster.run(
         "salloc", "--nodes=1", "--ntasks=4", "bash", "-c", f"{step} & {step}; result=$?; wait $! && exit $result"
@@ -98,8 +98,8 @@ def test_two_steps_at_the_same_time_do_not_disturb_each_other(cluster, tmp_path)
     assert places(run) == expected(["n1", "n1"], step="0") + expected(["n1", "n1"], step="1")
 
 
-def test_torchrun_within_srun_counts(cluster):
-    """Two tasks with two workers each: srun says 2, torchrun 4."""
+def test_torchrun_under_srun_takes_precedence(cluster):
+    """Two tasks with two workers each: a world size of 2 for srun, and of 4 for torchrun."""
     torchrun = (
         "-m torch.distributed.run --nnodes=$SLURM_NNODES --nproc-per-node=2 --node-rank=$SLURM_NODEID "
         "--master-addr=$SLURM_LAUNCH_NODE_IPADDR --master-port=29500 -m tests.slurm.place"
@@ -110,13 +110,13 @@ def test_torchrun_within_srun_counts(cluster):
 
 
 def sbatch(cluster: Cluster, folder: Path, *command: str) -> Program:
-    """Run a command in the script of a job for two tasks; it is one process, and not in a step."""
-    output, ended = folder / "output", folder / "ended"
-    script = f"{shlex.join(command)} >{output} 2>&1; echo $? >{ended}"
+    """Run a command as one process in the batch script of a job with two tasks, outside of a step."""
+    output, status = folder / "output", folder / "status"
+    script = f"{shlex.join(command)} >{output} 2>&1; echo $? >{status}"
     submit = shlex.join(["sbatch", "--ntasks=2", f"--output={output}", "--wrap", script])
-    # not sbatch --wait, which looks after 2 seconds, and then again after 40
+    # not sbatch --wait, which polls after 2 seconds and then after 40
     return cluster.run(
-        "bash", "-c", f"{submit} && until [ -s {ended} ]; do sleep 0.1; done; cat {output}; exit $(<{ended})"
+        "bash", "-c", f"{submit} && until [ -s {status} ]; do sleep 0.1; done; cat {output}; exit $(<{status})"
     )
 
 
@@ -125,13 +125,13 @@ def salloc(cluster: Cluster, folder: Path, *command: str) -> Program:
 
 
 @pytest.mark.parametrize("allocate", [sbatch, salloc])
-def test_a_process_that_srun_did_not_start_is_alone(cluster, tmp_path, allocate):
+def test_a_process_without_srun_is_a_single_rank(cluster, tmp_path, allocate):
     run = allocate(cluster, tmp_path, *PLACE)
     assert places(run) == expected(["n1"], step=None)
 
 
 @pytest.mark.parametrize("allocate", [sbatch, salloc])
-def test_spawn_works_within_a_job(cluster, tmp_path, allocate):
+def test_spawn_works_inside_a_job(cluster, tmp_path, allocate):
     run = allocate(cluster, tmp_path, *PLACE, "--spawn", "2")
     assert places(run) == expected(["n1", "n1"], step=None)
 
@@ -139,8 +139,8 @@ def test_spawn_works_within_a_job(cluster, tmp_path, allocate):
 def test_rank_and_world_size_come_from_slurm(cluster):
     run = cluster.run("srun", "--ntasks=2", *PLACE, '{"rank": 0, "world_size": 2}')
     assert run.returncode == 1
-    refused = "ValueError: rank and world_size come from Slurm, got rank=0 and world_size=2"
-    assert run.output.count(refused) == 2, run.output
+    message = "ValueError: rank and world_size come from Slurm, got rank=0 and world_size=2"
+    assert run.output.count(message) == 2, run.output
 
 
 FAILING = """
@@ -152,23 +152,23 @@ idist.barrier()
 """
 
 
-def test_a_task_that_fails_ends_the_step(cluster):
-    """Also on the other node, and without a request to Slurm for it."""
+def test_a_failing_task_ends_the_step(cluster):
+    """On both nodes, without srun's --kill-on-bad-exit."""
     run = cluster.run("srun", "--nodes=2", "--ntasks=2", *PYTHON, "-c", FAILING)
     assert run.returncode == 1
     assert "LookupError: the cause" in run.output
     assert re.search("RuntimeError: .*Connection (closed|reset) by peer", run.output), run.output
 
 
-def test_node_names_that_are_no_host_names_do_no_harm(cluster):
-    """The host of srun is the first one here; gloo would listen on its loopback address."""
+def test_node_names_that_do_not_resolve_are_not_needed(cluster):
+    """The tasks use the address of srun's host, here the first node; without it, gloo would listen on loopback."""
     nameless = f"umount /etc/hosts && exec {shlex.join(PLACE)}"
     run = cluster.run("srun", "--nodes=2", "--ntasks=2", "unshare", "--mount", "bash", "-c", nameless)
     assert places(run) == expected(["n1", "n2"])
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_the_same_checks_pass_as_with_every_launcher(cluster, nodes):
+def test_the_conformance_checks_pass(cluster, nodes):
     conformance = [*PYTHON, "-m", "tests.distributed.run_conformance", "--backend", "gloo"]
     run = cluster.run("srun", f"--nodes={nodes}", "--ntasks=2", *conformance)
     assert run.returncode == 0, run.output
@@ -176,20 +176,20 @@ def test_the_same_checks_pass_as_with_every_launcher(cluster, nodes):
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_the_example_for_all_backends_learns_the_same(cluster, nodes):
+def test_the_example_matches_one_process(cluster, nodes):
     launch = [*cluster.entrance, "srun", f"--nodes={nodes}", "--ntasks=2", PYTHON[0]]
     shows = "2 processes on cpu with gloo"
     assert_ten_steps(launch, "--backend", "gloo", shows=shows, environment=DEFAULTS | cluster.variables)
 
 
-def test_the_job_of_the_page_on_clusters_goes_on_where_one_before_failed(cluster, tmp_path):
+def test_the_job_of_the_clusters_page_resumes_after_a_failure(cluster, tmp_path):
     cluster_page.write(tmp_path, "train.py", "job.sh")
-    said, ended = tmp_path / "said", tmp_path / "ended"
-    submit = f"sbatch --time=2 --output={said} --open-mode=append"
-    last = shlex.join([*submit.split(), "--dependency=singleton", "--job-name=train", "--wrap", f"echo $? >{ended}"])
+    log, status = tmp_path / "log", tmp_path / "status"
+    submit = f"sbatch --time=2 --output={log} --open-mode=append"
+    last = shlex.join([*submit.split(), "--dependency=singleton", "--job-name=train", "--wrap", f"echo $? >{status}"])
     (tmp_path / "failing.sh").write_text(cluster_page.text("job.sh").replace("train.py", "train.py --fail"))
     jobs = f"{submit} failing.sh && {submit} --dependency=singleton job.sh"
-    run = cluster.run("bash", "-c", f"cd {tmp_path} && {jobs} && {last} && until [ -s {ended} ]; do sleep 0.1; done")
+    run = cluster.run("bash", "-c", f"cd {tmp_path} && {jobs} && {last} && until [ -s {status} ]; do sleep 0.1; done")
     assert run.returncode == 0, run.output
-    lines = re.findall(r"^(.*): 4 processes, 2 nodes$", said.read_text(), re.MULTILINE)
-    assert lines == ["started at iteration 0", "resumed at iteration 40", "finished at iteration 80"], said.read_text()
+    lines = re.findall(r"^(.*): 4 processes, 2 nodes$", log.read_text(), re.MULTILINE)
+    assert lines == ["started at iteration 0", "resumed at iteration 40", "finished at iteration 80"], log.read_text()

@@ -1,4 +1,4 @@
-"""Print what the queries return on each rank, one line of JSON per rank.
+"""Print what the query functions return on each rank, one line of JSON per rank.
 
 torchrun --nproc-per-node 2 -m tests.torchrun.answers
 """
@@ -29,13 +29,13 @@ def answers() -> dict[str, object]:
 
 def main(*options: str) -> None:
     assert options in ((), (f"--local-rank={os.environ['LOCAL_RANK']}",)), options
-    for _ in range(3):  # the store of torchrun outlives each
+    for _ in range(3):  # torchrun's store outlives each group
         idist.initialize("gloo", timeout=timedelta(seconds=30))
-        said = answers()
+        record = answers()
         assert idist.all_gather(idist.get_rank()) == list(range(idist.get_world_size()))
         idist.finalize()
         assert (idist.get_world_size(), idist.backend()) == (1, None)
-    print(f"{json.dumps(said)}\n", end="", flush=True)  # in one piece: the others write too
+    print(f"{json.dumps(record)}\n", end="", flush=True)  # one write, because the ranks share the output
 
 
 if __name__ == "__main__":

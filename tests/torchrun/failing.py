@@ -1,6 +1,6 @@
-"""Fail, or wait, in the manner that the command line says, after the ranks have met.
+"""Fail or wait after the ranks have connected, as the command line says.
 
-torchrun --nproc-per-node 2 -m tests.torchrun.failing MANNER
+torchrun --nproc-per-node 2 -m tests.torchrun.failing BEHAVIOR
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ def raise_or_compute(local_rank: int) -> None:
 
 
 def reduce_or_compute(local_rank: int) -> None:
-    print("they have met\n", end="", flush=True)
+    print("all ranks have started\n", end="", flush=True)
     if idist.get_rank() == 1:
         time.sleep(TIMEOUT.total_seconds())
     idist.all_reduce(1.0)
 
 
-MANNERS = {function.__name__: function for function in (raise_or_reduce, raise_or_compute, reduce_or_compute)}
+BEHAVIORS = {function.__name__: function for function in (raise_or_reduce, raise_or_compute, reduce_or_compute)}
 
 
-def main(manner: str, way: str = "parallel") -> None:
+def main(behavior: str, way: str = "parallel") -> None:
     if way == "parallel":
         with idist.Parallel("gloo", timeout=TIMEOUT) as parallel:
-            parallel.run(MANNERS[manner])
+            parallel.run(BEHAVIORS[behavior])
     else:
         idist.initialize("gloo", timeout=TIMEOUT)
-        MANNERS[manner](idist.get_local_rank())
+        BEHAVIORS[behavior](idist.get_local_rank())
         idist.finalize()
 
 

@@ -1,4 +1,4 @@
-"""Start torchrun as users do, and end it with all that it started."""
+"""Start torchrun as users do, and kill it with all of its processes."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from typing import Any
 from tests.guards import content, is_running
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 75.0  # for a run that takes four where the cores are free
+SECONDS = 75.0  # for a run that takes four seconds on an idle machine
 
 
 class Launched:
-    """A launcher that runs within the ``with`` block, and whose processes end with the block.
+    """Run a launcher within the ``with`` block, and kill all of its processes at the end.
 
     Args:
-        arguments: of Python.
-        variables: of the environment, besides those of this process.
+        arguments: arguments of Python.
+        variables: environment variables to add to those of this process.
     """
 
     def __init__(self, *arguments: str, **variables: str) -> None:
@@ -53,7 +53,7 @@ class Launched:
         self._file.close()
 
     def workers(self) -> list[int]:
-        """Find the processes that were started, which have sessions of their own, and may have lost their parent."""
+        """Return the running workers, which have their own sessions and may have lost their parent."""
         marked = [
             int(path.parent.name)
             for path in Path("/proc").glob("[0-9]*/environ")
@@ -63,31 +63,31 @@ class Launched:
 
     @property
     def output(self) -> str:
-        """What was written so far."""
+        """The output so far."""
         size = os.fstat(self._file.fileno()).st_size
         return os.pread(self._file.fileno(), size, 0).decode(errors="replace")
 
     def wait(self, seconds: float = SECONDS) -> int:
-        """Wait for the end and give the exit code; fail with what was written if it does not come."""
+        """Wait for the launcher and return its exit code; fail with its output after a timeout."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"it did not end within {seconds} s, but wrote\n{self.output}") from None
+            raise AssertionError(f"still running after {seconds} s; its output is\n{self.output}") from None
 
 
 def torchrun(*arguments: str, **variables: str) -> Launched:
-    """Prepare ``torchrun`` with these arguments."""
+    """Return ``torchrun`` with these arguments, to be started by ``with``."""
     return Launched("-m", "torch.distributed.run", *arguments, **variables)
 
 
 def lines(*outputs: str) -> list[dict[str, Any]]:
-    """Read the lines of JSON among what was written, in the order of the ranks."""
-    said = [json.loads(line) for output in outputs for line in output.splitlines() if line.startswith("{")]
-    return sorted(said, key=lambda line: line["rank"])
+    """Return the JSON lines in the outputs, in rank order."""
+    records = [json.loads(line) for output in outputs for line in output.splitlines() if line.startswith("{")]
+    return sorted(records, key=lambda line: line["rank"])
 
 
 def free_port() -> int:
-    """Find a port that nobody listens on."""
+    """Return a free port."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What each rank is told, however torchrun starts it."""
+"""The query functions under torchrun, started in different ways."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ANSWERS = ("-m", "tests.torchrun.answers")
 
 
 def expected(rank: int, **others: Any) -> dict[str, Any]:
-    """What the first or second of two ranks on one node is told, except for what a test says."""
+    """Return the record of one of two ranks on one node, with changes."""
     one_node = {"local_rank": rank, "nproc_per_node": 2, "node_rank": 0, "nnodes": 1}
     always = {"backend": "gloo", "model_name": "native-dist", "device": "cpu"}
     return {"rank": rank, "world_size": 2, **one_node, **always, **others}

@@ -1,4 +1,4 @@
-"""A worker that fails ends the others, and the cause is seen; workers end with torchrun."""
+"""A failing worker ends the others and its error is printed; workers exit with torchrun."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.jobs, pytest.mark.timeout(SECONDS + 10)]
 FAILING = ("--standalone", "--nproc-per-node=2", "-m", "tests.torchrun.failing")
 
 
-def test_a_worker_that_raises_within_parallel_is_in_the_summary_of_torchrun() -> None:
+def test_an_error_within_parallel_is_in_the_summary_of_torchrun() -> None:
     with torchrun(*FAILING, "raise_or_reduce") as run:
         assert run.wait() == 1, run.output
         printed, _, summary = run.output.partition("tests.torchrun.failing FAILED")
@@ -21,15 +21,15 @@ def test_a_worker_that_raises_within_parallel_is_in_the_summary_of_torchrun() ->
     assert "LookupError: the cause" in summary
 
 
-def test_a_worker_that_raises_without_parallel_prints_its_traceback() -> None:
+def test_an_error_without_parallel_prints_its_traceback() -> None:
     with torchrun(*FAILING, "raise_or_compute", "plain") as run:
         assert run.wait() == 1, run.output
         assert "[rank1]: LookupError: the cause" in run.output
 
 
-def test_the_workers_end_with_torchrun() -> None:
+def test_the_workers_exit_with_torchrun() -> None:
     with torchrun(*FAILING, "reduce_or_compute") as run:
-        wait_for(run, "they have met", times=2)
+        wait_for(run, "all ranks have started", times=2)
         run.process.send_signal(signal.SIGTERM)
         assert run.wait() != 0
         assert run.workers() == []

@@ -1,4 +1,4 @@
-"""Restarts and changes of membership: they take minutes, so make test-restarts runs them, and make test does not."""
+"""Restarts and changes of membership; they take minutes and run in `make test-restarts` only."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.torchrun.launching import Launched, free_port, lines, torchrun
 pytestmark = pytest.mark.restarts
 LIMIT = 500.0
 TRAINING = ("-m", "tests.torchrun.training")
-# Without it, a torchrun that joins a running one waits for ever for the address of the store that the workers share.
+# Without it, a torchrun that joins a running one waits forever for the address of the workers' store.
 FOR_GROWTH = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def elastic(nodes: str, last_call: int, folder: Path, port: int) -> tuple[str, ...]:
-    """Return the arguments of each of several torchruns that find each other, and may come and go."""
+    """Return arguments of torchrun for nodes that may join and leave."""
     patience = f"timeout=120,last_call_timeout={last_call},keep_alive_interval=1,keep_alive_max_attempt=6"
     rendezvous = (f"--rdzv-endpoint=localhost:{port}", "--rdzv-backend=c10d", f"--rdzv-conf={patience}")
     return (f"--nnodes={nodes}", "--max-restarts=5", f"--rdzv-id={folder.name}", *rendezvous)
@@ -30,9 +30,9 @@ def begins(run: Launched) -> list[dict[str, Any]]:
     return [line for line in lines(run.output) if line["what"] == "begin"]
 
 
-def wait_until(happened: Callable[[], bool], *runs: Launched) -> None:
+def wait_until(condition: Callable[[], bool], *runs: Launched) -> None:
     deadline = time.monotonic() + LIMIT
-    while not happened():
+    while not condition():
         outputs = "\n".join(run.output for run in runs)
         assert all(run.process.poll() is None for run in runs), outputs
         assert time.monotonic() < deadline, outputs
@@ -45,39 +45,47 @@ def is_open(port: int) -> bool:
 
 
 @pytest.mark.parametrize("run", range(2))
-def test_twenty_restarts_in_a_row_come_up_and_training_goes_on(run: int, tmp_path: Path) -> None:
+def test_training_resumes_after_each_of_twenty_restarts(run: int, tmp_path: Path) -> None:
     start = ("--standalone", "--nproc-per-node=2", "--max-restarts=20")
     with torchrun(*start, *TRAINING, str(tmp_path), "killed_in_turn") as launched:
         assert launched.wait(LIMIT) == 0, launched.output
-        said = lines(launched.output)
+        records = lines(launched.output)
     for rank in (0, 1):
-        mine = [line for line in said if line["rank"] == rank and line["what"] == "begin"]
+        mine = [line for line in records if line["rank"] == rank and line["what"] == "begin"]
         assert [(line["attempt"], line["step"]) for line in mine] == [(count, 3 * count) for count in range(21)]
-    assert [(line["step"], line["weight"]) for line in said if line["what"] == "end"] == [(63, pytest.approx(63.0))] * 2
+    assert [(line["step"], line["weight"]) for line in records if line["what"] == "end"] == [
+        (63, pytest.approx(63.0))
+    ] * 2
 
 
-def test_a_restart_that_one_node_does_not_count(tmp_path: Path) -> None:
+def test_a_restart_counted_by_one_node_only(tmp_path: Path) -> None:
     node = ("--nproc-per-node=1", *TRAINING, str(tmp_path), "killed_while_the_other_computes")
     common = elastic("2", 60, tmp_path, free_port())
     with torchrun(*common, *node) as one, torchrun(*common, *node) as other:
         assert (one.wait(LIMIT), other.wait(LIMIT)) == (0, 0), one.output + other.output
-        said = lines(one.output, other.output)
-    again = [(line["rank"], line["attempt"], line["step"]) for line in said if line["what"] == "begin" and line["step"]]
-    assert again == [(0, 0, 1), (1, 1, 1)]
-    assert [(line["step"], line["weight"]) for line in said if line["what"] == "end"] == [(2, pytest.approx(2.0))] * 2
+        records = lines(one.output, other.output)
+    resumed = [
+        (line["rank"], line["attempt"], line["step"]) for line in records if line["what"] == "begin" and line["step"]
+    ]
+    assert resumed == [(0, 0, 1), (1, 1, 1)]
+    assert [(line["step"], line["weight"]) for line in records if line["what"] == "end"] == [
+        (2, pytest.approx(2.0))
+    ] * 2
 
 
-def test_two_nodes_restart_together_without_a_rendezvous_of_their_own(tmp_path: Path) -> None:
+def test_two_nodes_restart_together_with_static_rendezvous(tmp_path: Path) -> None:
     common = ("--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
     task = ("--max-restarts=5", *TRAINING, str(tmp_path), "killed_in_turn")
     with torchrun(*common, "--node-rank=0", *task) as first, torchrun(*common, "--node-rank=1", *task) as second:
         assert (first.wait(LIMIT), second.wait(LIMIT)) == (0, 0), first.output + second.output
-        said = lines(first.output, second.output)
-    assert [line["attempt"] for line in said if line["what"] == "begin"] == [*range(6), *range(6)]
-    assert [(line["step"], line["weight"]) for line in said if line["what"] == "end"] == [(18, pytest.approx(18.0))] * 2
+        records = lines(first.output, second.output)
+    assert [line["attempt"] for line in records if line["what"] == "begin"] == [*range(6), *range(6)]
+    assert [(line["step"], line["weight"]) for line in records if line["what"] == "end"] == [
+        (18, pytest.approx(18.0))
+    ] * 2
 
 
-def test_a_node_comes_and_goes_and_comes_again(tmp_path: Path) -> None:
+def test_a_node_joins_leaves_and_joins_again(tmp_path: Path) -> None:
     node = ("--nproc-per-node=1", *TRAINING, str(tmp_path), "until_stopped")
     common = elastic("1:2", 3, tmp_path, free_port())
 
@@ -100,12 +108,12 @@ def test_a_node_comes_and_goes_and_comes_again(tmp_path: Path) -> None:
     assert [line["weight"] for line in ends] == [pytest.approx(line["step"]) for line in ends]
 
 
-def test_a_node_goes_and_the_others_meet_at_the_same_store(tmp_path: Path) -> None:
+def test_the_remaining_node_reuses_the_store_after_a_node_leaves(tmp_path: Path) -> None:
     node = ("--nproc-per-node=2", *TRAINING, str(tmp_path), "until_stopped")
     port = free_port()
     common = elastic("1:2", 20, tmp_path, port)
     with torchrun(*common, *node) as stays:
-        wait_until(lambda: is_open(port), stays)  # the other one would take the rendezvous away with it
+        wait_until(lambda: is_open(port), stays)  # so that this node, which stays, hosts the rendezvous
         with torchrun(*common, *node) as goes:
             wait_until(lambda: len(begins(stays)) == 2, stays, goes)
         wait_until(lambda: len(begins(stays)) == 4, stays)

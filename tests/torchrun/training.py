@@ -1,8 +1,8 @@
-"""Train, and go on after a restart where the last step was saved: a line of JSON tells of each begin and of the end.
+"""Train, resume from the last saved step after a restart, and print a line of JSON at each start and at the end.
 
-torchrun ... -m tests.torchrun.training FOLDER [MANNER]
+torchrun ... -m tests.torchrun.training FOLDER BEHAVIOR
 
-The folder holds what was trained; the end is when it has a file ``stop``.
+The folder holds the checkpoint; a file named ``stop`` in it ends the training.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SECONDS_PER_STEP = 0.05
 
 
 class Training:
-    """A weight of which every step adds the mean of what the ranks have, which is 1."""
+    """A weight that grows by 1 in each step, the mean over the ranks."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -42,29 +42,29 @@ class Training:
             os.replace(self.folder / "saving", self.folder / "saved")
         time.sleep(SECONDS_PER_STEP)
 
-    def tell(self, what: str) -> None:
+    def print_record(self, what: str) -> None:
         place = {"rank": idist.get_rank(), "world_size": idist.get_world_size()}
         state = {"step": self.step, "weight": self.weight.item()}
         attempt = {"attempt": int(os.environ["TORCHELASTIC_RESTART_COUNT"])}
         print(f"{json.dumps({'what': what, **place, **state, **attempt})}\n", end="", flush=True)
 
-    def is_to_stop(self) -> bool:
+    def should_stop(self) -> bool:
         return idist.all_reduce((self.folder / "stop").exists(), "MAX") > 0
 
 
 def killed_in_turn(training: Training) -> None:
-    """One rank is killed in each attempt but the last, the first and the second in turn."""
+    """Kill one rank in each attempt but the last: rank 0 and rank 1 in turn."""
     attempt, attempts = (int(os.environ[f"TORCHELASTIC_{name}"]) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     for _ in range(STEPS_PER_ATTEMPT):
         training.advance()
-    idist.barrier()  # so that the last step is saved
+    idist.barrier()  # wait until the last step is saved
     if attempt < attempts and idist.get_rank() == attempt % 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    idist.barrier()  # where the other one notices
+    idist.barrier()  # the other rank fails here
 
 
 def killed_while_the_other_computes(training: Training) -> None:
-    """Rank 1 is killed once, and rank 0 does not notice: torchrun starts it again without counting a restart there."""
+    """Kill rank 1 once while rank 0 computes; torchrun restarts rank 0 without counting a restart."""
     training.advance()
     idist.barrier()
     if training.step == 1:
@@ -74,19 +74,21 @@ def killed_while_the_other_computes(training: Training) -> None:
 
 
 def until_stopped(training: Training) -> None:
-    while not training.is_to_stop():
+    while not training.should_stop():
         training.advance()
 
 
-MANNERS = {function.__name__: function for function in (killed_in_turn, killed_while_the_other_computes, until_stopped)}
+BEHAVIORS = {
+    function.__name__: function for function in (killed_in_turn, killed_while_the_other_computes, until_stopped)
+}
 
 
-def main(folder: str, manner: str) -> None:
+def main(folder: str, behavior: str) -> None:
     idist.initialize("gloo", timeout=timedelta(seconds=60))
     training = Training(Path(folder))
-    training.tell("begin")
-    MANNERS[manner](training)
-    training.tell("end")
+    training.print_record("begin")
+    BEHAVIORS[behavior](training)
+    training.print_record("end")
     idist.finalize()
 
 

@@ -1,4 +1,4 @@
-"""Uses of the distributed layer for a type checker: what is not marked must pass, what is marked must be found.
+"""Uses of camshaft.distributed for a type checker: only the marked lines must be reported.
 
 A mark is the code of the error that mypy reports on that line. This file is read by `tests/engine/test_engine.py`
 and never run.
@@ -16,15 +16,15 @@ from typing_extensions import assert_type
 import camshaft.distributed as idist
 
 
-class ResNet(nn.Module):  # type: ignore[misc]  # torch plays no part here
+class ResNet(nn.Module):  # type: ignore[misc]  # torch has type Any here
     depth: int = 50
 
 
-class Momentum(SGD):  # type: ignore[misc]  # nor here
+class Momentum(SGD):  # type: ignore[misc]  # as above
     rate: float = 0.9
 
 
-# --- what is adapted keeps its type ----------------------------------------------------------------------------
+# --- adapted objects keep their type ----------------------------------------------------------------------------
 
 model = idist.auto_model(ResNet(), sync_bn=True, find_unused_parameters=True)
 optimizer = idist.auto_optim(Momentum(model.parameters(), lr=0.1))
@@ -54,7 +54,7 @@ idist.spawn("gloo", training, (3,), {"epochs": 2}, nproc_per_node=2, timeout=Non
 idist.spawn("gloo", training)  # error: call-arg
 idist.spawn("gloo", "training", ())  # error: arg-type
 
-# --- what runs on one rank keeps its arguments, and may give None ----------------------------------------------
+# --- one-rank functions keep their arguments and may return None ----------------------------------------------
 
 
 @idist.one_rank_only()
@@ -76,7 +76,7 @@ idist.isend(3, 1).wait()
 received: Any = idist.irecv(0).wait()
 idist.recv("0")  # error: arg-type
 
-# --- facts about the installation ------------------------------------------------------------------------------
+# --- installed backends ------------------------------------------------------------------------------
 
 flags: list[bool] = [idist.has_native_dist_support, idist.has_hvd_support, idist.has_xla_support]
 names: tuple[str, ...] = idist.available_backends()

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torch_xla.distributed.parallel_loader import MpDeviceLoader
 
-from camshaft.distributed.backends.xla_wrappers import device_loader
+from camshaft.distributed.backends.xla import device_loader
 from camshaft.engine import Engine
 
 DEVICE = torch.device("xla:0")

@@ -68,7 +68,7 @@ def test_only_a_running_runtime_is_adopted():
 
 
 def initialize():
-    with pytest.raises(TypeError, match=r"initialize knows only spmd for 'xla-tpu', got \['timeout'\]"):
+    with pytest.raises(TypeError, match=r"\['timeout'\] are not known for backend 'xla-tpu', but \['spmd'\] are"):
         idist.initialize("xla-tpu", timeout=3)
     with pytest.raises(TypeError, match=r"\['join'\] are unknown to backend 'xla-tpu', whose spawn accepts"):
         idist.spawn("xla-tpu", print, (), join=False)

@@ -7,25 +7,24 @@ next operation of its kind, which begins when this one has ended.
 
 from __future__ import annotations
 
+import inspect
+import io
 import itertools
-import os
 import socket
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
 
-from camshaft.distributed.backend import Backend, Group, check_ddp_options
+from camshaft.distributed.backend import Backend, Group, check_ddp_options, check_known, variable_set
 from camshaft.distributed.backends.dtypes import as_bytes, check_reducible, reduced_as
-from camshaft.distributed.backends.horovod_optimizer import distributed_optimizer
 from camshaft.distributed.topology import Launch, Topology
 
 _REDUCTIONS = {"SUM": "Sum", "AVERAGE": "Average", "ADASUM": "Adasum", "MIN": "Min", "MAX": "Max", "PRODUCT": "Product"}
@@ -39,8 +38,6 @@ _REDUCED_AS = {
     torch.uint64: torch.int64,
     torch.bfloat16: torch.float32,
 }
-_OPTIONS = ("comm", "process_sets", "timeout")
-_DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 _TIMEOUT = timedelta(minutes=30)  # torch's for gloo
 _PAUSE = 1e-4  # seconds, of an exchange that takes Horovod ten times as long
 
@@ -70,11 +67,8 @@ class HorovodBackend(Backend):
 
     def all_reduce(self, tensor: Tensor, op: str, group: Group | None) -> Tensor:
         """Reduce in place, or in a wider dtype and back."""
-        if op == "ADASUM" and not self._hvd.mpi_enabled():
-            raise NotImplementedError(
-                "backend 'horovod' has no ADASUM over gloo: build Horovod with MPI (HOROVOD_WITH_MPI=1) and start with "
-                "mpirun, or take 'AVERAGE'"
-            )
+        if op == "ADASUM":
+            self._check_adasum()
         if tensor.dtype in _REDUCED_AS:
             wider = _REDUCED_AS[tensor.dtype]
             return reduced_as(wider, tensor, op, lambda other, op: self.all_reduce(other, op, group))
@@ -107,17 +101,6 @@ class HorovodBackend(Backend):
         """Reduce a number; Horovod's own barrier has no timeout."""
         self._wait(self._hvd.allreduce_async_, torch.zeros(1), op=self._hvd.Sum, name="camshaft.barrier", group=group)
 
-    def scatter(self, tensors: Tensor | None, out: Tensor, src: int, group: Group | None) -> Tensor:
-        """Send from one rank to all, as an exchange in which the others send nothing."""
-        sends = [int(tensors is not None)] * len(self.members(group))
-        receives = [int(rank == src) for rank in self.members(group)]
-        rows = out.new_empty((0, *out.shape)) if tensors is None else tensors
-        return out.copy_(self.all_to_all(rows, sends, receives, group)[0])
-
-    def reduce_scatter(self, tensors: Tensor, op: str, group: Group | None) -> Tensor:
-        """Reduce all, and take this rank's row; Horovod's own supports fewer reductions."""
-        return self.all_reduce(tensors.clone(), op, group)[self.members(group).index(self.topology.rank)]
-
     def all_to_all(self, tensor: Tensor, sends: list[int], receives: list[int], group: Group | None) -> Tensor:
         """Exchange the bytes."""
         shape = (sum(receives), *tensor.shape[1:])
@@ -136,8 +119,7 @@ class HorovodBackend(Backend):
 
     def new_group(self, ranks: list[int], **options: Any) -> Group:
         """Make a process set, or find the one of these ranks: Horovod refuses a second."""
-        if options:
-            raise TypeError(f"new_group takes no further arguments on backend 'horovod', got {sorted(options)}")
+        check_known(options, (), "to new_group on backend 'horovod'")
         ranks = sorted(ranks)
         for number, members in self._hvd.mpi_ops._basics._get_process_set_ids_and_ranks().items():
             if members == ranks:
@@ -176,37 +158,51 @@ class HorovodBackend(Backend):
         if self.topology.world_size == 1:
             return model
         if sync_bn:
-            if self.device.type != "cuda":
-                raise ValueError(
-                    f"sync_bn must be False on {self.device}: Horovod synchronizes batch norm on GPUs only, as backend "
-                    "'nccl' does"
-                )
-            model = _with_sync_batch_norm(self._hvd, model)
-        self._broadcast_all(model, f"camshaft.model.{next(self._wrapped)}")
+            raise ValueError("sync_bn must be False on 'horovod'; backend 'nccl' synchronizes batch norm")
+        self.broadcast_model(model)
         return model
 
-    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, **options: Any) -> torch.optim.Optimizer:
-        """Make a ``DistributedOptimizer`` with the state of rank 0."""
-        prefix = f"camshaft.optimizer.{next(self._wrapped)}"
-        return distributed_optimizer(self._hvd, optimizer, prefix, self._await_end, **options)
+    def wrap_optimizer(self, optimizer: Optimizer, **options: Any) -> Optimizer:
+        """Make a ``DistributedOptimizer`` with the state of rank 0.
 
-    def _broadcast_all(self, model: nn.Module, prefix: str) -> None:
-        """Broadcast the parameters and buffers of rank 0, including those that are not saved.
-
-        ``horovod.torch.broadcast_parameters`` takes neither dtypes that Horovod refuses nor tensors in another layout.
+        It shares its groups and its state with the given one, so a scheduler of that one stays valid.
         """
-        begun: list[tuple[int, Tensor, Tensor]] = []
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            here = tensor.detach()
-            if here.numel() > 0:
-                sent = here.contiguous()
-                handle = self._hvd.broadcast_async_(as_bytes(sent).view(-1), 0, name=f"{prefix}.{name}")
-                begun.append((handle, here, sent))
-        for handle, here, sent in begun:
-            self._await_end(handle, "auto_model")
-            self._hvd.synchronize(handle)
-            if here.data_ptr() != sent.data_ptr():
-                here.copy_(sent)
+        hvd = self._hvd
+        known = {*inspect.signature(hvd.DistributedOptimizer).parameters} - {"optimizer"}
+        check_known(options, known, "to Horovod's DistributedOptimizer")
+        if hasattr(optimizer, "skip_synchronize"):
+            return optimizer  # it is wrapped already
+        is_adasum = options.get("op") == hvd.Adasum and self.topology.world_size > 1
+        if is_adasum:
+            self._check_adasum()
+        prefix = f"camshaft.optimizer.{next(self._wrapped)}"  # several may reduce gradients at once
+        if self.topology.world_size > 1:
+            self._take_state_of_rank_0(optimizer, f"{prefix}.state")
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        named = options.pop("named_parameters", None) or enumerate(parameters)
+        names = [(f"{prefix}.{name}", parameter) for name, parameter in named]
+        options["compression"] = _compatible(options.get("compression", hvd.Compression.none))
+        wrapped: Optimizer = hvd.DistributedOptimizer(optimizer, names, **options)
+        wrapped.state = optimizer.state  # Horovod's begins without
+        if not is_adasum:
+            _adapt(hvd, wrapped, f"{prefix}.other", self._await_end)
+        return wrapped
+
+    def _take_state_of_rank_0(self, optimizer: Optimizer, name: str) -> None:
+        """Load the state of rank 0; Horovod's own function steps if there is no state yet, which changes weights."""
+        buffer = io.BytesIO()
+        if self.topology.rank == 0:
+            torch.save(optimizer.state_dict(), buffer)
+        buffer = io.BytesIO(self._hvd.broadcast_object(buffer.getvalue(), 0, name=name))
+        if self.topology.rank > 0:  # the state goes to the devices of the parameters, whatever device it had on rank 0
+            optimizer.load_state_dict(torch.load(buffer, map_location="cpu", weights_only=False))
+
+    def _check_adasum(self) -> None:
+        if not self._hvd.mpi_enabled():
+            raise NotImplementedError(
+                "backend 'horovod' has no ADASUM over gloo: build Horovod with MPI (HOROVOD_WITH_MPI=1) and start with "
+                "mpirun, or take 'AVERAGE'"
+            )
 
     def _wait(self, begin: Any, *args: Any, name: str, group: Group | None, **kwargs: Any) -> Any:
         """Begin an operation, wait for it, and return its result."""
@@ -231,20 +227,6 @@ class HorovodBackend(Backend):
             time.sleep(_PAUSE)
 
 
-def _with_sync_batch_norm(hvd: Any, module: nn.Module) -> nn.Module:
-    """Replace batch norm layers by Horovod's, which use the statistics of all ranks."""
-    for name, child in module.named_children():
-        setattr(module, name, _with_sync_batch_norm(hvd, child))
-    if not isinstance(module, _BatchNorm) or isinstance(module, (nn.SyncBatchNorm, hvd.SyncBatchNorm)):
-        return module
-    layer: nn.Module = hvd.SyncBatchNorm(
-        module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats
-    )
-    layer._parameters.update(module._parameters)  # the same tensors: an optimizer may hold them
-    layer._buffers.update(module._buffers)
-    return layer.train(module.training)
-
-
 # --- starting a run, and adopting one --------------------------------------------------------------------------
 
 
@@ -263,8 +245,7 @@ def create(name: str, launch: Launch | None, local_rank: int | None = None, **op
         TypeError: an option is not known, or ``timeout`` is not a ``timedelta``.
         RuntimeError: Horovod is initialized already, or another launcher started the processes.
     """
-    if unknown := sorted(set(options) - set(_OPTIONS)):
-        raise TypeError(f"{unknown} are not known for backend {name!r}, but {list(_OPTIONS)} are")
+    check_known(options, ("comm", "process_sets", "timeout"), f"for backend {name!r}")
     timeout = options.pop("timeout", None) or _TIMEOUT
     if not isinstance(timeout, timedelta):
         raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}")
@@ -282,12 +263,15 @@ def create(name: str, launch: Launch | None, local_rank: int | None = None, **op
             "horovodrun lets its processes meet once, and that run was ended: initialize and finalize once, around all "
             "that needs it"
         )
-    with _dynamic_process_sets():
+    with variable_set("HOROVOD_DYNAMIC_PROCESS_SETS", "1"):  # groups may be made later
         hvd.init(**{option: value for option, value in options.items() if value is not None})
     try:
         if options.get("comm") is None:
             _check_size(hvd, launch)
-        topology = _topology(hvd, (launch and launch.host) or socket.gethostname())
+        topology = _topology(hvd)
+        if not hvd.mpi_ops.is_homogeneous():
+            host = (launch and launch.host) or socket.gethostname()
+            topology = Topology.from_hosts(hvd.rank(), hvd.allgather_object(host, name="camshaft.hosts"))
         device = _device(hvd, topology.local_rank)
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -303,21 +287,10 @@ def adopt(infer: object) -> HorovodBackend | None:
     if not hvd.is_initialized():
         return None
     topology = _topology(hvd)
-    return HorovodBackend(hvd, topology, _device(hvd, topology.local_rank), _TIMEOUT)
-
-
-@contextmanager
-def _dynamic_process_sets() -> Iterator[None]:
-    """Allow process sets to be created later; Horovod reads the variable when it is initialized."""
-    before = os.environ.get(_DYNAMIC)
-    os.environ[_DYNAMIC] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_DYNAMIC]
-        else:
-            os.environ[_DYNAMIC] = before
+    backend = HorovodBackend(hvd, topology, _device(hvd, topology.local_rank), _TIMEOUT)
+    if not hvd.mpi_ops.is_homogeneous():  # Horovod's "cross" numbers count only the nodes that have this local rank
+        backend.assumed = ("node_rank", "num_nodes")
+    return backend
 
 
 def _check_size(hvd: Any, launch: Launch | None) -> None:
@@ -329,10 +302,8 @@ def _check_size(hvd: Any, launch: Launch | None) -> None:
         )
 
 
-def _topology(hvd: Any, host: str | None = None) -> Topology:
-    """Return the topology; where nodes hold different numbers of processes, only the others know theirs."""
-    # Horovod's "cross" numbers count the nodes that have this local rank.
-    topology = Topology(
+def _topology(hvd: Any) -> Topology:
+    return Topology(
         rank=hvd.rank(),
         world_size=hvd.size(),
         local_rank=hvd.local_rank(),
@@ -340,16 +311,6 @@ def _topology(hvd: Any, host: str | None = None) -> Topology:
         node_rank=hvd.cross_rank(),
         num_nodes=hvd.cross_size(),
     )
-    if hvd.mpi_ops.is_homogeneous():
-        return topology
-    if host is None:
-        warnings.warn(
-            "the nodes hold different numbers of processes, and Horovod counts only those nodes that have this local "
-            "rank; camshaft.distributed.initialize('horovod') asks for the others",
-            stacklevel=2,
-        )
-        return topology
-    return Topology.from_hosts(hvd.rank(), hvd.allgather_object(host, name="camshaft.hosts"))
 
 
 def _device(hvd: Any, local_rank: int) -> torch.device:
@@ -360,3 +321,79 @@ def _device(hvd: Any, local_rank: int) -> torch.device:
         warnings.warn("Horovod was built without GPUs; they are not used: see docs/reference/backends.md", stacklevel=2)
         return torch.device("cpu")
     return torch.device("cuda", local_rank)
+
+
+# --- optimizers ------------------------------------------------------------------------------------------------
+
+
+def _compatible(compression: Any) -> Any:
+    """Accept gradients of any dtype and layout, which Horovod would refuse during ``backward``."""
+
+    class Compatible:
+        @staticmethod
+        def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+            compressed, context = compression.compress(tensor)
+            dtype = compressed.dtype
+            if dtype == torch.bfloat16:
+                compressed = compressed.float()
+            return compressed.contiguous(), (context, dtype)
+
+        @staticmethod
+        def decompress(tensor: Tensor, context: Any) -> Tensor:
+            inner, dtype = context
+            decompressed: Tensor = compression.decompress(tensor.to(dtype), inner)
+            return decompressed
+
+    return Compatible
+
+
+def _adapt(hvd: Any, optimizer: Any, name: str, await_end: Callable[[Any, str], None]) -> None:
+    """Support gradients that are read before the step, closures, and accumulated gradients that are discarded.
+
+    Horovod reduces while ``backward`` runs. Code that clips or unscales calls ``synchronize()`` first; the step then
+    does not synchronize again.
+    """
+    kind: Any = type(optimizer)
+    horovod_synchronize, horovod_step = kind.synchronize, kind.step
+
+    def synchronize(self: Any) -> None:
+        """Wait until the gradients are those of all ranks."""
+        if self._handles or not self._synchronized:
+            for handle, _ in self._handles.values():
+                if isinstance(handle, int):
+                    await_end(handle, "the exchange of gradients")
+            horovod_synchronize(self)
+
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        """Step with the gradients of all ranks."""
+
+        def reduced() -> Any:
+            assert closure is not None, "used only then"
+            loss = closure()
+            synchronize(self)
+            return loss
+
+        if self._should_synchronize and closure is None:
+            synchronize(self)
+        with self.skip_synchronize():
+            return horovod_step(self, None if closure is None else reduced)
+
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        """Reset the gradients, also those that no step has used."""
+        for handle, _ in self._handles.values():
+            if handle is not None:
+                handle() if callable(handle) else hvd.synchronize(handle)
+        if self._handles:
+            self._handles.clear()
+            self._group_counts = dict.fromkeys(self._group_counts, 0)
+            self.set_backward_passes_per_step(self.backward_passes_per_step)
+        self._synchronized = False
+        super(kind, self).zero_grad(set_to_none)
+
+    def reduce_as_gradients(self: Any, tensor: Tensor) -> Tensor:
+        """Reduce another tensor over the same ranks in the same way."""
+        reduced: Tensor = hvd.allreduce(tensor, name=name, op=self.op, process_set=self.process_set)
+        return reduced
+
+    kind.synchronize, kind.step, kind.zero_grad = synchronize, step, zero_grad
+    kind.reduce_as_gradients = reduce_as_gradients

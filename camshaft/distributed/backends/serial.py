@@ -55,15 +55,6 @@ class SerialBackend(Backend):
     def barrier(self, group: Group | None) -> None:
         """Do nothing."""
 
-    def scatter(self, tensors: Tensor | None, out: Tensor, src: int, group: Group | None) -> Tensor:
-        """Return the only row."""
-        assert tensors is not None, "the only rank is the source"
-        return out.copy_(tensors[0])
-
-    def reduce_scatter(self, tensors: Tensor, op: str, group: Group | None) -> Tensor:
-        """Return the only row."""
-        return tensors[0]
-
     def all_to_all(self, tensor: Tensor, sends: list[int], receives: list[int], group: Group | None) -> Tensor:
         """Return the tensor."""
         return tensor

@@ -12,15 +12,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from camshaft.distributed.backend import Backend, Group, check_ddp_options
-from camshaft.distributed.backends.xla_wrappers import device_loader, distributed_optimizer
+from camshaft.distributed.backend import Backend, Group, check_ddp_options, check_known
 from camshaft.distributed.topology import Launch, Topology
 
 _REDUCTIONS = {"SUM": "sum", "PRODUCT": "mul", "MIN": "min", "MAX": "max"}
 _BITWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"AND": torch.bitwise_and, "OR": torch.bitwise_or}
 _REDUCED_AS = {torch.bool: torch.int32, torch.bfloat16: torch.float32}  # what XLA does not reduce on every device
 logger = logging.getLogger("camshaft.distributed.utils")
+
+
+def _xla() -> Any:
+    """Return ``torch_xla`` with the parts of it that are used here."""
+    import torch_xla
+    import torch_xla.core.xla_model
+    import torch_xla.distributed.parallel_loader
+    import torch_xla.distributed.spmd
+    import torch_xla.runtime
+
+    return torch_xla
 
 
 class XlaBackend(Backend):
@@ -40,13 +52,10 @@ class XlaBackend(Backend):
     """Whether the run of this process has ended; the runtime lives on, and must not be adopted then."""
 
     def __init__(self, topology: Topology, device: torch.device) -> None:
-        import torch_xla
-        import torch_xla.core.xla_model as xla_model
-
         self.topology = topology
         self.device = device
-        self._xla: Any = torch_xla
-        self._model: Any = xla_model
+        self._xla = _xla()
+        self._model = self._xla.core.xla_model
 
     def all_reduce(self, tensor: Tensor, op: str, group: Group | None) -> Tensor:
         """Reduce in place."""
@@ -73,16 +82,6 @@ class XlaBackend(Backend):
         if len(self.members(group)) > 1:
             self.all_reduce(torch.ones(1, dtype=torch.int32, device=self.device), "SUM", group).cpu()
 
-    def scatter(self, tensors: Tensor | None, out: Tensor, src: int, group: Group | None) -> Tensor:
-        """Broadcast all rows, and take this rank's."""
-        rows = out.new_zeros((len(self.members(group)), *out.shape)) if tensors is None else tensors.clone()
-        self._spread([rows], src, group)
-        return out.copy_(self._own(rows, group))
-
-    def reduce_scatter(self, tensors: Tensor, op: str, group: Group | None) -> Tensor:
-        """Reduce all rows, and take this rank's."""
-        return self._own(self.all_reduce(tensors.clone(), op, group), group)
-
     def all_to_all(self, tensor: Tensor, sends: list[int], receives: list[int], group: Group | None) -> Tensor:
         """Exchange parts, padded to the longest on any rank, as XLA supports only parts of one length."""
         size = len(self.members(group))
@@ -92,13 +91,12 @@ class XlaBackend(Backend):
         rows = tensor.new_zeros((size, int(longest), *tensor.shape[1:]))
         for row, part in zip(rows, torch.split(tensor, sends), strict=True):
             row[: len(part)] = part
-        exchanged = self._exchanged(rows, group)
+        exchanged = self.own_row(self.all_gather(rows, group).transpose(0, 1), group)
         return torch.cat([row[:length] for row, length in zip(exchanged, receives, strict=True)])
 
     def new_group(self, ranks: list[int], **options: Any) -> Group:
         """Return a list that holds the list of the ranks."""
-        if options:
-            raise TypeError(f"new_group knows no options on {self.name!r}, got {sorted(options)}")
+        check_known(options, (), "to new_group on backend 'xla-tpu'")
         return [ranks]
 
     def ranks_of(self, group: Any) -> Sequence[int] | None:
@@ -130,7 +128,7 @@ class XlaBackend(Backend):
         self._spread([tensor.detach() for tensor in (*model.parameters(), *model.buffers())], 0)
         return model
 
-    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, **options: Any) -> torch.optim.Optimizer:
+    def wrap_optimizer(self, optimizer: Optimizer, **options: Any) -> Optimizer:
         """Average the gradients in each step."""
         return distributed_optimizer(optimizer)
 
@@ -154,21 +152,14 @@ class XlaBackend(Backend):
         return reduced
 
     def _gathered(self, tensor: Tensor, group: Group | None) -> Tensor:
-        size, flat, parts = len(self.members(group)), tensor.reshape(-1), self._parts(group)
-        if parts is None or len(set(map(len, parts))) == 1:
-            rows = self._model.all_gather(flat, groups=parts, pin_layout=False)  # a vector has one layout only
-        else:
-            mine = self._data([place == self.members(group).index(self.topology.rank) for place in range(size)])
+        size, flat = len(self.members(group)), tensor.reshape(-1)
+        if group is None:
+            rows = self._model.all_gather(flat, pin_layout=False)  # a vector has one layout only
+        else:  # XLA gathers in groups of one size only
+            mine = self._data([member == self.topology.rank for member in self.members(group)])
             rows = self._reduced(_only(mine.view(-1, 1), flat), "SUM", group).to(tensor.dtype)
         gathered: Tensor = rows.view(size, *tensor.shape)
         return gathered
-
-    def _exchanged(self, rows: Tensor, group: Group | None) -> Tensor:
-        if group is not None or not rows.numel():
-            return self._own(self.all_gather(rows, group).transpose(0, 1), group)
-        with self._program():
-            exchanged: Tensor = self._model.all_to_all(rows.flatten(1), 0, 0, len(rows))
-        return exchanged.view(rows.shape)
 
     def _spread(self, tensors: list[Tensor], src: int, group: Group | None = None) -> None:
         """Overwrite tensors by those of one rank."""
@@ -181,21 +172,20 @@ class XlaBackend(Backend):
         for tensor, one in zip(tensors, sent, strict=True):
             tensor.copy_(one.view(tensor.shape))
 
-    def _own(self, rows: Tensor, group: Group | None) -> Tensor:
-        return rows.index_select(0, self._data([self.members(group).index(self.topology.rank)])).squeeze(0)
+    def own_row(self, tensors: Tensor, group: Group | None) -> Tensor:
+        """Select the row by its number as data."""
+        return tensors.index_select(0, self._data([self.members(group).index(self.topology.rank)])).squeeze(0)
 
     def _data(self, values: list[Any]) -> Tensor:
         """Move numbers to the device as data, so that the program is the same whatever they are."""
         return torch.tensor(values).to(self.device)
 
     def _parts(self, group: Group | None) -> list[list[int]] | None:
-        """Partition all ranks, as XLA requires, into the group and parts of the same size, or of one rank each."""
+        """Partition all ranks, as XLA requires, into the group and every other rank by itself."""
         if group is None:
             return None
         ranks = sorted(group[0])
-        others = [rank for rank in range(self.topology.world_size) if rank not in ranks]
-        step = 1 if len(others) % len(ranks) else len(ranks)
-        return [ranks, *(others[start : start + step] for start in range(0, len(others), step))]
+        return [ranks, *([rank] for rank in range(self.topology.world_size) if rank not in ranks)]
 
 
 def _only(mask: Tensor, values: Tensor) -> Tensor:
@@ -208,18 +198,13 @@ class XlaSpmdBackend(XlaBackend):
     """One process, whose device stands for all devices of a mesh with the axis ``"data"``."""
 
     def __init__(self) -> None:
-        import torch_xla
-        import torch_xla.distributed.spmd as spmd
-
-        super().__init__(Topology(), torch_xla.device())
-        self.mesh: Any = spmd.get_1d_mesh("data")
+        super().__init__(Topology(), _xla().device())
+        self.mesh: Any = _xla().distributed.spmd.get_1d_mesh("data")
 
     def wrap_model(self, model: nn.Module, sync_bn: bool, **options: Any) -> nn.Module:
         """Replicate the parameters and buffers on all devices; batch norm sees the whole batch anyway."""
-        from torch_xla.distributed.spmd import mark_sharding
-
         for tensor in (*model.parameters(), *model.buffers()):
-            mark_sharding(tensor, self.mesh, (None,) * tensor.dim())
+            self._xla.distributed.spmd.mark_sharding(tensor, self.mesh, (None,) * tensor.dim())
         return model
 
     def wrap_loader(self, loader: Iterable[Any]) -> Any:
@@ -246,12 +231,10 @@ class BatchSharding:
 
     def xla_spec(self, tensor: Tensor) -> Any:
         """Return the sharding of one tensor, ``None`` to replicate it; called by the loader of torch_xla."""
-        from torch_xla.distributed.spmd import ShardingSpec
-
         if tensor.dim() == 0 or len(tensor) % self._mesh.size():
             return None
         axes = ("data", *(None,) * (tensor.dim() - 1))
-        return ShardingSpec(self._mesh, axes).xla_spec(tensor)
+        return _xla().distributed.spmd.ShardingSpec(self._mesh, axes).xla_spec(tensor)
 
 
 # --- starting a run, and adopting one --------------------------------------------------------------------------
@@ -273,12 +256,8 @@ def create(
         TypeError: an option is not known.
         RuntimeError: the runtime was started in another way, or does not know the processes of the launcher.
     """
-    if options:
-        raise TypeError(f"initialize knows only spmd for {name!r}, got {sorted(options)}")
-    import torch_xla.core.xla_model as xla_model
-    import torch_xla.runtime as runtime
-
-    was_running = _is_running()
+    check_known(options, ("spmd",), f"for backend {name!r}")
+    runtime, was_running = _xla().runtime, _is_running()
     if spmd or runtime.is_spmd():
         backend: XlaBackend = _start_spmd(runtime)
     else:
@@ -294,7 +273,7 @@ def create(
             "use several devices"
         )
     if not was_running:
-        xla_model.set_rng_state(torch.initial_seed())  # as torch was seeded before the device existed
+        _xla().core.xla_model.set_rng_state(torch.initial_seed())  # as torch was seeded before the device existed
     backend.barrier(None)
     XlaBackend.has_ended = False
     return backend
@@ -304,8 +283,7 @@ def adopt(infer: object) -> XlaBackend | None:
     """Adopt the runtime of XLA if it runs, without any communication; that its library is imported means nothing."""
     if XlaBackend.has_ended or not _is_running():
         return None
-    import torch_xla.runtime as runtime
-
+    runtime = _xla().runtime
     return XlaSpmdBackend() if runtime.is_spmd() else _of_this_process(runtime)
 
 
@@ -330,15 +308,13 @@ def _start_spmd(runtime: Any) -> XlaSpmdBackend:
 
 
 def _of_this_process(runtime: Any) -> XlaBackend:
-    import torch_xla
-
     topology = topology_of(runtime)
     if topology.world_size > 1 and runtime.addressable_device_count() > 1:
         raise RuntimeError(
             f"a process for each device is needed, and this one has {runtime.addressable_device_count()}: use "
             "initialize('xla-tpu', spmd=True)"
         )
-    return XlaBackend(topology, torch_xla.device())
+    return XlaBackend(topology, _xla().device())
 
 
 def topology_of(runtime: Any) -> Topology:
@@ -354,3 +330,135 @@ def topology_of(runtime: Any) -> Topology:
         node_rank=runtime.host_index(),
         num_nodes=runtime.world_size() // local_size,
     )
+
+
+# --- loaders and optimizers ------------------------------------------------------------------------------------
+
+
+def device_loader(loader: Iterable[Any], device: Any, **options: Any) -> Any:
+    """Move the batches of a loader to the device while the one before is computed with.
+
+    Args:
+        loader: a loader of batches on the CPU; its ``dataset``, ``sampler`` and ``batch_sampler`` are kept.
+        device: where the batches go.
+        options: for ``torch_xla.distributed.parallel_loader.ParallelLoader``.
+    """
+    parallel_loader: Any = _xla().distributed.parallel_loader
+
+    class Mover(parallel_loader.ParallelLoader):  # type: ignore[misc]  # torch_xla has no types
+        """Keeps the types of tuples."""
+
+        def send_cpu_data_to_device(self, batches: list[Any], device: Any) -> Any:
+            leaves, structure = tree_flatten(batches)
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            moved = iter(_xla().core.xla_model.send_cpu_data_to_device(tensors, device, self._input_sharding))
+            return tree_unflatten([next(moved) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+
+    class MovingLoader(parallel_loader.MpDeviceLoader):  # type: ignore[misc]  # torch_xla has no types
+        """Raises what the loader raises, and ends its threads when the iteration stops early."""
+
+        def __iter__(self) -> Iterator[Any]:
+            mover = Mover(_guarded(self._loader), [self._device], **self._parallel_loader_kwargs)
+            try:
+                for batch in mover.per_device_loader(self._device):
+                    if isinstance(batch, Exception):
+                        raise batch
+                    yield batch
+            finally:
+                mover.close()
+
+    made = MovingLoader(loader, device, **options)
+    for name in ("dataset", "sampler", "batch_sampler", "is_skipped_forward"):
+        if hasattr(loader, name):
+            setattr(made, name, getattr(loader, name))
+    return made
+
+
+def _guarded(loader: Iterable[Any]) -> Iterator[Any]:
+    """Yield an error of a loader as its last batch: in the thread that reads it, one would only end the epoch."""
+    try:
+        yield from loader
+    except Exception as error:
+        yield error
+
+
+def distributed_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Make an object of the optimizer's class whose steps average the gradients of all devices, and start at once.
+
+    Everything else is shared: what is read or changed in one of the two is read or changed in both.
+
+    Args:
+        optimizer: becomes the attribute ``wrapped_optimizer`` of the new one.
+    """
+    if hasattr(optimizer, "wrapped_optimizer"):
+        return optimizer
+    kind = type(optimizer)
+    wrapping = type(kind.__name__, (_Distributed, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    made: Optimizer = object.__new__(wrapping)
+    vars(made)["wrapped_optimizer"] = optimizer
+    return made
+
+
+class _Distributed:
+    """A base that precedes the class of the optimizer. Its objects have no state besides the optimizer they wrap."""
+
+    wrapped_optimizer: Optimizer
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Average the gradients over all devices, step, and start the device.
+
+        Args:
+            closure: computes the loss and its gradients, perhaps several times.
+
+        Returns:
+            The loss that the closure returned.
+        """
+
+        def averaged() -> Any:
+            assert closure is not None, "used only then"
+            loss = closure()
+            self.synchronize()
+            return loss
+
+        if closure is None and not vars(self).get("skips"):
+            return _xla().core.xla_model.optimizer_step(self.wrapped_optimizer, barrier=True)
+        loss = self.wrapped_optimizer.step(None if closure is None else averaged)
+        _xla().sync()
+        return loss
+
+    def synchronize(self) -> None:
+        """Average the gradients over all devices, for example to clip them; doing so twice does no harm."""
+        _xla().core.xla_model.reduce_gradients(self.wrapped_optimizer)
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Step with the gradients as they are in this block."""
+        vars(self)["skips"] = True
+        try:
+            yield
+        finally:
+            del vars(self)["skips"]
+
+    def reduce_as_gradients(self, tensor: Tensor) -> Tensor:
+        """Return the mean of a tensor over all devices."""
+        xla = _xla()
+        mean: Tensor = xla.core.xla_model.all_reduce("sum", tensor, scale=1 / xla.runtime.world_size())
+        return mean
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "wrapped_optimizer":  # before it is there
+            raise AttributeError(name)
+        return getattr(self.wrapped_optimizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # schedulers replace this method by one that counts; the wrapped optimizer keeps its own
+        if name == "step":
+            vars(self)[name] = value
+        else:
+            setattr(self.wrapped_optimizer, name, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.wrapped_optimizer.__setstate__(state)
+
+    def __reduce__(self) -> Any:
+        return distributed_optimizer, (self.wrapped_optimizer,)

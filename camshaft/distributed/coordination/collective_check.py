@@ -1,42 +1,35 @@
-"""Debug mode: before each collective the ranks compare their calls, and raise if they differ or a rank cannot come.
+"""Debug mode: before each collective the ranks compare their calls, and raise if they differ or a rank has ended.
 
-Each rank has one key in the store, with its latest calls: for each group the number of calls, what it is about to call,
-and what it called before, which slower ranks may still read. A counter per call tells when all ranks have written.
+For each call, a rank writes a row to the store, and reads those of the others. It also keeps there what it called last,
+for ranks that wait for it elsewhere.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
-import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
+from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from camshaft.distributed.backend import Backend, Group, Resource
-from camshaft.distributed.values.exchange import all_gather_values
+from camshaft.distributed.coordination.waiting import store_at, wait_for
+from camshaft.distributed.values import all_gather_values
 from camshaft.errors import RankDivergenceError, line_of_caller
+from camshaft.text import table
 
 Row = dict[str, str]
-"""A row of the table: what a rank calls."""
-State = dict[str, Any]
-"""What a rank writes: its latest group and the ranks of it (their number if all), its calls by group, its end."""
+"""What a rank calls."""
 
 _COMPARED = ("collective", "ranks", "how", "root", "value")
 _COLUMNS = (*_COMPARED, "line")
-_WARN_AFTER = 10.0  # seconds until the log names the ranks that are missing
-_LOOK = 1.0  # seconds between looks at what keeps the missing ranks
-_PAUSE = 0.05  # seconds
-_FAREWELL = 2.0  # seconds that rank 0, which may serve the store, gives the others to read that it has ended
-
-logger = logging.getLogger(__name__)
+_ENDED = "has ended"
 
 
 def enable(backend: Backend, patience: float = math.inf) -> None:
@@ -47,10 +40,9 @@ def enable(backend: Backend, patience: float = math.inf) -> None:
         patience: seconds to wait for a rank; the timeout of the job is a limit as well.
     """
     disable(backend)
-    store, rank, size = backend.store(), backend.topology.rank, backend.topology.world_size
-    name = backend.job.unique_name("collectives")
+    store = store_at(backend, backend.job.unique_name("collectives"))
     if store is not None:  # at once, so that the others learn of it if this rank ends before its first collective
-        backend.job.resource(CollectiveCheck, PrefixStore(name, store), rank, size, patience)
+        backend.job.resource(CollectiveCheck, store, backend.topology.rank, patience)
     backend.job.compares_collectives = True
 
 
@@ -80,7 +72,17 @@ def compare(
     root: Any = None,
     is_long: bool = False,
 ) -> None:
-    """Compare a call with those of the other ranks; see :func:`camshaft.distributed.ranks.begin` for the arguments.
+    """Compare a call with those of the other ranks.
+
+    Args:
+        backend: of this rank.
+        group: the group, ``None`` for all ranks.
+        ranks: the ranks of the group.
+        collective: its name.
+        value: a tensor with the same shape and dtype on all ranks; other kinds of values may differ.
+        how: what else is the same on all ranks, for example the reduction.
+        root: the rank that sends, or that receives the result.
+        is_long: ranks may be busy for a long time before they call it.
 
     Raises:
         RankDivergenceError: a rank calls something else, has ended, or does not come in time; with a table of who calls
@@ -99,7 +101,7 @@ def compare(
     else:
         rows = dict(zip(ranks, all_gather_values(backend, mine, group), strict=True))
     if _differ(rows, mine):
-        raise _divergence(rows)
+        raise RankDivergenceError(f"the ranks call different things:\n{_table(rows)}")
 
 
 class CollectiveCheck(Resource):
@@ -108,162 +110,70 @@ class CollectiveCheck(Resource):
     Args:
         store: for this check alone.
         rank: of this process.
-        size: the number of ranks.
         patience: seconds to wait for a rank.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, patience: float = math.inf) -> None:
-        self._store, self._rank, self._all, self._patience = store, rank, range(size), patience
-        self._state: State = {"group": "", "ranks": [], "calls": {}, "ended": False}
-        self._gave_up = False
+    def __init__(self, store: Store, rank: int, patience: float = math.inf) -> None:
+        self._store, self._rank, self._patience = store, rank, patience
+        self._num_calls = Counter[str]()  # of each group
 
     def exchange(self, ranks: Sequence[int], mine: Row, is_long: bool) -> dict[int, Row]:
-        """Write this rank's call, and return those of all ranks of a group as soon as they are there.
+        """Write this rank's call, and return those of all ranks of a group; as soon as some differ, what is known.
 
         Raises:
-            RankDivergenceError: some differ already, or will not come.
+            RankDivergenceError: some do not come in time.
         """
-        is_world = len(ranks) == len(self._all)
-        group = "all" if is_world else ",".join(map(str, ranks))
-        number, latest = self._state["calls"].get(group, (0, None, None))[:2]
-        number, self._gave_up = number + 1, False
-        self._state["calls"][group] = [number, mine, latest]
-        self._state.update(group=group, ranks=len(ranks) if is_world else list(ranks))
-        place = f"{group}/{number}"
+        group, what = mine["ranks"], mine["collective"]
+        self._num_calls[group] += 1
+        number = self._num_calls[group]
+        keys = {rank: f"{group}/{number}/{rank}" for rank in ranks}
+        here: dict[int, Row] = {}
+
+        def known() -> dict[int, Row]:
+            return {rank: here.get(rank) or self._read(str(rank)) or {"collective": "no call yet"} for rank in ranks}
+
+        def poll() -> dict[int, Row] | None:
+            if not here:
+                self._write(keys[self._rank], mine)
+                self._write(str(self._rank), {**mine, "collective": f"last in {what}"})
+            for rank in [rank for rank in ranks if rank not in here]:
+                if row := self._read(keys[rank]):
+                    here[rank] = row
+            rows = known()
+            has_ended = any(row["collective"].startswith(_ENDED) for row in rows.values())
+            return rows if len(here) == len(ranks) or has_ended or _differ(here, mine) else None
+
+        def detail() -> str:
+            return f"ranks {[rank for rank in ranks if rank not in here]} in {what}:\n{_table(known())}"
+
+        limit = math.inf if is_long else self._patience
         try:
-            self._write()
-            self._store.add(place, 1)
-            self._wait(ranks, place, mine, is_long)
-            states = map(json.loads, self._store.multi_get([str(rank) for rank in ranks]))
-            rows = {rank: _call(state, group, number) or {} for rank, state in zip(ranks, states, strict=True)}
-            if number > 1 and self._rank == ranks[0]:
-                self._store.delete_key(f"{group}/{number - 1}")
-        except dist.DistNetworkError as error:
-            table = _table({self._rank: mine})
-            raise RankDivergenceError(
-                f"the process that serves the store has ended: rank 0, unless a launcher does:\n{table}"
-            ) from error
-        _check_patience(rows)
+            rows = wait_for(poll, self._store, what, ranks=ranks, rank=self._rank, detail=detail, patience=limit)
+        except RankDivergenceError:
+            with suppress(RuntimeError):  # ranks that come later learn that this one has given up
+                self._write(keys[self._rank], {**mine, "collective": f"timed out in {what}"})
+            raise
+        if number > 2:  # all have written the call before this one, so they have read the one before that
+            self._store.delete_key(f"{group}/{number - 2}/{self._rank}")
         return rows
 
     def close(self) -> None:
-        """Announce that this rank has finished."""
-        self._state["ended"] = True
-        if not self._gave_up:
-            self._state.update(group="", ranks=[])
-        try:
-            self._write()
-            deadline = time.monotonic() + _FAREWELL
-            while self._rank == 0 and sum(state["ended"] for state in self._read().values()) < len(self._all):
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(_PAUSE)
-        except RuntimeError:  # the rank that serves the store has ended already
-            return
+        """Announce that this rank has ended."""
+        with suppress(RuntimeError):  # the process that serves the store has ended already
+            last = self._read(str(self._rank))
+            text = f"{_ENDED}, {last['collective']}" if last else _ENDED
+            self._write(str(self._rank), {**(last or {}), "collective": text})
 
-    def _write(self) -> None:
-        self._store.set(str(self._rank), json.dumps(self._state))
+    def _write(self, key: str, row: Row) -> None:
+        self._store.set(key, json.dumps(row))
 
-    def _read(self) -> dict[int, State]:
-        """Return the states of the ranks that have written one."""
-        there = [str(rank) for rank in self._all if self._store.check([str(rank)])]
-        return {int(key): json.loads(text) for key, text in zip(there, self._store.multi_get(there), strict=True)}
-
-    def _wait(self, ranks: Sequence[int], place: str, mine: Row, is_long: bool) -> None:
-        """Wait until all have come; look once a second whether they differ, or some never will."""
-        timeout: timedelta = self._store.timeout  # type: ignore[attr-defined]  # torch's stubs lack it
-        limit = timeout.total_seconds() if is_long else min(self._patience, timeout.total_seconds())
-        group, number = self._state["group"], self._state["calls"][self._state["group"]][0]
-        began = looked = time.monotonic()
-        has_warned = False
-        while self._store.add(place, 0) < len(ranks):
-            now = time.monotonic()
-            time.sleep(min(max((now - began) / 4, 1e-4), _LOOK))
-            if now - looked < _LOOK:
-                continue
-            looked, waited = now, now - began
-            states = self._read()
-            here = {rank: row for rank in ranks if (row := _call(states.get(rank), group, number)) is not None}
-            if _differ(here, mine):
-                raise _divergence({rank: here.get(rank) or _elsewhere(states.get(rank)) for rank in ranks})
-            stuck = self._stuck(states)
-            shown = sorted({*ranks, *stuck})
-            table = _table({rank: here.get(rank) or _elsewhere(states.get(rank)) for rank in shown})
-            if stuck or waited >= limit:
-                self._gave_up = True
-                self._state["calls"][group][1] = {**mine, "gave up": table}
-                self._write()
-                reason = "will never arrive" if stuck else f"have not arrived within {waited:.0f} s"
-                raise RankDivergenceError(f"some ranks {reason}:\n{table}")
-            _check_patience(here)
-            if waited >= _WARN_AFTER and not has_warned and self._rank == min(here):  # one rank for all
-                has_warned = True
-                missing = [rank for rank in ranks if rank not in here]
-                logger.warning("rank %d has waited %.0f s for ranks %s:\n%s", self._rank, waited, missing, table)
-
-    def _stuck(self, states: Mapping[int, State]) -> list[int]:
-        """Return this rank and those it waits for if they wait for each other or have ended; else an empty list."""
-        first = _waiting(self._rank, states)
-        left = {rank: set(missing) for rank, missing in first.items()}
-        while free := [rank for rank, missing in left.items() if not missing & left.keys()]:
-            for rank in free:  # it can continue, and then those can that wait for it
-                del left[rank]
-        if self._rank not in left:
-            return []
-        time.sleep(_PAUSE)
-        again = self._read()  # otherwise they may not have waited at the same time
-        return sorted(first) if all(states.get(rank) == again.get(rank) for rank in first) else []
-
-
-def _waiting(rank: int, states: Mapping[int, State]) -> dict[int, set[int]]:
-    """Return the ranks that a rank waits for, and so on for those; one that has ended waits for itself."""
-    found: dict[int, set[int]] = {}
-    todo = [rank]
-    while todo:
-        one = todo.pop()
-        if one in found:
-            continue
-        state = states.get(one) or {"ranks": [], "ended": False}
-        missing = {one} if state["ended"] else set()
-        if members := state["ranks"]:
-            group, number = state["group"], state["calls"][state["group"]][0]
-            members = range(members) if isinstance(members, int) else members
-            missing.update(other for other in members if _call(states.get(other), group, number) is None)
-        found[one] = missing
-        todo.extend(missing)
-    return found
-
-
-def _call(state: State | None, group: str, number: int) -> Row | None:
-    """Return a rank's n-th call over a group, which is its latest or the one before; ``None`` if it has not come."""
-    latest, row, previous = (state or {"calls": {}})["calls"].get(group, (0, None, None))
-    found: Row | None = None if latest < number else row if latest == number else previous
-    return found
-
-
-def _elsewhere(state: State | None) -> Row:
-    """Describe where a rank is that has not come."""
-    if state is None or not (state["ended"] or state["ranks"]):
-        return {"collective": "no call yet"}
-    if not state["ranks"]:
-        return {"collective": "has ended"}
-    row: Row = state["calls"][state["group"]][1]
-    return {**row, "collective": f"{'has ended, ' if state['ended'] else ''}last in {row['collective']}"}
+    def _read(self, key: str) -> Row | None:
+        row: Row | None = json.loads(self._store.get(key)) if self._store.check([key]) else None
+        return row
 
 
 def _differ(rows: Mapping[int, Row], mine: Row) -> bool:
-    return any(row[field] != mine[field] for row in rows.values() for field in _COMPARED)
-
-
-def _divergence(rows: Mapping[int, Row]) -> RankDivergenceError:
-    return RankDivergenceError(f"the ranks call different things:\n{_table(rows)}")
-
-
-def _check_patience(rows: Mapping[int, Row]) -> None:
-    """Raise if a rank has stopped waiting for this one."""
-    for rank, row in rows.items():
-        if "gave up" in row:
-            raise RankDivergenceError(f"rank {rank} has stopped waiting here:\n{row['gave up']}")
+    return any(row.get(field) != mine[field] for row in rows.values() for field in _COMPARED)
 
 
 def _layout(tensor: Tensor) -> str:
@@ -272,10 +182,5 @@ def _layout(tensor: Tensor) -> str:
 
 
 def _table(rows: Mapping[int, Row]) -> str:
-    columns = [name for name in _COLUMNS if any(row.get(name) for row in rows.values())]
-    lines = [("rank", *columns)]
-    lines += [(str(rank), *(row.get(name, "") for name in columns)) for rank, row in rows.items()]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
+    columns = {name: {f"rank {rank}": row.get(name) or "-" for rank, row in rows.items()} for name in _COLUMNS}
+    return table({name: cells for name, cells in columns.items() if set(cells.values()) != {"-"}})

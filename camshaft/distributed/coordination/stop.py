@@ -7,7 +7,6 @@ import math
 import time
 from contextlib import suppress
 from threading import Event, Lock
-from typing import Protocol
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -20,19 +19,6 @@ _PAUSE = 0.005  # seconds between requests while the ranks agree
 _PATIENCE = 10.0  # seconds to wait for a rank that does not answer: it may not take part at all
 
 logger = logging.getLogger(__name__)
-
-
-class CommonStop(Protocol):
-    """Decides before each step whether it may begin."""
-
-    def want(self) -> None:
-        """Request to stop as soon as all ranks can do so after the same step."""
-
-    def may_begin(self, step: int) -> bool:
-        """Return True if a step may begin; once a stop was requested, wait for the ranks to agree on the last step."""
-
-    def leave(self) -> None:
-        """Begin no more steps."""
 
 
 def common_stop(name: str, step: int) -> CommonStop | None:
@@ -51,31 +37,31 @@ def common_stop(name: str, step: int) -> CommonStop | None:
         return None
     store = backend.store()
     if store is None:
-        return StopByCollective()
+        return CommonStop()
     watcher = job.resource(Watcher, PrefixStore(f"camshaft/{job.number}/watcher", store))
     topic = job.unique_name(f"stop/{name}")
     return StopInStore(watcher, topic, PrefixStore(topic, store), topology.rank, topology.world_size, step)
 
 
-class StopByCollective:
-    """One collective before each step, for backends without a store."""
+class CommonStop:
+    """Decides before each step whether it may begin; this one by a collective, for backends without a store."""
 
     def __init__(self) -> None:
         self._is_wanted = False
 
     def want(self) -> None:
-        """Request to stop at the next collective."""
+        """Request to stop as soon as all ranks can do so after the same step."""
         self._is_wanted = True
 
     def may_begin(self, step: int) -> bool:
-        """Return True if no rank wants to stop."""
+        """Return True if a step may begin; once a stop was requested, wait for the ranks to agree on the last step."""
         return not all_reduce(int(self._is_wanted), "MAX")
 
     def leave(self) -> None:
-        """Do nothing: the other ranks cannot be informed."""
+        """Begin no more steps."""
 
 
-class StopInStore:
+class StopInStore(CommonStop):
     """A stop that is announced to the watchers; until then, a step costs a look at a flag.
 
     Once a stop is announced, a rank begins no further step and reports the one that it is in. The furthest of all is

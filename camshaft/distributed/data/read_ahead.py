@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from camshaft.distributed.coordination.batch_counts import BatchCount, BatchCounts
+from camshaft.distributed.coordination.data import BatchCount, BatchCounts
 from camshaft.distributed.run import current
 from camshaft.tree import apply_to_type
 from camshaft.types import DeviceLike, Stateful

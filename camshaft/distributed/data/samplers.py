@@ -14,7 +14,7 @@ from zlib import crc32
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 
-from camshaft.distributed.coordination.data_consistency import DataConsistency, SharedSeed
+from camshaft.distributed.coordination.data import DataConsistency, SharedSeed
 from camshaft.distributed.data.augmentation import Indices
 from camshaft.distributed.data.orders import Order, Sequential
 from camshaft.distributed.data.partition import Partition, even_partition, partition_of_batches

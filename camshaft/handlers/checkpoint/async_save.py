@@ -15,7 +15,7 @@ from torch import Tensor, UntypedStorage
 
 from camshaft.engine.engine import outermost_engine
 from camshaft.engine.events import Events, FailureEvents
-from camshaft.handlers.checkpoint.state import needs_all_ranks, walk
+from camshaft.handlers.checkpoint.state import walk
 
 logger = logging.getLogger(__name__)
 _ENDS = Events.TERMINATE | Events.COMPLETED | Events.INTERRUPT
@@ -90,29 +90,12 @@ class BackgroundSave:
 
     While a save is in progress, the running engine checks it at each iteration, raises its error, and waits for it
     before the run ends. If an engine runs in a handler of another, as an evaluator does, that is the outer one.
-
-    Args:
-        when_busy: ``"wait"`` for the save in progress before the next one starts, or ``"skip"`` the next one.
-
-    Raises:
-        ValueError: ``when_busy`` is something else.
     """
 
-    def __init__(self, when_busy: str) -> None:
-        if when_busy not in ("wait", "skip"):
-            raise ValueError(f"when_busy must be 'wait' or 'skip', got {when_busy!r}")
-        self.skips = when_busy == "skip"
+    def __init__(self) -> None:
         self._copier = StateCopier()
         self._pending: tuple[Future[None], Callable[[], None]] | None = None
         self._handlers = ExitStack()
-
-    def is_busy(self, to_save: Any) -> bool:
-        """Return whether to skip the next save; if not, wait until it can start."""
-        if self.skips and self._pending is not None and not self._pending[0].done() and not needs_all_ranks(to_save):
-            logger.info("nothing is saved: the previous save is still in progress")
-            return True
-        self.settle()
-        return False
 
     def start(self, checkpoint: Any, save: Callable[[Any], None], on_saved: Callable[[], None]) -> None:
         """Copy a checkpoint and start to save the copy.
@@ -133,12 +116,7 @@ class BackgroundSave:
                 raise
 
         executor = ThreadPoolExecutor(1, "camshaft-checkpoint")
-        try:
-            # The context holds the rank of this thread.
-            self._pending = executor.submit(copy_context().run, work), on_saved
-        except RuntimeError:  # no thread can start at the exit of the process
-            work()
-            return on_saved()
+        self._pending = executor.submit(copy_context().run, work), on_saved  # the context holds the rank of this thread
         executor.shutdown(wait=False)  # ends the thread after the save; at exit the process waits for it
         engine = outermost_engine()
         if engine is None:
@@ -158,14 +136,11 @@ class BackgroundSave:
             future.result()
             on_saved()
 
-    def wait(self) -> None:
+    def _finish(self) -> None:
         """Wait for the save in progress, if any; its error is raised later."""
+        self._handlers.close()
         if self._pending is not None:
             wait([self._pending[0]])
-
-    def _finish(self) -> None:
-        self._handlers.close()
-        self.wait()
 
     def _check(self) -> None:
         if self._pending is not None and self._pending[0].done():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import math
 import os
 import warnings
@@ -13,28 +12,26 @@ from collections.abc import Callable, Mapping, MutableMapping
 from numbers import Integral, Number
 from os import PathLike
 from pathlib import Path
+from string import Formatter
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from camshaft.base import Serializable
 from camshaft.distributed import all_gather
-from camshaft.engine.engine import Engine, outermost_engine
-from camshaft.engine.events import Events, HandlerEvents
+from camshaft.engine.engine import Engine
+from camshaft.engine.events import HandlerEvents
 from camshaft.engine.state import LazyNumber
 from camshaft.errors import described
-from camshaft.handlers.checkpoint import names
 from camshaft.handlers.checkpoint.async_save import BackgroundSave
-from camshaft.handlers.checkpoint.loading import load_objects
-from camshaft.handlers.checkpoint.resuming import resume
-from camshaft.handlers.checkpoint.savers import BaseSaveHandler, DiskSaver, check_save_on_rank, is_writer
+from camshaft.handlers.checkpoint.loading import load_objects, resume
+from camshaft.handlers.checkpoint.savers import BaseSaveHandler, DiskSaver, check_is_name, check_save_on_rank
 from camshaft.handlers.checkpoint.state import CHECKPOINTER, check_to_save, is_container, take_state
 from camshaft.handlers.utils import check_callable, check_text
 
-logger = logging.getLogger(__name__)
 ScoreFunction = Callable[[Engine[Any, Any]], Any]
 StepTransform = Callable[[Engine[Any, Any], Any], Any]
 SaveHandler = str | PathLike[str] | BaseSaveHandler | Callable[..., object]
-_ENDS = Events.TERMINATE | Events.COMPLETED | Events.INTERRUPT | Events.EXCEPTION_RAISED
+_FIELDS = ("filename_prefix", "name", "score", "score_name", "global_step", "ext")  # of names
 _owners: WeakValueDictionary[Path, Checkpoint] = WeakValueDictionary()  # the handler that saved a file last
 
 
@@ -70,6 +67,52 @@ def score_of_metric(metric_name: str, score_sign: float = 1.0) -> ScoreFunction:
     return score
 
 
+def make_pattern(
+    with_prefix: bool = True, with_score: bool = True, with_score_name: bool = True, with_global_step: bool = True
+) -> str:
+    """Return the pattern of default names with the selected components.
+
+    Raises:
+        ValueError: there is neither a score nor a step, or the name of a score without the score.
+
+    >>> make_pattern(with_prefix=False)
+    '{name}_{global_step}_{score_name}={score}.{ext}'
+    """
+    if not (with_score or with_global_step):
+        raise ValueError("at least one of with_score and with_global_step must be True, got False for both")
+    if with_score_name and not with_score:
+        raise ValueError("with_score_name=True needs with_score=True, got with_score=False")
+    score = "{score_name}={score}" if with_score_name else "{score}"
+    wanted = {"{filename_prefix}": with_prefix, "{name}": True, "{global_step}": with_global_step, score: with_score}
+    return "_".join(component for component in wanted if wanted[component]) + ".{ext}"
+
+
+def check_pattern(pattern: str) -> None:
+    """Raise ``KeyError`` if a pattern uses unknown fields.
+
+    >>> check_pattern("{name}_{global_step:06d}.{ext}")
+    >>> check_pattern("{epoch}.{ext}")
+    Traceback (most recent call last):
+    KeyError: "filename_pattern '{epoch}.{ext}' uses {epoch}; ..."
+    """
+    try:
+        fields = {field for _, field, _, _ in Formatter().parse(pattern)} - {None}
+    except ValueError as error:
+        raise ValueError(f"filename_pattern {pattern!r} is not a format string: {error}") from error
+    if unknown := fields.difference(_FIELDS):
+        known = ", ".join(f"{{{name}}}" for name in _FIELDS)
+        raise KeyError(f"filename_pattern {pattern!r} uses {{{unknown.pop()}}}; it may use {known}")
+
+
+def name_of(objects: Mapping[str, Any]) -> str:
+    """Return the name of a checkpoint: that of its only object, or ``"checkpoint"``.
+
+    >>> name_of({"model": None}), name_of({"model": None, "optimizer": None})
+    ('model', 'checkpoint')
+    """
+    return str(next(iter(objects))) if len(objects) == 1 else "checkpoint"
+
+
 class Checkpoint(Serializable):
     """Saves objects whenever the event fires on which it is registered, and keeps ``n_saved`` of the files.
 
@@ -87,8 +130,7 @@ class Checkpoint(Serializable):
             Modules are taken out of ``DataParallel``, ``DistributedDataParallel`` and ``torch.compile``.
         save_handler: a directory, for a :class:`DiskSaver`; or a ``BaseSaveHandler``; or a function that is
             called with the checkpoint, the file name and, if it accepts it, the metadata.
-        filename_prefix: first component of the file names. With a ``DiskSaver``, ``"best/run"`` refers to the folder
-            ``best`` in its directory, which must exist.
+        filename_prefix: first component of the file names.
         score_function: called with the engine, returns a number; higher is better.
         score_name: of the score, for the file names. Without ``score_function``, the metric of this name is the score.
         n_saved: how many to keep; ``None`` for all.
@@ -103,10 +145,8 @@ class Checkpoint(Serializable):
         save_on_rank: the rank that writes files and gathers sharded state; ``"node"`` for the first process of each
             node, if nodes have local disks. A ``DiskSaver`` as ``save_handler`` has its own.
         asynchronous: save in the background: the state is copied to host memory, and the run continues. One save at a
-            time is in progress; its error is raised at the next iteration, and the run ends after it. A function as
-            ``save_handler`` is called in another thread.
-        when_busy: with ``asynchronous``, what to do if the previous save is still in progress: ``"wait"`` for it, or
-            ``"skip"`` the new one.
+            time is in progress: the next one waits for it, its error is raised at the next iteration, and the run ends
+            after it. A function as ``save_handler`` is called in another thread.
 
     Raises:
         TypeError: ``to_save`` is not a mapping of such objects, or another argument is of the wrong type.
@@ -145,7 +185,6 @@ class Checkpoint(Serializable):
         save_on_rank: int | str = 0,
         *,
         asynchronous: bool = False,
-        when_busy: str = "wait",
     ) -> None:
         check_to_save(to_save, include_self)
         check_callable("score_function", score_function)
@@ -156,9 +195,13 @@ class Checkpoint(Serializable):
         check_text("score_name", score_name, optional=True)
         check_text("filename_pattern", filename_pattern, optional=True)
         if filename_pattern is not None:
-            names.check_pattern(filename_pattern, to_save, include_self)
+            check_pattern(filename_pattern)
+        if isinstance(save_handler, (str, PathLike, DiskSaver)):
+            check_is_name("filename_prefix", filename_prefix)
+            check_is_name("filename_pattern", filename_pattern or "")
         if isinstance(save_handler, (str, PathLike)):
             save_handler = DiskSaver(save_handler, create_dir=True, save_on_rank=save_on_rank)
+        takes_metadata(save_handler)
         check_save_on_rank(save_on_rank)
         self.to_save = to_save
         self.save_handler = save_handler
@@ -173,36 +216,16 @@ class Checkpoint(Serializable):
         self.save_on_rank = save_on_rank
         self.asynchronous = asynchronous
         self.ext = "pt"
-        self._background = BackgroundSave(when_busy)
+        self._background = BackgroundSave()
         self._saved: list[Item] = []
-        # A handler may overwrite what others saved before it was made, or got its record, as a resumed run does; but of
-        # two handlers that write the same file at the same time, each would remove that of the other.
-        self._may_overwrite = _owners.copy()
-        if isinstance(save_handler, DiskSaver):
-            self._check_names(save_handler)
-
-    @property
-    def save_handler(self) -> BaseSaveHandler | Callable[..., object]:
-        """Where checkpoints are stored; may be replaced."""
-        return self._save_handler
-
-    @save_handler.setter
-    def save_handler(self, save_handler: BaseSaveHandler | Callable[..., object]) -> None:
-        self._takes_metadata = _takes_metadata(save_handler)
-        self._save_handler = save_handler
 
     @property
     def last_checkpoint(self) -> str | Path | None:
         """The file with the highest score, or without scores with the largest step; ``None`` before the first.
 
         A path with a ``DiskSaver``, otherwise the name that the save handler received. Waits for a save in progress.
-
-        Raises:
-            RuntimeError: saves may have been skipped, and only another rank knows which.
         """
         self._background.settle()
-        if self.asynchronous and self._background.skips and not is_writer(self._writer):
-            raise RuntimeError(f"with when_busy='skip' only rank {self._writer} knows what was saved; ask there")
         if not self._saved:
             return None
         saver, filename = self.save_handler, self._saved[-1].filename
@@ -212,12 +235,9 @@ class Checkpoint(Serializable):
         """Save, if the score or the step is large enough.
 
         Raises:
-            ValueError: ``score_function`` or ``global_step_transform`` does not return a number, or another handler has
-                saved to the same file since this one was made. If the run is over, as on ``COMPLETED``, the latter is
-                only a warning, and the file is overwritten.
+            ValueError: ``score_function`` or ``global_step_transform`` does not return a number.
         """
-        if self._background.is_busy(self.to_save):
-            return
+        self._background.settle()
         step = engine.state.iteration if self.score_function is None else None
         if self.global_step_transform is not None:
             step = self.global_step_transform(engine, engine.last_event_name)
@@ -227,7 +247,7 @@ class Checkpoint(Serializable):
             score = priority = _as_priority(self.score_function(engine), "score_function")
         if not self._is_wanted(priority):
             return
-        name = names.name_of(self.to_save)
+        name = name_of(self.to_save)
         filename = self._filename(name, score, step)
         kept = [item for item in self._saved if item.filename != filename]  # a file of the same name is overwritten
         is_full = self.n_saved is not None and len(kept) >= self.n_saved
@@ -242,23 +262,24 @@ class Checkpoint(Serializable):
             checkpoint[CHECKPOINTER] = _record(saved)
         basename = f"{self.filename_prefix}_{name}" if self.filename_prefix else name
         metadata: dict[str, Any] = {"basename": basename, "score_name": self.score_name, "priority": priority}
-        if isinstance(self.save_handler, DiskSaver):  # for its manifest
+        saver = self.save_handler
+        if isinstance(saver, DiskSaver):  # for its manifest
             objects = [*self.to_save, *([CHECKPOINTER] if self.include_self else [])]
             metadata.update(objects=objects, step=engine.state.iteration if step is None else step, score=score)
 
         def save(checkpoint: Any) -> None:
-            self.save_handler(checkpoint, filename, *([metadata] if self._takes_metadata else []))
+            saver(checkpoint, filename, *([metadata] if takes_metadata(saver) else []))
             self._saved = saved
-            if dropped is not None:
-                self._remove(dropped)
+            if dropped is not None and isinstance(saver, BaseSaveHandler):
+                saver.prune(dropped)
 
         def announce() -> None:
             event = engine.last_event_name  # which other handlers of this event look at
             engine.fire_event(CheckpointEvents.SAVED_CHECKPOINT)
             engine.last_event_name = event
 
-        self._claim(filename, is_over=(outermost_engine() or engine).last_event_name in _ENDS)
-        if self.asynchronous and (not isinstance(self.save_handler, DiskSaver) or self.save_handler.writes):
+        self._warn_if_shared(filename)
+        if self.asynchronous and (not isinstance(saver, DiskSaver) or saver.writes):
             self._background.start(checkpoint, save, announce)
         else:
             save(checkpoint)
@@ -283,19 +304,18 @@ class Checkpoint(Serializable):
         if not isinstance(self.save_handler, DiskSaver):
             raise AttributeError(f"reload_objects needs a DiskSaver as save_handler, got {self.save_handler!r}")
         self._background.settle()
-        file = self._filename(**{"name": names.name_of(to_load), **filename_components})
+        file = self._filename(**{"name": name_of(to_load), **filename_components})
         self.load_objects(to_load, self.save_handler.dirname / file, **(load_kwargs or {}))
 
     load_objects = staticmethod(load_objects)
     resume = staticmethod(resume)
     get_default_score_fn = staticmethod(score_of_metric)
-    setup_filename_pattern = staticmethod(names.make_pattern)
+    setup_filename_pattern = staticmethod(make_pattern)
 
     def reset(self) -> None:
         """Forget what was saved, to restart a run from 0. The files stay."""
         self._background.settle()
         self._saved = []
-        self._may_overwrite = _owners.copy()
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return the record: pairs of priority and file name, lowest first."""
@@ -310,32 +330,30 @@ class Checkpoint(Serializable):
             ValueError: ``_saved`` is missing, or is not a list of pairs of a number and a file name.
         """
         super().load_state_dict(state_dict)
-        items = _read_record(state_dict["_saved"])
+        try:
+            saved = [Item(_as_priority(priority, "_saved"), name) for priority, name in state_dict["_saved"]]
+            for item in saved:
+                check_text("a file name", item.filename)
+                if isinstance(self.save_handler, DiskSaver):
+                    check_is_name("a file name", item.filename)
+        except (TypeError, ValueError) as error:
+            expected = "a list of pairs (priority, file name)"
+            raise ValueError(f"_saved must be {expected}, got {state_dict['_saved']!r}: {error}") from error
         self.reset()
-        prefix = self.filename_prefix
-        begin = f"{prefix}_" if prefix and self.filename_pattern is None else ""
-        folders = {os.path.dirname(prefix)} if isinstance(self.save_handler, DiskSaver) else ()
-        for item in items:
-            if item.filename.startswith(begin) and (not folders or os.path.dirname(item.filename) in folders):
-                self._saved.append(item)
-        if foreign := [item.filename for item in items if item not in self._saved]:
+        prefix = self.filename_prefix if self.filename_pattern is None else ""
+        self._saved = _sorted([item for item in saved if item.filename.startswith(f"{prefix}_" if prefix else "")])
+        if foreign := [item.filename for item in saved if item not in self._saved]:
             text = f"the record names {foreign}, of a handler with another prefix than {prefix!r}, which are left alone"
             hint = "save the records of handlers that share a directory under separate names in to_save"
             warnings.warn(f"{text}; {hint}", stacklevel=2)
 
     def forget_missing_files(self) -> None:
         """Remove from the record what no rank finds on disk any more; all ranks must call this."""
-        there = {item.filename for item in self._saved if self._may_exist(item.filename)}
+        if not isinstance(saver := self.save_handler, DiskSaver):
+            return
+        there = {item.filename for item in self._saved if (saver.dirname / item.filename).exists()}
         anywhere: set[str] = set().union(*(files for (files,) in all_gather((there,))))
-        if missing := [item.filename for item in self._saved if item.filename not in anywhere]:
-            self._saved = [item for item in self._saved if item.filename in anywhere]
-            logger.info("%s were saved before, and no longer exist", missing)
-
-    def _may_exist(self, filename: str) -> bool:
-        try:
-            return not isinstance(self.save_handler, DiskSaver) or (self.save_handler.dirname / filename).exists()
-        except OSError:  # an unreadable directory does not mean that the file is missing
-            return True
+        self._saved = [item for item in self._saved if item.filename in anywhere]
 
     def _is_wanted(self, priority: float) -> bool:
         """Return whether there is room for a checkpoint, or it is better than the lowest one kept."""
@@ -348,59 +366,33 @@ class Checkpoint(Serializable):
         return new > lowest or (self.greater_or_equal and new == lowest)
 
     def _filename(self, name: str, score: Any = None, global_step: Any = None) -> str:
-        fields = {"filename_prefix": self.filename_prefix, "score_name": self.score_name, "ext": self.ext}
-        fields.update(name=name, score=score, global_step=global_step)
-        return names.file_name(self.filename_pattern, fields)
-
-    def _check_names(self, saver: DiskSaver) -> None:
-        """Check that the files can be written, and that their names will not be too long for a step of ten digits."""
-        names.check_folders(self.filename_prefix, self.filename_pattern)
-        saver.check_folder(os.path.dirname(self.filename_prefix))
-        name = names.name_of(self.to_save) if self.to_save else ""
-        score = None if self.score_function is None else -1000.0
-        step = 10**9 if score is None or self.global_step_transform is not None else None
+        """Return the name of a file: ``[prefix_]name[_step][_score_name=score].pt``, or that of the pattern."""
+        has_score = score is not None
+        if has_score and not isinstance(score, str):
+            score = str(score) if isinstance(score, Integral) else f"{score:.4f}"
+        score_name = self.score_name and _without_slashes(self.score_name)
+        has_score_name, has_step = has_score and score_name is not None, global_step is not None
+        values = {"filename_prefix": self.filename_prefix, "name": _without_slashes(name), "global_step": global_step}
+        values.update(score_name=score_name, score=score, ext=self.ext)
+        pattern = self.filename_pattern or make_pattern(bool(self.filename_prefix), has_score, has_score_name, has_step)
         try:
-            file = self._filename(name, score, step)
-        except ValueError:  # the pattern is for steps of another type
-            return
-        names.check_length("filename_prefix, score_name or filename_pattern", saver.dirname / file)
+            return pattern.format(**values)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"filename_pattern {pattern!r} does not fit {values}: {error}") from error
 
     @property
     def _writer(self) -> int | str:
         """The rank that writes, or ``"node"``; a ``DiskSaver`` has its own."""
         return self.save_handler.save_on_rank if isinstance(self.save_handler, DiskSaver) else self.save_on_rank
 
-    def _path(self, filename: str) -> Path | None:
-        """Return the file that this process writes, without links, or ``None``."""
-        saver = self.save_handler
-        return (saver.dirname / filename).resolve() if isinstance(saver, DiskSaver) and saver.writes else None
-
-    def _claim(self, filename: str, is_over: bool) -> None:
-        """Make sure that this handler may write a file; if the run is over, an error would lose what is to be saved."""
-        path = self._path(filename)
-        if path is None:
-            return
-        owner = _owners.get(path, self)
-        if owner not in (self, self._may_overwrite.get(path)):
-            hint = "another filename_prefix, score_name or directory, or use one handler for both events"
-            problem = f"two Checkpoints write the same file '{path}': give one of them {hint}"
-            if not is_over:
-                raise ValueError(problem)
-            warnings.warn(f"{problem}. The run is over, so the file is overwritten", stacklevel=3)
-        if owner is not self:
-            owner._background.wait()
-        _owners[path] = self
-
-    def _remove(self, filename: str) -> None:
-        """Remove a checkpoint that is no longer kept, unless another handler has taken it over."""
-        if path := self._path(filename):
-            if _owners.get(path, self) not in (self, self._may_overwrite.get(path)):
-                return
-            _owners.pop(path, None)
-        if isinstance(self.save_handler, DiskSaver):
-            self.save_handler.prune(filename)
-        elif isinstance(self.save_handler, BaseSaveHandler):
-            self.save_handler.remove(filename)
+    def _warn_if_shared(self, filename: str) -> None:
+        """Warn if another handler has saved the same file, which it may remove later."""
+        if isinstance(saver := self.save_handler, DiskSaver) and saver.writes:
+            path = (saver.dirname / filename).resolve()
+            owner, _owners[path] = _owners.get(path, self), self
+            if owner is not self and any(item.filename == filename for item in owner._saved):
+                hint = "give one of them another filename_prefix, score_name or directory, or use one handler for both"
+                warnings.warn(f"another Checkpoint saved '{path}', which is overwritten: {hint}", stacklevel=3)
 
 
 class ModelCheckpoint(Checkpoint):
@@ -440,7 +432,6 @@ class ModelCheckpoint(Checkpoint):
         save_on_rank: int | str = 0,
         *,
         asynchronous: bool = False,
-        when_busy: str = "wait",
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -456,7 +447,6 @@ class ModelCheckpoint(Checkpoint):
             greater_or_equal,
             save_on_rank,
             asynchronous=asynchronous,
-            when_busy=when_busy,
         )
 
     @property
@@ -483,11 +473,6 @@ class ModelCheckpoint(Checkpoint):
             TypeError: it is not a mapping of objects with ``state_dict()``.
         """
         given = rest[-1] if rest else to_save
-        if isinstance(given, BaseException):
-            raise TypeError(
-                "to_save is missing: register a ModelCheckpoint with its objects, "
-                "engine.add_event_handler(event, handler, {'model': model})"
-            ) from given
         if is_container(given) and not given:
             raise RuntimeError(f"to_save must hold at least one object, got {given!r}")
         check_to_save(given, self.include_self)
@@ -495,7 +480,12 @@ class ModelCheckpoint(Checkpoint):
         super().__call__(engine)
 
 
-def _takes_metadata(save_handler: Any) -> bool:
+def _without_slashes(name: str) -> str:
+    """Replace the slashes in a name, such as that of a metric "validation/accuracy"."""
+    return name.replace("/", "_").replace(os.sep, "_")
+
+
+def takes_metadata(save_handler: Any) -> bool:
     """Return whether a save handler takes the metadata.
 
     Raises:
@@ -504,11 +494,9 @@ def _takes_metadata(save_handler: Any) -> bool:
     for count in (3, 2):
         try:
             inspect.signature(save_handler).bind(*range(count))
-        except ValueError:  # some builtins have no signature
-            return False
+            return count == 3
         except TypeError:
             continue
-        return count == 3
     expected = "a str, a Path, or a callable that takes (checkpoint, filename[, metadata])"
     raise TypeError(f"save_handler must be {expected}, got {described(save_handler)}")
 
@@ -542,16 +530,3 @@ def _sorted(items: list[Item]) -> list[Item]:
 
 def _record(items: list[Item]) -> OrderedDict[str, Any]:
     return OrderedDict(_saved=[tuple(item) for item in items])
-
-
-def _read_record(value: Any) -> list[Item]:
-    """Validate a saved record; its files may be removed later."""
-    try:
-        items = [Item(_as_priority(priority, "_saved"), filename) for priority, filename in value]
-        for _, filename in items:
-            names.check_path("a file name", filename)
-            if "\0" in filename:
-                raise ValueError(f"a file name must not contain NUL, got {filename!r}")
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"_saved must be a list of pairs (priority, file name), got {value!r}: {error}") from error
-    return _sorted(items)

@@ -1,22 +1,28 @@
-"""Load checkpoints into objects, from memory or from files, which are read without running code from them."""
+"""Load checkpoints, from memory or from files, or resume from the newest complete one of a directory."""
 
 from __future__ import annotations
 
 import copy
+import logging
 import os
+import stat
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from camshaft.distributed import all_gather, get_local_rank
 from camshaft.errors import DamagedCheckpointError, annotate
-from camshaft.handlers.checkpoint.manifest import Manifest
-from camshaft.handlers.checkpoint.names import SAFETENSORS
-from camshaft.handlers.checkpoint.savers import safetensors
-from camshaft.handlers.checkpoint.state import CHECKPOINTER, check_objects, fits, is_container, load_state
+from camshaft.handlers.checkpoint.savers import MISSING, SAFETENSORS, Entry, Manifest, checkpoints_in, safetensors
+from camshaft.handlers.checkpoint.state import CHECKPOINTER, check_objects, is_container, load_state, walk
 from camshaft.types import PathLike
+
+logger = logging.getLogger(__name__)
+Found = dict[str, Entry]
+_MOST_CHANGES = 100
 
 
 def load_objects(
@@ -25,8 +31,7 @@ def load_objects(
     """Load objects from a checkpoint.
 
     A file is read without running code from it. Other contents of the checkpoint are ignored. The checkpoint of a
-    single object may be the state of that object. If the checkpoint lacks an object, none is changed; if the state of a
-    model or optimizer does not fit, no other object is changed.
+    single object may be the state of that object. If the checkpoint lacks an object, none is changed.
 
     Args:
         to_load: objects with ``load_state_dict()``, by name, as they were saved.
@@ -48,20 +53,15 @@ def load_objects(
     check_objects(to_load, "load_state_dict", "to_load")
     content: Any = checkpoint
     if isinstance(checkpoint, (str, os.PathLike)):
-        damaged: list[str] = []
         path = Path(checkpoint)
-        problem = Manifest(path.parent).problem(path.name, damaged)
-        for text in damaged:
-            warnings.warn(text, stacklevel=2)
-        if problem:
+        manifest = Manifest(path.parent)
+        _warn([entry.unreadable for entry in manifest.entries(path.name) if entry.unreadable])
+        if problem := manifest.problem(path.name):
             raise DamagedCheckpointError(f"the checkpoint '{checkpoint!s}' {problem}")
-        content = read_checkpoint(checkpoint, map_location)
+        content = _read(checkpoint, map_location)
     elif not isinstance(checkpoint, Mapping):
         raise TypeError(f"checkpoint must be a mapping, a str or a Path, got one of type {type(checkpoint).__name__}")
-    pairs = list(_pairs(to_load, _by_name(to_load, content), "checkpoint"))
-    # What does not seem to fit comes first, so that its error leaves the others unchanged.
-    pairs.sort(key=lambda pair: fits(pair[1], pair[2], kwargs.get("strict", True)))
-    for where, target, state in pairs:
+    for where, target, state in list(_pairs(to_load, _by_name(to_load, content), "checkpoint")):  # all before the first
         try:
             load_state(target, state, kwargs)
         except Exception as error:
@@ -69,7 +69,160 @@ def load_objects(
             raise
 
 
-def read_checkpoint(path: PathLike, map_location: Any = None) -> Any:
+def resume(to_load: Mapping[str, Any], directory: PathLike, *, map_location: Any = None, **kwargs: Any) -> Path | None:
+    """Load objects from the newest complete checkpoint of a directory that holds them, the same on all ranks.
+
+    A checkpoint that is damaged, truncated or missing is reported in a warning, and the previous one is used. Nodes
+    with local disks use the newest checkpoint that all of them have. All ranks must call this. A job that saves to the
+    directory and prunes it may be running.
+
+    Args:
+        to_load: objects with ``load_state_dict()``, by name, as they were saved. Include the handler that saves, as
+            ``"checkpointer"``, if it saves its record (``include_self``).
+        directory: where they were saved.
+        map_location: for ``torch.load``; by default tensors are loaded to the CPU first, and from there to where the
+            objects are.
+        kwargs: passed to ``load_state_dict`` of modules, for example ``strict=False``.
+
+    Returns:
+        The file, or ``None`` if there is none yet, so that the run starts from the beginning. A job that was killed
+        during its very first save has none; a warning reports what it left.
+
+    Raises:
+        TypeError: ``to_load`` is not a mapping of such objects.
+        ValueError: ``directory`` is a file.
+        DamagedCheckpointError: there are checkpoints, and none of them is complete.
+        OSError: the directory cannot be read.
+
+    >>> import tempfile, torch
+    >>> from camshaft.handlers import DiskSaver
+    >>> model = torch.nn.Linear(1, 1)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     first = resume({"model": model}, folder)
+    ...     DiskSaver(folder)(model.state_dict(), "model_10.pt")
+    ...     first, resume({"model": model}, folder).name
+    (None, 'model_10.pt')
+    """
+    check_objects(to_load, "load_state_dict", "to_load")
+    folder, wanted = Path(directory).expanduser(), list(to_load)
+    if os.path.isfile(folder):  # an OSError of this rank alone is raised on all ranks below
+        raise ValueError(f"directory must contain checkpoints, got the file '{folder}'; load it with load_objects")
+    listed: Found | None = None
+    problems: dict[str, str] = {}
+    failure: Exception | None = None
+    changes = 0
+    while True:
+        found = _find_on_all(folder)
+        unreadable = [entry.unreadable for entry in found.values() if entry.unreadable]
+        if _first(None if found == listed else "changed"):
+            # The first listing, or a trainer that saves to this directory has replaced or pruned what had a problem.
+            if changes == _MOST_CHANGES:
+                break
+            listed, problems, changes = found, {}, changes + 1
+        candidates = [name for name in _newest_first(found, set(wanted)) if name not in problems]
+        if not candidates:
+            break
+        name = candidates[0]
+        problem, content, error = _read_on_all(folder / name, name in found, wanted, map_location)
+        if problem is None:
+            _warn([*unreadable, *(f"{text}; resuming from '{name}'" for text in _described(problems, folder))])
+            load_objects(to_load, content, **kwargs)
+            for _, one in walk(dict(to_load), "load_state_dict"):
+                if hasattr(one, "forget_missing_files"):  # a Checkpoint
+                    one.forget_missing_files()
+            logger.info("resuming from the checkpoint '%s'", folder / name)
+            return folder / name
+        problems[name] = problem
+        failure = failure or error
+    _warn(unreadable)
+    texts = _described(problems, folder)
+    if any(problem not in ("", MISSING) for problem in problems.values()):
+        raise DamagedCheckpointError("no checkpoint is complete:\n" + "\n".join(texts)) from failure
+    if texts:
+        _warn(["nothing was loaded, as there is no checkpoint to resume from: " + "; ".join(texts)])
+    elif found:
+        _warn([f"nothing was loaded: none of the {len(found)} checkpoints in '{folder}' holds {wanted}"])
+    return None
+
+
+def _find(directory: Path) -> Found:
+    """Find the checkpoints of a directory on this node."""
+    found: Found = {}
+    for entry in reversed(Manifest(directory).entries()):
+        # A file whose replacement was interrupted has two entries, of which that of its content counts.
+        if entry.file not in found or entry.problem(directory / entry.file) is None:
+            found[entry.file] = entry
+    for file in checkpoints_in(directory):
+        with suppress(FileNotFoundError):  # removed meanwhile
+            if file.name not in found:
+                found[file.name] = Entry(file.name, "", None, file.stat(follow_symlinks=False).st_mtime_ns)
+    return found
+
+
+def _find_on_all(directory: Path) -> Found:
+    """Find the checkpoints on the first rank of each node; raise on all ranks if one cannot read the directory."""
+    found: Found = {}
+    error: OSError | None = None
+    try:
+        if get_local_rank() == 0:
+            found = _find(directory)
+    except OSError as raised:
+        error = raised
+    if (problem := _first(None if error is None else str(error))) is not None:
+        raise OSError(f"the checkpoints in '{directory}' cannot be listed: {problem}") from error
+    return found
+
+
+def _newest_first(found: Found, wanted: set[str]) -> list[str]:
+    """List the checkpoints that every node has and that, according to the manifest, hold what is wanted."""
+    mine = {
+        file: entry.saved_at for file, entry in found.items() if entry.objects is None or wanted <= set(entry.objects)
+    }
+    on_nodes = [files for is_first, files in all_gather((get_local_rank() == 0, mine)) if is_first]
+    times = {file: max(files[file] for files in on_nodes) for file in set.intersection(*map(set, on_nodes))}
+    return sorted(times, key=lambda file: (times[file], file), reverse=True)
+
+
+def _read_on_all(
+    path: Path, is_found: bool, wanted: list[str], map_location: Any
+) -> tuple[str | None, Any, Exception | None]:
+    """Verify a checkpoint once per node and read it on every rank.
+
+    Returns:
+        The problem, the same on all ranks, empty if the file holds other objects; the content; this rank's error.
+    """
+    problem, content, error = None, None, None
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            problem = "is not a regular file, and links are not followed"
+        elif is_found:
+            problem = Manifest(path.parent).problem(path.name)
+        if problem is None:
+            content = _read(path, map_location)
+            if len(wanted) > 1 and not (isinstance(content, Mapping) and content.keys() >= set(wanted)):
+                problem = ""
+    except FileNotFoundError:
+        problem = MISSING
+    except Exception as raised:  # the other ranks must not wait for this one
+        problem, error = f"cannot be read: {type(raised).__name__}: {str(raised).partition(chr(10))[0]}", raised
+    return _first(problem), content, error
+
+
+def _first(text: str | None) -> str | None:
+    """Return the first text that a rank has, on all ranks."""
+    return next((one for (one,) in all_gather((text,)) if one is not None), None)
+
+
+def _described(problems: Mapping[str, str], directory: Path) -> list[str]:
+    return [f"the checkpoint '{directory / name}' {problem}" for name, problem in problems.items() if problem]
+
+
+def _warn(texts: list[str]) -> None:
+    for text in texts:
+        warnings.warn(text, stacklevel=3)
+
+
+def _read(path: PathLike, map_location: Any = None) -> Any:
     """Read a checkpoint without running code from it, by default to the CPU."""
     location = "cpu" if map_location is None else map_location
     try:

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
-import sys
+import platform
+import re
+import stat
+import time
 import warnings
 import zipfile
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
 from camshaft.distributed import all_gather, get_local_rank, get_rank, get_world_size
-from camshaft.files import is_regular, remove_leftovers, write_and_sum, write_atomically
-from camshaft.handlers.checkpoint.manifest import Entry, Manifest
-from camshaft.handlers.checkpoint.names import SAFETENSORS, check_length, check_path, checkpoints_in
+from camshaft.files import checksum_of, flush_and_sum, is_regular, remove_leftovers, write_atomically
 from camshaft.handlers.utils import load_optional
 from camshaft.types import PathLike
+from camshaft.version import __version__
 
+SAFETENSORS = ".safetensors"
+FOLDER = ".manifest"
+MISSING = "is not there: it was removed, or its save was interrupted"
+"""The problem of a checkpoint that has an entry and no file."""
+_FORMAT = 1
+_OWN = "checksum_of_entry"  # of all other fields
+_NAME = re.compile(r"(.+)\.([0-9a-f]{8})\.json", re.DOTALL)
 _NODE = "node"
 
 
@@ -39,7 +52,11 @@ class BaseSaveHandler(ABC):
 
     @abstractmethod
     def remove(self, filename: str) -> None:
-        """Remove a stored checkpoint; called after the one that replaces it was stored."""
+        """Remove a stored checkpoint."""
+
+    def prune(self, filename: str) -> None:
+        """Remove a stored checkpoint that is no longer kept; called after the one that replaces it was stored."""
+        self.remove(filename)
 
 
 class DiskSaver(BaseSaveHandler):
@@ -55,15 +72,14 @@ class DiskSaver(BaseSaveHandler):
         dirname: the directory; ``~`` is expanded to the home directory.
         atomic: write to a temporary file and rename it. Otherwise a failed save leaves a broken file.
         create_dir: create the directory and its parents if they do not exist.
-        require_empty: raise if the directory, or the folder of a ``filename_prefix`` that is used with it, already
-            holds ``*.pt`` or ``*.safetensors`` files.
+        require_empty: raise if the directory already holds ``*.pt`` or ``*.safetensors`` files.
         save_on_rank: the rank that writes and removes; ``"node"`` for the first process of each node, if nodes have
             local disks.
         kwargs: passed to ``torch.save``.
 
     Raises:
         ValueError: ``dirname`` is not an existing directory or not empty, or ``save_on_rank`` is not a rank of the job.
-            In a job with a single process, that process saves whatever the rank, with a warning.
+            In a job with a single process, that process saves whatever the rank.
         PermissionError: the directory is not writable.
 
     >>> import tempfile
@@ -84,19 +100,28 @@ class DiskSaver(BaseSaveHandler):
         **kwargs: Any,
     ) -> None:
         check_save_on_rank(save_on_rank)
-        _warn_if_alone(save_on_rank)
         self.dirname = Path(dirname).expanduser()
         self.atomic = atomic
         self.require_empty = require_empty
         self.save_on_rank = save_on_rank
         self.kwargs = kwargs
-        self._manifests: dict[Path, Manifest] = {}
+        self._manifest = Manifest(self.dirname)
         self._newest: Path | None = None
         self._protected: Path | None = None
-        self._is_first = True
-        if create_dir and self.writes and not self.dirname.exists():
+        if not self.writes:
+            return
+        if create_dir and not self.dirname.exists():
             self.dirname.mkdir(parents=True, exist_ok=True)
-        self.check_folder("")
+        if not self.dirname.is_dir():
+            raise ValueError(f"dirname must be an existing directory, got '{self.dirname}'")
+        if not os.access(self.dirname, os.W_OK | os.X_OK):
+            raise PermissionError(f"dirname must be a writable directory, got '{self.dirname}'")
+        if require_empty and (found := sorted(entry.name for entry in checkpoints_in(self.dirname))):
+            hint = "DiskSaver(dirname, require_empty=False) or ModelCheckpoint(dirname, require_empty=False)"
+            problem = f"contains {len(found)} checkpoints, such as {found[0]}"
+            raise ValueError(f"'{self.dirname}' {problem}; to save beside them, for example to resume, use {hint}")
+        remove_leftovers(self.dirname)
+        remove_leftovers(self._manifest.folder)
 
     @property
     def writes(self) -> bool:
@@ -108,23 +133,22 @@ class DiskSaver(BaseSaveHandler):
 
         Raises:
             OSError: the disk is full, or the directory was removed.
-            ValueError: ``filename`` leads out of the directory, or is too long.
+            ValueError: ``filename`` contains a folder.
             TypeError: ``torch.save`` does not accept the ``kwargs``.
         """
         if not self.writes:
             check_save_on_rank(self.save_on_rank)  # the handler may be older than the job
             return
         path = self._path(filename)
-        check_length("filename", path)
         try:
             self._save(path, checkpoint, metadata or {})
-            self._newest = path
-        except (OSError, RuntimeError) as error:
-            cause = error.__context__ if isinstance(error, RuntimeError) else error
-            if not isinstance(cause, OSError) or cause.errno is None or cause.filename is not None:
-                raise
-            # A full disk. torch's writer raises an error about positions in the file instead.
-            raise OSError(cause.errno, cause.strerror, str(path)) from error
+        except RuntimeError as error:
+            if isinstance(cause := error.__context__, OSError):  # a full disk, which torch's writer hides
+                raise OSError(cause.errno, cause.strerror, str(path)) from error
+            raise
+        if self._newest is None:
+            _warn_if_unloadable(path)
+        self._newest = path
 
     def remove(self, filename: str) -> None:
         """Delete a checkpoint of the directory; a missing file is not an error.
@@ -132,17 +156,16 @@ class DiskSaver(BaseSaveHandler):
         Only regular files that the manifest lists are deleted. Others are left alone, with a warning.
 
         Raises:
-            ValueError: ``filename`` leads out of the directory.
+            ValueError: ``filename`` contains a folder.
         """
         path = self._path(filename)
         if not self.writes or path == self._protected:
             return
         # In this order: if it is interrupted, the manifest still lists what is left.
-        manifest = Manifest(path.parent)
-        is_listed = manifest.lists(path.name)
+        is_listed = self._manifest.lists(path.name)
         if is_listed and (is_regular(path) or not os.path.lexists(path)):
             path.unlink(missing_ok=True)
-            manifest.remove(path.name)
+            self._manifest.remove(path.name)
         elif os.path.lexists(path):
             reason = "it is not a regular file" if is_listed else "the manifest lists no such checkpoint"
             warnings.warn(f"'{path}' is not removed: {reason}", stacklevel=2)
@@ -158,64 +181,170 @@ class DiskSaver(BaseSaveHandler):
         finally:
             self._protected = None
 
-    def check_folder(self, name: str) -> None:
-        """Check, before training starts, that checkpoints can be written to a folder of the directory.
-
-        Raises:
-            ValueError: it does not exist, or it holds checkpoints and ``require_empty`` is True.
-            PermissionError: it is not writable.
-        """
-        folder = self.dirname / name
-        if not self.writes or folder in self._manifests:
-            return
-        if not folder.is_dir():
-            problem = "is not a directory" if folder.exists() else "does not exist: create it"
-            raise ValueError(f"checkpoints need an existing directory, got '{folder}', which {problem}")
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(f"checkpoints need a writable directory, got '{folder}'")
-        if self.require_empty and (found := sorted(path.name for path in checkpoints_in(folder))):
-            hint = "DiskSaver(dirname, require_empty=False) or ModelCheckpoint(dirname, require_empty=False)"
-            problem = f"contains {len(found)} checkpoints, such as {found[0]}"
-            raise ValueError(f"'{folder}' {problem}; to save beside them, for example to resume, use {hint}")
-        self._manifest(folder)
-
-    def _manifest(self, folder: Path) -> Manifest:
-        """Return the manifest of a folder; on first use, remove what killed processes left there."""
-        if folder not in self._manifests:
-            manifest = Manifest(folder)
-            manifest.check_folder()
-            remove_leftovers(folder)
-            remove_leftovers(manifest.folder)
-            self._manifests[folder] = manifest
-        return self._manifests[folder]
-
     def _path(self, filename: str) -> Path:
-        check_path("filename", filename)
+        check_is_name("filename", filename)
         return self.dirname / filename
 
     def _save(self, path: Path, checkpoint: Any, metadata: Mapping[str, Any]) -> None:
-        manifest = self._manifest(path.parent)
-
-        def serialize(file: BinaryIO) -> None:
+        def write(file: BinaryIO) -> Entry:
             if path.suffix == SAFETENSORS:
                 file.write(_as_safetensors(checkpoint))
             else:
                 torch.save(checkpoint, file, **self.kwargs)
-
-        def write(file: BinaryIO) -> Entry:
-            checksum = write_and_sum(file, serialize)
-            return manifest.new_entry(path.name, checksum, file.tell(), metadata)
+            return self._manifest.new_entry(path.name, flush_and_sum(file), file.tell(), metadata)
 
         if self.atomic:
-            entry = write_atomically(path, write, before_rename=manifest.write)
+            entry = write_atomically(path, write, before_rename=self._manifest.write)
         else:
             with open(path, "wb") as file:
                 entry = write(file)
-            manifest.write(entry)
-        manifest.remove(path.name, but=entry)
-        if self._is_first:
-            self._is_first = False
-            _warn_if_unloadable(path)
+            self._manifest.write(entry)
+        self._manifest.remove(path.name, but=entry)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A checkpoint in the manifest.
+
+    Args:
+        file: its name.
+        checksum: of its content.
+        size: in bytes; ``None`` if the entry is damaged and only its name could be read.
+        saved_at: nanoseconds since 1970; increases from one checkpoint of a directory to the next.
+        objects: the names of the saved objects, if known.
+        step: of the engine, if known.
+        score: the score that it was saved with, if any.
+        score_name: of the score.
+        versions: of the libraries that wrote it.
+        unreadable: why only the name of the entry could be read.
+    """
+
+    file: str
+    checksum: str
+    size: int | None
+    saved_at: int
+    objects: list[str] | None = None
+    step: int | float | None = None
+    score: int | float | None = field(default=None, compare=False)  # NaN is not equal to itself
+    score_name: str | None = None
+    versions: Mapping[str, str] | None = None
+    unreadable: str | None = None
+
+    def problem(self, path: Path) -> str | None:
+        """Return what is wrong with a file, or ``None``; reads all of it."""
+        try:
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):
+                return "is not a regular file"
+            if self.size is not None and status.st_size != self.size:
+                return f"has {status.st_size:,} bytes instead of {self.size:,}"
+            return None if checksum_of(path) == self.checksum else "is damaged: its content does not match its checksum"
+        except FileNotFoundError:
+            return MISSING
+        except OSError as error:
+            return f"cannot be read: {error}"
+
+
+class Manifest:
+    """What each checkpoint in a directory is, and the checksum to verify it.
+
+    The manifest is a folder of small files, one per checkpoint, each written before its checkpoint gets its name.
+    Whenever the process is killed, a visible checkpoint has an entry of its own, or is the previous file, whose entry
+    still exists. Several writers may share a directory.
+
+    An entry is named ``<checkpoint>.<checksum>.json``. The name decides which file it describes, not the content: a
+    name read from a directory leads nowhere else, and the checksum survives damage to the content.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.folder = directory / FOLDER
+        self._newest: int | None = None  # saved_at of the newest entry
+
+    def entries(self, file: str | None = None) -> list[Entry]:
+        """Read the entries of all files or of one file, the newest first."""
+        found = []
+        for path, name, checksum in self._paths(file):
+            with suppress(FileNotFoundError):  # removed meanwhile
+                try:
+                    found.append(_read(path, name, checksum))
+                except FileNotFoundError:
+                    raise
+                except Exception as error:  # whatever the file contains
+                    modified_at = (self.directory / name).stat().st_mtime_ns
+                    text = f"'{path}' cannot be read, so that only its name is used: {type(error).__name__}: {error}"
+                    found.append(Entry(name, f"crc32:{checksum}", None, modified_at, unreadable=text))
+        return sorted(found, key=lambda entry: entry.saved_at, reverse=True)
+
+    def lists(self, file: str) -> bool:
+        """Return whether a file is a checkpoint of this directory."""
+        return bool(self._paths(file))
+
+    def problem(self, file: str) -> str | None:
+        """Return what is wrong with a checkpoint; ``None`` if nothing is, or if the manifest does not list it."""
+        entries = self.entries(file)
+        problems = [entry.problem(self.directory / file) for entry in entries]
+        if not problems or None in problems:
+            return None
+        if self.entries(file) != entries:
+            return self.problem(file)  # replaced or removed while it was read
+        return problems[-1]
+
+    def new_entry(self, file: str, checksum: str, size: int, metadata: Mapping[str, Any]) -> Entry:
+        """Return an entry that is newer than all others, whatever the clock says."""
+        if self._newest is None:
+            self._newest = max((entry.saved_at for entry in self.entries()), default=0)
+        self._newest = max(time.time_ns(), self._newest + 1)
+        about = {name: metadata.get(name) for name in ("objects", "step", "score", "score_name")}
+        versions = {"camshaft": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        return Entry(file, checksum, size, self._newest, **about, versions=versions)
+
+    def write(self, entry: Entry) -> None:
+        """Add an entry; those of an older file of the same name stay."""
+        self.folder.mkdir(exist_ok=True)
+        content = {"format": _FORMAT, **asdict(entry)}
+        del content["unreadable"]
+        text = json.dumps({**content, _OWN: checksum_of_entry(content)}, indent=1) + "\n"
+        write_atomically(self._path(entry), lambda file: file.write(text.encode()))
+
+    def remove(self, file: str, but: Entry | None = None) -> None:
+        """Remove the entries of a file, including unreadable ones, with one exception."""
+        for path, _, _ in self._paths(file):
+            if but is None or path != self._path(but):
+                path.unlink(missing_ok=True)
+
+    def _path(self, entry: Entry) -> Path:
+        return self.folder / f"{entry.file}.{entry.checksum.rpartition(':')[2]}.json"
+
+    def _paths(self, file: str | None) -> list[tuple[Path, str, str]]:
+        """List the entries of all files or of one, with the file and the checksum that their names contain."""
+        try:
+            names = [] if self.folder.is_symlink() else os.listdir(self.folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        matches = [match for name in names if (match := _NAME.fullmatch(name))]
+        return [(self.folder / match[0], match[1], match[2]) for match in matches if file in (None, match[1])]
+
+
+def check_is_name(argument: str, name: str) -> None:
+    """Raise ``ValueError`` if the name of a file contains a folder.
+
+    >>> check_is_name("filename_prefix", "../best")
+    Traceback (most recent call last):
+    ValueError: filename_prefix must not contain a folder, got '../best': make a DiskSaver for that folder
+    """
+    if os.path.basename(name) != name:
+        raise ValueError(f"{argument} must not contain a folder, got {name!r}: make a DiskSaver for that folder")
+
+
+def checkpoints_in(directory: Path) -> list[os.DirEntry[str]]:
+    """List the regular files of a directory that are checkpoints by their names."""
+    try:
+        with os.scandir(directory) as entries:  # a glob would hide an error of the disk
+            candidates = [entry for entry in entries if Path(entry.name).suffix in (".pt", SAFETENSORS)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [entry for entry in candidates if entry.is_file(follow_symlinks=False)]
 
 
 def check_save_on_rank(save_on_rank: int | str) -> None:
@@ -242,16 +371,6 @@ def writers(save_on_rank: int | str) -> list[int]:
     return [rank for rank, (writes,) in enumerate(flags) if writes]
 
 
-def _warn_if_alone(save_on_rank: int | str) -> None:
-    """Warn if the rank does not exist because the job has a single process."""
-    if get_world_size() == 1 and save_on_rank not in (0, _NODE):
-        level = 1
-        while sys._getframe(level).f_globals.get("__package__") == __package__:
-            level += 1  # a Checkpoint may construct the DiskSaver
-        text = f"save_on_rank is {save_on_rank}, but the job has a single process: rank 0 saves instead"
-        warnings.warn(text, stacklevel=level + 1)
-
-
 def safetensors() -> Any:
     """Import the library for ``.safetensors`` files."""
     return load_optional("safetensors.torch", extra="safetensors", needed_by=f"a checkpoint in a {SAFETENSORS} file")
@@ -262,15 +381,9 @@ def _as_safetensors(checkpoint: Any) -> bytes:
     values = list(checkpoint.values()) if isinstance(checkpoint, Mapping) else [[checkpoint]]
     if kinds := sorted({type(one).__name__ for one in values if not isinstance(one, torch.Tensor)}):
         raise TypeError(f"a {SAFETENSORS} file holds the state of one model, a dict of tensors; got values of {kinds}")
-    tensors: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in checkpoint.items():
-        storage = tensor.untyped_storage()
-        # The format holds neither views nor shared memory, as tied weights have it.
-        is_view = storage.data_ptr() in seen or storage.nbytes() != tensor.numel() * tensor.element_size()
-        seen.add(storage.data_ptr())
-        tensors[name] = (tensor.detach().clone() if is_view else tensor.detach()).contiguous()
-    content: bytes = safetensors().save(tensors)
+    # The format holds neither views nor shared memory, as tied weights have it.
+    copies = {name: one.detach().cpu().clone(memory_format=torch.contiguous_format) for name, one in checkpoint.items()}
+    content: bytes = safetensors().save(copies)
     return content
 
 
@@ -280,9 +393,27 @@ def _warn_if_unloadable(path: Path) -> None:
         return
     try:
         refused = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-        hint = "return plain values and tensors from state_dict(), or call torch.serialization.add_safe_globals"
-        reason = f"it holds objects of {', '.join(refused)}; {hint}"
     except pickle.UnpicklingError as error:  # a pickle_protocol that the safe reader does not know
-        refused, reason = [""], str(error)
+        refused = [str(error)]
     if refused:
-        warnings.warn(f"'{path}' cannot be loaded with weights_only=True: {reason}", stacklevel=5)
+        hint = "return plain values and tensors from state_dict(), or call torch.serialization.add_safe_globals"
+        text = f"'{path}' cannot be loaded with weights_only=True, because of {', '.join(refused)}; {hint}"
+        warnings.warn(text, stacklevel=4)
+
+
+def checksum_of_entry(content: Mapping[str, Any]) -> str:
+    """Return the checksum of the fields of an entry."""
+    return f"crc32:{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
+
+
+def _read(path: Path, file: str, checksum: str) -> Entry:
+    """Read an entry; raise if it is not one of this file and checksum."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise ValueError("it is not a regular file")
+    content = json.loads(path.read_bytes())
+    if content.pop(_OWN) != checksum_of_entry(content):
+        raise ValueError("its content does not match its checksum")
+    entry = Entry(**{one.name: content.get(one.name) for one in fields(Entry)})
+    if entry.file != file or entry.checksum.rpartition(":")[2] != checksum:
+        raise ValueError("its content does not match its name")
+    return entry

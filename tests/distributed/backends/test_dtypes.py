@@ -10,8 +10,7 @@ import camshaft.distributed as idist
 from camshaft.distributed.backends.dtypes import FLOAT8
 from camshaft.distributed.backends.native.backend import NativeBackend
 from camshaft.distributed.run import current
-from camshaft.distributed.values.scalars import check_reduction
-from camshaft.distributed.values.serialization import bytes_of
+from camshaft.distributed.values import bytes_of, check_reduction
 from tests.ranks import on_ranks
 
 UNKNOWN = (torch.int16, torch.uint16, torch.uint32, torch.uint64)  # to gloo

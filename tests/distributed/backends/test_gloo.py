@@ -1,7 +1,12 @@
-"""The worker threads of gloo hold nothing when a run has ended, and sends can be polled."""
+"""Worker threads of gloo that hold nothing when a run has ended, sends that can be polled, and network interfaces.
+
+What can be tested of the network on one host; `tests/hosts` has two.
+"""
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 import threading
@@ -11,11 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional as of_torch
 
 import camshaft.distributed as idist
 from camshaft.distributed import run
-from camshaft.distributed.backends.native.gloo import Send, SendWaiter
+from camshaft.distributed.backends.native import gloo
+from camshaft.distributed.backends.native.gloo import Send, SendWaiter, find_interface, using
 from tests.distributed.test_point_to_point import Work
 from tests.guards import outlasting
 
@@ -54,18 +59,15 @@ class Held:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux lists the threads of a process")
 @pytest.mark.parametrize("end", [idist.finalize, run.abandon])
-def test_the_worker_threads_of_gloo_end_with_the_run(end, monkeypatch):
-    """Also if torch.distributed.nn was imported during the run, as the first DistributedDataParallel does."""
+def test_the_worker_threads_of_gloo_end_with_the_run(end):
     before = workers()
     idist.initialize("gloo")
-    monkeypatch.setattr(of_torch.all_reduce, "__defaults__", (dist.ReduceOp.SUM, dist.group.WORLD))
     subgroup = idist.new_group([0])
     idist.all_reduce(torch.ones(3), group=subgroup)
     assert not outlasting(lambda: workers() < before + 4)  # two for each group
     del subgroup
     end()
     assert not outlasting(lambda: workers() > before)
-    assert of_torch.all_reduce.__defaults__ == (dist.ReduceOp.SUM, None)
 
 
 def test_no_worker_thread_holds_an_operation_after_the_run():
@@ -183,3 +185,78 @@ def test_a_send_is_waited_for_once():
     third.wait()
     assert third.is_completed()
     assert [work.waits for work in works] == [1, 1, 1]
+
+
+VARIABLE = "GLOO_SOCKET_IFNAME"
+
+
+@pytest.fixture
+def named_for_the_loopback(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+
+
+def store_at(address: str) -> dist.TCPStore:
+    return dist.TCPStore(address, 0, 2, is_master=True, wait_for_workers=False)
+
+
+@pytest.mark.usefixtures("named_for_the_loopback")
+def test_ranks_that_meet_on_the_loopback_interface_need_no_other_interface():
+    store = dist.PrefixStore("attempt", store_at("127.0.0.1"))
+    store.set("camshaft/address/1", "127.0.0.1")
+    assert find_interface(store, 0, 2) is None
+
+
+@pytest.mark.usefixtures("named_for_the_loopback")
+def test_only_ranks_beside_the_store_read_the_addresses_of_the_others(monkeypatch):
+    monkeypatch.setattr(gloo, "_address_towards", lambda host: "10.0.0.1")
+    monkeypatch.setattr(gloo, "_interface_with", lambda address: f"interface with {address}")
+    store = store_at("127.0.0.1")  # rank 1 tells it nothing
+    assert find_interface(store, 0, 2) == "interface with 10.0.0.1"
+    assert store.get("camshaft/address/0") == b"10.0.0.1"
+
+
+@pytest.mark.usefixtures("named_for_the_loopback")
+def test_ranks_beside_the_store_use_the_interface_towards_another_node(monkeypatch):
+    """Their own name for it is a loopback address."""
+    towards = {"127.0.0.1": "127.0.0.1", "10.0.0.2": "10.0.0.1"}
+    monkeypatch.setattr(gloo, "_address_towards", towards.__getitem__)
+    monkeypatch.setattr(gloo, "_interface_with", lambda address: f"interface with {address}")
+    store = store_at("127.0.0.1")
+    store.set("camshaft/address/1", "10.0.0.2")
+    assert find_interface(store, 0, 2) == "interface with 10.0.0.1"
+
+
+@pytest.mark.usefixtures("named_for_the_loopback")
+def test_the_interface_of_the_user_is_kept_and_the_address_is_published(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "theirs")
+    monkeypatch.setattr(gloo, "_address_towards", lambda host: "10.0.0.1")
+    store = store_at("127.0.0.1")
+    assert find_interface(store, 0, 2) is None
+    assert store.get("camshaft/address/0") == b"10.0.0.1"
+
+
+def test_one_process_and_stores_without_an_address_need_no_interface():
+    assert find_interface(dist.HashStore(), 0, 2) is None
+    assert find_interface(store_at("127.0.0.1"), 0, 1) is None
+
+
+def test_an_unknown_host_is_not_an_error():
+    assert gloo._address_towards("x" * 64) == ""  # no such name can be
+
+
+@pytest.mark.parametrize(("before", "meanwhile"), [(None, "eth7"), ("", "eth7"), ("theirs", "theirs")])
+def test_the_variable_is_set_only_for_the_block_unless_the_user_has_set_it(monkeypatch, before, meanwhile):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    if before is not None:
+        monkeypatch.setenv(VARIABLE, before)
+    with pytest.raises(LookupError), using("eth7"):
+        assert os.environ[VARIABLE] == meanwhile
+        raise LookupError
+    assert os.environ.get(VARIABLE) == before
+
+
+def test_without_an_interface_there_is_no_variable(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with using(None):
+        assert VARIABLE not in os.environ

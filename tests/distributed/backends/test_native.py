@@ -77,9 +77,8 @@ def test_ranks_that_see_only_their_own_gpu_start_a_run_on_it(fails, tmp_path):
         monkeypatch.setattr(NativeBackend, "barrier", meet)
         place = {"init_method": f"file://{tmp_path}/store", "rank": rank, "world_size": 2}
         if fails:
-            with pytest.raises(dist.DistBackendError, match="Duplicate GPU detected") as raised:
+            with pytest.raises(dist.DistBackendError, match="Duplicate GPU detected"):
                 idist.initialize("gloo", **place)
-            assert f"rank {rank} uses cuda:0, one of 1 that it sees, and 2 processes" in "".join(notes_of(raised.value))
             assert not dist.is_initialized()
         else:
             idist.initialize("gloo", **place)
@@ -101,10 +100,6 @@ def test_a_rank_with_an_incomplete_environment_reads_the_hosts_of_the_others(tmp
     assert backend.topology == Topology(rank, 2, rank, 2, 0, 1)
     backend.barrier(None)
     backend.close()
-
-
-def notes_of(error):
-    return [str(error), *getattr(error, "__notes__", ())]
 
 
 @pytest.mark.parametrize(("kind", "device"), [("xpu", "xpu"), ("cuda", "cuda"), ("mps", "mps"), (None, "cpu")])

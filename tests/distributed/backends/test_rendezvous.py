@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event, Thread
@@ -14,7 +15,7 @@ from torch.distributed import DistStoreError, HashStore
 from camshaft.distributed.backends.native import rendezvous
 from camshaft.distributed.backends.native.rendezvous import meet
 
-PATIENCE, IMPATIENCE = 20.0, 0.3
+PATIENCE = 20.0
 
 
 def come(store: Any, ranks: Sequence[int], size: int, seconds: float = PATIENCE) -> list[Future[str]]:
@@ -25,6 +26,34 @@ def come(store: Any, ranks: Sequence[int], size: int, seconds: float = PATIENCE)
             coming.append(threads.submit(meet, store, rank, size, time.monotonic() + seconds, "to the test"))
             time.sleep(0.02)
     return coming
+
+
+class Clock:
+    """A clock that stands still until a store has a number of keys; then every sleep advances it, without waiting."""
+
+    def __init__(self, store: HashStore, num_keys: int) -> None:
+        self.now = 0.0
+        self._store, self._num_keys = store, num_keys
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(0.001)
+        if self._store.num_keys() >= self._num_keys:
+            self.now += seconds
+
+
+def wait_for_missing(
+    monkeypatch: pytest.MonkeyPatch, store: HashStore, came: Sequence[int], size: int
+) -> list[BaseException | None]:
+    """Return the errors of these ranks, after their time has passed."""
+    monkeypatch.setattr(rendezvous, "time", Clock(store, len(came) if 0 in came else 0))  # a meeting and marks
+    with ThreadPoolExecutor(len(came)) as threads:
+        coming = [threads.submit(meet, store, rank, size, PATIENCE, "to the test") for rank in came]
+    errors = [future.exception() for future in coming]
+    assert [type(error) for error in errors] == [DistStoreError] * len(came)
+    return errors
 
 
 def names(coming: Sequence[Future[str]]) -> set[str]:
@@ -74,30 +103,27 @@ def test_the_number_of_ranks_may_change_between_meetings() -> None:
     assert len({*names(come(store, (0, 1, 2), 3)), *names(come(store, (1, 0), 2)), *names(come(store, (0,), 1))}) == 3
 
 
-def test_the_error_names_the_missing_ranks_on_every_rank() -> None:
-    errors = [future.exception() for future in come(HashStore(), (0, 2), 4, IMPATIENCE)]
-    assert [type(error) for error in errors] == [DistStoreError, DistStoreError]
-    assert {str(error) for error in errors} == {"2 of 4 ranks came to the test; missing: 1, 3"}
+def test_the_error_names_the_missing_ranks_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = wait_for_missing(monkeypatch, HashStore(), (0, 2), 4)
+    assert set(map(str, errors)) == {"2 of 4 ranks came to the test; missing: 1, 3"}
 
 
-def test_a_missing_rank_0_is_named() -> None:
-    (error,) = (future.exception() for future in come(HashStore(), (1,), 2, IMPATIENCE))
-    assert isinstance(error, DistStoreError)
+def test_a_missing_rank_0_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    (error,) = wait_for_missing(monkeypatch, HashStore(), (1,), 2)
     assert "rank 0 did not come to the test" in str(error)
 
 
 @pytest.mark.parametrize(
     ("came", "reported"),
     [
-        ((0, 2), ["rank 0 has waited 0.05 s for ranks that have not reached initialize: 1, 3"]),
-        ((1,), ["rank 1 has waited 0.05 s for rank 0, which has not reached initialize"]),
+        ((0, 2), ["rank 0 has waited 10 s for ranks that have not reached initialize: 1, 3"]),
+        ((1,), ["rank 1 has waited 10 s for rank 0, which has not reached initialize"]),
     ],
 )
 def test_the_log_names_missing_ranks_long_before_the_timeout(
     came: tuple[int, ...], reported: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(rendezvous, "REPORT_AFTER", 0.05)
-    come(HashStore(), came, 4, IMPATIENCE)
+    wait_for_missing(monkeypatch, HashStore(), came, 4)
     assert caplog.messages == reported
 
 
@@ -106,10 +132,10 @@ def test_a_missing_rank_0_is_logged_also_where_earlier_processes_have_met(
 ) -> None:
     store = HashStore()
     come(store, (0, 1, 2), 3)
-    monkeypatch.setattr(rendezvous, "REPORT_AFTER", 0.05)
-    come(store, (1, 2), 3, IMPATIENCE)
+    for rank in (1, 2):
+        wait_for_missing(monkeypatch, store, (rank,), 3)
     assert sorted(caplog.messages) == [
-        f"rank {rank} has waited 0.05 s for rank 0, which has not reached initialize" for rank in (1, 2)
+        f"rank {rank} has waited 10 s for rank 0, which has not reached initialize" for rank in (1, 2)
     ]
 
 
@@ -162,8 +188,27 @@ def test_a_departure_is_published_also_where_no_thread_can_start(monkeypatch: py
     other.leave(None)
 
 
-def test_only_one_of_two_processes_with_the_same_rank_is_confirmed() -> None:
-    coming = come(HashStore(), (1, 1, 0), 2, IMPATIENCE)
+def test_a_rank_that_has_left_holds_no_reference_to_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ``FileStore`` removes its file with the last reference."""
+
+    class Slow(Future[Any]):
+        def set_result(self, result: Any) -> None:
+            super().set_result(result)
+            time.sleep(0.2)
+
+    monkeypatch.setattr(rendezvous, "Future", Slow)
+    store = HashStore()
+    released = weakref.ref(store)
+    rendezvous.Departures(store, 0).leave(None)
+    del store
+    assert released() is None
+
+
+def test_only_one_of_two_processes_with_the_same_rank_is_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    monkeypatch.setattr(rendezvous, "time", Clock(store, 3))  # the meeting, a mark, and the confirmation
+    with ThreadPoolExecutor(3) as threads:
+        coming = [threads.submit(meet, store, rank, 2, PATIENCE, "to the test") for rank in (1, 1, 0)]
     (error,) = (future.exception() for future in coming if future.exception())
     assert "it met another process as rank 1" in str(error)
     assert len(names([future for future in coming if not future.exception()])) == 1

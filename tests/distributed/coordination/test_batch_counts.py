@@ -9,8 +9,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from camshaft.distributed.coordination import batch_counts, job_store
-from camshaft.distributed.coordination.batch_counts import BatchCount, BatchCounts
+from camshaft.distributed.coordination.data import BatchCount, BatchCounts
 from camshaft.errors import RankDivergenceError
 
 
@@ -19,7 +18,7 @@ def test_a_long_wait_is_logged_once(caplog):
     store.set_timeout(timedelta(seconds=0.3))
     first, second = (BatchCounts(store, rank, 2, 8) for rank in range(2))
     first.report(BatchCount(8))
-    with mock.patch.object(job_store, "SILENCE", 0.0), pytest.raises(RankDivergenceError):
+    with mock.patch("camshaft.distributed.coordination.waiting.SILENCE", 0.0), pytest.raises(RankDivergenceError):
         first.collect()
     assert [record.getMessage() for record in caplog.records] == [
         "rank 0 is waiting up to 0.3 s for ranks [1] in a pass over data that ends on all ranks together: they are "
@@ -51,7 +50,7 @@ def test_rank_0_stays_until_all_have_read():
 
 def test_rank_0_does_not_stay_for_ever():
     first = BatchCounts(dist.HashStore(), 0, 2, 8)
-    with mock.patch.object(batch_counts, "_FAREWELL", 0.05):
+    with mock.patch("camshaft.distributed.coordination.data._FAREWELL", 0.05):
         first.leave()
         first.wait_for_readers()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import re
@@ -34,9 +33,7 @@ def rows_of(call):
     """Return the rows, by rank, of the table that a call raises."""
     with pytest.raises(RankDivergenceError) as caught:
         call()
-    lines = str(caught.value).splitlines()
-    head = next(place for place, line in enumerate(lines) if line.startswith("rank "))
-    return [line.split(maxsplit=1)[1] for line in lines[head + 1 :]]
+    return re.findall(r"^rank \d+ +(.+)", str(caught.value).partition("\n")[2], re.MULTILINE)
 
 
 def by_rank(*calls):
@@ -90,41 +87,6 @@ def test_different_calls_raise_on_all_ranks():
         assert all("test_collective_check.py:" in row for row in rows), rows
 
 
-@on_ranks(3)
-def test_ranks_that_wait_for_each_other_in_different_groups_raise_at_once():
-    rank = idist.get_rank()
-    pairs = [[0, 1], [1, 2], [0, 2]]
-    for pair in pairs:
-        idist.barrier(group=pair)
-    enable()
-    rows = rows_of(lambda: by_rank(*(lambda pair=pair: idist.all_reduce(1, group=pair) for pair in pairs)))
-    assert all(
-        re.search(rf"all_reduce +\[{one}, {other}\] ", row) for row, (one, other) in zip(rows, pairs, strict=True)
-    )
-    enable()  # a different order of calls: this rank's first group is another's second
-    with pytest.raises(RankDivergenceError, match="will never arrive"):
-        for pair in (pairs[rank], pairs[rank - 1]):
-            idist.all_gather("x", group=pair)
-
-
-@on_ranks(3)
-def test_a_circle_of_waiting_ranks_is_shown_even_when_one_has_ended():
-    rank, first = idist.get_rank(), 1
-    pairs = [[0, 1], [1, 2], [0, 2]]
-    for pair in pairs:
-        idist.barrier(group=pair)
-    enable()
-    if rank != first:
-        time.sleep(0.5)  # and looks up that much later
-    rows = rows_of(lambda: idist.all_reduce(1, group=pairs[rank]))
-    collective_check.disable(current())
-    assert all(
-        re.search(rf"all_reduce +\[{one}, {other}\] ", row) for row, (one, other) in zip(rows, pairs, strict=True)
-    )
-    assert all("test_collective_check.py:" in row for row in rows), rows
-    assert rank == first or rows[first].startswith("has ended, last in all_reduce")
-
-
 @on_ranks(2)
 def test_a_rank_that_has_ended_is_not_waited_for():
     enable()
@@ -134,7 +96,7 @@ def test_a_rank_that_has_ended_is_not_waited_for():
     else:
         rows = rows_of(lambda: idist.all_reduce(1))
         assert "all_reduce" in rows[0]
-        assert rows[1] == "has ended"
+        assert rows[1].startswith("has ended, last in barrier ")
 
 
 @on_ranks(3)
@@ -147,7 +109,7 @@ def test_a_difference_is_reported_before_the_last_rank_arrives():
     rows = rows_of(lambda: by_rank(idist.barrier, lambda: idist.all_reduce(1), idist.barrier))
     store.set(f"{rank} has raised", "")
     assert ("barrier ", "all_reduce ") == (rows[0][:8], rows[1][:11])
-    assert rows[2] == "no call yet" if rank < 2 else rows[2].startswith("barrier ")
+    assert rows[2].startswith("no call yet ") if rank < 2 else rows[2].startswith("barrier ")
 
 
 @on_ranks(3)
@@ -157,8 +119,8 @@ def test_a_rank_that_ended_before_its_first_call_is_shown_to_all():
         collective_check.disable(current())
     else:
         rows = rows_of(lambda: idist.all_reduce(1))
-        assert all(row.startswith("all_reduce ") for row in rows[:2])
-        assert rows[2] == "has ended"
+        assert rows[idist.get_rank()].startswith("all_reduce ")
+        assert rows[2].startswith("has ended ")
 
 
 @on_ranks(2)
@@ -173,20 +135,6 @@ def test_a_forked_child_does_not_end_its_rank():
     if idist.get_rank() == 1:
         time.sleep(1.5)  # the other looks meanwhile
     idist.barrier()
-
-
-@on_ranks(2)
-def test_rank_0_stays_until_the_others_have_read_that_it_has_ended():
-    enable()
-    if idist.get_rank() == 0:
-        check = current().job.resource(collective_check.CollectiveCheck)
-        began = time.monotonic()
-        collective_check.disable(current())
-        assert check._read()[1]["ended"] or time.monotonic() - began >= 2.0
-    else:
-        time.sleep(0.1)  # it comes when rank 0 has nothing left to do
-        assert rows_of(idist.barrier)[0] == "has ended"
-        collective_check.disable(current())
 
 
 @pytest.mark.parametrize("limits", [(LATE, FOR_EVER), (FOR_EVER, LATE)])
@@ -204,7 +152,7 @@ def test_a_rank_that_never_arrives_times_out(limits):
         assert "last in barrier" in rows[1]
     dist.barrier()
     if idist.get_rank() == 1:  # and nobody is there when it comes after all
-        with pytest.raises(RankDivergenceError, match="rank 0 has stopped waiting here"):
+        with pytest.raises(RankDivergenceError, match="rank 0 +timed out in all_reduce"):
             idist.all_reduce(1)
 
 
@@ -238,22 +186,6 @@ def test_one_rank_first_waits_beyond_the_patience():
         time.sleep(1.5)
 
     slow()
-
-
-@on_ranks(2)
-def test_a_straggler_is_logged():
-    collective_check._WARN_AFTER = 1.0
-    records = []
-    handler = logging.Handler()
-    handler.emit = records.append
-    collective_check.logger.addHandler(handler)
-    enable()
-    if idist.get_rank() == 1:
-        time.sleep(3.0)
-    idist.barrier()
-    assert len(records) == (idist.get_rank() == 0)
-    assert all("s for ranks [1]:" in record.getMessage() for record in records)
-    assert all("no call yet" in record.getMessage() for record in records)
 
 
 @on_ranks(2)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 import camshaft.distributed as idist
-from camshaft.distributed.coordination import job_store
+from camshaft.distributed.coordination import waiting
 from camshaft.distributed.data import ExactBatchSampler, Sequential, Shuffled
 from camshaft.engine import Engine, Events
 from camshaft.errors import RankDivergenceError
@@ -127,18 +127,6 @@ def test_a_rank_may_read_a_batch_before_the_epoch_is_announced():
 
 
 @on_ranks(2)
-def test_a_rank_without_announced_epochs_raises_in_its_third_pass():
-    rank = idist.get_rank()
-    loader = idist.auto_dataloader(range(12), batch_size=4)
-    next(iter(loader))  # as one rank alone may do
-    for epoch in range(3):
-        if rank:
-            loader.sampler.set_epoch(epoch)
-        found = one_after_the_other(lambda: len(list(loader)))
-        assert found == 3 if epoch < 2 else "epoch is 1 on rank 1, but 0 on rank 0" in found
-
-
-@on_ranks(2)
 def test_engines_raise_if_only_one_rank_resumes():
     rank = idist.get_rank()
     loader = idist.auto_dataloader(range(12), batch_size=4)
@@ -161,7 +149,7 @@ def test_a_pass_costs_at_most_two_requests_and_leaves_one_key():
     for epoch in range(4):
         loader.sampler.set_epoch(epoch)
         Counted.asked = 0
-        with mock.patch("camshaft.distributed.coordination.job_store.PrefixStore", Counted):
+        with mock.patch("camshaft.distributed.coordination.waiting.PrefixStore", Counted):
             assert len(list(loader)) == 6
         assert 1 <= Counted.asked <= 2
         idist.barrier()
@@ -328,7 +316,7 @@ def test_loaders_without_a_seed_share_torchs_seed_of_rank_0():
 @on_ranks(2)
 def test_the_seed_is_requested_once_and_creating_a_loader_does_not_block():
     rank = idist.get_rank()
-    with mock.patch("camshaft.distributed.coordination.job_store.PrefixStore", Counted):
+    with mock.patch("camshaft.distributed.coordination.waiting.PrefixStore", Counted):
         if rank == 1:
             loader = make()
             assert Counted.asked == 0
@@ -376,8 +364,8 @@ class Log(logging.Handler):
 def test_a_rank_logs_and_raises_if_rank_0_does_not_create_the_loader():
     if idist.get_rank() == 1:
         loader, store, log = make(), dist.distributed_c10d._get_default_store(), Log()
-        logging.getLogger(job_store.__name__).addHandler(log)
-        job_store.SILENCE = 0.0
+        logging.getLogger(waiting.__name__).addHandler(log)
+        waiting.SILENCE = 0.0
         store.set_timeout(timedelta(seconds=0.3))
         with pytest.raises(
             RankDivergenceError, match=r"rank 1 timed out after 0.3 s waiting for rank 0 to create the loader that"

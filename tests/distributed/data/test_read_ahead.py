@@ -20,8 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import camshaft.distributed as idist
 from camshaft.distributed.backends.native.backend import NativeBackend
-from camshaft.distributed.coordination import batch_counts
-from camshaft.distributed.coordination.batch_counts import BatchCounts
+from camshaft.distributed.coordination.data import BatchCounts
 from camshaft.distributed.data import read_ahead
 from camshaft.distributed.data.read_ahead import end_together, prefetch_to_device
 from camshaft.distributed.run import current
@@ -86,7 +85,7 @@ def counted():
     """Count agreements, and allow no collective."""
     with (
         mock.patch.object(BatchCounts, "collect", autospec=True, side_effect=BatchCounts.collect) as collect,
-        mock.patch.object(batch_counts, "all_gather", side_effect=AssertionError),
+        mock.patch("camshaft.distributed.coordination.data.all_gather", side_effect=AssertionError),
         mock.patch.object(dist, "all_reduce", side_effect=AssertionError),
         mock.patch.object(dist, "broadcast", side_effect=AssertionError),
     ):
@@ -262,8 +261,9 @@ def test_without_a_store_a_window_costs_one_collective():
     def read():
         list(ending(Loader(100), 8))
 
-    with mock.patch.object(
-        batch_counts, "all_gather", side_effect=lambda said: calls.append(said) or idist.all_gather(said)
+    with mock.patch(
+        "camshaft.distributed.coordination.data.all_gather",
+        side_effect=lambda said: calls.append(said) or idist.all_gather(said),
     ):
         read()
     assert len(calls) == 2 * 13

@@ -67,6 +67,9 @@ def test_a_wrong_number_of_values_on_one_rank_raises_on_all():
     for call in (
         lambda: idist.scatter([1, 2, 3] if rank == 0 else None),
         lambda: idist.scatter(None),
+        lambda: idist.scatter(5 if rank == 0 else None),
+        lambda: idist.scatter(torch.tensor(1) if rank == 0 else None),
+        lambda: idist.all_to_all((one for one in (1, 2)) if rank == 0 else [1, 2]),
         lambda: idist.all_to_all([1, 2][: 2 - rank]),
         lambda: idist.broadcast(None, safe_mode=True),
     ):
@@ -81,10 +84,6 @@ def test_a_value_of_the_wrong_kind_on_one_rank_raises_on_all():
         (lambda: idist.broadcast(torch.ones(2, device="meta") if rank == 0 else None, safe_mode=True), "hold values"),
         (lambda: idist.broadcast(torch.ones(999, device="meta") if rank == 0 else None, safe_mode=True), "hold values"),
         (lambda: idist.scatter([torch.ones(2, device="meta"), 1] if rank == 0 else None), "hold values"),
-        (lambda: idist.scatter(5 if rank == 0 else None), "values must hold one value .* got 5 of type int"),
-        (lambda: idist.scatter(iter([1, 2]) if rank == 0 else None), "values must hold one value .*iterator"),
-        (lambda: idist.scatter(torch.tensor(1) if rank == 0 else None), "values must hold one value .* of type Tensor"),
-        (lambda: idist.all_to_all((one for one in (1, 2)) if rank == 0 else [1, 2]), "one value .* of type generator"),
         (lambda: idist.all_reduce("3" if rank == 0 else 3), "got '3' of type str|numbers of the same kind"),
         (lambda: idist.reduce([1.0] if rank == 0 else 1.0), r"got \[1.0\] of type list|numbers of the same kind"),
         (lambda: idist.all_reduce("3" if rank == 0 else 3, "MAX"), "got '3' of type str"),
@@ -197,10 +196,7 @@ def test_an_expanded_tensor_is_rejected_before_anything_is_sent():
 @on_ranks(2)
 def test_ranks_in_arguments_are_integers_of_the_group():
     for call in (lambda rank: idist.broadcast(1, src=rank), lambda rank: idist.gather(1, dst=rank)):
-        for rank in ("0", 1.0, None, [0]):
-            with pytest.raises(TypeError, match="must be a rank, an integer, got"):
-                call(rank)
-        for rank in (-1, 2):
+        for rank in ("0", 0.5, None, [0], -1, 2):
             with pytest.raises(ValueError, match=r"must be a rank of the group \[0, 1\], got"):
                 call(rank)
     assert idist.broadcast(idist.get_rank(), src=torch.tensor(1)) == 1  # whatever is an index

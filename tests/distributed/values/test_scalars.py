@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import camshaft.distributed as idist
-from camshaft.distributed.values.scalars import plain_number
+from camshaft.distributed.values import plain_number
 from tests.ranks import on_ranks
 
 OPS = ("SUM", "MIN", "MAX", "PRODUCT", "AND", "OR")

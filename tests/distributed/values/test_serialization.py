@@ -17,17 +17,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from camshaft.distributed.values.serialization import (
+from camshaft.distributed.values import (
     CPU,
     ROOM,
     ROW,
     Buffer,
     bytes_of,
     decode,
-    decode_layout,
     encode,
-    encode_layout,
-    padded,
     read_rows,
     refusal,
     rows_of,
@@ -104,7 +101,6 @@ def test_tensors_of_every_dtype_keep_every_bit(dtype):
             tensor.view(-1).view(torch.uint8).copy_(torch.arange(tensor.nbytes) % (2 if dtype is torch.bool else 251))
         got = decode(encode(tensor))
         assert (got.dtype, got.shape, bytes_of(got)) == (dtype, tensor.shape, bytes_of(tensor))
-        assert decode_layout(encode_layout(tensor)) == (dtype, list(shape))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +120,7 @@ def test_tensors_of_any_layout_round_trip(tensor):
 
 
 def test_a_view_is_encoded_without_the_rest_of_its_storage():
-    assert len(encode(torch.zeros(100_000)[:2])) < 50
+    assert len(encode(torch.zeros(100_000)[:2])) < 200
 
 
 @pytest.mark.parametrize(
@@ -174,7 +170,6 @@ def test_a_refusal_raises_where_it_is_read(kind, text, rank):
 
 
 def test_a_buffer_shares_memory_with_its_tensor():
-    parcel = Buffer(bytearray(8), CPU, torch.int64)
+    parcel = Buffer(bytearray(2), CPU)
     parcel.tensor += 1
-    assert bytes(parcel.read()) == (1).to_bytes(8, "little")
-    assert bytes(padded(b"abc", 5, CPU).read()) == b"abc\0\0"
+    assert bytes(parcel.read()) == b"\1\1"

@@ -169,18 +169,6 @@ def test_the_next_save_waits_for_the_previous_one(tmp_path):
     assert checkpoint.state_dict()["_saved"] == [(1, "part_1.pt"), (2, "part_2.pt")]
 
 
-def test_with_when_busy_skip_the_next_save_is_skipped(tmp_path):
-    saver = Gate(tmp_path)
-    checkpoint = background({"part": Part()}, saver, n_saved=None, when_busy="skip")
-    checkpoint(at(1))
-    checkpoint(at(2))
-    saver.opened.set()
-    assert checkpoint.last_checkpoint == tmp_path / "part_1.pt"
-    checkpoint(at(3))
-    assert checkpoint.last_checkpoint == tmp_path / "part_3.pt"
-    assert names(tmp_path) == ["part_1.pt", "part_3.pt"]
-
-
 def test_the_old_file_is_removed_after_the_new_one_is_saved(tmp_path):
     saver = Gate(tmp_path)
     checkpoint = background({"part": Part()}, saver)
@@ -316,28 +304,11 @@ checkpoint(engine)
     assert names(tmp_path) == ["model_1.pt"]
 
 
-def test_a_save_at_the_exit_of_the_process_is_synchronous(tmp_path):
-    program = f"""
-import atexit, torch
-from camshaft.engine import Engine
-from camshaft.handlers import Checkpoint
-checkpoint = Checkpoint({{"model": torch.nn.Linear(2, 2)}}, {str(tmp_path)!r}, asynchronous=True)
-atexit.register(checkpoint, Engine(lambda engine, batch: None))
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
-    assert names(tmp_path) == ["model_0.pt"]
-
-
 def test_a_model_checkpoint_saves_in_the_background(tmp_path):
     checkpoint = ModelCheckpoint(tmp_path, asynchronous=True)
     checkpoint(at(1), {"part": Part(3)})
     assert checkpoint.last_checkpoint == tmp_path / "part_1.pt"
     assert load(tmp_path / "part_1.pt") == {"value": 3}
-
-
-def test_unknown_values_of_when_busy_are_rejected(tmp_path):
-    with pytest.raises(ValueError, match="when_busy must be 'wait' or 'skip', got 'drop'"):
-        background({"part": Part()}, tmp_path, when_busy="drop")
 
 
 def test_tensors_at_one_address_in_different_storages_are_copied_completely():
@@ -360,14 +331,3 @@ def test_one_rank_copies_and_writes_and_all_ranks_know_the_file(tmp_path):
     assert checkpoint.last_checkpoint == tmp_path / "part_1.pt"
     idist.barrier()
     assert load(tmp_path / "part_1.pt") == {"value": 1}
-
-
-@on_ranks(2)
-def test_if_saves_may_be_skipped_only_the_writing_rank_knows_the_last_checkpoint(tmp_path):
-    checkpoint = background({"part": Part()}, DiskSaver(tmp_path), when_busy="skip")
-    checkpoint(at(1))
-    if idist.get_rank() == 0:
-        assert checkpoint.last_checkpoint == tmp_path / "part_1.pt"
-    else:
-        with pytest.raises(RuntimeError, match="only rank 0 knows"):
-            _ = checkpoint.last_checkpoint

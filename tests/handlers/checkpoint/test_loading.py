@@ -72,44 +72,6 @@ def test_a_mismatch_is_reported_and_nothing_is_loaded(to_load, checkpoint, error
     assert not isinstance(to_load, dict) or getattr(to_load["a"], "value", 0) == 0
 
 
-def adam(model, groups=1):
-    return torch.optim.Adam(
-        [{"params": model.parameters()}, *({"params": [nn.Parameter(torch.ones(1))]},) * (groups - 1)]
-    )
-
-
-@pytest.mark.parametrize(
-    ("target", "other"),
-    [
-        (nn.Linear(1, 1), nn.Linear(2, 1)),
-        (nn.Linear(1, 1), nn.Linear(1, 1, bias=False)),
-        (nn.Linear(1, 1, bias=False), nn.Linear(1, 1)),
-        (adam(nn.Linear(1, 1)), adam(nn.Linear(1, 1), groups=2)),
-        (adam(nn.Linear(1, 1)), adam(nn.Linear(1, 1, bias=False))),
-        (nn.Linear(1, 1), Part()),
-        (adam(nn.Linear(1, 1)), Part()),
-    ],
-)
-def test_if_the_state_of_a_later_object_does_not_fit_the_earlier_ones_are_unchanged(target, other):
-    model, part = linear(0.0), Part()
-    states = {"model": linear(2.0).state_dict(), "part": {"value": 1}, "target": other.state_dict()}
-    with pytest.raises((RuntimeError, ValueError, KeyError)) as raised:
-        load_objects({"model": model, "part": part, "target": target}, states)
-    assert raised.value.__notes__ == ["raised while loading checkpoint['target']"]
-    assert (weight(model), part.value) == (0, 0)
-
-
-def test_a_module_that_converts_old_states_is_loaded_whatever_their_keys_are():
-    class Renamed(nn.Linear):
-        def _load_from_state_dict(self, state, *args):
-            state["weight"] = state.pop("kernel")
-            super()._load_from_state_dict(state, *args)
-
-    model, renamed = linear(0.0), Renamed(1, 1, bias=False)
-    load_objects({"a": model, "b": renamed}, {"a": linear(2.0).state_dict(), "b": {"kernel": torch.full((1, 1), 3.0)}})
-    assert (weight(model), weight(renamed)) == (2, 3)
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # raised by torch.compile
 @pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile, lambda model: nn.DataParallel(torch.compile(model))])
 def test_wrapped_modules_are_loaded(tmp_path, wrap):

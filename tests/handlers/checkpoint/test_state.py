@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from camshaft import distributed as idist
 from camshaft.engine import Engine, Events
 from camshaft.handlers import Checkpoint, DiskSaver
-from camshaft.handlers.checkpoint.state import needs_all_ranks
 from tests.handlers.parts import at, load
 from tests.ranks import on_ranks
 
@@ -62,7 +61,7 @@ def test_sharded_state_is_saved_unsharded_and_resumes_sharded_or_unsharded(tmp_p
 def test_sharded_state_is_saved_in_the_background(tmp_path):
     model, optimizer = make()
     engine = Engine(lambda engine, batch: step(model, optimizer, batch))
-    checkpoint = Checkpoint({"model": model}, DiskSaver(tmp_path), asynchronous=True, when_busy="skip")
+    checkpoint = Checkpoint({"model": model}, DiskSaver(tmp_path), asynchronous=True)
     engine.add_event_handler(Events.ITERATION_COMPLETED(once=1), checkpoint)
     engine.run([torch.ones(2, 3)] * 3)
     idist.barrier()
@@ -70,14 +69,6 @@ def test_sharded_state_is_saved_in_the_background(tmp_path):
     step(first, first_optimizer, torch.ones(2, 3))
     for name, tensor in load(tmp_path / "model_1.pt").items():
         torch.testing.assert_close(tensor, first.state_dict()[name])
-
-
-@on_ranks(2)
-def test_a_sharded_optimizer_alone_is_never_skipped_on_one_rank_only():
-    model, optimizer = make()
-    assert needs_all_ranks({"optimizer": optimizer})
-    assert needs_all_ranks({"nested": [{"model": model}]})
-    assert not needs_all_ranks({"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())})
 
 
 @on_ranks(2)

@@ -1,5 +1,1 @@
 """Backend mpi, through torch.distributed: torch's own where it was built with one, else ours over mpi4py."""
-
-from camshaft.distributed.backends.mpi.start import create
-
-__all__ = ["create"]

@@ -1,13 +1,21 @@
 """A process group for torch.distributed that moves tensors with MPI, through mpi4py.
 
 All calls are MPI's nonblocking ones, since those that block take a whole core and have no timeout. What is wrong with
-the arguments is found before anything begins.
+the arguments is found before anything begins. Waiting ends when a rank that is needed has left, which MPI does not
+notice.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
+import atexit
+import functools
+import os
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -17,26 +25,331 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from camshaft.distributed.backends.mpi.buffers import (
-    disjoint,
-    joined,
-    moved,
-    mpi,
-    name_of,
-    operation,
-    receivable,
-    reduced,
-    sendable,
-    sizes,
-    widened,
-)
-from camshaft.distributed.backends.mpi.membership import Membership, farewell_tag
-from camshaft.distributed.backends.mpi.operation import Operation, Transfer
+# MPI does not add these up (Open MPI adds the bits of two bfloat16 as integers): they are reduced as wider ones.
+# A bool becomes an int32, so that a SUM over more than 255 ranks is still true.
+WIDER = {
+    torch.bool: torch.int32,
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.complex32: torch.complex64,
+}
+_REDUCED = {
+    torch.float32: "FLOAT",
+    torch.float64: "DOUBLE",
+    torch.int8: "INT8_T",
+    torch.int16: "INT16_T",
+    torch.int32: "INT32_T",
+    torch.int64: "INT64_T",
+    torch.uint8: "UINT8_T",
+    torch.uint16: "UINT16_T",
+    torch.uint32: "UINT32_T",
+    torch.uint64: "UINT64_T",
+    torch.complex64: "C_FLOAT_COMPLEX",
+    torch.complex128: "C_DOUBLE_COMPLEX",
+}
+# by the size of an element: some MPI libraries count no further than 2**31, so elements are counted, not bytes
+_MOVED = {1: "BYTE", 2: "INT16_T", 4: "INT32_T", 8: "INT64_T", 16: "C_DOUBLE_COMPLEX"}
+_OPERATIONS = {"AVG": "SUM", "PRODUCT": "PROD"}  # the others have one name in torch and in MPI
 
-_NO_TIMEOUT = timedelta(0)
-_DEFAULTS: Any = SimpleNamespace(reduceOp=dist.ReduceOp.SUM, rootRank=0, timeout=_NO_TIMEOUT)  # of torch's options
+_SPIN = 2e-4  # seconds in which we poll again and again; MPI itself would do so forever, and take a whole core
+_LONGEST_NAP = 1e-3
+_PATIENCE = 5.0  # seconds in which a message that was sent before its sender left must have arrived
+_NOT_SET = timedelta(0)  # torch passes zero or less if no timeout was requested
 
+# MPI reads and writes the memory of an operation until it is complete, also when no object refers to it any more.
+_in_flight: set[Operation] = set()
+_sweep_at = 64
+_yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
+_DEFAULTS: Any = SimpleNamespace(reduceOp=dist.ReduceOp.SUM, rootRank=0, timeout=_NOT_SET)  # of torch's options
 _ProcessGroup: Any = dist.ProcessGroup
+# groups that still have their communicator: they receive the farewells of others
+_groups: set[MPIGroup] = set()
+_forgotten: set[MPIGroup] = set()  # kept, as a forked child has none of the threads that their destruction waits for
+
+
+def mpi() -> Any:
+    """Return ``mpi4py.MPI``, whose first import initializes MPI."""
+    from mpi4py import MPI
+
+    return MPI
+
+
+# --- tensors as mpi4py takes them ------------------------------------------------------------------------------
+
+
+def _reduction(op: Any, dtype: torch.dtype, size: int) -> tuple[Any, int]:
+    """Return the MPI operation for a reduction of torch over so many ranks, and what to divide its result by.
+
+    Raises:
+        ValueError: MPI has none (``PREMUL_SUM``), or none for this dtype.
+    """
+    if WIDER.get(dtype, dtype) not in _REDUCED:
+        raise ValueError(f"MPI reduces tensors of {', '.join(map(str, (*_REDUCED, *WIDER)))}; got {dtype}")
+    allowed = ["SUM", "PRODUCT"]
+    allowed += [] if dtype.is_complex else ["MIN", "MAX"]
+    allowed += ["AVG"] if dtype.is_complex or dtype.is_floating_point else ["BAND", "BOR", "BXOR"]
+    name = getattr(op, "op", op).name  # torch passes both ReduceOp objects and the values of its enumeration
+    if name not in allowed:
+        raise ValueError(f"op must be one of {', '.join(allowed)} for tensors of {dtype} over MPI, got {name}")
+    return getattr(mpi(), _OPERATIONS.get(name, name)), size if name == "AVG" else 1
+
+
+def _sendable(*tensors: Tensor) -> Tensor:
+    """Return what MPI can read: the tensor itself if possible, else a copy on the CPU of all, one after the other."""
+    if len(tensors) == 1:
+        (tensor,) = tensors
+        return tensor if _is_plain(tensor) else tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return torch.cat([_sendable(tensor).detach().reshape(-1) for tensor in tensors])
+
+
+def _receivable(*tensors: Tensor) -> Tensor:
+    """Return memory for tensors that are received one after the other: the tensor itself if MPI can write to it."""
+    if len(tensors) == 1 and _is_plain(tensors[0]):
+        return tensors[0]
+    return torch.empty(sum(_sizes(tensors)), dtype=tensors[0].dtype)
+
+
+def _widened(*tensors: Tensor) -> Tensor:
+    """Return what MPI can reduce: the tensor itself if possible, else a copy."""
+    dtype = tensors[0].dtype
+    return _sendable(*tensors).to(WIDER.get(dtype, dtype))
+
+
+def _disjoint(source: Tensor, target: Tensor | None) -> Tensor:
+    """Return the source, or a copy of it where both overlap in memory, as when FSDP gathers in place.
+
+    MPICH refuses buffers that overlap, Open MPI takes them and may send what it has just received.
+    """
+    if target is None:
+        return source
+    start, other_start = source.data_ptr(), target.data_ptr()
+    overlap = start < other_start + target.nbytes and other_start < start + source.nbytes
+    return source.clone() if overlap else source
+
+
+def _moved(tensor: Tensor | None, counts: Sequence[int] | None = None) -> list[Any] | None:
+    """Describe memory that is moved as it is, in a part of so many elements for each rank if counts are given."""
+    if tensor is None:
+        return None
+    parts = [] if counts is None else [counts]
+    return [_memory(tensor), *parts, getattr(mpi(), _MOVED[tensor.element_size()])]
+
+
+def _reduced(tensor: Tensor) -> list[Any]:
+    """Describe memory that is reduced."""
+    return [_memory(tensor), getattr(mpi(), _REDUCED[tensor.dtype])]
+
+
+def _sizes(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the number of elements of each tensor."""
+    return [tensor.numel() for tensor in tensors]
+
+
+def _memory(tensor: Tensor) -> Any:
+    return mpi().buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"tensor must be dense to travel over MPI, got layout {tensor.layout}: call to_dense() first")
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+# --- operations ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One call of MPI that is ready to begin.
+
+    Args:
+        begin: calls MPI, and holds the memory that MPI reads.
+        buffer: the memory that MPI writes to, or reduces.
+        targets: the tensors that the result is for, one after the other; none if this rank receives nothing.
+        divisor: what the result is divided by.
+        peer: the other rank of a message; ``None`` in a collective and for a message from any rank.
+    """
+
+    begin: Callable[[], Any]
+    buffer: Tensor | None = None
+    targets: Sequence[Tensor] = ()
+    divisor: int = 1
+    peer: int | None = None
+
+    @torch.no_grad()  # a target may be a leaf that requires gradients
+    def deliver(self) -> None:
+        """Copy the result to the tensors that it is for."""
+        if self.buffer is None or not self.targets:
+            return
+        if self.divisor > 1:
+            self.buffer.div_(self.divisor)
+        if self.buffer is not self.targets[0]:
+            parts = torch.split(self.buffer.view(-1), _sizes(self.targets))
+            for part, tensor in zip(parts, self.targets, strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+
+class Operation(dist.Work):
+    """Calls of MPI that are under way until they are waited for.
+
+    Args:
+        group: the group that they are of.
+        name: what users call the operation.
+        transfers: the calls of MPI, which begin here.
+        results: the tensors that the user waits for.
+        number: of the collective, counted in the group; ``None`` for a message.
+        timeout: how long to wait; the group's timeout if not set.
+
+    Raises:
+        DistBackendError: MPI refuses them, or this rank has left the group.
+    """
+
+    def __init__(
+        self,
+        group: MPIGroup,
+        name: str,
+        transfers: list[Transfer],
+        results: list[Any],
+        number: int | None = None,
+        timeout: timedelta = _NOT_SET,
+    ) -> None:
+        super().__init__()
+        if group.given_up is not None:
+            raise dist.DistBackendError(f"{name} is refused, the group is of no use any more: {group.given_up}")
+        self._group, self._name, self._number, self._timeout = group, name, number, timeout
+        self._transfers, self._results = transfers, results
+        self._done = False
+        self._error: dist.DistBackendError | None = None
+        self._status = mpi().Status()
+        self._lock = threading.Lock()
+        with self._lock:
+            _remember(self)
+            self._requests = self._calling_mpi(lambda: [transfer.begin() for transfer in transfers])
+
+    def wait(self, timeout: timedelta = _NOT_SET) -> bool:
+        """Wait until the results are there.
+
+        Raises:
+            DistBackendError: they did not come in time or cannot come any more, or MPI failed.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if not self._done:
+                limit = next(limit for limit in (timeout, self._timeout, self._group.timeout) if limit > _NOT_SET)
+                self._calling_mpi(lambda: self._wait_for_all(limit.total_seconds()))
+                self._deliver()
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether it has ended, with or without an error, which whoever waits for it gets."""
+        if not self._lock.acquire(blocking=False):
+            return False  # another thread is waiting for it
+        try:
+            with suppress(dist.DistBackendError):
+                is_open = not self._done and self._error is None
+                if is_open and self._calling_mpi(lambda: all(one.Test(self._status) for one in self._requests)):
+                    self._deliver()
+            return self._done or self._error is not None
+        finally:
+            self._lock.release()
+
+    def synchronize(self) -> None:
+        """Wait until the results are there."""
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        """Return the results, which must be there."""
+        return self._results
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Wait until the results are there, and return them as a future.
+
+        DDP asks for it when it begins to reduce a bucket of gradients; nothing else makes MPI progress meanwhile, so
+        without waiting here, DDP would wait forever.
+        """
+        self.wait()
+        devices = {tensor.device for tensor in _tensors(self._results) if tensor.is_cuda}
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=list(devices))
+        future.set_result(self._results)
+        return future
+
+    def _source_rank(self) -> int:
+        """Return the rank in the group that sent the message; torch asks for it."""
+        rank: int = self._status.Get_source()
+        return rank
+
+    def _calling_mpi(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except mpi().Exception as error:
+            raise self._lost(f"failed: {error}") from error
+
+    def _wait_for_all(self, limit: float) -> None:
+        for request in self._requests:
+            wait_for(request, self._status, lambda waited: self._check(waited, limit))
+
+    def _deliver(self) -> None:
+        """Deliver the results, once, and release the memory."""
+        self._done = True
+        _in_flight.discard(self)
+        transfers, self._transfers = self._transfers, []
+        for transfer in transfers:
+            if self._number is None and transfer.buffer is not None:  # a message that was received
+                got, expected = self._status.Get_count(mpi().BYTE), transfer.buffer.nbytes
+                if got != expected:
+                    raise self._lost(f"got {got} bytes from rank {self._source_rank()}, the tensor has {expected}")
+            transfer.deliver()
+
+    def _check(self, waited: float, limit: float) -> None:
+        """Raise if the results did not arrive in time, or cannot arrive because a rank has left."""
+        if waited > limit:
+            raise self._lost(f"timed out after {limit:g} s")
+        for rank, (collectives, noticed) in self._group.departures().items():
+            is_missing = self._number is not None and collectives < self._number
+            is_silent = rank == self._transfers[0].peer and time.monotonic() - noticed > _PATIENCE
+            if is_missing or is_silent:
+                raise self._lost(f"cannot complete: rank {rank} left after {collectives} collectives")
+
+    def _lost(self, what: str) -> dist.DistBackendError:
+        place = "" if self._number is None else f", collective {self._number} of this group,"
+        self._error = self._group.give_up(f"{self._name}{place} {what}", self._number)
+        return self._error
+
+
+def wait_for(request: Any, status: Any, check: Callable[[float], None]) -> None:
+    """Wait for MPI, and yield the core meanwhile, which MPI does not.
+
+    Args:
+        request: what to wait for.
+        status: filled when it is complete, or ``None``.
+        check: called now and then with the seconds waited; raises to give up.
+    """
+    began = time.monotonic()
+    while not request.Test(status):
+        waited = time.monotonic() - began
+        if waited < _SPIN:
+            _yield_core()
+        else:
+            check(waited)
+            time.sleep(min(waited / 10, _LONGEST_NAP))
+
+
+def _remember(operation: Operation) -> None:
+    """Keep an operation until it is complete; now and then, poll those that no thread waits for."""
+    global _sweep_at
+    _in_flight.add(operation)
+    if len(_in_flight) >= _sweep_at:
+        for known in list(_in_flight):
+            known.is_completed()
+        _sweep_at = max(64, 2 * len(_in_flight))
+
+
+def _tensors(results: list[Any]) -> list[Tensor]:
+    return [tensor for item in results for tensor in (_tensors(item) if isinstance(item, list) else [item])]
+
+
+# --- the group -------------------------------------------------------------------------------------------------
 
 
 class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares overloads that no Python group has
@@ -46,12 +359,14 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
     begin and wait is free, as with other backends. Reductions of DDP complete when they are called: they do not overlap
     with the backward pass.
 
-    After a timeout or an error of MPI, what the ranks exchange would not fit together any more: the group refuses
-    further operations.
+    MPI does not tell a rank that another one has ended: it would wait forever, and the other one, in ``MPI_Finalize``,
+    would wait for it. So a rank that leaves the group says farewell, with the number of collectives that it took part
+    in: ranks that wait can tell one that has done its part from one that will never come. After a timeout or an error
+    of MPI, what the ranks exchange would not fit together any more: the rank leaves at once.
 
     Args:
-        comm: the communicator, which belongs to the group from now on.
-        store: what the ranks share beside it.
+        comm: the communicator, which belongs to the group from now on. It is freed when all ranks have left.
+        store: what the ranks share beside it; rank 0 may host it, so it lives as long as the communicator.
         timeout: how long an operation may take.
     """
 
@@ -62,10 +377,13 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         self.comm = comm
         self.store = store
         self.timeout = timeout
-        self.membership = Membership(comm, kept=store)
-        self._name = self._description = ""
-        self._given_up: str | None = None
-        weakref.finalize(self, self.membership.leave).atexit = False  # old versions of torch do not call shutdown
+        self.when_shut_down: Callable[[], object] = lambda: None
+        self._name = ""
+        self.given_up: str | None = None  # why this rank has left, if it has
+        self._collectives = 0
+        self._departures: dict[int, tuple[int, float]] = {}
+        self._farewells: list[tuple[Any, array[int]]] = []
+        _groups.add(self)
 
     # --- what torch asks a group ---------------------------------------------------------------------------
 
@@ -73,25 +391,13 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         """Return the name under which torch knows the backend."""
         return "mpi"
 
-    name = getBackendName
-
     @property
     def group_name(self) -> str:
         """The name that torch gave to the group."""
         return self._name
 
-    pg_name = group_name
-
-    @property
-    def group_desc(self) -> str:
-        """The description that torch gave to the group."""
-        return self._description
-
     def _set_group_name(self, name: str) -> None:
         self._name = name
-
-    def _set_group_desc(self, description: str) -> None:
-        self._description = description
 
     def get_group_store(self) -> Store:
         """Return what the ranks share beside the communicator."""
@@ -103,21 +409,50 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
 
     _set_default_timeout = set_timeout
 
-    def _get_backend(self, device: torch.device) -> MPIGroup:
+    def _get_backend(self, device: object) -> MPIGroup:
         return self  # it is its own backend, on any device
+
+    # --- leaving -------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
         """Leave the group: what the others wait for that needs this rank fails at once."""
-        self._given_up = "it was shut down"
-        self.membership.leave()
+        self._leave("it was shut down", self._collectives)
+        self.when_shut_down()
 
     abort = shutdown
 
     def give_up(self, reason: str, number: int | None) -> dist.DistBackendError:
-        """Refuse further operations, tell the other ranks that there will be none, and return the error to raise."""
-        self._given_up = reason
-        self.membership.give_up(number)
+        """Leave the group after an error, and return the error to raise.
+
+        Args:
+            reason: what failed.
+            number: of the collective that failed here; ``None`` for a message.
+        """
+        self._leave(reason, self._collectives if number is None else number - 1)
         return dist.DistBackendError(f"rank {self.rank()} of {self.size()} over MPI: {reason}")
+
+    def departures(self) -> dict[int, tuple[int, float]]:
+        """Return the ranks that have left by now, after how many collectives, and when this rank learned it."""
+        status = mpi().Status()
+        while (message := self.comm.Improbe(mpi().ANY_SOURCE, _farewell_tag(), status)) is not None:
+            note = array("q", [0])
+            message.Recv([note, mpi().INT64_T])
+            self._departures[status.Get_source()] = note[0], time.monotonic()
+        return self._departures
+
+    def is_over(self) -> bool:
+        """Return whether all have left, so that no message is under way any more."""
+        is_sent = self.given_up is not None and all(request.Test() for request, _ in self._farewells)
+        return is_sent and len(self.departures()) == self.size() - 1
+
+    def _leave(self, reason: str, collectives: int) -> None:
+        if self.given_up is None and self in _groups:  # a forked child is not a rank, and has no groups
+            note = array("q", [collectives])
+            others = [rank for rank in range(self.size()) if rank != self.rank()]
+            with suppress(mpi().Exception):  # which may have been the reason
+                for rank in others:  # MPI may read the note later
+                    self._farewells.append((self.comm.Isend([note, mpi().INT64_T], rank, _farewell_tag()), note))
+        self.given_up = self.given_up or reason
 
     # --- collectives ---------------------------------------------------------------------------------------
 
@@ -125,53 +460,43 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         """Reduce tensors over all ranks, in place."""
 
         def transfer(tensor: Tensor) -> Transfer:
-            op, buffer = operation(opts.reduceOp, tensor.dtype), widened(tensor)
-            return Transfer(
-                lambda: self.comm.Iallreduce(mpi().IN_PLACE, reduced(buffer), op), buffer, [tensor], self._divisor(opts)
-            )
+            (op, divisor), buffer = _reduction(opts.reduceOp, tensor.dtype, self.size()), _widened(tensor)
+            begin = functools.partial(self.comm.Iallreduce, mpi().IN_PLACE, _reduced(buffer), op)
+            return Transfer(begin, buffer, [tensor], divisor)
 
-        return self._collective("all_reduce", [transfer(tensor) for tensor in tensors], tensors, opts)
+        return self._collective("all_reduce", map(transfer, tensors), tensors, opts)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: list[Tensor], opts: Any = _DEFAULTS) -> dist.Work:
         """Reduce tensors over all ranks, in place on one rank; elsewhere they stay as they are."""
+        is_root = self.rank() == opts.rootRank
 
         def transfer(tensor: Tensor) -> Transfer:
-            op, buffer = operation(opts.reduceOp, tensor.dtype), widened(tensor)
-            if self.rank() != opts.rootRank:
-                return Transfer(lambda: self.comm.Ireduce(reduced(buffer), None, op, opts.rootRank))
-            return Transfer(
-                lambda: self.comm.Ireduce(mpi().IN_PLACE, reduced(buffer), op, opts.rootRank),
-                buffer,
-                [tensor],
-                self._divisor(opts),
-            )
+            (op, divisor), buffer = _reduction(opts.reduceOp, tensor.dtype, self.size()), _widened(tensor)
+            messages = (mpi().IN_PLACE, _reduced(buffer)) if is_root else (_reduced(buffer), None)
+            begin = functools.partial(self.comm.Ireduce, *messages, op, opts.rootRank)
+            return Transfer(begin, buffer, [tensor] if is_root else [], divisor)
 
-        return self._collective("reduce", [transfer(tensor) for tensor in tensors], tensors, opts)
+        return self._collective("reduce", map(transfer, tensors), tensors, opts)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = _DEFAULTS) -> dist.Work:
         """Overwrite tensors by those of one rank."""
+        is_root = self.rank() == opts.rootRank
 
         def transfer(tensor: Tensor) -> Transfer:
-            if self.rank() == opts.rootRank:
-                source = sendable(tensor)
-                return Transfer(lambda: self.comm.Ibcast(moved(source), opts.rootRank))
-            buffer = receivable([tensor])
-            return Transfer(lambda: self.comm.Ibcast(moved(buffer), opts.rootRank), buffer, [tensor])
+            buffer, targets = (_sendable(tensor), []) if is_root else (_receivable(tensor), [tensor])
+            return Transfer(lambda: self.comm.Ibcast(_moved(buffer), opts.rootRank), buffer, targets)
 
-        return self._collective("broadcast", [transfer(tensor) for tensor in tensors], tensors, opts)
+        return self._collective("broadcast", map(transfer, tensors), tensors, opts)
 
     def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any = _DEFAULTS) -> dist.Work:
         """Fill each list with the tensor of each rank; the sizes may differ over the ranks."""
 
         def transfer(parts: list[Tensor], tensor: Tensor) -> Transfer:
-            self._check_parts("output_tensors", parts, tensor.dtype)
-            _check_size("output", parts[self.rank()].numel(), "input", tensor.numel())
-            buffer, source = receivable(parts), sendable(tensor)
-            return Transfer(lambda: self.comm.Iallgatherv(moved(source), moved(buffer, sizes(parts))), buffer, parts)
+            return self._transfer(self.comm.Iallgatherv, [tensor], parts, receives=_sizes(parts))
 
-        transfers = [transfer(*pair) for pair in zip(outputs, tensors, strict=True)]
+        transfers = map(transfer, outputs, tensors)
         return self._collective("all_gather", transfers, outputs[0] if len(outputs) == 1 else outputs, opts)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = _DEFAULTS) -> dist.Work:
@@ -184,90 +509,26 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         """Fill tensors with those of all ranks; functional collectives call this."""
 
         def transfer(output: Tensor, tensor: Tensor) -> Transfer:
-            _check_dtypes("output", [output], tensor.dtype)
-            _check_size("output", output.numel(), "input times ranks", tensor.numel() * self.size())
-            buffer = receivable([output])
-            source = disjoint(sendable(tensor), buffer)
-            return Transfer(lambda: self.comm.Iallgather(moved(source), moved(buffer)), buffer, [output])
+            return self._transfer(self.comm.Iallgatherv, [tensor], [output], receives=self._split(output))
 
-        transfers = [transfer(*pair) for pair in zip(outputs, tensors, strict=True)]
-        return self._collective("all_gather_into_tensor", transfers, outputs, opts)
+        return self._collective("all_gather_into_tensor", map(transfer, outputs, tensors), outputs, opts)
 
     def gather(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any = _DEFAULTS) -> dist.Work:
         """Fill the list on one rank with the tensor of each rank; the other ranks have no list."""
-        source, parts = sendable(tensors[0]), outputs[0] if outputs else []
-        if self.rank() == opts.rootRank:
-            self._check_parts("gather_list", parts, source.dtype)
-            buffer = receivable(parts)
-            transfer = Transfer(
-                lambda: self.comm.Igatherv(moved(source), moved(buffer, sizes(parts)), opts.rootRank), buffer, parts
-            )
-        else:
-            transfer = Transfer(lambda: self.comm.Igatherv(moved(source), None, opts.rootRank))
+        parts = outputs[0] if outputs else []
+        transfer = self._transfer(self.comm.Igatherv, tensors, parts, opts.rootRank, receives=_sizes(parts))
         return self._collective("gather", [transfer], parts, opts)
-
-    def gather_single(self, output: Tensor, tensor: Tensor, opts: Any = _DEFAULTS) -> dist.Work:
-        """Fill a tensor on one rank with those of all ranks."""
-        rows = list(output.chunk(self.size())) if self.rank() == opts.rootRank else []
-        return self.gather([rows], [tensor], opts)
 
     def scatter(self, outputs: list[Tensor], tensors: list[list[Tensor]], opts: Any = _DEFAULTS) -> dist.Work:
         """Fill a tensor with this rank's one of the list on one rank; the other ranks have no list."""
-        parts, buffer = tensors[0] if tensors else [], receivable(outputs)
-        if self.rank() == opts.rootRank:
-            self._check_parts("scatter_list", parts, buffer.dtype)
-            source = joined(parts)
-            transfer = Transfer(
-                lambda: self.comm.Iscatterv(moved(source, sizes(parts)), moved(buffer), opts.rootRank), buffer, outputs
-            )
-        else:
-            transfer = Transfer(lambda: self.comm.Iscatterv(None, moved(buffer), opts.rootRank), buffer, outputs)
+        parts = tensors[0] if tensors else []
+        transfer = self._transfer(self.comm.Iscatterv, parts, outputs, opts.rootRank, sends=_sizes(parts))
         return self._collective("scatter", [transfer], outputs, opts)
-
-    def reduce_scatter(self, outputs: list[Tensor], tensors: list[list[Tensor]], opts: Any = _DEFAULTS) -> dist.Work:
-        """Reduce the tensors of a list over the ranks, and fill a tensor with this rank's one."""
-        transfers = []
-        for output, parts in zip(outputs, tensors, strict=True):
-            self._check_parts("input_list", parts, output.dtype)
-            transfers.append(self._reduced_parts(output, widened(joined(parts)), sizes(parts), opts))
-        return self._collective("reduce_scatter", transfers, outputs, opts)
-
-    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = _DEFAULTS) -> dist.Work:
-        """Reduce a tensor over the ranks, and fill another with this rank's part."""
-        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = _DEFAULTS
-    ) -> dist.Work:
-        """Reduce tensors over the ranks, and fill others with this rank's parts; functional collectives call this."""
-        transfers = []
-        for output, tensor in zip(outputs, tensors, strict=True):
-            _check_dtypes("input", [tensor], output.dtype)
-            _check_size("input", tensor.numel(), "output times ranks", output.numel() * self.size())
-            transfers.append(self._reduced_parts(output, widened(tensor), [output.numel()] * self.size(), opts))
-        return self._collective("reduce_scatter_tensor", transfers, outputs, opts)
-
-    def _reduced_parts(self, output: Tensor, source: Tensor, counts: list[int], opts: Any) -> Transfer:
-        op = operation(opts.reduceOp, output.dtype)
-        _check_size("output", output.numel(), "this rank's part of the input", counts[self.rank()])
-        buffer = receivable([output])
-        buffer = buffer if source.dtype == output.dtype else torch.empty(output.shape, dtype=source.dtype)
-        source = disjoint(source, buffer)
-        return Transfer(
-            lambda: self.comm.Ireduce_scatter(reduced(source), reduced(buffer), counts, op),
-            buffer,
-            [output],
-            self._divisor(opts),
-        )
 
     def alltoall(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = _DEFAULTS) -> dist.Work:
         """Send each rank one tensor, and fill others with what each rank sends."""
-        self._check_parts("output_tensor_list", outputs, tensors[0].dtype)
-        self._check_parts("input_tensor_list", tensors, outputs[0].dtype)
-        buffer, source = receivable(outputs), joined(tensors)
-        transfer = Transfer(
-            lambda: self.comm.Ialltoallv(moved(source, sizes(tensors)), moved(buffer, sizes(outputs))), buffer, outputs
-        )
+        counts = {"sends": _sizes(tensors), "receives": _sizes(outputs)}
+        transfer = self._transfer(self.comm.Ialltoallv, tensors, outputs, **counts)
         return self._collective("all_to_all", [transfer], outputs, opts)
 
     def all_to_all_single(
@@ -279,14 +540,31 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         opts: Any = _DEFAULTS,
     ) -> dist.Work:
         """Send each rank its rows of a tensor, and fill another with what each rank sends; by default equal parts."""
-        _check_dtypes("output", [output], tensor.dtype)
-        incoming, outgoing = self._counts(output, receives), self._counts(tensor, sends)
-        buffer = receivable([output])
-        source = disjoint(sendable(tensor), buffer)
-        transfer = Transfer(
-            lambda: self.comm.Ialltoallv(moved(source, outgoing), moved(buffer, incoming)), buffer, [output]
-        )
+        counts = {"sends": self._split(tensor, sends), "receives": self._split(output, receives)}
+        transfer = self._transfer(self.comm.Ialltoallv, [tensor], [output], **counts)
         return self._collective("all_to_all_single", [transfer], [output], opts)
+
+    def reduce_scatter(self, outputs: list[Tensor], tensors: list[list[Tensor]], opts: Any = _DEFAULTS) -> dist.Work:
+        """Reduce the tensors of a list over the ranks, and fill a tensor with this rank's one."""
+
+        def transfer(output: Tensor, parts: list[Tensor]) -> Transfer:
+            return self._reduced_parts(output, parts, _sizes(parts), opts)
+
+        return self._collective("reduce_scatter", map(transfer, outputs, tensors), outputs, opts)
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = _DEFAULTS) -> dist.Work:
+        """Reduce a tensor over the ranks, and fill another with this rank's part."""
+        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = _DEFAULTS
+    ) -> dist.Work:
+        """Reduce tensors over the ranks, and fill others with this rank's parts; functional collectives call this."""
+
+        def transfer(output: Tensor, tensor: Tensor) -> Transfer:
+            return self._reduced_parts(output, [tensor], self._split(tensor), opts)
+
+        return self._collective("reduce_scatter_tensor", map(transfer, outputs, tensors), outputs, opts)
 
     def barrier(self, opts: Any = _DEFAULTS) -> dist.Work:
         """Wait for all ranks."""
@@ -303,73 +581,121 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> dist.Work:
         """Begin to send a tensor to one rank; as with gloo, it is sent when that rank receives it, however short."""
-        _check_tag(tag)
-        source = sendable(tensors[0])
-        return self._begin("send", [Transfer(lambda: self.comm.Issend(moved(source), peer, tag), peer=peer)], tensors)
+        source = _sendable(tensors[0])
+        transfer = Transfer(lambda: self.comm.Issend(_moved(source), peer, tag), peer=peer)
+        return Operation(self, "send", [transfer], tensors)
 
-    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> dist.Work:
-        """Begin to receive a tensor from one rank."""
-        return self._receive(tensors, peer, peer, tag)
+    def recv(self, tensors: list[Tensor], peer: int | None, tag: int = 0) -> dist.Work:
+        """Begin to receive a tensor from one rank, or from any."""
+        source, buffer = mpi().ANY_SOURCE if peer is None else peer, _receivable(*tensors)
+        transfer = Transfer(lambda: self.comm.Irecv(_moved(buffer), source, tag), buffer, tensors, peer=peer)
+        return Operation(self, "recv", [transfer], tensors)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
         """Begin to receive a tensor from any rank."""
-        return self._receive(tensors, mpi().ANY_SOURCE, None, tag)
-
-    def _receive(self, tensors: list[Tensor], source: int, peer: int | None, tag: int) -> dist.Work:
-        _check_tag(tag)
-        buffer = receivable(tensors)
-        transfer = Transfer(lambda: self.comm.Irecv(moved(buffer), source, tag), buffer, tensors, peer=peer)
-        return self._begin("recv", [transfer], tensors)
+        return self.recv(tensors, None, tag)
 
     # --- how they begin ------------------------------------------------------------------------------------
 
-    def _collective(self, name: str, transfers: list[Transfer], results: list[Any], opts: Any) -> dist.Work:
-        return self._begin(name, transfers, results, self.membership.count_collective(), opts.timeout)
+    def _collective(self, name: str, transfers: Iterable[Transfer], results: list[Any], opts: Any) -> dist.Work:
+        prepared = list(transfers)  # may find something wrong with the arguments
+        self._collectives += 1
+        return Operation(self, name, prepared, results, self._collectives, opts.timeout)
 
-    def _begin(
+    def _transfer(
         self,
-        name: str,
-        transfers: list[Transfer],
-        results: list[Any],
-        number: int | None = None,
-        timeout: timedelta = _NO_TIMEOUT,
-    ) -> dist.Work:
-        if self._given_up is not None:
-            raise dist.DistBackendError(f"{name} is refused, the group is of no use any more: {self._given_up}")
-        return Operation(self, name, transfers, results, number, timeout)
+        call: Callable[..., Any],
+        tensors: list[Tensor],
+        outputs: list[Tensor],
+        *root: int,
+        sends: list[int] | None = None,
+        receives: list[int] | None = None,
+    ) -> Transfer:
+        """Prepare a call that sends tensors, one after the other, and fills others.
 
-    def _divisor(self, opts: Any) -> int:
-        size: int = self.size()
-        return size if name_of(opts.reduceOp) == "AVG" else 1
+        Args:
+            call: takes what is sent, what is received, and the root.
+            tensors: none if this rank sends nothing.
+            outputs: none if this rank receives nothing.
+            root: the only rank that sends, or receives, if there is one.
+            sends: how many elements are for each rank; ``None`` if all get the same tensor.
+            receives: how many elements come from each rank; ``None`` if they come from one.
+        """
+        self._check_parts(tensors, outputs, sends, receives)
+        buffer = _receivable(*outputs) if outputs else None
+        source = _disjoint(_sendable(*tensors), buffer) if tensors else None
+        return Transfer(lambda: call(_moved(source, sends), _moved(buffer, receives), *root), buffer, outputs)
 
-    def _counts(self, tensor: Tensor, rows: Sequence[int]) -> list[int]:
-        """Return the number of elements in the rows of each rank."""
-        size, length = self.size(), tensor.shape[0]
-        rows = rows or [length // size] * size
-        if len(rows) != size or sum(rows) != length:
+    def _reduced_parts(self, output: Tensor, tensors: list[Tensor], counts: list[int], opts: Any) -> Transfer:
+        self._check_parts(tensors, [output], counts, None)
+        op, divisor = _reduction(opts.reduceOp, output.dtype, self.size())
+        source, buffer = _widened(*tensors), _receivable(output)
+        buffer = buffer if source.dtype == output.dtype else torch.empty(output.shape, dtype=source.dtype)
+        source = _disjoint(source, buffer)
+        return Transfer(
+            lambda: self.comm.Ireduce_scatter(_reduced(source), _reduced(buffer), counts, op), buffer, [output], divisor
+        )
+
+    def _split(self, tensor: Tensor, rows: Sequence[int] = ()) -> list[int]:
+        """Return the number of elements in the rows of each rank; by default all have as many."""
+        rows = rows or [len(tensor) // self.size()] * self.size()
+        return [count * tensor[:1].numel() for count in rows]
+
+    def _check_parts(
+        self, tensors: list[Tensor], outputs: list[Tensor], sends: list[int] | None, receives: list[int] | None
+    ) -> None:
+        """Refuse parts that do not fit: what a rank sends to itself must be what it receives from itself."""
+        own = []
+        for side, counts in ((tensors, sends), (outputs, receives)):
+            total = sum(_sizes(side))
+            if side and counts is not None and (len(counts) != self.size() or sum(counts) != total):
+                raise ValueError(
+                    f"tensors of {total} elements must have {self.size()} parts, one for each rank, that add up to "
+                    f"them, got parts of {counts}"
+                )
+            own += [f"{total if counts is None else counts[self.rank()]} of {tensor.dtype}" for tensor in side[:1]]
+        if len(set(own)) > 1:
             raise ValueError(
-                f"split sizes must be {size} that add up to the {length} rows of the tensor, got {list(rows)}"
+                f"this rank's part of the input must have the elements of its output, {own[1]}, got {own[0]}"
             )
-        width = tensor.numel() // length if length else 0
-        return [count * width for count in rows]
-
-    def _check_parts(self, name: str, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
-        if len(tensors) != self.size():
-            raise ValueError(f"{name} must have a tensor for each of the {self.size()} ranks, got {len(tensors)}")
-        _check_dtypes(name, tensors, dtype)
 
 
-def _check_dtypes(name: str, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
-    for tensor in tensors:
-        if tensor.dtype != dtype:
-            raise ValueError(f"{name} must have the dtype of the other side, {dtype}, got {tensor.dtype}")
+def free_unused() -> None:
+    """Free the communicators of groups that all ranks have left."""
+    for group in list(_groups):
+        if group.is_over():
+            _groups.discard(group)
+            group.comm.Free()
 
 
-def _check_size(name: str, size: int, other: str, other_size: int) -> None:
-    if size != other_size:
-        raise ValueError(f"{name} must have as many elements as {other}, {other_size}, got {size}")
+def forget_all() -> None:
+    """Do not wait for other ranks at exit: a forked child is none of them, or this process is about to end them too."""
+    _forgotten.update(_groups)
+    _groups.clear()
 
 
-def _check_tag(tag: int) -> None:
-    if not 0 <= tag < farewell_tag():
-        raise ValueError(f"tag must be in [0, {farewell_tag()}), got {tag}")
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=forget_all)
+
+
+@atexit.register
+def leave_all() -> None:
+    """Leave all groups before this process ends, and wait until all ranks have left them.
+
+    ``MPI_Finalize`` would wait as well, but take a whole core, and what was kept for others would be gone by then.
+    """
+    if not _groups or mpi().Is_finalized():
+        return
+    for group in list(_groups):
+        group.shutdown()
+    while _groups:
+        free_unused()
+        time.sleep(0.01)
+
+
+@functools.cache
+def _farewell_tag() -> int:
+    """Return the tag of farewells: the highest that MPI has, which messages of users must not carry."""
+    tag: int | None = mpi().COMM_WORLD.Get_attr(mpi().TAG_UB)
+    assert tag is not None, "MPI attaches it to the world communicator"
+    return tag

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
-import json
 import os
 import socket
 import sys
@@ -21,10 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
-from camshaft.distributed.backends.mpi.buffers import mpi
-from camshaft.distributed.backends.mpi.membership import forget_all, free_unused
-from camshaft.distributed.backends.mpi.operation import wait_for
-from camshaft.distributed.backends.mpi.process_group import MPIGroup
+from camshaft.distributed.backends.mpi.process_group import MPIGroup, forget_all, free_unused, mpi, wait_for
 from camshaft.distributed.backends.native.backend import NativeBackend
 from camshaft.distributed.topology import Launch, Topology
 
@@ -95,7 +90,7 @@ def initialize_mpi(timeout: timedelta | None = None) -> None:
     assert isinstance(world, MPIGroup)
     # torch has no store for this backend; those who look for the default one shall find ours
     c10d._world.pg_map[world] = (dist.get_backend(world), world.store)
-    world.membership.when_left = guard.stop
+    world.when_shut_down = guard.stop
 
 
 def register_mpi() -> None:
@@ -119,7 +114,12 @@ def register_mpi() -> None:
         ) from error
     check_launcher(os.environ, world_size)
     if torch.__version__ >= "2.14":  # compared as versions, not as text
-        dist.Backend.register_backend("mpi", _create_from_options, extended_api=True, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(
+            "mpi",
+            lambda options, _: create_group(options.global_ranks_in_group, options.timeout),
+            extended_api=True,
+            devices=["cpu", "cuda"],
+        )
     else:
         _replace_built_in()
     _registered = True
@@ -183,12 +183,11 @@ def _connect(timeout: timedelta) -> TCPStore:
         DistBackendError: rank 0 did not come within ``timeout``.
         DistNetworkError: the host of rank 0 cannot be reached.
     """
-    world, here, address = mpi().COMM_WORLD, mpi().Get_processor_name(), {}
+    world, here, seconds = mpi().COMM_WORLD, mpi().Get_processor_name(), timeout.total_seconds()
+    buffer = bytearray(_ROOM)
     if world.rank == 0:
         store = TCPStore("localhost", 0, world.size, True, timeout, wait_for_workers=False)
-        address = {"host": here, "port": store.port}
-    buffer = bytearray(json.dumps(address).encode().ljust(_ROOM))
-    seconds = timeout.total_seconds()
+        buffer = bytearray(f"{here} {store.port}".encode().ljust(_ROOM))
 
     def check(waited: float) -> None:
         if waited > seconds:
@@ -197,9 +196,9 @@ def _connect(timeout: timedelta) -> TCPStore:
     wait_for(world.Ibcast([buffer, mpi().BYTE], 0), None, check)
     if world.rank == 0:
         return store
-    address = json.loads(bytes(buffer))
-    host = os.environ.get("MASTER_ADDR") or ("localhost" if address["host"] == here else address["host"])
-    return TCPStore(host, address["port"], world.size, False, timeout, wait_for_workers=False)
+    first, port = buffer.decode().split()
+    host = os.environ.get("MASTER_ADDR") or ("localhost" if first == here else first)
+    return TCPStore(host, int(port), world.size, False, timeout, wait_for_workers=False)
 
 
 def _wait_for_members(store: Store, size: int, timeout: timedelta) -> None:
@@ -213,10 +212,6 @@ def _wait_for_members(store: Store, size: int, timeout: timedelta) -> None:
         raise dist.DistBackendError(
             f"{present} of {size} ranks came to make a group over MPI within {timeout.total_seconds():g} s"
         ) from error
-
-
-def _create_from_options(options: Any, _: object) -> MPIGroup:
-    return create_group(options.global_ranks_in_group, options.timeout)
 
 
 def _replace_built_in() -> None:
@@ -249,9 +244,7 @@ class JobGuard:
 
     def __init__(self) -> None:
         self._process: int | None = os.getpid()
-        self._error: BaseException | None = None
         self._previous, sys.excepthook = sys.excepthook, self._on_error
-        atexit.register(self._on_exit)
 
     def stop(self) -> None:
         """Stop guarding; during an error, only after that error has ended the process.
@@ -261,21 +254,15 @@ class JobGuard:
         if sys.exc_info()[0] is None:
             if sys.excepthook == self._on_error:
                 sys.excepthook = self._previous
-            atexit.unregister(self._on_exit)
             self._process = None  # torch has put a hook before ours, and still calls it
 
     def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._previous(kind, error, trace)
         if os.getpid() == self._process:  # not in a forked child
-            self._error = error
+            forget_all()
+            if isinstance(error, dist.DistBackendError):
+                time.sleep(_COURTESY)
             _abort_at_exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
-
-    def _on_exit(self) -> None:
-        if self._error is None or os.getpid() != self._process:
-            return
-        if isinstance(self._error, dist.DistBackendError):
-            time.sleep(_COURTESY)
-        forget_all()
 
 
 def _abort_at_exit(code: int) -> None:

@@ -10,24 +10,21 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 
-from camshaft.distributed.backend import Backend, Group, Work, accelerator
+from camshaft.distributed.backend import Backend, Group, Work, accelerator, check_known
 from camshaft.distributed.backends.dtypes import FLOAT8, as_bytes, check_reducible, from_bytes, reduced_as
 from camshaft.distributed.backends.native import gloo
-from camshaft.distributed.backends.native.network import find_interface, gloo_on
 from camshaft.distributed.backends.native.rendezvous import Departures, open_store
 from camshaft.distributed.topology import Launch, Topology
-from camshaft.errors import annotate
 
 _CPU = torch.device("cpu")
 _NO_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
-_torch_world = dist.distributed_c10d._world  # whose default_pg is dist.group.WORLD, found in half the time
+_torch_world: Any = dist.distributed_c10d._world  # whose default_pg is dist.group.WORLD, found in half the time
 _REDUCTIONS = {
     "SUM": dist.ReduceOp.SUM,
     "PRODUCT": dist.ReduceOp.PRODUCT,
@@ -87,8 +84,7 @@ class NativeBackend(Backend):
         self._interface = interface
         self._timeout = timeout
         self._departures = departures
-        self._world = dist.group.WORLD
-        self._ranks: WeakKeyDictionary[Any, tuple[dict[int, int], tuple[int, ...]]] = WeakKeyDictionary()
+        self._world: Any = dist.group.WORLD
         self._send_waiters: defaultdict[int, gloo.SendWaiter] = defaultdict(gloo.SendWaiter)
         gloo.drain_at_exit(self._world)
 
@@ -187,29 +183,44 @@ class NativeBackend(Backend):
 
     def new_group(self, ranks: list[int], **options: Any) -> Group:
         """Make a process group."""
-        with gloo_on(self._interface):
+        with gloo.using(self._interface):
             return gloo.connected(dist.new_group(ranks, **{"timeout": self._timeout, **options}))
 
     @property
     def members_make_groups(self) -> bool:
-        """True, unless the communicator of a group is a part of that of all ranks."""
-        return gloo.members_make_groups()
+        """True, unless the communicator of a group is a part of that of all ranks.
+
+        nccl splits that if it is bound to a device, and so does torch's own MPI.
+        """
+        is_of_torch = type(self._world) is dist.ProcessGroup
+        return self._world.bound_device_id is None and not (self.name == "mpi" and is_of_torch)
 
     def group_of_members(self, ranks: list[int]) -> Group:
-        """Make a process group without the other ranks."""
-        with gloo_on(self._interface):
-            return gloo.group_of_members(ranks, self._timeout)
+        """Make a process group without the other ranks.
+
+        ``torch.distributed.new_group(use_local_synchronization=True)`` names the group after the number of groups that
+        a rank is in, so ranks that disagree on it would wait forever. Here the ranks are the name.
+        """
+        if self.topology.rank not in ranks:
+            return _NO_MEMBER
+        name = "camshaft/" + "_".join(map(str, ranks))
+        for known, other_name in _torch_world.pg_names.items():
+            if other_name == name:  # made when the default group was adopted before
+                return known
+        backend, store = _torch_world.pg_map[self._world]
+        kind = dist.Backend(backend)
+        make: Any = dist.distributed_c10d._new_process_group_helper
+        timeout = self._timeout or dist.distributed_c10d._get_default_timeout(kind)
+        with gloo.using(self._interface):
+            group, _ = make(len(ranks), ranks.index(self.topology.rank), ranks, kind, store, name, timeout=timeout)
+            _torch_world.pg_group_ranks[group] = {member: place for place, member in enumerate(ranks)}
+            return gloo.connected(group)
 
     def ranks_of(self, group: Any) -> Sequence[int] | None:
         """Return the ranks of a process group that exists; none for what torch returns to ranks outside of it."""
         if isinstance(group, dist.ProcessGroup):
             ranks = _torch_world.pg_group_ranks.get(group)  # a dictionary in the order of the members
-            if ranks is None:  # destroyed, or of no run
-                return None
-            known = self._ranks.get(group)
-            if known is None or known[0] is not ranks:
-                self._ranks[group] = known = ranks, tuple(ranks)
-            return known[1]
+            return None if ranks is None else tuple(ranks)  # none of a group that is destroyed, or of no run
         return () if isinstance(group, type(_NO_MEMBER)) and group == _NO_MEMBER else None
 
     def is_alive(self) -> bool:
@@ -237,15 +248,9 @@ class NativeBackend(Backend):
         if self.topology.world_size == 1 or _is_wrapped(model):
             return model
         if sync_bn:
-            layers = (module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
-            if self.device.type == "cpu" and any(layers):
-                raise ValueError(
-                    "sync_bn must be False on the CPU, got True: torch has synchronized batch norm on GPUs only"
-                )
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch's
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            for tensor in (*model.parameters(), *model.buffers()):  # nothing to reduce, so torch does not wrap it
-                _overwrite_by_first(tensor.detach())
+            self.broadcast_model(model)  # nothing to reduce, so torch does not wrap it
             return model
         if self.device.type != "cpu":
             if "device_ids" in options:
@@ -264,15 +269,6 @@ class NativeBackend(Backend):
 
 def _movable(tensor: Tensor) -> Tensor:
     return as_bytes(tensor) if tensor.dtype in _MOVED_AS_BYTES else tensor
-
-
-def _overwrite_by_first(tensor: Tensor) -> None:
-    """Overwrite a tensor by that of rank 0, in any layout; gloo ignores strides and writes past an expanded tensor."""
-    whole = tensor.contiguous()
-    dist.broadcast(whole, 0)
-    if whole.data_ptr() != tensor.data_ptr():
-        once = tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())
-        tensor[once].copy_(whole[once])
 
 
 def _is_wrapped(model: nn.Module) -> bool:
@@ -308,9 +304,9 @@ def create(name: str, launch: Launch | None, local_rank: int | None = None, **op
     rank, size = _rank_and_size(launch, options.pop("rank", None), options.pop("world_size", None), method)
     store = open_store(launch, method, rank, size, options.get("timeout") or dist.default_pg_timeout)
     on_one_node = launch is not None and launch.topology.num_nodes == 1 and not launch.assumed
-    interface = None if on_one_node else find_interface(store, rank, size)
+    interface = None if on_one_node else gloo.find_interface(store, rank, size)
     given = {option: value for option, value in options.items() if value is not None}
-    with gloo_on(interface):
+    with gloo.using(interface):
         dist.init_process_group(name, store=store, rank=rank, world_size=size, **given)
     departures = Departures(store, rank)
     try:
@@ -319,7 +315,7 @@ def create(name: str, launch: Launch | None, local_rank: int | None = None, **op
         backend = NativeBackend(topology, chosen, interface, options.get("timeout"), departures)
         if (here := accelerator()) is not None and chosen.type == here.type:
             torch.accelerator.set_device_index(chosen)
-        _meet_on_devices(backend)
+        backend.barrier(None)
     except BaseException as error:
         departures.leave(error)
         gloo.destroy_groups()
@@ -335,8 +331,7 @@ def check_options(name: str, options: dict[str, Any]) -> None:
         RuntimeError: there is no device for the backend.
     """
     known = {option for option in _PASSED_ON if not option.startswith("_")} | {"device"}
-    if unknown := sorted(set(options) - known):
-        raise TypeError(f"{unknown} are not known for backend {name!r}, but {sorted(known)} are")
+    check_known(options, known, f"for backend {name!r}")
     kinds = dist.Backend.backend_capability.get(name, ["cpu"])
     here = accelerator()
     if "cpu" not in kinds and (here is None or here.type not in kinds):
@@ -374,21 +369,6 @@ def device_of(local_rank: int) -> torch.device:
         return _CPU
     count = torch.accelerator.device_count()
     return torch.device(kind.type, local_rank % count) if count else _CPU
-
-
-def _meet_on_devices(backend: NativeBackend) -> None:
-    """Wait for all ranks on their devices; where that fails, note whether processes of a node may share one."""
-    try:
-        backend.barrier(None)
-    except RuntimeError as error:
-        size = backend.topology.local_world_size
-        if backend.device.type != "cpu" and (count := torch.accelerator.device_count()) < size:
-            annotate(
-                error,
-                f"rank {backend.topology.rank} uses {backend.device}, one of {count} that it sees, and {size} "
-                f"processes run on its node: with backend {backend.name!r} each needs a device of its own",
-            )
-        raise
 
 
 def _rank_and_size(launch: Launch | None, rank: Any, size: Any, init_method: str | None) -> tuple[int, int]:

@@ -1,5 +1,5 @@
 """What gloo needs beside torch.distributed: groups whose members all stay until they are connected, worker threads
-that are drained before the process exits, and sends that can be polled.
+that are drained before the process exits, sends that can be polled, and a network interface that other nodes reach.
 
 The worker threads of a gloo group may hold the last reference to an operation, and to its tensors, for a moment after
 ``wait`` has returned. To drop a tensor that Python knows they need the GIL. While the interpreter shuts down, Python
@@ -12,58 +12,39 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
+import struct
 import sys
 import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
-from datetime import timedelta
+from contextlib import AbstractContextManager, nullcontext, suppress
+from ipaddress import ip_address
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
+
+from camshaft.distributed.backend import variable_set
+
+if sys.platform == "linux":
+    import fcntl
 
 _TRIES = 10  # to hold a worker thread in an operation
 _PATIENCE = 1.0  # seconds for a worker thread to end an operation that has nothing to do
+_VARIABLE = "GLOO_SOCKET_IFNAME"
+_ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of Linux
+_ANY_PORT = 9  # nothing is sent to it
 
 _world: Any = c10d._world
 _known: weakref.WeakSet[Any] = weakref.WeakSet()  # groups that may outlive their end
 _unfinished: list[Any] = []  # groups with operations that have not ended, for which their destruction would wait
 _owner = 0  # the process whose groups these are; forked children have none of the threads
-
-
-def members_make_groups() -> bool:
-    """Return whether the members of a group can make it without the other ranks.
-
-    They cannot where its communicator is a part of that of all ranks: nccl splits that if it is bound to a device, and
-    so does torch's own MPI.
-    """
-    default: Any = _world.default_pg
-    is_of_torch = type(default) is dist.ProcessGroup
-    return default.bound_device_id is None and not (dist.get_backend() == "mpi" and is_of_torch)
-
-
-def group_of_members(ranks: list[int], timeout: timedelta | None) -> Any:
-    """Make a process group of some ranks, in the order of the ranks; only these ranks call this, and only once.
-
-    ``torch.distributed.new_group(use_local_synchronization=True)`` names the group after the number of groups that a
-    rank is in, so ranks that disagree on it would wait forever. Here the ranks are the name.
-    """
-    rank = dist.get_rank()
-    if rank not in ranks:
-        return dist.GroupMember.NON_GROUP_MEMBER
-    name = "camshaft/" + "_".join(map(str, ranks))
-    for known, other_name in _world.pg_names.items():
-        if other_name == name:  # made when the default group was adopted before
-            return known
-    backend, store = _world.pg_map[_world.default_pg]
-    timeout = timeout or c10d._get_default_timeout(dist.Backend(backend))
-    make: Any = c10d._new_process_group_helper
-    group, _ = make(len(ranks), ranks.index(rank), ranks, dist.Backend(backend), store, name, timeout=timeout)
-    _world.pg_group_ranks[group] = {member: place for place, member in enumerate(ranks)}
-    return connected(group)
 
 
 def connected(group: Any) -> Any:
@@ -94,7 +75,6 @@ def destroy_groups() -> None:
     _known.update(groups)
     _unfinished.extend(group for group in groups if not drain(group))
     dist.destroy_process_group()
-    _forget(groups)
 
 
 def drain(group: Any) -> bool:
@@ -117,61 +97,33 @@ def drain(group: Any) -> bool:
     gloo = _gloo_of(group)
     if gloo is None:
         return True
-    threads = _HeldThreads(gloo.options._threads)
-    passing = []
+    caller, size = threading.get_ident(), gloo.options._threads
+    all_are_held, called, passing = threading.Event(), threading.Semaphore(0), []
+    together = threading.Barrier(size, all_are_held.set)
+
+    def hold(_: object) -> None:
+        called.release()
+        if threading.get_ident() != caller and not all_are_held.is_set():
+            with suppress(threading.BrokenBarrierError):
+                together.wait()
+
     try:
-        for number in range(_TRIES + threads.size):
+        for number in range(_TRIES + size):
             tensor = torch.empty(0, device="cpu")
             passing.append(weakref.ref(tensor))
-            count = 1 if threads.all_are_held else 16 << min(number, _TRIES)
-            gloo.allreduce_coalesced([tensor] * count).get_future().add_done_callback(threads.hold)
+            count = 1 if all_are_held.is_set() else 16 << min(number, _TRIES)
+            gloo.allreduce_coalesced([tensor] * count).get_future().add_done_callback(hold)
             del tensor
-            if not threads.wait_for_calls(number + 1):
+            if not called.acquire(timeout=_PATIENCE):
                 return False
     finally:
-        threads.release()
+        together.abort()  # lets go of threads that are held, now or later
     deadline = time.monotonic() + _PATIENCE
     while any(tensor() is not None for tensor in passing):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.0001)  # without the GIL
-    return threads.all_are_held
-
-
-class _HeldThreads:
-    """Holds worker threads in a callback until all of them have arrived there."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.all_are_held = False
-        self._caller = threading.get_ident()
-        self._held: set[int] = set()
-        self._calls = 0
-        self._is_over = False
-        self._changed = threading.Condition()
-
-    def hold(self, _: object) -> None:
-        """Stay until all threads are held, if this is a worker thread."""
-        with self._changed:
-            self._calls += 1
-            if threading.get_ident() != self._caller:
-                self._held.add(threading.get_ident())
-                if len(self._held) == self.size:
-                    self.all_are_held = self._is_over = True
-            self._changed.notify_all()
-            if threading.get_ident() != self._caller:
-                self._changed.wait_for(lambda: self._is_over)
-
-    def wait_for_calls(self, count: int) -> bool:
-        """Wait a moment for so many callbacks, and return whether they came."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._calls >= count, _PATIENCE)
-
-    def release(self) -> None:
-        """Release all waiting threads, now and in the future."""
-        with self._changed:
-            self._is_over = True
-            self._changed.notify_all()
+    return all_are_held.is_set()
 
 
 def _gloo_of(group: Any) -> Any:
@@ -182,20 +134,6 @@ def _gloo_of(group: Any) -> Any:
         return None
     backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
     return backend if isinstance(backend, getattr(dist, "ProcessGroupGloo", ())) else None
-
-
-def _forget(groups: list[Any]) -> None:
-    """Replace groups that have ended in the functions of ``torch.distributed.nn``.
-
-    The module is imported with the first model in ``DistributedDataParallel``. The default group of that moment then
-    is the default argument of its functions, which keeps it alive, and in use, until the process exits.
-    """
-    module = sys.modules.get("torch.distributed.nn.functional")
-    for function in [] if module is None else vars(module).values():
-        defaults = getattr(function, "__defaults__", None) or ()
-        kept = tuple(None if any(default is group for group in groups) else default for default in defaults)
-        if kept != defaults:
-            function.__defaults__ = kept
 
 
 @atexit.register
@@ -248,22 +186,96 @@ class SendWaiter:
     def __init__(self) -> None:
         self._sends: deque[Send] = deque()
         self._lock = threading.Lock()
-        self._runs = False
 
     def add(self, send: Send) -> None:
         """Wait for one more send."""
         with self._lock:
             self._sends.append(send)
-            if not self._runs:
-                self._runs = True
+            if len(self._sends) == 1:
                 threading.Thread(target=self._run, name="camshaft-sends", daemon=True).start()
 
     def _run(self) -> None:
         while True:
+            self._sends[0].complete()
             with self._lock:
+                self._sends.popleft()
                 if not self._sends:
-                    self._runs = False
                     return
-                send = self._sends.popleft()
-            send.complete()
-            del send  # it must not live until the next one comes
+
+
+# --- the network interface -------------------------------------------------------------------------------------
+
+
+def find_interface(store: Store, rank: int, world_size: int) -> str | None:
+    """Find the network interface that gloo must be told, if any; all ranks call this.
+
+    gloo listens on the address that the name of this host stands for. On many machines ``/etc/hosts`` makes that a
+    loopback address, which other nodes cannot reach; ``GLOO_SOCKET_IFNAME`` is torch's remedy. Here the network
+    interface is found that leads to the other nodes.
+
+    Args:
+        store: where each rank publishes its address.
+        rank: of this process.
+        world_size: number of processes.
+
+    Returns:
+        Its name; ``None`` where gloo itself makes the right choice, or nothing better is known.
+    """
+    server = store
+    while isinstance(server, PrefixStore):
+        server = server.underlying_store
+    if world_size == 1 or not isinstance(server, TCPStore):
+        return None
+    address = _address_towards(server.host)
+    store.set(_key(rank), address)
+    of_this_host = _address_used(socket.socket.bind, socket.gethostname(), 0)  # the one that gloo chooses
+    if os.environ.get(_VARIABLE) or not _is_loopback(of_this_host):
+        return None
+    if _is_loopback(address):  # the store is on this node, so look towards another one
+        published = store.multi_get([_key(other) for other in range(world_size)])
+        elsewhere = next((other for other in map(bytes.decode, published) if not _is_loopback(other)), None)
+        address = address if elsewhere is None else _address_towards(elsewhere)
+    return None if _is_loopback(address) else _interface_with(address)
+
+
+def using(interface: str | None) -> AbstractContextManager[None]:
+    """Use this interface for process groups created in the block, unless the user has named one."""
+    if interface is None or os.environ.get(_VARIABLE):
+        return nullcontext()
+    return variable_set(_VARIABLE, interface)
+
+
+def _key(rank: int) -> str:
+    return f"camshaft/address/{rank}"
+
+
+def _is_loopback(address: str) -> bool:
+    return not address or ip_address(address.partition("%")[0]).is_loopback
+
+
+def _address_towards(host: str) -> str:
+    """Return the address that packets to a host carry as their sender; empty if no route leads there."""
+    return _address_used(socket.socket.connect, host, _ANY_PORT)
+
+
+def _address_used(use: Callable[[socket.socket, Any], None], host: str, port: int) -> str:
+    """Use the addresses of a host with a socket, up to the first that works, and return the socket's own address."""
+    with suppress(OSError, UnicodeError):  # the host is unknown
+        for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                use(probe, address)
+                return str(probe.getsockname()[0])
+    return ""
+
+
+def _interface_with(address: str) -> str | None:
+    """Find the interface that has this address; only IPv4 and only on Linux."""
+    if sys.platform != "linux":
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(probe, _ADDRESS_OF_INTERFACE, struct.pack("40s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None

@@ -115,14 +115,11 @@ def _path(method: str) -> Path:
 
 
 def _host_and_port(method: str) -> tuple[str, int]:
-    try:
-        url = urlsplit(method)
-        host, port = url.hostname, url.port
-    except ValueError as error:
-        raise ValueError(f"init_method must be tcp://HOST:PORT, got {method!r}: {error}") from error
-    if not host or not port:
-        raise ValueError(f"init_method must be tcp://HOST:PORT, got {method!r}")
-    return host, port
+    url = urlsplit(method)
+    with suppress(ValueError):  # the port is not a number
+        if url.hostname and url.port:
+            return url.hostname, url.port
+    raise ValueError(f"init_method must be tcp://HOST:PORT, got {method!r}")
 
 
 def _new_file(path: Path, name: str, rank: int, size: int, deadline: float) -> Store:
@@ -146,7 +143,9 @@ def _connect(host: str, port: int, place: str, has_agent: bool, rank: int, size:
     listens = rank == 0 and not has_agent
     limit = timeout.total_seconds()
     # in a thread, as torch waits forever for the answer of a program that is not a store
-    opened = _in_thread(lambda: TCPStore(host, port, size, listens, timeout, wait_for_workers=False, multi_tenant=True))
+    _, opened = _in_thread(
+        lambda: TCPStore(host, port, size, listens, timeout, wait_for_workers=False, multi_tenant=True)
+    )
     try:
         if not listens and not has_agent and limit > REPORT_AFTER:
             concurrent.futures.wait([opened], REPORT_AFTER)
@@ -301,11 +300,15 @@ def _how(error: BaseException | None) -> str:
 
 def _within_patience(ask: Callable[[], None]) -> None:
     """Query the store with a short timeout: the process that hosts it may be gone."""
-    with suppress(RuntimeError, concurrent.futures.TimeoutError):
-        _in_thread(ask).result(_PATIENCE)
+    thread, result = _in_thread(ask)
+    with suppress(RuntimeError):
+        # until it has also released the store: the last reference to a FileStore removes the file
+        thread.join(_PATIENCE)
+        if result.done():
+            result.result()
 
 
-def _in_thread(function: Callable[[], T]) -> Future[T]:
+def _in_thread(function: Callable[[], T]) -> tuple[Thread, Future[T]]:
     result: Future[T] = Future()
 
     def run() -> None:
@@ -314,11 +317,12 @@ def _in_thread(function: Callable[[], T]) -> Future[T]:
         except Exception as error:
             result.set_exception(error)
 
+    thread = Thread(target=run, name="camshaft-store", daemon=True)
     try:
-        Thread(target=run, name="camshaft-store", daemon=True).start()
+        thread.start()
     except RuntimeError:  # Python 3.12.0 and 3.12.1 start no threads in atexit handlers
         run()
-    return result
+    return thread, result
 
 
 def _attempts(deadline: float, report: Callable[[], None] | None = None) -> Iterator[None]:

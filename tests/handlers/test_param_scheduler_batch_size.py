@@ -220,14 +220,14 @@ def test_a_size_larger_than_the_data_does_not_end_the_run():
         (
             DataLoader(range(4), batch_size=None),
             ValueError,
-            "whose batch_size can be set, got None as its batch_sampler",
+            "torch.utils.data.BatchSampler, got None",
         ),
         (
             DataLoader(range(4), batch_sampler=[[0], [1]]),
             ValueError,
-            r"got \[\[0\], \[1\]\].*with batch_size=\.\.\., or",
+            r"got \[\[0\], \[1\]\]: pass batch_size",
         ),
-        (DataLoader(range(4), batch_sampler=Pairs([])), ValueError, "whose batch_size can be set, got <pairs>"),
+        (DataLoader(range(4), batch_sampler=Pairs([])), ValueError, "torch.utils.data.BatchSampler, got <pairs>"),
         (
             DataLoader(range(4), batch_sampler=ExactBatchSampler(Pairs(), None)),
             ValueError,

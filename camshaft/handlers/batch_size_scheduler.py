@@ -12,7 +12,7 @@ from camshaft.distributed.data.samplers import ExactBatchSampler
 from camshaft.engine.data import length_of
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import EventLike, Events, RemovableEventHandle
-from camshaft.handlers.param_scheduler.base import SteppedScheduler
+from camshaft.handlers.base_scheduler import SteppedScheduler
 from camshaft.handlers.utils import check_callable, check_type
 
 
@@ -65,11 +65,7 @@ class BatchSizeScheduler(SteppedScheduler):
         check_callable("scheduler_fn", scheduler_fn)
         sampler: Any = dataloader.batch_sampler
         if not isinstance(sampler, BatchSampler) or not isinstance(getattr(sampler, "batch_size", None), Integral):
-            raise ValueError(
-                "dataloader must have a torch.utils.data.BatchSampler whose batch_size can be set, got "
-                f"{sampler!r} as its batch_sampler: create the loader with batch_size=..., or with a batch_sampler of "
-                "that class"
-            )
+            raise ValueError(f"dataloader must have a torch.utils.data.BatchSampler, got {sampler!r}: pass batch_size")
         if isinstance(sampler, ExactBatchSampler) and sampler.total_batch_size is None:
             raise ValueError(
                 f"dataloader must have batches whose size can be set, got those of {sampler.source!r}: call "

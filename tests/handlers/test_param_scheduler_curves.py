@@ -90,7 +90,7 @@ def test_a_list_sets_one_value_per_group():
     optimizer = sgd(0.1, 0.2)
     Own(optimizer, value=[3.0, 4.0])(None)
     assert rates(optimizer) == [3.0, 4.0]
-    with pytest.raises(ValueError, match=r"one value for each of 2 parameter groups, got 1"):
+    with pytest.raises(ValueError, match=r"one value for each of 2 groups, got "):
         Own(optimizer, value=[5.0])(None)
     assert rates(optimizer) == [3.0, 4.0]
 
@@ -356,14 +356,14 @@ def test_a_state_that_does_not_fit_is_rejected():
 
 @pytest.mark.parametrize("optimizer", [None, {}, 1, torch.zeros(1), type("Odd", (), {"param_groups": "abc"})()])
 def test_an_unsuitable_optimizer_is_rejected(optimizer):
-    with pytest.raises(TypeError, match="optimizer must be an optimizer of torch"):
+    with pytest.raises(TypeError, match="optimizer must be one of torch"):
         Own(optimizer)
 
 
 @pytest.mark.parametrize(
     ("index", "error", "message"),
     [
-        (2, ValueError, "below 2, the number of groups, got 2"),
+        (2, ValueError, "below 2, got 2"),
         (-3, ValueError, "got -3"),
         ("1", TypeError, "integer"),
         (0.0, TypeError, "0.0"),

@@ -1,24 +1,36 @@
-"""What all ranks must read alike: the seed they share, and a comparison of the rest, in the store of the job."""
+"""What ranks agree on about their data: a seed, that all read the same, and how many batches each of them has left.
+
+All of this goes through the store of the job, off the device.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+import time
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from hashlib import sha256
 from operator import index
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import Store
 
-from camshaft.distributed.collectives import broadcast
-from camshaft.distributed.coordination.job_store import store_at, wait_for
-from camshaft.distributed.ranks import alone
+from camshaft.distributed.backend import Backend
+from camshaft.distributed.collectives import all_gather, broadcast
+from camshaft.distributed.coordination.waiting import PAUSE, alone, store_at, wait_for
 from camshaft.distributed.run import current
 from camshaft.errors import RankDivergenceError, line_of_caller
+
+_FAREWELL = 10.0  # seconds for which rank 0, whose process usually holds the store, stays until all have read it
+_ENDED = 1 << 44  # in the counter of reports, a rank whose data have ended: above any number of reports
+_WHAT = "a pass over data that ends on all ranks together"
+
+# --- the same data ---------------------------------------------------------------------------------------------------
 
 
 class DataConsistency:
@@ -27,7 +39,7 @@ class DataConsistency:
     The first rank that starts a pass writes down what it has, and each other rank compares with that: one or two
     requests to the store per pass, and no rank waits for another. A rank that finds a difference raises and leaves the
     message, which the others find when they start their next pass. A rank that is a pass behind compares all but the
-    place; so does one that was never told where a pass begins, until it has read two to their ends.
+    place, and so does one that was never told where a pass begins.
 
     Ranks identify a sampler by the chain of calls that created it, and by how many were created there before: one that
     a single rank creates, on a line of its own, is not confused with another. A copy is another sampler.
@@ -37,7 +49,7 @@ class DataConsistency:
         backend = current()
         self._backend = weakref.ref(backend)
         self._name = backend.job.unique_name(f"data/{_calls()}")
-        self._passes, self._place, self._is_over, self._num_ended = 0, (0, 0), False, 0
+        self._passes, self._place, self._is_over = 0, (0, 0), False
 
     def __reduce__(self) -> tuple[type[DataConsistency], tuple[()]]:
         return DataConsistency, ()
@@ -53,7 +65,6 @@ class DataConsistency:
     def end(self) -> None:
         """Note that a pass was read to its end."""
         self._is_over = True
-        self._num_ended += 1
 
     def check(self, source: Mapping[str, Any], drawn: str | None) -> None:
         """Compare with what the other ranks have.
@@ -81,11 +92,9 @@ class DataConsistency:
                     break
             if passes is None:
                 raise ValueError(theirs)
-            only_others_were_told = self._passes == 0 and min(self._num_ended, passes) >= 2
-            in_same_pass = passes == self._passes or only_others_were_told
             differences = [
                 f"{name} is {theirs[name]!r} on rank {first}, but {mine[name]!r} on rank {rank}"
-                for name in (mine if in_same_pass else source)
+                for name in (mine if passes == self._passes else source)
                 if mine[name] != theirs[name]
             ]
             if differences:
@@ -168,3 +177,119 @@ def _calls() -> str:
         frame = frame.f_back
         names.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
     return sha256(" ".join(names).encode()).hexdigest()[:16]
+
+
+# --- the same number of batches ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BatchCount:
+    """What a rank reports.
+
+    Args:
+        count: how many batches of the window it has.
+        error: what happened when it loaded one more.
+    """
+
+    count: int
+    error: str | None = None
+
+
+class BatchCounts:
+    """The batch counts of all ranks in one pass, in the store of the job; without a store, one collective per window.
+
+    For each window the ranks add themselves to a counter, and those whose data end in it also to its upper part: only
+    if there are any, or a rank has left, are the reports of all ranks read. So a window costs a rank as much among a
+    thousand ranks as among two. The last rank to leave deletes all keys.
+
+    Args:
+        store: for this pass alone, or ``None``.
+        rank: of this process.
+        size: the number of ranks.
+        window: batches in a window.
+    """
+
+    def __init__(self, store: Store | None, rank: int, size: int, window: int) -> None:
+        self._store, self._rank, self._ranks, self._full = store, rank, range(size), window
+        self._mine = BatchCount(0)
+        self._window = 0
+        self._has_left = False
+
+    @classmethod
+    def of(cls, backend: Backend, window: int) -> BatchCounts:
+        """Return those of the next pass; all ranks do the same."""
+        store = store_at(backend, backend.job.unique_name("batches"))
+        return cls(store, backend.topology.rank, backend.topology.world_size, window)
+
+    def report(self, mine: BatchCount) -> None:
+        """Report for the next window, without waiting."""
+        self._mine = mine
+        self._window += 1
+        if self._store is not None:
+            self._write(self._store, has_left=False)
+            self._store.add("reports", 1 if mine.count == self._full else 1 + _ENDED)
+
+    def collect(self) -> list[BatchCount]:
+        """Wait for the reports of all ranks, and return them in the order of the ranks.
+
+        Raises:
+            RankDivergenceError: one has left, or does not report in time.
+        """
+        store = self._store
+        if store is None:
+            return [BatchCount(*report) for report in all_gather((self._mine.count, self._mine.error))]
+
+        def poll() -> list[tuple[int, bool, BatchCount]] | None:
+            ended, reports = divmod(store.add("reports", 0), _ENDED)
+            is_complete = reports >= self._window * len(self._ranks)
+            if is_complete and not ended:
+                return []
+            if not is_complete and (not store.check(["left"]) or self._late(store)):
+                return None
+            return [_latest(store, rank) for rank in self._ranks]
+
+        def detail() -> str:
+            why = "they are still loading a batch, are elsewhere in the program, or have ended"
+            return f"ranks {self._late(store)} in {_WHAT}: {why}"
+
+        latest = wait_for(poll, store, _WHAT, ranks=self._ranks, rank=self._rank, detail=detail)
+        if gone := [rank for rank, (window, *_) in enumerate(latest) if window < self._window]:
+            raise RankDivergenceError(
+                f"rank {self._rank} is in {_WHAT}, but ranks {gone} have failed or stopped before its end"
+            )
+        full = BatchCount(self._full)  # also of a rank that has reported for the next window
+        return [report if window == self._window else full for window, _, report in latest] or [full] * len(self._ranks)
+
+    def leave(self) -> None:
+        """Report nothing more, and do not let the others wait; the last rank deletes what is left."""
+        if self._store is None or self._has_left:
+            return
+        self._has_left = True
+        with suppress(RuntimeError):  # the process that holds the store has ended already
+            self._write(self._store, has_left=True)
+            if self._store.add("left", 1) == len(self._ranks):
+                for key in (*(f"rank/{rank}" for rank in self._ranks), "reports", "left"):
+                    self._store.delete_key(key)
+
+    def wait_for_readers(self) -> None:
+        """Wait on rank 0 until all have left, but not for long: its process may end next, and the store with it."""
+        deadline = time.monotonic() + _FAREWELL
+        with suppress(RuntimeError):
+            while self._store and not self._rank and self._store.check(["left"]) and time.monotonic() < deadline:
+                time.sleep(PAUSE / 10)
+
+    def _write(self, store: Store, has_left: bool) -> None:
+        text = json.dumps([self._window, has_left, self._mine.count, self._mine.error])
+        store.set(f"rank/{self._rank}", text)
+
+    def _late(self, store: Store) -> list[int]:
+        """Return the ranks that may still report for this window."""
+        latest = (_latest(store, rank) for rank in self._ranks)
+        return [rank for rank, (window, has_left, _) in enumerate(latest) if window < self._window and not has_left]
+
+
+def _latest(store: Store, rank: int) -> tuple[int, bool, BatchCount]:
+    """Return the window that a rank has reported for last, whether it has left, and the report."""
+    key = f"rank/{rank}"
+    window, has_left, *report = json.loads(store.get(key)) if store.check([key]) else (0, False, 0)
+    return window, has_left, BatchCount(*report)

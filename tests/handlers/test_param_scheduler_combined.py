@@ -177,7 +177,7 @@ def test_history_of_a_chain():
         (lambda one, two: ([], []), ValueError, "at least one, got none"),
         (lambda one, two: ([ramp(one), saw(one)], 1), TypeError, "durations must be a list or a tuple"),
         (lambda one, two: ([ramp(one), saw(one)], {1}), TypeError, "durations must be a list or a tuple"),
-        (lambda one, two: ([ramp(one), saw(one)], [1, 2]), ValueError, "but the last, 1, got 2"),
+        (lambda one, two: ([ramp(one), saw(one)], [1, 2]), ValueError, "but the last, got"),
         (lambda one, two: ([ramp(one), saw(one)], [1.5]), ValueError, "integers of at least 1"),
         (lambda one, two: ([ramp(one), saw(one)], [0]), ValueError, "integers of at least 1"),
         (lambda one, two: ([ramp(one), saw(two)], [1]), ValueError, "one optimizer in common"),

@@ -164,7 +164,7 @@ def test_a_changed_number_of_groups_is_rejected():
     scheduler(None)
     optimizer.add_param_group({"params": [torch.zeros(1)], "lr": 1.0})
     scheduler.lr_scheduler.get_lr = lambda: [0.25]
-    with pytest.raises(ValueError, match="must be made for 2 parameter groups, got 1 rates"):
+    with pytest.raises(ValueError, match="one value for each of 2 groups, got "):
         scheduler(None)
 
 
@@ -360,7 +360,7 @@ def test_verbose_is_ignored_with_a_warning(verbose):
     [
         ({"min_lr": [0.1, 0.2], "param_group_index": 0}, TypeError, "min_lr must be a number"),
         ({"min_lr": "0", "param_group_index": 0}, TypeError, "min_lr must be a number"),
-        ({"param_group_index": 2}, ValueError, "must be below 2"),
+        ({"param_group_index": 2}, ValueError, "below 2, got 2"),
         ({"metric_name": 1}, TypeError, "metric_name must be a str"),
         ({"optimizer": type("Odd", (), {"param_groups": []})()}, TypeError, "Odd is not an Optimizer"),
     ],

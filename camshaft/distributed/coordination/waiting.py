@@ -1,0 +1,124 @@
+"""Waiting for other ranks: which of them can come, and what they write to the store of the job."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import DistNetworkError
+
+from camshaft.distributed.backend import Backend
+from camshaft.errors import RankDivergenceError
+
+T = TypeVar("T")
+PAUSE = 0.05  # longest time between two requests of a rank that waits, in seconds; later it is a second
+SILENCE = 10.0  # time after which a rank logs that it waits, in seconds
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A block of code that some ranks run and the others do not.
+
+    Args:
+        present: the ranks that run it.
+        what: the block.
+        where: its line.
+        turn: in ``one_rank_first``, the rank that goes first and whether it is a local one.
+    """
+
+    present: frozenset[int]
+    what: str
+    where: str
+    turn: tuple[int, bool] | None
+
+
+alone: ContextVar[Alone | None] = ContextVar("camshaft_alone", default=None)
+"""What this thread runs at the moment without other ranks; every collective checks it."""
+
+
+@contextlib.contextmanager
+def only(present: Sequence[int], what: str, where: str, turn: tuple[int, bool] | None = None) -> Iterator[None]:
+    """Mark a block as run by some ranks only, for this thread."""
+    outer = alone.get()
+    here = frozenset(present)
+    if outer is not None:
+        here, turn = here & outer.present, turn or outer.turn
+    token = alone.set(Alone(here, what, where, turn))
+    try:
+        yield
+    finally:
+        alone.reset(token)
+
+
+def check_all_present(collective: str, ranks: Sequence[int], rank: int) -> None:
+    """Check that all ranks run the current block of code.
+
+    Raises:
+        RankDivergenceError: some do not, so the collective would hang.
+    """
+    here = alone.get()
+    if here is None or here.present.issuperset(ranks):
+        return
+    absent = sorted(set(ranks) - here.present)
+    raise RankDivergenceError(
+        f"{collective} on rank {rank} waits for ranks {absent}, which do not run {here.what} ({here.where}); "
+        f"only {sorted(here.present)} do: move the call out of it, or make it over a group of those"
+    )
+
+
+def store_at(backend: Backend | None, prefix: str) -> Store | None:
+    """Return the store of a job, below a prefix; ``None`` if the backend has none or the job has ended."""
+    try:
+        store = backend.store() if backend is not None and backend.is_alive() else None
+    except (RuntimeError, ValueError):
+        return None
+    return None if store is None else PrefixStore(prefix, store)
+
+
+def wait_for(
+    poll: Callable[[], T | None],
+    store: Store,
+    what: str,
+    *,
+    ranks: Sequence[int],
+    rank: int,
+    detail: Callable[[], str],
+    patience: float = math.inf,
+) -> T:
+    """Query the store until it holds a value, and return it.
+
+    Args:
+        poll: asks; returns ``None`` where there is no answer yet.
+        store: for its timeout.
+        what: what the ranks do, for the message if this rank is where not all of them can follow.
+        ranks: those that are waited for.
+        rank: of this process.
+        detail: returns who is waited for, and what may keep them.
+        patience: seconds to wait, if less than the store's timeout.
+
+    Raises:
+        RankDivergenceError: the timeout has passed, or no value can arrive.
+    """
+    began, has_logged = time.monotonic(), False
+    try:
+        while (answer := poll()) is None:
+            check_all_present(what, ranks, rank)
+            timeout = min(patience, store.timeout.total_seconds())  # type: ignore[attr-defined]  # torch's stubs
+            waited = time.monotonic() - began
+            if waited > timeout:
+                raise RankDivergenceError(f"rank {rank} timed out after {timeout:g} s waiting for {detail()}")
+            if waited > SILENCE and not has_logged:
+                has_logged = True
+                _logger.warning("rank %d is waiting up to %g s for %s", rank, timeout, detail())
+            time.sleep(min(PAUSE if waited < SILENCE else 1.0, max(PAUSE / 500, waited / 4)))
+    except DistNetworkError as error:
+        raise RankDivergenceError("the process that holds the store of this run has ended") from error
+    return answer
