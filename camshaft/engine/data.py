@@ -236,17 +236,11 @@ class DataIterator:
 
     def replace(self, data: Any) -> None:
         """Continue with other data, at once if a pass is live."""
-        state = self.engine.state
-        previous, state.dataloader = state.dataloader, data
+        self.engine.state.dataloader = data
         if self.iterator is not None:
             self.announce()
             number = self._next_number()
-            try:
-                iterator = self.open_pass(number, None)
-            except BaseException:
-                state.dataloader = previous
-                raise
-            self._take(iterator, number, length_of(data))
+            self._take(self.open_pass(number, None), number, length_of(data))
 
     def shift(self, iterations: int) -> None:
         """Keep the position when ``state.iteration`` is changed by ``iterations``."""
@@ -309,10 +303,10 @@ class DataIterator:
 
     def _next_number(self) -> int:
         """Return the number of the next pass: from the counters, so that resumed runs agree, and never one twice."""
-        if self.start is not None and self.start.position is not None and "epoch" in self.start.position:
-            number: int = self.start.position["epoch"]
+        state, position = self.engine.state, None if self.start is None else self.start.position
+        if position is not None and "epoch" in position:
+            number: int = position["epoch"]
             return number
-        state = self.engine.state
         length = length_of(state.dataloader)
         by_epoch = not length or length == state.epoch_length
         return max(state.epoch - 1 if by_epoch else state.iteration // (length or 1), self._number + 1)

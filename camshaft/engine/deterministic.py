@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from camshaft.engine.data import DataIterator, exact_batches, length_of, open_at
 from camshaft.engine.engine import Engine
@@ -266,11 +266,9 @@ _NOTHING: Any = object()
 
 def _with_reproducible_batches(data: Any) -> Any:
     sampler = getattr(data, "batch_sampler", None)
-    if not isinstance(data, DataLoader) or not isinstance(sampler, BatchSampler):
+    if not isinstance(data, DataLoader) or not isinstance(sampler, BatchSampler) or exact_batches(data) is not None:
         return data
-    if isinstance(sampler, ReproducibleBatchSampler) or exact_batches(data) is not None:
-        return data
-    if isinstance(getattr(data, "dataset", None), torch.utils.data.IterableDataset):
+    if isinstance(sampler, ReproducibleBatchSampler) or isinstance(getattr(data, "dataset", None), IterableDataset):
         return data
     return update_dataloader(data, ReproducibleBatchSampler(sampler))
 
@@ -281,10 +279,8 @@ def _deterministic_algorithms() -> Iterator[None]:
     if not torch.cuda.is_available():
         yield
         return
-    enabled, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark = torch.backends.cudnn.benchmark
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False

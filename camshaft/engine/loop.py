@@ -207,7 +207,8 @@ class Run:
                     self._fire(Events.DATALOADER_STOP_ITERATION)
                     if stops and self._act_on_stops():
                         yield
-                    batch = self._restart_data()
+                    data.open()
+                    batch = next(data.iterator, _END)  # type: ignore[arg-type]  # open() sets it
                     if batch is _END:
                         self._warn_that_data_ran_out()
                         return None
@@ -264,11 +265,6 @@ class Run:
         skipped = self.data.open()
         if self.engine.state.epoch_length is None:  # the epoch is this pass
             self.begun = self.completed = max(self.begun, skipped)
-
-    def _restart_data(self) -> Any:
-        """Start another pass, and return its first batch, or ``_END``."""
-        self.data.open()
-        return next(self.data.iterator, _END)  # type: ignore[arg-type]  # open() sets it
 
     def _warn_that_data_ran_out(self) -> None:
         if self._warned:

@@ -94,9 +94,8 @@ class ClearMLLogger(base_logger.ServiceLogger):
     def write_values(self, values: Mapping[Path, Any], step: int) -> None:
         """Report a scalar for each value."""
         for path, value in values.items():
-            if len(path) > 1:
-                title, series = _title_and_series(path)
-                self.clearml_logger.report_scalar(title=title, series=series, value=value, iteration=step)
+            title, series = _title_and_series(path)
+            self.clearml_logger.report_scalar(title=title, series=series, value=value, iteration=step)
 
     def write_histograms(self, tensors: Mapping[Path, Any], step: int) -> None:
         """Report a histogram for each tensor."""

@@ -10,7 +10,6 @@ from time import time
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import EventLike, Events, FailureEvents, RemovableEventHandle, translated
 from camshaft.engine.state import State
@@ -114,7 +113,10 @@ class ProgressBar(BaseLogger):
             engine.add_event_handler(Events.TERMINATE | Events.COMPLETED | Events.INTERRUPT, bar.stop),
             engine.add_event_handler(FailureEvents.ERROR_MET, bar.close),
         ]
-        return joined(handles, event_name, bar.advance, engine)
+        handle = joined(handles, event_name, bar.advance, engine)
+        if not self.writes_here:
+            handle.remove()
+        return handle
 
     @property
     def pbar(self) -> Any:
@@ -135,7 +137,7 @@ class ProgressBar(BaseLogger):
 
     def log_message(self, message: str) -> None:
         """Write a line above the bar, on rank 0."""
-        if get_rank() == 0:
+        if self.writes_here:
             self._tqdm.write(message, file=self.tqdm_kwargs.get("file"))
 
     def close(self) -> None:
@@ -148,12 +150,10 @@ class ProgressBar(BaseLogger):
         options = {**own, **options, **self.tqdm_kwargs, "desc": desc}
         is_terminal = getattr(options.get("file") or sys.stderr, "isatty", bool)()
         is_notebook = any("notebook" in base.__module__ for base in self._tqdm.__mro__)
-        if get_rank() != 0:
-            options["disable"] = True
-        elif not is_terminal and not is_notebook:
-            # with a delay, tqdm writes no line for the beginning
-            return _line_writer(self._tqdm)(**{"mininterval": 10.0, "delay": 1e-9, **options, "leave": True})
-        return self._tqdm(**options)
+        if is_terminal or is_notebook:
+            return self._tqdm(**options)
+        # with a delay, tqdm writes no line for the beginning
+        return _line_writer(self._tqdm)(**{"mininterval": 10.0, "delay": 1e-9, **options, "leave": True})
 
 
 class _Bar:

@@ -923,8 +923,8 @@ def test_an_epoch_number_that_a_handler_chooses_is_kept():
     ("data", "message"),
     [
         (lambda: loader(seed=1), "saved with seed 0, the loader has seed 1"),
-        (lambda: loader(size=12), "11 samples.*12 samples"),
-        (lambda: loader(shuffle=False), "shuffled.*sequential"),
+        (lambda: loader(size=12), "length=11.*length=12"),
+        (lambda: loader(shuffle=False), "Shuffled.*Sequential"),
         (lambda: DataLoader(range(SIZE), batch_size=3), "starts at any sample.*got DataLoader"),
     ],
 )

@@ -24,12 +24,7 @@ from camshaft.engine.state import LazyNumber
 from camshaft.errors import described
 from camshaft.handlers.checkpoint.async_save import BackgroundSave
 from camshaft.handlers.checkpoint.loading import load_objects, resume
-from camshaft.handlers.checkpoint.savers import (
-    BaseSaveHandler,
-    DiskSaver,
-    check_is_name,
-    check_save_on_rank,
-)
+from camshaft.handlers.checkpoint.savers import BaseSaveHandler, DiskSaver, check_is_name, check_save_on_rank
 from camshaft.handlers.checkpoint.state import CHECKPOINTER, check_to_save, is_container, take_state
 from camshaft.handlers.utils import check_callable, check_text
 

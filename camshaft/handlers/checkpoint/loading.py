@@ -9,7 +9,6 @@ import stat
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ import torch
 
 from camshaft.distributed import all_gather, get_local_rank
 from camshaft.errors import DamagedCheckpointError, annotate
-from camshaft.handlers.checkpoint.manifest import MISSING, Entry, Manifest
-from camshaft.handlers.checkpoint.savers import SAFETENSORS, checkpoints_in, safetensors
+from camshaft.handlers.checkpoint.savers import MISSING, SAFETENSORS, Entry, Manifest, checkpoints_in, safetensors
 from camshaft.handlers.checkpoint.state import CHECKPOINTER, check_objects, is_container, load_state, walk
+from camshaft.types import PathLike
 
 logger = logging.getLogger(__name__)
 Found = dict[str, Entry]
@@ -27,11 +26,7 @@ _MOST_CHANGES = 100
 
 
 def load_objects(
-    to_load: Mapping[str, Any],
-    checkpoint: Mapping[str, Any] | str | PathLike[str],
-    *,
-    map_location: Any = None,
-    **kwargs: Any,
+    to_load: Mapping[str, Any], checkpoint: Mapping[str, Any] | PathLike, *, map_location: Any = None, **kwargs: Any
 ) -> None:
     """Load objects from a checkpoint.
 
@@ -74,9 +69,7 @@ def load_objects(
             raise
 
 
-def resume(
-    to_load: Mapping[str, Any], directory: str | PathLike[str], *, map_location: Any = None, **kwargs: Any
-) -> Path | None:
+def resume(to_load: Mapping[str, Any], directory: PathLike, *, map_location: Any = None, **kwargs: Any) -> Path | None:
     """Load objects from the newest complete checkpoint of a directory that holds them, the same on all ranks.
 
     A checkpoint that is damaged, truncated or missing is reported in a warning, and the previous one is used. Nodes
@@ -229,7 +222,7 @@ def _warn(texts: list[str]) -> None:
         warnings.warn(text, stacklevel=3)
 
 
-def _read(path: str | PathLike[str], map_location: Any = None) -> Any:
+def _read(path: PathLike, map_location: Any = None) -> Any:
     """Read a checkpoint without running code from it, by default to the CPU."""
     location = "cpu" if map_location is None else map_location
     try:

@@ -12,7 +12,9 @@ from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parallel import DistributedDataParallel
 
+from camshaft.errors import described
 from camshaft.handlers.checkpoint.savers import is_writer, writers
+from camshaft.handlers.utils import check_type
 
 CHECKPOINTER = "checkpointer"
 """The key under which a checkpoint holds the record of the handler that saved it."""
@@ -39,18 +41,17 @@ def is_container(value: Any) -> bool:
 
 def check_objects(objects: Any, attribute: str, argument: str) -> None:
     """Raise ``TypeError`` if this is not a mapping of objects with an attribute."""
-    if not isinstance(objects, Mapping):
-        raise TypeError(f"{argument} must be a mapping, got {objects!r} of type {type(objects).__name__}")
+    check_type(argument, objects, Mapping, "a mapping")
     for where, one in walk(dict(objects), attribute, argument):
         if not hasattr(one, attribute):
-            raise TypeError(f"{where} must have {attribute}(), got {one!r} of type {type(one).__name__}")
+            raise TypeError(f"{where} must have {attribute}(), got {described(one)}")
 
 
 def check_to_save(to_save: Any, include_self: bool) -> None:
     """Raise ``TypeError`` or ``ValueError`` if a checkpoint cannot be made of this."""
     check_objects(to_save, "state_dict", "to_save")
-    if include_self and not isinstance(to_save, MutableMapping):
-        raise TypeError(f"to_save must be a mutable mapping with include_self, got a {type(to_save).__name__}")
+    if include_self:
+        check_type("to_save", to_save, MutableMapping, "a mutable mapping with include_self")
     if include_self and CHECKPOINTER in to_save:
         raise ValueError(f"to_save must not have the key {CHECKPOINTER!r} with include_self, got {list(to_save)}")
 

@@ -14,7 +14,7 @@ import torch
 
 from camshaft.engine import Engine, Events
 from camshaft.handlers import Checkpoint, DiskSaver
-from camshaft.handlers.checkpoint.manifest import FOLDER
+from camshaft.handlers.checkpoint.savers import FOLDER
 from tests.handlers.parts import load
 
 # --- killed at every change of the disk -------------------------------------------------------------

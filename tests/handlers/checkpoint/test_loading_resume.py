@@ -21,8 +21,8 @@ from camshaft.engine import Engine, Events
 from camshaft.errors import DamagedCheckpointError
 from camshaft.files import checksum_of
 from camshaft.handlers import Checkpoint, DiskSaver
-from camshaft.handlers.checkpoint import loading, manifest
-from camshaft.handlers.checkpoint.manifest import FOLDER, Entry, Manifest
+from camshaft.handlers.checkpoint import loading, savers
+from camshaft.handlers.checkpoint.savers import FOLDER, Entry, Manifest
 from tests.handlers.parts import Part, at, linear, names, weight
 from tests.ranks import on_ranks
 
@@ -267,7 +267,7 @@ def test_a_file_that_would_run_code_is_not_loaded(tmp_path, monkeypatch):
 
 def test_the_first_save_warns_if_the_file_cannot_be_loaded_with_weights_only(tmp_path):
     saver = DiskSaver(tmp_path)
-    with pytest.warns(UserWarning, match=r"objects of .*parts\.Part; return plain values"):
+    with pytest.warns(UserWarning, match=r"because of .*parts\.Part; return plain values"):
         saver({"part": Part()}, "a.pt")
     saver({"part": Part()}, "b.pt")
 
@@ -296,7 +296,7 @@ def forged(text, field, value):
     """Change a field of an entry, and its checksum."""
     content = {**json.loads(text), field: value}
     del content["checksum_of_entry"]
-    return json.dumps({**content, "checksum_of_entry": manifest.checksum_of_entry(content)})
+    return json.dumps({**content, "checksum_of_entry": savers.checksum_of_entry(content)})
 
 
 def harms():
@@ -412,14 +412,14 @@ def test_while_a_trainer_prunes_the_newest_is_loaded_without_a_warning(
 def test_a_file_that_is_replaced_while_it_is_verified_is_not_damaged(tmp_path, monkeypatch):
     saver = DiskSaver(tmp_path)
     saver({"value": 1}, "part.pt")
-    real, values = manifest.checksum_of, iter([2])
+    real, values = savers.checksum_of, iter([2])
 
     def replaced_first(path):
         for value in values:
             saver({"value": value}, "part.pt")
         return real(path)
 
-    monkeypatch.setattr(manifest, "checksum_of", replaced_first)
+    monkeypatch.setattr(savers, "checksum_of", replaced_first)
     part = Part()
     Checkpoint.load_objects({"part": part}, tmp_path / "part.pt")
     assert part.value == 2
@@ -469,7 +469,7 @@ def test_all_ranks_list_again_if_one_rank_misses_the_file(tmp_path, monkeypatch)
 def write_entry(folder, file, checksum="crc32:00000000", size=0, name=None):
     """Write an entry as an attacker would."""
     content = {"format": 1, "file": file, "checksum": checksum, "size": size, "saved_at": 2**61, "objects": None}
-    text = json.dumps({**content, "checksum_of_entry": manifest.checksum_of_entry(content)})
+    text = json.dumps({**content, "checksum_of_entry": savers.checksum_of_entry(content)})
     (folder / FOLDER / (name or f"{file}.{checksum[-8:]}.json")).write_text(text)
 
 

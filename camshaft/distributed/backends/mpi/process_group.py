@@ -64,6 +64,7 @@ _DEFAULTS: Any = SimpleNamespace(reduceOp=dist.ReduceOp.SUM, rootRank=0, timeout
 _ProcessGroup: Any = dist.ProcessGroup
 # groups that still have their communicator: they receive the farewells of others
 _groups: set[MPIGroup] = set()
+_forgotten: set[MPIGroup] = set()  # kept, as a forked child has none of the threads that their destruction waits for
 
 
 def mpi() -> Any:
@@ -669,6 +670,7 @@ def free_unused() -> None:
 
 def forget_all() -> None:
     """Do not wait for other ranks at exit: a forked child is none of them, or this process is about to end them too."""
+    _forgotten.update(_groups)
     _groups.clear()
 
 
