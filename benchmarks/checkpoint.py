@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""For how long does training stand still while a checkpoint is saved?
+"""How long does saving a checkpoint interrupt training?
 
 python benchmarks/checkpoint.py --sizes 0.1 1 4
 """
@@ -24,7 +24,7 @@ from benchmarks.measuring import Contender, Spread, importable, interleave, repo
 from camshaft.engine import Engine
 from camshaft.handlers import Checkpoint, DiskSaver
 
-TENSORS = 50  # of a state
+TENSORS = 50  # in a state
 PEERS = {"pytorch-ignite": "ignite", "lightning": "lightning"}
 TARGETS = {"camshaft": 1.1, "camshaft, asynchronous": 0.15}
 BASELINE = "torch.save and fsync"
@@ -32,7 +32,7 @@ State = dict[str, torch.Tensor]
 
 
 class Weights:
-    """Has a state of a given size, which is made once."""
+    """A stateful object with a state of a given size, created once."""
 
     def __init__(self, gigabytes: float) -> None:
         count = round(gigabytes * 1e9 / 4 / TENSORS)
@@ -42,8 +42,8 @@ class Weights:
         return self.state
 
 
-def each(save: Callable[[], object], afterwards: Callable[[], object] = lambda: None) -> Callable[[int], float]:
-    """Time saves; not what comes afterwards, while training goes on, nor what a contender before left to write."""
+def time_saves(save: Callable[[], object], afterwards: Callable[[], object] = lambda: None) -> Callable[[int], float]:
+    """Time saves, without the work in the background afterwards and without pending writes of other contenders."""
 
     def run(saves: int) -> float:
         seconds = 0.0
@@ -57,7 +57,7 @@ def each(save: Callable[[], object], afterwards: Callable[[], object] = lambda: 
 
 
 def plain(weights: Weights, folder: Path) -> Contender:
-    """Save to a file that then replaces the one before, as whoever wants to keep that one meanwhile must."""
+    """Save to a new file and rename it over the previous one, which stays valid until then."""
 
     def save() -> None:
         with open(folder / "new.pt", "wb") as file:
@@ -66,7 +66,7 @@ def plain(weights: Weights, folder: Path) -> Contender:
             os.fsync(file.fileno())
         os.replace(folder / "new.pt", folder / "plain.pt")
 
-    return Contender(BASELINE, each(save))
+    return Contender(BASELINE, time_saves(save))
 
 
 def ours(weights: Weights, folder: Path, asynchronous: bool) -> Contender:
@@ -78,18 +78,18 @@ def ours(weights: Weights, folder: Path, asynchronous: bool) -> Contender:
         checkpoint(engine)
 
     name = "camshaft, asynchronous" if asynchronous else "camshaft"
-    return Contender(name, each(save, afterwards=checkpoint.state_dict))  # which waits for the save under way
+    return Contender(name, time_saves(save, afterwards=checkpoint.state_dict))  # waits for the pending save
 
 
 def ignite(weights: Weights, folder: Path) -> Contender:
     saver = import_module("ignite.handlers").DiskSaver(str(folder), require_empty=False)
-    return Contender("pytorch-ignite", each(lambda: saver(weights.state_dict(), "weights.pt")))
+    return Contender("pytorch-ignite", time_saves(lambda: saver(weights.state_dict(), "weights.pt")))
 
 
 def lightning(weights: Weights, folder: Path) -> Contender:
     saver = import_module("lightning.pytorch.plugins.io").TorchCheckpointIO()
     return Contender(
-        "lightning", each(lambda: saver.save_checkpoint(weights.state_dict(), str(folder / "weights.ckpt")))
+        "lightning", time_saves(lambda: saver.save_checkpoint(weights.state_dict(), str(folder / "weights.ckpt")))
     )
 
 
@@ -97,7 +97,7 @@ MAKERS = {"pytorch-ignite": ignite, "lightning": lightning}
 
 
 def measure(gigabytes: float, peers: Sequence[str], parent: Path, repetitions: int) -> dict[str, list[float]]:
-    """Return the seconds of each save, by contender."""
+    """Return the seconds per save for each contender."""
     weights = Weights(gigabytes)
     with tempfile.TemporaryDirectory(dir=parent) as name:
         folder = Path(name)
@@ -112,7 +112,7 @@ def measure(gigabytes: float, peers: Sequence[str], parent: Path, repetitions: i
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     logging.disable(logging.WARNING)
-    peers, left_out = importable(PEERS)
+    peers, skipped = importable(PEERS)
     columns = [BASELINE, *TARGETS, *peers]
     lines, results = [], []
     for size in options.sizes:
@@ -126,16 +126,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cells = [str(spreads[BASELINE]), *(f"{spreads[name]}: {times[name].median:.2f} x" for name in columns[1:])]
         lines.append([f"{size:g}", *cells, ", ".join(verdicts)])
         results.append({"gigabytes": size, "seconds": spreads, "times": times, "verdicts": verdicts})
-    print("seconds that training stands still for a save, and how many times that of torch.save and fsync")
+    print("seconds that a save interrupts training, and the ratio to torch.save and fsync")
     print(f"medians of {options.repetitions}, and quartiles; targets {list(TARGETS.values())} times")
-    report("checkpoint", ["GB", *columns, "camshaft"], lines, left_out, rows=results)
+    report("checkpoint", ["GB", *columns, "camshaft"], lines, skipped, rows=results)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=9, help="rounds that are measured (%(default)s)")
-    parser.add_argument("--sizes", type=float, nargs="+", default=[0.1, 1.0], help="of the state, in GB (%(default)s)")
-    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="on the disk to measure (this one)")
+    parser.add_argument(
+        "--sizes", type=float, nargs="+", default=[0.1, 1.0], help="sizes of the state in GB (%(default)s)"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path.cwd(), help="folder on the disk to measure (current folder)"
+    )
     options = parser.parse_args(arguments)
     if options.repetitions < 1 or min(options.sizes) <= 0:
         parser.error("--repetitions must be at least 1, and --sizes above 0")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What does a collective over two gloo ranks cost, over the call of torch.distributed that it needs? And a query?
+"""How much slower are collectives and queries than the torch.distributed calls behind them, on two gloo ranks?
 
 python benchmarks/collectives.py --rows "all_gather string"
 """
@@ -26,10 +26,10 @@ import camshaft.distributed as idist
 from benchmarks.measuring import Contender, Spread, importable, interleave, report, seconds_of, verdict
 
 MICROSECOND = 1e-6
-TARGET = 1.15  # times the bare call
+TARGET = 1.15  # ratio to the bare call
 QUERY_TARGET = 0.3  # us
 PEERS = {"pytorch-ignite": "ignite"}
-ROOM = 512  # bytes that an expert would agree on for a short string or object
+BUFFER = 512  # bytes; a fixed size for short strings and objects, as an expert would choose
 TEXT = "checkpoint_12000.pt"
 OBJECT = {"loss": 0.25, "epoch": 3, "names": ["a", "b"]}
 
@@ -39,12 +39,12 @@ gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 @dataclass(frozen=True)
 class Row:
-    """One question: what an expert writes by hand on torch.distributed, and what all others do through their interface.
+    """A collective, written by hand with torch.distributed and called through the libraries.
 
     Args:
-        by_hand: the bare call, with what it takes to get the value in and out.
-        through: the same through a module with the interface of ``camshaft.distributed``.
-        torch_has: what torch.distributed offers for it, where that is not the bare call.
+        by_hand: the bare call, including the conversion of the value to a tensor and back.
+        through: the same call of a module with the interface of ``camshaft.distributed``.
+        torch_has: the function of torch.distributed for it, if that is not the bare call.
     """
 
     by_hand: Callable[[], Function]
@@ -84,10 +84,10 @@ def gather_number() -> object:
 
 
 def gather_bytes(data: bytes) -> list[bytes]:
-    row = torch.frombuffer(bytearray(data.ljust(ROOM, b"\0")), dtype=torch.uint8)
-    out = bytearray(2 * ROOM)
+    row = torch.frombuffer(bytearray(data.ljust(BUFFER, b"\0")), dtype=torch.uint8)
+    out = bytearray(2 * BUFFER)
     gather_single(torch.frombuffer(out, dtype=torch.uint8), row)
-    return [bytes(out[:ROOM]), bytes(out[ROOM:])]
+    return [bytes(out[:BUFFER]), bytes(out[BUFFER:])]
 
 
 def gather_text() -> object:
@@ -110,7 +110,7 @@ def broadcast_number() -> object:
 
 
 def broadcast_bytes(data: bytes) -> bytes:
-    row = bytearray(data.ljust(ROOM, b"\0") if dist.get_rank() == 0 else ROOM)
+    row = bytearray(data.ljust(BUFFER, b"\0") if dist.get_rank() == 0 else BUFFER)
     dist.broadcast(torch.frombuffer(row, dtype=torch.uint8), 0)
     return bytes(row)
 
@@ -174,14 +174,14 @@ def contenders(row: Row, peers: Sequence[str]) -> list[Contender]:
         function = row.through(import_module(f"{PEERS[name]}.distributed"))
         try:
             function()
-        except TypeError:  # it does not know this kind of value
+        except TypeError:  # it does not support this type of value
             continue
         found.append(contender(name, function))
     return found
 
 
 def measured(found: Sequence[Contender], iterations: int, repetitions: int) -> dict[str, Any]:
-    """Return the microseconds of each contender, and camshaft's in times those of the bare call, round by round."""
+    """Return the microseconds of each contender, and the ratio of camshaft to the bare call in each round."""
     seconds = interleave(found, iterations, repetitions)
     pairs = zip(seconds["camshaft"], seconds["bare call"], strict=True)
     times = Spread.of([ours / bare for ours, bare in pairs])
@@ -197,7 +197,7 @@ def measured_queries(where: str, iterations: int, repetitions: int) -> dict[str,
 
 
 def on_rank(rank: int, folder: str, options: argparse.Namespace, peers: Sequence[str]) -> None:
-    """What runs in each of the two processes, in step; the first keeps what it found."""
+    """Measure on each of the two ranks; rank 0 stores the results."""
     torch.set_num_threads(1)
     idist.initialize("gloo", init_method=f"file://{folder}/initialized", rank=rank, world_size=2)
     results = {
@@ -215,7 +215,7 @@ def on_rank(rank: int, folder: str, options: argparse.Namespace, peers: Sequence
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
-    peers, left_out = importable(PEERS)
+    peers, skipped = importable(PEERS)
     with tempfile.TemporaryDirectory() as folder:
         spawn(on_rank, (folder, options, peers), nprocs=2)
         results = pickle.loads(Path(folder, "results").read_bytes())
@@ -230,17 +230,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cells = [str(result["us"].get(column, "")) for column in columns]
         unit = "us" if "times" not in result else "times"
         lines.append([what, *cells, str(result.get("times", "")), f"<= {target} {unit}", result["verdict"]])
-    print("microseconds per call over 2 gloo ranks, and how many times as long as the bare call camshaft takes")
+    print("microseconds per call on 2 gloo ranks, and the ratio of camshaft to the bare call")
     print(f"medians of {options.repetitions}, and quartiles")
     rows = [{"what": what, **result} for what, result in results.items()]
-    report("collectives", ["what", *columns, "times bare", "target", "camshaft"], lines, left_out, rows=rows)
+    report("collectives", ["what", *columns, "times bare", "target", "camshaft"], lines, skipped, rows=rows)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=500, help="rounds that are measured (%(default)s)")
     parser.add_argument(
-        "--iterations", type=int, default=4, help="calls of a round; of queries, 100 times as many (%(default)s)"
+        "--iterations", type=int, default=4, help="calls per round; 100 times as many for queries (%(default)s)"
     )
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="which collectives (all)")
     options = parser.parse_args(arguments)

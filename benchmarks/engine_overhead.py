@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What does the engine cost per iteration, over a bare loop that does the same work?
+"""How much time does the engine add per iteration to a bare loop that does the same work?
 
 python benchmarks/engine_overhead.py --rows 1 4
 """
@@ -22,13 +22,13 @@ from benchmarks import training
 from benchmarks.measuring import Contender, Spread, importable, interleave, over, report, seconds_of, verdict
 
 MICROSECOND = 1e-6
-ENGINES = {"camshaft": "camshaft", "pytorch-ignite": "ignite"}  # their interface is the same
+ENGINES = {"camshaft": "camshaft", "pytorch-ignite": "ignite"}  # they have the same interface
 PEERS = {"pytorch-ignite": "ignite", "lightning": "lightning", "accelerate": "accelerate"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One question: who is asked, and what camshaft must reach, in microseconds per iteration."""
+    """A measurement: its contenders, and the target of camshaft in microseconds per iteration."""
 
     what: str
     target: float
@@ -41,7 +41,7 @@ def empty_step(engine: Any, batch: Any) -> None:
 
 
 def empty_handlers(count: int) -> list[Callable[[Any], None]]:
-    """Make functions that do nothing, each a function of its own."""
+    """Return distinct functions that do nothing."""
 
     def make() -> Callable[[Any], None]:
         return lambda engine: None
@@ -96,7 +96,7 @@ ROWS = {
 
 
 def measure(row: Row, peers: Sequence[str], iterations: int, repetitions: int) -> dict[str, Spread]:
-    """Return the bare loop's time per iteration, and by how much each contender exceeds it."""
+    """Return the bare loop's time per iteration, and the additional time of each contender."""
     contenders = row.contenders(peers)
     seconds = interleave(contenders, max(1, round(iterations * row.share)), repetitions)
     baseline = seconds.pop("bare loop")
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    peers, left_out = importable(PEERS)
+    peers, skipped = importable(PEERS)
     columns = ["bare loop", "camshaft", *peers]
     lines, results = [], []
     for number in options.rows:
@@ -118,16 +118,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cells = [str(spreads.get(column, "")) for column in columns]
         lines.append([str(number), row.what, *cells, f"<= {row.target}", verdict_])
         results.append({"row": number, "what": row.what, "target": row.target, "verdict": verdict_, "us": spreads})
-    print("microseconds per iteration: the bare loop's, and what each contender takes beyond the bare loop")
+    print("microseconds per iteration: the time of the bare loop, and the additional time of each contender")
     print(f"medians of {options.repetitions}, and quartiles")
-    report("engine_overhead", ["", "what", *columns, "target", "camshaft"], lines, left_out, rows=results)
+    report("engine_overhead", ["", "what", *columns, "target", "camshaft"], lines, skipped, rows=results)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=50, help="rounds that are measured (%(default)s)")
     parser.add_argument(
-        "--iterations", type=int, default=20_000, help="iterations of a run; row 4 makes a twentieth (%(default)s)"
+        "--iterations", type=int, default=20_000, help="iterations per run; a twentieth in row 4 (%(default)s)"
     )
     parser.add_argument("--rows", type=int, nargs="+", choices=ROWS, default=list(ROWS), help="which rows (all)")
     options = parser.parse_args(arguments)

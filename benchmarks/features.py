@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""What do camshaft and its peers do with uneven data, after a stop, in a barrier of one rank, with a damaged file?
+"""How do camshaft and its peers handle uneven data, a resume, a barrier on one rank, and a damaged file?
 
 python benchmarks/features.py --libraries camshaft pytorch-ignite
 
-Each cell is what was seen of real processes, two of which gloo joins. Each library is used as its documentation says.
+Each cell was observed in real processes, two of which form a gloo job. Each library is used according to its
+documentation.
 """
 
 from __future__ import annotations
@@ -31,31 +32,31 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this clone, i
 from benchmarks.libraries import LIBRARIES, PEERS, SAMPLES, WEIGHTS
 from benchmarks.measuring import importable, report
 
-PATIENCE = 10.0  # seconds after which a rank counts as waiting
-LIMIT = 100.0  # seconds for all else
-NOTHING = "-"  # the library has nothing of the kind
+HANGING = 10.0  # seconds after which a call counts as hanging
+LIMIT = 100.0  # seconds for everything else
+NOTHING = "-"  # not supported by the library
 
 context: Any = multiprocessing.get_context("forkserver")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a call on one rank; a call that was still waiting has neither a value nor an error."""
+    """The outcome of a call on one rank; a hanging call has neither a value nor an error."""
 
     value: Any = None
     error: str = ""
-    seconds: float = PATIENCE
+    seconds: float = HANGING
     warned: bool = False
     waits: bool = False
 
     def __str__(self) -> str:
         if self.waits:
-            return f"hangs ({PATIENCE:.0f} s and more)"
+            return f"hangs ({HANGING:.0f} s and more)"
         return f"raises {self.error} after {self.seconds:.1f} s" if self.error else "returns"
 
 
-def be_a_rank(connection: Any, name: str, environment: dict[str, str], what: str, arguments: tuple[Any, ...]) -> None:
-    """What runs in a new process: say when the ranks have met, then what came of the call, and stay until killed."""
+def run_rank(connection: Any, name: str, environment: dict[str, str], what: str, arguments: tuple[Any, ...]) -> None:
+    """Run a rank: report when the job has started, then the outcome of the call, and wait to be killed."""
     os.environ.update(environment)
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)
@@ -69,14 +70,14 @@ def be_a_rank(connection: Any, name: str, environment: dict[str, str], what: str
         value, error = None, ""
         try:
             value = getattr(library, what)(*arguments)
-        except Exception as problem:  # of whatever kind: it is what is looked for
+        except Exception as problem:  # any error is an outcome
             error = type(problem).__name__
     connection.send(Outcome(value, error, time.perf_counter() - began, bool(warned)))
-    time.sleep(LIMIT)  # as the end of one rank would end the wait of another
+    time.sleep(LIMIT)  # the exit of this rank would release a rank that hangs
 
 
 def observe(name: str, size: int, what: str, *arguments: Any, limit: float = LIMIT) -> list[Outcome]:
-    """Call a method of a library in so many new processes, which find what torchrun would tell them."""
+    """Call a method of a library in new processes with the environment variables of torchrun."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     job |= {"TORCHELASTIC_RUN_ID": "features", "TORCHELASTIC_RESTART_COUNT": "0"}
@@ -86,7 +87,7 @@ def observe(name: str, size: int, what: str, *arguments: Any, limit: float = LIM
         for rank in range(size):
             ours, theirs = context.Pipe(duplex=False)
             environment = job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if size > 1 else {}
-            process = context.Process(target=be_a_rank, args=(theirs, name, environment, what, arguments), daemon=True)
+            process = context.Process(target=run_rank, args=(theirs, name, environment, what, arguments), daemon=True)
             process.start()
             theirs.close()
             stack.callback(process.join)
@@ -94,7 +95,7 @@ def observe(name: str, size: int, what: str, *arguments: Any, limit: float = LIM
             connections.append(ours)
         for connection in connections:
             if not connection.poll(LIMIT):
-                raise TimeoutError(f"the ranks of {name} did not meet within {LIMIT} s")
+                raise TimeoutError(f"the ranks of {name} did not start within {LIMIT} s")
             connection.recv()
         return [one.recv() if one.poll(limit) else Outcome(waits=True) for one in connections]
 
@@ -109,15 +110,15 @@ def times_seen(samples: Sequence[int], length: int) -> str:
 
 
 def joined(found: dict[str, str]) -> str:
-    """Put what was seen of each way of a library into one cell."""
+    """Join the outcomes of several ways to use a library in one cell."""
     return "; ".join(f"{way}: {seen}" if way else seen for way, seen in found.items()) or NOTHING
 
 
-def dealt(name: str) -> str:
-    return joined({way: dealt_by(observe(name, 2, "deal", way)) for way in LIBRARIES[name].deals})
+def evaluated(name: str) -> str:
+    return joined({way: evaluated_by(observe(name, 2, "evaluate", way)) for way in LIBRARIES[name].ways_to_evaluate})
 
 
-def dealt_by(ranks: Sequence[Outcome]) -> str:
+def evaluated_by(ranks: Sequence[Outcome]) -> str:
     failed = [str(rank) for rank in ranks if rank.value is None]
     return failed[0] if failed else times_seen([sample for rank in ranks for sample in rank.value], 7)
 
@@ -133,7 +134,7 @@ def resumed(name: str, size: int) -> str:
 
 
 def resumed_by(before: Outcome, after: Sequence[Outcome]) -> str:
-    """Judge by what was seen before the stop and, on each rank, after it."""
+    """Describe a resume by the samples before the stop and, on each rank, after it."""
     failed = [str(rank) for rank in (before, *after) if not rank.value]
     if failed:
         return failed[0]
@@ -145,7 +146,7 @@ def resumed_by(before: Outcome, after: Sequence[Outcome]) -> str:
 
 
 def damaged(name: str) -> str:
-    """Flip a bit of the weights in the newest checkpoint, and load it."""
+    """Flip a bit of the weights in the newest checkpoint and load it."""
     with tempfile.TemporaryDirectory() as folder:
         [saved] = observe(name, 1, "save", folder)
         content = bytearray(Path(saved.value).read_bytes())
@@ -157,7 +158,7 @@ def damaged(name: str) -> str:
 
 
 def loaded_by(rank: Outcome) -> str:
-    """Judge by the weights, which are all 1 in the checkpoint before, and all but one 2 in the newest."""
+    """Describe what was loaded: weights are 1 in the previous checkpoint, and 2 except for one in the newest."""
     if rank.value is None:
         return f"raises {rank.error}"
     weights = Counter(rank.value)
@@ -167,10 +168,10 @@ def loaded_by(rank: Outcome) -> str:
 
 
 ROWS = {
-    "7 samples evaluated on 2 ranks": dealt,
+    "7 samples evaluated on 2 ranks": evaluated,
     "resume after a stop in the middle of an epoch": lambda name: resumed(name, 1),
     "the same, from 1 rank to 2": lambda name: resumed(name, 2),
-    "a barrier in code for rank 0 only": lambda name: str(observe(name, 2, "barrier_of_one", limit=PATIENCE)[0]),
+    "a barrier in code for rank 0 only": lambda name: str(observe(name, 2, "barrier_of_one", limit=HANGING)[0]),
     "a flipped bit in the newest checkpoint": damaged,
     "backends by name": lambda name: LIBRARIES[name].backends(),
 }
@@ -180,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=list(LIBRARIES), help="which (all)")
     asked = parser.parse_args(arguments).libraries
-    present, left_out = importable({name: module for name, module in PEERS.items() if name in asked})
+    present, skipped = importable({name: module for name, module in PEERS.items() if name in asked})
     names = [name for name in asked if name == "camshaft" or name in present]
     context.set_forkserver_preload(
         ["torch.nn.parallel", "torch._dynamo", "camshaft.handlers", *(PEERS[name] for name in present)]
@@ -188,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows: list[dict[str, Any]] = [
         {"what": what, "seen": {name: look(name) for name in names}} for what, look in ROWS.items()
     ]
-    report("features", ["what", *names], [[row["what"], *row["seen"].values()] for row in rows], left_out, rows=rows)
+    report("features", ["what", *names], [[row["what"], *row["seen"].values()] for row in rows], skipped, rows=rows)
 
 
 if __name__ == "__main__":

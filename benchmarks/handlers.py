@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What do handlers cost per iteration: a typical set over a bare training loop, and each alone over an engine without?
+"""How much time do handlers add per iteration: a typical set to a bare training loop, and each one to an engine?
 
 python benchmarks/handlers.py --only "a typical set" TerminateOnNan
 """
@@ -33,7 +33,7 @@ TARGET = 40.0
 
 
 class Screen:
-    """A terminal that shows nothing."""
+    """A dummy terminal."""
 
     encoding = "utf-8"
 
@@ -49,7 +49,7 @@ class Screen:
 
 @dataclass(frozen=True)
 class Place:
-    """Where handlers are attached: their package, an engine of it, an optimizer, a folder; and who closes them."""
+    """What handlers are attached to: a package, its engine, an optimizer, a folder, and a stack that closes them."""
 
     package: str
     engine: Any
@@ -171,7 +171,7 @@ TYPICAL = (progress_bar_with_loss, tensorboard, nan_check, piecewise_linear)
 
 
 def with_set(name: str, stack: ExitStack) -> Contender:
-    """Make a supervised trainer with the typical set of handlers."""
+    """Return a supervised trainer with the typical set of handlers."""
     package = PACKAGES[name]
     model, optimizer = training.tiny()
     trainer = import_module(f"{package}.engine").create_supervised_trainer(model, optimizer, cross_entropy)
@@ -186,7 +186,7 @@ def constant_step(engine: Any, batch: Any) -> float:
 
 
 def alone(name: str, attach: Callable[[Place], None] | None, stack: ExitStack) -> Contender:
-    """Make an engine with an empty step and one handler, or none."""
+    """Return an engine with an empty step and at most one handler."""
     package = PACKAGES[name]
     engine = import_module(f"{package}.engine").Engine(constant_step)
     if attach is not None:
@@ -196,7 +196,7 @@ def alone(name: str, attach: Callable[[Place], None] | None, stack: ExitStack) -
 
 
 def measure_set(peers: Sequence[str], iterations: int, repetitions: int) -> dict[str, Spread]:
-    """Return the bare loop's time per iteration, and by how much each contender exceeds it."""
+    """Return the bare loop's time per iteration, and the additional time of each contender."""
     with ExitStack() as stack:
         contenders = [training.bare(), *(with_set(name, stack) for name in ("camshaft", *peers))]
         seconds = interleave(contenders, iterations, repetitions)
@@ -206,7 +206,7 @@ def measure_set(peers: Sequence[str], iterations: int, repetitions: int) -> dict
 
 
 def measure_alone(what: str, peers: Sequence[str], iterations: int, repetitions: int) -> dict[str, Spread]:
-    """Return by how much an engine with the handler exceeds one of the same library without."""
+    """Return the additional time of an engine with the handler, compared with the same engine without it."""
     with ExitStack() as stack:
         names = [name for name in ("camshaft", *peers) if has(name, what)]
         contenders = [alone(name, attach, stack) for name in names for attach in (None, ALONE[what])]
@@ -215,7 +215,7 @@ def measure_alone(what: str, peers: Sequence[str], iterations: int, repetitions:
 
 
 def has(name: str, what: str) -> bool:
-    """Return whether a library has a handler; one that others lack is measured all the same."""
+    """Return whether a library has a handler; handlers that other libraries lack are measured too."""
     submodules = ("handlers", "metrics") if name == "pytorch-ignite" else ("handlers",)
     modules = [import_module(f"{PACKAGES[name]}.{submodule}") for submodule in submodules]
     return any(hasattr(module, what.split()[0].rstrip(",")) for module in modules)
@@ -225,14 +225,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    peers, left_out = importable(PEERS)
+    peers, skipped = importable(PEERS)
     columns = ["camshaft", *peers]
     lines, results = [], []
     for what in (one for one in ALONE if one in options.only):
         spreads = measure_alone(what, peers, options.iterations, options.repetitions)
         lines.append([what, *(str(spreads.get(column, "")) for column in columns)])
         results.append({"what": what, "us": spreads})
-    print("microseconds per iteration that a handler takes alone on an engine whose step does nothing")
+    print("microseconds per iteration of one handler on an engine with an empty step")
     print(f"medians of {options.repetitions}, and quartiles")
     print(table(["handler", *columns], lines) + "\n")
     rows, sets = [], []
@@ -242,16 +242,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cells = [str(spreads.get(column, "")) for column in ("bare loop", *columns)]
         rows.append(["5", "a supervised step with a typical set of handlers", *cells, f"<= {TARGET}", verdict_])
         sets.append({"row": 5, "what": SET, "target": TARGET, "verdict": verdict_, "us": spreads})
-    print("microseconds per iteration: the bare loop's, and what each contender takes beyond the bare loop")
+    print("microseconds per iteration: the time of the bare loop, and the additional time of each contender")
     head = ["", "what", "bare loop", *columns, "target", "camshaft"]
-    report("handlers", head, rows, left_out, rows=sets, handlers=results)
+    report("handlers", head, rows, skipped, rows=sets, handlers=results)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=20, help="rounds that are measured (%(default)s)")
     parser.add_argument(
-        "--iterations", type=int, default=4000, help="iterations of a run; the set makes half (%(default)s)"
+        "--iterations", type=int, default=4000, help="iterations per run; half for the set (%(default)s)"
     )
     choices = [SET, *ALONE]
     parser.add_argument("--only", nargs="+", choices=choices, default=choices, help="which (all)", metavar="NAME")

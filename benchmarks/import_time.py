@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What does `import camshaft` cost where torch is imported already?
+"""How long does `import camshaft` take after torch was imported?
 
 python benchmarks/import_time.py --profile
 """
@@ -23,7 +23,7 @@ MILLISECOND = 1e-3
 TARGET = 60.0
 PEERS = {"pytorch-ignite": "ignite", "lightning": "lightning", "accelerate": "accelerate"}
 
-# Run in a fresh interpreter: it says how long the imports took, and what the second one brought along.
+# Run in a fresh interpreter; prints the seconds of the last import and the packages that it loaded.
 PROGRAM = """
 import json, sys, time
 seconds = []
@@ -32,23 +32,23 @@ for module in sys.argv[1:]:
     began = time.perf_counter()
     __import__(module)
     seconds.append(time.perf_counter() - began)
-brought = {name.partition(".")[0] for name in set(sys.modules) - before} - sys.stdlib_module_names
-print(json.dumps([seconds[-1], sorted(brought - {name.partition(".")[0] for name in before} - set(sys.argv))]))
+loaded = {name.partition(".")[0] for name in set(sys.modules) - before} - sys.stdlib_module_names
+print(json.dumps([seconds[-1], sorted(loaded - {name.partition(".")[0] for name in before} - set(sys.argv))]))
 """
 
 
 def fresh(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a fresh interpreter that finds this clone."""
+    """Run a fresh interpreter that imports this checkout."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # nobody compiles a library anew at each start
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # users do not recompile libraries at each start
     return subprocess.run([sys.executable, *arguments], env=environment, check=True, capture_output=True, text=True)
 
 
 def timed_import(*modules: str) -> tuple[float, list[str]]:
-    """Import modules one after the other; give the seconds of the last, and the foreign packages it brought."""
-    seconds, brought = json.loads(fresh("-c", PROGRAM, *modules).stdout.splitlines()[-1])
-    return seconds, brought
+    """Import modules in order; return the seconds of the last import and the other packages that it loaded."""
+    seconds, loaded = json.loads(fresh("-c", PROGRAM, *modules).stdout.splitlines()[-1])
+    return seconds, loaded
 
 
 def contender(name: str, *modules: str) -> Contender:
@@ -64,36 +64,36 @@ def measure(peers: Sequence[str], repetitions: int) -> dict[str, Spread]:
 
 
 def profile(lines: int) -> str:
-    """List the modules that `import camshaft` loads after torch, the dearest first, without what each imports."""
+    """List the modules that `import camshaft` loads after torch, slowest first, each without its own imports."""
     program = "import torch, sys; print('---', file=sys.stderr, flush=True); import camshaft"
     after_torch = fresh("-X", "importtime", "-c", program).stderr.partition("---\n")[2]
     entries = [line.removeprefix("import time:").split("|") for line in after_torch.splitlines() if "|" in line]
     costs = sorted(((int(own), name.strip()) for own, _, name in entries), reverse=True)
     shown = [f"{own / 1000:8.2f} ms  {name}" for own, name in costs[:lines]]
-    return "\n".join([*shown, f"{sum(own for own, _ in costs) / 1000:8.2f} ms  in all, {len(costs)} modules"])
+    return "\n".join([*shown, f"{sum(own for own, _ in costs) / 1000:8.2f} ms  in total, {len(costs)} modules"])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     if options.profile:
         print(profile(options.profile), end="\n\n")
-    peers, left_out = importable(PEERS)
+    peers, skipped = importable(PEERS)
     spreads = measure(peers, options.repetitions)
-    brought = timed_import("torch", "camshaft")[1]
+    loaded = timed_import("torch", "camshaft")[1]
     reached = verdict(spreads["camshaft"], TARGET)
     head = ["import", *spreads, "target", "camshaft"]
     line = ["ms, after torch", *map(str, spreads.values()), f"<= {TARGET}", reached]
     print(f"each in a fresh interpreter; medians of {options.repetitions}, and quartiles")
-    print(f"packages that camshaft loads besides torch: {', '.join(brought) or 'none'}")
-    facts = {"target": TARGET, "verdict": reached, "ms": spreads, "brought": brought}
-    report("import_time", head, [line], left_out, **facts)
+    print(f"packages other than torch that camshaft loads: {', '.join(loaded) or 'none'}")
+    facts = {"target": TARGET, "verdict": reached, "ms": spreads, "loaded": loaded}
+    report("import_time", head, [line], skipped, **facts)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=15, help="rounds that are measured (%(default)s)")
     parser.add_argument(
-        "--profile", type=int, nargs="?", const=15, metavar="LINES", help="first list the dearest modules (%(const)s)"
+        "--profile", type=int, nargs="?", const=15, metavar="LINES", help="also list the slowest modules (%(const)s)"
     )
     options = parser.parse_args(arguments)
     if options.repetitions < 1:

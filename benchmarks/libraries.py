@@ -1,4 +1,4 @@
-"""How a script uses camshaft, PyTorch-Ignite, Lightning Fabric and Accelerate, each as its documentation says."""
+"""Use camshaft, PyTorch-Ignite, Lightning Fabric, and Accelerate, each according to its documentation."""
 
 from __future__ import annotations
 
@@ -14,19 +14,23 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-SAMPLES, BATCH, STOP = 24, 4, 3  # of an epoch that is stopped after its third batch
+SAMPLES, BATCH, STOP = (
+    24,
+    4,
+    3,
+)  # samples in an epoch, samples in a batch, and the batch after which the epoch is stopped
 TRAINED: Any = range(SAMPLES)
 EVALUATED: Any = range(7)
-WEIGHTS = 64  # of the model that is saved, all 1 in the first checkpoint and all 2 in the second
+WEIGHTS = 64  # of the saved model; all 1 in the first checkpoint and all 2 in the second
 
 Steps = list[list[int]]
 
 
 class Engines:
-    """camshaft and PyTorch-Ignite, whose interfaces are alike, up to the methods that differ."""
+    """The common interface of camshaft and PyTorch-Ignite; subclasses add what differs."""
 
     package: str
-    deals: tuple[str, ...] = ("",)  # ways to do it, where there is more than one
+    ways_to_evaluate: tuple[str, ...] = ("",)  # if there are several
     resumes: tuple[str, ...] = ("",)
 
     def __init__(self, size: int) -> None:
@@ -36,12 +40,12 @@ class Engines:
         if size > 1:
             self.idist.initialize("gloo")
 
-    def deal(self, way: str) -> list[int]:
-        loader = self.idist.auto_dataloader(EVALUATED, batch_size=4, shuffle=False)  # of both ranks together
+    def evaluate(self, way: str) -> list[int]:
+        loader = self.idist.auto_dataloader(EVALUATED, batch_size=4, shuffle=False)  # over both ranks
         return [sample for batch in loader for sample in batch.tolist()]
 
     def train(self, folder: str, way: str, resume: bool) -> Steps:
-        """Go through an epoch, from its beginning to a stop, or from there on; give the samples of each step."""
+        """Run an epoch up to a stop, or resume after it; return the samples of each step."""
         import_module(f"{self.package}.utils").manual_seed(0)
         steps: Steps = []
         trainer = getattr(self.engine, way or "Engine")(lambda engine, batch: steps.append(batch.tolist()))
@@ -64,7 +68,7 @@ class Engines:
         self.idist.one_rank_only()(self.idist.barrier)()
 
     def save(self, folder: str) -> str:
-        """Save two checkpoints, and give the newest."""
+        """Save two checkpoints and return the newest."""
         model = torch.nn.Linear(WEIGHTS, 1)
         trainer = self.engine.Engine(lambda engine, batch: torch.nn.init.constant_(model.weight, engine.state.epoch))
         checkpoint = self.handlers.Checkpoint({"model": model, "trainer": trainer}, folder, n_saved=2)
@@ -113,15 +117,15 @@ class Ignite(Engines):
 
 
 class Fabric:
-    deals = ("",)
-    resumes = ()  # it has no loop, and no state of a loader
+    ways_to_evaluate = ("",)
+    resumes = ()  # it has no loop and no loader state
 
     def __init__(self, size: int) -> None:
         make = import_module("lightning.fabric").Fabric
         self.fabric = make(accelerator="cpu", devices=size, strategy="ddp" if size > 1 else "auto")
         self.fabric.launch()
 
-    def deal(self, way: str) -> list[int]:
+    def evaluate(self, way: str) -> list[int]:
         loader = self.fabric.setup_dataloaders(DataLoader(EVALUATED, batch_size=2))
         return [sample for batch in loader for sample in batch.tolist()]
 
@@ -148,12 +152,12 @@ class Fabric:
 
 
 class Accelerate:
-    deals = ("loader", "gather_for_metrics")
+    ways_to_evaluate = ("loader", "gather_for_metrics")
     resumes = ("skip_first_batches by hand", "and with use_seedable_sampler")
 
     def __init__(self, size: int) -> None:
         self.library, self.utilities = import_module("accelerate"), import_module("accelerate.utils")
-        self.library.PartialState(cpu=True)  # joins the other rank; its Accelerator takes it over
+        self.library.PartialState(cpu=True)  # connects to the other rank; Accelerator reuses it
 
     def make(self, folder: str | None = None, **loading: bool) -> Any:
         return self.library.Accelerator(
@@ -162,13 +166,13 @@ class Accelerate:
             project_config=self.utilities.ProjectConfiguration(folder, automatic_checkpoint_naming=folder is not None),
         )
 
-    def deal(self, way: str) -> list[int]:
+    def evaluate(self, way: str) -> list[int]:
         accelerator = self.make()
         loader = accelerator.prepare(DataLoader(EVALUATED, batch_size=2))
         if way == "loader":
             return [sample for batch in loader for sample in batch.tolist()]
         gathered = [sample for batch in loader for sample in accelerator.gather_for_metrics(batch).tolist()]
-        return gathered if accelerator.is_main_process else []  # all ranks have the same
+        return gathered if accelerator.is_main_process else []  # the same on all ranks
 
     def train(self, folder: str, way: str, resume: bool) -> Steps:
         self.utilities.set_seed(0)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: contenders that take turns, medians with quartiles, a table, a JSON line."""
+"""Helpers of the benchmarks: interleaved contenders, medians with quartiles, a table, and a JSON line."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Contender:
-    """One of those that are compared.
+    """A program to compare with others.
 
     Args:
-        name: what the table calls it.
-        run: takes a number of iterations, and gives the seconds that they took.
-        share: the part of the iterations that it runs; less than 1 for what is very slow.
+        name: its name in the table.
+        run: takes a number of iterations and returns the seconds that they took.
+        share: the fraction of the iterations to run; less than 1 for slow contenders.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Spread:
-    """The median of a sample, and its quartiles."""
+    """The median and the quartiles of a sample."""
 
     low: float
     median: float
@@ -52,7 +52,7 @@ class Spread:
         return cls(*(round(value, 4) for value in (low, median, high)))
 
     def __str__(self) -> str:
-        digits = max(0, 3 - len(str(int(abs(self.median)))))  # three figures in all
+        digits = max(0, 3 - len(str(int(abs(self.median)))))  # three significant digits
         return f"{self.median:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
 
 
@@ -63,12 +63,12 @@ def seconds_of(function: Callable[[], object]) -> float:
 
 
 def interleave(contenders: Sequence[Contender], iterations: int, repetitions: int) -> dict[str, list[float]]:
-    """Let the contenders take turns, and give the seconds per iteration of each in each round.
+    """Interleave the contenders and return the seconds per iteration of each contender in each round.
 
-    A drift of the machine meets all of them, and the order changes from round to round, the same way each time and on
-    each rank: what one leaves to the next, such as freed memory, does not always meet the same one. The first round
-    only warms up. What exists before is kept out of garbage collection, so that nobody pays for the size of another
-    library; what a contender leaves behind in its own run, it pays for.
+    A drift of the machine affects all contenders alike. Their order changes from round to round, so that side effects
+    such as freed memory do not always affect the same one; it is the same in each run and on each rank. The first round
+    is a warm-up. Objects that exist before are frozen, so that garbage collection does not depend on the size of other
+    libraries; a contender still pays for the garbage of its own run.
     """
     seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     order = random.Random(0)
@@ -87,25 +87,25 @@ def interleave(contenders: Sequence[Contender], iterations: int, repetitions: in
 
 
 def over(baseline: Sequence[float], sample: Sequence[float]) -> list[float]:
-    """Subtract the baseline, round by round, so that what slowed a whole round down cancels out."""
+    """Subtract the baseline in each round, so that a slowdown of a whole round cancels out."""
     return [one - base for one, base in zip(sample, baseline, strict=True)]
 
 
 def importable(peers: dict[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Import peers, given as package and module name; give those that are there, and why each other is left out."""
-    present, left_out = [], {}
+    """Import peers, given by package and module name; return those available, and why the others are skipped."""
+    present, skipped = [], {}
     for name, module in peers.items():
         try:
             import_module(module)
             present.append(name)
-        except Exception as error:  # a peer may be broken in any way; the others are compared all the same
+        except Exception as error:  # a broken peer must not prevent the comparison of the others
             absent = isinstance(error, ModuleNotFoundError) and error.name == module
-            left_out[name] = "not installed" if absent else f"{type(error).__name__}: {error}"
-    return present, left_out
+            skipped[name] = "not installed" if absent else f"{type(error).__name__}: {error}"
+    return present, skipped
 
 
 def machine() -> dict[str, Any]:
-    """Return what a reader needs to judge the figures, without identifying the machine."""
+    """Return the properties of the machine that affect the figures, without identifying it."""
     return {
         "date": datetime.date.today().isoformat(),
         "cores": os.cpu_count(),
@@ -119,7 +119,7 @@ def verdict(spread: Spread, target: float) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Lay out a table that reads well as text and as Markdown."""
+    """Format a table that is readable as text and valid as Markdown."""
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     lines = [head, ["-" * width for width in widths], *rows]
     return "\n".join(
@@ -128,12 +128,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def report(
-    name: str, head: Sequence[str], lines: Sequence[Sequence[str]], left_out: dict[str, str], **facts: Any
+    name: str, head: Sequence[str], lines: Sequence[Sequence[str]], skipped: dict[str, str], **facts: Any
 ) -> None:
-    """Print the machine, the table and who was left out; the last line is all of it as JSON."""
+    """Print the machine, the table, and the skipped peers; the last line contains the same data as JSON."""
     where = machine()
     print(", ".join(f"{key} {value}" for key, value in where.items()))
     print(table(head, lines))
-    for peer, reason in left_out.items():
-        print(f"left out: {peer} ({reason})")
-    print(json.dumps({"benchmark": name, "machine": where, **facts, "left_out": left_out}, default=asdict))
+    for peer, reason in skipped.items():
+        print(f"skipped: {peer} ({reason})")
+    print(json.dumps({"benchmark": name, "machine": where, **facts, "skipped": skipped}, default=asdict))

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Does the engine train a network on images as fast as a loop that was written by hand, with the same options?
+"""Does the engine train an image classifier as fast as a hand-written loop with the same options?
 
-Both train in mixed precision with warm-up, cosine schedule and an average of the weights, on batches that are ready in
-host memory. On a GPU a third contender has them copied ahead of time.
+Both use mixed precision, a warm-up with a cosine schedule, and an average of the weights, on batches prepared in host
+memory. On a GPU, a third contender prefetches them to the device.
 
 python benchmarks/resnet.py
 python benchmarks/resnet.py --model resnet50 --size 224 --batch_size 256 --compile     # on a GPU
@@ -29,12 +29,12 @@ from camshaft.distributed.data import prefetch_to_device
 from examples import resnet
 
 TARGET = 0.99
-HORIZON = 10**6  # steps of the schedule, so that it goes on in all rounds
-READY = 8  # different batches
+HORIZON = 10**6  # steps of the schedule, more than all rounds take
+READY = 8  # distinct batches
 
 
 class Batches:
-    """So many batches that are ready in host memory, pinned where there is a GPU."""
+    """A number of batches in host memory, pinned if there is a GPU."""
 
     def __init__(self, iterations: int, ready: list[tuple[Tensor, Tensor]]) -> None:
         self.iterations, self.ready = iterations, ready
@@ -63,7 +63,7 @@ def make_network(options: argparse.Namespace, device: torch.device) -> Any:
 
 
 def seconds_until_done(run: Callable[[], object], device: torch.device) -> float:
-    """Time a run until the device has done all of it."""
+    """Time a run, including the queued work of the device."""
 
     def whole() -> None:
         run()
@@ -74,12 +74,12 @@ def seconds_until_done(run: Callable[[], object], device: torch.device) -> float
 
 
 def bare(options: argparse.Namespace, ready: list[tuple[Tensor, Tensor]], device: torch.device) -> Contender:
-    """Write the training of the example by hand, with the means of torch."""
+    """Return the training of the example, written by hand with torch."""
     network = make_network(options, device)
     model: Any = torch.compile(network, backend=options.compile) if options.compile else network
     average = deepcopy(network).requires_grad_(False).eval()
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, weight_decay=5e-4, nesterov=True)
-    warm_up = HORIZON // 10 - 1  # steps until the learning rate is the highest
+    warm_up = HORIZON // 10 - 1  # steps until the learning rate is at its maximum
     momentum = min(0.5, 20 / HORIZON)
 
     def factor(step: int) -> float:
@@ -112,7 +112,7 @@ def bare(options: argparse.Namespace, ready: list[tuple[Tensor, Tensor]], device
 def engine(
     name: str, options: argparse.Namespace, ready: list[tuple[Tensor, Tensor]], device: torch.device, ahead: bool
 ) -> Contender:
-    """Take the trainer of the example as it is."""
+    """Return the trainer of the example."""
     trainer, *_ = resnet.make_trainer(make_network(options, device), options, steps=HORIZON)
 
     def run(iterations: int) -> None:
@@ -155,12 +155,14 @@ def verdict(times: Spread) -> str:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="small", help="of examples/resnet.py (%(default)s)")
-    parser.add_argument("--size", type=int, default=32, help="pixels of an edge (%(default)s)")
+    parser.add_argument("--model", default="small", help="model of examples/resnet.py (%(default)s)")
+    parser.add_argument("--size", type=int, default=32, help="edge length of images in pixels (%(default)s)")
     parser.add_argument("--batch_size", type=int, default=512 if on_gpu else 32, help="images (%(default)s)")
     parser.add_argument("--no_amp", dest="amp", action="store_false", help="train in float32")
     parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile the model")
-    parser.add_argument("--iterations", type=int, default=200 if on_gpu else 20, help="of a run (%(default)s)")
+    parser.add_argument(
+        "--iterations", type=int, default=200 if on_gpu else 20, help="iterations per run (%(default)s)"
+    )
     parser.add_argument("--repetitions", type=int, default=10, help="rounds that are measured (%(default)s)")
     options = parser.parse_args(arguments)
     options.lr = 0.01

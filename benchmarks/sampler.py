@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What does the order of an epoch cost: until its first index, for each index, in memory, and in a loader?
+"""What does shuffling an epoch cost: the time to the first index, the time per index, memory, and loading speed?
 
 python benchmarks/sampler.py --lengths 10000 1000000
 """
@@ -27,11 +27,11 @@ from camshaft.distributed.data import ExactBatchSampler, Shuffled
 
 MILLISECOND = 1e-3
 LENGTHS = (10**4, 10**6, 10**8, 10**12)
-LONGEST_OF_PEERS = 10**7  # unless asked for more
+LONGEST_OF_PEERS = 10**7  # by default
 LONGEST_READ = 10**6
-BATCH_SIZE = 64  # of a rank
+BATCH_SIZE = 64  # per rank
 
-Epochs = Callable[[int], Iterator[int]]  # takes the number of an epoch, and gives the indices of one rank
+Epochs = Callable[[int], Iterator[int]]  # takes the number of an epoch and returns the indices of one rank
 
 
 def random_sampler(length: int, ranks: int) -> Epochs:
@@ -59,7 +59,7 @@ def camshaft(length: int, ranks: int) -> Epochs:
     return indices
 
 
-# what the columns are called, who is in them, and for how many ranks
+# by column: the contender, and the number of ranks
 CONTENDERS: dict[str, tuple[Callable[[int, int], Epochs], int]] = {
     "RandomSampler": (random_sampler, 1),
     "camshaft": (camshaft, 1),
@@ -68,8 +68,8 @@ CONTENDERS: dict[str, tuple[Callable[[int, int], Epochs], int]] = {
     "DistributedSampler, 1 of 8": (distributed_sampler, 8),
     "camshaft, 1 of 8": (camshaft, 8),
 }
-CEILINGS = {"first index, ms": 5.0, "memory, MB": 5.0}  # of each camshaft, from 10**8 samples on
-SPEEDS = {  # in times those of a peer, at 10**6 samples
+CEILINGS = {"first index, ms": 5.0, "memory, MB": 5.0}  # for each camshaft column, from 10**8 samples
+SPEEDS = {  # ratios to the peers, at 10**6 samples
     ("camshaft", "RandomSampler"): 0.5,
     ("camshaft, 1 of 2", "DistributedSampler, 1 of 2"): 1.0,
     ("camshaft, 1 of 8", "DistributedSampler, 1 of 8"): 1.0,
@@ -78,7 +78,7 @@ SPEED = "million indices per s"
 
 
 class Images(Dataset[Any]):
-    """Squares of bytes, made into larger ones of floats: the larger, the more work a sample is."""
+    """Small images of bytes, enlarged to float images; the size determines the work per sample."""
 
     def __init__(self, length: int, side: int) -> None:
         self.side = side
@@ -100,14 +100,14 @@ def with_our_loader(data: Any) -> DataLoader[Any]:
     return auto_dataloader(data, batch_size=BATCH_SIZE, shuffle=True)
 
 
-LOADED: dict[str, tuple[Callable[[], Any], Callable[[Any], DataLoader[Any]]]] = {  # epochs of a fraction of a second
+LOADED: dict[str, tuple[Callable[[], Any], Callable[[Any], DataLoader[Any]]]] = {  # epochs take a fraction of a second
     "DataLoader, tensors": (lambda: TensorDataset(torch.randn(16384, 32)), with_our_sampler),
     "DataLoader, images of 32 x 32": (lambda: Images(4096, 32), with_our_sampler),
     "auto_dataloader, tensors": (lambda: TensorDataset(torch.randn(16384, 32)), with_our_loader),
     "auto_dataloader, images of 32 x 32": (lambda: Images(4096, 32), with_our_loader),
     "auto_dataloader, images of 256 x 256": (lambda: Images(256, 256), with_our_loader),
 }
-LOADED_OF_PEER = 0.98  # of the samples per second of torch's loader
+LOADED_OF_PEER = 0.98  # ratio to the samples per second of torch's loader
 
 
 def first_index(name: str, epochs: Epochs) -> Contender:
@@ -116,7 +116,7 @@ def first_index(name: str, epochs: Epochs) -> Contender:
 
 
 def all_indices(name: str, epochs: Epochs, longest: int) -> Contender:
-    """Time an epoch, or the beginning of a very long one, per index."""
+    """Time an epoch, or the start of a very long one, per index."""
     numbers = itertools.count()
 
     def run(iterations: int) -> float:
@@ -128,33 +128,35 @@ def all_indices(name: str, epochs: Epochs, longest: int) -> Contender:
 
 
 def memory_of(name: str, length: int) -> float:
-    """Return the MB that an epoch needs at its peak, in a fresh process."""
+    """Return the peak memory of an epoch in MB, measured in a fresh process."""
     command = [sys.executable, __file__, "--memory-of", name, "--lengths", str(length)]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def peak_memory(name: str, length: int) -> float:
     make, ranks = CONTENDERS[name]
-    for warm_up in (100, 10**5):  # what torch loads and allocates once, whatever the length
+    for warm_up in (100, 10**5):  # for what torch loads and allocates once, for any length
         list(make(warm_up, ranks)(0))
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # Linux forgets the peak so far
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak, on Linux
     for _ in itertools.islice(make(length, ranks)(0), LONGEST_READ):
         pass
-    return round(max(0, resident("VmHWM") - before) / 1024, 2)  # the kernel counts a few pages late
+    return round(
+        max(0, resident("VmHWM") - before) / 1024, 2
+    )  # the kernel updates the counters with a delay of a few pages
 
 
 def resident(what: str) -> int:
-    """Read a size of this process, in KB."""
+    """Return a memory size of this process in KB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{what}:"))
 
 
 def measure(names: Sequence[str], length: int, repetitions: int) -> dict[str, dict[str, Spread]]:
-    """Let some contenders take turns at one length; give each figure of each."""
+    """Interleave contenders at one length; return all figures of each."""
     epochs = {name: CONTENDERS[name][0](length, CONTENDERS[name][1]) for name in names}
     firsts = interleave([first_index(name, epochs[name]) for name in names], 1, repetitions)
-    # a peer that has made its order has paid for all of it, so it may read all of it
+    # peers compute the whole order in advance, so they are measured over all of it
     longest = {name: LONGEST_READ if name.startswith("camshaft") else length for name in names}
     reads = interleave([all_indices(name, epochs[name], longest[name]) for name in names], 1, repetitions)
     return {
@@ -170,7 +172,7 @@ def all_batches(name: str, loader: DataLoader[Any]) -> Contender:
 
 
 def load(what: str, repetitions: int) -> dict[str, Any]:
-    """Let torch's loader and ours take turns over the same data in this process; compare them round by round."""
+    """Interleave the loaders of torch and camshaft over the same data in this process; compare them round by round."""
     make_data, make_ours = LOADED[what]
     data = make_data()
     made = {"RandomSampler": DataLoader(data, batch_size=BATCH_SIZE, shuffle=True), "camshaft": make_ours(data)}
@@ -188,7 +190,7 @@ def load(what: str, repetitions: int) -> dict[str, Any]:
 
 
 def judge(what: str, length: int, spreads: dict[str, Spread]) -> tuple[str, str]:
-    """Return the target of a figure and whether camshaft reaches it; nothing where there is none."""
+    """Return the target of a figure and whether camshaft reaches it, or empty strings without a target."""
     if what in CEILINGS and length >= 10**8:
         ours = [spread.median for name, spread in spreads.items() if name.startswith("camshaft")]
         return f"<= {CEILINGS[what]}", "reached" if max(ours) <= CEILINGS[what] else "missed"
@@ -209,16 +211,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     torch.set_num_threads(1)
     ours = [name for name in CONTENDERS if name.startswith("camshaft")]
-    left_out, lines = {}, []
+    skipped, lines = {}, []
     results: list[dict[str, Any]] = []
     for length in options.lengths:
         found = measure(list(CONTENDERS) if length <= LONGEST_OF_PEERS else ours, length, options.repetitions)
         if LONGEST_OF_PEERS < length <= options.peers_up_to:
-            for name in CONTENDERS.keys() - set(ours):  # each alone, as it needs gigabytes, and once
+            for name in CONTENDERS.keys() - set(ours):  # one at a time and only once, because it needs gigabytes
                 for what, spreads in measure([name], length, 1).items():
                     found[what] |= spreads
         elif length > LONGEST_OF_PEERS:
-            left_out[f"torch's samplers at {short(length)}"] = f"--peers-up-to is {short(options.peers_up_to)}"
+            skipped[f"torch's samplers at {short(length)}"] = f"--peers-up-to is {short(options.peers_up_to)}"
         for what, spreads in found.items():
             target, verdict = judge(what, length, spreads)
             cells = [str(spreads.get(name, "")) for name in CONTENDERS]
@@ -231,21 +233,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         verdict = f"{result['verdict']}: {result['ratio']}"
         lines.append([str(result["length"]), result["what"], *cells, result["target"], verdict])
         results.append(result)
-    print(f"one of the ranks, in an epoch of so many samples; medians of {options.repetitions}, and quartiles")
-    report("sampler", ["samples", "what", *CONTENDERS, "target", "camshaft"], lines, left_out, rows=results)
+    print(f"figures of one rank by samples per epoch; medians of {options.repetitions}, and quartiles")
+    report("sampler", ["samples", "what", *CONTENDERS, "target", "camshaft"], lines, skipped, rows=results)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=9, help="rounds that are measured (%(default)s)")
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="of an epoch, in samples (%(default)s)")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="samples per epoch (%(default)s)")
     parser.add_argument(
         "--peers-up-to",
         type=int,
         default=LONGEST_OF_PEERS,
-        help="the longest epoch of torch's samplers; 100000000 take them 5 GB and minutes (%(default)s)",
+        help="the longest epoch of torch's samplers; 100000000 samples take minutes and 5 GB (%(default)s)",
     )
-    parser.add_argument("--memory-of", choices=CONTENDERS, help="only print the MB that this one needs")
+    parser.add_argument("--memory-of", choices=CONTENDERS, help="only print the peak memory of this contender in MB")
     options = parser.parse_args(arguments)
     if min(options.repetitions, *options.lengths) < 1:
         parser.error("--repetitions and --lengths must be at least 1")

@@ -1,4 +1,4 @@
-"""The supervised step of a tiny model, as each library would have it written, on the same ready batches."""
+"""A supervised step of a tiny model in the style of each library, on the same prepared batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Batches:
-    """The same batch of 4 again and again, with a length: data that costs nothing to load."""
+    """The same batch of 4 samples repeatedly, with a length; loading takes no time."""
 
     def __init__(self, iterations: int) -> None:
         self.iterations = iterations
@@ -39,10 +39,10 @@ def tiny() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def bare() -> Contender:
-    """Do by hand what a supervised trainer does.
+    """Return the work of a supervised trainer, written by hand.
 
-    As people write it, the model is put into train mode once, where a supervised step sees to it each time, and
-    the loss is kept for a reader without being waited for.
+    As is usual, the loop sets train mode once, while a supervised step ensures it each time. It keeps the loss without
+    synchronizing.
     """
     model, optimizer = tiny()
 
@@ -61,14 +61,14 @@ def bare() -> Contender:
 
 
 def engine(name: str, package: str) -> Contender:
-    """Make a contender of camshaft or PyTorch-Ignite: the interface is the same."""
+    """Return a contender of camshaft or PyTorch-Ignite, which have the same interface."""
     model, optimizer = tiny()
     trainer = import_module(f"{package}.engine").create_supervised_trainer(model, optimizer, cross_entropy)
     return Contender(name, lambda iterations: seconds_of(lambda: trainer.run(Batches(iterations), max_epochs=1)))
 
 
 def accelerate() -> Contender:
-    """Prepare model and optimizer; the batches are ready, so that its data loader has no part in the figure."""
+    """Prepare model and optimizer; batches are not loaded with Accelerate."""
     accelerator = import_module("accelerate").Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(*tiny())
 
@@ -87,11 +87,11 @@ def accelerate() -> Contender:
 
 
 def lightning() -> Contender:
-    """Time Lightning from the start of the training to its end, without what its trainer sets up before."""
+    """Time Lightning from the start of training to its end, without the setup of its trainer."""
     library: Any = import_module("lightning.pytorch")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
-    class Module(library.LightningModule):  # type: ignore[misc]  # a class of a library that may not be there
+    class Module(library.LightningModule):  # type: ignore[misc]  # the library may not be installed
         def __init__(self) -> None:
             super().__init__()
             self.model = nn.Linear(8, 2)

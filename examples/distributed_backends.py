@@ -1,4 +1,4 @@
-"""Train a classifier on random images with any backend, started in any way; nothing below asks which.
+"""Train a classifier on random images; the same code runs with every backend and launcher.
 
 python examples/distributed_backends.py
 python examples/distributed_backends.py --backend gloo --nproc_per_node 2
@@ -28,7 +28,7 @@ CLASSES = 10
 
 
 class RandomImages(Dataset[tuple[Tensor, Tensor]]):
-    """Random images with random labels, the same ones wherever they are asked for."""
+    """Random images with random labels, the same in every process."""
 
     def __init__(self, count: int, size: int) -> None:
         self.count, self.size = count, size
@@ -43,7 +43,7 @@ class RandomImages(Dataset[tuple[Tensor, Tensor]]):
 
 
 def make_model(name: str) -> Any:
-    """Make one of torchvision's classifiers, or a tiny one."""
+    """Create one of torchvision's classifiers, or a tiny one."""
     if name == "tiny":
         return nn.Sequential(
             nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, CLASSES)
@@ -54,7 +54,7 @@ def make_model(name: str) -> Any:
 
 
 def training(local_rank: int, config: argparse.Namespace) -> None:
-    """What every process runs."""
+    """Train; runs in every process."""
     manual_seed(config.seed)
     model = idist.auto_model(make_model(config.model))
     optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=0.01))
@@ -96,15 +96,15 @@ def training(local_rank: int, config: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", help="gloo, nccl, mpi, horovod, xla-tpu or auto; none for a single process")
-    parser.add_argument("--nproc_per_node", type=int, help="processes to start; none if a launcher starts them")
+    parser.add_argument("--backend", help="gloo, nccl, mpi, horovod, xla-tpu, or auto (default: a single process)")
+    parser.add_argument("--nproc_per_node", type=int, help="processes to start; omit under a launcher")
     parser.add_argument("--batch_size", type=int, default=16, help="images in a batch, over all processes")
     parser.add_argument("--log_interval", type=int, default=1, help="iterations between two lines of output")
     parser.add_argument("--num_iterations", type=int, default=10)
-    parser.add_argument("--model", default="wide_resnet50_2", help="a classifier of torchvision's, or tiny")
+    parser.add_argument("--model", default="wide_resnet50_2", help="a classifier of torchvision, or tiny")
     parser.add_argument("--image_size", type=int, default=32)
     parser.add_argument("--seed", type=int, default=543)
-    parser.add_argument("--weights", help="where to save the weights in the end")
+    parser.add_argument("--weights", help="file for the final weights")
     config = parser.parse_args()
     with idist.Parallel(backend=config.backend, nproc_per_node=config.nproc_per_node) as parallel:
         parallel.run(training, config)

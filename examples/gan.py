@@ -1,7 +1,7 @@
-"""Let a generator learn to draw digits that a discriminator cannot tell from handwritten ones.
+"""Train a generator to draw digits that a discriminator cannot distinguish from handwritten ones.
 
-Two networks, two optimizers, one step: it fires events of its own, to which handlers listen as to any other. The
-digits are the 1,797 scans of 8 x 8 pixels that come with scikit-learn; what the generator draws is shown as text:
+Two networks and two optimizers share one step, which fires custom events. The digits are the 1,797 images of 8 x 8
+pixels that come with scikit-learn; drawings of the generator are printed as text:
 
     python examples/gan.py
     torchrun --nproc_per_node 2 examples/gan.py --backend gloo
@@ -26,14 +26,14 @@ NOISE = 16
 
 
 class Steps(EventEnum):
-    """What the step of the trainer fires when one of the two networks has learned."""
+    """Fired by the training step after each update of one of the networks."""
 
     DISCRIMINATOR_STEP = "discriminator_step"
     GENERATOR_STEP = "generator_step"
 
 
 def load_digits() -> Tensor:
-    """Return scans from -1, white, to 1, black; shape [1797, 64]."""
+    """Return images with values from -1 (white) to 1 (black), of shape [1797, 64]."""
     from sklearn import datasets
 
     return torch.tensor(datasets.load_digits().data, dtype=torch.float32) / 8 - 1
@@ -48,7 +48,7 @@ def make_networks() -> tuple[nn.Module, nn.Module]:
 
 
 def frechet_distance(one: Tensor, other: Tensor) -> float:
-    """Compare two sets of drawings by their means and covariances; 0 if these are the same."""
+    """Return the Fréchet distance of two sets of drawings, from their means and covariances."""
     means, covariances = zip(*((part.mean(0), part.T.cov()) for part in (one.double(), other.double())), strict=True)
     common = torch.linalg.eigvals(covariances[0] @ covariances[1]).real.clamp(min=0).sqrt().sum()
     distance = (means[0] - means[1]).square().sum() + covariances[0].trace() + covariances[1].trace() - 2 * common
@@ -56,14 +56,16 @@ def frechet_distance(one: Tensor, other: Tensor) -> float:
 
 
 def as_text(drawings: Tensor) -> str:
-    """Put drawings side by side, one character for a pixel."""
+    """Format drawings side by side, one character per pixel."""
     rows = torch.cat([*drawings.reshape(-1, 8, 8)], dim=1).add(1).mul(2).round().int().tolist()
     return "\n".join("".join(" .:*#"[pixel] * 2 for pixel in row) for row in rows)
 
 
 def training(local_rank: int, config: argparse.Namespace) -> float:
-    """What every process runs; gives how far the drawings are from the digits in the end."""
-    manual_seed(config.seed + idist.get_rank())  # each rank has noise of its own, and gets the weights of rank 0
+    """Train and return the final distance between drawings and digits; runs in every process."""
+    manual_seed(
+        config.seed + idist.get_rank()
+    )  # different noise on each rank; auto_model broadcasts the weights of rank 0
     digits = load_digits()
     loader = idist.auto_dataloader(TensorDataset(digits), batch_size=config.batch_size, shuffle=True, seed=config.seed)
     drawing, judging = make_networks()
@@ -88,7 +90,7 @@ def training(local_rank: int, config: argparse.Namespace) -> float:
         engine.state.discriminator_steps += 1
         engine.fire_event(Steps.DISCRIMINATOR_STEP)
 
-        judging.requires_grad_(False)  # it judges, but does not learn now: no rank sends gradients of it
+        judging.requires_grad_(False)  # it is not trained in this half: ranks exchange no gradients of it
         generator_optimizer.zero_grad()
         generator_loss = softplus(-judging(generator(noise(len(real))))).mean()
         (generator_loss * engine.batch_share).backward()
@@ -100,9 +102,9 @@ def training(local_rank: int, config: argparse.Namespace) -> float:
 
     trainer = Engine(step)
     counters = {Steps.DISCRIMINATOR_STEP: "discriminator_steps", Steps.GENERATOR_STEP: "generator_steps"}
-    trainer.register_events(*Steps, event_to_attr=counters)  # filters such as `every` look at these
+    trainer.register_events(*Steps, event_to_attr=counters)  # filters such as `every` use these
 
-    # the average of the generator's weights draws better than those of any single step
+    # the averaged weights of the generator draw better than those of any single step
     average = EMAHandler(drawing, momentum=0.005, momentum_warmup=0.2, warmup_iters=500)
     average.attach(trainer, event=Steps.GENERATOR_STEP)
 
@@ -127,11 +129,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=100, help="passes over the digits (default: 100)")
     parser.add_argument("--batch_size", type=int, default=64, help="digits in a batch, over all processes")
-    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of both (default: 0.001)")
-    parser.add_argument("--show_every", type=int, default=500, help="steps of the generator between two lines")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of both networks (default: 0.001)")
+    parser.add_argument("--show_every", type=int, default=500, help="generator steps between two lines of output")
     parser.add_argument("--seed", type=int, default=17)
-    parser.add_argument("--backend", help="gloo, nccl, mpi, horovod, xla-tpu or auto; none for a single process")
-    parser.add_argument("--nproc_per_node", type=int, help="processes to start; none if a launcher starts them")
+    parser.add_argument("--backend", help="gloo, nccl, mpi, horovod, xla-tpu, or auto (default: a single process)")
+    parser.add_argument("--nproc_per_node", type=int, help="processes to start; omit under a launcher")
     return parser.parse_args(arguments)
 
 

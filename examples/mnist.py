@@ -1,6 +1,6 @@
 """Train a small convolutional network to read handwritten digits.
 
-By default it reads the 1,797 scans of 8 x 8 pixels that come with scikit-learn, so nothing is downloaded:
+By default, it uses the 1,797 images of 8 x 8 pixels that come with scikit-learn, so nothing is downloaded:
 
     python examples/mnist.py
     python examples/mnist.py --data mnist --root ~/data --epochs 3
@@ -34,7 +34,7 @@ from camshaft.utils import manual_seed
 
 
 class Accuracy:
-    """Count right answers on the device; add up those of all ranks once, at the end of the evaluation."""
+    """Count correct predictions on the device; reduce over ranks once, at the end of the evaluation."""
 
     def attach(self, engine: Engine, name: str) -> None:
         engine.add_event_handler(Events.STARTED, self.reset)
@@ -67,10 +67,10 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
 def load_mnist(root: Path) -> tuple[TensorDataset, TensorDataset]:
     try:
         from torchvision.datasets import MNIST
-    except (ImportError, RuntimeError) as error:  # RuntimeError: a torchvision made for another build of torch
-        raise SystemExit(f"--data mnist needs a torchvision that fits the installed torch: {error}") from error
+    except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision was built for another torch
+        raise SystemExit(f"--data mnist needs a torchvision that matches the installed torch: {error}") from error
     try:
-        with idist.one_rank_first(local=True):  # it downloads, and the others find the files
+        with idist.one_rank_first(local=True):  # one rank per node downloads, the others read the files
             parts = [MNIST(str(root), train=train, download=True) for train in (True, False)]
     except (OSError, RuntimeError) as error:
         raise SystemExit(f"MNIST is not in {root} and cannot be downloaded: {error}") from error
@@ -86,7 +86,7 @@ def make_model() -> nn.Module:
 
 
 def training(local_rank: int, config: argparse.Namespace) -> float | None:
-    """What every process runs; gives the last accuracy on the scans for validation, if there was anything to do."""
+    """Train and return the last validation accuracy, or None if there was nothing to do; runs in every process."""
     manual_seed(config.seed)
     parts = load_digits() if config.data == "digits" else load_mnist(config.root)
     data = idist.auto_dataloader(parts[0], batch_size=config.batch_size, shuffle=True, seed=config.seed)
@@ -94,7 +94,7 @@ def training(local_rank: int, config: argparse.Namespace) -> float | None:
     optimizer = idist.auto_optim(torch.optim.AdamW(model.parameters(), lr=config.lr))
     trainer = create_supervised_trainer(model, optimizer, nn.functional.cross_entropy, device=idist.device())
 
-    # after each epoch, the accuracy on both parts of the scans
+    # after each epoch, compute the accuracy on the training and validation images
     loaders, evaluators = {}, {}
     for name, part in zip(("train", "validation"), parts, strict=True):
         loaders[name] = idist.auto_dataloader(part, batch_size=512, shuffle=False)
@@ -116,7 +116,7 @@ def training(local_rank: int, config: argparse.Namespace) -> float | None:
     best = ModelCheckpoint(config.output, "best", accuracy, "accuracy", require_empty=False)
     evaluators["validation"].add_event_handler(Events.COMPLETED, best, {"model": model}, order=1)
 
-    # what follows is there if it is asked for
+    # optional features
     objects: dict[str, Any] = {"trainer": trainer, "model": model, "optimizer": optimizer, "best": best}
 
     if config.patience:
@@ -126,10 +126,12 @@ def training(local_rank: int, config: argparse.Namespace) -> float | None:
     if config.checkpoints:
         saver = DiskSaver(config.checkpoints, require_empty=not config.resume)
         checkpoint = Checkpoint(objects, saver, include_self=True)
-        trainer.add_event_handler(Events.EPOCH_COMPLETED, checkpoint)  # after `evaluate`, which was registered before
+        trainer.add_event_handler(
+            Events.EPOCH_COMPLETED, checkpoint
+        )  # runs after `evaluate`, which was registered earlier
         if config.resume:
             newest = Checkpoint.resume({**objects, "checkpointer": checkpoint}, config.checkpoints)
-            bar.log_message(f"going on from {newest}" if newest else "there is no checkpoint yet: a new run")
+            bar.log_message(f"resuming from {newest}" if newest else "no checkpoint yet, starting a new run")
 
     if config.tensorboard:
         logger = TensorboardLogger(log_dir=config.tensorboard)
@@ -150,19 +152,27 @@ def training(local_rank: int, config: argparse.Namespace) -> float | None:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small network to read handwritten digits.")
-    parser.add_argument("--data", choices=("digits", "mnist"), default="digits", help="which scans (default: digits)")
-    parser.add_argument("--root", type=Path, default=Path("data"), help="where MNIST is, or is downloaded to")
-    parser.add_argument("--epochs", type=int, default=10, help="passes over the training scans (default: 10)")
-    parser.add_argument("--batch_size", type=int, default=32, help="scans in a batch, over all processes (default: 32)")
+    parser.add_argument("--data", choices=("digits", "mnist"), default="digits", help="data set (default: digits)")
+    parser.add_argument(
+        "--root", type=Path, default=Path("data"), help="folder of MNIST, which is downloaded if missing"
+    )
+    parser.add_argument("--epochs", type=int, default=10, help="passes over the training images (default: 10)")
+    parser.add_argument(
+        "--batch_size", type=int, default=32, help="images in a batch, over all processes (default: 32)"
+    )
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate (default: 0.002)")
-    parser.add_argument("--seed", type=int, default=1, help="of weights and order (default: 1)")
-    parser.add_argument("--output", type=Path, default=Path("runs/mnist"), help="where the best model is saved")
-    parser.add_argument("--checkpoints", type=Path, help="where to keep the newest state of the whole training")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest of --checkpoints, if there is one")
-    parser.add_argument("--tensorboard", type=Path, help="where to write curves for TensorBoard")
-    parser.add_argument("--patience", type=int, help="stop when so many epochs have brought no better accuracy")
-    parser.add_argument("--backend", help="gloo, nccl, mpi, horovod, xla-tpu or auto; none for a single process")
-    parser.add_argument("--nproc_per_node", type=int, help="processes to start; none if a launcher starts them")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="seed of the weights and the order of the data (default: 1)"
+    )
+    parser.add_argument("--output", type=Path, default=Path("runs/mnist"), help="folder for the best model")
+    parser.add_argument("--checkpoints", type=Path, help="folder for the newest checkpoint of the training")
+    parser.add_argument(
+        "--resume", action="store_true", help="resume from the newest checkpoint in --checkpoints, if there is one"
+    )
+    parser.add_argument("--tensorboard", type=Path, help="folder for TensorBoard curves")
+    parser.add_argument("--patience", type=int, help="stop after this many epochs without improvement")
+    parser.add_argument("--backend", help="gloo, nccl, mpi, horovod, xla-tpu, or auto (default: a single process)")
+    parser.add_argument("--nproc_per_node", type=int, help="processes to start; omit under a launcher")
     config = parser.parse_args(arguments)
     if config.resume and not config.checkpoints:
         parser.error("--resume needs --checkpoints DIR")

@@ -1,7 +1,7 @@
 """Learn to balance a pole on a cart by trial and error: an engine without a data set.
 
-Each iteration plays games with the present policy, and makes what went better than expected more likely (REINFORCE).
-The cart is a few lines below; with --gymnasium it is CartPole-v1 of that library.
+Each iteration plays games with the current policy and makes pushes that worked better than expected more likely
+(REINFORCE). The cart is simulated below; with --gymnasium, it is CartPole-v1 of that library.
 
     python examples/reinforce.py
     python examples/reinforce.py --gymnasium
@@ -22,22 +22,22 @@ import camshaft.distributed as idist
 from camshaft.engine import Engine, Events
 from camshaft.utils import manual_seed
 
-LONGEST = 500  # moves; a game that lasts so long is won
+LONGEST = 500  # moves after which a game is won
 
 
 class CartPoles:
-    """Carts on a track, each with a pole on it, all played at once: push them left (0) or right (1)."""
+    """A batch of carts, each with a pole, to be pushed left (0) or right (1)."""
 
     def __init__(self, count: int) -> None:
         self.count = count
 
     def reset(self) -> Tensor:
-        """Return the states to begin with: position, velocity, angle, angular velocity; shape [count, 4]."""
+        """Return the initial states (position, velocity, angle, angular velocity), of shape [count, 4]."""
         self.states = torch.rand(self.count, 4, device=idist.device()) / 10 - 0.05
         return self.states
 
     def step(self, pushes: Tensor) -> tuple[Tensor, Tensor]:
-        """Let 0.02 s pass; give the states, and which games are lost."""
+        """Advance by 0.02 s; return the states, and which games are lost."""
         _, velocity, angle, spin = self.states.unbind(1)
         force = (20.0 * pushes - 10 + 0.05 * spin**2 * angle.sin()) / 1.1  # the cart weighs 1 kg, the pole 0.1 kg
         turn = (9.8 * angle.sin() - angle.cos() * force) / (0.5 * (4 / 3 - 0.1 * angle.cos() ** 2 / 1.1))
@@ -47,7 +47,7 @@ class CartPoles:
 
 
 class Gymnasium:
-    """The same carts, of the library gymnasium."""
+    """The same carts, from gymnasium."""
 
     def __init__(self, count: int, seed: int) -> None:
         import gymnasium  # type: ignore[import-not-found, unused-ignore]
@@ -66,7 +66,7 @@ class Gymnasium:
 
 @torch.no_grad()
 def play(carts: Any, policy: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
-    """Play all games to their end; give states, pushes, and where a game was still on; [moves, games, ...] each."""
+    """Play all games; return the states, the pushes, and which games were still running, as [moves, games, ...]."""
     states, on = carts.reset(), torch.ones(carts.count, dtype=torch.bool, device=idist.device())
     moves: list[tuple[Tensor, Tensor, Tensor]] = []
     while on.any() and len(moves) < LONGEST:
@@ -78,7 +78,7 @@ def play(carts: Any, policy: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def expected_returns(on: Tensor, discount: float) -> Tensor:
-    """Return the moves that a game still lasted after each, those farther away counting less; shape of ``on``."""
+    """Return the discounted number of moves that each game continued after each move, in the shape of ``on``."""
     returns: list[Tensor] = []
     after = torch.zeros(on.shape[1], device=on.device)
     for still in on.flip(0).float():
@@ -88,8 +88,10 @@ def expected_returns(on: Tensor, discount: float) -> Tensor:
 
 
 def training(local_rank: int, config: argparse.Namespace) -> list[float]:
-    """What every process runs; gives for each epoch how many moves its games lasted on average."""
-    manual_seed(config.seed + idist.get_rank())  # each rank plays its own games, with the weights of rank 0
+    """Train and return the mean length of the games in each epoch; runs in every process."""
+    manual_seed(
+        config.seed + idist.get_rank()
+    )  # each rank plays different games; auto_model broadcasts the weights of rank 0
     network = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
     policy = idist.auto_model(network)
     optimizer = idist.auto_optim(torch.optim.Adam(policy.parameters(), lr=config.lr))
@@ -111,7 +113,7 @@ def training(local_rank: int, config: argparse.Namespace) -> list[float]:
     trainer = Engine(step)
 
     @trainer.on(Events.EPOCH_STARTED)
-    def begin(engine: Engine) -> None:
+    def reset(engine: Engine) -> None:
         engine.state.moves = 0
 
     @trainer.on(Events.ITERATION_COMPLETED)
@@ -124,7 +126,7 @@ def training(local_rank: int, config: argparse.Namespace) -> list[float]:
         lengths.append(mean)
         if idist.get_rank() == 0:
             print(f"epoch {engine.state.epoch}: the pole stays up for {mean:.0f} moves", flush=True)
-        if mean > 0.95 * LONGEST:  # all ranks have the same mean, so that all of them end here
+        if mean > 0.95 * LONGEST:  # the mean is the same on all ranks, so all of them stop
             engine.terminate()
 
     trainer.run(max_epochs=config.epochs, epoch_length=config.epoch_length)
@@ -133,15 +135,17 @@ def training(local_rank: int, config: argparse.Namespace) -> list[float]:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=20, help="at most; it ends when the game is won (default: 20)")
-    parser.add_argument("--epoch_length", type=int, default=5, help="updates of the policy in an epoch (default: 5)")
-    parser.add_argument("--games", type=int, default=32, help="that each process plays for an update (default: 32)")
+    parser.add_argument(
+        "--epochs", type=int, default=20, help="maximum; training ends when the game is won (default: 20)"
+    )
+    parser.add_argument("--epoch_length", type=int, default=5, help="policy updates per epoch (default: 5)")
+    parser.add_argument("--games", type=int, default=32, help="games per update and process (default: 32)")
     parser.add_argument("--lr", type=float, default=0.01, help="learning rate (default: 0.01)")
-    parser.add_argument("--discount", type=float, default=0.99, help="what a move later is worth (default: 0.99)")
+    parser.add_argument("--discount", type=float, default=0.99, help="discount factor per move (default: 0.99)")
     parser.add_argument("--gymnasium", action="store_true", help="play CartPole-v1 of the library gymnasium")
     parser.add_argument("--seed", type=int, default=17)
-    parser.add_argument("--backend", help="gloo, nccl, mpi, horovod, xla-tpu or auto; none for a single process")
-    parser.add_argument("--nproc_per_node", type=int, help="processes to start; none if a launcher starts them")
+    parser.add_argument("--backend", help="gloo, nccl, mpi, horovod, xla-tpu, or auto (default: a single process)")
+    parser.add_argument("--nproc_per_node", type=int, help="processes to start; omit under a launcher")
     return parser.parse_args(arguments)
 
 

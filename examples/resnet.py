@@ -1,6 +1,6 @@
-"""Train a residual network on images, with what such trainings have: mixed precision, warm-up, EMA, throughput.
+"""Train a residual network with mixed precision, learning rate warm-up, weight averaging (EMA), and throughput.
 
-By default the images are made: ten classes of stripes, each at its own angle, in noise. So nothing is downloaded:
+By default, the images are synthetic, so nothing is downloaded: noisy stripes in ten classes, one angle per class.
 
     python examples/resnet.py
     python examples/resnet.py --model resnet18 --data cifar10 --root ~/data --epochs 30 --amp --compile
@@ -34,7 +34,7 @@ from camshaft.utils import manual_seed
 
 
 class Stripes(Dataset[tuple[Tensor, int]]):
-    """Images of 32 x 32 pixels, made when they are asked for, the same ones each time; the class is the angle."""
+    """Synthetic images of 32 x 32 pixels, generated on access and reproducible; the class is the angle."""
 
     classes = range(10)
 
@@ -67,7 +67,7 @@ def load_data(config: argparse.Namespace) -> tuple[Any, Any]:
     if config.data == "folder":
         folders = ((config.root / "train", augmented), (config.root / "val", plain))
         return tuple(datasets.ImageFolder(str(folder), transform) for folder, transform in folders)
-    with idist.one_rank_first(local=True):  # it downloads, and the others find the files
+    with idist.one_rank_first(local=True):  # one rank per node downloads, the others read the files
         return tuple(
             datasets.CIFAR10(str(config.root), train, transform, download=True)
             for train, transform in ((True, augmented), (False, plain))
@@ -75,7 +75,7 @@ def load_data(config: argparse.Namespace) -> tuple[Any, Any]:
 
 
 class Accuracy:
-    """Count right answers on the device, and add up those of all ranks; one of torchmetrics would do as well."""
+    """Count correct predictions on the device, and reduce over ranks; a metric of torchmetrics works as well."""
 
     def reset(self) -> None:
         self.counts = torch.zeros(2, dtype=torch.long, device=idist.device())
@@ -90,7 +90,7 @@ class Accuracy:
 
 
 class Block(nn.Module):
-    """Two convolutions, and a way around them."""
+    """Two convolutions with a skip connection."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Block(nn.Module):
 
 
 def make_model(name: str, classes: int, small_images: bool = True) -> nn.Module:
-    """Make a network of three blocks, or one of torchvision's."""
+    """Create a network of three blocks, or one of torchvision's."""
     if name == "small":
         stem = (nn.Conv2d(3, 16, 3, 2, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
         blocks = (Block(16, 16, 1), Block(16, 32, 2), Block(32, 64, 2))
@@ -114,13 +114,13 @@ def make_model(name: str, classes: int, small_images: bool = True) -> nn.Module:
     import torchvision.models
 
     model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=classes)
-    if small_images:  # the usual beginning, for 224 x 224 pixels, would leave nothing of them
+    if small_images:  # the usual stem, for 224 x 224 pixels, would reduce them too much
         model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
     return model
 
 
 def make_trainer(network: nn.Module, config: argparse.Namespace, steps: int) -> tuple[Engine, nn.Module, nn.Module]:
-    """Make a trainer for so many steps; give it, the model that it trains, and the average of its weights."""
+    """Return a trainer, the model that it trains, and the average of its weights."""
     model: Any = torch.compile(network, backend=config.compile) if config.compile else network
     model = idist.auto_model(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9, weight_decay=5e-4, nesterov=True)
@@ -131,26 +131,26 @@ def make_trainer(network: nn.Module, config: argparse.Namespace, steps: int) -> 
     )  # fmt: skip
 
     warm_up = max(2, steps // 10)
-    # the last step of the warm-up is the first of the cosine
+    # the last step of the warm-up is the first step of the cosine
     cosine = CosineAnnealingScheduler(optimizer, "lr", config.lr, 0.0, max(2, steps - warm_up + 1))
     schedule = create_lr_scheduler_with_warmup(cosine, 0.0, warm_up)
     trainer.add_event_handler(Events.ITERATION_STARTED, schedule)
 
-    average = EMAHandler(network, momentum=min(0.5, 20 / steps))  # looks back over a twentieth of the run
+    average = EMAHandler(network, momentum=min(0.5, 20 / steps))  # averages over about a twentieth of the run
     average.attach(trainer)
     Throughput(samples=lambda batch: len(batch[1])).attach(trainer, Events.EPOCH_COMPLETED)
     return trainer, model, average.ema_model
 
 
 def training(local_rank: int, config: argparse.Namespace) -> dict[str, float]:
-    """What every process runs; gives the accuracy of the model and of its average."""
+    """Train and return the accuracy of the model and of its average; runs in every process."""
     manual_seed(config.seed)
     parts = load_data(config)
     options = {"batch_size": config.batch_size, "num_workers": config.num_workers}
     data = prefetch_to_device(idist.auto_dataloader(parts[0], shuffle=True, seed=config.seed, **options))
     validation = prefetch_to_device(idist.auto_dataloader(parts[1], shuffle=False, **options))
     network = make_model(config.model, len(parts[0].classes), small_images=config.data != "folder")
-    network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch does not say that it may
+    network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's annotations
     trainer, model, average = make_trainer(network, config, steps=config.epochs * len(data))
 
     evaluators = {}
@@ -174,19 +174,24 @@ def training(local_rank: int, config: argparse.Namespace) -> dict[str, float]:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="small", help="small, or resnet18, resnet50 ... of torchvision")
-    parser.add_argument("--data", choices=("made", "cifar10", "folder"), default="made", help="which images")
-    parser.add_argument("--root", type=Path, default=Path("data"), help="of CIFAR-10, or of the folders train and val")
-    parser.add_argument("--images", type=int, default=2000, help="how many to make for training (default: 2000)")
+    parser.add_argument("--model", default="small", help="small, or a model of torchvision such as resnet18")
+    parser.add_argument("--data", choices=("made", "cifar10", "folder"), default="made", help="data set")
+    parser.add_argument(
+        "--root",
+        type=Path,
+        default=Path("data"),
+        help="folder of CIFAR-10, or folder with the subfolders train and val",
+    )
+    parser.add_argument("--images", type=int, default=2000, help="number of synthetic training images (default: 2000)")
     parser.add_argument("--epochs", type=int, default=4, help="passes over the images (default: 4)")
     parser.add_argument("--batch_size", type=int, default=50, help="images in a batch, over all processes")
-    parser.add_argument("--num_workers", type=int, default=0, help="processes of a node that load images")
-    parser.add_argument("--lr", type=float, default=0.1, help="the highest learning rate (default: 0.1)")
-    parser.add_argument("--amp", action="store_true", help="compute in bfloat16 where that is safe")
+    parser.add_argument("--num_workers", type=int, default=0, help="processes per node that load images")
+    parser.add_argument("--lr", type=float, default=0.1, help="maximum learning rate (default: 0.1)")
+    parser.add_argument("--amp", action="store_true", help="use bfloat16 autocast")
     parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile the model")
     parser.add_argument("--seed", type=int, default=17)
-    parser.add_argument("--backend", help="gloo, nccl, mpi, horovod, xla-tpu or auto; none for a single process")
-    parser.add_argument("--nproc_per_node", type=int, help="processes to start; none if a launcher starts them")
+    parser.add_argument("--backend", help="gloo, nccl, mpi, horovod, xla-tpu, or auto (default: a single process)")
+    parser.add_argument("--nproc_per_node", type=int, help="processes to start; omit under a launcher")
     return parser.parse_args(arguments)
 
 

@@ -1,10 +1,10 @@
-"""Train on handwritten digits, be killed at any moment, and go on, also with another number of processes.
+"""Train on handwritten digits, get killed at any time, and resume, also with a different number of processes.
 
     python examples/resume.py
     python examples/resume.py --output runs/killed --backend gloo --nproc_per_node 2 --kill_at 47
     torchrun --nproc_per_node 3 examples/resume.py --output runs/killed --backend gloo
 
-The last two show at the end what the first one does: each sample seen once in each epoch, and the same losses.
+Together, the last two commands report the same as the first: every sample once per epoch, and the same losses.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 
 class NoisyDigits(Dataset[tuple[Tensor, int, int]]):
-    """The scans that come with scikit-learn, with noise that is drawn anew in each epoch; each with its index."""
+    """The digits of scikit-learn with their indices, and with new noise in each epoch."""
 
     def __init__(self) -> None:
         from sklearn import datasets
@@ -48,7 +48,7 @@ def without_index(batch: Batch, device: torch.device, non_blocking: bool) -> tup
 
 
 def training(local_rank: int, config: argparse.Namespace) -> None:
-    """What every process runs."""
+    """Train; runs in every process."""
     manual_seed(config.seed)
     dataset = NoisyDigits()
     loader = idist.auto_dataloader(dataset, batch_size=config.batch_size, shuffle=True, seed=config.seed)
@@ -58,7 +58,7 @@ def training(local_rank: int, config: argparse.Namespace) -> None:
         model, optimizer, nn.functional.cross_entropy, device=idist.device(), prepare_batch=without_index
     )
 
-    # what is saved with the trainer: by epoch, how often each sample was seen, and the losses
+    # saved with the trainer: how often each sample was seen, and the losses, per epoch
     trainer.state.seen, trainer.state.losses = {}, {}
     trainer.state_dict_user_keys += ["seen", "losses"]
 
@@ -84,7 +84,7 @@ def training(local_rank: int, config: argparse.Namespace) -> None:
     checkpoint = Checkpoint(objects, DiskSaver(config.output, require_empty=False), include_self=True)
     newest = Checkpoint.resume({**objects, "checkpointer": checkpoint}, config.output)
     if newest is not None:
-        idist.one_rank_only()(print)(f"{idist.get_world_size()} processes go on from {newest}", flush=True)
+        idist.one_rank_only()(print)(f"{idist.get_world_size()} processes resume from {newest}", flush=True)
     trainer.add_event_handler(Events.ITERATION_COMPLETED(every=config.save_every), checkpoint)
     if config.kill_at:
         trainer.add_event_handler(
@@ -96,11 +96,15 @@ def training(local_rank: int, config: argparse.Namespace) -> None:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", help="gloo, nccl, mpi, horovod, xla-tpu or auto; none for a single process")
-    parser.add_argument("--nproc_per_node", type=int, help="processes to start; none if a launcher starts them")
-    parser.add_argument("--output", type=Path, default=Path("runs/resume"), help="where the newest checkpoint is kept")
-    parser.add_argument("--epochs", type=int, default=3, help="passes over the scans, over all starts (default: 3)")
-    parser.add_argument("--batch_size", type=int, default=60, help="scans in a batch, over all processes (default: 60)")
+    parser.add_argument("--backend", help="gloo, nccl, mpi, horovod, xla-tpu, or auto (default: a single process)")
+    parser.add_argument("--nproc_per_node", type=int, help="processes to start; omit under a launcher")
+    parser.add_argument("--output", type=Path, default=Path("runs/resume"), help="folder for the newest checkpoint")
+    parser.add_argument(
+        "--epochs", type=int, default=3, help="passes over the data, including those before a resume (default: 3)"
+    )
+    parser.add_argument(
+        "--batch_size", type=int, default=60, help="images in a batch, over all processes (default: 60)"
+    )
     parser.add_argument("--save_every", type=int, default=10, help="iterations between two checkpoints (default: 10)")
     parser.add_argument("--kill_at", type=int, help="iteration after which the processes kill themselves")
     parser.add_argument("--seed", type=int, default=17)

@@ -1,8 +1,8 @@
-"""Train a small transformer to write on, byte by byte, with paragraphs of any length.
+"""Train a small byte-level transformer on paragraphs of any length.
 
-The text is the documentation of this repository, or any other. Paragraphs are padded, so that batches differ in how
-much text they hold. A step of the optimizer is made of several batches, on several ranks: each byte weighs the same in
-it (`batch_weight`), wherever it stands. Start it again with the same --checkpoints, and it goes on where it was.
+By default, the text is the documentation of this repository. Paragraphs are padded, so batches contain different
+numbers of bytes. An optimizer step uses several batches on several ranks, and `batch_weight` gives every byte in it the
+same weight. With the same --checkpoints, a later run resumes from the last checkpoint.
 
     python examples/transformer.py
     python examples/transformer.py --text ~/books/*.txt --layers 6 --width 384 --epochs 20 --checkpoints runs/books
@@ -24,13 +24,13 @@ from camshaft.engine import Engine, Events, create_supervised_evaluator, create_
 from camshaft.handlers import Checkpoint, DiskSaver, Throughput
 from camshaft.utils import manual_seed
 
-LONGEST = 160  # bytes of a paragraph that are read
-PADDING = -1  # where there is no byte to predict
-END = 10  # a line feed: where each paragraph begins and ends
+LONGEST = 160  # maximum bytes of a paragraph
+PADDING = -1  # target at positions without a byte to predict
+END = 10  # a line feed, at the start and the end of each paragraph
 
 
 def load_paragraphs(files: list[Path]) -> list[Tensor]:
-    """Return the paragraphs of texts, each as the numbers of its bytes."""
+    """Return the paragraphs of all files as tensors of bytes."""
     root = Path(__file__).parent.parent
     texts = [file.read_bytes() for file in files or [root / "README.md", *sorted(root.glob("docs/**/*.md"))]]
     paragraphs = [b" ".join(one.split()) for text in texts for one in text.split(b"\n\n")]
@@ -38,26 +38,26 @@ def load_paragraphs(files: list[Path]) -> list[Tensor]:
 
 
 def pad(paragraphs: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Make a batch: the bytes, and for each of them the one that follows; shape [paragraphs, bytes] both."""
+    """Return a batch: the bytes and, for each of them, the next byte; both of shape [paragraphs, bytes]."""
     x = nn.utils.rnn.pad_sequence([one[:-1] for one in paragraphs], batch_first=True)
     y = nn.utils.rnn.pad_sequence([one[1:] for one in paragraphs], batch_first=True, padding_value=PADDING)
     return x, y
 
 
 def bytes_in(x: Tensor, y: Tensor) -> Tensor:
-    """Count what a batch weighs."""
+    """Return the weight of a batch: the number of bytes to predict."""
     return (y != PADDING).sum()
 
 
 def loss_fn(scores: Tensor, y: Tensor) -> Tensor:
-    """Return the mean over the bytes to predict, in bits."""
+    """Return the mean loss over the bytes to predict, in bits."""
     return (
         nn.functional.cross_entropy(scores.flatten(0, 1), y.flatten(), ignore_index=PADDING) / torch.tensor(2.0).log()
     )
 
 
 class Transformer(nn.Module):
-    """Predicts each byte from those before it; gives scores, of shape [paragraphs, bytes, 256]."""
+    """Predict each byte from those before it; return logits of shape [paragraphs, bytes, 256]."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
@@ -77,8 +77,8 @@ class Transformer(nn.Module):
 
 
 @torch.no_grad()
-def write_on(model: nn.Module, start: str) -> str:
-    """Let the model write a paragraph to its end."""
+def write(model: nn.Module, start: str) -> str:
+    """Complete a paragraph with the model."""
     model.eval()
     written = torch.tensor([[END, *start.encode()]], device=idist.device())
     while written.shape[1] <= LONGEST and (len(start) == written.shape[1] - 1 or written[0, -1] != END):
@@ -88,7 +88,7 @@ def write_on(model: nn.Module, start: str) -> str:
 
 
 def training(local_rank: int, config: argparse.Namespace) -> float:
-    """What every process runs; gives the bits for a byte of paragraphs that were not trained on."""
+    """Train and return the bits per byte on held-out paragraphs; runs in every process."""
     manual_seed(config.seed)
     paragraphs: Any = load_paragraphs(config.text)
     options = {"batch_size": config.batch_size, "collate_fn": pad}
@@ -112,7 +112,7 @@ def training(local_rank: int, config: argparse.Namespace) -> float:
     evaluator = create_supervised_evaluator(model, device=idist.device(), output_transform=bits_and_bytes)
 
     @evaluator.on(Events.STARTED)
-    def begin(engine: Engine) -> None:
+    def reset(engine: Engine) -> None:
         engine.state.sums = torch.zeros(2, device=idist.device())
 
     @evaluator.on(Events.ITERATION_COMPLETED)
@@ -135,29 +135,35 @@ def training(local_rank: int, config: argparse.Namespace) -> float:
         objects = {"trainer": trainer, "model": model, "optimizer": optimizer}
         checkpoint = Checkpoint(objects, DiskSaver(config.checkpoints, require_empty=False), include_self=True)
         trainer.add_event_handler(Events.EPOCH_COMPLETED, checkpoint)
-        Checkpoint.resume({**objects, "checkpointer": checkpoint}, config.checkpoints)  # nothing the first time
+        Checkpoint.resume(
+            {**objects, "checkpointer": checkpoint}, config.checkpoints
+        )  # does nothing without a checkpoint
 
     if trainer.state.epoch < config.epochs:
         trainer.run(data, max_epochs=config.epochs)
     if idist.get_rank() == 0:
-        print(write_on(network, config.start), flush=True)
+        print(write(network, config.start), flush=True)
     return float(evaluator.run(held_out).metrics["bits per byte"])
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, nargs="+", help="files to learn from, instead of the documentation")
-    parser.add_argument("--layers", type=int, default=2, help="of the transformer (default: 2)")
-    parser.add_argument("--width", type=int, default=96, help="numbers for a byte, in 32s (default: 96)")
-    parser.add_argument("--epochs", type=int, default=8, help="passes over the text, over all starts (default: 8)")
+    parser.add_argument("--text", type=Path, nargs="+", help="training text (default: the documentation)")
+    parser.add_argument("--layers", type=int, default=2, help="number of layers (default: 2)")
+    parser.add_argument("--width", type=int, default=96, help="embedding size, a multiple of 32 (default: 96)")
+    parser.add_argument(
+        "--epochs", type=int, default=8, help="passes over the text, including those before a resume (default: 8)"
+    )
     parser.add_argument("--batch_size", type=int, default=8, help="paragraphs in a batch, over all processes")
-    parser.add_argument("--accumulate", type=int, default=2, help="batches in a step of the optimizer (default: 2)")
+    parser.add_argument("--accumulate", type=int, default=2, help="batches per optimizer step (default: 2)")
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate (default: 0.003)")
-    parser.add_argument("--start", default="The ", help="what to write on from in the end")
-    parser.add_argument("--checkpoints", type=Path, help="where the newest state is kept, and gone on from")
+    parser.add_argument("--start", default="The ", help="start of the paragraph to complete at the end")
+    parser.add_argument(
+        "--checkpoints", type=Path, help="folder for the newest checkpoint, from which a later run resumes"
+    )
     parser.add_argument("--seed", type=int, default=17)
-    parser.add_argument("--backend", help="gloo, nccl, mpi, horovod, xla-tpu or auto; none for a single process")
-    parser.add_argument("--nproc_per_node", type=int, help="processes to start; none if a launcher starts them")
+    parser.add_argument("--backend", help="gloo, nccl, mpi, horovod, xla-tpu, or auto (default: a single process)")
+    parser.add_argument("--nproc_per_node", type=int, help="processes to start; omit under a launcher")
     return parser.parse_args(arguments)
 
 

@@ -1,4 +1,4 @@
-"""Make Markdown of docstrings, for the site (see mkdocs.yml): there `>>>` would begin a quotation, not an example."""
+"""Convert docstrings to Markdown for the site (see mkdocs.yml), where `>>>` would start a quotation, not an example."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EXAMPLE = re.compile(r"^( *)>>> (?:.+\n?)+", re.MULTILINE)  # up to an empty lin
 ROLE = re.compile(r":(?:attr|class|func|meth):(`[^`]+`)")
 
 
-class Docstrings(griffe.Extension):  # type: ignore[misc]  # it has no types where the site is not built
+class Docstrings(griffe.Extension):  # type: ignore[misc]  # griffe is not installed in the environment of mypy
     def on_object(self, *, obj: griffe.Object, **arguments: Any) -> None:
         if obj.docstring:
             obj.docstring.value = ROLE.sub(r"\1", EXAMPLE.sub(fenced, obj.docstring.value))

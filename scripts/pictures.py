@@ -2,7 +2,7 @@
 
     python scripts/pictures.py [FOLDER]
 
-They come out alike each time, but for the last digits that another machine computes.
+The pictures are the same each time, except for the last digits of computed numbers on other machines.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from camshaft.handlers import (
 )
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
-COLOURS = ("#7aa6c2", "#e0a458", "#8fb37a", "#c98bb9")  # of ranks
+COLORS = ("#7aa6c2", "#e0a458", "#8fb37a", "#c98bb9")  # one per rank
 MIXED, DARK, PALE = "#d9d9d9", "#333333", "#f4f4f4"
 SETTINGS: dict[Any, Any] = {
     "svg.hashsalt": "camshaft",
-    "svg.fonttype": "none",  # text as text: small, and to be found by a search
+    "svg.fonttype": "none",  # keep text as text: smaller, and searchable
     "font.family": "sans-serif",
     "font.size": 10,
     "axes.spines.top": False,
@@ -75,7 +75,7 @@ def main(folder: Path) -> None:
 
 
 def pictures() -> Iterator[tuple[str, Callable[[], Figure]]]:
-    """Return the name of each picture and what draws it."""
+    """Yield the name of each picture and the function that draws it."""
     yield "loss", loss_curve
     yield "lr-finder", lr_finder
     yield "schedules", schedules
@@ -86,7 +86,7 @@ def pictures() -> Iterator[tuple[str, Callable[[], Figure]]]:
 
 
 def make_trainer(lr: float) -> tuple[Engine[tuple[Tensor, Tensor], float], dict[str, Any]]:
-    """Make the trainer of the start page; give what it changes, too."""
+    """Return the trainer of the start page, with its model and optimizer."""
     model = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2))
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
     trainer = create_supervised_trainer(model, optimizer, nn.functional.cross_entropy)
@@ -105,7 +105,7 @@ def loss_curve() -> Figure:
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: losses.append(engine.state.output))
     trainer.run(batches, max_epochs=30)
     figure, axes = pyplot.subplots(figsize=(6, 3))
-    axes.plot(range(1, len(losses) + 1), losses, color=COLOURS[0])
+    axes.plot(range(1, len(losses) + 1), losses, color=COLORS[0])
     axes.set(xlabel="iteration", ylabel="loss", ylim=(0, None))
     return figure
 
@@ -138,7 +138,7 @@ def schedules() -> Figure:
         "ConcatScheduler: a warm-up, then a cosine": ConcatScheduler.simulate_values(100, parts, [20]),
     }
     for place, (title, values) in zip(axes.flat, rows.items(), strict=True):
-        place.plot([event for event, _ in values], [value for _, value in values], color=COLOURS[0])
+        place.plot([event for event, _ in values], [value for _, value in values], color=COLORS[0])
         place.set_title(title, fontsize=10)
     figure.supxlabel("event")
     figure.supylabel("lr")
@@ -158,28 +158,28 @@ def collective(name: str, before: list[list[str]], after: list[list[str]]) -> Fi
 
 
 def row(axes: Axes, x: float, y: float, values: Sequence[str]) -> None:
-    """Draw what a rank has: four cells, a wide one for a sum, or none."""
+    """Draw the values of a rank: four cells, a wide one for a sum, or none."""
     box(axes, x, y, 4, 0.8, "", PALE)
     for index, value in enumerate(values):
         if "+" in value:
             box(axes, x, y, 4, 0.8, value, MIXED)
         else:
-            box(axes, x + index, y, 1, 0.8, value, COLOURS["abcd".index(value[0])])
+            box(axes, x + index, y, 1, 0.8, value, COLORS["abcd".index(value[0])])
 
 
 def ring() -> Figure:
-    """Draw how each rank sends one chunk to its right neighbour while it receives another from its left one."""
+    """Draw how each rank sends one chunk to its right neighbor while it receives another from its left neighbor."""
     figure, axes = canvas(width=8, height=5, scale=0.6)
     places = [(0.0, 4.0), (5.0, 4.0), (5.0, 0.0), (0.0, 0.0)]
     for rank, (x, y) in enumerate(places):
         axes.text(x + 1.5, y + 1.0, f"rank {rank}", ha="center", va="bottom", color=DARK)
         for chunk in range(RANKS):
-            box(axes, x + 0.75 * chunk, y, 0.75, 0.8, str(chunk), COLOURS[rank] if chunk == rank else PALE)
+            box(axes, x + 0.75 * chunk, y, 0.75, 0.8, str(chunk), COLORS[rank] if chunk == rank else PALE)
     arrow(axes, (3.2, 4.4), (4.8, 4.4))
     arrow(axes, (6.5, 3.8), (6.5, 1.6))
     arrow(axes, (4.8, 0.4), (3.2, 0.4))
     arrow(axes, (1.5, 1.6), (1.5, 3.8))
-    axes.text(4.0, 2.6, "all send at once,\neach another part", ha="center", va="center", color=DARK, fontsize=9)
+    axes.text(4.0, 2.6, "all send at once,\neach a different chunk", ha="center", va="center", color=DARK, fontsize=9)
     return figure
 
 
@@ -189,19 +189,19 @@ def events_of_a_run() -> Figure:
     box(axes, 1.2, 2.0, 4.6, 4.8, "", "white")
     axes.text(0.6, 7.85, "for each epoch", va="center", color=DARK, fontsize=8)
     axes.text(1.4, 6.55, "for each batch", va="center", color=DARK, fontsize=8)
-    rows = (  # from above: where it begins, its width, text and colour, and what handlers do there
-        (0.0, 8.2, 6.0, "STARTED", COLOURS[0], "show what runs"),
-        (0.8, 7.0, 5.0, "EPOCH_STARTED", COLOURS[2], ""),
-        (1.6, 5.7, 4.0, "GET_BATCH_STARTED", COLOURS[1], ""),
-        (1.6, 5.0, 4.0, "GET_BATCH_COMPLETED", COLOURS[1], ""),
-        (1.6, 4.3, 4.0, "ITERATION_STARTED", COLOURS[1], "set the learning rate"),
+    rows = (  # from the top: x, y, width, text, color, and what handlers do there
+        (0.0, 8.2, 6.0, "STARTED", COLORS[0], "show the configuration"),
+        (0.8, 7.0, 5.0, "EPOCH_STARTED", COLORS[2], ""),
+        (1.6, 5.7, 4.0, "GET_BATCH_STARTED", COLORS[1], ""),
+        (1.6, 5.0, 4.0, "GET_BATCH_COMPLETED", COLORS[1], ""),
+        (1.6, 4.3, 4.0, "ITERATION_STARTED", COLORS[1], "set the learning rate"),
         (1.6, 3.2, 4.0, "your function", MIXED, ""),
-        (1.6, 2.1, 4.0, "ITERATION_COMPLETED", COLOURS[1], "log, stop on NaN"),
-        (0.8, 1.1, 5.0, "EPOCH_COMPLETED", COLOURS[2], "evaluate, save"),
-        (0.0, 0.0, 6.0, "COMPLETED", COLOURS[0], "close the log"),
+        (1.6, 2.1, 4.0, "ITERATION_COMPLETED", COLORS[1], "log, stop on NaN"),
+        (0.8, 1.1, 5.0, "EPOCH_COMPLETED", COLORS[2], "evaluate, save"),
+        (0.0, 0.0, 6.0, "COMPLETED", COLORS[0], "close the log"),
     )
-    for x, y, width, text, colour, handlers in rows:
-        box(axes, x, y, width, 0.6, text, colour, size=8)
+    for x, y, width, text, color, handlers in rows:
+        box(axes, x, y, width, 0.6, text, color, size=8)
         if handlers:
             arrow(axes, (6.2, y + 0.3), (7.0, y + 0.3))
             axes.text(7.1, y + 0.3, handlers, va="center", color=DARK)
@@ -210,20 +210,20 @@ def events_of_a_run() -> Figure:
 
 
 def canvas(*, width: float, height: float, scale: float) -> tuple[Figure, Axes]:
-    """Make empty axes of so many units, each ``scale`` inches long."""
+    """Return empty axes of this size in units of ``scale`` inches."""
     figure, axes = pyplot.subplots(figsize=(width * scale, height * scale))
     axes.set(xlim=(-1.2, width + 0.2), ylim=(-0.2, height + 0.4), aspect="equal")
     axes.axis("off")
     return figure, axes
 
 
-def box(axes: Axes, x: float, y: float, width: float, height: float, text: str, colour: str, size: float = 9) -> None:
+def box(axes: Axes, x: float, y: float, width: float, height: float, text: str, color: str, size: float = 9) -> None:
     shape = FancyBboxPatch(
         (x + 0.05, y),
         width - 0.1,
         height,
         boxstyle="round,pad=0,rounding_size=0.08",
-        facecolor=colour,
+        facecolor=color,
         edgecolor="white",
     )
     axes.add_patch(shape)

@@ -1,4 +1,4 @@
-"""The files that the page on clusters has its readers write."""
+"""The files shown in docs/how-to/clusters.md."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "how-to" / "clusters.md
 
 
 def write(folder: Path, *names: str) -> None:
-    """Write files of the page into a folder."""
+    """Write files shown on the page to a folder."""
     for name in names:
         (folder / name).write_text(text(name))
 
 
 def text(name: str) -> str:
-    """Return what the page has in a file."""
+    """Return the content of a file shown on the page."""
     (found,) = re.findall(rf'^```\w+ title="{name}"\n(.*?)^```$', PAGE.read_text(), re.MULTILINE | re.DOTALL)
     return str(found)

@@ -1,4 +1,4 @@
-"""What holds for every test: it leaves no trace (see guards.py)."""
+"""Check that every test cleans up after itself (see guards.py)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hypothesis import settings
 
 from tests.guards import GUARDS
 
-settings.register_profile("camshaft", deadline=None)  # nothing here depends on how fast a machine is
+settings.register_profile("camshaft", deadline=None)  # results do not depend on the speed of the machine
 settings.load_profile("camshaft")
 
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else torch starts processes that outlive a test
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # otherwise, torch starts processes that outlive a test
 
-# they have environments of their own (make test-xla, test-horovod, test-loggers, test-docs)
+# these have their own environments (make test-xla, test-horovod, test-loggers, test-docs)
 collect_ignore = [
     name
     for name, module in (("xla", "torch_xla"), ("horovod", "horovod"), ("loggers", "mlflow"), ("docs", "mkdocs"))
@@ -26,13 +26,13 @@ collect_ignore = [
 ]
 if not torch.cuda.is_available():
     collect_ignore.append("gpu")
-# they make hosts of their own, which takes root, and Slurm is no package of Python: make test-hosts, make test-slurm
-APART = tuple(Path(__file__).parent / name for name in ("hosts", "slurm"))
+# these need root to create hosts, and a system package for Slurm: make test-hosts, make test-slurm
+SEPARATE = tuple(Path(__file__).parent / name for name in ("hosts", "slurm"))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Look for tests in test files only; doctests would have every Python file here imported."""
-    if collection_path in APART and not any(
+    """Collect test files only; otherwise, doctests would import every Python file in this folder."""
+    if collection_path in SEPARATE and not any(
         Path(name).resolve().is_relative_to(collection_path) for name in config.args
     ):
         return True
@@ -45,6 +45,6 @@ def leaves_no_trace() -> Iterator[None]:
     for guard in watching:
         next(guard)
     yield
-    complaints = [complaint for guard in reversed(watching) if (complaint := next(guard))]
-    if complaints:
-        pytest.fail("the test leaves something behind: " + "; ".join(complaints), pytrace=False)
+    messages = [message for guard in reversed(watching) if (message := next(guard))]
+    if messages:
+        pytest.fail("the test did not clean up: " + "; ".join(messages), pytrace=False)

@@ -1,7 +1,7 @@
-"""Guards: each takes a snapshot, lets a test run, and tells what the test left behind.
+"""Guards take a snapshot before a test and report what the test has left behind.
 
-A guard is a generator. The first `next` takes the snapshot; the second puts things back as far as it can and
-gives the complaint, or None when nothing was left.
+A guard is a generator. The first `next` takes the snapshot. The second restores it as far as possible, and yields a
+message, or None if nothing was left.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import numpy
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-PATIENCE = 2.0  # seconds that threads and processes which are about to end get
-NOT_OURS = ("PYTEST_", "TORCHINDUCTOR_", "TRITON_")  # variables that pytest and torch set by themselves
-HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")  # they serve the whole session
+GRACE = 2.0  # seconds for threads and processes that are about to end
+IGNORED = ("PYTEST_", "TORCHINDUCTOR_", "TRITON_")  # set by pytest and torch
+HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")  # used by the whole session
 
 Guard = Iterator[str | None]
 
@@ -40,7 +40,7 @@ def environment_variables() -> Guard:
 
 
 def variables() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith(NOT_OURS)}
+    return {name: value for name, value in os.environ.items() if not name.startswith(IGNORED)}
 
 
 def working_directory() -> Guard:
@@ -54,12 +54,12 @@ def working_directory() -> Guard:
 def threads() -> Guard:
     before = set(threading.enumerate())
     yield None
-    left = outlasting(lambda: [thread.name for thread in set(threading.enumerate()) - before if counts(thread)])
+    left = outlasting(lambda: [thread.name for thread in set(threading.enumerate()) - before if is_counted(thread)])
     yield f"threads still run: {sorted(left)}" if left else None
 
 
-def counts(thread: threading.Thread) -> bool:
-    """Leave out the monitor thread of tqdm, of which it starts one for good."""
+def is_counted(thread: threading.Thread) -> bool:
+    """Return whether a thread counts; the monitor thread of tqdm, which never ends, does not."""
     return type(thread).__name__ != "TMonitor"
 
 
@@ -71,7 +71,7 @@ def child_processes() -> Guard:
 
 
 def children() -> set[int]:
-    """Collect the running children of this process; without /proc, only those of multiprocessing."""
+    """Return the running children of this process; without /proc, only those of multiprocessing."""
     pids = {process.pid for process in multiprocessing.active_children() if process.pid}
     for file in Path("/proc/self/task").glob("*/children"):
         pids.update(pid for pid in map(int, content(file).split()) if is_running(pid))
@@ -88,7 +88,7 @@ def command(pid: int) -> str:
 
 
 def content(path: Path) -> str:
-    """Read a file under /proc; the process or thread that it tells about may be gone by now."""
+    """Read a file under /proc, or return an empty string if its process or thread has ended."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -103,7 +103,7 @@ def open_files() -> Guard:
 
 
 def files_held() -> set[str]:
-    """Collect the open files in the repository and in the folder for temporary files."""
+    """Return the open files in the repository and in the folder for temporary files."""
     places = (f"{ROOT}{os.sep}", f"{tempfile.gettempdir()}{os.sep}")
     paths = (link_target(f"/proc/self/fd/{name}") for name in list_folder("/proc/self/fd"))
     return {path for path in paths if path.startswith(places) and not path.endswith(" (deleted)")}
@@ -112,7 +112,7 @@ def files_held() -> set[str]:
 def link_target(link: str) -> str:
     try:
         return os.readlink(link)
-    except OSError:  # the descriptor with which the folder was listed
+    except OSError:  # the descriptor used to list the folder
         return ""
 
 
@@ -133,7 +133,7 @@ def process_group() -> Guard:
     left = group_exists() and not before
     if left:
         torch.distributed.destroy_process_group()
-    yield "a torch.distributed process group is still there" if left else None
+    yield "a torch.distributed process group still exists" if left else None
 
 
 def group_exists() -> bool:
@@ -164,7 +164,7 @@ def torch_settings() -> Guard:
     yield f"settings of torch changed: {', '.join(changed)}" if changed else None
 
 
-Setting = tuple[Callable[[], Any], Callable[[Any], object]]  # how to read it, how to set it
+Setting = tuple[Callable[[], Any], Callable[[Any], object]]  # a getter and a setter
 
 
 def setting(owner: Any, name: str) -> Setting:
@@ -182,7 +182,7 @@ SETTINGS: dict[str, Setting] = {
 
 
 def random_state() -> Guard:
-    """Put the random states back without a word: a test may seed."""
+    """Restore the random states without a message, because tests may seed."""
     before = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     yield None
     random.setstate(before[0])
@@ -192,8 +192,8 @@ def random_state() -> Guard:
 
 
 def outlasting(look: Callable[[], Any]) -> Any:
-    """Look again until nothing is left or patience ends."""
-    deadline = time.monotonic() + PATIENCE
+    """Call a function until it returns nothing or GRACE is over; return the last result."""
+    deadline = time.monotonic() + GRACE
     while (left := look()) and time.monotonic() < deadline:
         time.sleep(0.01)
     return left

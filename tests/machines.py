@@ -1,8 +1,8 @@
-"""Machines for tests: each has its own network, processes, host name and ``/etc/hosts``.
+"""Simulated machines, each with its own network, processes, host name, and ``/etc/hosts``.
 
-They are processes in namespaces of Linux. A machine ends with all that runs on it, and its network with it, when it
-is closed, or when the process of the tests dies, in whatever way: nothing of it has a name that could stay behind.
-It takes root, or ``unshare --map-root-user make test-hosts``.
+They are Linux namespaces. A machine ends with all of its processes and its network when it is closed, or when the test
+process ends in any way; nothing of it has a name that could stay behind. They require root, or
+``unshare --map-root-user make test-hosts``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT = 120.0  # seconds for a program that takes five where the cores are free
+LIMIT = 120.0  # seconds for a program that takes five on an idle machine
 BOOT = r"""
 set -e
 hostname "$1"
@@ -30,16 +30,16 @@ mount --bind "$3" /etc/hosts
 ip link set lo up
 echo ready
 sleep infinity &
-wait  # here it also takes leave of the processes that lose their parent
+wait  # also reaps orphaned processes
 """
 
 
 class Machine:
-    """One machine, which runs within the ``with`` block.
+    """A machine that exists within the ``with`` block.
 
     Args:
-        name: of the host.
-        hosts: the lines of its ``/etc/hosts``, besides that of localhost.
+        name: the host name.
+        hosts: lines of its ``/etc/hosts``, in addition to localhost.
     """
 
     def __init__(self, name: str, hosts: str = "") -> None:
@@ -47,7 +47,7 @@ class Machine:
         self._hosts = hosts
 
     def __enter__(self) -> Machine:
-        with tempfile.NamedTemporaryFile(prefix="camshaft-hosts-") as hosts:  # mounted, it stays without a name
+        with tempfile.NamedTemporaryFile(prefix="camshaft-hosts-") as hosts:  # the mounted file survives without a name
             namespaces = ["unshare", "--net", "--uts", "--pid", "--mount-proc", "--fork", "--kill-child"]
             boot = ["bash", "-c", BOOT, "boot", self.name, self._hosts, hosts.name]
             self._holder = subprocess.Popen(
@@ -57,18 +57,18 @@ class Machine:
                 stderr=subprocess.STDOUT,
             )
             assert self._holder.stdout is not None
-            said = self._holder.stdout.readline().decode()
-        if said != "ready\n":
-            said += self._holder.stdout.read().decode()
+            output_of_boot = self._holder.stdout.readline().decode()
+        if output_of_boot != "ready\n":
+            output_of_boot += self._holder.stdout.read().decode()
             self._leave()
-            pytest.fail(f"this system grants no namespaces, which these tests need, and root: {said}", pytrace=False)
+            pytest.fail(f"these tests need root and Linux namespaces: {output_of_boot}", pytrace=False)
         self.pid = int(Path(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children").read_text())
         self._ends = os.pidfd_open(self.pid)
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._holder.kill()
-        select.select([self._ends], [], [])  # its first process is the last to end
+        select.select([self._ends], [], [])  # its first process ends last
         os.close(self._ends)
         self._leave()
 
@@ -80,20 +80,20 @@ class Machine:
 
     @property
     def entrance(self) -> list[str]:
-        """The command that runs another one, behind it, on this machine."""
+        """The command prefix that runs a command on this machine."""
         return ["nsenter", f"--target={self.pid}", *_ENTERED, f"--wd={ROOT}", "--"]
 
     def start(self, *command: str, **variables: str) -> Program:
-        """Begin to run a command in the folder of the project, with variables beside those of this process."""
+        """Start a command in the project folder, with additional environment variables."""
         return Program([*self.entrance, *command], variables)
 
     def run(self, *command: str, seconds: float = LIMIT, **variables: str) -> Program:
-        """Run a command to its end."""
+        """Run a command and wait for it."""
         with self.start(*command, **variables) as program:
             return program.wait(seconds)
 
     def check(self, *command: str) -> str:
-        """Run a command that must succeed, and give what it wrote."""
+        """Run a command that must succeed, and return its output."""
         done = self.run(*command)
         assert done.returncode == 0, f"{command}: {done.output}"
         return done.output
@@ -103,7 +103,7 @@ _ENTERED = ("--net", "--uts", "--pid", "--mount")
 
 
 def connect(one: Machine, other: Machine, network: str = "10.77.0") -> None:
-    """Join two machines by a cable: ``eth0`` on both, with the addresses .1 and .2 of the network."""
+    """Connect two machines with a cable: ``eth0`` on both, with the addresses .1 and .2 of the network."""
     cable = f"ip link add name eth0 netns {one.pid} type veth peer name eth0 netns {other.pid}"
     subprocess.run(cable.split(), check=True)
     for number, machine in enumerate((one, other), start=1):
@@ -112,10 +112,10 @@ def connect(one: Machine, other: Machine, network: str = "10.77.0") -> None:
 
 
 class Program:
-    """A command that runs, with all it starts in its group of processes, at most as long as the ``with`` block.
+    """A command that runs within the ``with`` block, at the end of which its process group is killed.
 
     Attributes:
-        returncode: of the command, once it has ended.
+        returncode: the exit code of the command, once it has ended.
     """
 
     def __init__(self, command: list[str], variables: dict[str, str]) -> None:
@@ -136,7 +136,7 @@ class Program:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.output  # noqa: B018 - read for the last time
+        self.output  # noqa: B018 - reads the rest
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -144,20 +144,20 @@ class Program:
 
     @property
     def output(self) -> str:
-        """All that it wrote so far."""
+        """The output so far."""
         if not self._file.closed:
             size = os.fstat(self._file.fileno()).st_size
             self._output = os.pread(self._file.fileno(), size, 0).decode(errors="replace")
         return self._output
 
     def wait(self, seconds: float = LIMIT) -> Program:
-        """Wait for its end; it must come within the time."""
+        """Wait for the command, which must end within the time limit."""
         self._wait(lambda: self._process.poll() is not None, seconds, "did not end")
         self.returncode = self._process.returncode
         return self
 
     def wait_for(self, text: str, seconds: float = LIMIT) -> None:
-        """Wait until it has written this."""
+        """Wait until the output contains a text."""
         self._wait(lambda: text in self.output, seconds, f"did not write {text!r}")
 
     def _wait(self, condition: Callable[[], bool], seconds: float, failure: str) -> None:
@@ -168,6 +168,6 @@ class Program:
             time.sleep(0.02)
 
 
-# More ranks than cores, and a test that fails must show what they wrote.
+# There are more ranks than cores, and failing tests must show all output.
 DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
 PYTHON = (sys.executable, "-W", "error::UserWarning")

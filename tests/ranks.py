@@ -1,8 +1,8 @@
-"""Real ranks for tests: a function runs on several processes at once, which gloo joins.
+"""Run tests on real ranks: several processes that gloo connects.
 
 The processes are forked from a server that has imported torch already, so two of them cost a tenth of a second.
-What they run, what it is given and what it returns is pickled: functions stand at the top of a module. They see
-nothing that was changed in this process after it started, not even environment variables.
+Functions, arguments, and results are pickled, so functions must be defined at module level. The processes see no
+changes made in this process after the server was started, not even environment variables.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ import torch.distributed as dist
 
 from camshaft.distributed import set_local_rank
 
-LIMIT = 30.0  # seconds that a test may take on its ranks
-PATIENCE = 3.0  # seconds that the others get when one rank has failed
+LIMIT = 30.0  # seconds that a test may take
+GRACE = 3.0  # seconds for the other ranks after one has failed
 ENDED = "ended with exit code"
 
 context: Any = multiprocessing.get_context("forkserver")
@@ -41,7 +41,7 @@ context.set_forkserver_preload(["torch.nn.parallel.distributed", "torch._dynamo"
 
 
 def on_ranks(size: int, limit: float = LIMIT) -> Callable[[Callable[..., object]], Callable[..., None]]:
-    """Run the decorated test on so many ranks: it passes when it passes on each of them."""
+    """Run the decorated test on this number of ranks; it must pass on all of them."""
 
     def decorate(test: Callable[..., object]) -> Callable[..., None]:
         @functools.wraps(test)
@@ -56,9 +56,9 @@ def on_ranks(size: int, limit: float = LIMIT) -> Callable[[Callable[..., object]
 def run_on_ranks(
     size: int, function: Callable[..., Any], /, *args: Any, limit: float = LIMIT, **kwargs: Any
 ) -> list[Any]:
-    """Call a function on so many ranks, and give what it returned on each of them.
+    """Call a function on this number of ranks, and return the results in rank order.
 
-    If it raises on one of them, or takes too long, the test fails with the traceback of every rank.
+    If it raises on a rank or takes too long, the test fails with the traceback of every rank.
     """
     ranks = _run(size, limit, (function, args, kwargs))
     if any(rank.failure for rank in ranks):
@@ -67,7 +67,7 @@ def run_on_ranks(
 
 
 def kill_on_ranks(size: int, function: Callable[..., Any], /, *args: Any, limit: float = LIMIT, **kwargs: Any) -> None:
-    """Call a function on so many ranks that is to end each of them by SIGKILL; else the test fails."""
+    """Call a function on this number of ranks, and fail unless it ends each of them by SIGKILL."""
     ranks = _run(size, limit, (function, args, kwargs))
     if not all(rank.failure and rank.failure.startswith(f"{ENDED} {-signal.SIGKILL}\n") for rank in ranks):
         _fail(f"not all of the {size} ranks were killed", ranks)
@@ -89,11 +89,11 @@ def _fail(message: str, ranks: list[Rank]) -> None:
 
 
 class Rank:
-    """One of the processes, seen from the test.
+    """A rank, as seen by the test process.
 
     Attributes:
-        result: what the function returned there.
-        failure: its traceback, or what else is known; ``None`` if all went well.
+        result: the return value of the function on this rank.
+        failure: a traceback or another description; ``None`` if the rank passed.
     """
 
     def __init__(self, number: int, dump: Path) -> None:
@@ -118,13 +118,13 @@ class Rank:
 
     def start(self, *task: Any) -> None:
         arguments = (self.number, self._theirs, str(self._dump), *task)
-        process = context.Process(target=be_a_rank, args=arguments, daemon=True)
+        process = context.Process(target=run_rank, args=arguments, daemon=True)
         process.start()
-        self._process = process  # one that did not start cannot be ended
+        self._process = process  # a process that was not started cannot be killed
         self._theirs.close()
 
     def receive(self) -> None:
-        """Take what the process sent, or, where it died instead, what it left."""
+        """Receive the outcome from the process, or read its dump if it died."""
         try:
             passed, outcome = pickle.loads(self.connection.recv_bytes())
         except EOFError:
@@ -133,14 +133,14 @@ class Rank:
         self.result, self.failure = (outcome, None) if passed else (None, outcome)
 
     def abort(self) -> None:
-        """End the process, which writes down where it was."""
+        """Abort the process, which dumps its traceback."""
         os.kill(self._process.pid, signal.SIGABRT)
         self.receive()
-        self.failure = f"did not come to its end: {self.failure}"
+        self.failure = f"timed out: {self.failure}"
 
 
 def wait_for(ranks: list[Rank], limit: float) -> None:
-    """Receive what every rank sends, and end those that do not within the time."""
+    """Receive the outcome of every rank, and abort ranks that exceed the limit."""
     deadline = time.monotonic() + limit
     waiting = {rank.connection: rank for rank in ranks}
     while waiting and (ready := wait(waiting, max(0.0, deadline - time.monotonic()))):
@@ -148,13 +148,13 @@ def wait_for(ranks: list[Rank], limit: float) -> None:
             rank = waiting.pop(connection)
             rank.receive()
             if rank.failure:
-                deadline = min(deadline, time.monotonic() + PATIENCE)
+                deadline = min(deadline, time.monotonic() + GRACE)
     for rank in waiting.values():
         rank.abort()
 
 
-def be_a_rank(number: int, connection: Any, dump: str, size: int, port: int, limit: float, task: Any) -> None:
-    """What runs in each process: join the others, call the function, send what came of it."""
+def run_rank(number: int, connection: Any, dump: str, size: int, port: int, limit: float, task: Any) -> None:
+    """Run in each process: connect to the others, call the function, and send the outcome."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     torch.set_num_threads(1)
     warnings.simplefilter("error")
@@ -173,11 +173,11 @@ def call(
 ) -> Any:
     store = dist.TCPStore("127.0.0.1", port, size, is_master=False, timeout=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-    dist.barrier()  # a rank that returns before its peers have connected to it would break their connections
-    set_local_rank(rank)  # no launcher tells it here, nor that all ranks are on one node
+    dist.barrier()  # a rank that returns before its peers have connected would break their connections
+    set_local_rank(rank)  # no launcher sets it; all ranks are on one node
     os.environ["LOCAL_WORLD_SIZE"] = str(size)
     try:
         return getattr(function, "__wrapped__", function)(*args, **kwargs)  # a decorated test, or any function
     finally:
-        if dist.is_initialized():  # else the function has done so, to begin in its own way
+        if dist.is_initialized():  # otherwise, the function has destroyed the group
             dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The folder tree is the architecture: who may import whom, checked by reading the imports."""
+"""The folder tree is the architecture: check which modules import which."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HANDLERS = ("camshaft.handlers", "camshaft.handlers.*")
 
 
 def inside(*names: str) -> tuple[str, ...]:
-    """Modules of `distributed`."""
+    """Return names of modules in `distributed`."""
     return tuple(f"camshaft.distributed.{name}" for name in names)
 
 
@@ -44,7 +44,7 @@ ENVIRONMENTS, LAUNCH = inside("environments"), inside("launch", "launch.*")
 VALUES, WATCHER = inside("values"), inside("coordination.watcher")
 WAITING, CHECK = inside("coordination.waiting"), inside("coordination.collective_check")
 
-# who may import whom inside `distributed`, from the bottom up
+# allowed imports inside `distributed`, from the bottom up
 IN_DISTRIBUTED: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     (inside("topology"), (), ()),
     (inside("backend"), CONTRACT, ()),
@@ -69,7 +69,7 @@ IN_DISTRIBUTED: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], 
     ),
 )
 
-# modules, what they may import of camshaft, and what of that they may not after all; the first fit counts
+# modules, what they may import of camshaft, and exceptions from that; the first match applies
 RULES: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     (("camshaft", "camshaft.__main__"), ("camshaft", "camshaft.*"), ()),
     (LEAVES, LEAVES, ()),
@@ -83,7 +83,7 @@ RULES: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     (HANDLERS, (*HANDLERS, *ENGINE, *DISTRIBUTED, *LEAVES), ()),
 )
 
-# libraries that a user may or may not have, and the parts of torch that need one of them
+# optional libraries, and the parts of torch that need one of them
 OPTIONAL = (
     "apex",
     "clearml",
@@ -101,7 +101,7 @@ OPTIONAL = (
 
 @dataclass(frozen=True)
 class Import:
-    """An import statement: what it names, and where it stands."""
+    """An import statement: the imported modules and its context."""
 
     module: str
     line: int
@@ -123,7 +123,7 @@ def name_of(path: Path, root: Path) -> str:
 
 
 def imports(tree: ast.Module, modules: frozenset[str]) -> Iterator[Import]:
-    """Find all imports; `from package import name` names the module `package.name` where there is one."""
+    """Yield all imports; `from package import name` imports the module `package.name` if it exists."""
 
     def visit(node: ast.AST, in_function: bool, for_types: bool) -> Iterator[Import]:
         for name in named(node, modules):
@@ -147,23 +147,23 @@ def named(node: ast.AST, modules: frozenset[str]) -> list[str]:
 
 
 def violations(root: Path) -> list[str]:
-    """Read every module under `root` and list what breaks a rule."""
+    """Return the violations of the rules in all modules under `root`."""
     paths = {name_of(path, root): path for path in sorted(root.glob("camshaft/**/*.py"))}
     return [
-        f"{path.relative_to(root)}:{line} {complaint}"
+        f"{path.relative_to(root)}:{line} {message}"
         for module, path in paths.items()
-        for line, complaint in complaints(module, path.read_text("utf-8"), frozenset(paths))
+        for line, message in messages(module, path.read_text("utf-8"), frozenset(paths))
     ]
 
 
-def complaints(module: str, source: str, modules: frozenset[str]) -> Iterator[tuple[int, str]]:
+def messages(module: str, source: str, modules: frozenset[str]) -> Iterator[tuple[int, str]]:
     tree = ast.parse(source)
     deferred = "annotations" in {alias.name for node in tree.body for alias in future(node)}
     if not deferred and any(isinstance(node, ANNOTATED) for node in ast.walk(tree)):
-        yield 1, "does not begin with `from __future__ import annotations`"
+        yield 1, "does not start with `from __future__ import annotations`"
     rule = next(((allowed, denied) for who, allowed, denied in RULES if fits(module, who)), None)
     if rule is None:
-        yield 1, "is in no layer; add it to the rules"
+        yield 1, "is not in any layer; add it to the rules"
         return
     for found in imports(tree, modules):
         if reason := forbidden(found, *rule):
@@ -178,34 +178,34 @@ def forbidden(found: Import, allowed: tuple[str, ...], denied: tuple[str, ...]) 
     """Return why an import violates the rules, or None."""
     ours = within(found.module, ("camshaft",))
     if found.module.startswith("."):
-        return "imports are absolute"
+        return "imports must be absolute"
     if ours and (fits(found.module, denied) or not fits(found.module, allowed)):
-        return "arrows point down only"
+        return "imports a higher layer"
     if within(found.module, OPTIONAL):
-        return None if found.in_function or found.for_types else "it is optional, so import it where it is used"
+        return None if found.in_function or found.for_types else "it is optional: import it where it is used"
     if found.in_function:
-        return "only an optional library is imported in a function"
+        return "only optional libraries may be imported in a function"
     if ours or found.for_types or found.module.split(".")[0] in {"torch", *sys.stdlib_module_names}:
         return None
-    return "the core needs torch alone"
+    return "the core may import only torch"
 
 
-def test_the_package_keeps_the_rules() -> None:
+def test_the_package_follows_the_rules() -> None:
     found = violations(ROOT)
     assert not found, "\n".join(found)
 
 
-# what launchers set to tell a process its place
+# variables that launchers set to describe the place of a process
 PLACE = re.compile(
     r"(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|(SLURM|OMPI|PMIX?|MPI)_\w+|HOROVOD_(RANK|SIZE|HOSTNAME|LOCAL_\w+|CROSS_\w+)"
 )
 
 
-def test_only_environments_name_the_variables_that_contain_a_place() -> None:
+def test_only_environments_read_the_variables_of_launchers() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.value}"
         for path in sorted(ROOT.glob("camshaft/**/*.py"))
-        # mpi compares the size of its world with what the launcher of another MPI library has set
+        # mpi compares its world size with the variables of other MPI launchers
         if not fits(name_of(path, ROOT), (*ENVIRONMENTS, "camshaft.distributed.backends.mpi.*"))
         for node in ast.walk(ast.parse(path.read_text("utf-8")))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and PLACE.fullmatch(node.value)
@@ -217,33 +217,33 @@ FUTURE = "from __future__ import annotations\n"
 
 
 @pytest.mark.parametrize(
-    ("file", "source", "complaint"),
+    ("file", "source", "message"),
     [
-        ("tree.py", "from camshaft.engine.state import State", "arrows point down only"),
-        ("tree.py", "from camshaft import engine", "arrows point down only"),
-        ("tree.py", "import camshaft", "arrows point down only"),
-        ("engine/loop.py", "from camshaft.distributed import get_rank", "arrows point down only"),
-        ("engine/loop.py", "from camshaft.engine import Engine", "arrows point down only"),
-        ("engine/loop.py", "import camshaft.engine.supervised", "arrows point down only"),
-        ("engine/loop.py", "if TYPE_CHECKING:\n    import camshaft.handlers", "arrows point down only"),
-        ("distributed/ranks.py", "from camshaft.engine.state import State", "arrows point down only"),
-        ("distributed/ranks.py", "from camshaft.distributed.environments import detect", "arrows point down only"),
-        ("distributed/environments.py", "import camshaft.distributed.registry", "arrows point down only"),
-        ("distributed/launch/xla.py", "import camshaft.distributed.backends.xla", "arrows point down only"),
-        ("distributed/registry.py", "from camshaft.distributed.run import current", "arrows point down only"),
-        ("distributed/backend.py", "from camshaft.distributed.run import current", "arrows point down only"),
-        ("distributed/auto.py", "from camshaft.distributed.backends.serial import S", "arrows point down only"),
-        ("engine/loop.py", "from . import state", "imports are absolute"),
+        ("tree.py", "from camshaft.engine.state import State", "imports a higher layer"),
+        ("tree.py", "from camshaft import engine", "imports a higher layer"),
+        ("tree.py", "import camshaft", "imports a higher layer"),
+        ("engine/loop.py", "from camshaft.distributed import get_rank", "imports a higher layer"),
+        ("engine/loop.py", "from camshaft.engine import Engine", "imports a higher layer"),
+        ("engine/loop.py", "import camshaft.engine.supervised", "imports a higher layer"),
+        ("engine/loop.py", "if TYPE_CHECKING:\n    import camshaft.handlers", "imports a higher layer"),
+        ("distributed/ranks.py", "from camshaft.engine.state import State", "imports a higher layer"),
+        ("distributed/ranks.py", "from camshaft.distributed.environments import detect", "imports a higher layer"),
+        ("distributed/environments.py", "import camshaft.distributed.registry", "imports a higher layer"),
+        ("distributed/launch/xla.py", "import camshaft.distributed.backends.xla", "imports a higher layer"),
+        ("distributed/registry.py", "from camshaft.distributed.run import current", "imports a higher layer"),
+        ("distributed/backend.py", "from camshaft.distributed.run import current", "imports a higher layer"),
+        ("distributed/auto.py", "from camshaft.distributed.backends.serial import S", "imports a higher layer"),
+        ("engine/loop.py", "from . import state", "imports must be absolute"),
         ("engine/loop.py", "def f():\n    from camshaft.engine.state import State", "in a function"),
         ("engine/loop.py", "class A:\n    def f(self):\n        import json", "in a function"),
         ("engine/loop.py", "import numpy as np", "it is optional"),
         ("engine/loop.py", "try:\n    from tqdm import auto\nexcept ImportError: ...", "it is optional"),
         ("engine/loop.py", "from torch.utils import tensorboard", "it is optional"),
-        ("engine/loop.py", "import packaging.version", "the core needs torch alone"),
-        ("novelty.py", "x = 1", "is in no layer"),
+        ("engine/loop.py", "import packaging.version", "the core may import only torch"),
+        ("novelty.py", "x = 1", "is not in any layer"),
     ],
 )  # fmt: skip
-def test_a_broken_rule_is_found(tmp_path: Path, file: str, source: str, complaint: str) -> None:
+def test_a_broken_rule_is_reported(tmp_path: Path, file: str, source: str, message: str) -> None:
     package = tmp_path / "camshaft"
     for name in ("__init__.py", "engine/__init__.py", "engine/state.py", "distributed/__init__.py", file):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
@@ -252,7 +252,7 @@ def test_a_broken_rule_is_found(tmp_path: Path, file: str, source: str, complain
     found = violations(tmp_path)
     assert len(found) == 1
     assert file in found[0]
-    assert complaint in found[0]
+    assert message in found[0]
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_a_broken_rule_is_found(tmp_path: Path, file: str, source: str, complain
         ),
     ],
 )
-def test_what_is_allowed_is_not_complained_about(tmp_path: Path, file: str, source: str) -> None:
+def test_allowed_imports_are_not_reported(tmp_path: Path, file: str, source: str) -> None:
     path = tmp_path / "camshaft" / file
     path.parent.mkdir(parents=True)
     (tmp_path / "camshaft" / "tree.py").touch()
@@ -278,7 +278,7 @@ def test_what_is_allowed_is_not_complained_about(tmp_path: Path, file: str, sour
     assert violations(tmp_path) == []
 
 
-def test_a_module_without_deferred_annotations_is_found(tmp_path: Path) -> None:
+def test_a_module_without_deferred_annotations_is_reported(tmp_path: Path) -> None:
     (tmp_path / "camshaft").mkdir()
     (tmp_path / "camshaft" / "tree.py").write_text("x: int = 1\n")
     assert len(violations(tmp_path)) == 1

@@ -38,13 +38,13 @@ def test_a_complete_state_is_accepted(thing, state):
 
 
 @pytest.mark.parametrize("state", [None, 1, [("name", "n")], "name"])
-def test_a_state_that_is_no_mapping_is_a_type_error(state):
+def test_a_state_must_be_a_mapping(state):
     with pytest.raises(TypeError, match="state_dict must be a mapping, got"):
         Serializable().load_state_dict(state)
 
 
 @pytest.mark.parametrize("key", Counter._state_dict_all_req_keys)
-def test_each_required_key_must_be_there(key):
+def test_required_keys_must_exist(key):
     with pytest.raises(ValueError, match=f"state_dict must hold '{key}', got keys"):
         Counter().load_state_dict({name: value for name, value in GOOD.items() if name != key})
 
@@ -61,7 +61,7 @@ def test_each_required_key_must_be_there(key):
         (EmptyGroup(), {"iteration": 1}),
     ],
 )
-def test_of_each_group_exactly_one_key_must_be_there(thing, state):
+def test_exactly_one_key_of_each_group_must_exist(thing, state):
     with pytest.raises(ValueError, match="state_dict must hold exactly one of"):
         thing.load_state_dict(state)
 
@@ -78,6 +78,6 @@ def test_a_resettable_handler_must_define_both_methods(missing):
         type("Half", (ResettableHandler,), methods)()
 
 
-def test_attach_takes_the_engine_and_whatever_else():
+def test_attach_accepts_the_engine_and_further_arguments():
     parameters = inspect.signature(ResettableHandler.attach).parameters.values()
     assert [str(parameter).split(":")[0] for parameter in parameters] == ["self", "engine", "*args", "**kwargs"]

@@ -21,7 +21,7 @@ def names(folder):
 
 @pytest.fixture
 def steps(monkeypatch):
-    """Record what reaches the disk, in order."""
+    """Record the operations on the disk, in order."""
     recorded = []
     fsync, replace = os.fsync, os.replace
 
@@ -93,7 +93,7 @@ def test_a_failure_leaves_the_old_file_and_no_temporary_file(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
-def test_the_umask_decides_who_may_read(tmp_path, umask, mode):
+def test_permissions_follow_the_umask(tmp_path, umask, mode):
     before = os.umask(umask)
     try:
         write_atomically(tmp_path / "model.pt", lambda file: file.write(b""))
@@ -102,12 +102,12 @@ def test_the_umask_decides_who_may_read(tmp_path, umask, mode):
     assert stat.S_IMODE((tmp_path / "model.pt").stat().st_mode) == mode
 
 
-def test_names_may_have_the_maximum_length(tmp_path):
+def test_names_can_have_the_maximum_length(tmp_path):
     write_atomically(tmp_path / ("m" * 255), lambda file: file.write(b""))
     assert names(tmp_path) == ["m" * 255]
 
 
-def test_a_missing_directory_is_an_error_before_anything_is_written(tmp_path):
+def test_a_missing_directory_raises_before_anything_is_written(tmp_path):
     with pytest.raises(FileNotFoundError):
         write_atomically(tmp_path / "absent" / "model.pt", lambda file: pytest.fail("written"))
 
@@ -153,7 +153,7 @@ def test_a_checkpoint_moves_to_the_name_with_its_digest(checkpoint, tmp_path, ki
     assert not checkpoint.exists()
 
 
-def test_the_output_directory_may_exist_and_be_that_of_the_checkpoint(checkpoint, tmp_path):
+def test_the_output_directory_can_be_that_of_the_checkpoint(checkpoint, tmp_path):
     moved, _ = hash_checkpoint(checkpoint, tmp_path)
     assert names(tmp_path) == [moved.name]
 

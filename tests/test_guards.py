@@ -1,4 +1,4 @@
-"""Each guard sees what it is there for, and conftest.py runs them all."""
+"""Each guard detects its kind of leak, and conftest.py runs all guards."""
 
 from __future__ import annotations
 
@@ -129,13 +129,13 @@ LEAKS = [
 
 
 @pytest.mark.parametrize(("guard", "leak", "named"), LEAKS)
-def test_a_guard_names_what_is_left_and_puts_it_back(
+def test_a_guard_reports_and_restores_what_is_left(
     guard: Callable[[], guards.Guard],
     leak: Callable[[], AbstractContextManager[None]],
     named: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(guards, "PATIENCE", 0.05)
+    monkeypatch.setattr(guards, "GRACE", 0.05)
     watching = guard()
     next(watching)
     with leak():
@@ -149,14 +149,14 @@ def test_a_guard_is_silent_when_nothing_is_left(guard: Callable[[], guards.Guard
     assert next(watching) is None
 
 
-def test_what_ends_soon_is_waited_for() -> None:
+def test_guards_wait_for_threads_that_are_about_to_end() -> None:
     watching = guards.threads()
     next(watching)
     threading.Timer(0.05, str).start()
     assert next(watching) is None
 
 
-def test_random_states_are_put_back() -> None:
+def test_random_states_are_restored() -> None:
     def draw() -> tuple[float, ...]:
         return random.random(), float(numpy.random.rand()), torch.rand(()).item()
 

@@ -1,4 +1,4 @@
-"""What `pip install` gives: every module, the type marker, the right metadata, and torch as the only need."""
+"""`pip install` installs all modules and the type marker, with the right metadata and torch as the only requirement."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> ZipFile:
-    """Build a wheel from a copy of the sources, because a build leaves files beside them."""
+    """Build a wheel from a copy of the sources, because a build leaves files next to them."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     shutil.copytree(ROOT / "camshaft", source / "camshaft", ignore=shutil.ignore_patterns("__pycache__"))
@@ -41,7 +41,7 @@ def metadata(wheel: ZipFile) -> Message:
     return Parser().parsestr(wheel.read(name).decode())
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel: ZipFile) -> None:
+def test_the_wheel_contains_only_the_package(wheel: ZipFile) -> None:
     held = {name for name in wheel.namelist() if ".dist-info/" not in name}
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "camshaft").rglob("*.py")}
     assert held == modules | {"camshaft/py.typed"}
@@ -51,29 +51,29 @@ def test_the_version_comes_from_the_package(metadata: Message) -> None:
     assert metadata["Version"] == __version__
 
 
-def test_torch_is_all_that_is_needed(metadata: Message) -> None:
+def test_torch_is_the_only_requirement(metadata: Message) -> None:
     needs = [need for need in metadata.get_all("Requires-Dist", []) if "extra ==" not in need]
     assert needs == ["torch>=2.9"]
     assert metadata["Requires-Python"] == ">=3.10"
 
 
-def test_the_gate_runs_the_tests_with_the_oldest_torch_that_may_be_installed(metadata: Message) -> None:
+def test_ci_tests_the_oldest_torch_that_is_allowed(metadata: Message) -> None:
     (oldest,) = re.findall(r"(?m)^OLDEST=(\S+)", (ROOT / ".ci" / "run").read_text("utf-8"))
     assert f"torch>={oldest.removesuffix('.0')}" in metadata.get_all("Requires-Dist", [])
 
 
-def test_the_licence_is_in_the_wheel(wheel: ZipFile, metadata: Message) -> None:
+def test_the_license_is_in_the_wheel(wheel: ZipFile, metadata: Message) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
     assert metadata["License-Expression"] == "Apache-2.0"
 
 
-# extras that not every machine can have, or that are not for users: they are no part of `all`
-APART = {"benchmarks", "compat", "dev", "docs", "examples", "loggers", "mpi", "openmpi", "test", "xla"}
+# extras that do not install everywhere, or are not for users; `all` does not include them
+SEPARATE = {"benchmarks", "compat", "dev", "docs", "examples", "loggers", "mpi", "openmpi", "test", "xla"}
 
 
 @pytest.fixture(scope="module")
 def extras(metadata: Message) -> dict[str, set[str]]:
-    """Return the libraries that each extra brings."""
+    """Return the libraries of each extra."""
     needs: dict[str, set[str]] = {extra: set() for extra in metadata.get_all("Provides-Extra", [])}
     for need in metadata.get_all("Requires-Dist", []):
         library, _, condition = need.partition("; extra == ")
@@ -82,13 +82,13 @@ def extras(metadata: Message) -> dict[str, set[str]]:
     return needs
 
 
-def test_all_is_all_that_users_can_have_beside_each_other(extras: dict[str, set[str]]) -> None:
-    covered = extras.keys() - APART - {"all"}
+def test_all_contains_every_extra_that_can_be_installed_together(extras: dict[str, set[str]]) -> None:
+    covered = extras.keys() - SEPARATE - {"all"}
     assert covered >= {"metrics", "progress", "safetensors", "tensorboard"}
     assert extras["all"] == set().union(*(extras[extra] for extra in covered))
 
 
-def test_every_library_of_an_extra_was_installed_once(extras: dict[str, set[str]]) -> None:
+def test_the_libraries_of_all_extras_have_constraints(extras: dict[str, set[str]]) -> None:
     pinned = {
         canonical(line.partition("==")[0])
         for file in ROOT.glob("constraints*.txt")
@@ -99,30 +99,30 @@ def test_every_library_of_an_extra_was_installed_once(extras: dict[str, set[str]
 
 
 def canonical(need: str) -> str:
-    """Return the name of a library as indexes spell it, without the versions that are wanted."""
+    """Return the normalized name of a requirement, without versions."""
     return re.sub(r"[-_.]+", "-", re.split(r"[<>=!~;\[ ]", need)[0]).lower()
 
 
 def test_the_version_is_in_one_place() -> None:
     here = re.compile(rf"(?<![\d.]){re.escape(__version__)}(?![\d.])")
     files = [file for pattern in ("setup.*", "*.toml", "*.yml", "camshaft/**/*.py") for file in ROOT.glob(pattern)]
-    told = [file for file in files if here.search(file.read_text("utf-8"))]
-    assert told == [ROOT / "camshaft" / "version.py"]
+    found = [file for file in files if here.search(file.read_text("utf-8"))]
+    assert found == [ROOT / "camshaft" / "version.py"]
 
 
-def test_the_citation_names_this_version_or_none() -> None:
+def test_the_citation_has_this_version_or_none() -> None:
     citation = (ROOT / "CITATION.cff").read_text("utf-8")
     assert re.findall(r"(?m)^version: *(.*)$", citation) in ([], [__version__])
     assert re.search(r"(?m)^license: Apache-2.0$", citation)
 
 
-def test_the_changelog_begins_with_this_version_and_names_all_that_there_is() -> None:
+def test_the_changelog_starts_with_this_version_and_names_all_handlers() -> None:
     changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
     sections = re.findall(r"(?m)^## (\S+)", changelog)
     assert sections[0] == __version__
     words = set(re.findall(r"[\w./-]*\w", changelog))
     assert {f"examples/{file.name}" for file in (ROOT / "examples").glob("*.py")} <= words
-    for name in handlers.__all__:  # a family is named by its package
+    for name in handlers.__all__:  # the package is enough for a family of handlers
         module = ".".join(getattr(handlers, name).__module__.split(".")[:3])
         assert words & {name, module}, f"{name} is not in CHANGELOG.md"
 
@@ -130,13 +130,13 @@ def test_the_changelog_begins_with_this_version_and_names_all_that_there_is() ->
 # --- python -m build -----------------------------------------------------------------------------------------
 
 PLACE = "import sysconfig; print(sysconfig.get_path('purelib'))"
-# a part of the tests, which run there without the sources beside them
+# some tests, to be run without the sources next to them
 TESTS = ["tests/test_base.py", "tests/test_tree.py", "tests/engine/test_events.py"]
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a source distribution, and a wheel from that, as `python -m build` does; give the folder with both."""
+    """Build a source distribution and from it a wheel, like `python -m build`; return the folder with both."""
     folder = tmp_path_factory.mktemp("built")
     made = {"build", "dist", "data", "runs", "site"}
 
@@ -153,7 +153,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def unpacked(built: Path) -> Path:
-    """Unpack the source distribution; give the folder."""
+    """Unpack the source distribution and return the folder."""
     (archive,) = built.glob("*.tar.gz")
     assert archive.name == f"camshaft-{__version__}.tar.gz"
     shutil.unpack_archive(archive, built.parent / "unpacked")
@@ -161,7 +161,7 @@ def unpacked(built: Path) -> Path:
 
 
 @pytest.mark.jobs
-def test_the_wheel_that_comes_of_the_source_distribution_lacks_nothing(built: Path, wheel: ZipFile) -> None:
+def test_the_wheel_built_from_the_source_distribution_is_complete(built: Path, wheel: ZipFile) -> None:
     (other,) = built.glob("*.whl")
     names = set(ZipFile(other).namelist())
     assert names == set(wheel.namelist())
@@ -170,7 +170,7 @@ def test_the_wheel_that_comes_of_the_source_distribution_lacks_nothing(built: Pa
 
 
 @pytest.mark.jobs
-def test_the_source_distribution_holds_tests_pages_and_examples(built: Path, unpacked: Path) -> None:
+def test_the_source_distribution_contains_tests_pages_and_examples(built: Path, unpacked: Path) -> None:
     source = built.parent / "source"
     for folder in ("camshaft", "tests", "docs", "examples", "benchmarks", "scripts"):
         here, there = files_in(source / folder), files_in(unpacked / folder)
@@ -192,7 +192,7 @@ def test_it_installs_in_an_empty_environment_and_passes_its_tests_there(
     python = str(tmp_path / "venv" / "bin" / "python")
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
     subprocess.run(pip, check=True, capture_output=True)
-    # torch and pytest of this environment can be imported there; what is installed here in editable mode cannot
+    # torch and pytest can be imported from this environment; editable installations cannot
     inside = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     place = subprocess.run([python, "-c", PLACE], env=inside, check=True, capture_output=True, text=True).stdout.strip()
     (Path(place) / "torch_and_pytest.pth").write_text(f"{sysconfig.get_path('purelib')}\n")

@@ -1,4 +1,4 @@
-"""What is public is listed here: a name that comes, goes or moves changes this file, and so is decided."""
+"""The list of public names: adding, removing, or moving a name requires a change of this file."""
 
 from __future__ import annotations
 
@@ -204,11 +204,11 @@ def module(request: pytest.FixtureRequest) -> ModuleType:
     return importlib.import_module(request.param)
 
 
-def test_the_public_names_are_those_listed(module: ModuleType) -> None:
+def test_the_public_names_are_listed(module: ModuleType) -> None:
     assert sorted(module.__all__) == PUBLIC[module.__name__]
 
 
-def test_a_star_import_gives_each_public_name_once(module: ModuleType) -> None:
+def test_a_star_import_imports_each_public_name_once(module: ModuleType) -> None:
     assert len(module.__all__) == len(set(module.__all__))
     assert all(hasattr(module, name) for name in module.__all__)
 
@@ -230,7 +230,7 @@ def test_each_public_name_is_documented(module: ModuleType) -> None:
         ("from camshaft.contrib.handlers.tqdm_logger import ProgressBar", "camshaft.handlers"),
     ],
 )
-def test_importing_what_is_not_here_says_what_to_use_instead(statement: str, instead: str) -> None:
+def test_importing_a_missing_module_names_the_replacement(statement: str, instead: str) -> None:
     with pytest.raises(ImportError, match=instead):
         exec(statement)
 
@@ -264,12 +264,12 @@ def test_default_loggers_are_named_after_module_and_class(name: str, make: Calla
     assert make().logger is logging.getLogger(name)
 
 
-# Prints what importing the library did beyond what importing torch had done.
-LOOK_AROUND = """
+# Prints the side effects of importing camshaft after torch.
+IMPORT_EVERYTHING = """
 import json, logging, os, random, signal, sys, threading, warnings
 import torch
 
-def look():
+def snapshot():
     return {
         "environment": dict(os.environ),
         "root logger": [repr(logging.root.handlers), logging.root.level],
@@ -284,22 +284,22 @@ def look():
         "sys.path": list(sys.path),
     }
 
-before, modules = look(), set(sys.modules)
+before, modules = snapshot(), set(sys.modules)
 import camshaft, camshaft.engine, camshaft.distributed, camshaft.handlers, camshaft.utils
 camshaft.distributed.utils, camshaft.distributed.auto, camshaft.distributed.launcher, camshaft.distributed.comp_models
-after = look()
-brought = {name.partition(".")[0] for name in set(sys.modules) - modules}
+after = snapshot()
+loaded = {name.partition(".")[0] for name in set(sys.modules) - modules}
 configured = [name for name, logger in logging.Logger.manager.loggerDict.items()
               if name.startswith("camshaft") and getattr(logger, "handlers", [])]
 print(json.dumps({
     "changed": [name for name in before if before[name] != after[name]],
-    "libraries": sorted(brought - set(sys.stdlib_module_names) - {"camshaft", "torch"}),
+    "libraries": sorted(loaded - set(sys.stdlib_module_names) - {"camshaft", "torch"}),
     "loggers with handlers": configured,
 }))
 """
 
 
-def test_importing_has_no_side_effects_and_brings_no_optional_library() -> None:
-    result = subprocess.run([sys.executable, "-c", LOOK_AROUND], capture_output=True, text=True)
+def test_importing_has_no_side_effects_and_loads_no_optional_library() -> None:
+    result = subprocess.run([sys.executable, "-c", IMPORT_EVERYTHING], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout) == {"changed": [], "libraries": [], "loggers with handlers": []}

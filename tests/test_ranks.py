@@ -24,7 +24,7 @@ def fail_alone():
     dist.barrier()
 
 
-def stand_still():
+def hang():
     if dist.get_rank() == 1:
         time.sleep(600)
 
@@ -35,7 +35,7 @@ def die():
 
 
 class LateStore(Store):
-    """A store that takes its time to tell the addresses of the other ranks."""
+    """A store that delays the addresses of the other ranks."""
 
     def __init__(self, store):
         super().__init__()
@@ -62,7 +62,7 @@ class LateStore(Store):
 
 
 class Late:
-    """An argument with which a rank connects to the others late, from the moment at which it is unpickled."""
+    """An argument that, once unpickled, makes a rank connect late to the others."""
 
     def __init__(self, rank):
         self.rank = rank
@@ -72,12 +72,12 @@ class Late:
 
 
 def connect_late(late):
-    """Patch this process, and give what the test is called with there."""
+    """Patch this process, and return the argument of the test."""
     init_process_group = dist.init_process_group
 
     def init_late(*args, store, rank, **kwargs):
         if rank == late:
-            store = connect_late.store = LateStore(store)  # torch keeps only the part that is in C++
+            store = connect_late.store = LateStore(store)  # keep a reference, because torch keeps only the C++ part
         init_process_group(*args, store=store, rank=rank, **kwargs)
 
     dist.init_process_group = init_late
@@ -104,11 +104,11 @@ def leave_a_list_of_ranks_at_once(late):
 
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("leave", [leave_at_once, leave_a_new_group_at_once, leave_a_list_of_ranks_at_once])
-def test_a_rank_that_leaves_a_group_at_once_does_not_break_one_that_connects_late(leave, late):
+def test_a_rank_that_leaves_at_once_does_not_break_a_rank_that_connects_late(leave, late):
     assert run_on_ranks(2, leave, Late(late)) == [0, 1]
 
 
-def test_every_rank_returns_its_result_in_the_order_of_the_ranks():
+def test_results_are_returned_in_rank_order():
     assert run_on_ranks(3, total, 1, factor=2) == [(0, 12), (1, 12), (2, 12)]
 
 
@@ -123,11 +123,11 @@ def test_a_decorated_test_runs_on_every_rank(value):
     ("function", "limit", "reported"),
     [
         (fail_alone, 30, ["rank 0: Traceback", "dist.barrier()", "rank 1: Traceback", "on one rank"]),
-        (stand_still, 2, ["rank 0: passed", "rank 1: did not come to its end", "in stand_still"]),
+        (hang, 2, ["rank 0: passed", "rank 1: timed out", "in hang"]),
         (die, 30, ["rank 1: ended with exit code 3"]),
     ],
 )
-def test_a_rank_that_fails_or_stands_still_fails_the_test_with_the_traceback_of_every_rank(function, limit, reported):
+def test_a_failing_or_hanging_rank_fails_the_test_with_the_traceback_of_every_rank(function, limit, reported):
     with pytest.raises(pytest.fail.Exception) as failure:
         run_on_ranks(2, function, limit=limit)
     assert [text for text in reported if text not in str(failure.value)] == []

@@ -34,7 +34,7 @@ def test_any_integer_seeds_all_generators(seed):
 
 
 @pytest.mark.parametrize("seed", [0, 17, 2**32 - 1])
-def test_a_seed_in_everybodys_range_is_used_as_it_is(seed):
+def test_a_seed_in_the_range_of_all_generators_is_used_unchanged(seed):
     manual_seed(seed)
     ours = random.random(), torch.rand(1).item(), numpy.random.rand()
     random.seed(seed), torch.manual_seed(seed), numpy.random.seed(seed)
@@ -42,7 +42,7 @@ def test_a_seed_in_everybodys_range_is_used_as_it_is(seed):
 
 
 @pytest.mark.parametrize("seed", [-1, -(2**63), 2**32 + 5, 2**64 - 1])
-def test_outside_of_the_range_of_numpy_only_numpys_seed_is_reduced(seed):
+def test_outside_the_range_of_numpy_only_its_seed_is_reduced(seed):
     manual_seed(seed)
     ours = random.random(), torch.initial_seed(), numpy.random.rand()
     random.seed(seed), torch.manual_seed(seed), numpy.random.seed(seed % 2**32)
@@ -64,7 +64,7 @@ def test_integers_of_numpy_are_seeds():
 
 
 @pytest.mark.parametrize("seed", [1.0, "1", None])
-def test_what_is_no_integer_is_rejected_before_anything_is_seeded(seed):
+def test_a_seed_must_be_an_integer_and_is_checked_first(seed):
     manual_seed(1)
     expected = draw()
     manual_seed(1)
@@ -74,7 +74,7 @@ def test_what_is_no_integer_is_rejected_before_anything_is_seeded(seed):
 
 
 @pytest.mark.usefixtures("without_numpy")
-def test_numpy_may_be_missing():
+def test_numpy_is_optional():
     manual_seed(1)
     state = capture_random_state()
     assert set(state) == {"python", "torch"}
@@ -84,7 +84,7 @@ def test_numpy_may_be_missing():
 
 
 @pytest.mark.parametrize("runs", [True, False])
-def test_xla_is_seeded_where_it_runs_and_is_not_started(monkeypatch, runs):
+def test_xla_is_seeded_if_it_is_running_and_is_not_started(monkeypatch, runs):
     seeds = []
     library = SimpleNamespace(_XLAC=SimpleNamespace(_xla_runtime_is_initialized=lambda: runs))
     monkeypatch.setitem(sys.modules, "torch_xla", library)
@@ -109,7 +109,7 @@ def test_a_state_survives_a_checkpoint_that_cannot_run_code(tmp_path, bit_genera
     before = numpy.random.get_bit_generator()
     numpy.random.set_bit_generator(bit_generator(3))
     try:
-        draw()  # leaves the second half of a Gaussian pair in the states of Python and NumPy
+        draw()  # Python and NumPy store the second number of a Gaussian pair in their states
         state = saved_and_loaded(capture_random_state(), tmp_path)
         first = draw()
         restore_random_state(state)
@@ -127,7 +127,7 @@ def test_a_state_holds_only_plain_values():
     assert kinds(capture_random_state()) <= {int, float, str, type(None), torch.Tensor}
 
 
-def test_capturing_draws_nothing_and_is_no_view_of_the_generators():
+def test_capturing_draws_nothing_and_copies_the_states():
     manual_seed(3)
     expected = draw()
     manual_seed(3)
@@ -181,7 +181,7 @@ def test_a_broken_state_changes_no_generator(broken, error):
 # preserved_random_state, E26
 
 
-def test_a_block_leaves_the_generators_as_they_were_also_when_it_raises():
+def test_a_block_restores_the_generators_also_after_an_error():
     manual_seed(3)
     first = draw()
     for error in (None, KeyError, KeyboardInterrupt):
@@ -197,7 +197,7 @@ def test_a_block_leaves_the_generators_as_they_were_also_when_it_raises():
         assert draw() == first
 
 
-# Devices, by a stand-in
+# Devices, with a fake device module
 
 
 class Device:
@@ -253,7 +253,7 @@ def test_a_block_preserves_device_generators_unless_disabled(use):
     assert device.states[0].item() == 9
 
 
-def test_an_idle_device_is_neither_captured_nor_initialized(use, kind):
+def test_an_uninitialized_device_is_not_captured_or_initialized(use, kind):
     device = use(Device(initialized=False, available=kind != "mps"))
     with preserved_random_state():
         device.states[0] = torch.tensor([9])

@@ -45,13 +45,13 @@ TEN_TEXTS = ", ".join(f"{number}.0000" for number in range(10))
         ((1, [2, 3]), ["1.0000, 2.0000, 3.0000"]),
         (Pair(1, torch.tensor([2])), ["1.0000, [2.0000]"]),
         ({"a": range(2)}, ["a: 0.0000, 1.0000"]),
-        # None and what is empty: the bare prefix, or nothing
+        # None and empty containers: only the prefix, or nothing
         (None, []),
         ([], []),
         ({}, []),
         ({"a": None, "b": [], "c": ()}, ["a: ", "b: ", "c: "]),
         ([None, 1], ["1.0000"]),
-        # strings are dropped, and what no text is known for
+        # strings and unknown types are dropped
         ("text", []),
         ({"a": "text", "b": b"raw", "c": 1}, ["c: 1.0000"]),
         (["text", 1], ["1.0000"]),

@@ -19,7 +19,7 @@ def fail_alone() -> None:
     idist.barrier()
 
 
-def come_alone() -> None:
+def call_alone() -> None:
     if idist.get_rank() == 0:
         idist.barrier()
 
@@ -32,7 +32,7 @@ def disagree_on_shapes() -> None:
     idist.all_reduce(torch.ones(2 + idist.get_rank()))
 
 
-def test_every_rank_returns_its_result_in_the_order_of_the_ranks() -> None:
+def test_results_are_returned_in_rank_order() -> None:
     assert run_on_threads(3, total, 1, factor=2) == [(0, 12), (1, 12), (2, 12)]
     assert idist.get_world_size() == 1
 
@@ -45,7 +45,7 @@ def test_a_decorated_test_runs_on_every_rank(value: int) -> None:
 
 
 @on_threads(4, nodes=2)
-def test_ranks_may_stand_on_several_nodes() -> None:
+def test_ranks_can_be_on_several_nodes() -> None:
     place = idist.get_rank(), idist.get_node_rank(), idist.get_local_rank(), idist.get_nproc_per_node()
     assert idist.all_gather(place) == [(0, 0, 0, 2), (1, 0, 1, 2), (2, 1, 0, 2), (3, 1, 1, 2)]
 
@@ -54,35 +54,43 @@ def test_ranks_may_stand_on_several_nodes() -> None:
     ("function", "limit", "reported"),
     [
         (fail_alone, 30, ["rank 0: Traceback", "idist.barrier()", "rank 1: Traceback", "on one rank"]),
-        (come_alone, 0.2, ["rank 0: Traceback", "in come_alone", "did not come in time", "rank 1: passed"]),
-        (do_different_things, 30, ["the ranks do different things: {0: 'barrier', 1: 'all_reduce SUM of float32[1]'}"]),
+        (
+            call_alone,
+            0.2,
+            ["rank 0: Traceback", "in call_alone", "timed out waiting for the other ranks", "rank 1: passed"],
+        ),
+        (
+            do_different_things,
+            30,
+            ["the ranks call different things: {0: 'barrier', 1: 'all_reduce SUM of float32[1]'}"],
+        ),
         (disagree_on_shapes, 30, ["{0: 'all_reduce SUM of float32[2]', 1: 'all_reduce SUM of float32[3]'}"]),
     ],
 )
-def test_a_rank_that_fails_fails_the_test_with_the_traceback_of_every_rank(function, limit, reported) -> None:  # type: ignore[no-untyped-def]  # a row of the table
+def test_a_failing_rank_fails_the_test_with_the_traceback_of_every_rank(function, limit, reported) -> None:  # type: ignore[no-untyped-def]  # a row of the table
     with pytest.raises(pytest.fail.Exception) as failure:
         run_on_threads(2, function, limit=limit)
     assert [text for text in reported if text not in str(failure.value)] == []
 
 
-def test_a_rank_that_stands_still_is_reported_with_the_line_where_it_stands() -> None:
+def test_a_hanging_rank_is_reported_with_its_line() -> None:
     free = threading.Event()
 
-    def stand_still() -> None:
+    def hang() -> None:
         if idist.get_rank() == 1:
             free.wait(60)
 
     with pytest.raises(pytest.fail.Exception) as failure:
-        run_on_threads(2, stand_still, limit=0.2)
+        run_on_threads(2, hang, limit=0.2)
     free.set()
-    for text in ("rank 0: passed", "rank 1: did not come to its end", "in stand_still"):
+    for text in ("rank 0: passed", "rank 1: timed out", "in hang"):
         assert text in str(failure.value)
 
 
-def test_a_message_that_nobody_sends_ends_with_the_test() -> None:
-    def wait_for_nobody() -> None:
+def test_waiting_for_a_message_ends_with_the_test() -> None:
+    def receive() -> None:
         if idist.get_rank() == 1:
             idist.recv(0)
 
-    with pytest.raises(pytest.fail.Exception, match="did not come in time"):
-        run_on_threads(2, wait_for_nobody, limit=0.2)
+    with pytest.raises(pytest.fail.Exception, match="timed out waiting for the other ranks"):
+        run_on_threads(2, receive, limit=0.2)

@@ -17,13 +17,13 @@ Pair = namedtuple("Pair", "first second")
 ONE = torch.ones(1)
 
 
-class Labelled(NamedTuple):
+class Labeled(NamedTuple):
     x: object
     label: object = "none"
 
 
 class OnlyMapping(Mapping):
-    """A mapping built from a dict, with its storage in an attribute, which a copy shares."""
+    """A mapping built from a dict; a shallow copy shares its storage."""
 
     def __init__(self, content):
         self.content = content
@@ -42,7 +42,7 @@ class OnlyMapping(Mapping):
 
 
 class ByKeyword(OnlyMapping):
-    """The same, but not built from a dict."""
+    """A mapping that cannot be built from a dict."""
 
     def __init__(self, *, content):
         super().__init__(content)
@@ -96,13 +96,13 @@ def plus_one(value):
 # 4.1: the order of the checks
 
 
-def test_an_instance_is_passed_even_when_it_is_a_string_or_a_container():
+def test_instances_are_mapped_even_if_they_are_strings_or_containers():
     assert apply_to_type([1, [2]], list, len) == 2
     assert apply_to_type(["a", b"b"], (str, bytes), lambda text: text * 2) == ["aa", b"bb"]
     assert apply_to_type({"a": Pair(1, 2)}, Pair, sum) == {"a": 3}
 
 
-def test_strings_and_bytes_pass_unchanged():
+def test_strings_and_bytes_are_returned_unchanged():
     assert apply_to_type(["text", b"bytes", 1], int, plus_one) == ["text", b"bytes", 2]
 
 
@@ -124,7 +124,7 @@ def test_a_tuple_of_types_matches_each_of_them():
         (1, 2),
         (),
         Pair(1, 2),
-        Labelled(1),
+        Labeled(1),
         UserList([1]),
         OnlySequence([1]),
         torch.Size([1, 2]),
@@ -135,7 +135,7 @@ def test_a_tuple_of_types_matches_each_of_them():
     ],
     ids=lambda x: type(x).__name__,
 )
-def test_containers_come_back_as_their_own_type_and_the_original_stays(x):
+def test_containers_keep_their_type_and_the_original_is_unchanged(x):
     before = dict(x) if isinstance(x, Mapping) else list(x)
     result = apply_to_type(x, int, plus_one)
     assert type(result) is type(x)
@@ -147,10 +147,10 @@ def test_containers_come_back_as_their_own_type_and_the_original_stays(x):
         assert list(result) == [item if isinstance(item, str) else plus_one(item) for item in before]
 
 
-# U1: containers that are not built from their content
+# containers that cannot be built from their content
 
 
-def test_copied_containers_keep_what_else_they_hold():
+def test_copied_containers_keep_their_other_attributes():
     assert apply_to_type(defaultdict(list, a=1), int, plus_one)["new"] == []
     assert apply_to_type(deque([1], maxlen=3), int, plus_one).maxlen == 3
     assert apply_to_type(NamedDict("n", {"a": 1}), int, plus_one).name == "n"
@@ -168,7 +168,7 @@ def test_copied_containers_keep_what_else_they_hold():
     ],
     ids=["range", "mapping", "frozen dict", "two arguments", "attribute error"],
 )
-def test_containers_that_cannot_be_rebuilt_become_plain_ones_and_stay_as_they_were(x, expected):
+def test_containers_that_cannot_be_rebuilt_become_plain_ones_and_are_unchanged(x, expected):
     before = dict(x) if isinstance(x, Mapping) else list(x)
     result = apply_to_type(x, int, plus_one)
     assert result == expected
@@ -180,7 +180,7 @@ def test_a_tuple_that_rejects_the_results_becomes_a_plain_tuple():
     assert apply_to_type(torch.Size([1, 2]), int, str) == ("1", "2")
 
 
-def test_an_error_of_the_function_is_not_taken_for_one_of_the_container():
+def test_an_error_of_the_function_is_not_mistaken_for_one_of_the_container():
     with pytest.raises(ZeroDivisionError):
         apply_to_type(defaultdict(int, a=0), int, lambda value: 1 / value)
 
@@ -188,12 +188,12 @@ def test_an_error_of_the_function_is_not_taken_for_one_of_the_container():
 @pytest.mark.parametrize("leaf", [None, 1, 2.5, {1}, object(), torch.device("cpu")], ids=lambda x: type(x).__name__)
 @pytest.mark.parametrize("wrap", [lambda leaf: leaf, lambda leaf: [ONE, {"a": (leaf,)}]], ids=["bare", "nested"])
 @pytest.mark.parametrize("function", [convert_tensor, lambda x: apply_to_tensor(x, plus_one)])
-def test_unknown_leaves_raise_type_error_that_names_them(leaf, wrap, function):
+def test_unknown_leaves_raise_a_type_error_with_their_type(leaf, wrap, function):
     with pytest.raises(TypeError, match=rf"x must be made of Tensor.* of type {type(leaf).__name__}"):
         function(wrap(leaf))
 
 
-def test_the_error_names_all_types_that_were_requested():
+def test_the_error_names_all_requested_types():
     with pytest.raises(TypeError, match=r"made of int or float, .* got None of type NoneType"):
         apply_to_type([None], (int, float), str)
 
@@ -220,7 +220,7 @@ def skeleton(x):
 
 
 @given(NESTED)
-def test_mapping_changes_leaves_and_never_the_structure(x):
+def test_mapping_changes_leaves_and_keeps_the_structure(x):
     once = apply_to_type(x, int, plus_one)
     assert skeleton(once) == skeleton(x)
     assert apply_to_type(once, int, lambda value: value - 1) == x
@@ -249,7 +249,7 @@ def recorder():
     return tensor
 
 
-def test_a_bare_tensor_is_not_walked(monkeypatch, recorder):
+def test_a_bare_tensor_is_not_traversed(monkeypatch, recorder):
     monkeypatch.setattr(tree, "apply_to_type", None)
     assert convert_tensor(recorder) is recorder
     assert recorder.calls == []
@@ -257,7 +257,7 @@ def test_a_bare_tensor_is_not_walked(monkeypatch, recorder):
     assert recorder.calls == [("cpu", False)]
 
 
-def test_without_a_device_tensors_stay_and_the_containers_are_new(recorder):
+def test_without_a_device_tensors_are_unchanged_and_containers_are_new(recorder):
     x = {"a": [recorder, "text"]}
     result = convert_tensor(x)
     assert result == x
@@ -266,7 +266,7 @@ def test_without_a_device_tensors_stay_and_the_containers_are_new(recorder):
     assert recorder.calls == []
 
 
-def test_device_and_non_blocking_reach_every_tensor(recorder):
+def test_device_and_non_blocking_are_passed_to_every_tensor(recorder):
     assert convert_tensor([recorder, (recorder,)], "meta", True) == ["moved", ("moved",)]
     assert recorder.calls == [("meta", True)] * 2
 
@@ -283,7 +283,7 @@ def test_tensors_move(device):
 
 @pytest.mark.parametrize("shape", [(4,), (2, 3), (2, 3, 4), (0,), (0, 3)])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
-def test_to_onehot_puts_the_classes_into_the_second_dimension(shape, dtype):
+def test_to_onehot_adds_the_classes_as_the_second_dimension(shape, dtype):
     indices = torch.randint(0, 5, shape).to(dtype)
     result = to_onehot(indices, 5)
     assert result.dtype == torch.uint8
@@ -301,6 +301,6 @@ def test_to_onehot_rejects_floats():
         to_onehot(torch.ones(2), 3)
 
 
-def test_to_onehot_rejects_a_class_that_does_not_exist():
+def test_to_onehot_rejects_classes_out_of_range():
     with pytest.raises(RuntimeError):
         to_onehot(torch.tensor([3]), 3)

@@ -31,7 +31,7 @@ def logger_name():
         (camshaft.files, ["hash_checkpoint"]),
     ],
 )
-def test_the_utilities_are_those_of_the_leaves(home, names):
+def test_utils_reexports_the_leaf_modules(home, names):
     for name in names:
         assert getattr(utils, name) is getattr(home, name)
         assert name in utils.__all__
@@ -68,13 +68,13 @@ NO_DEFAULT = inspect.Parameter.empty
         ),
     ],
 )
-def test_signatures_are_those_of_the_api(name, expected):
+def test_signatures_match_the_api(name, expected):
     parameters = inspect.signature(getattr(utils, name)).parameters.values()
     assert [(parameter.name, parameter.default) for parameter in parameters] == list(expected.items())
     assert all(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
 
 
-def test_setup_logger_passes_everything_on_in_its_place(logger_name, tmp_path):
+def test_setup_logger_forwards_positional_arguments(logger_name, tmp_path):
     stream, path = io.StringIO(), tmp_path / "log"
     utils.setup_logger(logger_name)
     logger = utils.setup_logger(logger_name, logging.DEBUG, stream, "%(message)s", path, 0, True, "latin-1")
@@ -86,7 +86,7 @@ def test_setup_logger_passes_everything_on_in_its_place(logger_name, tmp_path):
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-def test_setup_logger_requires_the_rank_unless_it_is_given(logger_name, monkeypatch, rank):
+def test_setup_logger_queries_the_rank_unless_it_is_given(logger_name, monkeypatch, rank):
     monkeypatch.setattr(utils, "get_rank", lambda: rank)
     handler = logging.NullHandler if rank else logging.StreamHandler
     assert type(utils.setup_logger(logger_name).handlers[0]) is handler
@@ -101,7 +101,7 @@ NUMBERS = count()
 
 @pytest.fixture
 def name():
-    """Return a name that no logger has, and forget the loggers of that name and below."""
+    """Return an unused logger name, and remove the loggers with that name and their children afterwards."""
     name = f"logs_test_{next(NUMBERS)}"
     yield name
     loggers = logging.Logger.manager.loggerDict
@@ -112,7 +112,7 @@ def name():
 
 @pytest.fixture
 def root():
-    """Lend the root logger, without the handlers that pytest hung on it."""
+    """Return the root logger without the handlers of pytest, and restore them afterwards."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     root.handlers[:] = []
@@ -128,7 +128,7 @@ def kinds(logger):
 # setup_logger: rank 0
 
 
-def test_by_default_it_writes_info_to_standard_error_in_the_format_of_the_api(name, capsys):
+def test_the_default_is_info_on_standard_error_in_the_documented_format(name, capsys):
     logger = utils.setup_logger(name, distributed_rank=0)
     logger.debug("not this")
     logger.info("but this")
@@ -136,12 +136,12 @@ def test_by_default_it_writes_info_to_standard_error_in_the_format_of_the_api(na
     assert captured.out == ""
     assert captured.err.endswith(f" {name} INFO: but this\n")
     assert captured.err.count("\n") == 1
-    assert captured.err[:4].isdigit()  # a time comes first
+    assert captured.err[:4].isdigit()  # starts with the time
     assert logger is logging.getLogger(name)
 
 
 @pytest.mark.parametrize("level", [logging.WARNING, "WARNING"])
-def test_level_and_format_hold_for_logger_stream_and_file(name, tmp_path, level):
+def test_level_and_format_apply_to_logger_stream_and_file(name, tmp_path, level):
     stream, path = io.StringIO(), tmp_path / "log"
     logger = utils.setup_logger(
         name, distributed_rank=0, level=level, stream=stream, format="%(levelname)s %(message)s", filepath=path
@@ -155,7 +155,7 @@ def test_level_and_format_hold_for_logger_stream_and_file(name, tmp_path, level)
 
 @pytest.mark.parametrize(("encoding", "raw"), [("utf-8", b"\xc3\xa4\n"), ("latin-1", b"\xe4\n")])
 @pytest.mark.parametrize("kind", [str, lambda path: path])
-def test_the_file_is_appended_to_in_the_encoding(name, tmp_path, encoding, raw, kind):
+def test_the_file_is_appended_to_with_the_encoding(name, tmp_path, encoding, raw, kind):
     path = tmp_path / "log"
     path.write_bytes(b"before\n")
     logger = utils.setup_logger(
@@ -178,7 +178,7 @@ def test_a_named_logger_stops_propagating(name, root, rank):
 # Loggers that exist
 
 
-def test_an_existing_logger_is_returned_as_it_is(name):
+def test_an_existing_logger_is_returned_unchanged(name):
     logger = utils.setup_logger(name, distributed_rank=0, level=logging.ERROR)
     handlers = logger.handlers[:]
     again = utils.setup_logger(name, distributed_rank=0, level=logging.DEBUG, stream=io.StringIO())
@@ -186,51 +186,51 @@ def test_an_existing_logger_is_returned_as_it_is(name):
     assert (again.level, again.handlers) == (logging.ERROR, handlers)
 
 
-def touch_level(logger):
+def change_level(logger):
     logger.setLevel(logging.ERROR)
 
 
-def touch_propagation(logger):
+def change_propagation(logger):
     logger.propagate = False
 
 
-def touch_filters(logger):
+def change_filters(logger):
     logger.addFilter(lambda record: True)
 
 
-def touch_handlers(logger):
+def change_handlers(logger):
     logger.addHandler(logging.NullHandler())
 
 
-def touch_disabled(logger):
+def change_disabled(logger):
     logger.disabled = True
 
 
-TOUCHES = [touch_level, touch_propagation, touch_filters, touch_handlers, touch_disabled]
+CHANGES = [change_level, change_propagation, change_filters, change_handlers, change_disabled]
 
 
 def facts(logger):
     return logger.level, logger.propagate, logger.filters[:], logger.handlers[:], logger.disabled
 
 
-@pytest.mark.parametrize("touch", TOUCHES)
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("has_child", [False, True])
-def test_what_a_user_set_up_by_name_is_kept(name, touch, has_child):
+def test_a_logger_configured_by_the_user_is_kept(name, change, has_child):
     if has_child:
         logging.getLogger(f"{name}.child")
-    touch(logging.getLogger(name))
+    change(logging.getLogger(name))
     before = facts(logging.getLogger(name))
     assert facts(utils.setup_logger(name, distributed_rank=0)) == before
 
 
-def test_a_logger_that_a_user_only_requested_is_kept(name):
+def test_a_logger_that_the_user_only_requested_is_kept(name):
     before = facts(logging.getLogger(name))
-    logging.getLogger(f"{name}2.child")  # a neighbour, not a child
+    logging.getLogger(f"{name}2.child")  # a sibling, not a child
     assert facts(utils.setup_logger(name, distributed_rank=0)) == before
 
 
 @pytest.mark.parametrize("ask", [lambda name: None, logging.getLogger], ids=["placeholder", "logger"])
-def test_a_logger_that_is_there_only_above_its_child_is_set_up(name, ask):
+def test_a_logger_that_exists_only_because_of_a_child_is_set_up(name, ask):
     logging.getLogger(f"{name}.child")
     ask(name)
     logger = utils.setup_logger(name, distributed_rank=0)
@@ -255,7 +255,7 @@ def test_reset_replaces_and_closes_the_handlers(name, tmp_path):
 
 
 @pytest.mark.parametrize("reset", [False, True])
-def test_other_ranks_get_one_null_handler_however_often_they_ask(name, reset, tmp_path):
+def test_other_ranks_get_one_null_handler_after_any_number_of_calls(name, reset, tmp_path):
     logger = logging.getLogger(name)
     logger.addHandler(handler := logging.FileHandler(tmp_path / "log"))
     logger.setLevel(logging.ERROR)
@@ -271,7 +271,7 @@ def test_other_ranks_get_one_null_handler_however_often_they_ask(name, reset, tm
 # The root logger
 
 
-def test_the_root_logger_is_set_up_once_whatever_others_hung_on_it(root):
+def test_the_root_logger_is_set_up_once_regardless_of_other_handlers(root):
     root.addHandler(foreign := logging.NullHandler())
     assert utils.setup_logger(None, distributed_rank=0, stream=io.StringIO(), reset=True) is root
     assert foreign not in root.handlers
@@ -328,7 +328,7 @@ def make(doc="Do it.", **options):
     return utils.deprecated("0.2.0", **options)(old)
 
 
-def test_each_call_warns_at_its_own_line_and_works():
+def test_each_call_warns_with_the_line_of_the_caller_and_works():
     old = make()
     for _ in range(2):
         with pytest.warns(DeprecationWarning, match="old is deprecated since version 0.2.0") as caught:
@@ -342,18 +342,18 @@ def test_defining_it_does_not_warn():
     assert caught == []
 
 
-def test_the_warning_names_the_version_of_the_removal_and_the_reasons():
+def test_the_warning_contains_the_version_of_the_removal_and_the_reasons():
     text = r"0\.2\.0 and will be removed in version 0\.4\.0\. Slow\. Use new\(\)\."
     with pytest.warns(DeprecationWarning, match=text):
         make(removed_in="0.4.0", reasons=("Slow.", "Use new()."))(1)
 
 
-def test_a_single_reason_may_be_a_bare_string():
+def test_a_single_reason_can_be_a_plain_string():
     with pytest.warns(DeprecationWarning, match=r"Use new\(\)\.$"):
         make(reasons="Use new().")(1)
 
 
-@pytest.mark.filterwarnings("ignore")  # else a mere warning would be raised too
+@pytest.mark.filterwarnings("ignore")  # otherwise, the warning itself would raise
 def test_the_warning_can_be_raised_instead():
     calls = []
     old = utils.deprecated("0.2.0", raise_exception=True)(calls.append)
@@ -363,19 +363,19 @@ def test_the_warning_can_be_raised_instead():
 
 
 @pytest.mark.parametrize("doc", ["Do it.\n\n        At length.\n    ", None])
-def test_the_docstring_is_marked(doc):
+def test_the_docstring_says_deprecated(doc):
     marked = make(doc, reasons=["Use new()."]).__doc__
     assert marked.startswith("Do it.\n\nAt length.\n\n.. deprecated:: 0.2.0\n" if doc else ".. deprecated:: 0.2.0\n")
     assert "    Use new()." in marked.splitlines()
 
 
-def test_name_and_signature_stay():
+def test_name_and_signature_are_kept():
     old = make()
     assert old.__name__ == "old"
     assert list(inspect.signature(old).parameters) == ["a", "b"]
 
 
-def test_all_parameters_have_the_places_of_the_api():
+def test_parameters_are_in_the_order_of_the_api():
     parameters = inspect.signature(utils.deprecated).parameters.values()
     assert [(parameter.name, parameter.default) for parameter in parameters] == [
         ("deprecated_in", inspect.Parameter.empty),

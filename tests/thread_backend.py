@@ -1,4 +1,4 @@
-"""A backend that moves tensors between threads of this process: see threads.py."""
+"""A backend that exchanges tensors between threads of this process; see threads.py."""
 
 from __future__ import annotations
 
@@ -27,60 +27,60 @@ REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class ReleasedError(RuntimeError):
-    """Report that the other ranks do not arrive."""
+    """Raised if other ranks do not arrive."""
 
 
-class Meeting:
-    """Where the ranks bring what they have, and take what the others brought.
+class Mailbox:
+    """Values that ranks leave for each other.
 
     Args:
-        limit: seconds until all must be over.
+        limit: the time limit in seconds.
     """
 
     def __init__(self, limit: float) -> None:
         self._deadline = time.monotonic() + limit
         self._changed = threading.Condition()
-        self._brought: defaultdict[Any, dict[int, Any]] = defaultdict(dict)
+        self._values: defaultdict[Any, dict[int, Any]] = defaultdict(dict)
         self._taken: Counter[Any] = Counter()
         self._over: str | None = None
 
     def end(self, reason: str) -> None:
-        """Let nobody wait any longer."""
+        """Release all waiting ranks."""
         with self._changed:
             self._over = self._over or reason
             self._changed.notify_all()
 
-    def bring(self, key: Any, rank: int, value: Any, size: int = 1) -> None:
-        """Leave the value of one rank, of so many that are needed."""
+    def put(self, key: Any, rank: int, value: Any, size: int = 1) -> None:
+        """Store the value of one rank; ``size`` values are needed."""
         with self._changed:
-            self._brought[key][rank] = value
-            if len(self._brought[key]) == size:
+            self._values[key][rank] = value
+            if len(self._values[key]) == size:
                 self._changed.notify_all()
 
     def has(self, key: Any, size: int = 1) -> bool:
-        """Return whether so many values are there."""
-        return len(self._brought.get(key, ())) == size
+        """Return whether ``size`` values have been stored."""
+        return len(self._values.get(key, ())) == size
 
     def take(self, key: Any, size: int = 1) -> dict[int, Any]:
-        """Wait for so many values; as many ranks take them."""
+        """Wait for ``size`` values, which as many ranks take."""
         with self._changed:
             self._wait_until(lambda: self.has(key, size), key)
             self._taken[key] += 1
             if self._taken[key] < size:
-                return self._brought[key]
+                return self._values[key]
             del self._taken[key]
             self._changed.notify_all()
-            return self._brought.pop(key)
+            return self._values.pop(key)
 
-    def see_taken(self, key: Any) -> None:
-        """Wait until a value was taken."""
+    def wait_until_taken(self, key: Any) -> None:
+        """Wait until a value has been taken."""
         with self._changed:
             self._wait_until(lambda: not self.has(key), key)
 
-    def _wait_until(self, so: Callable[[], bool], key: Any) -> None:
-        while not so():
+    def _wait_until(self, condition: Callable[[], bool], key: Any) -> None:
+        while not condition():
             if not self._over and time.monotonic() > self._deadline:
-                self.end(f"the others did not come in time to {key}")
+                self.end(f"timed out waiting for the other ranks in {key}")
             if self._over:
                 raise ReleasedError(self._over)
             self._changed.wait(max(0.0, self._deadline - time.monotonic()))
@@ -88,11 +88,11 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Group:
-    """Some of the ranks.
+    """A group of ranks.
 
     Args:
-        ranks: their numbers in the run.
-        handle: tells the group from others of the same ranks.
+        ranks: the global ranks.
+        handle: distinguishes the group from others of the same ranks.
     """
 
     ranks: Sequence[int]
@@ -100,11 +100,11 @@ class Group:
 
 
 class ThreadBackend(Backend):
-    """One of the threads of a run, all of one process.
+    """The backend of one rank, which is a thread of this process.
 
     Args:
-        topology: where it stands.
-        meeting: where it meets the others.
+        topology: the place of the rank.
+        mailbox: shared by all ranks.
     """
 
     name = "threads"
@@ -112,9 +112,9 @@ class ThreadBackend(Backend):
     device = torch.device("cpu")
     reductions = tuple(REDUCTIONS)
 
-    def __init__(self, topology: Topology, meeting: Meeting) -> None:
+    def __init__(self, topology: Topology, mailbox: Mailbox) -> None:
         self.topology = topology
-        self.meeting = meeting
+        self.mailbox = mailbox
         self._world = Group(range(topology.world_size), handle="world")
         self._numbers: Counter[Any] = Counter()
 
@@ -123,14 +123,14 @@ class ThreadBackend(Backend):
         group, rank = group or self._world, self.topology.rank
         assert rank in group.ranks, f"rank {rank} takes part in {what} of {group}"
         key, size = (group.handle, self._number(group.handle)), len(group.ranks)
-        self.meeting.bring(key, rank, (what, value), size)
-        brought = self.meeting.take(key, size)
+        self.mailbox.put(key, rank, (what, value), size)
+        brought = self.mailbox.take(key, size)
         done = {other: brought[other][0] for other in group.ranks}
-        assert set(done.values()) == {what}, f"the ranks do different things: {done}"
+        assert set(done.values()) == {what}, f"the ranks call different things: {done}"
         return [brought[other][1] for other in group.ranks]
 
     def _number(self, series: Any) -> int:
-        """Count what this rank did of a kind."""
+        """Return the next number in a series of this rank."""
         self._numbers[series] += 1
         return self._numbers[series]
 
@@ -180,12 +180,12 @@ class ThreadBackend(Backend):
     def send(self, tensor: Tensor, dst: int, tag: int, group: Group | None) -> Sent:
         channel = ((group or self._world).handle, self.topology.rank, dst, tag)
         key = (channel, self._number(channel))
-        self.meeting.bring(key, self.topology.rank, tensor)
-        return Sent(self.meeting, key)
+        self.mailbox.put(key, self.topology.rank, tensor)
+        return Sent(self.mailbox, key)
 
     def receive(self, tensor: Tensor, src: int, tag: int, group: Group | None) -> Arriving:
         channel = ((group or self._world).handle, src, self.topology.rank, tag)
-        return Arriving(self.meeting, (channel, self._number(channel)), tensor)
+        return Arriving(self.mailbox, (channel, self._number(channel)), tensor)
 
     def new_group(self, ranks: list[int], **options: Any) -> Group:
         self._exchange(f"new_group of {ranks}", None, None)
@@ -195,7 +195,7 @@ class ThreadBackend(Backend):
         return group.ranks if isinstance(group, Group) else None
 
     def wrap_model(self, model: nn.Module, sync_bn: bool, **options: Any) -> nn.Module:
-        """Broadcast the weights of rank 0, and give all ranks the mean of the gradients."""
+        """Broadcast the weights of rank 0, and average the gradients over all ranks."""
         if sync_bn:
             self.lack("synchronized batch norm")
         for tensor in (*model.parameters(), *model.buffers()):
@@ -206,40 +206,40 @@ class ThreadBackend(Backend):
         return model
 
     def _average(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None, "the hook is called after the gradient was added"
+        assert parameter.grad is not None, "the hook must be called after the gradient was accumulated"
         self.all_reduce(parameter.grad, "SUM", None).div_(self.topology.world_size)
 
 
 class Sent:
-    """What the receiver takes from where it lies."""
+    """The handle of a sent message."""
 
-    def __init__(self, meeting: Meeting, key: Any) -> None:
-        self._meeting, self._key = meeting, key
+    def __init__(self, mailbox: Mailbox, key: Any) -> None:
+        self._mailbox, self._key = mailbox, key
 
     def wait(self) -> None:
-        """Wait until it was taken."""
-        self._meeting.see_taken(self._key)
+        """Wait until the message has been taken."""
+        self._mailbox.wait_until_taken(self._key)
 
     def is_completed(self) -> bool:
-        """Return whether it was taken."""
-        return not self._meeting.has(self._key)
+        """Return whether the message has been taken."""
+        return not self._mailbox.has(self._key)
 
 
 class Arriving:
-    """What is to come, in the order in which it was asked for."""
+    """The handle of a message to receive; messages arrive in the order of the requests."""
 
-    def __init__(self, meeting: Meeting, key: Any, tensor: Tensor) -> None:
-        self._meeting, self._key, self._tensor = meeting, key, tensor
+    def __init__(self, mailbox: Mailbox, key: Any, tensor: Tensor) -> None:
+        self._mailbox, self._key, self._tensor = mailbox, key, tensor
 
     def wait(self) -> None:
-        """Wait for it, and fill the tensor."""
-        (came,) = self._meeting.take(self._key).values()
+        """Wait for the message and fill the tensor."""
+        (came,) = self._mailbox.take(self._key).values()
         assert described(came) == described(self._tensor), f"{described(self._tensor)} expected, {described(came)} sent"
         self._tensor.copy_(came)
 
     def is_completed(self) -> bool:
-        """Return whether it is there."""
-        return self._meeting.has(self._key)
+        """Return whether the message has arrived."""
+        return self._mailbox.has(self._key)
 
 
 def described(tensor: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""torchvision next to a torch that its compiled part was not made for."""
+"""Import torchvision with a torch that its compiled extension was not built for."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ MISSING = re.compile(r"operator (torchvision::\w+) does not exist")
 
 
 def import_torchvision() -> None:
-    """Import torchvision; where its own operators cannot be loaded, declare them, so that the rest of it can.
+    """Import torchvision; if its operators cannot be loaded, declare them, so that the rest can be imported.
 
-    Data sets and models need none of them. A torch for the CPU and the torchvision of the package index, which is
-    made for CUDA, are such a pair.
+    Datasets and models do not need them. An example is a torch for the CPU with the torchvision of the package index,
+    which is built for CUDA.
     """
     while True:
         try:

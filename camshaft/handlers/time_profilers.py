@@ -49,6 +49,9 @@ class _Samples:
         self.seconds.append(seconds)
         self.rows.append(row)
 
+    def clear(self) -> None:
+        del self.seconds[:], self.rows[:]
+
     def column(self, size: int) -> list[float]:
         """Return the seconds in each of ``size`` rows; those outside count in the first or last row."""
         column = [0.0] * size
@@ -75,9 +78,6 @@ class _Profiler:
         self._engine: Callable[[], Engine[Any, Any] | None] = lambda: None
         self._handles: list[RemovableEventHandle] = []
         self._calls: dict[int, _Calls] = {}
-        self._reset()
-
-    def _reset(self) -> None:
         self._fetches, self._processes = _Samples(), _Samples()
         self._epochs, self._iterations = array("q"), array("q")  # by row
         self._started: float | None = None
@@ -126,8 +126,11 @@ class _Profiler:
         return call
 
     def _start(self, engine: Engine[Any, Any]) -> None:
-        """Keep the handlers that are registered now, sorted by event and order of the calls."""
-        self._reset()
+        """Forget the previous run. Keep the handlers that are registered now, by event and in the order of calls."""
+        self._fetches.clear()
+        self._processes.clear()
+        del self._epochs[:], self._iterations[:]
+        self._started = None
         calls, self._calls = self._calls, {}
         for plan in engine._dispatcher.plans.values():
             for serial in (one.serial for one in plan.registrations if one.serial in calls):
@@ -139,20 +142,20 @@ class _Profiler:
         self._started = perf_counter()
 
     def _fetched(self) -> None:
-        self._end(self._fetches, len(self._iterations))
+        if self._started is not None:
+            self._fetches.append(perf_counter() - self._started - self._nested, len(self._iterations))
+            self._started = None
 
     def _process(self, engine: Engine[Any, Any]) -> None:
-        self._epochs.append(engine.state.epoch)
-        self._iterations.append(engine.state.iteration)
+        state = engine.state
+        self._epochs.append(state.epoch)
+        self._iterations.append(state.iteration)
         self._nested = 0.0
         self._started = perf_counter()
 
     def _processed(self) -> None:
-        self._end(self._processes, len(self._iterations) - 1)
-
-    def _end(self, samples: _Samples, row: int) -> None:
         if self._started is not None:
-            samples.append(perf_counter() - self._started - self._nested, row)
+            self._processes.append(perf_counter() - self._started - self._nested, len(self._iterations) - 1)
             self._started = None
 
     def _drop(self) -> None:
@@ -184,13 +187,12 @@ class BasicTimeProfiler(_Profiler):
     def __init__(self) -> None:
         super().__init__()
         self.max_epochs: int | None = None
-
-    def _reset(self) -> None:
-        super()._reset()
         self._events = {event: _Samples() for event in _MEASURED}
 
     def _start(self, engine: Engine[Any, Any]) -> None:
         super()._start(engine)
+        for samples in self._events.values():
+            samples.clear()
         self.max_epochs = engine.state.max_epochs
 
     def _hooks(self) -> Iterator[Hook]:
@@ -200,6 +202,8 @@ class BasicTimeProfiler(_Profiler):
 
     def _hooks_around(self, event: Events) -> Iterator[Hook]:
         shift = -1 if event in _AFTER_PROCESSING else 0
+        iterations = self._iterations
+        add_seconds, add_row = self._events[event].seconds.append, self._events[event].rows.append
         started: float | None = None
 
         def start() -> None:
@@ -208,7 +212,8 @@ class BasicTimeProfiler(_Profiler):
 
         def end() -> None:
             if started is not None:
-                self._events[event].append(perf_counter() - started, len(self._iterations) + shift)
+                add_seconds(perf_counter() - started)
+                add_row(len(iterations) + shift)
 
         yield event, start, Order.TIME_FIRST
         yield event, end, Order.TIME_LAST

@@ -90,9 +90,9 @@ def test_peers_that_cannot_be_imported_are_listed_with_the_reason(
 ) -> None:
     (tmp_path / "broken_library.py").write_text("import no_such_need\n")
     monkeypatch.syspath_prepend(tmp_path)
-    present, left_out = importable({"here": "json", "absent": "no_such_library", "broken": "broken_library"})
+    present, skipped = importable({"here": "json", "absent": "no_such_library", "broken": "broken_library"})
     assert present == ["here"]
-    assert left_out == {
+    assert skipped == {
         "absent": "not installed",
         "broken": "ModuleNotFoundError: No module named 'no_such_need'",
     }
@@ -105,8 +105,8 @@ def test_a_table_is_markdown_with_even_columns() -> None:
 def test_a_report_ends_with_json_and_lists_skipped_peers(capsys: pytest.CaptureFixture[str]) -> None:
     report("speed", ["what"], [["all"]], {"lightning": "not installed"}, us={"camshaft": Spread(1.0, 2.0, 3.0)})
     *lines, last = capsys.readouterr().out.splitlines()
-    assert "left out: lightning (not installed)" in lines
+    assert "skipped: lightning (not installed)" in lines
     result = json.loads(last)
     assert result["us"]["camshaft"] == {"low": 1.0, "median": 2.0, "high": 3.0}
-    assert result["left_out"] == {"lightning": "not installed"}
+    assert result["skipped"] == {"lightning": "not installed"}
     assert set(result["machine"]) == {"date", "cores", "python", "torch"}

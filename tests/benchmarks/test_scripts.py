@@ -27,8 +27,8 @@ def result_of(finished: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     assert finished.returncode == 0, finished.stderr
     result: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
     assert set(result["machine"]) == {"date", "cores", "python", "torch"}
-    for peer, reason in result["left_out"].items():
-        assert f"left out: {peer} ({reason})" in finished.stdout
+    for peer, reason in result["skipped"].items():
+        assert f"skipped: {peer} ({reason})" in finished.stdout
     return result
 
 
@@ -37,7 +37,7 @@ def test_engine_overhead_measures_all_rows(tmp_path: Path) -> None:
     assert result["benchmark"] == "engine_overhead"
     assert [row["row"] for row in result["rows"]] == [1, 2, 3, 4]
     assert [row["target"] for row in result["rows"]] == [0.3, 1.0, 0.4, 5.0]
-    peers = {"pytorch-ignite", "lightning", "accelerate"} - set(result["left_out"])
+    peers = {"pytorch-ignite", "lightning", "accelerate"} - set(result["skipped"])
     for row in result["rows"]:
         able = peers if row["row"] == 4 else peers & {"pytorch-ignite"}
         assert set(row["us"]) == {"bare loop", "camshaft", *able}
@@ -50,7 +50,7 @@ def test_engine_overhead_measures_all_rows(tmp_path: Path) -> None:
 def test_collectives_measures_all_rows(tmp_path: Path) -> None:
     result = result_of(run("collectives.py", "--repetitions", "2", "--iterations", "3", folder=tmp_path))
     assert result["benchmark"] == "collectives"
-    peers = {"pytorch-ignite"} - set(result["left_out"])
+    peers = {"pytorch-ignite"} - set(result["skipped"])
     for row in result["rows"]:
         alone = row["what"] == "get_rank, in one process"
         assert ({"camshaft"} if alone else {"camshaft", "bare call"}) <= set(row["us"])
@@ -66,7 +66,7 @@ def test_handlers_measures_the_set_and_each_handler(tmp_path: Path) -> None:
     result = result_of(run("handlers.py", "--repetitions", "2", "--iterations", "20", folder=tmp_path))
     assert result["benchmark"] == "handlers"
     [row] = result["rows"]
-    peers = {"pytorch-ignite"} - set(result["left_out"])
+    peers = {"pytorch-ignite"} - set(result["skipped"])
     assert set(row["us"]) == {"bare loop", "camshaft", *peers}
     assert (row["row"], row["target"]) == (5, 40.0)
     assert row["verdict"] in ("reached", "missed")
@@ -80,7 +80,7 @@ def test_checkpoint_measures_both_modes(tmp_path: Path) -> None:
     options = ("--repetitions", "2", "--sizes", "0.001", "0.002", "--folder", str(tmp_path))
     result = result_of(run("checkpoint.py", *options, folder=tmp_path))
     assert result["benchmark"] == "checkpoint"
-    peers = {"pytorch-ignite", "lightning"} - set(result["left_out"])
+    peers = {"pytorch-ignite", "lightning"} - set(result["skipped"])
     for row, size in zip(result["rows"], (0.001, 0.002), strict=True):
         assert row["gigabytes"] == size
         assert set(row["seconds"]) == {"torch.save and fsync", "camshaft", "camshaft, asynchronous", *peers}
@@ -96,7 +96,7 @@ def test_import_time_measures_profiles_and_finds_only_torch(tmp_path: Path) -> N
     assert {"torch", "camshaft"} <= set(result["ms"])
     assert all(set(spread) == SPREAD for spread in result["ms"].values())
     assert result["target"] == 60.0
-    assert result["brought"] == []
+    assert result["loaded"] == []
     assert "ms  camshaft" in finished.stdout
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""The scripts of the same training, camshaft's and those without it: all must come to the same weights."""
+"""Run scripts of the same training, with camshaft and without, and compare their weights."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import Tensor
 from tests.examples.weights import ROOT, run_for_weights
 
 FOLDER = ROOT / "examples" / "native"
-LIMIT = 150.0  # seconds for what takes a tenth of that where the cores are free
+LIMIT = 150.0  # seconds; about ten times what an idle machine needs
 
 
 def run(launch: Sequence[str], script: str, *arguments: str, **variables: str) -> tuple[str, list[Tensor]]:
-    """Run a script, and give what it wrote and the weights that it ended with."""
+    """Run a script and return its output and its final weights."""
     return run_for_weights([*launch, str(FOLDER / script), *arguments], variables, LIMIT)
 
 
 @cache
-def of_one_process() -> list[Tensor]:
-    """Return the weights of camshaft's script in one process, which learned something."""
+def train_on_one_process() -> list[Tensor]:
+    """Return the weights of camshaft's script in one process; assert that it has learned."""
     output, weights = run([sys.executable], "with_camshaft.py")
     (accuracy,) = re.findall(r"^1 processes with None: ([0-9.]+)% correct$", output, re.MULTILINE)
     assert float(accuracy) > 80, output
@@ -31,7 +31,7 @@ def of_one_process() -> list[Tensor]:
 
 
 def assert_same_weights(launch: Sequence[str], script: str, *arguments: str, shows: str, **variables: str) -> None:
-    """Assert that a command trains as one process does, and that rank 0 alone shows what it trained with."""
+    """Assert that a command gives the weights of one process, and that only rank 0 prints the line."""
     output, weights = run(launch, script, *arguments, **variables)
     assert output.count(f"{shows}: ") == output.count(" correct\n") == 1, output
-    torch.testing.assert_close(weights, of_one_process(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(weights, train_on_one_process(), rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Ten steps of the example for all backends, by whatever command: the weights must be those of one process."""
+"""Run ten steps of examples/distributed_backends.py with any command, and compare the weights with one process."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ SHORT = ("--model", "tiny", "--log_interval", "5")
 
 
 def command(name: str) -> str:
-    """Return the path of a command of the environment that the tests run in."""
+    """Return the path of a command in the environment of the tests."""
     return str(Path(sys.executable).parent / name)
 
 
 def run(
     launch: Sequence[str], *arguments: str, environment: Mapping[str, str] | None = None, seconds: float = 80
 ) -> tuple[str, list[Tensor]]:
-    """Run the example, and give what it wrote and the weights that it ended with."""
+    """Run the example and return its output and its final weights."""
     return run_for_weights([*launch, str(EXAMPLE), *SHORT, *arguments, "--weights"], environment or {}, seconds)
 
 
 @cache
-def of_one_process() -> list[Tensor]:
+def train_on_one_process() -> list[Tensor]:
     return run([sys.executable])[1]
 
 
 def assert_ten_steps(launch: Sequence[str], *arguments: str, shows: str, **options: Mapping[str, str]) -> None:
-    """Assert that a command trains as one process does, and that rank 0 shows a line, once."""
+    """Assert that a command gives the weights of one process, and that only rank 0 prints the line."""
     output, weights = run(launch, *arguments, environment=options.get("environment"))
     assert output.count(shows) == 1, output
     assert output.count("iteration 10: loss") == 1, output
-    torch.testing.assert_close(weights, of_one_process(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(weights, train_on_one_process(), rtol=1e-4, atol=1e-6)

@@ -1,4 +1,4 @@
-"""The commands of the example for all backends that need no more than pip; the others are in their own folders."""
+"""Run the commands of examples/distributed_backends.py that need only pip; other folders test the others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from examples import distributed_backends
-from tests.examples.ten_steps import EXAMPLE, assert_ten_steps, command, of_one_process, run
+from tests.examples.ten_steps import EXAMPLE, assert_ten_steps, command, run, train_on_one_process
 from tests.mpi.checking import OPEN_MPI
 
 GLOO = ("--backend", "gloo")
@@ -19,14 +19,14 @@ pytestmark = [pytest.mark.jobs, pytest.mark.timeout(170)]
 
 
 @pytest.mark.parametrize(("ranks", "backend"), [(2, "gloo"), (4, "auto")])
-def test_new_processes_train_as_one_does(ranks, backend):
+def test_training_in_spawned_processes_matches_one_process(ranks, backend):
     arguments = ("--backend", backend, "--nproc_per_node", str(ranks))
     assert_ten_steps([sys.executable], *arguments, shows=f"{ranks} processes on cpu with gloo")
 
 
 def test_training_changes_the_weights():
     _, untrained = run([sys.executable], "--num_iterations", "1")
-    assert not torch.allclose(untrained[0], of_one_process()[0], rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(untrained[0], train_on_one_process()[0], rtol=1e-4, atol=1e-6)
 
 
 def test_torchrun():
@@ -58,7 +58,7 @@ def test_a_wide_residual_network_of_torchvision(tmp_path):
     assert b"iteration 2: loss" in done.stdout, done.stderr.decode()[-3000:]
 
 
-def test_an_image_is_the_same_wherever_it_is_asked_for():
+def test_an_image_is_the_same_in_every_process():
     first, again = (distributed_backends.RandomImages(8, 4)[3] for _ in range(2))
     torch.testing.assert_close(first, again)
     assert not torch.equal(first[0], distributed_backends.RandomImages(8, 4)[4][0])

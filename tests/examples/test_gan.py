@@ -1,4 +1,4 @@
-"""The example with two optimizers and events of its own: the drawings come closer to the digits."""
+"""The example with two optimizers and custom events: the drawings approach the digits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from examples import gan
 
 
-def test_the_drawings_come_closer_to_the_digits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_drawings_approach_the_digits(capsys: pytest.CaptureFixture[str]) -> None:
     end = gan.training(0, gan.parse(["--epochs", "14", "--show_every", "200"]))
     shown = capsys.readouterr().out.splitlines()
     distances = {int(step): float(one) for step, one in re.findall(r"step (\d+): distance ([\d.]+)", "\n".join(shown))}
@@ -21,7 +21,7 @@ def test_the_drawings_come_closer_to_the_digits(capsys: pytest.CaptureFixture[st
     assert set("".join(shown[-8:])) <= set(" .:*#")
 
 
-def test_the_distance_is_none_between_a_set_and_itself_and_that_of_the_means_else() -> None:
+def test_the_distance_is_zero_for_equal_sets_and_grows_with_that_of_the_means() -> None:
     drawings = torch.randn(200, 4)
     assert gan.frechet_distance(drawings, drawings) == pytest.approx(0, abs=1e-5)
     assert gan.frechet_distance(drawings, drawings + 2) == pytest.approx(16, rel=1e-5)

@@ -1,4 +1,4 @@
-"""The first example: what it promises to show, and what it says when its data cannot be had."""
+"""The first example: what it prints, and its messages if the data are not available."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.jobs
-def test_it_learns_the_digits_shows_its_progress_and_saves_the_best_model(tmp_path):
+def test_it_learns_the_digits_logs_progress_and_saves_the_best_model(tmp_path):
     done = run(tmp_path, "--epochs", "4")
     assert done.returncode == 0, done.stderr
     shown = done.stdout + done.stderr
@@ -38,7 +38,7 @@ def test_it_learns_the_digits_shows_its_progress_and_saves_the_best_model(tmp_pa
     model.load_state_dict(torch.load(saved, weights_only=True))
 
 
-def test_mnist_that_cannot_be_had_is_a_clear_message(tmp_path):
+def test_missing_mnist_exits_with_a_message(tmp_path):
     done = run(tmp_path, "--data", "mnist", "--root", str(tmp_path / "absent"))
     assert done.returncode == 1
     assert "MNIST" in done.stderr or "--data mnist needs" in done.stderr
@@ -50,7 +50,7 @@ def write_idx(path: Path, values: torch.Tensor) -> None:
     path.write_bytes(header + bytes(values.to(torch.uint8).flatten().tolist()))
 
 
-def test_mnist_is_read_from_its_folder_through_torchvision(tmp_path):
+def test_mnist_is_read_with_torchvision(tmp_path):
     import_torchvision()
     raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
@@ -72,16 +72,16 @@ def train(folder: Path, *arguments: str) -> float | None:
     return mnist.training(0, mnist.parse(options))
 
 
-def test_a_resumed_training_goes_on_and_writes_one_curve(tmp_path, capsys):
+def test_a_resumed_training_continues_and_writes_one_curve(tmp_path, capsys):
     kept = ["--checkpoints", str(tmp_path / "kept"), "--tensorboard", str(tmp_path / "curves"), "--patience", "5"]
     train(tmp_path, *kept, "--epochs", "2")
     assert "epoch 2: train accuracy" in capsys.readouterr().out
     end = train(tmp_path, *kept, "--epochs", "3", "--resume")
     shown = capsys.readouterr().out
-    assert f"going on from {tmp_path / 'kept' / 'checkpoint_30.pt'}" in shown
+    assert f"resuming from {tmp_path / 'kept' / 'checkpoint_30.pt'}" in shown
     assert [f"epoch {number}: " in shown for number in (1, 2, 3)] == [False, False, True]
     assert end > 0.9
-    (best,) = (tmp_path / "best").glob("*.pt")  # the one of the first run has been replaced
+    (best,) = (tmp_path / "best").glob("*.pt")  # it replaced that of the first run
     assert float(best.stem.split("=")[1]) >= round(end, 4)
     assert read_curve(tmp_path / "curves", "validation/accuracy").keys() == {1, 2, 3}
     assert list(read_curve(tmp_path / "curves", "training/loss")) == [10, 20, 30, 40]
@@ -89,7 +89,7 @@ def test_a_resumed_training_goes_on_and_writes_one_curve(tmp_path, capsys):
     assert train(tmp_path, *kept, "--epochs", "3", "--resume") is None
     assert "epoch" not in capsys.readouterr().out  # nothing is left to do
     with pytest.raises(ValueError, match="empty"):
-        train(tmp_path, *kept)  # it would begin anew in a folder that holds another training
+        train(tmp_path, *kept)  # it would restart in the folder of another run
 
 
 def read_curve(folder: Path, name: str) -> dict[int, float]:
@@ -99,7 +99,7 @@ def read_curve(folder: Path, name: str) -> dict[int, float]:
     return {point.step: point.value for point in events.Scalars(name)}
 
 
-def test_it_stops_when_nothing_gets_better(tmp_path, capsys):
+def test_it_stops_without_improvement(tmp_path, capsys):
     train(tmp_path, "--lr", "0", "--patience", "1", "--epochs", "9")
     shown = capsys.readouterr().out
     assert "epoch 2: " in shown
@@ -107,7 +107,7 @@ def test_it_stops_when_nothing_gets_better(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("arguments", [["--data", "letters"], ["--epochs", "many"], ["--resume"]])
-def test_arguments_that_make_no_sense_are_refused(arguments, capsys):
+def test_invalid_arguments_are_refused(arguments, capsys):
     with pytest.raises(SystemExit):
         mnist.parse(arguments)
     assert arguments[0] in capsys.readouterr().err

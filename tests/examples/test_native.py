@@ -1,4 +1,4 @@
-"""The training written natively and with camshaft, over gloo and MPI; Horovod and XLA have folders of their own."""
+"""The native scripts and camshaft's script over gloo and MPI; tests/horovod and tests/xla run the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(170)
 
 @pytest.mark.jobs
 def test_torch_alone():
-    for attempt in range(1, 4):  # gloo's threads may abort a process of torch alone when Python shuts down
+    for attempt in range(1, 4):  # without camshaft, gloo's threads may abort a process when Python shuts down
         try:
             return assert_same_weights(TORCHRUN, "with_ddp.py", shows="2 processes with gloo")
         except AssertionError as error:
@@ -51,6 +51,6 @@ def test_camshaft_in_new_processes():
 
 
 @pytest.mark.parametrize("script", sorted(FOLDER.glob("*.py")), ids=lambda script: script.name)
-def test_the_page_shows_the_script_as_it_is(script: Path):
+def test_the_page_shows_the_script(script: Path):
     shown = re.findall(rf'^```python title="{script.name}"\n(.*?)^```$', PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert "\n".join(shown) == script.read_text()

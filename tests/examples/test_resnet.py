@@ -1,4 +1,4 @@
-"""The residual network: it learns in each way that it can be asked for, on made images and on those of a folder."""
+"""The residual network learns with each option, on synthetic images and on images in a folder."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.torchvision_import import import_torchvision
 def test_it_learns_the_angles(options: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     accuracy = resnet.training(0, resnet.parse(["--images", "400", "--epochs", "2", "--batch_size", "10", *options]))
     assert set(accuracy) == {"model", "average"}
-    assert min(accuracy.values()) > 0.5  # by chance it would be 0.1
+    assert min(accuracy.values()) > 0.5  # 0.1 by chance
     found = re.findall(r"epoch (\d): loss [\d.]+, accuracy .*; (\d+) images/s", capsys.readouterr().out)
     assert [epoch for epoch, _ in found] == ["1", "2"]
     assert all(int(speed) > 0 for _, speed in found)
 
 
-def test_the_images_are_the_same_wherever_they_are_asked_for_and_not_those_for_validation() -> None:
+def test_images_are_reproducible_and_differ_from_those_for_validation() -> None:
     training, validation = resnet.load_data(resnet.parse(["--images", "80"]))
     assert (len(training), len(validation)) == (80, 20)
     image, label = training[13]
@@ -82,7 +82,7 @@ def test_images_of_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (folder / file).write_bytes(pickle.dumps(content))
         return hashlib.md5((folder / file).read_bytes()).hexdigest()
 
-    def batch(value: int) -> dict[str, object]:  # one image, as the archive has them: rows of 32 x 32 bytes a color
+    def batch(value: int) -> dict[str, object]:  # one image in the archive's format: 32 x 32 bytes per color channel
         return {"data": numpy.full((1, 3 * 32 * 32), value, dtype=numpy.uint8), "labels": [value % 10]}
 
     for name, values in (("train_list", range(5)), ("test_list", [255])):

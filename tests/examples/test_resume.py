@@ -1,4 +1,4 @@
-"""The example that is killed and goes on with other numbers of processes: the same samples, and the same losses."""
+"""The example that is killed and resumes with another number of processes: same samples, same losses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from examples import resume
 from tests.ranks import kill_on_ranks, run_on_ranks
 
 SCRIPT = Path(resume.__file__)
-SAMPLES, STEPS = 1797, 30  # of each of three epochs
+SAMPLES, STEPS = 1797, 30  # per epoch, for three epochs
 AUDIT = f"{SAMPLES} samples seen, {SAMPLES} once, 0 twice, 0 never"
 
 
@@ -23,14 +23,14 @@ def train(folder: Path, *arguments: str) -> None:
 
 
 def end_of(folder: Path) -> dict[str, object]:
-    """Return the state of the trainer in the only checkpoint of a folder, that of the last iteration."""
+    """Return the trainer's state from the only checkpoint in a folder, saved at the last iteration."""
     (path,) = folder.glob("*.pt")
     assert path.name == f"checkpoint_{3 * STEPS}.pt"
     return torch.load(path, weights_only=True)["trainer"]
 
 
 @pytest.mark.jobs
-def test_killed_on_two_processes_and_on_three_it_ends_on_one_as_if_nothing_had_been(tmp_path):
+def test_two_kills_and_changes_of_the_world_size_do_not_change_the_result(tmp_path):
     folder = tmp_path / "killed"
     kill_on_ranks(2, train, folder, "--kill_at", "17")
     kill_on_ranks(3, train, folder, "--kill_at", "46")
@@ -39,7 +39,7 @@ def test_killed_on_two_processes_and_on_three_it_ends_on_one_as_if_nothing_had_b
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=80, text=True,
     )  # fmt: skip
     shown = [line.partition("; loss")[0] for line in done.stdout.splitlines()]
-    assert shown == [f"1 processes go on from {folder / 'checkpoint_40.pt'}", f"epoch 2: {AUDIT}", f"epoch 3: {AUDIT}"]
+    assert shown == [f"1 processes resume from {folder / 'checkpoint_40.pt'}", f"epoch 2: {AUDIT}", f"epoch 3: {AUDIT}"]
 
     run_on_ranks(1, train, tmp_path / "whole")
     again, wanted = end_of(folder), end_of(tmp_path / "whole")

@@ -1,4 +1,4 @@
-"""The language model: it learns, from a step that weighs by bytes, and goes on where it was."""
+"""The language model learns, with batches weighted by bytes, and resumes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ SMALL = ("--layers", "1", "--width", "32", "--lr", "0.01")
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """Return a text that is easy to learn, in paragraphs of many lengths."""
+    """Return a text that is easy to learn, with paragraphs of different lengths."""
     path = tmp_path / "text.txt"
     path.write_text("\n\n".join("to be or not " * (1 + number % 7) for number in range(120)))
     return path
 
 
-def test_it_learns_and_goes_on_where_it_was(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_learns_and_resumes(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def train(folder: str, epochs: int) -> float:
         options = ["--text", str(text), *SMALL, "--epochs", str(epochs), "--start", "to"]
         return transformer.training(0, transformer.parse([*options, "--checkpoints", str(tmp_path / folder)]))
@@ -43,7 +43,7 @@ def test_without_files_it_reads_the_documentation() -> None:
     assert any(bytes(one.tolist()).strip().startswith(b"# camshaft") for one in paragraphs)
 
 
-def test_padding_weighs_nothing() -> None:
+def test_padding_has_no_weight() -> None:
     x, y = transformer.pad([torch.tensor([10, 65, 66, 10]), torch.tensor([10, 65, 10])])
     assert x.tolist() == [[10, 65, 66], [10, 65, 0]]
     assert y.tolist() == [[65, 66, 10], [65, 10, transformer.PADDING]]
@@ -53,7 +53,7 @@ def test_padding_weighs_nothing() -> None:
     assert transformer.loss_fn(scores, y) == pytest.approx(8)
 
 
-def test_no_byte_is_predicted_from_those_after_it() -> None:
+def test_predictions_are_causal() -> None:
     model = transformer.Transformer(1, 32).eval()
     x = torch.randint(256, (1, 12))
     other = x.clone()

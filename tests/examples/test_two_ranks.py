@@ -1,4 +1,4 @@
-"""Each example that trains, on two processes of a launcher: both take part, and one of them tells of it."""
+"""Each training example on two processes of a launcher: both take part, and only rank 0 prints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.examples.ten_steps import command
 from tests.mpi.checking import OPEN_MPI
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = {  # what to run, what one line of it says once, with a number, and the bounds of that
+EXAMPLES = {  # arguments, the pattern of a line with a number that is printed once, and the bounds of the number
     "mnist": (("--epochs", "2"), r"epoch 2: train accuracy ([\d.]+)%", 90, 100),
     "resnet": (("--images", "800", "--epochs", "2"), r"epoch 2: .*of the average ([\d.]+)%", 40, 100),
     "gan": (("--epochs", "14", "--show_every", "400"), r"step 400: distance ([\d.]+)", 0, 20),

@@ -1,4 +1,4 @@
-"""Scripts that write their weights to a file, named by their last argument, run by whatever command."""
+"""Run scripts that save their weights to the file given as the last argument."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_for_weights(command: Sequence[str], environment: Mapping[str, str], seconds: float) -> tuple[str, list[Tensor]]:
-    """Run a command, which gets the file's path besides; give what it wrote and the weights that it ended with."""
+    """Run a command with the path of a file as its last argument; return its output and the weights in the file."""
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "weights.pt"
         done = subprocess.run(
