@@ -32,8 +32,8 @@ for module in sys.argv[1:]:
     began = time.perf_counter()
     __import__(module)
     seconds.append(time.perf_counter() - began)
-brought = {name.partition(".")[0] for name in set(sys.modules) - before} - sys.stdlib_module_names
-print(json.dumps([seconds[-1], sorted(brought - {name.partition(".")[0] for name in before} - set(sys.argv))]))
+loaded = {name.partition(".")[0] for name in set(sys.modules) - before} - sys.stdlib_module_names
+print(json.dumps([seconds[-1], sorted(loaded - {name.partition(".")[0] for name in before} - set(sys.argv))]))
 """
 
 
@@ -47,8 +47,8 @@ def fresh(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def timed_import(*modules: str) -> tuple[float, list[str]]:
     """Import modules in order; return the seconds of the last import and the other packages that it loaded."""
-    seconds, brought = json.loads(fresh("-c", PROGRAM, *modules).stdout.splitlines()[-1])
-    return seconds, brought
+    seconds, loaded = json.loads(fresh("-c", PROGRAM, *modules).stdout.splitlines()[-1])
+    return seconds, loaded
 
 
 def contender(name: str, *modules: str) -> Contender:
@@ -79,13 +79,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(profile(options.profile), end="\n\n")
     peers, skipped = importable(PEERS)
     spreads = measure(peers, options.repetitions)
-    brought = timed_import("torch", "camshaft")[1]
+    loaded = timed_import("torch", "camshaft")[1]
     reached = verdict(spreads["camshaft"], TARGET)
     head = ["import", *spreads, "target", "camshaft"]
     line = ["ms, after torch", *map(str, spreads.values()), f"<= {TARGET}", reached]
     print(f"each in a fresh interpreter; medians of {options.repetitions}, and quartiles")
-    print(f"packages that camshaft loads besides torch: {', '.join(brought) or 'none'}")
-    facts = {"target": TARGET, "verdict": reached, "ms": spreads, "brought": brought}
+    print(f"packages other than torch that camshaft loads: {', '.join(loaded) or 'none'}")
+    facts = {"target": TARGET, "verdict": reached, "ms": spreads, "loaded": loaded}
     report("import_time", head, [line], skipped, **facts)
 
 

@@ -113,7 +113,7 @@ def training(local_rank: int, config: argparse.Namespace) -> list[float]:
     trainer = Engine(step)
 
     @trainer.on(Events.EPOCH_STARTED)
-    def begin(engine: Engine) -> None:
+    def reset(engine: Engine) -> None:
         engine.state.moves = 0
 
     @trainer.on(Events.ITERATION_COMPLETED)

@@ -112,7 +112,7 @@ def training(local_rank: int, config: argparse.Namespace) -> float:
     evaluator = create_supervised_evaluator(model, device=idist.device(), output_transform=bits_and_bytes)
 
     @evaluator.on(Events.STARTED)
-    def begin(engine: Engine) -> None:
+    def reset(engine: Engine) -> None:
         engine.state.sums = torch.zeros(2, device=idist.device())
 
     @evaluator.on(Events.ITERATION_COMPLETED)

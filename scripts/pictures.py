@@ -168,7 +168,7 @@ def row(axes: Axes, x: float, y: float, values: Sequence[str]) -> None:
 
 
 def ring() -> Figure:
-    """Draw how each rank sends one chunk to its right neighbour while it receives another from its left one."""
+    """Draw how each rank sends one chunk to its right neighbor while it receives another from its left neighbor."""
     figure, axes = canvas(width=8, height=5, scale=0.6)
     places = [(0.0, 4.0), (5.0, 4.0), (5.0, 0.0), (0.0, 0.0)]
     for rank, (x, y) in enumerate(places):

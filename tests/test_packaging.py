@@ -106,8 +106,8 @@ def canonical(need: str) -> str:
 def test_the_version_is_in_one_place() -> None:
     here = re.compile(rf"(?<![\d.]){re.escape(__version__)}(?![\d.])")
     files = [file for pattern in ("setup.*", "*.toml", "*.yml", "camshaft/**/*.py") for file in ROOT.glob(pattern)]
-    told = [file for file in files if here.search(file.read_text("utf-8"))]
-    assert told == [ROOT / "camshaft" / "version.py"]
+    found = [file for file in files if here.search(file.read_text("utf-8"))]
+    assert found == [ROOT / "camshaft" / "version.py"]
 
 
 def test_the_citation_has_this_version_or_none() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from camshaft.distributed.backend import Backend, Group
+from camshaft.distributed.backend import Backend, Group, check_known
 from camshaft.distributed.coordination import collective_check
 from camshaft.distributed.coordination.waiting import alone, check_all_present
 from camshaft.errors import RankDivergenceError, annotate
@@ -104,8 +104,7 @@ def make(backend: Backend, ranks: list[int], /, **options: Any) -> Group:
         TypeError: unknown option.
         RankDivergenceError: not all ranks are here or, in debug mode, they call something else.
     """
-    if unknown := [name for name in options if name not in _OPTIONS]:  # also where the backend ignores all of them
-        raise TypeError(f"new_group takes {_OPTIONS} besides the ranks, got {unknown}")
+    check_known(options, _OPTIONS, "to new_group")  # also where the backend ignores all of them
     _check_can_make(backend, backend.members(None), ranks)
     group = backend.new_group(ranks, **options)
     if not options and _known(backend, ranks) is None:

@@ -79,17 +79,6 @@ def adopt(infer: Callable[[int, int], tuple[Topology, tuple[str, ...]]]) -> Back
     return None
 
 
-def backend_classes() -> list[type[Backend]]:
-    """Return the class of each kind of backend that is installed, in the order in which jobs are adopted."""
-    classes = {
-        ("serial", "SerialBackend"): True,
-        ("native.backend", "NativeBackend"): has_native_dist_support,
-        ("xla", "XlaBackend"): has_xla_support,
-        ("horovod", "HorovodBackend"): has_hvd_support,
-    }
-    return [getattr(_import(module), name) for (module, name), installed in classes.items() if installed]
-
-
 def known_backends() -> tuple[str, ...]:
     """Return all backends, installed or not: torch's, also those registered for other devices, and the others."""
     native = ("nccl", "gloo", "mpi", *(name for name in dist.Backend.backend_list if name not in _NOT_FOR_RUNS))

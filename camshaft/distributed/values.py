@@ -106,6 +106,7 @@ class Buffer:
     Args:
         content: the bytes; on the CPU the tensor shares their memory.
         device: the device that the backend moves them from and to.
+        dtype: of the tensor.
 
     Attributes:
         tensor: what the backend moves.
@@ -113,10 +114,10 @@ class Buffer:
 
     __slots__ = ("_content", "_is_here", "tensor")
 
-    def __init__(self, content: bytearray, device: torch.device) -> None:
+    def __init__(self, content: bytearray, device: torch.device, dtype: torch.dtype = torch.uint8) -> None:
         self._content = content
         self._is_here = device == CPU
-        self.tensor = torch.frombuffer(content, dtype=torch.uint8)
+        self.tensor = torch.frombuffer(content, dtype=dtype)
         if not self._is_here:
             self.tensor = self.tensor.to(device)
 
@@ -334,6 +335,8 @@ _IN_PYTHON: dict[str, Callable[[Any, Any], Any]] = {
     "OR": operator.or_,
 }
 _MARKS: dict[type, float] = {int: 1, float: 1.0, complex: -1.0, type(None): 0}  # None: this rank has no valid number
+_INTEGERS = (torch.int64, {1: struct.Struct("=q"), 2: struct.Struct("=qq")})  # a number, a number and its mark
+_FLOATS = (torch.float64, {1: struct.Struct("=d"), 2: struct.Struct("=dd")})
 
 
 def check_reduction(backend: Backend, tensor: Any, op: str) -> None:
@@ -366,12 +369,13 @@ def reduced_number(backend: Backend, number: Any, op: str, group: Group | None, 
     if op in _IN_PYTHON:
         return functools.reduce(_IN_PYTHON[op], all_gather_values(backend, plain, group, wrong))
     kind, mark = type(plain), _MARKS[type(plain)]
+    dtype, form_of = _INTEGERS if type(mark) is int else _FLOATS
 
     def reduced(part: float) -> Any:
         numbers = [part, mark] if op == "SUM" else [part]  # the reductions of a single backend, such as AVERAGE
-        dtype = torch.int64 if type(mark) is int else torch.float64
-        moved = torch.tensor(numbers, dtype=dtype, device=backend.carrier)
-        result, *marks = backend.all_reduce(moved, op, group).tolist()
+        form = form_of[len(numbers)]
+        moved = Buffer(bytearray(form.pack(*numbers)), backend.carrier, dtype)
+        result, *marks = form.unpack(moved.read(backend.all_reduce(moved.tensor, op, group)))
         if wrong is not None:  # only now, so that no rank waits
             raise wrong
         if marks and marks[0] != mark * size:
@@ -396,10 +400,13 @@ def plain_number(number: Any, op: str, size: int) -> int | float | complex:
     >>> plain_number(True, "SUM", 2), plain_number(True, "MAX", 2)
     (1, True)
     """
-    numpy = sys.modules.get("numpy")  # whose bool is not registered as a Number
-    if isinstance(number, bool) or (numpy is not None and isinstance(number, numpy.bool_)):
+    kind = type(number)  # looked at first: isinstance of an abstract class takes much longer
+    if kind is float and op not in _BITWISE:
+        return float(number)
+    numpy = None if kind is int else sys.modules.get("numpy")  # whose bool is not registered as a Number
+    if kind is bool or (numpy is not None and isinstance(number, numpy.bool_)):
         return int(number) if op in ("SUM", "PRODUCT") else bool(number)
-    if isinstance(number, Integral):
+    if kind is int or isinstance(number, Integral):
         whole, limit = int(number), (2**63 - 1) // size
         if op not in _IN_PYTHON and not -limit <= whole <= limit:
             raise ValueError(f"tensor must be such that the sum over {size} ranks fits into 64 bits, got {whole}")

@@ -46,7 +46,7 @@ class Window:
 
     def __call__(self, engine: Any, count: int) -> bool:
         """Return whether handlers run at ``count``."""
-        return self.first <= count < self.before and (count - self.first) % self.every == 0
+        return (count - self.first) % self.every == 0 and self.first <= count < self.before
 
     def following(self, count: int) -> int:
         """Return the smallest accepted count above ``count``, or ``NEVER``."""

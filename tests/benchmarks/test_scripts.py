@@ -96,7 +96,7 @@ def test_import_time_measures_profiles_and_finds_only_torch(tmp_path: Path) -> N
     assert {"torch", "camshaft"} <= set(result["ms"])
     assert all(set(spread) == SPREAD for spread in result["ms"].values())
     assert result["target"] == 60.0
-    assert result["brought"] == []
+    assert result["loaded"] == []
     assert "ms  camshaft" in finished.stdout
     assert list(tmp_path.iterdir()) == []
 

@@ -128,7 +128,7 @@ SCRIPT = """
 import os, sys, time
 from pathlib import Path
 import camshaft.distributed as idist
-from beside import name_of  # found because it is next to the script
+from neighbor import name_of  # found because it is next to the script
 
 def work(local_rank, folder, seconds):
     Path(folder, name_of(local_rank)).write_text(str(os.getpid()))
@@ -145,7 +145,7 @@ if __name__ == "__main__":
 def running(folder: Path, seconds: float) -> Iterator[subprocess.Popen[bytes]]:
     """Run the script in a process group of its own."""
     (folder / "script.py").write_text(SCRIPT)
-    (folder / "beside.py").write_text("def name_of(rank): return f'rank{rank}'")
+    (folder / "neighbor.py").write_text("def name_of(rank): return f'rank{rank}'")
     with (folder / "output").open("wb") as output:
         script = subprocess.Popen(
             [sys.executable, str(folder / "script.py"), str(folder), str(seconds)],

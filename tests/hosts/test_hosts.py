@@ -97,7 +97,7 @@ def test_a_host_whose_name_resolves_to_loopback_is_reachable():
             check_result((first, second), 1)
 
 
-def begin(hosts: Hosts) -> tuple[Program, Program]:
+def start_training(hosts: Hosts) -> tuple[Program, Program]:
     return tuple(torchrun(host, node, timeout=SHORT_TIMEOUT, last=10_000) for node, host in enumerate(hosts))
 
 
@@ -116,7 +116,7 @@ def check_error(program: Program, rank: int, message: str) -> None:
 
 
 def test_a_cut_cable_raises_on_both_sides(hosts):
-    first, second = begin(hosts)
+    first, second = start_training(hosts)
     with first, second:
         wait_for_training((first, second))
         hosts[0].check("ip", "link", "set", "eth0", "down")
@@ -126,7 +126,7 @@ def test_a_cut_cable_raises_on_both_sides(hosts):
 
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_dead_host_ends_the_run_on_the_other(hosts, dead):
-    first, second = programs = begin(hosts)
+    first, second = programs = start_training(hosts)
     with first, second:
         wait_for_training(programs)
         hosts[dead].run("kill", "-KILL", "-1")

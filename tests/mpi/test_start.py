@@ -29,12 +29,12 @@ def test_without_mpi4py_the_error_says_what_to_install() -> None:
 
 @pytest.mark.usefixtures("no_mpi")
 def test_torch_built_with_mpi_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[tuple[str, timedelta]] = []
+    calls: list[tuple[str, timedelta]] = []
     monkeypatch.setattr(dist, "is_mpi_available", lambda: True)
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout: begun.append((backend, timeout)))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout: calls.append((backend, timeout)))
     register_mpi()
     initialize_mpi(timedelta(seconds=5))
-    assert begun == [("mpi", timedelta(seconds=5))]
+    assert calls == [("mpi", timedelta(seconds=5))]
 
 
 def test_a_second_default_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

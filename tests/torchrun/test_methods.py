@@ -25,7 +25,7 @@ from tests.torchrun.launching import free_port
 TIMEOUT, SHORT = timedelta(seconds=20), timedelta(seconds=1)
 
 
-def begin(rank: int, size: int, method: str, timeout: timedelta = TIMEOUT) -> None:
+def initialize(rank: int, size: int, method: str, timeout: timedelta = TIMEOUT) -> None:
     """Initialize as a user would; ``env://HOST:PORT`` stands for variables set by hand."""
     options: dict[str, Any] = {"init_method": method, "rank": rank, "world_size": size}
     if method.startswith("env://"):
@@ -49,7 +49,7 @@ def run(size: int, method: str) -> None:
     rank = destroy_group()
     time.sleep(0.3 if rank == 0 else 0)  # so that the other rank reads what is already there
     for number in range(3):  # each time from scratch
-        begin(rank, size, method)
+        initialize(rank, size, method)
         assert idist.all_gather((number, rank)) == [(number, other) for other in range(size)]
         assert (idist.get_rank(), idist.get_world_size(), idist.get_local_rank()) == (rank, size, rank)
         time.sleep(0.2 if rank == number % 2 else 0)  # the other rank returns too early
@@ -72,10 +72,10 @@ def crash(rank: int, method: str, how: str) -> None:
     if how == "torch's own":
         dist.init_process_group("gloo", init_method=method, rank=rank, world_size=2, timeout=TIMEOUT)
     elif how == "in the run":
-        begin(rank, 2, method)
+        initialize(rank, 2, method)
     else:  # rank 1 is missing
         with pytest.raises(dist.DistStoreError):
-            begin(0, 2, method, SHORT)
+            initialize(0, 2, method, SHORT)
     os._exit(0)
 
 
@@ -105,8 +105,8 @@ def fail_on_the_port_in_use(method: str, store: str, free: str) -> None:
     rank = destroy_group()
     mistake = "the port is in use; choose another one" if rank == 0 else "rank 0 did not come, or the port is another"
     with refused(dist.DistNetworkError, f"^rank {rank} .* the store at {re.escape(store)}.*{mistake}"):
-        begin(rank, 2, method, SHORT)
-    begin(rank, 2, free)
+        initialize(rank, 2, method, SHORT)
+    initialize(rank, 2, free)
     idist.finalize()
 
 
@@ -124,7 +124,7 @@ def test_every_rank_reports_a_port_in_use(scheme: str) -> None:
 def fail_on_missing_ranks(size: int, method: str, missing: str) -> None:
     rank = destroy_group()
     with refused(dist.DistStoreError, f"2 of {size} ranks came to .*{method[-5:]}.* within 1 s; missing: {missing}"):
-        begin(rank, size, method, SHORT)
+        initialize(rank, size, method, SHORT)
 
 
 def test_missing_ranks_are_reported(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_missing_ranks_are_reported(tmp_path: Path) -> None:
 def fail_on_missing_rank_0(method: str, mistake: str) -> None:
     destroy_group()
     with refused(dist.DistError, mistake):
-        begin(1, 2, method, SHORT)
+        initialize(1, 2, method, SHORT)
 
 
 def test_a_missing_rank_0_is_reported(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_missing_rank_0_is_logged_before_the_timeout(
 )
 def test_an_incomplete_init_method_is_refused(method: str, allowed: str) -> None:
     with refused(ValueError, f"init_method must be {allowed}.*, got '{method}'"):
-        begin(0, 2, method)
+        initialize(0, 2, method)
 
 
 def test_a_timeout_must_be_a_timedelta() -> None:

@@ -26,7 +26,7 @@ def elastic(nodes: str, last_call: int, folder: Path, port: int) -> tuple[str, .
     return (f"--nnodes={nodes}", "--max-restarts=5", f"--rdzv-id={folder.name}", *rendezvous)
 
 
-def begins(run: Launched) -> list[dict[str, Any]]:
+def starts(run: Launched) -> list[dict[str, Any]]:
     return [line for line in lines(run.output) if line["what"] == "begin"]
 
 
@@ -90,7 +90,7 @@ def test_a_node_joins_leaves_and_joins_again(tmp_path: Path) -> None:
     common = elastic("1:2", 3, tmp_path, free_port())
 
     def worlds() -> list[int]:
-        return [line["world_size"] for line in sorted(begins(stays), key=lambda line: line["step"])]
+        return [line["world_size"] for line in sorted(starts(stays), key=lambda line: line["step"])]
 
     with torchrun(*common, *node, **FOR_GROWTH) as stays:
         wait_until(lambda: worlds() == [1], stays)
@@ -102,7 +102,7 @@ def test_a_node_joins_leaves_and_joins_again(tmp_path: Path) -> None:
             (tmp_path / "stop").touch()
             assert (stays.wait(LIMIT), comes.wait(LIMIT)) == (0, 0), stays.output + comes.output
             ends = [line for line in lines(stays.output, comes.output) if line["what"] == "end"]
-        steps = [line["step"] for line in begins(stays)]
+        steps = [line["step"] for line in starts(stays)]
     assert len(set(steps)) == len(steps)
     assert len({line["step"] for line in ends}) == 1
     assert [line["weight"] for line in ends] == [pytest.approx(line["step"]) for line in ends]
@@ -115,10 +115,10 @@ def test_the_remaining_node_reuses_the_store_after_a_node_leaves(tmp_path: Path)
     with torchrun(*common, *node) as stays:
         wait_until(lambda: is_open(port), stays)  # so that this node, which stays, hosts the rendezvous
         with torchrun(*common, *node) as goes:
-            wait_until(lambda: len(begins(stays)) == 2, stays, goes)
-        wait_until(lambda: len(begins(stays)) == 4, stays)
+            wait_until(lambda: len(starts(stays)) == 2, stays, goes)
+        wait_until(lambda: len(starts(stays)) == 4, stays)
         (tmp_path / "stop").touch()
         assert stays.wait(LIMIT) == 0, stays.output
         ends = [line for line in lines(stays.output) if line["what"] == "end"]
-        assert [line["world_size"] for line in sorted(begins(stays), key=lambda line: line["step"])] == [4, 4, 2, 2]
+        assert [line["world_size"] for line in sorted(starts(stays), key=lambda line: line["step"])] == [4, 4, 2, 2]
     assert [line["weight"] for line in ends] == [pytest.approx(line["step"]) for line in ends]
