@@ -87,8 +87,8 @@ def auto_dataloader(dataset: Dataset[Any] | Sequence[Any], **kwargs: Any) -> Dat
     ``num_workers`` is that of a node, divided by its processes and rounded up; and the samples are **shuffled unless
     shuffle=False is given**. A batch sampler must yield different batches on each rank; in a single process it is drawn
     for a whole epoch. An iterable dataset that has ``shard(num_shards=..., index=...)``, as those of Hugging Face, is
-    sharded by rank; any other must itself yield different data on each rank. All ranks end at the same step, that at
-    which the first of them has run out.
+    sharded by rank and worker; any other must itself yield different data on each rank. All ranks end at the same step,
+    that at which the first of them has run out.
 
     Args:
         dataset: what to load.

@@ -6,14 +6,17 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
+from operator import index
 from typing import Any, cast
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from camshaft.distributed.coordination.data import SharedSeed
 from camshaft.distributed.data.augmentation import SeededLoader
 from camshaft.distributed.data.orders import Order, Sequential, Shuffled
 from camshaft.distributed.data.read_ahead import end_together
 from camshaft.distributed.data.samplers import DistributedProxySampler, ExactBatchSampler, check_length, length_of
+from camshaft.distributed.data.streams import ShardedStream
 from camshaft.distributed.topology import Topology
 
 
@@ -141,7 +144,22 @@ def _padding_sampler(
     )
     if sampler is not None:
         return DistributedProxySampler(sampler, topology.world_size, topology.rank)
-    return DistributedSampler(dataset, topology.world_size, topology.rank, shuffle is not False, seed or 0)
+    is_shuffled = shuffle is not False
+    padding = _PaddingSampler(dataset, topology.world_size, topology.rank, is_shuffled, 0 if seed is None else seed)
+    if is_shuffled and seed is None:
+        padding.shared_seed = SharedSeed()
+    return padding
+
+
+class _PaddingSampler(DistributedSampler[Any]):
+    """torch's sampler, with the seed of rank 0, which is known when the first pass starts."""
+
+    shared_seed: SharedSeed | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.shared_seed is not None:
+            self.seed = index(self.shared_seed) % 2**63  # torch adds the epoch
+        return super().__iter__()
 
 
 def _over_stream(
@@ -150,17 +168,16 @@ def _over_stream(
     rank, size, kind = topology.rank, topology.world_size, type(dataset).__name__
     if size == 1:
         return PlainLoader(dataset, **options)
-    if callable(shard := getattr(dataset, "shard", None)):
-        if (num_shards := getattr(dataset, "num_shards", size)) < size:
-            raise ValueError(f"dataset must have at least as many shards as there are ranks, {size}, got {num_shards=}")
-        return EvenLoader(shard(num_shards=size, index=rank), **options)
+    if callable(getattr(dataset, "shard", None)):
+        return EvenLoader(ShardedStream(dataset, rank, size), **options)
     logger.info("using an iterable dataset as it is: it must yield different samples on each rank")
     if rank == 0:
         warnings.warn(
-            f"{kind} has no method shard(num_shards, index), so each of the {size} ranks reads all of it, unless it "
-            "splits itself: return the shard of the index-th of num_shards ranks from such a method, for example "
-            "itertools.islice(samples, index, None, num_shards); or split the samples in __iter__, by get_rank() and "
-            "get_world_size(), and ignore this warning",
+            f"{kind} has no method shard(num_shards, index), so each of the {size} ranks and each of its workers reads "
+            "all of it, unless it splits itself: return the shard of the index-th of num_shards readers from such a "
+            "method, for example itertools.islice(samples, index, None, num_shards); or split the samples in __iter__, "
+            "by the index get_rank() * num_workers + worker_id (of torch.utils.data.get_worker_info()) of "
+            "get_world_size() * num_workers readers, and ignore this warning",
             stacklevel=4,
         )
     return EvenLoader(dataset, **options)
