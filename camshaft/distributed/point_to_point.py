@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -127,8 +128,12 @@ class Receiving:
             self._work = self._backend.receive(self._row, src, 2 * tag, self._group)
         self._value: Any = None
         self._error: Exception | None = None
-        self._awaited = self._backend.job.resource(Transfers).awaited
+        transfers = self._backend.job.resource(Transfers)
+        self._awaited = transfers.awaited
         self._awaited.add(self)
+        # A handle that is dropped is no longer awaited, but its message may still arrive in the buffer.
+        self._drop = weakref.finalize(self, transfers.dropped.append, (self._work, self._row))
+        self._drop.atexit = False
 
     def wait(self) -> Any:
         """Wait for the value, and return it; every call raises the error if there was one."""
@@ -145,6 +150,7 @@ class Receiving:
 
     def _read(self) -> Any:
         self._work.wait()
+        self._drop.detach()
         row = bytes_of(self._row)
         length, number, is_tensor = _HEAD.unpack_from(row)
         data = row[_HEAD.size : _HEAD.size + length]
@@ -177,10 +183,12 @@ class Transfers(Resource):
 
     Attributes:
         awaited: what is being received, and was not waited for.
+        dropped: what is being received although its handle was dropped.
     """
 
     def __init__(self) -> None:
-        self.awaited: set[Receiving] = set()
+        self.awaited: weakref.WeakSet[Receiving] = weakref.WeakSet()
+        self.dropped: list[Transfer] = []
         self._sent: deque[tuple[int, Transfer]] = deque()
 
     def keep(self, dst: int, started: list[Transfer]) -> None:

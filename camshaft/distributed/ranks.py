@@ -142,7 +142,8 @@ def one_rank_only(rank: int = 0, with_barrier: bool = False) -> Callable[[Callab
         with_barrier: all ranks synchronize after the call, also if the function raises.
 
     Raises:
-        TypeError: ``rank`` is not an integer, as in ``@one_rank_only`` without parentheses.
+        TypeError: ``rank`` is not an integer, as in ``@one_rank_only`` without parentheses; or the function is a
+            generator or a coroutine.
         ValueError: on every rank, when called: there is no such rank.
 
     >>> @one_rank_only()
@@ -155,6 +156,9 @@ def one_rank_only(rank: int = 0, with_barrier: bool = False) -> Callable[[Callab
         raise TypeError(f"rank must be an integer, got {rank!r}; write @one_rank_only()")
 
     def decorate(function: Callable[P, R]) -> Callable[P, R | None]:
+        kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+        if any(is_kind(inspect.unwrap(function)) for is_kind in kinds):  # they run after the guard has exited
+            raise TypeError(f"one_rank_only does not support generators and coroutines, got {function!r}")
         name = getattr(function, "__qualname__", repr(function))
         code = getattr(inspect.unwrap(function), "__code__", None)
         line = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "a builtin"

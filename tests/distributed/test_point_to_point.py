@@ -252,15 +252,21 @@ def test_a_value_that_cannot_be_decoded_raises_on_every_wait():
 def test_send_waits_again_when_no_irecv_is_in_progress():
     other = 1 - idist.get_rank()
     if idist.get_rank() == 0:
-        coming = idist.irecv(other, tag=1)
+        dropped, coming = idist.irecv(other, tag=1), idist.irecv(other, tag=2)
         idist.send("does not wait", other)
         assert len(transfers()._sent) == 1
-        assert coming.wait() == "first"
+        assert coming.wait() == "received"
+        del dropped
+        assert not transfers().awaited
+        assert len(transfers().dropped) == 1  # its buffer, which the message arrives in
         idist.send("waits", other)
         assert len(transfers()._sent) == 1
+        assert idist.recv(other, tag=1) == "second"
     else:
-        idist.send("first", other, tag=1)
+        idist.send("received", other, tag=2)
         assert [idist.recv(other), idist.recv(other)] == ["does not wait", "waits"]
+        idist.send("first", other, tag=1)
+        idist.send("second", other, tag=1)
     idist.barrier()
 
 

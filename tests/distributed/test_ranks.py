@@ -142,6 +142,21 @@ def test_a_node_without_the_local_rank_raises_and_releases_the_others(local_rank
         assert len(backend.barriers) == barriers
 
 
+def test_one_rank_only_rejects_generators_and_coroutines():
+    async def later():
+        pass
+
+    def generate():
+        yield
+
+    async def generate_later():
+        yield
+
+    for function in (later, generate, generate_later):
+        with pytest.raises(TypeError, match="does not support generators and coroutines"):
+            idist.one_rank_only()(function)
+
+
 def test_one_rank_only_without_parentheses_is_an_error():
     with pytest.raises(TypeError, match=r"rank must be an integer, got <built-in .*; write @one_rank_only\(\)"):
         idist.one_rank_only(print)

@@ -32,6 +32,7 @@ ScoreFunction = Callable[[Engine[Any, Any]], Any]
 StepTransform = Callable[[Engine[Any, Any], Any], Any]
 SaveHandler = str | PathLike[str] | BaseSaveHandler | Callable[..., object]
 _FIELDS = ("filename_prefix", "name", "score", "score_name", "global_step", "ext")  # of names
+_LONGEST_PREFIX = 180  # bytes; of the usual 255 of a file name, the name, score, and suffix of its entry take the rest
 _owners: WeakValueDictionary[Path, Checkpoint] = WeakValueDictionary()  # the handler that saved a file last
 
 
@@ -130,7 +131,7 @@ class Checkpoint(Serializable):
             Modules are taken out of ``DataParallel``, ``DistributedDataParallel`` and ``torch.compile``.
         save_handler: a directory, for a :class:`DiskSaver`; or a ``BaseSaveHandler``; or a function that is
             called with the checkpoint, the file name and, if it accepts it, the metadata.
-        filename_prefix: first component of the file names.
+        filename_prefix: first component of the file names; that for a directory may begin with a folder in it.
         score_function: called with the engine, returns a number; higher is better.
         score_name: of the score, for the file names. Without ``score_function``, the metric of this name is the score.
         n_saved: how many to keep; ``None`` for all.
@@ -196,11 +197,14 @@ class Checkpoint(Serializable):
         check_text("filename_pattern", filename_pattern, optional=True)
         if filename_pattern is not None:
             check_pattern(filename_pattern)
-        if isinstance(save_handler, (str, PathLike, DiskSaver)):
+        if isinstance(save_handler, (str, PathLike)):
+            folder, filename_prefix = split_prefix(save_handler, filename_prefix)
+            save_handler = DiskSaver(folder, create_dir=True, save_on_rank=save_on_rank)
+        if isinstance(save_handler, DiskSaver):
             check_is_name("filename_prefix", filename_prefix)
             check_is_name("filename_pattern", filename_pattern or "")
-        if isinstance(save_handler, (str, PathLike)):
-            save_handler = DiskSaver(save_handler, create_dir=True, save_on_rank=save_on_rank)
+            if (length := len(os.fsencode(filename_prefix))) > _LONGEST_PREFIX:  # else the first save fails
+                raise ValueError(f"filename_prefix must have at most {_LONGEST_PREFIX} bytes, got {length}")
         takes_metadata(save_handler)
         check_save_on_rank(save_on_rank)
         self.to_save = to_save
@@ -434,9 +438,10 @@ class ModelCheckpoint(Checkpoint):
         asynchronous: bool = False,
         **kwargs: Any,
     ) -> None:
+        folder, filename_prefix = split_prefix(dirname, filename_prefix)
         super().__init__(
             {},
-            DiskSaver(dirname, atomic, create_dir, require_empty, save_on_rank, **kwargs),
+            DiskSaver(folder, atomic, create_dir, require_empty, save_on_rank, **kwargs),
             filename_prefix,
             score_function,
             score_name,
@@ -478,6 +483,23 @@ class ModelCheckpoint(Checkpoint):
         check_to_save(given, self.include_self)
         self.to_save = given
         super().__call__(engine)
+
+
+def split_prefix(dirname: str | PathLike[str], filename_prefix: str) -> tuple[Path, str]:
+    """Return the directory of the files and the prefix of their names.
+
+    Raises:
+        TypeError: the prefix is not a string.
+        ValueError: it leads out of the directory.
+
+    >>> split_prefix("checkpoints", "best/model")
+    (PosixPath('checkpoints/best'), 'model')
+    """
+    check_text("filename_prefix", filename_prefix)
+    folder, prefix = os.path.split(filename_prefix)
+    if os.path.isabs(folder) or os.pardir in Path(folder).parts:
+        raise ValueError(f"filename_prefix must stay in the directory, got {filename_prefix!r}")
+    return Path(dirname, folder), prefix
 
 
 def _without_slashes(name: str) -> str:

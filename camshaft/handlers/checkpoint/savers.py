@@ -79,7 +79,7 @@ class DiskSaver(BaseSaveHandler):
 
     Raises:
         ValueError: ``dirname`` is not an existing directory or not empty, or ``save_on_rank`` is not a rank of the job.
-            In a job with a single process, that process saves whatever the rank.
+            In a job with a single process, that process saves whatever the rank, with a warning.
         PermissionError: the directory is not writable.
 
     >>> import tempfile
@@ -100,6 +100,9 @@ class DiskSaver(BaseSaveHandler):
         **kwargs: Any,
     ) -> None:
         check_save_on_rank(save_on_rank)
+        if get_world_size() == 1 and save_on_rank not in (0, _NODE):
+            text = f"save_on_rank is {save_on_rank}, but the job has a single process: rank 0 saves instead"
+            warnings.warn(text, stacklevel=2)
         self.dirname = Path(dirname).expanduser()
         self.atomic = atomic
         self.require_empty = require_empty
@@ -329,9 +332,9 @@ class Manifest:
 def check_is_name(argument: str, name: str) -> None:
     """Raise ``ValueError`` if the name of a file contains a folder.
 
-    >>> check_is_name("filename_prefix", "../best")
+    >>> check_is_name("filename", "../best.pt")
     Traceback (most recent call last):
-    ValueError: filename_prefix must not contain a folder, got '../best': make a DiskSaver for that folder
+    ValueError: filename must not contain a folder, got '../best.pt': make a DiskSaver for that folder
     """
     if os.path.basename(name) != name:
         raise ValueError(f"{argument} must not contain a folder, got {name!r}: make a DiskSaver for that folder")

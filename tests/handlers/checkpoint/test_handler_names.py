@@ -7,7 +7,7 @@ import torch
 
 from camshaft.engine import Engine
 from camshaft.engine.state import LazyNumber
-from camshaft.handlers import Checkpoint, DiskSaver
+from camshaft.handlers import Checkpoint, DiskSaver, ModelCheckpoint
 from tests.handlers.parts import Memory, Part, at, names
 
 
@@ -128,12 +128,47 @@ def test_a_key_that_is_not_a_string_names_a_file():
     assert list(memory.files) == ["3_1.pt"]
 
 
-@pytest.mark.parametrize("option", ["filename_prefix", "filename_pattern"])
 @pytest.mark.parametrize("name", ["../best", "best/x", "/tmp/best"])
-def test_a_name_with_a_folder_is_rejected(tmp_path, option, name):
-    with pytest.raises(ValueError, match=f"{option} must not contain a folder, got .*: make a DiskSaver for that"):
-        Checkpoint({"part": Part()}, tmp_path, **{option: name})
-    assert list(tmp_path.iterdir()) == []
+def test_a_name_with_a_folder_is_rejected(tmp_path, name):
+    saver = DiskSaver(tmp_path / "checkpoints")
+    for option in ("filename_prefix", "filename_pattern"):
+        with pytest.raises(ValueError, match=f"{option} must not contain a folder, got .*: make a DiskSaver for that"):
+            Checkpoint({"part": Part()}, saver, **{option: name})
+    assert names(tmp_path) == ["checkpoints"]
+
+
+@pytest.mark.parametrize("pattern", [None, "{name}-{filename_prefix}-{global_step}.pt"])
+def test_a_prefix_may_begin_with_a_folder_of_the_directory(tmp_path, pattern):
+    (tmp_path / "best").mkdir()
+    checkpoint = Checkpoint({"part": Part()}, tmp_path, filename_prefix="best/x", filename_pattern=pattern)
+    for step in (1, 2):
+        checkpoint(at(step))
+    expected = "part-x-2.pt" if pattern else "x_part_2.pt"
+    assert checkpoint.last_checkpoint == tmp_path / "best" / expected
+    assert (names(tmp_path), names(tmp_path / "best")) == (["best"], [expected])
+    assert Checkpoint.resume({"part": Part()}, tmp_path / "best") == tmp_path / "best" / expected
+    with pytest.raises(ValueError, match=r"best' contains 1 checkpoints"):
+        ModelCheckpoint(tmp_path, "best/x", filename_pattern=pattern)
+    again = ModelCheckpoint(tmp_path, "best/x", filename_pattern=pattern, require_empty=False)
+    again.load_state_dict(checkpoint.state_dict())
+    again(at(3), {"part": Part()})
+    assert names(tmp_path / "best") == [expected.replace("2", "3")]
+
+
+@pytest.mark.parametrize("prefix", ["../best/x", "best/../../x", "/tmp/x"])
+def test_a_prefix_outside_the_directory_is_rejected(tmp_path, prefix):
+    for make in (ModelCheckpoint, lambda *args: Checkpoint({"part": Part()}, *args)):
+        with pytest.raises(ValueError, match="filename_prefix must stay in the directory, got"):
+            make(tmp_path, prefix)
+    assert names(tmp_path) == []
+
+
+def test_a_long_prefix_is_rejected_at_construction(tmp_path):
+    for make in (ModelCheckpoint, lambda *args: Checkpoint({"part": Part()}, *args)):
+        with pytest.raises(ValueError, match="filename_prefix must have at most 180 bytes, got 236"):
+            make(tmp_path, "p" * 236)
+    Checkpoint({"part": Part()}, tmp_path, "p" * 180, score_name="accuracy")(at(1_999_999_999, accuracy=0.5))
+    assert len(list(tmp_path.glob("*.pt"))) == 1
 
 
 def test_a_name_that_is_too_long_for_the_manifest_leaves_nothing(tmp_path):

@@ -163,8 +163,9 @@ def test_only_one_rank_checks_the_directory_writes_and_removes(tmp_path):
     assert names(folder) == ["1.pt"]
 
 
-def test_a_single_process_saves_whatever_the_rank(tmp_path):
-    checkpoint = Checkpoint({"model": Part(3)}, tmp_path, save_on_rank=1, n_saved=1)
+def test_a_single_process_saves_whatever_the_rank_with_a_warning(tmp_path):
+    with pytest.warns(UserWarning, match="save_on_rank is 1, but the job has a single process: rank 0 saves"):
+        checkpoint = Checkpoint({"model": Part(3)}, tmp_path, save_on_rank=1, n_saved=1)
     for step in (1, 2):
         checkpoint(at(step))
     assert names(tmp_path) == ["model_2.pt"]
