@@ -107,7 +107,8 @@ def test_the_error_of_a_handler_names_it_the_event_and_the_counters(position):
         engine.run(DATA, max_epochs=EPOCHS)
     (event,) = (event for event, word in SHORT.items() if word == EVENTS[position])
     source, place = caught.value.__notes__
-    assert source.startswith("in handler 'at_position.") and source.endswith(f"' on {event!r}")
+    assert source.startswith("in handler 'at_position.")
+    assert source.endswith(f"' on {event!r}")
     assert f"epoch {engine.state.epoch}, iteration {engine.state.iteration}; the last event was {event!r}" in place
 
 
