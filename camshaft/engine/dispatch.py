@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import weakref
@@ -24,7 +25,7 @@ from camshaft.engine.events import (
     translated,
 )
 from camshaft.engine.state import State
-from camshaft.errors import check_metric, described
+from camshaft.errors import annotate, check_metric, described
 
 Invocation = Callable[[Any], Any]
 Wrapper = Callable[[Any, "Registration", Invocation], Invocation]
@@ -161,6 +162,17 @@ def _alternative(handler: Any) -> str:
     return ""
 
 
+def name_of(handler: Any) -> str:
+    """Return the qualified name of a handler, of its class, or of the function of a partial.
+
+    >>> name_of(functools.partial(sorted, reverse=True)), name_of([].append), name_of(object())
+    ('sorted', 'list.append', 'object')
+    """
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    return getattr(handler, "__qualname__", None) or type(handler).__qualname__
+
+
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
@@ -215,16 +227,21 @@ class Plan:
         if engine._is_traced:
             state = engine.state
             engine.logger.debug("%d | %d, firing handlers for event %s", state.epoch, state.iteration, event)
-        newest = self._newest
-        for one in self._due_now(engine):
-            engine.last_event_name = event  # a handler may have fired another event
-            one.invoke(engine)
-        while self._newest != newest:  # handlers added by handlers run too
-            added = [one for one in self.registrations if one.serial > newest]
-            newest = self._newest
-            for one in added:
-                if self.counter is None or one.accepts(engine, self.count(engine)):
-                    one.invoke(engine)
+        newest, one = self._newest, None
+        try:
+            for one in self._due_now(engine):
+                engine.last_event_name = event  # a handler may have fired another event
+                one.invoke(engine)
+            while self._newest != newest:  # handlers added by handlers run too
+                added = [one for one in self.registrations if one.serial > newest]
+                newest = self._newest
+                for one in added:
+                    if self.counter is None or one.accepts(engine, self.count(engine)):
+                        one.invoke(engine)
+        except BaseException as error:
+            if one is not None:
+                annotate(error, f"in handler {name_of(one.handler)!r} on {event!r}")
+            raise
 
     def fire_with(self, engine: Any, *extra: Any, **keywords: Any) -> None:
         """Fire, passing arguments to the handlers besides the engine."""

@@ -31,10 +31,32 @@ NEVER = sys.maxsize
 
 
 @dataclass(frozen=True)
+class Every:
+    """Accepts the multiples of ``every``; apart from :class:`Window` because it is the most frequent filter.
+
+    Like the other filters by count, it knows the next count that it accepts, and is not called in between.
+
+    >>> [count for count in range(1, 7) if Every(3)(None, count)]
+    [3, 6]
+    """
+
+    every: int
+
+    def __call__(self, engine: Any, count: int) -> bool:
+        """Return whether handlers run at ``count``."""
+        return count % self.every == 0
+
+    def following(self, count: int) -> int:
+        """Return the smallest accepted count above ``count``."""
+        return (count // self.every + 1) * self.every
+
+    def __repr__(self) -> str:
+        return f"every={self.every}"
+
+
+@dataclass(frozen=True)
 class Window:
     """Accepts every n-th count from ``first`` on and below ``before``.
-
-    Like :class:`Once`, it knows the next count that it accepts, and is not called in between.
 
     >>> [count for count in range(30) if Window(first=1, every=5, before=25)(None, count)]
     [1, 6, 11, 16, 21]
@@ -55,8 +77,6 @@ class Window:
         return found if found < self.before else NEVER
 
     def __repr__(self) -> str:
-        if self.first == 0:
-            return f"every={self.every}"
         parts = {"every": (self.every, 1), "after": (self.first - 1, 0), "before": (self.before, NEVER)}
         return ", ".join(f"{name}={value}" for name, (value, default) in parts.items() if value != default)
 
@@ -84,7 +104,7 @@ class Once:
         return f"once={self.counts[0] if len(self.counts) == 1 else list(self.counts)}"
 
 
-CountFilter = Window | Once
+CountFilter = Every | Window | Once
 
 
 def _at_least(name: str, value: Any, lowest: int) -> int:
@@ -200,7 +220,7 @@ class CallableEventWithFilter(_Joinable):
     @staticmethod
     def every_event_filter(every: int) -> EventFilter:
         """Accept the multiples of ``every``."""
-        return Window(0, _at_least("every", every, 1))
+        return Every(_at_least("every", every, 1))
 
     @staticmethod
     def once_event_filter(once: int | Iterable[int]) -> EventFilter:

@@ -8,14 +8,13 @@ import weakref
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from time import perf_counter
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from camshaft.engine.dispatch import Invocation, Registration
+from camshaft.engine.dispatch import Invocation, Registration, name_of
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, FailureEvents, Order, RemovableEventHandle
 from camshaft.handlers.utils import check_engine
@@ -121,7 +120,7 @@ class _Profiler:
     def _timed(self, event: Any, registration: Registration, call: Invocation) -> Invocation:
         """Note a handler, and return its call."""
         if not _is_hook(registration) and not isinstance(event, FailureEvents):
-            calls = _Calls(_name_of(registration.handler), getattr(event, "name", event), array("d"))
+            calls = _Calls(name_of(registration.handler), getattr(event, "name", event), array("d"))
             self._calls.setdefault(registration.serial, calls)
         return call
 
@@ -399,17 +398,6 @@ class HandlersTimeProfiler(_Profiler):
 def _is_hook(registration: Registration) -> bool:
     """Return whether a handler belongs to a time profiler."""
     return abs(registration.order) >= Order.TIME_LAST
-
-
-def _name_of(handler: Any) -> str:
-    """Return the qualified name of a handler, of its class, or of the function of a partial.
-
-    >>> _name_of(partial(sorted, reverse=True)), _name_of([].append), _name_of(object())
-    ('sorted', 'list.append', 'object')
-    """
-    while isinstance(handler, partial):
-        handler = handler.func
-    return getattr(handler, "__qualname__", None) or type(handler).__qualname__
 
 
 def _tensor(seconds: array[float]) -> Tensor:

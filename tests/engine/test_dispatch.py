@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from camshaft.engine import Engine, EventEnum, Events
 from camshaft.engine.dispatch import Plan
-from camshaft.engine.events import Once, Window
+from camshaft.engine.events import Every, Once, Window
 from tests.engine.strategies import onces, windows
 from tests.engine.traces import echo
 
@@ -359,7 +359,7 @@ def test_new_counters_are_followed_from_run_to_run():
 def asked(monkeypatch):
     """Count the calls of filters, and the firings that the loop did not pass by."""
     calls = Counter()
-    methods = [(kind, name) for kind in (Once, Window) for name in ("__call__", "following")]
+    methods = [(kind, name) for kind in (Every, Once, Window) for name in ("__call__", "following")]
     for owner, name in (*methods, (Plan, "fire")):
         monkeypatch.setattr(owner, name, counting(calls, getattr(owner, name), owner.__name__))
     return calls
@@ -382,7 +382,7 @@ def test_filters_by_count_are_scheduled_and_not_polled(asked):
         engine.add_event_handler(EVENT_SCHEDULING(every=1000), lambda: ran.append(engine.state.iteration))
     engine.run(epoch_length=2000)
     assert ran == [1000] * 100 + [2000] * 100
-    assert asked["Window"] <= 100 * 2 * 3  # at the first count, and at the two accepted ones
+    assert asked["Every"] <= 100 * 2 * 3  # at the first count, and at the two accepted ones
     assert asked["Plan"] - FIRINGS_PER_RUN <= 3
 
 
@@ -410,7 +410,7 @@ def test_handlers_without_filter_do_not_wake_those_with_one(asked):
     engine.add_event_handler(EVENT_SCHEDULING, lambda: ran.append("each"))
     engine.run(range(300))
     assert (ran.count("filtered"), ran.count("each")) == (3, 300)
-    assert asked["Window"] <= 2 * 4
+    assert asked["Every"] <= 2 * 4
 
 
 def test_a_filter_of_the_user_is_asked_each_time_once():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from camshaft.engine import Events
-from camshaft.engine.events import NEVER, Once, Window
+from camshaft.engine.events import NEVER, Every, Once, Window
 from tests.engine.strategies import onces, windows
 
 EVENT = Events.ITERATION_COMPLETED
@@ -73,7 +73,7 @@ def test_a_filter_is_shown_as_the_arguments_that_made_it(arguments, shown):
 @pytest.mark.parametrize(
     ("made", "same"),
     [
-        (EVENT.every_event_filter(3), Window(first=0, every=3)),
+        (EVENT.every_event_filter(3), Every(3)),
         (EVENT.once_event_filter([3, 1]), Once((1, 3))),
         (EVENT.before_and_after_event_filter(before=3), Window(first=1, every=1, before=3)),
         (EVENT.before_and_after_event_filter(), Window(first=1, every=1)),

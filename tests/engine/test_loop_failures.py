@@ -95,24 +95,57 @@ def test_a_stop_iteration_where_a_pass_begins_is_not_the_end_of_the_data(at_pass
 # --- notes ------------------------------------------------------------------------------------------------------
 
 
+def named_handler(engine):
+    raise KeyError("no")
+
+
 @pytest.mark.parametrize("position", range(len(EVENTS)), ids=lambda position: f"{position}-{EVENTS[position]}")
-def test_an_error_names_the_event_and_the_counters(position):
+def test_the_error_of_a_handler_names_it_the_event_and_the_counters(position):
     engine, _ = traced()
-    at_position(engine, position, raising(KeyError("no")))
+    at_position(engine, position, named_handler)
     with pytest.raises(KeyError) as caught:
         engine.run(DATA, max_epochs=EPOCHS)
     (event,) = (event for event, word in SHORT.items() if word == EVENTS[position])
-    (note,) = caught.value.__notes__
-    assert f"epoch {engine.state.epoch}, iteration {engine.state.iteration}; the last event was {event!r}" in note
+    source, place = caught.value.__notes__
+    assert source.startswith("in handler 'at_position.")
+    assert source.endswith(f"' on {event!r}")
+    assert f"epoch {engine.state.epoch}, iteration {engine.state.iteration}; the last event was {event!r}" in place
 
 
-def test_an_error_inside_an_event_of_the_user_names_that_event():
-    engine = Engine(lambda engine, batch: engine.fire_event(Steps.STEPPED))
+def test_an_error_inside_an_event_of_the_user_names_both_events():
+    engine, _ = traced()
     engine.register_events(Steps.STEPPED)
-    engine.add_event_handler(Steps.STEPPED, raising(KeyError("no")))
+    engine.add_event_handler(Steps.STEPPED, named_handler)
+    engine.add_event_handler(Events.ITERATION_STARTED(once=2), engine.fire_event, Steps.STEPPED)
     with pytest.raises(KeyError) as caught:
         engine.run(DATA)
-    assert "epoch 1, iteration 1; the last event was Steps.STEPPED" in notes(caught.value)
+    assert caught.value.__notes__ == [
+        "in handler 'named_handler' on Steps.STEPPED",
+        "in handler 'Engine.fire_event' on Events.ITERATION_STARTED",
+        "raised in epoch 1, iteration 2; the last event was Steps.STEPPED",
+    ]
+
+
+@pytest.mark.parametrize("added_by", [None, "handler"])
+def test_only_the_handler_that_failed_is_named(added_by):
+    engine, _ = traced()
+    if added_by is None:
+        engine.add_event_handler(Events.EPOCH_COMPLETED(every=2), named_handler)
+    else:
+        add = engine.add_event_handler
+        engine.add_event_handler(Events.EPOCH_COMPLETED(once=2), lambda: add(Events.EPOCH_COMPLETED, named_handler))
+    with pytest.raises(KeyError) as caught:
+        engine.run(DATA, max_epochs=3)
+    (source, _) = caught.value.__notes__
+    assert source == "in handler 'named_handler' on Events.EPOCH_COMPLETED"
+
+
+def test_the_error_of_the_process_function_names_no_handler():
+    engine, _ = traced(failing(KeyError("no"), at_iteration=3))
+    engine.add_event_handler(Events.ITERATION_STARTED, lambda: None)
+    with pytest.raises(KeyError) as caught:
+        engine.run(DATA, max_epochs=EPOCHS)
+    assert caught.value.__notes__ == ["raised in epoch 2, iteration 3; the last event was Events.ITERATION_STARTED"]
 
 
 # === Exceptions with handlers ===
