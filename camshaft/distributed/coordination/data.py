@@ -39,7 +39,7 @@ class DataConsistency:
     The first rank that starts a pass writes down what it has, and each other rank compares with that: one or two
     requests to the store per pass, and no rank waits for another. A rank that finds a difference raises and leaves the
     message, which the others find when they start their next pass. A rank that is a pass behind compares all but the
-    place, and so does one that was never told where a pass begins.
+    place; so does one that was never told where a pass begins, until it has read two to their ends.
 
     Ranks identify a sampler by the chain of calls that created it, and by how many were created there before: one that
     a single rank creates, on a line of its own, is not confused with another. A copy is another sampler.
@@ -49,7 +49,7 @@ class DataConsistency:
         backend = current()
         self._backend = weakref.ref(backend)
         self._name = backend.job.unique_name(f"data/{_calls()}")
-        self._passes, self._place, self._is_over = 0, (0, 0), False
+        self._passes, self._place, self._is_over, self._num_ended = 0, (0, 0), False, 0
 
     def __reduce__(self) -> tuple[type[DataConsistency], tuple[()]]:
         return DataConsistency, ()
@@ -65,6 +65,7 @@ class DataConsistency:
     def end(self) -> None:
         """Note that a pass was read to its end."""
         self._is_over = True
+        self._num_ended += 1
 
     def check(self, source: Mapping[str, Any], drawn: str | None) -> None:
         """Compare with what the other ranks have.
@@ -92,9 +93,11 @@ class DataConsistency:
                     break
             if passes is None:
                 raise ValueError(theirs)
+            only_others_were_told = self._passes == 0 and min(self._num_ended, passes) >= 2
+            in_same_pass = passes == self._passes or only_others_were_told
             differences = [
                 f"{name} is {theirs[name]!r} on rank {first}, but {mine[name]!r} on rank {rank}"
-                for name in (mine if passes == self._passes else source)
+                for name in (mine if in_same_pass else source)
                 if mine[name] != theirs[name]
             ]
             if differences:

@@ -33,7 +33,9 @@ MISSING = "is not there: it was removed, or its save was interrupted"
 """The problem of a checkpoint that has an entry and no file."""
 _FORMAT = 1
 _OWN = "checksum_of_entry"  # of all other fields
-_NAME = re.compile(r"(.+)\.([0-9a-f]{8})\.json", re.DOTALL)
+_NAME = re.compile(r"(.*[^.].*)\.([0-9a-f]{8})\.json", re.DOTALL)  # "." and ".." are folders
+_LONGEST_ENTRY = 1 << 20  # bytes
+_TOO_LARGE = 2**62  # as nanoseconds the year 2116, which a later entry would have to exceed
 _NODE = "node"
 
 
@@ -409,14 +411,25 @@ def checksum_of_entry(content: Mapping[str, Any]) -> str:
     return f"crc32:{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
 
 
+def _is_list_of_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
 def _read(path: Path, file: str, checksum: str) -> Entry:
     """Read an entry; raise if it is not one of this file and checksum."""
     if not stat.S_ISREG(path.lstat().st_mode):
         raise ValueError("it is not a regular file")
-    content = json.loads(path.read_bytes())
-    if content.pop(_OWN) != checksum_of_entry(content):
+    with open(path, "rb") as opened:
+        text = opened.read(_LONGEST_ENTRY + 1)
+    content = json.loads(text) if len(text) <= _LONGEST_ENTRY else None
+    if not isinstance(content, dict) or content.pop(_OWN, None) != checksum_of_entry(content):
         raise ValueError("its content does not match its checksum")
     entry = Entry(**{one.name: content.get(one.name) for one in fields(Entry)})
-    if entry.file != file or entry.checksum.rpartition(":")[2] != checksum:
+    for name in ("size", "saved_at"):
+        if type(number := content[name]) is not int or not 0 <= number < _TOO_LARGE:
+            raise ValueError(f"{name} is {number!r}")
+    if entry.objects is not None and not _is_list_of_names(entry.objects):
+        raise ValueError(f"objects is {entry.objects!r}")
+    if entry.file != file or str(entry.checksum).rpartition(":")[2] != checksum:
         raise ValueError("its content does not match its name")
     return entry

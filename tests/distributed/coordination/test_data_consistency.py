@@ -127,6 +127,18 @@ def test_a_rank_may_read_a_batch_before_the_epoch_is_announced():
 
 
 @on_ranks(2)
+def test_a_rank_without_announced_epochs_raises_in_its_third_pass():
+    rank = idist.get_rank()
+    loader = idist.auto_dataloader(range(12), batch_size=4)
+    next(iter(loader))  # as one rank alone may do
+    for epoch in range(3):
+        if rank:
+            loader.sampler.set_epoch(epoch)
+        found = one_after_the_other(lambda: len(list(loader)))
+        assert found == 3 if epoch < 2 else "epoch is 1 on rank 1, but 0 on rank 0" in found
+
+
+@on_ranks(2)
 def test_engines_raise_if_only_one_rank_resumes():
     rank = idist.get_rank()
     loader = idist.auto_dataloader(range(12), batch_size=4)

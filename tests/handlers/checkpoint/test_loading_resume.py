@@ -281,14 +281,22 @@ MALFORMED = {
     "nothing": "",
     "half": "{",
     "a number": "3",
+    "null": "null",
+    "NaN": "NaN",
     "a list": "[]",
+    "a text": '"file"',
     "another object": '{"file": 3}',
     "deep nesting": "[" * 100_000,
+    "deep nesting in it": '{"file": ' * 50_000,
+    "a huge file": " " * (1 << 20) + "{}",
     "no text": b"\xff\xfe",
 }
 WRONG = {
     "file": [3, None, "checkpoint_1.pt", "../checkpoint_2.pt", "/dev/zero", ""],
     "checksum": [None, "crc32:00000000", 5],
+    "size": [None, True, -1, 1.5, "3", 10**30],
+    "saved_at": [None, False, -1, float("nan"), 10**30, 2**63 - 1, []],
+    "objects": [3, [3], [["part"]], {"part": 1}, "part"],
 }
 
 
@@ -346,7 +354,7 @@ def test_with_a_damaged_entry_the_file_decides_which_objects_it_holds(tmp_path):
 
 def test_files_in_the_manifest_that_are_not_entries_are_ignored(tmp_path):
     save(tmp_path, 1)
-    for name in ("broken.json", ".json", "notes.txt"):
+    for name in ("broken.json", "...00000000.json", "..00000000.json", ".json", "notes.txt"):
         (tmp_path / FOLDER / name).write_text("{")
     assert [entry.file for entry in Manifest(tmp_path).entries()] == [file_of(1)]
     assert resume(tmp_path) == (1, file_of(1))
