@@ -25,7 +25,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -51,6 +51,7 @@ GRACE = 5.0
 """Seconds a process has to exit after SIGTERM before it is killed."""
 
 _INTERVAL = 1.0  # seconds, at most, between checks for failures, exit codes, and the end of the parent
+_PAUSE = 0.02  # seconds between checks of a process that has closed its sentinel and not ended
 _PATIENCE = 10.0  # seconds that the launcher of a failed job has to end it
 # Within a Slurm job, MPICH would start the processes with srun, which waits for the step of this process, and Open MPI
 # on the nodes of the job. The user's own settings take precedence.
@@ -400,8 +401,12 @@ class Processes:
     def _wait_until(self, deadline: float) -> bool:
         """Wait until a process ends, or a moment; return False if the deadline has passed before."""
         left = deadline - time.monotonic()
-        # Its children may hold the sentinel of a process that has ended, so exit codes are checked in between.
-        wait([process.sentinel for process in self._alive()], min(max(left, 0.0), _INTERVAL))
+        # Its children may hold the sentinel of a process that has ended, so exit codes are checked in between. And a
+        # process may close its sentinel long before it ends, which must not make this a busy loop.
+        alive = self._alive()
+        ready = wait([process.sentinel for process in alive], min(max(left, 0.0), _INTERVAL))
+        if any(process.sentinel in ready and process.exitcode is None for process in alive):
+            time.sleep(_PAUSE)
         return left > 0
 
     def _find_cause(self) -> Failure | None:
@@ -412,7 +417,11 @@ class Processes:
         for index, (process, code) in enumerate(zip(self.processes, codes, strict=True)):
             if code and index not in reported:
                 return Failure(0.0, index, process.pid or 0, code)
-        return failures[0] if failures else None
+        if not failures:
+            return None
+        left = [index for index, code in enumerate(codes) if code == 0]
+        notes = "".join(f"\n-- process {index} had exited with code 0 before" for index in left)
+        return replace(failures[0], text=failures[0].text + notes)
 
 
 # --- mpiexec and horovod.run -----------------------------------------------------------------------------------------

@@ -137,9 +137,17 @@ def _find_form(
                 continue
             return takes_engine, takes_keywords
     given = [*("the exception" for _ in extra), *map(repr, args), *(f"{name}={kwargs[name]!r}" for name in kwargs)]
+    missing = [
+        name
+        for name, parameter in list(signature.parameters.items())[1 + len(extra) + len(args) :]
+        if parameter.default is parameter.empty and name not in kwargs
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+    passed = ", ".join(f"{name}=..." for name in missing)
+    hint = f"; it also requires {', '.join(missing)}: add_event_handler(event, handler, {passed})" if missing else ""
     raise ValueError(
         f"handler {handler!r} with the signature {signature} cannot be called on {event!r}: it is given the engine "
-        f"(or not, if it does not take it) and {', '.join(given) or 'nothing more'}"
+        f"(or not, if it does not take it) and {', '.join(given) or 'nothing more'}{hint}"
     )
 
 

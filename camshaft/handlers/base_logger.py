@@ -24,7 +24,7 @@ from camshaft.engine.events import EventLike, Events, Order, RemovableEventHandl
 from camshaft.engine.state import LazyNumber
 from camshaft.errors import described
 from camshaft.handlers.checkpoint import CheckpointEvents
-from camshaft.handlers.utils import check_callable, check_engine, check_entries, check_text, check_type, joined
+from camshaft.handlers.utils import StepOf, check_callable, check_engine, check_entries, check_text, check_type, joined
 
 __all__ = [
     "BaseHandler",
@@ -627,8 +627,8 @@ class Reached:
 
 def engine_followed(handler: Any) -> Engine[Any, Any] | None:
     """Return the engine whose steps a handler writes by ``global_step_from_engine``, if it does."""
-    followed = getattr(getattr(handler, "global_step_transform", None), "engine", None)
-    return followed if isinstance(followed, Engine) else None
+    transform = getattr(handler, "global_step_transform", None)
+    return transform.engine if isinstance(transform, StepOf) else None
 
 
 def _follows(handle: RemovableEventHandle, engine: Engine[Any, Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from numbers import Integral, Real
 from typing import Any
@@ -40,14 +41,23 @@ def global_step_from_engine(
     (2, 20, 2)
     """
     check_engine("engine", engine)
+    return StepOf(engine, custom_event_name, fallback_attr)
 
-    def step(_: Any, event_name: Any) -> int:
-        state = engine.state
-        event = translated(event_name if custom_event_name is None else custom_event_name)
-        count: int = getattr(state, state.event_to_attr.get(event, fallback_attr))
+
+@dataclass(frozen=True)
+class StepOf:
+    """The steps of another engine, which loggers recognize in a handler."""
+
+    engine: Engine[Any, Any]
+    event: Any
+    fallback_attr: str
+
+    def __call__(self, _: Any, event_name: Any) -> int:
+        """Return the count of the engine for an event."""
+        state = self.engine.state
+        event = translated(event_name if self.event is None else self.event)
+        count: int = getattr(state, state.event_to_attr.get(event, self.fallback_attr))
         return count
-
-    return step
 
 
 def resumes_epoch(engine: Engine[Any, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""The images and the model of all scripts in this folder."""
+"""Images and the model for all scripts in this folder."""
 
 from __future__ import annotations
 

@@ -120,6 +120,7 @@ LEAVE = {
     "returns": lambda: None,
     "exits": lambda: sys.exit(0),
     "finalizes": idist.finalize,
+    "exits at once": lambda: os._exit(0),
 }
 WAIT = {
     "collective": lambda: idist.all_reduce(1),
@@ -296,6 +297,23 @@ def test_join_does_not_wait_for_what_a_process_leaves_behind(tmp_path, monkeypat
         end_all_in(tmp_path)
 
 
+def close_all_and_end_later():
+    os.closerange(3, 1000)
+    time.sleep(0.3)
+    os._exit(0)
+
+
+def test_join_sleeps_while_a_process_has_closed_its_descriptors(monkeypatch):
+    looks, really_wait = [], launch.wait
+    monkeypatch.setattr(launch, "wait", lambda *args: looks.append(args) or really_wait(*args))
+    processes = launch.Processes()
+    process = multiprocessing.get_context("fork").Process(target=close_all_and_end_later)
+    process.start()
+    processes.processes.append(process)
+    assert processes.join() is True
+    assert len(looks) < 100
+
+
 # --- what goes wrong ---------------------------------------------------------------------------------------------
 
 
@@ -345,6 +363,7 @@ LEFT = "rank 1 has left the run without an error; every rank must take part in e
         ("finalizes", "recv", f"RankDivergenceError: {LEFT}, in recv on rank 0, from rank 1, tag 0"),
         ("returns", "send", f"RankDivergenceError: {LEFT}, in send on rank 0, to rank 1, tag 0"),
         ("returns", "torch", f"RuntimeError(.|\\n)*{LEFT}"),
+        ("exits at once", "collective", "-- process 1 had exited with code 0 before"),
     ],
 )
 def test_a_process_that_leaves_without_an_error_while_others_wait_for_it_is_named(how, what, text):
