@@ -1,4 +1,4 @@
-"""The run of an engine, top to bottom: the one place that fires the built-in events (for errors, see failures.py).
+"""The run of an engine, top to bottom: the one place that fires the built-in events.
 
 ::
 
@@ -76,7 +76,7 @@ class Run:
     """One run of an engine, which can pause and continue.
 
     Args:
-        engine: the engine. Its state holds the targets of the run, and its snapshot the progress to start from.
+        engine: the engine. Its state holds the targets of the run; it has kept the progress to start from.
 
     Attributes:
         data: the current pass over the data.
