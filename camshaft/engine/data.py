@@ -148,6 +148,11 @@ def seek_with_new_length(data: Any, position: Position | None, epoch_length: int
     return number, left_out, length
 
 
+def _taken(batches: list[Any]) -> Iterator[Any]:
+    while batches:
+        yield batches.pop(0)
+
+
 # --- the current pass --------------------------------------------------------------------------------------------
 
 
@@ -164,6 +169,7 @@ class DataIterator:
         has_started: whether the first pass of the run has started.
         start: the progress from which the run starts, until its first pass has started.
         warns: whether to warn if the first pass is read from its beginning in the middle of an epoch.
+        batches: to yield before those of the first pass, as the data do not return them again; taken out on the way.
     """
 
     skips_forward = False  # whether data that cannot seek are read up to the position when a run resumes
@@ -175,6 +181,7 @@ class DataIterator:
         self.has_started = False
         self.start: Progress | None = None
         self.warns = False
+        self.batches: list[Any] = []
         self._cut_after: int | None = None  # iterations of the last epoch, if it was cut short
         self._announced: Any = None
         self._number = -1
@@ -208,11 +215,10 @@ class DataIterator:
         assert self.start is not None, "the run has started"
         data, position = self.engine.state.dataloader, self.start.position
         assert data is not None, "there are passes over data only"
-        if position is not None:
-            return open_at(data, position)
-        if self.warns:
+        if position is None and self.warns:
             warn_of_new_pass(data, self.start.done)
-        return iter(data), 0
+        iterator, skipped = (iter(data), 0) if position is None else open_at(data, position)
+        return (itertools.chain(_taken(self.batches), iterator) if self.batches else iterator), skipped
 
     def open_pass(self, number: int, cut_after: int | None) -> Iterator[Any]:
         """Open a later pass.
@@ -231,6 +237,7 @@ class DataIterator:
 
     def cut(self, done: int) -> None:
         """Abandon the pass; the next epoch starts another one."""
+        self.batches.clear()
         if self.iterator is not None:
             self.iterator, self._cut_after = None, done
 

@@ -346,7 +346,7 @@ class Engine(Serializable, Generic[Batch, Output]):
             if request.data is None and self._needs_data:
                 raise ValueError(f"data must be given to {type(self).__name__}, got None")
             progress = self._progress_for(request.data)
-            if request.exceeds(progress, state):
+            if request.exceeds(progress.retry or progress, state):
                 self._resume(request, progress)
             else:
                 self._begin(request)
@@ -386,9 +386,11 @@ class Engine(Serializable, Generic[Batch, Output]):
         progress, state = self._kept(), self.state
         if progress.origin is Origin.ENDED:  # perhaps in the middle of an epoch, whose rest is then left out
             return Progress(state.epoch, state.iteration)
-        if progress.origin is Origin.FAILED and data is not state.dataloader and not can_start_anywhere(data):
-            return replace(progress, position=None)
-        return progress
+        if data is state.dataloader:
+            return progress
+        if progress.origin is Origin.FAILED and not can_start_anywhere(data):
+            return replace(progress.retry or progress, position=None, batches=None)
+        return replace(progress, retry=None)
 
     def _resume(self, request: Request, progress: Progress) -> None:
         """Start a run from where the last one, or a loaded state, ended."""
@@ -401,14 +403,15 @@ class Engine(Serializable, Generic[Batch, Output]):
             progress = self._recount(progress, new_length)
         elif not knew_length:
             progress = progress.in_epochs_of(state.epoch_length)
-        if progress.position is not None and (lost := progress.position.get("lost", 0)):
+        begins = progress.retry or progress
+        if begins.position is not None and (lost := begins.position.get("lost", 0)):
             warnings.warn(
                 "the run resumes from the middle of an iteration or of a window of accumulated gradients, whose start "
                 f"its data cannot return to: {lost} {'batch is' if lost == 1 else 'batches are'} lost; save at the end "
                 "of a window, or use a loader of auto_dataloader with epochs that are passes",
                 stacklevel=3,
             )
-        state.iteration, state.epoch = progress.iteration, progress.epoch
+        state.iteration, state.epoch = begins.iteration, begins.epoch
         self._log_resuming()
         self._start(request.data, progress)
 

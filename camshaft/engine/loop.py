@@ -1,4 +1,4 @@
-"""The run of an engine, top to bottom: the one place that fires the built-in events (for errors, see failures.py).
+"""The run of an engine, top to bottom: the one place that fires the built-in events.
 
 ::
 
@@ -22,7 +22,7 @@ on the way out of the run or the epoch, ``INTERRUPT`` before a pause. The run is
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from enum import Enum, auto
 from time import perf_counter
@@ -76,7 +76,7 @@ class Run:
     """One run of an engine, which can pause and continue.
 
     Args:
-        engine: the engine. Its state holds the targets of the run, and its snapshot the progress to start from.
+        engine: the engine. Its state holds the targets of the run; it has kept the progress to start from.
 
     Attributes:
         data: the current pass over the data.
@@ -174,8 +174,10 @@ class Run:
         engine = self.engine
         self.begun = self.completed = 0
         if not self._has_epochs:  # a handler of STARTED may have changed the counters, or loaded a state
-            progress = engine._kept()
-            self.data.start, self.data.warns = progress, progress.origin in (Origin.LOADED, Origin.FAILED)
+            kept = engine._kept()
+            progress = self.data.start = kept.retry or kept
+            self.data.warns = kept.retry is None and kept.origin in (Origin.LOADED, Origin.FAILED)
+            self.data.batches = progress.batches or []
             self.begun = self.completed = progress.done
         self.in_epoch = self._has_epochs = True
         engine.state.epoch += 1
@@ -288,6 +290,8 @@ class Run:
         """
         if not self._has_epochs:
             return self.engine._kept()
+        if self.data.batches:  # the run has not got to the batch that it is to repeat
+            return self.engine._progress
         done = self.completed if self.window is None else min(self.window, self.completed)
         back = self.begun - done if self.in_epoch else 0
         fetched = int(self.data.has_own_state and self._has_fetched())
@@ -301,8 +305,22 @@ class Run:
             return self.engine._kept()
         length = self.engine.state.epoch_length
         is_over = length is not None and self.completed >= length
-        origin = Origin.FAILED if self._failed and self.in_epoch and not is_over else Origin.ENDED
-        return replace(self.progress(), origin=origin)
+        if not self._failed or not self.in_epoch or is_over:
+            return replace(self.progress(), origin=Origin.ENDED, retry=None)
+        if self.data.batches:
+            return self.progress()
+        retry = replace(self._progress(self.begun - self.completed), origin=Origin.FAILED)
+        if not isinstance(self.engine.state.dataloader, Iterator):
+            if not self.data.has_own_state:
+                return replace(self.progress(), origin=Origin.FAILED)
+            if retry.position is None:  # the pass is read from its beginning
+                return retry
+        if self.window is not None and self.window < self.completed:
+            position = {**(retry.position or {"batches": 0}), "lost": self.completed - self.window}
+            retry = replace(retry, position=position)
+        is_kept = self.begun > self.completed or self._has_fetched()
+        retry = replace(retry, batches=[self.engine.state.batch] if is_kept else [])
+        return replace(self.progress(), origin=Origin.FAILED, retry=retry)
 
     def _has_fetched(self) -> bool:
         """Return whether there is a batch that no iteration has begun with."""

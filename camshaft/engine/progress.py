@@ -35,6 +35,9 @@ class Progress:
         done: iterations completed in the current epoch.
         position: position in the data, or ``None`` to read them from their beginning.
         origin: how the engine got there.
+        retry: progress from which the same data continue in this process, if they cannot return a batch again.
+        batches: in ``retry``, those that come before the next ones of the data: the batch of the interrupted iteration,
+            until it has been fetched again.
     """
 
     epoch: int = 0
@@ -42,12 +45,15 @@ class Progress:
     done: int = 0
     position: Position | None = None
     origin: Origin = Origin.ENDED
+    retry: Progress | None = None
+    batches: list[Any] | None = None
 
     def in_epochs_of(self, length: int | None) -> Progress:
         """Return the progress now that the length of an epoch is known."""
-        if length is None or self.done < length:
+        if length is None:
             return self
-        return replace(self, epoch=self.epoch + self.done // length, done=self.done % length)
+        retry = self.retry and self.retry.in_epochs_of(length)
+        return replace(self, epoch=self.epoch + self.done // length, done=self.done % length, retry=retry)
 
 
 # --- saved states ------------------------------------------------------------------------------------------------

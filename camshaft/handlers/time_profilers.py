@@ -8,6 +8,7 @@ import weakref
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from time import perf_counter
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,7 +23,7 @@ from camshaft.text import aligned
 
 __all__ = ["BasicTimeProfiler", "HandlersTimeProfiler"]
 
-Hook = tuple[Events, Callable[..., object], int]
+Hook = tuple[Events, Callable[[Engine[Any, Any]], object], int]
 
 _MEASURED = (
     Events.STARTED,
@@ -39,22 +40,31 @@ _PRINTED = _MEASURED[:1] + _MEASURED[2:6] + _MEASURED[1:2]
 
 
 class _Samples:
-    """Durations in seconds, each with its row: the index of the iteration in the run."""
+    """Durations in seconds, each with its row: the index of the iteration in the run. Rows hardly take memory."""
+
+    __slots__ = ("_jumps", "_next_row", "seconds")
 
     def __init__(self) -> None:
-        self.seconds, self.rows = array("d"), array("q")
+        self.seconds = array("d")
+        self._jumps: dict[int, int] = {}  # rows by index, where they do not follow the row before
+        self._next_row = -1
 
     def append(self, seconds: float, row: int) -> None:
+        if row != self._next_row:
+            self._jumps[len(self.seconds)] = row
+        self._next_row = row + 1
         self.seconds.append(seconds)
-        self.rows.append(row)
 
     def clear(self) -> None:
-        del self.seconds[:], self.rows[:]
+        del self.seconds[:]
+        self._jumps.clear()
+        self._next_row = -1
 
     def column(self, size: int) -> list[float]:
         """Return the seconds in each of ``size`` rows; those outside count in the first or last row."""
-        column = [0.0] * size
-        for row, seconds in zip(self.rows, self.seconds if size else (), strict=False):
+        column, row = [0.0] * size, -1
+        for index, seconds in enumerate(self.seconds if size else ()):
+            row = self._jumps.get(index, row + 1)
             column[max(0, min(row, size - 1))] += seconds
         return column
 
@@ -78,7 +88,9 @@ class _Profiler:
         self._handles: list[RemovableEventHandle] = []
         self._calls: dict[int, _Calls] = {}
         self._fetches, self._processes = _Samples(), _Samples()
-        self._epochs, self._iterations = array("q"), array("q")  # by row
+        self._num_rows = 0
+        self._jumps: list[tuple[int, int, int]] = []  # row, epoch and iteration where they do not follow the row before
+        self._epoch = self._iteration = -1
         self._started: float | None = None
         self._nested = 0.0  # seconds since then that are not measured here
 
@@ -128,7 +140,8 @@ class _Profiler:
         """Forget the previous run. Keep the handlers that are registered now, by event and in the order of calls."""
         self._fetches.clear()
         self._processes.clear()
-        del self._epochs[:], self._iterations[:]
+        self._num_rows, self._epoch, self._iteration = 0, -1, -1
+        self._jumps.clear()
         self._started = None
         calls, self._calls = self._calls, {}
         for plan in engine._dispatcher.plans.values():
@@ -136,28 +149,30 @@ class _Profiler:
                 self._calls[serial] = calls[serial]
                 del calls[serial].seconds[:]
 
-    def _fetch(self) -> None:
+    def _fetch(self, engine: Engine[Any, Any]) -> None:
         self._nested = 0.0
         self._started = perf_counter()
 
-    def _fetched(self) -> None:
+    def _fetched(self, engine: Engine[Any, Any]) -> None:
         if self._started is not None:
-            self._fetches.append(perf_counter() - self._started - self._nested, len(self._iterations))
+            self._fetches.append(perf_counter() - self._started - self._nested, self._num_rows)
             self._started = None
 
     def _process(self, engine: Engine[Any, Any]) -> None:
-        state = engine.state
-        self._epochs.append(state.epoch)
-        self._iterations.append(state.iteration)
+        epoch, iteration = engine.state.epoch, engine.state.iteration
+        if iteration != self._iteration + 1 or epoch != self._epoch:
+            self._jumps.append((self._num_rows, epoch, iteration))
+        self._epoch, self._iteration = epoch, iteration
+        self._num_rows += 1
         self._nested = 0.0
         self._started = perf_counter()
 
-    def _processed(self) -> None:
+    def _processed(self, engine: Engine[Any, Any]) -> None:
         if self._started is not None:
-            self._processes.append(perf_counter() - self._started - self._nested, len(self._iterations) - 1)
+            self._processes.append(perf_counter() - self._started - self._nested, self._num_rows - 1)
             self._started = None
 
-    def _drop(self) -> None:
+    def _drop(self, engine: Engine[Any, Any]) -> None:
         self._started = None
 
 
@@ -201,18 +216,16 @@ class BasicTimeProfiler(_Profiler):
 
     def _hooks_around(self, event: Events) -> Iterator[Hook]:
         shift = -1 if event in _AFTER_PROCESSING else 0
-        iterations = self._iterations
-        add_seconds, add_row = self._events[event].seconds.append, self._events[event].rows.append
+        append = self._events[event].append
         started: float | None = None
 
-        def start() -> None:
+        def start(engine: Engine[Any, Any]) -> None:
             nonlocal started
             started = perf_counter()
 
-        def end() -> None:
+        def end(engine: Engine[Any, Any]) -> None:
             if started is not None:
-                add_seconds(perf_counter() - started)
-                add_row(len(iterations) + shift)
+                append(perf_counter() - started, self._num_rows + shift)
 
         yield event, start, Order.TIME_FIRST
         yield event, end, Order.TIME_LAST
@@ -220,7 +233,7 @@ class BasicTimeProfiler(_Profiler):
     @property
     def total_num_iters(self) -> int:
         """Number of iterations in the run whose processing has started."""
-        return len(self._iterations)
+        return self._num_rows
 
     @property
     def processing_times(self) -> Tensor:
@@ -267,10 +280,16 @@ class BasicTimeProfiler(_Profiler):
         Events that do not fire in each iteration count in the row in which they fired, or in the next one, so that
         each column adds up to the total.
         """
-        size = len(self._iterations)
-        columns: dict[str, Iterable[Any]] = {
-            "epoch": self._epochs,
-            "iteration": self._iterations,
+        size = self._num_rows
+        bounds = pairwise([*(row for row, _, _ in self._jumps), size])
+        rows = [
+            (epoch, iteration + index)
+            for (_, epoch, iteration), (start, end) in zip(self._jumps, bounds, strict=True)
+            for index in range(end - start)
+        ]
+        columns: dict[str, list[Any]] = {
+            "epoch": [epoch for epoch, _ in rows],
+            "iteration": [iteration for _, iteration in rows],
             "processing_stats": self._processes.column(size),
             "dataflow_stats": self._fetches.column(size),
             **{f"Event_{event.name}": samples.column(size) for event, samples in self._events.items()},

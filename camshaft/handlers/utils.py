@@ -115,6 +115,8 @@ def scalar(name: str, value: Any) -> Tensor | float:
         if value.numel() != 1:
             raise ValueError(f"{name} must return a number or one element, got a tensor of shape {tuple(value.shape)}")
         return value.detach().reshape(())
+    if type(value) is float:  # saves the look-up of an abstract class
+        return value
     if not isinstance(value, Real):
         raise TypeError(f"{name} must return a number or a tensor, got {described(value)}")
     return float(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
+import weakref
 from collections import OrderedDict, UserDict
 
 import pytest
@@ -741,31 +742,81 @@ def test_an_iteration_that_an_error_handler_abandoned_is_not_repeated(whole):
     assert recorder.states[10]["epochs_completed"] == 3
 
 
-@pytest.mark.parametrize("event", [Events.GET_BATCH_COMPLETED(once=2), Events.ITERATION_STARTED(once=3)])
-def test_after_an_error_data_with_a_state_continue_behind_the_batch_that_is_lost(event):
-    engine, data, seen = (
-        Engine(lambda engine, batch: seen.append(int(batch))),
-        Stateful(map(torch.tensor, range(5))),
-        [],
-    )
-    engine.add_event_handler(event, lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        engine.run(data, epoch_length=5)
-    with pytest.warns(UserWarning, match="1 batch is lost"):
-        engine.run(data)
-    assert seen == [0, 1, 3, 4]
-    assert (engine.state.iteration, engine.state.epoch) == (5, 1)
-
-
-def test_after_an_error_an_iterator_is_read_from_where_it_is_with_a_warning():
-    engine, data, seen = Engine(lambda engine, batch: seen.append(batch)), iter(range(6)), []
-    failing = engine.add_event_handler(Events.ITERATION_STARTED(once=3), lambda: 1 / 0)
+@pytest.mark.parametrize("make", [iter, Stateful], ids=["iterator", "data with a state"])
+@pytest.mark.parametrize(
+    "event",
+    [
+        Events.GET_BATCH_COMPLETED(once=2),
+        Events.ITERATION_STARTED(once=3),
+        Events.ITERATION_STARTED(once=1),
+        Events.GET_BATCH_STARTED(once=2),
+    ],
+)
+def test_a_batch_that_the_data_cannot_return_again_is_kept_for_the_next_run(make, event):
+    engine, data = Engine(lambda engine, batch: seen.append(batch)), make(list(range(5)))
+    seen = []
+    failing = engine.add_event_handler(event, lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.run(data, epoch_length=5)
     failing.remove()
-    with pytest.warns(UserWarning, match="after 2 iterations of an epoch, but its range_iterator is read from where"):
+    engine.run(data)
+    assert seen == [0, 1, 2, 3, 4]
+    assert (engine.state.iteration, engine.state.epoch) == (5, 1)
+
+
+class InterruptedState(State):
+    """A state in which Ctrl-C arrives just before the third iteration is counted."""
+
+    armed = True
+
+    def __setattr__(self, name, value):
+        if name == "iteration" and value == 3 and self.armed:
+            type(self).armed = False
+            raise KeyboardInterrupt
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("make", [iter, Stateful], ids=["iterator", "data with a state"])
+def test_a_batch_that_was_fetched_when_ctrl_c_came_is_kept_for_the_next_run(make, monkeypatch):
+    monkeypatch.setattr(InterruptedState, "armed", True)
+    seen, data = [], make(list(range(5)))
+    engine = Engine(lambda engine, batch: seen.append(batch))
+    engine.state = InterruptedState()
+    with pytest.raises(KeyboardInterrupt):
+        engine.run(data, epoch_length=5)
+    engine.run(data)
+    assert seen == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("event", [Events.EPOCH_STARTED, Events.GET_BATCH_STARTED, Events.ITERATION_STARTED])
+@pytest.mark.parametrize("make", [iter, Stateful], ids=["iterator", "data with a state"])
+def test_a_kept_batch_survives_a_second_error_and_a_state_saved_before_it_counts_it_as_lost(make, event):
+    engine, data, seen, states = Engine(lambda engine, batch: seen.append(batch)), make(list(range(5))), [], []
+    first = engine.add_event_handler(Events.ITERATION_STARTED(once=3), lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.run(data, epoch_length=5)
+    first.remove()
+    second = engine.add_event_handler(event, lambda: states.append(engine.state_dict()) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         engine.run(data)
-    assert seen == [0, 1, 3, 4, 5]
+    second.remove()
+    engine.run(data)
+    assert seen == [0, 1, 2, 3, 4]
+    if make is Stateful:
+        assert (states[0]["iteration"], states[0]["position"]["lost"]) == (3, 1)
+
+
+def test_a_kept_batch_is_freed_when_it_has_been_repeated():
+    engine, alive = Engine(lambda engine, batch: None), []
+    failing = engine.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: 1 / 0)
+    data = (torch.zeros(1) for _ in range(4))
+    with pytest.raises(ZeroDivisionError):
+        engine.run(data, epoch_length=4)
+    failing.remove()
+    kept = weakref.ref(engine.state.batch)
+    engine.add_event_handler(Events.ITERATION_STARTED(once=3), lambda: alive.append(kept()))
+    engine.run(data)
+    assert alive == [None]
 
 
 @pytest.mark.parametrize("event", [Events.GET_BATCH_COMPLETED(once=2), Events.ITERATION_STARTED(once=3)])
