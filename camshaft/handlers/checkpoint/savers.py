@@ -424,9 +424,10 @@ def _read(path: Path, file: str, checksum: str) -> Entry:
     content = json.loads(text) if len(text) <= _LONGEST_ENTRY else None
     if not isinstance(content, dict) or content.pop(_OWN, None) != checksum_of_entry(content):
         raise ValueError("its content does not match its checksum")
-    entry = Entry(**{one.name: content.get(one.name) for one in fields(Entry)})
+    values: dict[str, Any] = {one.name: content.get(one.name) for one in fields(Entry)}
+    entry = Entry(**values)
     for name in ("size", "saved_at"):
-        if type(number := content[name]) is not int or not 0 <= number < _TOO_LARGE:
+        if type(number := values[name]) is not int or not 0 <= number < _TOO_LARGE:
             raise ValueError(f"{name} is {number!r}")
     if entry.objects is not None and not _is_list_of_names(entry.objects):
         raise ValueError(f"objects is {entry.objects!r}")
