@@ -100,6 +100,8 @@ class Parallel:
             self._log("processes will be started for %r:", self.backend)
             for name, value in {"nproc_per_node": self._nproc_per_node, **self._options}.items():
                 self._log("    %s: %s", name, value)
+        else:
+            _warn_if_one_of_many()
         self._entered = True
         return self
 
@@ -145,6 +147,19 @@ class Parallel:
 def _given(**arguments: Any) -> dict[str, Any]:
     """Return the arguments that are not ``None``."""
     return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _warn_if_one_of_many() -> None:
+    """Warn that processes of a launcher do not know each other: they may write the same files."""
+    launch = None
+    with suppress(RuntimeError):  # contradictory variables do not matter here
+        launch = detect(os.environ)
+    if launch is not None and launch.topology.world_size > 1 == get_world_size():
+        warnings.warn(
+            f"a launcher started {launch.topology.world_size} processes, but backend is None, so each of them runs "
+            'alone: use backend="auto", or a name, to make them one job',
+            stacklevel=3,
+        )
 
 
 def _record_for_torchrun(error: Exception) -> None:

@@ -411,3 +411,12 @@ def test_no_warning_is_given_without_need():
         warnings.simplefilter("error")
         idist.Parallel("gloo", nproc_per_node=2, nnodes=1, node_rank=0, init_method="env://")
         idist.Parallel("gloo", init_method="env://")
+
+
+def test_without_a_backend_a_process_of_several_is_told_that_it_runs_alone(monkeypatch):
+    for name, value in {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.warns(UserWarning, match="a launcher started 2 processes, but backend is None") as caught:
+        parallel = idist.Parallel().__enter__()
+    assert caught[0].filename == __file__
+    assert parallel.run(give)[:3] == (0, 0, 1)

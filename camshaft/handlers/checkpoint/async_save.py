@@ -116,7 +116,12 @@ class BackgroundSave:
                 raise
 
         executor = ThreadPoolExecutor(1, "camshaft-checkpoint")
-        self._pending = executor.submit(copy_context().run, work), on_saved  # the context holds the rank of this thread
+        try:
+            # The context holds the rank of this thread.
+            self._pending = executor.submit(copy_context().run, work), on_saved
+        except RuntimeError:  # no thread can start at the exit of the process
+            work()
+            return on_saved()
         executor.shutdown(wait=False)  # ends the thread after the save; at exit the process waits for it
         engine = outermost_engine()
         if engine is None:

@@ -304,6 +304,18 @@ checkpoint(engine)
     assert names(tmp_path) == ["model_1.pt"]
 
 
+def test_a_save_at_the_exit_of_the_process_is_synchronous(tmp_path):
+    program = f"""
+import atexit, torch
+from camshaft.engine import Engine
+from camshaft.handlers import Checkpoint
+checkpoint = Checkpoint({{"model": torch.nn.Linear(2, 2)}}, {str(tmp_path)!r}, asynchronous=True)
+atexit.register(checkpoint, Engine(lambda engine, batch: None))
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert names(tmp_path) == ["model_0.pt"]
+
+
 def test_a_model_checkpoint_saves_in_the_background(tmp_path):
     checkpoint = ModelCheckpoint(tmp_path, asynchronous=True)
     checkpoint(at(1), {"part": Part(3)})
