@@ -143,18 +143,23 @@ class Failure:
         if self.code is None:
             return ProcessRaisedException(f"\n\n-- process {self.rank} failed:\n{self.text}", self.rank, self.pid)
         name = next((number.name for number in signal.Signals if number == -self.code), None)
+        unknown = ", and reported no exception: if it raised one, its standard error shows it"
         if self.code < 0:
             how = f"was terminated by {name or f'signal {-self.code}'}"
         else:
-            how = f"exited with code {self.code}" + (f":\n{self.text}" if self.text else " without an exception")
+            how = f"exited with code {self.code}" + (f":\n{self.text}" if self.text else unknown)
         return ProcessExitedException(f"process {self.rank} {how}", self.rank, self.pid, self.code, name)
 
     def save(self, folder: str) -> None:
-        """Write to a folder of the parent, complete at once; on another machine there is none."""
+        """Write to a folder of the parent, complete at once; where that fails, as on another machine, print."""
         path = Path(folder, f"failure-{self.rank}")
-        with suppress(OSError):
+        try:
             path.with_suffix(".new").write_text(json.dumps(astuple(self)))
             path.with_suffix(".new").rename(path)
+        except OSError as error:
+            what = f"process {self.rank} failed, and could not write this for the process that started it: {error}"
+            sys.stderr.write(f"{what}\n{self.text}")
+            sys.stderr.flush()
 
     @classmethod
     def all_in(cls, folder: str) -> list[Failure]:
@@ -368,8 +373,9 @@ class Processes:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         try:
             while self in _running:
+                alive = self._alive()  # first: a failure is saved before the process ends
                 self._cause = self._find_cause()
-                if self._cause is not None or not self._alive():
+                if self._cause is not None or not alive:
                     self.end()
                 elif not self._wait_until(deadline):
                     return False
@@ -396,7 +402,7 @@ class Processes:
         _running.discard(self)
 
     def _alive(self) -> list[BaseProcess]:
-        return [process for process in self.processes if process.exitcode is None]
+        return [process for process in self.processes if process.exitcode is None and _exists(process)]
 
     def _wait_until(self, deadline: float) -> bool:
         """Wait until a process ends, or a moment; return False if the deadline has passed before."""
@@ -411,7 +417,7 @@ class Processes:
 
     def _find_cause(self) -> Failure | None:
         """Return the first failure; other processes could only fail in consequence of one that ended silently."""
-        codes = [process.exitcode for process in self.processes]  # first: a failure is saved before the process ends
+        codes = [process.exitcode for process in self.processes]  # also before the failures are read
         failures = Failure.all_in(self.folder.name)
         reported = {failure.rank for failure in failures}
         for index, (process, code) in enumerate(zip(self.processes, codes, strict=True)):
@@ -422,6 +428,16 @@ class Processes:
         left = [index for index, code in enumerate(codes) if code == 0]
         notes = "".join(f"\n-- process {index} had exited with code 0 before" for index in left)
         return replace(failures[0], text=failures[0].text + notes)
+
+
+def _exists(process: BaseProcess) -> bool:
+    """Return False also if the exit code was collected elsewhere, or discarded because SIGCHLD is ignored."""
+    try:
+        os.kill(process.pid or 0, 0)
+    except ProcessLookupError:
+        process.join(_INTERVAL)  # a forkserver collects the exit code, and passes it on a moment later
+        return False
+    return True
 
 
 # --- mpiexec and horovod.run -----------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import pickle
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -314,6 +315,26 @@ def test_join_sleeps_while_a_process_has_closed_its_descriptors(monkeypatch):
     assert len(looks) < 100
 
 
+def ignore_the_ends_of_children(folder):
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as after `trap '' CHLD`: the system discards exit codes
+    options = {"nproc_per_node": 2, "start_method": "fork", "timeout": timedelta(seconds=30)}
+    idist.spawn("gloo", tell, (folder,), **options)
+    with pytest.raises(ProcessRaisedException, match="process 1 failed"):
+        idist.spawn("gloo", fail, ("raises",), **options)
+
+
+def test_spawn_returns_where_exit_codes_are_discarded(tmp_path):
+    parent = context.Process(target=ignore_the_ends_of_children, args=(str(tmp_path),))
+    parent.start()
+    try:
+        parent.join(30)
+        assert parent.exitcode == 0
+    finally:
+        parent.kill()
+        parent.join()
+    assert [told["sum"] for told in told_in(tmp_path)] == [1, 1]
+
+
 # --- what goes wrong ---------------------------------------------------------------------------------------------
 
 
@@ -325,7 +346,7 @@ def test_join_sleeps_while_a_process_has_closed_its_descriptors(monkeypatch):
         ("exits", ProcessExitedException, r"process 1 exited with code 3:\nTraceback(.|\n)*SystemExit: 3"),
         ("exits with a text", ProcessExitedException, r"process 1 exited with code 1:(.|\n)*SystemExit: no data"),
         ("exits with a code that becomes 0", ProcessExitedException, "process 1 exited with code 256"),
-        ("exits at once", ProcessExitedException, "process 1 exited with code 5 without an exception"),
+        ("exits at once", ProcessExitedException, "process 1 exited with code 5, and reported no exception"),
         ("is killed", ProcessExitedException, "process 1 was terminated by SIGKILL"),
     ],
 )
@@ -346,6 +367,27 @@ def test_the_failure_is_told_again():
     for _ in range(2):
         with pytest.raises(ProcessRaisedException, match="process 1 failed"):
             processes.join()
+
+
+def fail_when_told(local_rank, folder):
+    """Fail once a file exists, with the errors in another file."""
+    with Path(folder, "errors").open("w") as errors:
+        os.dup2(errors.fileno(), 2)
+    wait_until(Path(folder, "go").exists)
+    raise ValueError("no data")
+
+
+def test_a_failure_that_cannot_be_written_is_printed(tmp_path):
+    processes = start("gloo", fail_when_told, (str(tmp_path),), join=False)
+    shutil.rmtree(processes.folder.name)
+    (tmp_path / "go").touch()
+    message = "process 0 exited with code 1, and reported no exception: if it raised one, its standard error shows it"
+    with pytest.raises(ProcessExitedException, match=message):
+        processes.join()
+    errors = (tmp_path / "errors").read_text()
+    assert "process 0 failed, and could not write this for the process that started it: " in errors
+    assert "Traceback" in errors
+    assert "ValueError: no data" in errors
 
 
 def test_to_exit_well_is_no_failure():
