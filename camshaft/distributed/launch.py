@@ -51,6 +51,7 @@ GRACE = 5.0
 """Seconds a process has to exit after SIGTERM before it is killed."""
 
 _INTERVAL = 1.0  # seconds, at most, between checks for failures, exit codes, and the end of the parent
+_SETTLE = 1.0  # seconds in which other processes may learn of a failure, and fail in consequence, before they are ended
 _PAUSE = 0.02  # seconds between checks of a process that has closed its sentinel and not ended
 _PATIENCE = 10.0  # seconds that the launcher of a failed job has to end it
 # Within a Slurm job, MPICH would start the processes with srun, which waits for the step of this process, and Open MPI
@@ -375,6 +376,9 @@ class Processes:
             while self in _running:
                 alive = self._alive()  # first: a failure is saved before the process ends
                 self._cause = self._find_cause()
+                if self._cause is not None:
+                    self._wait_for_all(_SETTLE)
+                    self._cause = self._find_cause()
                 if self._cause is not None or not alive:
                     self.end()
                 elif not self._wait_until(deadline):
@@ -391,9 +395,7 @@ class Processes:
         for index, process in enumerate(self.processes):
             if self._cause is None or index != self._cause.rank:  # that one may have something to save before it ends
                 process.terminate()
-        deadline = time.monotonic() + GRACE
-        while self._alive() and self._wait_until(deadline):
-            pass
+        self._wait_for_all(GRACE)
         for process in self._alive():
             process.kill()
             process.join()
@@ -403,6 +405,11 @@ class Processes:
 
     def _alive(self) -> list[BaseProcess]:
         return [process for process in self.processes if process.exitcode is None and _exists(process)]
+
+    def _wait_for_all(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self._alive() and self._wait_until(deadline):
+            pass
 
     def _wait_until(self, deadline: float) -> bool:
         """Wait until a process ends, or a moment; return False if the deadline has passed before."""

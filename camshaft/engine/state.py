@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 import operator
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
@@ -34,7 +37,7 @@ class State(Generic[Batch, Output]):
         output: what the process function returned for the last batch. A value that is still being computed on a
             device is waited for when it is read.
         batch: current batch.
-        metrics: results by name. Values that are still being computed on a device are waited for when it is read.
+        metrics: results by name. A value that is still being computed on a device is waited for when it is read.
         dataloader: data of the run.
         seed: set by ``DeterministicEngine``.
         times: seconds taken by the last epoch (``"EPOCH_COMPLETED"``) and by the run (``"COMPLETED"``).
@@ -48,7 +51,7 @@ class State(Generic[Batch, Output]):
 
     event_to_attr: MutableMapping[Any, str]  # camshaft.engine.events sets that of the class
     _output: Any
-    _metrics: dict[str, Any]
+    metrics: dict[str, Any]
     iteration: int
     epoch: int
     epoch_length: int | None
@@ -63,7 +66,7 @@ class State(Generic[Batch, Output]):
         self.iteration = self.epoch = 0
         self.epoch_length = self.max_epochs = self.max_iters = None
         self._output = self.batch = None  # type: ignore[assignment]  # none yet
-        self._metrics = {}
+        self.metrics = Results()
         self.dataloader = self.seed = None
         self.times = {"EPOCH_COMPLETED": None, "COMPLETED": None}
         for name, value in kwargs.items():
@@ -81,18 +84,6 @@ class State(Generic[Batch, Output]):
     @output.setter
     def output(self, value: Output) -> None:
         self._output = value
-
-    @property
-    def metrics(self) -> dict[str, Any]:
-        """Results by name."""
-        for name, value in tuple(self._metrics.items()):
-            if isinstance(value, LazyNumber):
-                self._metrics[name] = value.read()
-        return self._metrics
-
-    @metrics.setter
-    def metrics(self, value: dict[str, Any]) -> None:
-        self._metrics = value
 
     def get_event_attrib_value(self, event_name: CallableEventWithFilter | str) -> int:
         """Return the count of an event.
@@ -122,7 +113,8 @@ class State(Generic[Batch, Output]):
         lines = ["State:"]
         for name, value in vars(self).items():
             if name != "event_to_attr":
-                shown = value if isinstance(value, (numbers.Number, str)) else type(value)
+                kind = dict if isinstance(value, Results) else type(value)
+                shown = value if isinstance(value, (numbers.Number, str)) else kind
                 lines.append(f"\t{name.removeprefix('_')}: {shown}")
         return "\n".join([*lines, ""])
 
@@ -220,3 +212,67 @@ for _name in (*_COMPARISONS, *_ARITHMETIC):
 for _name in _ARITHMETIC:
     setattr(LazyNumber, f"__r{_name}__", _reflected(getattr(operator, _name, divmod)))
 numbers.Real.register(LazyNumber)
+
+
+def _number(value: Any) -> Any:
+    return value.read() if isinstance(value, LazyNumber) else value
+
+
+def _reading(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def read(*arguments: Any) -> Any:
+        return _number(method(*arguments))
+
+    return read
+
+
+class Results(dict[str, Any]):
+    """Results by name. A :class:`LazyNumber` becomes the number when it is read.
+
+    Writing does not wait for the device, and code that needs numbers, such as ``json.dumps``, reads numbers.
+
+    >>> import torch
+    >>> results = Results(loss=LazyNumber(torch.tensor(0.25)))
+    >>> type(results["loss"]), dict(results), results.copy()
+    (<class 'float'>, {'loss': 0.25}, {'loss': 0.25})
+    """
+
+    if not TYPE_CHECKING:
+        __getitem__ = _reading(dict.__getitem__)
+        get = _reading(dict.get)
+        pop = _reading(dict.pop)
+        setdefault = _reading(dict.setdefault)
+
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()  # defined here so that dict(results) copies through __getitem__
+
+    def _read(self) -> None:
+        for name in tuple(self):
+            self[name] = self[name]
+
+    def items(self) -> Any:
+        """Return the names and values."""
+        self._read()
+        return super().items()
+
+    def values(self) -> Any:
+        """Return the values."""
+        self._read()
+        return super().values()
+
+    def popitem(self) -> tuple[str, Any]:
+        """Remove the last name and value, and return them."""
+        name, value = super().popitem()
+        return name, _number(value)
+
+    def copy(self) -> Results:
+        """Return a copy."""
+        return Results(self)
+
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Results:
+        return Results(deepcopy(dict(self), memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (list(self.items()),)  # loads with weights_only=True

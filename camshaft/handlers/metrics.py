@@ -16,7 +16,7 @@ from camshaft.distributed import all_gather, get_rank, get_world_size
 from camshaft.distributed.values import decode, encode
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, Order, RemovableEventHandle
-from camshaft.engine.state import LazyNumber
+from camshaft.engine.state import LazyNumber, Results
 from camshaft.errors import annotate, check_is_no_class, ignite_class
 from camshaft.handlers.base_logger import fetch, peek
 from camshaft.handlers.utils import check_callable, check_engine, check_type, identity, number, resumes_epoch, scalar
@@ -340,6 +340,8 @@ class RunningAverage(Serializable):
     def _begin(self, engine: Engine[Any, Any]) -> None:
         if engine.state.iteration == 0:
             self._average = None
+        if not isinstance(engine.state.metrics, Results):  # assigned by the user, or loaded
+            engine.state.metrics = Results(engine.state.metrics)
 
     def _update(self, engine: Engine[Any, Any], name: str) -> None:
         value = scalar("output_transform", peek(self._output_transform(engine.state._output)))  # without synchronizing
@@ -352,7 +354,7 @@ class RunningAverage(Serializable):
         elif before is not None:
             average = before + self._weight * (value - before)
         self._average = average
-        engine.state._metrics[name] = LazyNumber(average) if isinstance(average, Tensor) else average
+        engine.state.metrics[name] = LazyNumber(average) if isinstance(average, Tensor) else average
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return the average as a number, which synchronizes with the device."""

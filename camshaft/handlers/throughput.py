@@ -153,7 +153,7 @@ class Throughput:
         if "flops" in self._amounts and not self._knows_device:
             self._peak = peak_of(device())
         self._knows_device = True
-        engine.state._metrics.update(self.rates())
+        engine.state.metrics.update(self.rates())
 
     def _end_pauses(self) -> None:
         """End all pauses after the handlers of ``EPOCH_COMPLETED`` and ``EPOCH_STARTED``."""
@@ -180,7 +180,7 @@ class Throughput:
         if size > 1:
             rates = all_reduce(torch.tensor(rates, dtype=torch.float64)).tolist()
             rates[0] /= size
-        engine.state._metrics.update(self._named(rates))
+        engine.state.metrics.update(self._named(rates))
 
     def _named(self, rates: list[float]) -> dict[str, float]:
         values = {f"{name}_per_second": rate for name, rate in zip(("steps", *self._amounts), rates, strict=False)}

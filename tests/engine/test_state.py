@@ -25,9 +25,7 @@ COUNTED = {
 
 
 def test_a_new_state_holds_the_defaults():
-    assert {
-        name: getattr(State(), name) for name in (*vars(State()), "output", "metrics") if not name.startswith("_")
-    } == {
+    assert {name: getattr(State(), name) for name in (*vars(State()), "output") if not name.startswith("_")} == {
         "iteration": 0,
         "epoch": 0,
         "epoch_length": None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import math
 import numbers
@@ -164,9 +165,65 @@ def test_one_element_in_any_shape_is_enough(shape):
     assert LazyNumber(torch.full(shape, 4.0)) == 4.0
 
 
-def test_metrics_are_read_when_they_are_asked_for_and_not_when_one_is_set():
-    state = State()
-    state._metrics["loss"] = number = LazyNumber(torch.tensor(0.25))
-    assert number.peek() is not number.read()
-    assert json.dumps(state.metrics) == '{"loss": 0.25}'
-    assert type(state.metrics["loss"]) is float
+def results(**more):
+    """Return the metrics of a state, with two numbers that are still being computed."""
+    state = State(**more)
+    state.metrics.update({name: LazyNumber(torch.tensor(0.25).as_subclass(Counting)) for name in ("loss", "norm")})
+    return state.metrics
+
+
+@pytest.mark.parametrize(
+    ("use", "expected"),
+    [
+        (lambda metrics: metrics.update(step=1), 0),
+        (lambda metrics: operator.setitem(metrics, "step", 1), 0),
+        (lambda metrics: ("loss" in metrics, "x" in metrics, len(metrics), list(metrics), metrics.keys()), 0),
+        (lambda metrics: metrics["loss"], 1),
+        (lambda metrics: metrics.get("loss"), 1),
+        (lambda metrics: metrics.pop("loss"), 1),
+        (lambda metrics: metrics.setdefault("loss", 1), 1),
+        (lambda metrics: [metrics["loss"], metrics["loss"]], 1),
+        (lambda metrics: metrics.items(), 2),
+    ],
+)
+def test_using_a_metric_reads_that_one_and_nothing_else(reads, use, expected):
+    use(results())
+    assert reads() == expected
+
+
+def loaded(metrics):
+    file = io.BytesIO()
+    torch.save(metrics, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        dict, copy.copy, copy.deepcopy, loaded,
+        lambda metrics: metrics.copy(),
+        lambda metrics: dict(metrics.items()),
+        lambda metrics: dict(zip(metrics, metrics.values(), strict=True)),
+        lambda metrics: {**metrics},
+        lambda metrics: metrics | {},
+        lambda metrics: {} | metrics,
+        lambda metrics: json.loads(json.dumps(metrics)),
+        lambda metrics: pickle.loads(pickle.dumps(metrics)),
+        lambda metrics: {name: metrics.setdefault(name, 0) for name in metrics},
+        lambda metrics: dict([metrics.popitem(), metrics.popitem()]),
+    ],
+)  # fmt: skip
+def test_whatever_reads_metrics_gets_plain_numbers(read):
+    read_metrics = read(results())
+    assert read_metrics == {"loss": 0.25, "norm": 0.25}
+    assert {type(value) for value in dict.values(read_metrics)} == {float}
+
+
+def test_metrics_are_a_dict_that_stays_the_same():
+    state = State(metrics={"loss": 1})
+    assert "_metrics" not in vars(state)
+    assert state.metrics is vars(state)["metrics"]
+    assert (state.metrics.get("x"), state.metrics.get("x", 2), state.metrics.pop("x", 3)) == (None, 2, 3)
+    with pytest.raises(KeyError, match="x"):
+        state.metrics.pop("x")

@@ -32,7 +32,7 @@ def a_second_between_runs(monkeypatch):
 
 test_outputs = with_torch.test_outputs_are_scalars_named_by_tag_and_path
 test_optimizers = with_torch.test_optimizers_weights_and_gradients
-test_a_resume = with_torch.test_each_point_exists_once_after_a_resume
+test_a_resume = with_torch.test_after_a_resume_each_point_exists_exactly_once
 test_times = with_torch.test_rewritten_points_keep_their_times
 
 

@@ -18,13 +18,20 @@ from weakref import WeakValueDictionary
 
 from camshaft.base import Serializable
 from camshaft.distributed import all_gather
-from camshaft.engine.engine import Engine
-from camshaft.engine.events import HandlerEvents
+from camshaft.engine.engine import Engine, outermost_engine
+from camshaft.engine.events import Events, HandlerEvents
 from camshaft.engine.state import LazyNumber
 from camshaft.errors import described
 from camshaft.handlers.checkpoint.async_save import BackgroundSave
 from camshaft.handlers.checkpoint.loading import load_objects, resume
-from camshaft.handlers.checkpoint.savers import BaseSaveHandler, DiskSaver, check_is_name, check_save_on_rank
+from camshaft.handlers.checkpoint.savers import (
+    SAFETENSORS,
+    BaseSaveHandler,
+    DiskSaver,
+    check_is_inside,
+    check_is_name,
+    check_save_on_rank,
+)
 from camshaft.handlers.checkpoint.state import CHECKPOINTER, check_to_save, is_container, take_state
 from camshaft.handlers.utils import check_callable, check_text
 
@@ -33,6 +40,7 @@ StepTransform = Callable[[Engine[Any, Any], Any], Any]
 SaveHandler = str | PathLike[str] | BaseSaveHandler | Callable[..., object]
 _FIELDS = ("filename_prefix", "name", "score", "score_name", "global_step", "ext")  # of names
 _LONGEST_PREFIX = 180  # bytes; of the usual 255 of a file name, the name, score, and suffix of its entry take the rest
+_ENDS = Events.TERMINATE | Events.COMPLETED | Events.INTERRUPT | Events.EXCEPTION_RAISED
 _owners: WeakValueDictionary[Path, Checkpoint] = WeakValueDictionary()  # the handler that saved a file last
 
 
@@ -151,8 +159,8 @@ class Checkpoint(Serializable):
 
     Raises:
         TypeError: ``to_save`` is not a mapping of such objects, or another argument is of the wrong type.
-        ValueError: ``n_saved`` is below 1, ``to_save`` has the key ``checkpointer`` with ``include_self``, or
-            the directory is not empty or cannot be used.
+        ValueError: ``n_saved`` is below 1, ``to_save`` has the key ``checkpointer`` with ``include_self``, or more than
+            a ``.safetensors`` file holds, or the directory is not empty or cannot be used.
         KeyError: ``filename_pattern`` uses an unknown field.
 
     >>> import tempfile, torch
@@ -197,6 +205,10 @@ class Checkpoint(Serializable):
         check_text("filename_pattern", filename_pattern, optional=True)
         if filename_pattern is not None:
             check_pattern(filename_pattern)
+            if filename_pattern.endswith(SAFETENSORS) and (len(to_save) > 1 or include_self):
+                problem = f"is for the weights of one model, without include_self, but to_save holds {list(to_save)}"
+                hint = "save the rest with another Checkpoint, to .pt files"
+                raise ValueError(f"filename_pattern {filename_pattern!r} {problem}; {hint}")
         if isinstance(save_handler, (str, PathLike)):
             folder, filename_prefix = split_prefix(save_handler, filename_prefix)
             save_handler = DiskSaver(folder, create_dir=True, save_on_rank=save_on_rank)
@@ -222,6 +234,9 @@ class Checkpoint(Serializable):
         self.ext = "pt"
         self._background = BackgroundSave()
         self._saved: list[Item] = []
+        # A handler may overwrite what others saved before it was made, or got its record, as a resumed run does; but of
+        # two handlers that write the same file at the same time, each would remove that of the other.
+        self._may_overwrite = _owners.copy()
 
     @property
     def last_checkpoint(self) -> str | Path | None:
@@ -239,7 +254,9 @@ class Checkpoint(Serializable):
         """Save, if the score or the step is large enough.
 
         Raises:
-            ValueError: ``score_function`` or ``global_step_transform`` does not return a number.
+            ValueError: ``score_function`` or ``global_step_transform`` does not return a number, or another handler has
+                saved to the same file since this one was made. If the run is over, as on ``COMPLETED``, the latter is
+                only a warning, and the file is overwritten.
         """
         self._background.settle()
         step = engine.state.iteration if self.score_function is None else None
@@ -274,7 +291,7 @@ class Checkpoint(Serializable):
         def save(checkpoint: Any) -> None:
             saver(checkpoint, filename, *([metadata] if takes_metadata(saver) else []))
             self._saved = saved
-            if dropped is not None and isinstance(saver, BaseSaveHandler):
+            if dropped is not None and isinstance(saver, BaseSaveHandler) and self._release(dropped):
                 saver.prune(dropped)
 
         def announce() -> None:
@@ -282,7 +299,7 @@ class Checkpoint(Serializable):
             engine.fire_event(CheckpointEvents.SAVED_CHECKPOINT)
             engine.last_event_name = event
 
-        self._warn_if_shared(filename)
+        self._claim(filename, is_over=(outermost_engine() or engine).last_event_name in _ENDS)
         if self.asynchronous and (not isinstance(saver, DiskSaver) or saver.writes):
             self._background.start(checkpoint, save, announce)
         else:
@@ -320,6 +337,7 @@ class Checkpoint(Serializable):
         """Forget what was saved, to restart a run from 0. The files stay."""
         self._background.settle()
         self._saved = []
+        self._may_overwrite = _owners.copy()
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return the record: pairs of priority and file name, lowest first."""
@@ -338,8 +356,8 @@ class Checkpoint(Serializable):
             saved = [Item(_as_priority(priority, "_saved"), name) for priority, name in state_dict["_saved"]]
             for item in saved:
                 check_text("a file name", item.filename)
-                if isinstance(self.save_handler, DiskSaver):
-                    check_is_name("a file name", item.filename)
+                check = check_is_name if isinstance(self.save_handler, DiskSaver) else check_is_inside
+                check("a file name", item.filename)
         except (TypeError, ValueError) as error:
             expected = "a list of pairs (priority, file name)"
             raise ValueError(f"_saved must be {expected}, got {state_dict['_saved']!r}: {error}") from error
@@ -389,14 +407,38 @@ class Checkpoint(Serializable):
         """The rank that writes, or ``"node"``; a ``DiskSaver`` has its own."""
         return self.save_handler.save_on_rank if isinstance(self.save_handler, DiskSaver) else self.save_on_rank
 
-    def _warn_if_shared(self, filename: str) -> None:
-        """Warn if another handler has saved the same file, which it may remove later."""
-        if isinstance(saver := self.save_handler, DiskSaver) and saver.writes:
-            path = (saver.dirname / filename).resolve()
-            owner, _owners[path] = _owners.get(path, self), self
-            if owner is not self and any(item.filename == filename for item in owner._saved):
-                hint = "give one of them another filename_prefix, score_name or directory, or use one handler for both"
-                warnings.warn(f"another Checkpoint saved '{path}', which is overwritten: {hint}", stacklevel=3)
+    def _path(self, filename: str) -> Path | None:
+        """Return the file that this process writes, without links, or ``None``."""
+        saver = self.save_handler
+        return (saver.dirname / filename).resolve() if isinstance(saver, DiskSaver) and saver.writes else None
+
+    def _has_other_owner(self, path: Path) -> bool:
+        return _owners.get(path, self) not in (self, self._may_overwrite.get(path))
+
+    def _claim(self, filename: str, is_over: bool) -> None:
+        """Make sure that this handler may write a file; if the run is over, an error would lose what is to be saved."""
+        path = self._path(filename)
+        if path is None:
+            return
+        if self._has_other_owner(path):
+            hint = "give one of them another filename_prefix, score_name or directory, or use one handler for both"
+            problem = f"two Checkpoints write the same file '{path}': {hint}"
+            if not is_over:
+                raise ValueError(problem)
+            warnings.warn(f"{problem}. The run is over, so the file is overwritten", stacklevel=3)
+        if (owner := _owners.get(path, self)) is not self:
+            owner._background.wait()
+        _owners[path] = self
+
+    def _release(self, filename: str) -> bool:
+        """Return whether this handler may remove a file, whose name is then free: no other handler has saved to it."""
+        path = self._path(filename)
+        if path is None:
+            return True
+        if self._has_other_owner(path):
+            return False
+        _owners.pop(path, None)
+        return True
 
 
 class ModelCheckpoint(Checkpoint):
@@ -478,6 +520,9 @@ class ModelCheckpoint(Checkpoint):
             TypeError: it is not a mapping of objects with ``state_dict()``.
         """
         given = rest[-1] if rest else to_save
+        if isinstance(given, BaseException):
+            hint = "engine.add_event_handler(event, handler, {'model': model})"
+            raise TypeError(f"to_save is missing: register a ModelCheckpoint with its objects, {hint}") from given
         if is_container(given) and not given:
             raise RuntimeError(f"to_save must hold at least one object, got {given!r}")
         check_to_save(given, self.include_self)
@@ -496,9 +541,8 @@ def split_prefix(dirname: str | PathLike[str], filename_prefix: str) -> tuple[Pa
     (PosixPath('checkpoints/best'), 'model')
     """
     check_text("filename_prefix", filename_prefix)
+    check_is_inside("filename_prefix", filename_prefix)
     folder, prefix = os.path.split(filename_prefix)
-    if os.path.isabs(folder) or os.pardir in Path(folder).parts:
-        raise ValueError(f"filename_prefix must stay in the directory, got {filename_prefix!r}")
     return Path(dirname, folder), prefix
 
 

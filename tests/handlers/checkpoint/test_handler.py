@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import math
 import warnings
@@ -425,12 +426,20 @@ def test_one_rank_writes_the_file_and_every_rank_keeps_the_record(tmp_path):
     assert load(checkpoint.last_checkpoint) == {"value": 1}
 
 
-@pytest.mark.parametrize("name", ["../model.pt", "/tmp/model.pt", "a/model.pt"])
+@pytest.mark.parametrize("name", ["../model.pt", "/tmp/model.pt", "a/model.pt", "..", "a\0b.pt"])
 def test_a_record_with_files_outside_of_the_directory_is_rejected(tmp_path, name):
     checkpoint = Checkpoint({"model": Part()}, tmp_path)
-    with pytest.raises(ValueError, match="_saved must be .*: a file name must not contain a folder"):
+    with pytest.raises(ValueError, match="_saved must be .*: a file name must (not contain a folder|stay in the dir)"):
         checkpoint.load_state_dict({"_saved": [(1, name)]})
     assert checkpoint.state_dict()["_saved"] == []
+
+
+def test_records_of_other_places_may_name_folders_in_them():
+    checkpoint = Checkpoint({"model": Part()}, Memory())
+    checkpoint.load_state_dict({"_saved": [(1, "run/model.pt")]})
+    assert checkpoint.last_checkpoint == "run/model.pt"
+    with pytest.raises(ValueError, match="a file name must stay in the directory"):
+        checkpoint.load_state_dict({"_saved": [(1, "run/../../model.pt")]})
 
 
 # --- two handlers of the same file -------------------------------------------------------------------------
@@ -440,23 +449,33 @@ def handler(folder, **options):
     return Checkpoint({"model": Part()}, DiskSaver(folder, require_empty=False), **options)
 
 
-def test_a_second_handler_of_one_file_warns(tmp_path):
-    (tmp_path / "link").symlink_to(tmp_path)
-    first, second = handler(tmp_path), handler(tmp_path / "link")
-    first(at(1))
-    with pytest.warns(UserWarning, match=r"another Checkpoint saved '.*model_1\.pt', which is overwritten: .*_prefix"):
-        second(at(1))
-    second(at(2))
-    assert names(tmp_path) == ["link", "model_2.pt"]
+@pytest.mark.parametrize("options", [{}, {"asynchronous": True}])
+def test_the_second_handler_of_one_file_raises_before_it_writes(tmp_path, options):
+    trainer = Engine(lambda engine, batch: None)
+    for part in (Part(1), Part(2)):
+        checkpoint = Checkpoint({"model": part}, tmp_path, **options)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(every=2), checkpoint)
+    with pytest.raises(ValueError, match=r"two Checkpoints write the same file '.*model_2\.pt'.*filename_prefix"):
+        trainer.run(range(4))
+    assert load(tmp_path / "model_2.pt") == {"value": 1}
+    assert checkpoint.last_checkpoint is None
 
 
-def test_other_names_or_directories_and_files_that_were_removed_are_fine(tmp_path):
+def test_other_names_or_directories_are_fine(tmp_path):
     checkpoints = [handler(tmp_path), handler(tmp_path, filename_prefix="b"), handler(tmp_path / "c")]
     for step in (1, 2):
         for checkpoint in checkpoints:
             checkpoint(at(step))
     assert names(tmp_path) == ["b_model_2.pt", "c", "model_2.pt"]
-    handler(tmp_path)(at(1))
+
+
+def test_two_handlers_of_one_file_are_detected_through_a_link(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    first, second = handler(tmp_path / "real"), handler(tmp_path / "link")
+    first(at(1))
+    with pytest.raises(ValueError, match="two Checkpoints write the same file"):
+        second(at(1))
 
 
 def test_a_handler_may_overwrite_its_own_files(tmp_path):
@@ -464,6 +483,111 @@ def test_a_handler_may_overwrite_its_own_files(tmp_path):
     for step in (1, 2):
         checkpoint(at(step), {"model": Part(step)})
     assert load(tmp_path / "last.pt") == {"value": 2}
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_new_handler_takes_over_the_files_of_an_existing_one(tmp_path, loaded):
+    first = handler(tmp_path, n_saved=2)
+    first(at(1))
+    first(at(2))
+    second = handler(tmp_path, n_saved=2)
+    if loaded:
+        second.load_state_dict(first.state_dict())
+    second(at(3 if loaded else 2))
+    second(at(4 if loaded else 3))
+    assert names(tmp_path) == (["model_3.pt", "model_4.pt"] if loaded else ["model_1.pt", "model_2.pt", "model_3.pt"])
+
+
+def test_a_handler_that_loads_the_record_of_another_takes_over_its_files(tmp_path):
+    first, second = handler(tmp_path), handler(tmp_path)
+    first(at(1))
+    second.load_state_dict(first.state_dict())
+    second(at(1))
+    second(at(2))
+    assert names(tmp_path) == ["model_2.pt"]
+
+
+def test_the_files_of_a_deleted_handler_are_free(tmp_path):
+    first, second = handler(tmp_path), handler(tmp_path)
+    first(at(1))
+    del first
+    gc.collect()
+    second(at(1))
+
+
+def test_what_another_handler_has_taken_over_is_not_removed(tmp_path):
+    first = handler(tmp_path)
+    first(at(1))
+    second = handler(tmp_path)
+    second(at(1))
+    first(at(2))
+    assert names(tmp_path) == ["model_1.pt", "model_2.pt"]
+    assert second.last_checkpoint.exists()
+
+
+def test_a_third_handler_does_not_let_the_first_remove_what_the_second_has_taken_over(tmp_path):
+    first = handler(tmp_path)
+    first(at(1))
+    second = handler(tmp_path)
+    second(at(1))
+    third = handler(tmp_path)
+    first(at(2))
+    assert second.last_checkpoint.exists()
+    with pytest.raises(ValueError, match="two Checkpoints write the same file"):
+        third(at(2))
+
+
+def test_the_name_of_a_removed_file_is_free(tmp_path):
+    first, second = handler(tmp_path), handler(tmp_path)
+    first(at(1))
+    first(at(2))
+    second(at(1))
+    assert names(tmp_path) == ["model_1.pt", "model_2.pt"]
+
+
+@pytest.mark.parametrize("options", [{}, {"asynchronous": True}])
+@pytest.mark.parametrize("event", [Events.COMPLETED, Events.TERMINATE, Events.EXCEPTION_RAISED, "evaluator"])
+def test_after_the_run_the_second_handler_of_one_file_saves_with_a_warning(tmp_path, event, options):
+    part = Part(1)
+    every, last = (handler(tmp_path, n_saved=2, **options) for _ in range(2))
+    every.to_save = last.to_save = {"model": part}
+    trainer = Engine(lambda engine, batch: 1 / 0 if event == Events.EXCEPTION_RAISED and batch == 3 else None)
+    trainer.add_event_handler(Events.ITERATION_STARTED, every)
+    if event == Events.TERMINATE:
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), trainer.terminate)
+    evaluator = Engine(lambda engine, batch: None)
+    evaluator.state.iteration = 2
+    ending = Events.COMPLETED if event == "evaluator" else event
+    if event == "evaluator":
+        evaluator.add_event_handler(Events.STARTED, lambda engine: setattr(engine.state, "iteration", 3))
+        evaluator.add_event_handler(Events.COMPLETED, last)
+    trainer.add_event_handler(ending, lambda *_: setattr(part, "value", 5))
+    trainer.add_event_handler(ending, (lambda: evaluator.run([0])) if event == "evaluator" else last)
+    with pytest.warns(
+        UserWarning, match=r"two Checkpoints write the same file .*The run is over, so the file is overwritten"
+    ):
+        trainer.run([1, 2, 3, 4])
+    assert last.last_checkpoint.exists()
+    assert load(last.last_checkpoint) == {"value": 5}
+    every(at(9))
+    every(at(10))
+    assert every.last_checkpoint.exists()
+    assert last.last_checkpoint.exists()  # the first handler no longer prunes it
+
+
+def test_a_best_handler_with_the_names_of_the_last_one_raises_before_their_files_are_lost(tmp_path):
+    pattern = "{name}_{global_step}.{ext}"
+    last = handler(tmp_path, filename_pattern=pattern)
+    best = handler(
+        tmp_path,
+        filename_pattern=pattern,
+        score_function=lambda engine: -engine.state.iteration,
+        global_step_transform=lambda engine, event: engine.state.iteration,
+    )
+    last(at(1))
+    with pytest.raises(ValueError, match="two Checkpoints write the same file"):
+        best(at(1))
+    assert (last.last_checkpoint.exists(), best.last_checkpoint) == (True, None)
 
 
 # --- ModelCheckpoint ---------------------------------------------------------------------------------------
@@ -549,6 +673,14 @@ def test_a_model_checkpoint_saves_on_an_exception(tmp_path):
     with pytest.raises(ValueError, match="broken"):
         trainer.run([1])
     assert names(tmp_path) == ["model_1.pt"]
+
+
+def test_on_an_exception_without_objects_it_raises_from_the_first_error(tmp_path):
+    trainer = Engine(lambda engine, batch: 1 / 0)
+    trainer.add_event_handler(Events.EXCEPTION_RAISED, ModelCheckpoint(tmp_path))
+    with pytest.raises(TypeError, match="to_save is missing: register a ModelCheckpoint with its objects") as raised:
+        trainer.run([1])
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
 
 
 def test_with_another_save_handler_last_checkpoint_raises(tmp_path):
