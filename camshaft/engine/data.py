@@ -242,12 +242,18 @@ class DataIterator:
             self.iterator, self._cut_after = None, done
 
     def replace(self, data: Any) -> None:
-        """Continue with other data, at once if a pass is live."""
-        self.engine.state.dataloader = data
+        """Continue with other data, at once if a pass is live; with the previous ones if they cannot be opened."""
+        state = self.engine.state
+        previous, state.dataloader = state.dataloader, data
         if self.iterator is not None:
             self.announce()
             number = self._next_number()
-            self._take(self.open_pass(number, None), number, length_of(data))
+            try:
+                iterator = self.open_pass(number, None)
+            except BaseException:
+                state.dataloader = previous
+                raise
+            self._take(iterator, number, length_of(data))
 
     def shift(self, iterations: int) -> None:
         """Keep the position when ``state.iteration`` is changed by ``iterations``."""

@@ -265,8 +265,8 @@ class Engine(Serializable, Generic[Batch, Output]):
 
     # --- stop requests -------------------------------------------------------------------------------------
 
-    should_terminate = StopFlag(Stop.RUN)
-    should_terminate_single_epoch = StopFlag(Stop.EPOCH)
+    should_terminate = StopFlag(Stop.RUN, "skip_completed")
+    should_terminate_single_epoch = StopFlag(Stop.EPOCH, "skip_epoch_completed")
     should_interrupt = StopFlag(Stop.PAUSE)
 
     def terminate(self, skip_completed: bool = False) -> None:
@@ -421,8 +421,15 @@ class Engine(Serializable, Generic[Batch, Output]):
         assert progress.position is not None, "else no new length is found"
         epoch = progress.epoch + number - progress.position["epoch"]
         self.state.epoch_length = length
+        iteration, target = epoch * length + done, self.state.max_iters
         self.logger.info("The loader now makes %d batches per epoch: iterations are recounted", length)
-        return replace(progress, epoch=epoch, done=done, iteration=epoch * length + done)
+        if target is not None and iteration >= target:
+            warnings.warn(
+                f"the loader now makes {length} batches per epoch, so {iteration} iterations count as completed, which "
+                f"reaches the target of {target}: pass a larger max_iters",
+                stacklevel=4,
+            )
+        return replace(progress, epoch=epoch, done=done, iteration=iteration)
 
     def _log_resuming(self) -> None:
         state = self.state
@@ -564,8 +571,8 @@ class Engine(Serializable, Generic[Batch, Output]):
                 the very next sample; without it, the data are read from their beginning.
 
         Raises:
-            TypeError: not a mapping, or a number is not an integer.
-            ValueError: a key is missing, or a number is out of range; the engine is unchanged.
+            TypeError: it or ``position`` is not a mapping, or a number is not an integer; the engine is unchanged.
+            ValueError: a key is missing, or a number is out of range; likewise.
             RuntimeError: the engine is in an epoch.
 
         >>> engine = Engine(lambda engine, batch: None)
@@ -582,13 +589,15 @@ class Engine(Serializable, Generic[Batch, Output]):
         if missing := [key for key in self.state_dict_user_keys if key not in state_dict]:
             raise ValueError(f"state_dict lacks the user keys {missing}, it has {list(state_dict)}")
         progress, measures = read(state_dict)
-        if run is not None and not run.is_active:
+        new_length = None
+        if run is not None and run.is_active:  # in STARTED, when the data are known
+            new_length = seek_with_new_length(state.dataloader, progress.position, measures["epoch_length"])
+        else:
             self._discard_run()
         for name, value in (*measures.items(), *((key, state_dict[key]) for key in self.state_dict_user_keys)):
             setattr(state, name, value)
         self._inferred = {}
-        if self._run is not None:  # in STARTED, when the data are known
-            new_length = seek_with_new_length(state.dataloader, progress.position, state.epoch_length)
-            progress = progress if new_length is None else self._recount(progress, new_length)
+        if new_length is not None:
+            progress = self._recount(progress, new_length)
         state.iteration, state.epoch = progress.iteration, progress.epoch
         self._keep(progress)

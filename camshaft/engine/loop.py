@@ -49,15 +49,21 @@ class Stop(Enum):
 
 
 class StopFlag:
-    """Attribute of an engine that shows and sets a stop request: ``False``, ``True``, or the event to skip."""
+    """Attribute of an engine that shows and sets a stop request: ``False``, ``True``, or which event to skip."""
 
-    def __init__(self, stop: Stop) -> None:
+    def __init__(self, stop: Stop, *skips: str) -> None:
         self._stop = stop
+        self._allowed = (False, True, *skips)
+
+    def __set_name__(self, kind: type, name: str) -> None:
+        self._name = name
 
     def __get__(self, engine: Engine[Any, Any] | None, kind: type) -> Any:
         return self if engine is None else engine._stops.get(self._stop, False)
 
     def __set__(self, engine: Engine[Any, Any], value: bool | str) -> None:
+        if value not in self._allowed:
+            raise TypeError(f"{self._name} must be one of {self._allowed}, got {value!r}")
         if value:
             engine._stops[self._stop] = value
         else:

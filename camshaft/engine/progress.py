@@ -66,7 +66,7 @@ def read(state_dict: Mapping[str, Any]) -> tuple[Progress, dict[str, int | None]
     iterations.
 
     Raises:
-        TypeError: a number is not an integer.
+        TypeError: a number is not an integer, or ``position`` is not a mapping.
         ValueError: a number is out of range, or a number of epochs comes without their length.
 
     >>> read({"epoch": 3, "epoch_length": 10, "max_epochs": 5})[0].iteration
@@ -84,16 +84,26 @@ def read(state_dict: Mapping[str, Any]) -> tuple[Progress, dict[str, int | None]
     epoch, done = divmod(iteration, length) if length else (0, iteration)  # else an unfinished first pass
     if "epochs_completed" in given:
         epoch, done = given["epochs_completed"], given.get("iterations_in_epoch", 0)
+        limit = min(iteration, length - 1) if length else iteration
+        if done > limit:
+            raise ValueError(f"iterations_in_epoch must be at most {limit}, got {done}")
     for name, reached in (("max_epochs", epoch), ("max_iters", iteration)):
         target = targets[name]
         if target is not None and target < reached:
             raise ValueError(f"{name} must not be below the progress of the state dict, {reached}, got {target}")
-    progress = Progress(epoch, iteration, done, state_dict.get("position"), Origin.LOADED)
+    position = state_dict.get("position")
+    if position is not None:
+        if not isinstance(position, Mapping):
+            raise TypeError(f"position must be a mapping, got {position!r} of type {type(position).__name__}")
+        for name in ("epoch", "batches", "consumed", "steps", "lost"):
+            if position.get(name) is not None:
+                _integer(f"position[{name!r}]", position[name], least=0)
+    progress = Progress(epoch, iteration, done, position, Origin.LOADED)
     return progress, {"epoch_length": length or None, **targets}
 
 
 def _integer(name: str, value: Any, least: int) -> int:
-    if not is_integer(value):
+    if not is_integer(value) or isinstance(value, bool):
         raise TypeError(f"{name} must be an integer of at least {least}, got {value!r} of type {type(value).__name__}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")

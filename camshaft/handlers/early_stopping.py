@@ -104,7 +104,8 @@ class EarlyStopping(Serializable, ResettableHandler):
             if value is not None:
                 setattr(self, _new_name(name), value)
         integer("patience", patience, least=1)
-        number("threshold", self.threshold, least=0)
+        if self.threshold != math.inf:
+            number("threshold", self.threshold, least=0)
         check_choice("threshold_mode", self.threshold_mode, ("abs", "rel"))
         check_choice("mode", mode, ("max", "min"))
         self.counter = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from time import monotonic
 from typing import Any
 
@@ -17,7 +18,7 @@ class TimeLimit:
     """Terminate a run when a time has passed since the handler was created, on all ranks after the same iteration.
 
     Args:
-        limit_sec: seconds; 8 hours by default.
+        limit_sec: seconds; 8 hours by default, ``math.inf`` for no limit.
 
     Raises:
         TypeError: ``limit_sec`` is not a number.
@@ -31,7 +32,8 @@ class TimeLimit:
     """
 
     def __init__(self, limit_sec: float = 28800) -> None:
-        number("limit_sec", limit_sec, above=0)
+        if limit_sec != math.inf:
+            number("limit_sec", limit_sec, above=0)
         self.limit_sec = limit_sec
         self.start_time = monotonic()
         self.logger = logging.getLogger(f"{__name__}.{type(self).__name__}")

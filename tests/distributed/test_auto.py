@@ -682,8 +682,9 @@ def test_a_sequence_is_a_sampler_on_any_number_of_ranks():
         with at_rank(rank, 2):
             parts.append([batch.tolist() for batch in idist.auto_dataloader(range(9), sampler=given, batch_size=2)])
     assert parts == [[[7], [1]], [[6], [1, 3]]]
-    with at_rank(1, 2), pytest.warns(UserWarning, match="some are repeated"):
-        assert list(idist.auto_dataloader(range(9), sampler=SequentialSampler(given), batch_size=None)) == [1, 3, 0]
+    for sampler, expected in ((SequentialSampler(given), [1, 3, 0]), (given, [6, 1, 7]), (np.array(given), [6, 1, 7])):
+        with at_rank(1, 2), pytest.warns(UserWarning, match="some are repeated"):
+            assert list(idist.auto_dataloader(range(9), sampler=sampler, batch_size=None)) == expected
 
 
 @on_ranks(2)

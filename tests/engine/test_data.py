@@ -138,6 +138,22 @@ def test_data_set_before_a_rejected_run_is_still_there_for_the_next():
     assert trace.batches == [7, 8]
 
 
+def test_data_that_cannot_be_opened_leave_the_previous_ones_in_place():
+    class Closed:
+        def __iter__(self):
+            raise OSError("no such shard")
+
+    def refuse(engine):
+        with pytest.raises(OSError, match="no such shard"):
+            engine.set_data(Closed())
+
+    engine, trace = traced()
+    at(engine, Events.ITERATION_COMPLETED, refuse)
+    engine.run([1, 2, 3], max_epochs=2)
+    assert trace.batches == [1, 2, 3, 1, 2, 3]
+    assert engine.state.dataloader == [1, 2, 3]
+
+
 @pytest.mark.parametrize("when", ["before", "inside"])
 def test_data_that_cannot_be_iterated_over_is_rejected(when):
     engine, trace = traced()

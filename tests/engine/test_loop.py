@@ -485,6 +485,15 @@ def test_a_flag_taken_back_in_the_same_event_has_no_effect(attribute):
     assert trace.take().split() == NAMES
 
 
+@pytest.mark.parametrize("attribute", ["should_terminate", "should_terminate_single_epoch", "should_interrupt"])
+@pytest.mark.parametrize("value", ["soon", None, 2, "skip"])
+def test_a_flag_of_another_kind_is_rejected(attribute, value):
+    engine = Engine(echo)
+    with pytest.raises(TypeError, match=f"{attribute} must be one of .False, True.*got {value!r}"):
+        setattr(engine, attribute, value)
+    assert getattr(engine, attribute) is False
+
+
 # --- terminate_epoch --------------------------------------------------------------------------------------------
 
 

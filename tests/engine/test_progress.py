@@ -140,6 +140,14 @@ def test_counts_of_completed_work_are_loaded(state_dict, expected):
         *[(without("max_epochs", max_iters=bad), ValueError, f"max_iters.*{bad}") for bad in (0, -3, 5)],
         (without(iteration=8, max_epochs=1), ValueError, "max_epochs.*2.*1"),
         *[({**FULL, name: "6"}, TypeError, f"{name}.*'6'") for name in FULL],
+        *[({**FULL, name: True}, TypeError, f"{name}.*True") for name in FULL],
+        ({**FULL, "epochs_completed": 1, "iterations_in_epoch": 4}, ValueError, "iterations_in_epoch.*at most.*4"),
+        ({**FULL, "epochs_completed": 1, "iterations_in_epoch": True}, TypeError, "iterations_in_epoch.*True"),
+        ({**FULL, "position": 3}, TypeError, "position must be a mapping, got 3"),
+        ({**FULL, "position": {"batches": -1}}, ValueError, "position.'batches'.*-1"),
+        ({**FULL, "position": {"epoch": -1}}, ValueError, "position.'epoch'.*-1"),
+        ({**FULL, "position": {"steps": "x"}}, TypeError, "position.'steps'.*'x'"),
+        ({**FULL, "position": {"consumed": True}}, TypeError, "position.'consumed'.*True"),
         *[({**FULL, name: 6.0}, TypeError, f"{name}.*6.0") for name in FULL],
     ],
     ids=str,
@@ -687,6 +695,13 @@ def test_a_state_loaded_in_started_is_recounted_for_another_batch_size_too(whole
     assert (recorder.engine.state.iteration, recorder.engine.state.epoch) == (42, 7)
 
 
+def test_a_target_in_iterations_that_a_smaller_batch_size_reaches_at_once_warns():
+    first = Recorder()
+    first.engine.run(loader(batch_size=4), max_iters=8)
+    with pytest.warns(UserWarning, match="count as completed, which reaches the target of 8: pass a larger max_iters"):
+        assert Recorder().resumed(first.states[7], loader(batch_size=2)) == []
+
+
 @pytest.mark.parametrize("epoch_length", [3, 6])
 def test_epochs_that_are_not_passes_can_be_continued(epoch_length):
     first = Recorder()
@@ -750,6 +765,7 @@ def test_an_iteration_that_an_error_handler_abandoned_is_not_repeated(whole):
         Events.ITERATION_STARTED(once=3),
         Events.ITERATION_STARTED(once=1),
         Events.GET_BATCH_STARTED(once=2),
+        Events.ITERATION_COMPLETED(once=2),
     ],
 )
 def test_a_batch_that_the_data_cannot_return_again_is_kept_for_the_next_run(make, event):
@@ -986,6 +1002,19 @@ def test_other_data_are_rejected_and_nothing_has_changed(whole, data, message):
         engine.run(data())
     assert engine.state_dict() == whole.states[6]
     assert Recorder().resumed(engine.state_dict(), loader()) == whole.seen[6:]
+
+
+def test_a_state_of_other_data_is_rejected_in_started_and_changes_nothing(whole):
+    engine = Engine(echo)
+
+    def load(engine):
+        before = {**vars(engine.state)}
+        with pytest.raises(ValueError, match="saved with seed 0, the loader has seed 1"):
+            engine.load_state_dict({**whole.states[6], "max_epochs": 9})
+        assert vars(engine.state) == before
+
+    engine.add_event_handler(Events.STARTED, load)
+    assert engine.run(loader(seed=1), max_epochs=2).epoch == 2
 
 
 # --- other data --------------------------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ def stops_after(scores, **options):
         ([math.nan, 1.0, 2.0], {"patience": 2}, None),
         ([math.nan, math.nan], {"patience": 2}, 2),
         ([math.nan, 0.5, 0.4], {"patience": 2}, None),
+        ([1.0, 2.0, 3.0], {"threshold": math.inf, "patience": 2}, 3),
     ],
 )
 def test_when_it_stops(scores, options, expected):

@@ -295,6 +295,7 @@ def test_a_limit_must_be_a_number_above_0(limit, error):
 def test_a_limit_may_be_any_number():
     assert TimeLimit(np.int64(3)).limit_sec == 3
     assert TimeLimit().limit_sec == 28800
+    assert TimeLimit(math.inf).limit_sec == math.inf
 
 
 def test_sparse_tensors_are_ignored():

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from operator import index
 from typing import Any, cast
 
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from camshaft.distributed.coordination.data import SharedSeed
 from camshaft.distributed.data.augmentation import SeededLoader
@@ -143,12 +143,26 @@ def _padding_sampler(
         stacklevel=4,
     )
     if sampler is not None:
+        sampler = sampler if isinstance(sampler, Sampler) else _Indices(sampler)
         return DistributedProxySampler(sampler, topology.world_size, topology.rank)
     is_shuffled = shuffle is not False
     padding = _PaddingSampler(dataset, topology.world_size, topology.rank, is_shuffled, 0 if seed is None else seed)
     if is_shuffled and seed is None:
         padding.shared_seed = SharedSeed()
     return padding
+
+
+class _Indices(Sampler[Any]):
+    """A sequence of indices, as a sampler."""
+
+    def __init__(self, indices: Any) -> None:
+        self.indices = indices
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return length_of(self.indices)
 
 
 class _PaddingSampler(DistributedSampler[Any]):

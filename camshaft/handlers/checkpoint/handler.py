@@ -24,7 +24,14 @@ from camshaft.engine.state import LazyNumber
 from camshaft.errors import described
 from camshaft.handlers.checkpoint.async_save import BackgroundSave
 from camshaft.handlers.checkpoint.loading import load_objects, resume
-from camshaft.handlers.checkpoint.savers import BaseSaveHandler, DiskSaver, check_is_name, check_save_on_rank
+from camshaft.handlers.checkpoint.savers import (
+    SAFETENSORS,
+    BaseSaveHandler,
+    DiskSaver,
+    check_is_inside,
+    check_is_name,
+    check_save_on_rank,
+)
 from camshaft.handlers.checkpoint.state import CHECKPOINTER, check_to_save, is_container, take_state
 from camshaft.handlers.utils import check_callable, check_text
 
@@ -152,8 +159,8 @@ class Checkpoint(Serializable):
 
     Raises:
         TypeError: ``to_save`` is not a mapping of such objects, or another argument is of the wrong type.
-        ValueError: ``n_saved`` is below 1, ``to_save`` has the key ``checkpointer`` with ``include_self``, or
-            the directory is not empty or cannot be used.
+        ValueError: ``n_saved`` is below 1, ``to_save`` has the key ``checkpointer`` with ``include_self``, or more than
+            a ``.safetensors`` file holds, or the directory is not empty or cannot be used.
         KeyError: ``filename_pattern`` uses an unknown field.
 
     >>> import tempfile, torch
@@ -198,6 +205,10 @@ class Checkpoint(Serializable):
         check_text("filename_pattern", filename_pattern, optional=True)
         if filename_pattern is not None:
             check_pattern(filename_pattern)
+            if filename_pattern.endswith(SAFETENSORS) and (len(to_save) > 1 or include_self):
+                problem = f"is for the weights of one model, without include_self, but to_save holds {list(to_save)}"
+                hint = "save the rest with another Checkpoint, to .pt files"
+                raise ValueError(f"filename_pattern {filename_pattern!r} {problem}; {hint}")
         if isinstance(save_handler, (str, PathLike)):
             folder, filename_prefix = split_prefix(save_handler, filename_prefix)
             save_handler = DiskSaver(folder, create_dir=True, save_on_rank=save_on_rank)
@@ -345,8 +356,8 @@ class Checkpoint(Serializable):
             saved = [Item(_as_priority(priority, "_saved"), name) for priority, name in state_dict["_saved"]]
             for item in saved:
                 check_text("a file name", item.filename)
-                if isinstance(self.save_handler, DiskSaver):
-                    check_is_name("a file name", item.filename)
+                check = check_is_name if isinstance(self.save_handler, DiskSaver) else check_is_inside
+                check("a file name", item.filename)
         except (TypeError, ValueError) as error:
             expected = "a list of pairs (priority, file name)"
             raise ValueError(f"_saved must be {expected}, got {state_dict['_saved']!r}: {error}") from error
@@ -509,6 +520,9 @@ class ModelCheckpoint(Checkpoint):
             TypeError: it is not a mapping of objects with ``state_dict()``.
         """
         given = rest[-1] if rest else to_save
+        if isinstance(given, BaseException):
+            hint = "engine.add_event_handler(event, handler, {'model': model})"
+            raise TypeError(f"to_save is missing: register a ModelCheckpoint with its objects, {hint}") from given
         if is_container(given) and not given:
             raise RuntimeError(f"to_save must hold at least one object, got {given!r}")
         check_to_save(given, self.include_self)
@@ -527,9 +541,8 @@ def split_prefix(dirname: str | PathLike[str], filename_prefix: str) -> tuple[Pa
     (PosixPath('checkpoints/best'), 'model')
     """
     check_text("filename_prefix", filename_prefix)
+    check_is_inside("filename_prefix", filename_prefix)
     folder, prefix = os.path.split(filename_prefix)
-    if os.path.isabs(folder) or os.pardir in Path(folder).parts:
-        raise ValueError(f"filename_prefix must stay in the directory, got {filename_prefix!r}")
     return Path(dirname, folder), prefix
 
 

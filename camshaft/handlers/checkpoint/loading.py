@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import pickle
 import stat
 import warnings
 from collections.abc import Iterator, Mapping
@@ -91,7 +92,7 @@ def resume(to_load: Mapping[str, Any], directory: PathLike, *, map_location: Any
     Raises:
         TypeError: ``to_load`` is not a mapping of such objects.
         ValueError: ``directory`` is a file.
-        DamagedCheckpointError: there are checkpoints, and none of them is complete.
+        DamagedCheckpointError: there are checkpoints, and none of them can be loaded.
         OSError: the directory cannot be read.
 
     >>> import tempfile, torch
@@ -137,7 +138,7 @@ def resume(to_load: Mapping[str, Any], directory: PathLike, *, map_location: Any
     _warn(unreadable)
     texts = _described(problems, folder)
     if any(problem not in ("", MISSING) for problem in problems.values()):
-        raise DamagedCheckpointError("no checkpoint is complete:\n" + "\n".join(texts)) from failure
+        raise DamagedCheckpointError("no checkpoint can be loaded:\n" + "\n".join(texts)) from failure
     if texts:
         _warn(["nothing was loaded, as there is no checkpoint to resume from: " + "; ".join(texts)])
     elif found:
@@ -204,7 +205,9 @@ def _read_on_all(
     except FileNotFoundError:
         problem = MISSING
     except Exception as raised:  # the other ranks must not wait for this one
-        problem, error = f"cannot be read: {type(raised).__name__}: {str(raised).partition(chr(10))[0]}", raised
+        # torch replaces the reason by advice that begins with how to load unsafely.
+        reason = raised.__context__ if isinstance(raised, pickle.UnpicklingError) and raised.__context__ else raised
+        problem, error = f"cannot be read: {type(raised).__name__}: {str(reason).partition(chr(10))[0]}", raised
     return _first(problem), content, error
 
 

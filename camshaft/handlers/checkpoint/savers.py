@@ -83,6 +83,7 @@ class DiskSaver(BaseSaveHandler):
         ValueError: ``dirname`` is not an existing directory or not empty, or ``save_on_rank`` is not a rank of the job.
             In a job with a single process, that process saves whatever the rank, with a warning.
         PermissionError: the directory is not writable.
+        NotADirectoryError: ``.manifest`` in it is a link or a file.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -125,8 +126,10 @@ class DiskSaver(BaseSaveHandler):
             hint = "DiskSaver(dirname, require_empty=False) or ModelCheckpoint(dirname, require_empty=False)"
             problem = f"contains {len(found)} checkpoints, such as {found[0]}"
             raise ValueError(f"'{self.dirname}' {problem}; to save beside them, for example to resume, use {hint}")
+        if (folder := self._manifest.folder).is_symlink() or (folder.exists() and not folder.is_dir()):
+            raise NotADirectoryError(f"the manifest of the checkpoints, '{folder}', is a link or a file: remove it")
         remove_leftovers(self.dirname)
-        remove_leftovers(self._manifest.folder)
+        remove_leftovers(folder)
 
     @property
     def writes(self) -> bool:
@@ -229,8 +232,8 @@ class Entry:
     size: int | None
     saved_at: int
     objects: list[str] | None = None
-    step: int | float | None = None
-    score: int | float | None = field(default=None, compare=False)  # NaN is not equal to itself
+    step: int | float | None = field(default=None, compare=False)  # NaN is not equal to itself
+    score: int | float | None = field(default=None, compare=False)
     score_name: str | None = None
     versions: Mapping[str, str] | None = None
     unreadable: str | None = None
@@ -276,7 +279,7 @@ class Manifest:
                 except FileNotFoundError:
                     raise
                 except Exception as error:  # whatever the file contains
-                    modified_at = (self.directory / name).stat().st_mtime_ns
+                    modified_at = (self.directory / name).lstat().st_mtime_ns
                     text = f"'{path}' cannot be read, so that only its name is used: {type(error).__name__}: {error}"
                     found.append(Entry(name, f"crc32:{checksum}", None, modified_at, unreadable=text))
         return sorted(found, key=lambda entry: entry.saved_at, reverse=True)
@@ -340,6 +343,13 @@ def check_is_name(argument: str, name: str) -> None:
     """
     if os.path.basename(name) != name:
         raise ValueError(f"{argument} must not contain a folder, got {name!r}: make a DiskSaver for that folder")
+    check_is_inside(argument, name)
+
+
+def check_is_inside(argument: str, path: str) -> None:
+    """Raise ``ValueError`` if a path leads out of its directory, or cannot be one."""
+    if os.path.isabs(path) or os.pardir in Path(path).parts or "\0" in path:
+        raise ValueError(f"{argument} must stay in the directory, got {path!r}")
 
 
 def checkpoints_in(directory: Path) -> list[os.DirEntry[str]]:
@@ -424,6 +434,8 @@ def _read(path: Path, file: str, checksum: str) -> Entry:
     content = json.loads(text) if len(text) <= _LONGEST_ENTRY else None
     if not isinstance(content, dict) or content.pop(_OWN, None) != checksum_of_entry(content):
         raise ValueError("its content does not match its checksum")
+    if (written := content.get("format")) != _FORMAT:
+        raise ValueError(f"format is {written!r}, and this version of camshaft reads {_FORMAT}")
     values: dict[str, Any] = {one.name: content.get(one.name) for one in fields(Entry)}
     entry = Entry(**values)
     for name in ("size", "saved_at"):
@@ -431,6 +443,6 @@ def _read(path: Path, file: str, checksum: str) -> Entry:
             raise ValueError(f"{name} is {number!r}")
     if entry.objects is not None and not _is_list_of_names(entry.objects):
         raise ValueError(f"objects is {entry.objects!r}")
-    if entry.file != file or str(entry.checksum).rpartition(":")[2] != checksum:
+    if entry.file != file or entry.checksum != f"crc32:{checksum}":
         raise ValueError("its content does not match its name")
     return entry

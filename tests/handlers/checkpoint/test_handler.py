@@ -426,12 +426,20 @@ def test_one_rank_writes_the_file_and_every_rank_keeps_the_record(tmp_path):
     assert load(checkpoint.last_checkpoint) == {"value": 1}
 
 
-@pytest.mark.parametrize("name", ["../model.pt", "/tmp/model.pt", "a/model.pt"])
+@pytest.mark.parametrize("name", ["../model.pt", "/tmp/model.pt", "a/model.pt", "..", "a\0b.pt"])
 def test_a_record_with_files_outside_of_the_directory_is_rejected(tmp_path, name):
     checkpoint = Checkpoint({"model": Part()}, tmp_path)
-    with pytest.raises(ValueError, match="_saved must be .*: a file name must not contain a folder"):
+    with pytest.raises(ValueError, match="_saved must be .*: a file name must (not contain a folder|stay in the dir)"):
         checkpoint.load_state_dict({"_saved": [(1, name)]})
     assert checkpoint.state_dict()["_saved"] == []
+
+
+def test_records_of_other_places_may_name_folders_in_them():
+    checkpoint = Checkpoint({"model": Part()}, Memory())
+    checkpoint.load_state_dict({"_saved": [(1, "run/model.pt")]})
+    assert checkpoint.last_checkpoint == "run/model.pt"
+    with pytest.raises(ValueError, match="a file name must stay in the directory"):
+        checkpoint.load_state_dict({"_saved": [(1, "run/../../model.pt")]})
 
 
 # --- two handlers of the same file -------------------------------------------------------------------------
@@ -665,6 +673,14 @@ def test_a_model_checkpoint_saves_on_an_exception(tmp_path):
     with pytest.raises(ValueError, match="broken"):
         trainer.run([1])
     assert names(tmp_path) == ["model_1.pt"]
+
+
+def test_on_an_exception_without_objects_it_raises_from_the_first_error(tmp_path):
+    trainer = Engine(lambda engine, batch: 1 / 0)
+    trainer.add_event_handler(Events.EXCEPTION_RAISED, ModelCheckpoint(tmp_path))
+    with pytest.raises(TypeError, match="to_save is missing: register a ModelCheckpoint with its objects") as raised:
+        trainer.run([1])
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
 
 
 def test_with_another_save_handler_last_checkpoint_raises(tmp_path):

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shutil
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -87,9 +88,8 @@ def test_an_unreadable_listed_file_is_reported_and_the_previous_one_is_used(tmp_
     with pytest.warns(UserWarning, match=r"evil.pt' cannot be read: UnpicklingError: .*; resuming from 'checkpoint_1"):
         assert resume(tmp_path) == (1, file_of(1))
     (tmp_path / file_of(1)).unlink()
-    with pytest.raises(
-        DamagedCheckpointError, match=r"(?s)evil.pt' cannot be read.*checkpoint_1.pt' is not there"
-    ) as raised:
+    problem = r"evil.pt' cannot be read: .* unsupported GLOBAL .*mkdir.*checkpoint_1.pt' is not there"
+    with pytest.raises(DamagedCheckpointError, match=f"(?s)no checkpoint can be loaded:.*{problem}") as raised:
         resume(tmp_path)
     assert isinstance(raised.value.__cause__, pickle.UnpicklingError)
 
@@ -293,7 +293,8 @@ MALFORMED = {
 }
 WRONG = {
     "file": [3, None, "checkpoint_1.pt", "../checkpoint_2.pt", "/dev/zero", ""],
-    "checksum": [None, "crc32:00000000", 5],
+    "format": [None, "1", 2],
+    "checksum": [None, "crc32:00000000", 5, "md5:{checksum}"],
     "size": [None, True, -1, 1.5, "3", 10**30],
     "saved_at": [None, False, -1, float("nan"), 10**30, 2**63 - 1, []],
     "objects": [3, [3], [["part"]], {"part": 1}, "part"],
@@ -302,8 +303,11 @@ WRONG = {
 
 def forged(text, field, value):
     """Change a field of an entry, and its checksum."""
-    content = {**json.loads(text), field: value}
+    content = json.loads(text)
     del content["checksum_of_entry"]
+    if isinstance(value, str):
+        value = value.format(checksum=content["checksum"].partition(":")[2])
+    content[field] = value
     return json.dumps({**content, "checksum_of_entry": savers.checksum_of_entry(content)})
 
 
@@ -323,8 +327,10 @@ def test_a_malformed_entry_is_reported_and_its_checkpoint_is_still_verified(tmp_
     entry = entry_of(tmp_path, 2)
     damaged = harm(entry.read_text())
     entry.write_bytes(damaged if isinstance(damaged, bytes) else damaged.encode())
-    with pytest.warns(UserWarning, match=r"checkpoint_2\.pt\.[0-9a-f]{8}\.json' cannot be read, so that only its name"):
+    problem = r"checkpoint_2\.pt\.[0-9a-f]{8}\.json' cannot be read, so that only its name"
+    with pytest.warns(UserWarning, match=problem) as told:
         assert resume(tmp_path) == (2, file_of(2))
+    assert len(told) == 1
     with pytest.warns(UserWarning, match="cannot be read, so that only its name is used"):
         Checkpoint.load_objects({"part": Part()}, tmp_path / file_of(2))
     saver = DiskSaver(tmp_path, require_empty=False)
@@ -340,6 +346,36 @@ def test_a_malformed_entry_is_reported_and_its_checkpoint_is_still_verified(tmp_
     assert entry_of(tmp_path, 2)
     saver.remove(file_of(2))
     assert not list((tmp_path / FOLDER).glob(f"{file_of(2)}.*"))
+
+
+def test_a_listed_link_to_itself_with_a_malformed_entry_is_passed_over(tmp_path):
+    save(tmp_path, 1, 2)
+    entry_of(tmp_path, 2).write_text("{")
+    (tmp_path / file_of(2)).unlink()
+    (tmp_path / file_of(2)).symlink_to(tmp_path / file_of(2))
+    with pytest.warns(UserWarning, match="cannot be read|is not a regular file"):
+        assert resume(tmp_path) == (1, file_of(1))
+
+
+@on_ranks(2)
+def test_all_ranks_load_the_file_of_a_malformed_entry(tmp_path):
+    if idist.get_rank() == 0:
+        save(tmp_path, 1)
+        entry = entry_of(tmp_path, 1)
+        entry.write_text(forged(entry.read_text(), "saved_at", "x"))
+    idist.barrier()
+    with pytest.warns(UserWarning, match="saved_at is 'x'") if idist.get_rank() == 0 else nullcontext():
+        assert resume(tmp_path) == (1, file_of(1))
+
+
+@pytest.mark.parametrize("field", ["step", "score"])
+def test_a_value_that_is_nan_does_not_hide_damage(tmp_path, field):
+    save(tmp_path, 1, 2)
+    entry = entry_of(tmp_path, 2)
+    entry.write_text(forged(entry.read_text(), field, float("nan")))
+    flip_a_bit(tmp_path / file_of(2), 700)
+    with pytest.warns(UserWarning, match=r"checkpoint_2\.pt' is damaged"):
+        assert resume(tmp_path) == (1, file_of(1))
 
 
 def test_with_a_damaged_entry_the_file_decides_which_objects_it_holds(tmp_path):
@@ -557,13 +593,23 @@ def test_entries_that_are_not_regular_files_are_not_opened(tmp_path, make):
         assert resume(tmp_path) == (2, file_of(2))
 
 
-def test_a_manifest_that_is_a_link_is_not_read(tmp_path):
+def test_a_manifest_that_is_a_link_is_neither_read_nor_written(tmp_path):
     folder, other = tmp_path / "checkpoints", tmp_path / "other"
     save(other, 1)
     save(folder, 2)
     shutil.rmtree(folder / FOLDER)
     (folder / FOLDER).symlink_to(other / FOLDER)
     assert resume(folder) == (2, file_of(2))
+    before = sorted((other / FOLDER).iterdir())
+    with pytest.raises(NotADirectoryError, match="the manifest of the checkpoints, .* is a link or a file: remove it"):
+        DiskSaver(folder, require_empty=False)
+    assert sorted((other / FOLDER).iterdir()) == before
+
+
+def test_a_manifest_that_is_a_file_is_rejected_at_construction(tmp_path):
+    (tmp_path / FOLDER).touch()
+    with pytest.raises(NotADirectoryError, match="the manifest of the checkpoints, .* is a link or a file: remove it"):
+        DiskSaver(tmp_path)
 
 
 def best_and_last(folder):
@@ -691,6 +737,9 @@ def test_what_a_safetensors_file_cannot_hold_is_rejected(tmp_path):
     pattern = "{name}.safetensors"
     with pytest.raises(TypeError, match=r"a dict of tensors; got values of \['int'\]"):
         Checkpoint({"a": Part()}, tmp_path, filename_pattern=pattern)(at(1))
+    for to_save, include_self in (({"a": linear(1), "b": Part()}, False), ({"a": linear(1)}, True)):
+        with pytest.raises(ValueError, match=r"weights of one model, without include_self, but to_save holds \['a'"):
+            Checkpoint(to_save, tmp_path, filename_pattern=pattern, include_self=include_self)
     assert names(tmp_path) == []
 
 
