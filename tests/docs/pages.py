@@ -100,7 +100,9 @@ def run_shell(page: Path, block: Block) -> None:
     tries = 1
     if is_torch_alone(block):
         tries = TRIES_OF_TORCH_ALONE
-        report += """; trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT"""  # agents wait for minutes for one that failed
+        report += (
+            """; trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT"""  # agents wait for minutes for one that failed
+        )
     script = report + "\n" * (block.line - 1) + block.code
     for _ in range(tries):
         code = subprocess.run(["bash", "-e", "-c", script, shown(page)]).returncode
