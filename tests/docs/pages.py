@@ -97,8 +97,14 @@ def run_python(page: Path, block: Block, namespace: dict[str, object]) -> None:
 def run_shell(page: Path, block: Block) -> None:
     """Run a script, padded with empty lines so that the shell reports the line numbers of the page."""
     report = """trap 'echo "$0:$LINENO: exit code $?" >&2' ERR"""
+    tries = 1
+    if is_torch_alone(block):
+        tries = TRIES_OF_TORCH_ALONE
+        report += (
+            """; trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT"""  # agents wait for minutes for one that failed
+        )
     script = report + "\n" * (block.line - 1) + block.code
-    for _ in range(TRIES_OF_TORCH_ALONE if is_torch_alone(block) else 1):
+    for _ in range(tries):
         code = subprocess.run(["bash", "-e", "-c", script, shown(page)]).returncode
         if not code:
             return

@@ -182,5 +182,5 @@ def test_the_environment_variable_ci_is_parsed(monkeypatch, value, expected):
 
 
 def test_a_saver_rejects_other_loggers():
-    with pytest.raises(TypeError, match="logger must be a ClearMLLogger, got str"):
+    with pytest.raises(TypeError, match="logger must be a ClearMLLogger, got 'logger' of type str"):
         ClearMLSaver("logger")
