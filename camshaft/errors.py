@@ -57,6 +57,17 @@ def described(value: Any) -> str:
     return f"{text}; {foreign.__name__} comes from PyTorch-Ignite{instead}"
 
 
+def check_type(name: str, value: Any, kind: type[Any] | tuple[type[Any], ...], expected: str) -> None:
+    """Raise ``TypeError`` unless ``value`` is an instance of a class.
+
+    >>> check_type("names", "lr", (list, tuple), "a list or a tuple")
+    Traceback (most recent call last):
+    TypeError: names must be a list or a tuple, got 'lr' of type str
+    """
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {expected}, got {described(value)}")
+
+
 def check_is_no_class(name: str, value: Any) -> None:
     """Raise ``TypeError`` if ``value`` is a class where an object is needed.
 

@@ -122,10 +122,13 @@ def all_gather_tensors_with_shapes(tensor: Tensor, shapes: Sequence[Sequence[int
     with Call("all_gather_tensors_with_shapes", backend, group) as call:
         if not call.is_member:
             return [tensor]
-        held, wrong = call.one_for_each("shapes", shapes)
+        try:
+            plain = [tuple(map(operator.index, shape)) for shape in shapes]
+        except TypeError as error:
+            raise TypeError(f"shapes must hold a shape for each rank, as (2, 3), got {shapes!r}") from error
+        _, wrong = call.one_for_each("shapes", plain)
         if wrong is not None:
             raise wrong
-        plain = [tuple(map(operator.index, shape)) for shape in held]
         if any(len(shape) != tensor.dim() for shape in plain):
             raise ValueError(f"shapes must all have {tensor.dim()} dimensions, as this rank's tensor, got {plain}")
         place = call.ranks.index(backend.topology.rank)

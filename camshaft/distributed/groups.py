@@ -7,14 +7,14 @@ import operator
 import reprlib
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch.distributed as dist
 
 from camshaft.distributed.backend import Backend, Group, check_known
 from camshaft.distributed.coordination import collective_check
 from camshaft.distributed.coordination.waiting import alone, check_all_present
-from camshaft.errors import RankDivergenceError, annotate
+from camshaft.errors import RankDivergenceError, annotate, check_type
 
 _SEQUENCES = (list, tuple, range)
 _OPTIONS = tuple(inspect.signature(dist.new_group).parameters)[1:]
@@ -61,7 +61,8 @@ class Call:
             raise RankDivergenceError(f"{self._collective} was called on rank {rank}, which is not in its group{known}")
 
     def check_member(self, name: str, rank: int) -> int:
-        """Return a rank argument as a plain integer; raise ``ValueError`` if it is not in the group."""
+        """Return a rank argument as a plain integer; raise an error if it is not one, or not in the group."""
+        check_type(name, rank, SupportsIndex, "an integer")
         if rank not in self.ranks:
             raise ValueError(f"{name} must be a rank of the group {list(self.ranks)}, got {rank!r}")
         return int(rank)

@@ -324,28 +324,34 @@ def check_nodes(
     """Check the number of nodes, and how their processes find each other; ``None`` is an argument that is not given.
 
     Raises:
-        ValueError: a number is out of range, or something is missing.
+        ValueError: a number is out of range, or something is missing or given twice.
     """
     nnodes = 1 if nnodes is None else nnodes
     check_positive("nnodes", nnodes)
     if nnodes > 1 and node_rank is None:
         raise ValueError(f"node_rank must be given with nnodes={nnodes}")
-    if node_rank is not None and not 0 <= node_rank < nnodes:
+    if node_rank is not None and not (_is_integer(node_rank) and 0 <= node_rank < nnodes):
         raise ValueError(f"node_rank must be an integer in [0, {nnodes}), got {node_rank!r}")
-    by_address = init_method is None or init_method.startswith("env://")
-    if by_address and nnodes > 1 and (master_addr is None or master_port is None):
-        raise ValueError(
-            f"master_addr and master_port, or init_method, must be given with nnodes={nnodes}, got {master_addr!r} and "
-            f"{master_port!r}"
-        )
+    if not isinstance(init_method, str | None):
+        raise ValueError(f"init_method must be 'env://', 'file://...' or 'tcp://...', got {init_method!r}")
+    address = f"got {master_addr!r} and {master_port!r}"
+    if init_method is not None and not init_method.startswith("env://"):
+        if (master_addr, master_port) != (None, None):
+            raise ValueError(f"master_addr and master_port must not be given with {init_method=}, {address}")
+    elif nnodes > 1 and (master_addr is None or master_port is None):
+        raise ValueError(f"master_addr and master_port, or init_method, must be given with nnodes={nnodes}, {address}")
     if master_port is not None and not (str(master_port).isdecimal() and 0 < int(master_port) < 65536):
         raise ValueError(f"master_port must be a number in [1, 65535], got {master_port!r}")
 
 
 def check_positive(name: str, count: Any) -> None:
     """Raise ValueError if a number of processes or nodes is not a positive integer."""
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+    if not _is_integer(count) or count < 1:
         raise ValueError(f"{name} must be a positive integer, got {count!r}")
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class Processes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import struct
 import weakref
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +29,8 @@ Transfer = tuple[Work, Tensor]
 _HEAD = struct.Struct("<qq?")  # bytes of the value, number of the message, whether a tensor follows
 _ROW = 512
 _ROOM = _ROW - _HEAD.size
+_MOST_IN_FLIGHT = 64 << 20  # bytes in flight to a rank from which on `send` waits during a receive, too
+_EACH = 64 << 10  # bytes that each message counts for besides its own, so that small ones do not pile up
 _MAX_TAG = 1 << 14  # MPI's smallest limit, halved: rows have even tags, what follows has odd ones
 
 _numbers = itertools.count()
@@ -38,7 +40,8 @@ def send(value: Any, dst: int, tag: int = 0, group: Any = None) -> None:
     """Send a value to one rank, and wait until it has received it.
 
     While a receive started with :func:`irecv` is in progress on this rank, it does not wait, since the other rank may
-    be waiting for this one; the value may then be changed at once, too.
+    be waiting for this one; the value may then be changed at once, too. Once 64 MB are on their way to that rank, in
+    more messages than this rank is receiving, it waits for the oldest of them.
 
     Args:
         value: a tensor, or a number, a string, or any picklable object.
@@ -57,7 +60,7 @@ def send(value: Any, dst: int, tag: int = 0, group: Any = None) -> None:
         started = _start(backend, "send", value, dst, tag, group)
         transfers = backend.job.resource(Transfers)
         if transfers.awaited:
-            transfers.keep(dst, started)
+            transfers.keep_within_limit(dst, started)
         else:
             for work, _ in started:
                 work.wait()
@@ -190,6 +193,8 @@ class Transfers(Resource):
         self.awaited: weakref.WeakSet[Receiving] = weakref.WeakSet()
         self.dropped: list[Transfer] = []
         self._sent: deque[tuple[int, Transfer]] = deque()
+        self._ahead: defaultdict[int, deque[list[Transfer]]] = defaultdict(deque)  # by `send` to a rank, oldest first
+        self._weights: Counter[int] = Counter()  # of these messages
 
     def keep(self, dst: int, started: list[Transfer]) -> None:
         """Keep what is sent to a rank, and drop some of what has arrived since: two for each, so nothing piles up.
@@ -206,14 +211,41 @@ class Transfers(Resource):
             else:
                 self._sent.append(kept)
 
+    def keep_within_limit(self, dst: int, message: list[Transfer]) -> None:
+        """Keep a message, drop those to this rank that have arrived since, and wait for the oldest beyond the limit.
+
+        Two ranks that first send to each other as many messages as they receive, of any size, do not wait.
+
+        Raises:
+            RuntimeError: an earlier message did not arrive.
+        """
+        ahead = self._ahead[dst]
+        ahead.append(message)
+        self._weights[dst] += _weight(message)
+        while len(ahead) > 1:
+            is_over = self._weights[dst] > _MOST_IN_FLIGHT and len(ahead) > len(self.awaited)
+            if not is_over and not all(work.is_completed() for work, _ in ahead[0]):
+                break
+            oldest = ahead.popleft()
+            self._weights[dst] -= _weight(oldest)
+            for transfer in oldest:
+                _complete(dst, transfer)
+
     def finish(self) -> None:
         """Wait until everything has been sent.
 
         Raises:
             RuntimeError: a message did not arrive.
         """
+        for dst, ahead in self._ahead.items():
+            self._sent.extend((dst, transfer) for transfer in itertools.chain(*ahead))
+        self._ahead.clear()
         while self._sent:
             _complete(*self._sent.popleft())
+
+
+def _weight(message: list[Transfer]) -> int:
+    return _EACH + sum(buffer.nbytes for _, buffer in message)
 
 
 def _complete(dst: int, transfer: Transfer) -> None:

@@ -8,7 +8,7 @@ import inspect
 import logging
 import socket
 from collections.abc import Callable, Iterator
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, SupportsIndex, TypeVar
 
 import torch
 
@@ -16,7 +16,7 @@ from camshaft.distributed.backend import Backend
 from camshaft.distributed.coordination.waiting import alone, check_all_present, only
 from camshaft.distributed.groups import Call
 from camshaft.distributed.run import current
-from camshaft.errors import line_of_caller
+from camshaft.errors import check_type, line_of_caller
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -152,8 +152,7 @@ def one_rank_only(rank: int = 0, with_barrier: bool = False) -> Callable[[Callab
     >>> greet("you")
     'hello you'
     """
-    if callable(rank):
-        raise TypeError(f"rank must be an integer, got {rank!r}; write @one_rank_only()")
+    check_type("rank", rank, SupportsIndex, "an integer, as in @one_rank_only()")
 
     def decorate(function: Callable[P, R]) -> Callable[P, R | None]:
         kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
@@ -192,12 +191,14 @@ def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
         local: ``rank`` is a local rank, one on each node.
 
     Raises:
+        TypeError: ``rank`` is not an integer.
         ValueError: there is no such rank; with ``local``, on this node.
 
     >>> with one_rank_first():
     ...     print("ready")
     ready
     """
+    check_type("rank", rank, SupportsIndex, "an integer, as in one_rank_first()")
     here = alone.get()
     if here is not None and here.turn == (rank, local):
         yield

@@ -15,6 +15,7 @@ from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, RemovableEventHandle, translated
 from camshaft.engine.progress import derived_max_epochs
 from camshaft.engine.state import State
+from camshaft.errors import check_type as check_type
 from camshaft.errors import described
 
 __all__ = ["global_step_from_engine"]
@@ -74,17 +75,6 @@ def check_callable(name: str, value: Any) -> None:
 def check_engine(name: str, value: Any) -> None:
     """Raise ``TypeError`` unless ``value`` is an engine of this library."""
     check_type(name, value, Engine, "an Engine")
-
-
-def check_type(name: str, value: Any, kind: type[Any] | tuple[type[Any], ...], expected: str) -> None:
-    """Raise ``TypeError`` unless ``value`` is an instance of a class.
-
-    >>> check_type("names", "lr", (list, tuple), "a list or a tuple")
-    Traceback (most recent call last):
-    TypeError: names must be a list or a tuple, got 'lr' of type str
-    """
-    if not isinstance(value, kind):
-        raise TypeError(f"{name} must be {expected}, got {described(value)}")
 
 
 def check_text(name: str, value: Any, optional: bool = False) -> None:

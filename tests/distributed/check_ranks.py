@@ -204,5 +204,5 @@ def a_rank_that_is_not_there_cannot_go_first_or_alone() -> None:
         with pytest.raises(ValueError, match=rf"rank must be in \[0, {idist.get_world_size()}\), got"):
             nowhere()
     equal(ran, [])
-    with pytest.raises(TypeError, match=r"write @one_rank_only\(\)"):
+    with pytest.raises(TypeError, match=r"as in @one_rank_only\(\)"):
         idist.one_rank_only(print)  # type: ignore[arg-type]  # the parentheses are forgotten

@@ -646,6 +646,9 @@ def test_fewer_samples_than_ranks_are_refused():
     ("arguments", "error", "message"),
     [
         ({"dataset": []}, ValueError, "dataset must have at least one sample, got an empty list"),
+        ({"dataset": range(9), "shuffle": "no"}, TypeError, "shuffle must be True, False or None, got 'no'"),
+        ({"dataset": range(9), "num_workers": None}, TypeError, "num_workers must be an integer, got None"),
+        ({"dataset": range(9), "generator": 3}, TypeError, r"generator must be a torch\.Generator or None, got 3"),
         ({"dataset": range(9), "seed": 1.5}, TypeError, "seed must be an integer, got 1.5 of type float"),
         (
             {"dataset": range(9), "seed": "a", "shuffle": False},

@@ -240,6 +240,7 @@ def test_without_a_backend_there_is_nothing_to_start(name):
         ({"nnodes": 2, "node_rank": 0, "master_port": 1}, "got None and 1"),
         ({"master_port": "a"}, r"master_port must be a number in \[1, 65535\], got 'a'"),
         ({"master_port": 70000}, "got 70000"),
+        ({"master_addr": "a", "init_method": "tcp://a:1"}, "must not be given with init_method='tcp://a:1'"),
     ],
 )
 def test_nodes_that_cannot_be_are_refused_at_once(arguments, message):

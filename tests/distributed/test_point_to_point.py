@@ -228,6 +228,34 @@ def test_send_does_not_wait_during_irecv():
     idist.barrier()
 
 
+@on_ranks(2)
+def test_send_does_not_run_ahead_of_the_receiver():
+    other = 1 - idist.get_rank()
+    if idist.get_rank() == 0:
+        stop = idist.irecv(other, tag=1)
+        for number in range(40):
+            idist.send(torch.full((1 << 20,), number), other)  # of 4 MiB
+            assert len(transfers()._ahead[other]) <= 16
+        assert stop.wait() == "stop"
+    else:
+        time.sleep(0.5)
+        for number in range(40):
+            assert idist.recv(other)[-1] == number
+        idist.send("stop", other, tag=1)
+    idist.barrier()
+
+
+@on_ranks(2)
+def test_send_does_not_wait_for_as_many_messages_as_are_received_here():
+    other = 1 - idist.get_rank()
+    assert 2 * 40 << 20 > point_to_point._MOST_IN_FLIGHT
+    coming = [idist.irecv(other) for _ in range(2)]
+    for _ in coming:
+        idist.send(torch.ones(10 << 20), other)  # of 40 MiB
+    assert [one.wait().shape for one in coming] == [(10 << 20,)] * 2
+    idist.barrier()
+
+
 class Unreadable:
     """A value that cannot be decoded."""
 
@@ -254,13 +282,13 @@ def test_send_waits_again_when_no_irecv_is_in_progress():
     if idist.get_rank() == 0:
         dropped, coming = idist.irecv(other, tag=1), idist.irecv(other, tag=2)
         idist.send("does not wait", other)
-        assert len(transfers()._sent) == 1
+        assert len(transfers()._ahead[other]) == 1
         assert coming.wait() == "received"
         del dropped
         assert not transfers().awaited
         assert len(transfers().dropped) == 1  # its buffer, which the message arrives in
         idist.send("waits", other)
-        assert len(transfers()._sent) == 1
+        assert len(transfers()._ahead[other]) == 1
         assert idist.recv(other, tag=1) == "second"
     else:
         idist.send("received", other, tag=2)

@@ -157,9 +157,13 @@ def test_one_rank_only_rejects_generators_and_coroutines():
             idist.one_rank_only()(function)
 
 
-def test_one_rank_only_without_parentheses_is_an_error():
-    with pytest.raises(TypeError, match=r"rank must be an integer, got <built-in .*; write @one_rank_only\(\)"):
-        idist.one_rank_only(print)
+@pytest.mark.parametrize("rank", ["0", None, 0.5, print])
+def test_rank_must_be_an_integer(rank):
+    with pytest.raises(TypeError, match=r"rank must be an integer, as in @one_rank_only\(\), got"):
+        idist.one_rank_only(rank)
+    wanted = r"rank must be an integer, as in one_rank_first\(\), got"
+    with pytest.raises(TypeError, match=wanted), idist.one_rank_first(rank):
+        pass
 
 
 def test_the_error_names_the_line_of_the_block():

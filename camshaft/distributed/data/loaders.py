@@ -7,8 +7,10 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
 from operator import index
+from types import NoneType
 from typing import Any, cast
 
+import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from camshaft.distributed.coordination.data import SharedSeed
@@ -18,6 +20,7 @@ from camshaft.distributed.data.read_ahead import end_together
 from camshaft.distributed.data.samplers import DistributedProxySampler, ExactBatchSampler, check_length, length_of
 from camshaft.distributed.data.streams import ShardedStream
 from camshaft.distributed.topology import Topology
+from camshaft.errors import check_type
 
 
 class PlainLoader(DataLoader[Any]):
@@ -60,6 +63,11 @@ def make_loader(
     """Return the loader of one rank; see :func:`camshaft.distributed.auto_dataloader`, which must be the caller."""
     options = dict(options)
     size, local_size = topology.world_size, topology.local_world_size
+    # torch checks these late, or not at all
+    if options.get("shuffle") not in (None, True, False):
+        raise TypeError(f"shuffle must be True, False or None, got {options['shuffle']!r}")
+    check_type("num_workers", options.get("num_workers", 0), int, "an integer")
+    check_type("generator", options.get("generator"), (torch.Generator, NoneType), "a torch.Generator or None")
     seed = options.pop("seed", None)
     if seed is None and options.get("generator") is not None:
         seed = options["generator"].initial_seed()
