@@ -615,11 +615,16 @@ def _spawn_xla(
     start_method: str = "fork",
     spmd: bool = False,
     debug: bool | None = None,
+    **unknown: Any,
 ) -> None:
     """Start one process, which is this one, or one per device of this machine; see :func:`camshaft.distributed.spawn`.
 
     The runtime finds other nodes by itself: ``node_rank``, ``master_addr`` and ``master_port`` have no effect.
     """
+    if unknown:
+        raise TypeError(
+            f"{sorted(unknown)} are unknown to backend {name!r}, whose spawn accepts debug, spmd and start_method"
+        )
     import torch_xla.distributed.xla_multiprocessing as xla_multiprocessing
     import torch_xla.runtime as runtime
 

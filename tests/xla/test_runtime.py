@@ -72,7 +72,7 @@ def initialize():
         idist.initialize("xla-tpu", timeout=3)
     with pytest.raises(TypeError, match=r"\['join'\] are unknown to backend 'xla-tpu', whose spawn accepts"):
         idist.spawn("xla-tpu", print, (), join=False)
-    with pytest.raises(ValueError, match=r"nproc_per_node must be 1 on XLA devices of type 'CPU', got 2; spmd=True"):
+    with pytest.raises(ValueError, match=r"nproc_per_node must be 1 on CPUs, got 2; spmd=True"):
         idist.spawn("xla-tpu", print, (), nproc_per_node=2)
     with pytest.raises(ValueError, match=r"nproc_per_node must be 1 with spmd=True, got 2"):
         idist.spawn("xla-tpu", print, (), nproc_per_node=2, spmd=True)
