@@ -29,6 +29,7 @@ __all__ = [
     "StepStateScheduler",
 ]
 
+
 class StateParamScheduler(BaseParamScheduler):
     """Base class of schedulers that set an attribute of an engine's state.
 
