@@ -150,6 +150,10 @@ class Program:
             self._output = os.pread(self._file.fileno(), size, 0).decode(errors="replace")
         return self._output
 
+    def poll(self) -> int | None:
+        """Return the exit code, ``None`` as long as the command runs."""
+        return self._process.poll()
+
     def wait(self, seconds: float = LIMIT) -> Program:
         """Wait for the command, which must end within the time limit."""
         self._wait(lambda: self._process.poll() is not None, seconds, "did not end")

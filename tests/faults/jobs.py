@@ -1,0 +1,307 @@
+"""Run jobs of which one rank fails, under any launcher, and judge how they end."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import resource
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from tests.faults import faulty
+from tests.mpi.checking import OPEN_MPI
+from tests.ranks import context
+from tests.torchrun.launching import Launched, torchrun
+
+START = 150.0  # seconds until the fault, on a busy machine
+LIMIT = 60.0  # seconds from the fault to the end of the job; a job that exceeds it hangs
+TAIL = 60  # lines at the end of the output that a user reads
+MODULE = "tests.faults.faulty"
+
+
+# --- what is to happen ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, and what the end of the output must contain.
+
+    Args:
+        name: of the option ``--fault``.
+        title: for the documentation.
+        shows: patterns, in which ``{rank}`` is the rank that fails.
+        mark: the line that the output must name, by its comment ``# FAULT``; ``None`` if the process cannot tell.
+        timeout: for faults that nobody can tell from a slow rank.
+    """
+
+    name: str
+    title: str
+    shows: tuple[str, ...]
+    mark: str | None = None
+    timeout: float | None = None
+
+    @property
+    def line(self) -> str | None:
+        """A pattern for the source line, as in tables or as in tracebacks."""
+        if self.mark is None:
+            return None
+        lines = Path(faulty.__file__).read_text().splitlines()
+        (number,) = [number for number, line in enumerate(lines, 1) if line.endswith(f"# FAULT {self.mark}")]
+        return rf'faulty\.py(:|", line ){number}\b'
+
+
+_ERROR = "ValueError: (the fault|Caught ValueError)"
+RAISED = (rf"rank {{rank}} failed first: {_ERROR}|process {{rank}} failed(.|\n)*{_ERROR}", "ValueError: the fault")
+ENDED = (r"RankFailedError: rank {rank}\b|RankDivergenceError: rank {rank}\b|process {rank} (exited|was terminated)",)
+DIVERGED = (r"RankDivergenceError", r"rank {rank} .*{line}")
+STOPPED = (r"RankDivergenceError: rank {rank} stopped alone",)
+STUCK = (r"rank {rank}\b.* (has not run any Python|has not reported)|not reached initialize: {rank}\b|ranks came to",)
+
+FAULTS = {
+    fault.name: fault
+    for fault in (
+        Fault("step", "exception in the step", RAISED, "step"),
+        Fault("handler", "exception in a handler", RAISED, "handler"),
+        Fault("worker", "exception in a data loader worker", RAISED, "worker"),
+        Fault("worker-killed", "data loader worker killed", (r"DataLoader worker .*is killed by signal",)),
+        Fault("collate", "exception in the collate function", RAISED, "collate"),
+        Fault("save", "exception while saving", RAISED, "save"),
+        Fault("evaluation", "exception in the evaluation", RAISED, "evaluation"),
+        Fault("exit-0", "`sys.exit(0)`", ENDED),
+        Fault("exit-3", "`sys.exit(3)`", ENDED),
+        Fault("os._exit", "`os._exit(0)`", ENDED),
+        Fault("SIGINT", "SIGINT", (r"rank {rank} failed first: KeyboardInterrupt|process {rank} failed", "Interrupt")),
+        Fault("SIGTERM", "SIGTERM", ENDED),
+        Fault("SIGKILL", "SIGKILL", ENDED),
+        Fault("SIGSEGV", "SIGSEGV", ENDED),
+        Fault("SIGSTOP", "SIGSTOP", STUCK, "signal", timeout=20),
+        Fault("gil", "C call that holds the GIL", STUCK, "gil", timeout=20),
+        Fault("alone", "collective on one rank only", DIVERGED, "alone"),
+        Fault("order", "collectives in another order", DIVERGED, "order"),
+        Fault("shape", "another shape", DIVERGED, "shape"),
+        Fault("dtype", "another dtype", DIVERGED, "dtype"),
+        Fault("root", "another root", DIVERGED, "root"),
+        Fault("reduction", "another reduction", DIVERGED, "reduction"),
+        Fault("skipped-step", "step skipped under DDP", (r"RankDivergenceError", r"rank {rank}\b")),
+        Fault("uneven", "uneven iterators", (r"RankDivergenceError", r"rank {rank}\b"), "uneven"),
+        Fault("terminate", "`terminate()` on one rank", STOPPED, "terminate"),
+        Fault("swallowed", "exception swallowed on one rank", (*STOPPED, "ValueError: the fault"), "step"),
+        Fault("never-arrives", "rank that does not arrive at `initialize`", STUCK, timeout=20),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cell of the matrix."""
+
+    fault: Fault
+    launcher: str
+    is_debug: bool = False
+    rank: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.fault.name}-{self.launcher}-rank{self.rank}{'-debug' if self.is_debug else ''}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended.
+
+    Args:
+        case: what was run.
+        seconds: from the fault to the end of the last rank's process; ``None`` if a process or the launcher hung.
+        code: exit code of the launcher.
+        output: of all processes.
+    """
+
+    case: Case
+    seconds: float | None
+    code: int | None
+    output: str
+
+    @property
+    def tail(self) -> str:
+        """The last lines of the output."""
+        return "\n".join(self.output.splitlines()[-TAIL:])
+
+    def problems(self) -> list[str]:
+        """Return what is wrong; nothing if the job ended as it should."""
+        fault, found = self.case.fault, []
+        if self.seconds is None:
+            found.append("hangs")
+        if self.code == 0:
+            found.append("exit code 0")
+        for pattern in fault.shows:
+            filled = pattern.replace("{rank}", str(self.case.rank)).replace("{line}", fault.line or "")
+            if not re.search(filled, self.tail):
+                found.append(f"no {filled!r}")
+        if fault.line is not None and not re.search(fault.line, self.tail):
+            found.append(f"no {fault.line!r}")
+        return found
+
+    def report(self) -> str:
+        """Describe the outcome with its output."""
+        seconds = "hangs" if self.seconds is None else f"{self.seconds:.1f} s"
+        return f"{self.case}: {seconds}, exit code {self.code}, {self.problems() or 'as expected'}\n{self.output}"
+
+
+# --- launchers --------------------------------------------------------------------------------------------------------
+
+
+class Job(Protocol):
+    """A launcher that was started."""
+
+    @property
+    def output(self) -> str:
+        """The output of all processes so far."""
+
+    def poll(self) -> int | None:
+        """Return the exit code, ``None`` as long as it runs."""
+
+
+class Forked:
+    """Call ``spawn`` in a process that has torch imported; a ``with`` block, at the end of which all are killed."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self._arguments = arguments
+
+    def __enter__(self) -> Forked:
+        self._file = tempfile.NamedTemporaryFile()
+        self._process = context.Process(target=_run_forked, args=(self._arguments, self._file.name))
+        self._process.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # also the ranks, if they have lost their parent
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+        self._file.close()
+
+    @property
+    def output(self) -> str:
+        return Path(self._file.name).read_text(errors="replace")
+
+    def poll(self) -> int | None:
+        code: int | None = self._process.exitcode
+        return code
+
+
+def _run_forked(arguments: list[str], path: str) -> None:
+    os.setpgid(0, 0)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    file = os.open(path, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    faulty.main(arguments)
+
+
+def _spawn(arguments: list[str], debug: dict[str, str]) -> AbstractContextManager[Job]:
+    return Forked([*arguments, "--nproc_per_node", "2", *(["--debug"] if debug else [])])
+
+
+def _torchrun(arguments: list[str], debug: dict[str, str]) -> AbstractContextManager[Job]:
+    return torchrun("--standalone", "--nproc-per-node=2", "-m", MODULE, *arguments, **debug)
+
+
+def _mpirun(arguments: list[str], debug: dict[str, str]) -> AbstractContextManager[Job]:
+    mpirun = (str(Path(sys.executable).parent / "mpirun"), "-np", "2", sys.executable)
+    return Launched("-m", MODULE, *arguments, "--backend", "mpi", program=mpirun, **OPEN_MPI, **debug)
+
+
+Launch = Callable[[list[str], dict[str, str]], AbstractContextManager[Job]]
+"""Called with the arguments of ``faulty.py`` and the environment variables of the debug mode."""
+
+LAUNCHERS: dict[str, Launch] = {"spawn": _spawn, "torchrun": _torchrun, "mpirun": _mpirun}
+
+
+@contextmanager
+def slurm() -> Iterator[Launch]:
+    """Run Slurm, which requires root and Debian's packages, and yield the launcher."""
+    from tests.slurm.cluster import Cluster
+
+    with Cluster() as cluster:
+        yield lambda arguments, debug: cluster.start(
+            "srun", "--ntasks=2", sys.executable, "-m", MODULE, *arguments, **debug
+        )
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+def run(case: Case, launch: Launch) -> Outcome:
+    """Run a job to its end, or kill it if it hangs."""
+    fault = case.fault
+    with tempfile.TemporaryDirectory(prefix="camshaft-faults-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        arguments = [name, "--fault", fault.name, "--rank", str(case.rank)]
+        if fault.timeout is not None:
+            arguments += ["--timeout", str(fault.timeout), "--hang_report_after", str(fault.timeout / 4)]
+        with launch(arguments, {"CAMSHAFT_DEBUG": "1"} if case.is_debug else {}) as job:
+            began = time.monotonic()
+            while not (folder / "fault").exists() and job.poll() is None and time.monotonic() < began + START:
+                time.sleep(0.02)
+            began = float((folder / "fault").read_text()) if (folder / "fault").exists() else time.monotonic()
+            ended = None
+            while (code := job.poll()) is None and time.monotonic() < began + LIMIT:
+                if ended is None and not _running(folder):
+                    ended = time.monotonic()
+                time.sleep(0.02)
+            while ended is None and time.monotonic() < began + LIMIT:  # the launcher may end before its processes
+                if not _running(folder):
+                    ended = time.monotonic()
+                time.sleep(0.02)
+            seconds = None if ended is None or code is None else ended - began
+            return Outcome(case, seconds, code, job.output)
+
+
+def _running(folder: Path) -> list[str]:
+    """Return the ranks whose processes exist: the lock of a process ends with it, also in another namespace."""
+    return [file.name for file in folder.glob("rank-[0-9]") if _is_locked(file)]
+
+
+def _is_locked(path: Path) -> bool:
+    with path.open("r+") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
+def run_all(cases: Iterable[Case], launchers: dict[str, Launch], at_once: int = 4) -> Iterator[Outcome]:
+    """Run several jobs at once, as they mostly wait; yield their outcomes in the order of the cases."""
+    with ThreadPoolExecutor(at_once) as pool:
+        yield from pool.map(lambda case: run(case, launchers[case.launcher]), cases)
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """Return a Markdown table of the seconds from the fault to the end of every rank, without and with debug mode."""
+    by_cell: dict[tuple[str, str], list[Outcome]] = {}
+    for outcome in outcomes:
+        by_cell.setdefault((outcome.case.fault.name, outcome.case.launcher), []).append(outcome)
+    launchers = list(dict.fromkeys(launcher for _, launcher in by_cell))
+    lines = [f"| fault | {' | '.join(launchers)} |", f"|{'---|' * (len(launchers) + 1)}"]
+    for name in dict.fromkeys(name for name, _ in by_cell):
+        cells = [" / ".join(map(_cell, by_cell.get((name, launcher), []))) for launcher in launchers]
+        lines.append(f"| {FAULTS[name].title} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(outcome: Outcome) -> str:
+    seconds = "hangs" if outcome.seconds is None else f"{outcome.seconds:.1f}"
+    return f"{seconds} (!)" if outcome.problems() else seconds
