@@ -6,6 +6,8 @@ python -m tests.faults --launcher spawn --launcher torchrun --fault step --debug
 from __future__ import annotations
 
 import argparse
+import pickle
+import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +22,7 @@ def main() -> None:
     parser.add_argument("--debug", choices=["off", "on", "both"], default="off")
     parser.add_argument("--rank", type=int, default=1, choices=[0, 1], help="the rank that fails (default: 1)")
     parser.add_argument("--at_once", type=int, default=1, help="jobs to run at once (default: 1)")
+    parser.add_argument("--case", action="append", help="instead: a case by its full name, such as step-spawn-rank1")
     parser.add_argument("--output", type=Path, help="folder for the output of each job")
     config = parser.parse_args()
     launchers = dict(LAUNCHERS)
@@ -31,9 +34,12 @@ def main() -> None:
         for launcher in names
         for is_debug in modes
     ]
+    if config.case:
+        cases = [Case.named(name) for name in config.case]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that jobs end with this process
     outcomes = []
     with ExitStack() as stack:
-        if "srun" in names:
+        if any(case.launcher == "srun" for case in cases):
             launchers["srun"] = stack.enter_context(slurm())
         for outcome in run_all(cases, launchers, config.at_once):
             outcomes.append(outcome)
@@ -41,6 +47,8 @@ def main() -> None:
             if config.output is not None:
                 config.output.mkdir(parents=True, exist_ok=True)
                 (config.output / f"{outcome.case}.txt").write_text(outcome.report())
+                (config.output / f"{outcome.case}.new").write_bytes(pickle.dumps(outcome))
+                (config.output / f"{outcome.case}.new").rename(config.output / f"{outcome.case}.pickle")
     print(table(outcomes))
 
 

@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from threading import Event
+from typing import Any, Protocol
 
 from tests.faults import faulty
 from tests.mpi.checking import OPEN_MPI
@@ -24,7 +26,7 @@ from tests.torchrun.launching import Launched, torchrun
 
 START = 150.0  # seconds until the fault, on a busy machine
 LIMIT = 60.0  # seconds from the fault to the end of the job; a job that exceeds it hangs
-TAIL = 60  # lines at the end of the output that a user reads
+TAIL = 100  # lines at the end of the output, with one traceback, that a user reads
 MODULE = "tests.faults.faulty"
 
 
@@ -108,6 +110,13 @@ class Case:
     launcher: str
     is_debug: bool = False
     rank: int = 1
+
+    @classmethod
+    def named(cls, name: str) -> Case:
+        """Return a case by its name, as ``str`` returns it."""
+        found = re.fullmatch(r"(.+)-(\w+)-rank(\d)(-debug)?", name)
+        assert found is not None, f"not the name of a case: {name!r}"
+        return cls(FAULTS[found[1]], found[2], found[4] is not None, int(found[3]))
 
     def __str__(self) -> str:
         return f"{self.fault.name}-{self.launcher}-rank{self.rank}{'-debug' if self.is_debug else ''}"
@@ -232,17 +241,29 @@ def slurm() -> Iterator[Launch]:
     from tests.slurm.cluster import Cluster
 
     with Cluster() as cluster:
-        yield lambda arguments, debug: cluster.start(
-            "srun", "--ntasks=2", sys.executable, "-m", MODULE, *arguments, **debug
-        )
+        yield partial(srun, cluster)
+
+
+def srun(cluster: Any, arguments: list[str], debug: dict[str, str]) -> AbstractContextManager[Job]:
+    """Start a step on one node of a cluster."""
+    # by default, srun waits for a process that was stopped, or does something else for ever
+    options = ["--kill-on-bad-exit=1"] if "--timeout" in arguments else []
+    program: AbstractContextManager[Job] = cluster.start(
+        "srun", "--ntasks=2", *options, sys.executable, "-m", MODULE, *arguments, **debug
+    )
+    return program
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
-def run(case: Case, launch: Launch) -> Outcome:
-    """Run a job to its end, or kill it if it hangs."""
-    fault = case.fault
+def run(case: Case, launch: Launch, stop: Event | None = None) -> Outcome:
+    """Run a job to its end; kill it if it hangs, or once ``stop`` is set."""
+    fault, stop = case.fault, stop or Event()
+
+    def before(deadline: float) -> bool:
+        return not stop.wait(0.02) and time.monotonic() < deadline
+
     with tempfile.TemporaryDirectory(prefix="camshaft-faults-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         arguments = [name, "--fault", fault.name, "--rank", str(case.rank)]
@@ -250,18 +271,14 @@ def run(case: Case, launch: Launch) -> Outcome:
             arguments += ["--timeout", str(fault.timeout), "--hang_report_after", str(fault.timeout / 4)]
         with launch(arguments, {"CAMSHAFT_DEBUG": "1"} if case.is_debug else {}) as job:
             began = time.monotonic()
-            while not (folder / "fault").exists() and job.poll() is None and time.monotonic() < began + START:
-                time.sleep(0.02)
+            while not (folder / "fault").exists() and job.poll() is None and before(began + START):
+                pass
             began = float((folder / "fault").read_text()) if (folder / "fault").exists() else time.monotonic()
-            ended = None
-            while (code := job.poll()) is None and time.monotonic() < began + LIMIT:
+            ended = code = None
+            while (ended is None or code is None) and before(began + LIMIT):
+                code = job.poll()  # it may end before its processes, or after them
                 if ended is None and not _running(folder):
                     ended = time.monotonic()
-                time.sleep(0.02)
-            while ended is None and time.monotonic() < began + LIMIT:  # the launcher may end before its processes
-                if not _running(folder):
-                    ended = time.monotonic()
-                time.sleep(0.02)
             seconds = None if ended is None or code is None else ended - began
             return Outcome(case, seconds, code, job.output)
 
@@ -282,8 +299,14 @@ def _is_locked(path: Path) -> bool:
 
 def run_all(cases: Iterable[Case], launchers: dict[str, Launch], at_once: int = 4) -> Iterator[Outcome]:
     """Run several jobs at once, as they mostly wait; yield their outcomes in the order of the cases."""
+    stop = Event()
     with ThreadPoolExecutor(at_once) as pool:
-        yield from pool.map(lambda case: run(case, launchers[case.launcher]), cases)
+        jobs = [pool.submit(run, case, launchers[case.launcher], stop) for case in cases]
+        try:
+            yield from (job.result() for job in jobs)
+        finally:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
