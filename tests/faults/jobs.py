@@ -257,7 +257,7 @@ def srun(cluster: Any, arguments: list[str], debug: dict[str, str]) -> AbstractC
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
-def run(case: Case, launch: Launch, stop: Event | None = None) -> Outcome:
+def run_case(case: Case, launch: Launch, stop: Event | None = None) -> Outcome:
     """Run a job to its end; kill it if it hangs, or once ``stop`` is set."""
     fault, stop = case.fault, stop or Event()
 
@@ -301,7 +301,7 @@ def run_all(cases: Iterable[Case], launchers: dict[str, Launch], at_once: int = 
     """Run several jobs at once, as they mostly wait; yield their outcomes in the order of the cases."""
     stop = Event()
     with ThreadPoolExecutor(at_once) as pool:
-        jobs = [pool.submit(run, case, launchers[case.launcher], stop) for case in cases]
+        jobs = [pool.submit(run_case, case, launchers[case.launcher], stop) for case in cases]
         try:
             yield from (job.result() for job in jobs)
         finally:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.jobs import LIMIT, START, Case, Outcome
+from tests.faults.jobs import Case, Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
 
