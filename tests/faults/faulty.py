@@ -35,7 +35,8 @@ from camshaft.engine import Engine, Events
 from camshaft.handlers import Checkpoint
 
 LENGTH, BATCH = 4, 2  # iterations of an epoch, and samples of a batch on each rank
-WHEN = 6  # the iteration of the fault, in the second of three epochs
+WHEN = 6  # the iteration of the fault, in the second epoch
+EPOCHS, PAUSE = 60, 0.25  # after the fault, the training would take 15 seconds, which lets the watcher notice it
 FOREVER = 600.0  # seconds; longer than any test waits
 _held: list[Any] = []  # a lock is released when its file is closed
 
@@ -222,6 +223,8 @@ def training(local_rank: int, config: argparse.Namespace) -> None:
         engine.state.loss = idist.all_reduce(engine.state.output)  # FAULT uneven
         evaluator.run(loader)
         idist.all_reduce(evaluator.state.output)
+        if engine.state.epoch > 2:
+            time.sleep(PAUSE)
 
     # every rank takes the state, and each writes its own file
     checkpoint = Checkpoint({"model": model, "saved": Saved(fault)}, partial(save, config.folder))
@@ -230,7 +233,7 @@ def training(local_rank: int, config: argparse.Namespace) -> None:
     if fault.name == "uneven":
         data = [torch.ones(BATCH, 4)] * (LENGTH - fault.is_mine)
     try:
-        trainer.run(data, max_epochs=3)
+        trainer.run(data, max_epochs=EPOCHS)
     except ValueError:
         if fault.name != "swallowed":
             raise

@@ -63,7 +63,13 @@ class Fault:
 
 _ERROR = "ValueError: (the fault|Caught ValueError)"
 RAISED = (rf"rank {{rank}} failed first: {_ERROR}|process {{rank}} failed(.|\n)*{_ERROR}", "ValueError: the fault")
-ENDED = (r"RankFailedError: rank {rank}\b|RankDivergenceError: rank {rank}\b|process {rank} (exited|was terminated)",)
+# the last two: torchrun and MPICH kill the other ranks within a tenth of a second of a killed one
+ENDED = (
+    r"Rank(Failed|Divergence)Error: rank {rank}\b"
+    r"|process {rank} (exited|was terminated)"
+    r"|rank +: {rank} .*\n *exitcode +: -?[1-9]"
+    r"|rank {rank}'s process was killed or crashed",
+)
 DIVERGED = (r"RankDivergenceError", r"rank {rank} .*{line}")
 STOPPED = (r"RankDivergenceError: rank {rank} stopped alone",)
 STUCK = (r"rank {rank}\b.* (has not run any Python|has not reported)|not reached initialize: {rank}\b|ranks came to",)
