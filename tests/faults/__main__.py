@@ -26,12 +26,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="folder for the output of each job")
     config = parser.parse_args()
     launchers = dict(LAUNCHERS)
-    names = config.launcher or [*LAUNCHERS, "srun"]
+    names = config.launcher or [*LAUNCHERS, "srun"]  # those with hosts and Slurm require root
     modes = {"off": [False], "on": [True], "both": [False, True]}[config.debug]
     cases = [
         Case(FAULTS[fault], launcher, is_debug, config.rank)
         for fault in config.fault or FAULTS
         for launcher in names
+        if launcher in FAULTS[fault].launchers
         for is_debug in modes
     ]
     if config.case:

@@ -107,6 +107,8 @@ def end_or_stop(name: str) -> None:
         sys.exit(3)  # FAULT exit-3
     if name == "os._exit":
         os._exit(0)  # FAULT os._exit
+    if name == "lost-node":
+        time.sleep(FOREVER)  # until its host is lost
     if name == "gil":
         ctypes.PyDLL(None).sleep(int(FOREVER))  # FAULT gil
     os.kill(os.getpid(), getattr(signal, name))  # FAULT signal
@@ -114,7 +116,7 @@ def end_or_stop(name: str) -> None:
         time.sleep(FOREVER)  # interrupted
 
 
-ENDS = ("exit-0", "exit-3", "os._exit", "gil", "SIGINT", "SIGTERM", "SIGKILL", "SIGSEGV", "SIGSTOP")
+ENDS = ("exit-0", "exit-3", "os._exit", "lost-node", "gil", "SIGINT", "SIGTERM", "SIGKILL", "SIGSEGV", "SIGSTOP")
 
 
 # --- faults of collectives --------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from threading import Event
 from typing import Any, Protocol
 
 from tests.faults import faulty
+from tests.machines import PYTHON, Machine, connect
 from tests.mpi.checking import OPEN_MPI
 from tests.ranks import context
 from tests.torchrun.launching import Launched, torchrun
@@ -43,6 +44,7 @@ class Fault:
         shows: patterns, in which ``{rank}`` is the rank that fails.
         mark: the line that the output must name, by its comment ``# FAULT``; ``None`` if the process cannot tell.
         timeout: for faults that nobody can tell from a slow rank.
+        launchers: those under which it is possible.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Fault:
     shows: tuple[str, ...]
     mark: str | None = None
     timeout: float | None = None
+    launchers: tuple[str, ...] = ("spawn", "torchrun", "mpirun", "srun")
 
     @property
     def line(self) -> str | None:
@@ -103,6 +106,7 @@ FAULTS = {
         Fault("uneven", "uneven iterators", (r"RankDivergenceError", r"rank {rank}\b"), "uneven"),
         Fault("terminate", "`terminate()` on one rank", STOPPED, "terminate"),
         Fault("swallowed", "exception swallowed on one rank", (*STOPPED, "ValueError: the fault"), "step"),
+        Fault("lost-node", "lost node", (r"RankFailedError: rank {rank}\b",), launchers=("hosts",)),
         Fault("never-arrives", "rank that does not arrive at `initialize`", STUCK, timeout=20),
     )
 }
@@ -238,8 +242,6 @@ def _mpirun(arguments: list[str], debug: dict[str, str]) -> AbstractContextManag
 Launch = Callable[[list[str], dict[str, str]], AbstractContextManager[Job]]
 """Called with the arguments of ``faulty.py`` and the environment variables of the debug mode."""
 
-LAUNCHERS: dict[str, Launch] = {"spawn": _spawn, "torchrun": _torchrun, "mpirun": _mpirun}
-
 
 @contextmanager
 def slurm() -> Iterator[Launch]:
@@ -250,6 +252,42 @@ def slurm() -> Iterator[Launch]:
         yield partial(srun, cluster)
 
 
+class Hosts:
+    """Run torchrun on two hosts, of which one loses power at the time of the fault: it does not close connections."""
+
+    def __init__(self, arguments: list[str], debug: dict[str, str]) -> None:
+        self._folder, self._lost = Path(arguments[0]), int(arguments[arguments.index("--rank") + 1])
+        self._arguments, self._debug = arguments, debug
+        self._is_lost = False
+
+    def __enter__(self) -> Hosts:
+        launcher = [*PYTHON, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+        launcher += ["--master-addr=10.77.0.1", "--master-port=29500"]
+        with ExitStack() as stack:
+            self._hosts = [stack.enter_context(Machine(name)) for name in ("alpha", "beta")]
+            connect(self._hosts[0], self._hosts[1])
+            self._programs = []
+            for node, host in enumerate(self._hosts):
+                command = [*launcher, f"--node-rank={node}", "-m", MODULE, *self._arguments]
+                self._programs.append(stack.enter_context(host.start(*command, **self._debug)))
+            self._closing = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._closing.close()
+
+    @property
+    def output(self) -> str:
+        return "".join(program.output for program in self._programs)
+
+    def poll(self) -> int | None:
+        if not self._is_lost and (self._folder / "fault").exists():
+            self._is_lost = True
+            self._hosts[self._lost].check("ip", "link", "set", "eth0", "down")
+            self._hosts[self._lost].run("kill", "-KILL", "-1")
+        return self._programs[1 - self._lost].poll()
+
+
 def srun(cluster: Any, arguments: list[str], debug: dict[str, str]) -> AbstractContextManager[Job]:
     """Start a step on one node of a cluster."""
     # by default, srun waits for a process that was stopped, or does something else for ever
@@ -258,6 +296,9 @@ def srun(cluster: Any, arguments: list[str], debug: dict[str, str]) -> AbstractC
         "srun", "--ntasks=2", *options, sys.executable, "-m", MODULE, *arguments, **debug
     )
     return program
+
+
+LAUNCHERS: dict[str, Launch] = {"spawn": _spawn, "torchrun": _torchrun, "mpirun": _mpirun, "hosts": Hosts}
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
