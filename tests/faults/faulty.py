@@ -255,6 +255,7 @@ def hold_lock(folder: Path, rank: int) -> None:
     path = folder / f"rank-{rank}"
     _held.append(file := path.with_suffix(".new").open("w"))
     fcntl.lockf(file, fcntl.LOCK_EX)
+    print(os.getpid(), file=file, flush=True)
     path.with_suffix(".new").rename(path)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any, Protocol
 
+from camshaft.distributed.record import find, read
 from tests.faults import faulty
 from tests.machines import PYTHON, Machine, connect
 from tests.mpi.checking import OPEN_MPI
@@ -94,8 +95,8 @@ FAULTS = {
         Fault("SIGTERM", "SIGTERM", ENDED),
         Fault("SIGKILL", "SIGKILL", ENDED),
         Fault("SIGSEGV", "SIGSEGV", ENDED),
-        Fault("SIGSTOP", "SIGSTOP", STUCK, "signal", timeout=20),
-        Fault("gil", "C call that holds the GIL", STUCK, "gil", timeout=20),
+        Fault("SIGSTOP", "SIGSTOP", STUCK, "signal", timeout=15),
+        Fault("gil", "C call that holds the GIL", STUCK, "gil", timeout=15),
         Fault("alone", "collective on one rank only", DIVERGED, "alone"),
         Fault("order", "collectives in another order", DIVERGED, "order"),
         Fault("shape", "another shape", DIVERGED, "shape"),
@@ -107,7 +108,7 @@ FAULTS = {
         Fault("terminate", "`terminate()` on one rank", STOPPED, "terminate"),
         Fault("swallowed", "exception swallowed on one rank", (*STOPPED, "ValueError: the fault"), "step"),
         Fault("lost-node", "lost node", (r"RankFailedError: rank {rank}\b",), launchers=("hosts",)),
-        Fault("never-arrives", "rank that does not arrive at `initialize`", STUCK, timeout=20),
+        Fault("never-arrives", "rank that does not arrive at `initialize`", STUCK, timeout=15),
     )
 }
 
@@ -316,18 +317,29 @@ def run_case(case: Case, launch: Launch, stop: Event | None = None) -> Outcome:
         arguments = [name, "--fault", fault.name, "--rank", str(case.rank)]
         if fault.timeout is not None:
             arguments += ["--timeout", str(fault.timeout), "--hang_report_after", str(fault.timeout / 4)]
-        with launch(arguments, {"CAMSHAFT_DEBUG": "1"} if case.is_debug else {}) as job:
-            began = time.monotonic()
-            while not (folder / "fault").exists() and job.poll() is None and before(began + START):
-                pass
-            began = float((folder / "fault").read_text()) if (folder / "fault").exists() else time.monotonic()
-            ended = code = None
-            while (ended is None or code is None) and before(began + LIMIT):
-                code = job.poll()  # it may end before its processes, or after them
-                if ended is None and not _running(folder):
-                    ended = time.monotonic()
-            seconds = None if ended is None or code is None else ended - began
-            return Outcome(case, seconds, code, job.output)
+        try:
+            with launch(arguments, {"CAMSHAFT_DEBUG": "1"} if case.is_debug else {}) as job:
+                began = time.monotonic()
+                while not (folder / "fault").exists() and job.poll() is None and before(began + START):
+                    pass
+                began = float((folder / "fault").read_text()) if (folder / "fault").exists() else time.monotonic()
+                ended = code = None
+                while (ended is None or code is None) and before(began + LIMIT):
+                    code = job.poll()  # it may end before its processes, or after them
+                    if ended is None and not _running(folder):
+                        ended = time.monotonic()
+                seconds = None if ended is None or code is None else ended - began
+                return Outcome(case, seconds, code, job.output)
+        finally:
+            _remove_records(folder)
+
+
+def _remove_records(folder: Path) -> None:
+    """Remove the flight records of a job, which outlive processes that fail or are killed."""
+    pids = {file.read_text().strip() for file in folder.glob("rank-[0-9]")}
+    for path in find():
+        if path.name.split("-")[1] in pids and (snapshot := read(path)) is not None and not snapshot.is_alive:
+            path.unlink(missing_ok=True)
 
 
 def _running(folder: Path) -> list[str]:
