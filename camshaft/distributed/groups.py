@@ -159,7 +159,7 @@ def _is_of_library(error: BaseException) -> bool:
 
 def _departures(backend: Backend, ranks: Sequence[int]) -> str:
     found = "; ".join(f"rank {rank} {how}" for rank, how in backend.left(ranks).items())
-    return found and f"{found}; all ranks must take part in each collective"
+    return found and f"{found}; every rank must take part in each collective"
 
 
 def _resolve(backend: Backend, group: Any) -> tuple[Group | None, Sequence[int]]:

@@ -278,5 +278,5 @@ def mismatched_sizes_and_dtypes_are_refused_before_communicating() -> None:
         world.all_gather_single(torch.empty(2 * size), torch.empty(1))
     with pytest.raises(ValueError, match=r"its output, 2 of torch.int64, got 2 of torch.float32"):
         world.all_gather_single(torch.empty(2 * size, dtype=torch.int64), torch.empty(2))
-    with pytest.raises(ValueError, match=f"3 elements must have {size} parts"):
+    with pytest.raises(ValueError, match=f"3 elements must be split into {size} parts"):
         dist.all_to_all_single(torch.empty(3), torch.empty(3), [5] * size, [3] * size)

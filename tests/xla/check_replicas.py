@@ -77,7 +77,7 @@ def new_group_accepts_no_options() -> None:
 @check
 def auto_model_refuses_unsupported_options() -> None:
     if idist.get_world_size() > 1:
-        with pytest.raises(ValueError, match=r"sync_bn must be False on 'xla-tpu' .* backend 'nccl' has it"):
+        with pytest.raises(ValueError, match=r"sync_bn must be False on 'xla-tpu' .* backend 'nccl' supports it"):
             idist.auto_model(nn.BatchNorm1d(2), sync_bn=True)
     with pytest.raises(TypeError, match=r"got unknown options \['find_unused'\]"):
         idist.auto_model(nn.Linear(1, 1), find_unused=True)
@@ -137,7 +137,7 @@ def training_on_several_devices_matches_one() -> None:
 @check
 def several_devices_in_one_process_require_spmd() -> None:
     if idist.get_world_size() > 1:
-        with pytest.raises(RuntimeError, match=r"this one has \d: use initialize\('xla-tpu', spmd=True\)"):
+        with pytest.raises(RuntimeError, match=r"this process has \d devices: use initialize\('xla-tpu', spmd=True\)"):
             adopt(None)
 
 

@@ -396,7 +396,7 @@ def test_a_seed_that_was_not_read_during_the_run_is_lost():
     dist.destroy_process_group()
     if seed is None:
         with pytest.raises(
-            RankDivergenceError, match="only rank 0 knows: read the loader during the run, or pass seed="
+            RankDivergenceError, match="which rank 0 chose: iterate over the loader during the job, or pass seed="
         ):
             next(iter(loader))
 
