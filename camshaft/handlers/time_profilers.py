@@ -40,7 +40,7 @@ _PRINTED = _MEASURED[:1] + _MEASURED[2:6] + _MEASURED[1:2]
 
 
 class _Samples:
-    """Durations in seconds, each with its row: the index of the iteration in the run. Consecutive rows take no memory."""
+    """Durations in seconds, each with its row: its iteration in the run; consecutive rows take no memory."""
 
     __slots__ = ("_jumps", "_next_row", "seconds")
 
