@@ -32,7 +32,7 @@ NEVER = sys.maxsize
 
 @dataclass(frozen=True)
 class Every:
-    """Accepts the multiples of ``every``; apart from :class:`Window` because it is the most frequent filter.
+    """Accepts the multiples of ``every``; separate from :class:`Window`, as it is by far the most frequent filter.
 
     Like the other filters by count, it knows the next count that it accepts, and is not called in between.
 
