@@ -45,7 +45,7 @@ class ShardedStream(IterableDataset[Any]):
             self._dataset.set_epoch(epoch)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_dataset", "state_dict", "load_state_dict") or name.startswith("__"):  # unpickling asks before __init__
+        if name in ("_dataset", "state_dict", "load_state_dict") or name.startswith("__"):  # when unpickling
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
         return getattr(self._dataset, name)
 
