@@ -25,7 +25,7 @@ class NotComputableError(RuntimeError):
 
 
 class RankDivergenceError(RuntimeError):
-    """Ranks do different things where all must do the same, such as a collective that some ranks cannot reach."""
+    """The ranks diverge: they call different collectives, or some cannot reach a collective that others wait in."""
 
 
 class DamagedCheckpointError(RuntimeError):

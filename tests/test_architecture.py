@@ -42,6 +42,7 @@ def inside(*names: str) -> tuple[str, ...]:
 
 CONTRACT = (*inside("backend", "topology"), *LEAVES)
 ENVIRONMENTS, LAUNCH = inside("environments"), inside("launch")
+RECORD = inside("record")
 VALUES, WATCHER = inside("values"), inside("coordination.watcher")
 WAITING, CHECK = inside("coordination.waiting"), inside("coordination.collective_check")
 
@@ -52,6 +53,7 @@ IN_DISTRIBUTED: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], 
     (inside("registry"), inside("backend", "topology"), ()),
     (ENVIRONMENTS, (*inside("topology"), *LEAVES), ()),
     (LAUNCH, (*DISTRIBUTED, *LEAVES), inside("backends.*")),
+    (RECORD, (*inside("topology"), *LEAVES), ()),
     ((*VALUES, *WATCHER, *WAITING), CONTRACT, ()),
     (CHECK, (*VALUES, *WAITING, *CONTRACT), ()),
     (inside("run"), (*inside("registry", "environments", "backends.serial"), *CHECK, *CONTRACT), ()),

@@ -95,8 +95,8 @@ def inspect(environ: Mapping[str, str]) -> Report:
     report |= {"auto": f"{auto or 'a single process'}, as {why}", "topology": asdict(Topology())}
     if launch is None:
         return report
-    follows = dict.fromkeys(asdict(launch.topology), "follows from the others")
-    assumed = dict.fromkeys(launch.assumed, "assumed, as no variable says it")
+    follows = dict.fromkeys(asdict(launch.topology), "derived from the others")
+    assumed = dict.fromkeys(launch.assumed, "assumed, as no variable sets it")
     return report | {
         "launcher": launch.launcher,
         "address": f"{host}:{launch.master_port}" if host else None,

@@ -75,7 +75,7 @@ def decode(data: bytes | memoryview) -> Any:
     try:
         return pickle.loads(data)  # from a rank of this job, which runs our code anyway
     except Exception as error:
-        raise TypeError(f"a value cannot be unpickled here, though it could be pickled: {error}") from error
+        raise TypeError(f"a value was pickled on its rank, but cannot be unpickled here: {error}") from error
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -380,8 +380,8 @@ def reduced_number(backend: Backend, number: Any, op: str, group: Group | None, 
             raise wrong
         if marks and marks[0] != mark * size:
             raise TypeError(
-                f"all ranks must add numbers of the same kind, this one has {plain!r} of type {kind.__name__}, and "
-                "another rank a number of another kind, or one that cannot be added"
+                f"all ranks must add numbers of the same kind, but this one has {plain!r} of type {kind.__name__}, and "
+                "another rank has another kind, or a value that cannot be added"
             )
         return result
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 Pauses = Generator[None, None, BaseException | None]
 _END: Any = object()
-_FETCHING = (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.DATALOADER_STOP_ITERATION)
+_FETCHING = (Events.GET_BATCH_STARTED, Events.DATALOADER_STOP_ITERATION)
 
 
 class Stop(Enum):
@@ -105,6 +105,7 @@ class Run:
         self.begun = self.completed = 0
         self.window: int | None = None
         self.in_epoch = self.is_active = False
+        self._fetched = 0  # batches of the epoch when handlers of GET_BATCH_COMPLETED ran last
         self._has_epochs = False
         self._failed = self._warned = False
         self.generator = self._run()
@@ -185,7 +186,7 @@ class Run:
 
     def _begin_epoch(self) -> None:
         engine = self.engine
-        self.begun = self.completed = 0
+        self.begun = self.completed = self._fetched = 0
         if not self._has_epochs:  # a handler of STARTED may have changed the counters, or loaded a state
             kept = engine._kept()
             progress = self.data.start = kept.retry or kept
@@ -231,6 +232,7 @@ class Run:
                 state.batch = batch
                 batch = state._output = None  # nothing else keeps the batch and the output alive
                 if not data.fetched.since < state.iteration < data.fetched.due:
+                    self._fetched = begun + 1
                     data.fetched.fire(engine)
                 if stops and self._act_on_stops():
                     yield
@@ -344,8 +346,9 @@ class Run:
 
     def _has_fetched(self) -> bool:
         """Return whether there is a batch that no iteration has begun with."""
-        is_fetching = self.in_epoch and self.begun == self.completed and self.engine.last_event_name in _FETCHING
-        return is_fetching and self.engine.state.batch is not None
+        is_fetching = self._fetched > self.begun or self.engine.last_event_name in _FETCHING
+        is_between = self.in_epoch and self.begun == self.completed
+        return is_between and is_fetching and self.engine.state.batch is not None
 
     def _progress(self, back: int, lost: int = 0) -> Progress:
         """Return the progress ``back`` iterations ago."""

@@ -14,7 +14,7 @@ from camshaft.types import is_integer
 
 
 class Origin(Enum):
-    """How an engine got to its progress, which decides how the next ``run`` continues."""
+    """Where the progress of an engine comes from, which decides how the next ``run`` continues."""
 
     LOADED = auto()  # by load_state_dict: it continues in the middle of the epoch
     FAILED = auto()  # an error left the run in the middle of an epoch: likewise

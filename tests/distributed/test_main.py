@@ -121,9 +121,9 @@ def test_a_backend_that_fails_is_part_of_the_report(arguments: list[str], told: 
 def test_numbers_without_a_variable_are_reported_as_assumed_or_derived() -> None:
     report = inspect({"PMI_RANK": "1", "PMI_SIZE": "4"})
     assert report["sources"]["rank"] == "PMI_RANK=1"
-    assert report["sources"]["num_nodes"] == "assumed, as no variable says it"
+    assert report["sources"]["num_nodes"] == "assumed, as no variable sets it"
     one_node = inspect({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
-    assert one_node["sources"]["num_nodes"] == "follows from the others"
+    assert one_node["sources"]["num_nodes"] == "derived from the others"
 
 
 def test_missing_libraries_are_reported_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

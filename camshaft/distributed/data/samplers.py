@@ -29,8 +29,8 @@ class DistributedProxySampler(DistributedSampler[Any]):
     """Distribute the indices of another sampler: each rank gets every ``num_replicas``-th of them.
 
     All ranks draw the same indices: each seeds torch's generator with the epoch, and restores it afterwards. So the
-    sampler must take its random numbers from there, or from a generator that is seeded alike on all ranks. Indices that
-    are missing to an equal number per rank are drawn again.
+    sampler must take its random numbers from there, or from a generator that is seeded alike on all ranks. If the
+    indices cannot be divided evenly, some are drawn again, so that each rank has the same number.
 
     Args:
         sampler: has a length, and is not distributed already.
@@ -371,7 +371,7 @@ class ExactBatchSampler(BatchSampler):
         if saved != order:
             raise ValueError(
                 f"the position was saved with other data: their order was {saved!r}, that of the loader is {order!r}; "
-                f"resume with the same data and shuffle= (by default on among several ranks only), or {_START_ANEW}"
+                f"resume with the same data and shuffle= (by default on among several ranks only), or {_RESTART_EPOCH}"
             )
         if self._is_seed_given and position["seed"] != self.seed:
             raise ValueError(
@@ -388,7 +388,7 @@ class ExactBatchSampler(BatchSampler):
             "the position was saved within an epoch, so samples would be repeated or left out, as "
             f"{type(self.source).__name__} yields other samples or another order now: resume with the same sampler, "
             "which must take its random numbers from torch, NumPy or Python, which are seeded for each epoch, or from "
-            f"a torch.Generator in an attribute generator, or seed its own in set_epoch(epoch); or {_START_ANEW}"
+            f"a torch.Generator in an attribute generator, or seed its own in set_epoch(epoch); or {_RESTART_EPOCH}"
         )
 
     def _describe(self) -> str:
@@ -397,7 +397,7 @@ class ExactBatchSampler(BatchSampler):
         return f"drawn from {type(self.source).__name__}, {length_of(self.source)} long"
 
 
-_START_ANEW = "start a new epoch: leave 'position' out of the state dict"
+_RESTART_EPOCH = "start a new epoch: leave 'position' out of the state dict"
 
 
 class _DrawnEpoch:
