@@ -89,7 +89,8 @@ def test_a_run_is_known_by_its_line_and_by_how_often_it_was_called_there():
             engine.run([1])  # called four times
             found.append((engine.run_line, engine.run_number))
     first.run([1])  # called once
-    line = f"{HERE}:{line_of('called four times')} in {test_a_run_is_known_by_its_line_and_by_how_often_it_was_called_there.__name__}"
+    name = test_a_run_is_known_by_its_line_and_by_how_often_it_was_called_there.__name__
+    line = f"{HERE}:{line_of('called four times')} in {name}"
     start = found[0][1]
     assert found == [(line, start + number) for number in range(4)]
     assert first.run_line.startswith(f"{HERE}:{line_of('called once')} in test_")
@@ -149,7 +150,9 @@ def test_a_run_that_reached_its_target_did_not_end_early():
     assert not activity.early_ends
 
 
-@pytest.mark.parametrize("event", [Events.ITERATION_COMPLETED(once=4), Events.EPOCH_COMPLETED(once=2), Events.COMPLETED])
+@pytest.mark.parametrize(
+    "event", [Events.ITERATION_COMPLETED(once=4), Events.EPOCH_COMPLETED(once=2), Events.COMPLETED]
+)
 def test_a_termination_at_the_target_is_none(event):
     engine = Engine(idle)
     engine.add_event_handler(event, engine.terminate)
@@ -185,7 +188,9 @@ def test_a_terminated_run_names_the_line_that_terminated_it(length):
     assert (found.epoch, found.iteration) == (1, 3)
 
 
-@pytest.mark.parametrize("event", [Events.STARTED, Events.EPOCH_STARTED, Events.EPOCH_COMPLETED, Events.GET_BATCH_STARTED])
+@pytest.mark.parametrize(
+    "event", [Events.STARTED, Events.EPOCH_STARTED, Events.EPOCH_COMPLETED, Events.GET_BATCH_STARTED]
+)
 def test_terminate_as_a_handler_counts_for_the_line_of_the_run(event):
     engine = Engine(idle)
     engine.add_event_handler(event, engine.terminate)
