@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 __all__ = ["ResettableHandler", "Serializable"]
 
@@ -44,14 +44,11 @@ class Serializable:
         for key in self._state_dict_all_req_keys:
             if key not in state_dict:
                 raise ValueError(f"state_dict must hold {key!r}, got keys {list(state_dict)}")
-        for group in self._groups():
+        groups: Any = self._state_dict_one_of_opt_keys
+        is_flat = bool(groups) and all(isinstance(group, str) for group in groups)
+        for group in (groups,) if is_flat else groups:
             if sum(key in state_dict for key in group) != 1:
                 raise ValueError(f"state_dict must hold exactly one of {group}, got keys {list(state_dict)}")
-
-    def _groups(self) -> tuple[tuple[str, ...], ...]:
-        groups = self._state_dict_one_of_opt_keys
-        is_flat = bool(groups) and all(isinstance(group, str) for group in groups)
-        return cast("tuple[tuple[str, ...], ...]", (groups,) if is_flat else groups)  # all() narrows nothing
 
 
 class ResettableHandler(ABC):

@@ -231,7 +231,7 @@ class DataIterator:
         return iter(self.engine.state.dataloader)
 
     def ran_out(self) -> None:
-        """Take the end of the pass for the length of a pass over these data, if they have none."""
+        """Record the length of the pass, for data without a length."""
         if self._length is None:
             self._length = self._given()
 

@@ -205,7 +205,7 @@ class Plan:
         self._replan()
 
     def add(self, registration: Registration) -> None:
-        """Add a registration, behind those of the same or a smaller order."""
+        """Insert a registration after those with the same or a smaller order."""
         self.registrations = tuple(sorted((*self.registrations, registration), key=lambda one: one.order))
         self._newest = registration.serial
         self._replan()

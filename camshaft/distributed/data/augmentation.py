@@ -49,8 +49,7 @@ class SeededLoader(DataLoader[Sample]):
     This holds for batch samplers that yield :class:`Indices`, with any number of workers, persistent or not, and from
     any place in an epoch: see :class:`_SeededFetching`. The random states of the main process do not change, and those
     with which torch seeds new workers come from the batch sampler's ``seed`` and ``epoch``, if it has them. For other
-    batch samplers, and for datasets that hold their samples ready and are collated in torch's way, this is a
-    ``DataLoader``.
+    batch samplers, and for in-memory datasets with torch's default collation, this is a ``DataLoader``.
 
     ``batch_size``, ``drop_last`` and ``sampler`` are those of the batch sampler.
 

@@ -29,8 +29,8 @@ class DistributedProxySampler(DistributedSampler[Any]):
     """Distribute the indices of another sampler: each rank gets every ``num_replicas``-th of them.
 
     All ranks draw the same indices: each seeds torch's generator with the epoch, and restores it afterwards. So the
-    sampler must take its random numbers from there, or from a generator that is seeded alike on all ranks. Indices that
-    are missing to an equal number per rank are drawn again.
+    sampler must take its random numbers from there, or from a generator that is seeded alike on all ranks. If the
+    indices cannot be divided evenly, some are drawn again, so that each rank has the same number.
 
     Args:
         sampler: has a length, and is not distributed already.
