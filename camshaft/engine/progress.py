@@ -118,15 +118,15 @@ def positive(name: str, value: Any) -> int | None:
 # --- targets -----------------------------------------------------------------------------------------------------
 
 
-def is_done(state: State[Any, Any]) -> bool:
-    """Return whether the target of a state is reached."""
+def is_done(state: State[Any, Any], in_epoch: bool = False) -> bool:
+    """Return whether the target of a state is reached; ``in_epoch``: the last of its epochs is not over."""
     if state.max_iters is not None and state.iteration >= state.max_iters:
         return True
     if state.max_epochs is None:
         return False
     if state.epoch_length is not None and state.iteration >= state.epoch_length * state.max_epochs:
         return True
-    return state.epoch >= state.max_epochs
+    return state.epoch - in_epoch >= state.max_epochs
 
 
 def has_target(state: State[Any, Any]) -> bool:
