@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ANNOTATED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.AnnAssign)
 
 LEAVES = (
+    "camshaft.activity",
     "camshaft.base",
     "camshaft.base.mixins",
     "camshaft.contrib",
