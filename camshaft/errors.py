@@ -1,4 +1,4 @@
-"""Exceptions of this package, what error messages are made of, and what is accepted from PyTorch-Ignite."""
+"""Exceptions, helpers for error messages, and checks of what comes from PyTorch-Ignite."""
 
 from __future__ import annotations
 

@@ -7,6 +7,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from camshaft.errors import check_type
+
 __all__ = ["ResettableHandler", "Serializable"]
 
 
@@ -39,8 +41,7 @@ class Serializable:
             TypeError: it is not a mapping.
             ValueError: a required key is missing, or a group has not exactly one key.
         """
-        if not isinstance(state_dict, Mapping):
-            raise TypeError(f"state_dict must be a mapping, got {state_dict!r} of type {type(state_dict).__name__}")
+        check_type("state_dict", state_dict, Mapping, "a mapping")
         for key in self._state_dict_all_req_keys:
             if key not in state_dict:
                 raise ValueError(f"state_dict must hold {key!r}, got keys {list(state_dict)}")

@@ -64,7 +64,8 @@ class Call:
 
     def check_member(self, name: str, rank: int) -> int:
         """Return a rank argument as a plain integer; raise an error if it is not one, or not in the group."""
-        check_type(name, rank, SupportsIndex, "an integer")
+        if type(rank) is not int:  # looked at first: isinstance of a protocol takes much longer
+            check_type(name, rank, SupportsIndex, "an integer")
         if rank not in self.ranks:
             raise ValueError(f"{name} must be a rank of the group {list(self.ranks)}, got {rank!r}")
         return int(rank)

@@ -11,7 +11,7 @@ from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overl
 
 from camshaft import activity
 from camshaft.base import Serializable
-from camshaft.engine.data import DataIterator, can_start_anywhere, check_iterable, seek_with_new_length
+from camshaft.engine.data import DataIterator, can_start_anywhere, seek_with_new_length
 from camshaft.engine.dispatch import Dispatcher
 from camshaft.engine.events import (
     CallableEventWithFilter,
@@ -34,6 +34,7 @@ from camshaft.engine.progress import (
     target_of,
 )
 from camshaft.engine.state import Batch, Output, State
+from camshaft.errors import check_type
 
 __all__ = ["CallableEventWithFilter", "Engine", "EventEnum", "Events", "EventsList", "RemovableEventHandle"]
 
@@ -549,7 +550,7 @@ class Engine(Serializable, Generic[Batch, Output]):
         Raises:
             TypeError: ``data`` is not iterable.
         """
-        check_iterable(data)
+        check_type("data", data, Iterable, "iterable")
         if self._run is None:
             self._next_data = data
         else:

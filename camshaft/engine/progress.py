@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from math import ceil
 from typing import Any
 
-from camshaft.engine.data import Position, check_iterable, length_of
+from camshaft.engine.data import Position, length_of
 from camshaft.engine.state import State
+from camshaft.errors import check_type
 from camshaft.types import is_integer
 
 
@@ -93,8 +94,7 @@ def read(state_dict: Mapping[str, Any]) -> tuple[Progress, dict[str, int | None]
             raise ValueError(f"{name} must not be below the progress of the state dict, {reached}, got {target}")
     position = state_dict.get("position")
     if position is not None:
-        if not isinstance(position, Mapping):
-            raise TypeError(f"position must be a mapping, got {position!r} of type {type(position).__name__}")
+        check_type("position", position, Mapping, "a mapping")
         for name in ("epoch", "batches", "consumed", "steps", "lost"):
             if position.get(name) is not None:
                 _integer(f"position[{name!r}]", position[name], least=0)
@@ -163,7 +163,7 @@ class Request:
 
     def __init__(self, data: Any, max_epochs: int | None, max_iters: int | None, epoch_length: int | None) -> None:
         if data is not None:
-            check_iterable(data)
+            check_type("data", data, Iterable, "iterable")
         if max_epochs is not None and max_iters is not None:
             raise ValueError(f"give max_epochs or max_iters, not both, got {max_epochs!r} and {max_iters!r}")
         self.data = data

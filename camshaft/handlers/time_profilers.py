@@ -78,7 +78,7 @@ class _Calls(NamedTuple):
 
 
 class _Profiler:
-    """Measures how long each batch takes to be fetched and processed, and knows the handlers of the run.
+    """Measures how long each batch takes to be fetched and processed, and keeps track of the handlers of the run.
 
     The end of a pause fires no event, so the sample during which a run was paused is dropped.
     """

@@ -30,7 +30,7 @@ def end_together(batches: Iterator[Any], window: int = 8) -> Iterator[Any]:
     or, on backends without one, by a collective. If a rank fails to load a batch, all raise at that step.
 
     Args:
-        batches: best in host memory. All ranks read in the same order what ends together.
+        batches: preferably in host memory. If there are several such iterators, all ranks read them in the same order.
         window: how many batches are read ahead and kept in memory; the same on all ranks.
 
     >>> list(end_together(iter([1, 2, 3])))
