@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from camshaft.distributed.coordination.diagnosis import departed, divergence, hang_report, stopped
+from camshaft.distributed.coordination.diagnosis import departed, divergence, stopped
 from camshaft.distributed.record import Entry, Snapshot
 
 ROOTED_FROM, ROOTED_TO = ("broadcast", "scatter"), ("reduce", "gather")
@@ -150,7 +150,9 @@ class Job:
         if not self.completes and len({other.call for other in here.values()}) > 1:
             return False
         needs = set(step.ranks)
-        some = {rank for rank in step.ranks if random.Random(f"{name} {one.calls[name]} {one.rank} {rank}").random() < 0.3}
+        some = {
+            rank for rank in step.ranks if random.Random(f"{name} {one.calls[name]} {one.rank} {rank}").random() < 0.3
+        }
         if step.collective in ROOTED_FROM:
             needs = some if str(one.rank) == step.root else some | {int(step.root)}
         elif step.collective in ROOTED_TO and str(one.rank) != step.root:
@@ -170,7 +172,10 @@ class Job:
         is_idle = step is not None and step.kind != "busy"
         if step is not None:
             inner = {
-                "call": ["/site-packages/torch/distributed/distributed_c10d.py:1 in wait", "/camshaft/distributed/x.py:1 in f"],
+                "call": [
+                    "/site-packages/torch/distributed/distributed_c10d.py:1 in wait",
+                    "/camshaft/distributed/x.py:1 in f",
+                ],
                 "backward": [AUTOGRAD],
                 "local backward": [AUTOGRAD],
             }
@@ -178,7 +183,9 @@ class Job:
         one.status = {
             "time": self.now,
             "host": "here",
-            "engines": [{"line": "/job/train.py:1 in main", "number": 1, "event": "", "epoch": 1, "iteration": one.place}],
+            "engines": [
+                {"line": "/job/train.py:1 in main", "number": 1, "event": "", "epoch": 1, "iteration": one.place}
+            ],
             "ended": [],
             "stack": stack,
             "doing": "",
@@ -260,11 +267,15 @@ def programs(draw, most=30):
             who = ranks if kind in ("backward", "async") else draw(st.permutations(ranks))[: draw(st.integers(1, size))]
             steps.append((who, Step(line, ranks, kind=kind)))
             continue
-        collective = draw(st.sampled_from(("all_reduce", "all_reduce", "barrier", "all_gather", *ROOTED_FROM, *ROOTED_TO)))
+        collective = draw(
+            st.sampled_from(("all_reduce", "all_reduce", "barrier", "all_gather", *ROOTED_FROM, *ROOTED_TO))
+        )
         is_rooted = collective in ROOTED_FROM + ROOTED_TO
         how = draw(st.sampled_from(("SUM", "MAX"))) if collective in ("all_reduce", "reduce") else ""
         root = str(draw(st.sampled_from(ranks))) if is_rooted else ""
-        value = "" if collective == "barrier" else draw(st.sampled_from(("", "torch.float32 [4]", "torch.float32 [2, 2]")))
+        value = (
+            "" if collective == "barrier" else draw(st.sampled_from(("", "torch.float32 [4]", "torch.float32 [2, 2]")))
+        )
         steps.append((ranks, Step(line, ranks, collective, how, root, value)))
     return [[step for who, step in steps if rank in who] for rank in range(size)]
 
@@ -330,7 +341,7 @@ def story(job):
     lines = [f"calls that differ complete: {job.completes}"]
     for one in job.ranks:
         steps = (f"{step.kind} {step.collective} {step.ranks} {step.root} {step.line[-12:]}" for step in one.program)
-        program = [f"{'>' if one.step is step else ' '} {text}" for step, text in zip(one.program, steps)]
+        program = [f"{'>' if one.step is step else ' '} {text}" for step, text in zip(one.program, steps, strict=True)]
         lines += [f"rank {one.rank}: {one.left or 'inside'}, {dict(one.torch)}, {one.status['unfinished']}", *program]
     return "\n".join(lines)
 
