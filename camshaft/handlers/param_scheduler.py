@@ -219,19 +219,16 @@ class CyclicalScheduler(ParamScheduler):
         if warmed == 0:
             self.start_value *= self.start_value_mult
         if warmed == self.warmup_duration:
-            self._start_cycle()
+            self.event_index = 0
+            self.cycle_size = max(1, int(self.cycle_size * self.cycle_mult))
+            self.warmup_duration = max(0, int(self.warmup_duration * self.cycle_mult))
+            self.cycle += 1
+            self.end_value *= self.end_value_mult
         elif warmed > 0:
             share = warmed / self.warmup_duration
             self._write(self.end_value + (self.start_value - self.end_value) * share)
             return
         self._write(self.get_param())
-
-    def _start_cycle(self) -> None:
-        self.event_index = 0
-        self.cycle_size = max(1, int(self.cycle_size * self.cycle_mult))
-        self.warmup_duration = max(0, int(self.warmup_duration * self.cycle_mult))
-        self.cycle += 1
-        self.end_value *= self.end_value_mult
 
 
 class LinearCyclicalScheduler(CyclicalScheduler):

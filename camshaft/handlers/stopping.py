@@ -42,7 +42,7 @@ class StopTogether:
         """Terminate the run."""
         self.watch(engine)
         if self._common is None:
-            engine.terminate()
+            engine._terminate_together()
         else:
             self._common.want()
 
@@ -66,7 +66,7 @@ class StopTogether:
 
     def _proceed_or_stop(self, engine: Engine[Any, Any]) -> None:
         if self._common is not None and not self._common.may_begin(engine.state.iteration + 1):
-            engine.terminate()
+            engine._terminate_together()
 
     def _leave(self) -> None:
         for handle in self._handles:
