@@ -102,6 +102,8 @@ class SlowSaver(DiskSaver):
 
 def training(local_rank: int, config: argparse.Namespace) -> None:
     """Train; runs in every process."""
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("camshaft.distributed").setLevel(logging.INFO)  # waits that are no alarm
     manual_seed(config.seed)
     if idist.get_world_size() < 2:
         raise SystemExit("this takes two processes: add --backend gloo --nproc_per_node 2")
@@ -153,7 +155,6 @@ def main() -> None:
         for name, bug in BUGS.items():
             print(f"{name:10} {bug.__doc__}")
         return
-    logging.basicConfig(format="%(message)s")
     options = {"hang_report_after": config.report_after} if config.backend else {}
     with idist.Parallel(backend=config.backend, nproc_per_node=config.nproc_per_node, **options) as parallel:
         parallel.run(training, config)
