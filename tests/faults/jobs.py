@@ -76,7 +76,8 @@ ENDED = (
 )
 DIVERGED = (r"RankDivergenceError", r"rank {rank} .*{line}")
 STOPPED = (r"RankDivergenceError: rank {rank} stopped alone",)
-STUCK = (r"rank {rank}\b.* (has not run any Python|has not reported)|not reached initialize: {rank}\b|ranks came to",)
+STUCK = (r"rank {rank} has not run any Python",)
+ABSENT = (r"missing: {rank}\b|rank {rank} did not connect|ranks came to make a group",)
 
 FAULTS = {
     fault.name: fault
@@ -95,8 +96,8 @@ FAULTS = {
         Fault("SIGTERM", "SIGTERM", ENDED),
         Fault("SIGKILL", "SIGKILL", ENDED),
         Fault("SIGSEGV", "SIGSEGV", ENDED),
-        Fault("SIGSTOP", "SIGSTOP", STUCK, "signal", timeout=15),
-        Fault("gil", "C call that holds the GIL", STUCK, "gil", timeout=15),
+        Fault("SIGSTOP", "SIGSTOP", STUCK, timeout=20),
+        Fault("gil", "C call that holds the GIL", STUCK, "gil", timeout=20),
         Fault("alone", "collective on one rank only", DIVERGED, "alone"),
         Fault("order", "collectives in another order", DIVERGED, "order"),
         Fault("shape", "another shape", DIVERGED, "shape"),
@@ -108,7 +109,7 @@ FAULTS = {
         Fault("terminate", "`terminate()` on one rank", STOPPED, "terminate"),
         Fault("swallowed", "exception swallowed on one rank", (*STOPPED, "ValueError: the fault"), "step"),
         Fault("lost-node", "lost node", (r"RankFailedError: rank {rank}\b",), launchers=("hosts",)),
-        Fault("never-arrives", "rank that does not arrive at `initialize`", STUCK, timeout=15),
+        Fault("never-arrives", "rank that does not arrive at `initialize`", ABSENT, timeout=15),
     )
 }
 
@@ -316,7 +317,7 @@ def run_case(case: Case, launch: Launch, stop: Event | None = None) -> Outcome:
         folder = Path(name)
         arguments = [name, "--fault", fault.name, "--rank", str(case.rank)]
         if fault.timeout is not None:
-            arguments += ["--timeout", str(fault.timeout), "--hang_report_after", str(fault.timeout / 4)]
+            arguments += ["--timeout", str(fault.timeout), "--hang_report_after", str(0.6 * fault.timeout)]
         try:
             with launch(arguments, {"CAMSHAFT_DEBUG": "1"} if case.is_debug else {}) as job:
                 began = time.monotonic()
