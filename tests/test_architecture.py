@@ -42,7 +42,7 @@ def inside(*names: str) -> tuple[str, ...]:
 
 CONTRACT = (*inside("backend", "topology"), *LEAVES)
 ENVIRONMENTS, LAUNCH = inside("environments"), inside("launch")
-RECORD = inside("record")
+RECORD, DIAGNOSIS = inside("record"), inside("coordination.diagnosis")
 VALUES, WATCHER = inside("values"), inside("coordination.watcher")
 WAITING, CHECK = inside("coordination.waiting"), inside("coordination.collective_check")
 
@@ -54,6 +54,7 @@ IN_DISTRIBUTED: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], 
     (ENVIRONMENTS, (*inside("topology"), *LEAVES), ()),
     (LAUNCH, (*DISTRIBUTED, *LEAVES), inside("backends.*")),
     (RECORD, (*inside("topology"), *LEAVES), ()),
+    (DIAGNOSIS, (*RECORD, *LEAVES), ()),
     ((*VALUES, *WATCHER, *WAITING), CONTRACT, ()),
     (CHECK, (*VALUES, *WAITING, *CONTRACT), ()),
     (inside("run"), (*inside("registry", "environments", "backends.serial"), *CHECK, *CONTRACT), ()),

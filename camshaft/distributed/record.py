@@ -42,13 +42,13 @@ except ImportError:  # Windows
 
 logger = logging.getLogger(__name__)
 
+_MEMORY = Path("/dev/shm")
 _PREFIX, _SUFFIX = "camshaft-", ".record"
 _MAX_AGE, _MAX_DEAD = 24 * 3600.0, 256  # seconds, and number, of records to keep of processes that have ended
 _MAGIC = b"camshaft record 1"
 _STAMP = struct.Struct("=Q")
 _AREA = struct.Struct("=QII")  # before JSON: stamp, odd while it is written; size and CRC-32 of the JSON
 _ENTRY = struct.Struct("@QQddQQ")  # number, sequence, began, ended or 0, stamp of the text, number
-_TIME = struct.Struct("=d")
 _NUM_ENTRIES, _NUM_TEXTS = 64, 512
 _HEADER_BYTES, _STATUS_BYTES, _TEXT_BYTES = 1024, 24 * 1024, 512
 _HEADER = 64
@@ -56,14 +56,14 @@ _STATUS = _HEADER + _HEADER_BYTES
 _ENTRIES = _STATUS + _STATUS_BYTES
 _TEXTS = _ENTRIES + _NUM_ENTRIES * _ENTRY.size
 _SIZE = _TEXTS + _NUM_TEXTS * _TEXT_BYTES
-_ENTRY_BYTES, _ENDED_AT = _ENTRY.size, 24  # of an entry: its size, and where the time of its end is
+_ENTRY_BYTES, _ENTRY_WORDS, _ENDED = _ENTRY.size, _ENTRY.size // 8, 3  # of an entry; the last is a place in it
 _FIRST_STAMP = 1 << 60  # of texts: nothing else in an entry has these bytes
-_ATTEMPTS, _PAUSE = 20, 0.001  # to read what is being written; seconds between them
+_ATTEMPTS, _PAUSE = 20, 0.001  # to read an area that is being written; seconds between them
 _MANY = 1024  # entries after which a cache starts anew
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, RecursionError, struct.error)  # raised by damaged content
 
-# looked up once: begin and end may take a microsecond
-_write_entry, _write_time, _read_stamp, _now = _ENTRY.pack_into, _TIME.pack_into, _STAMP.unpack_from, time.monotonic
+# looked up once, as begin and end have a microsecond
+_write_entry, _now = _ENTRY.pack_into, time.monotonic
 
 
 @dataclass(frozen=True)
@@ -148,23 +148,25 @@ class Record:
     """
 
     def __init__(self, rank: int, world_size: int, folder: Path | None = None) -> None:
+        _inner_files.update(map(str, Path(__file__).parent.rglob("*.py")), [contextlib.__file__])
         self._lock = threading.RLock()  # a signal handler may interrupt a write
         self._numbers = itertools.count(1)
         self._all = _Counted("all")
         self._counted = {tuple(range(world_size)): self._all}  # by ranks
         self._groups: dict[int, tuple[Sequence[int], _Counted]] = {}  # by the id of the group that the user holds
-        self._texts: dict[tuple[Any, ...], int] = {}  # stamp of the text, by what it says
-        self._slots: list[tuple[int, tuple[Any, ...], CodeType] | None] = [None] * _NUM_TEXTS
+        self._slots: list[tuple[int, _Counted, tuple[Any, ...], CodeType] | None] = [None] * _NUM_TEXTS
         self._text_stamps, self._stamps = itertools.count(_FIRST_STAMP, 2), itertools.count(2, 2)
         self._facts = {"rank": rank, "world_size": world_size, "pid": os.getpid(), "host": socket.gethostname()}
         self._job = ""
         temporary, self._file = _created(_folders() if folder is None else [folder])
         self._map = mmap.mmap(self._file, _SIZE)
         self._map[: len(_MAGIC)] = _MAGIC
+        self._entries = memoryview(self._map)[_ENTRIES:_TEXTS]
+        self._words, self._times = self._entries.cast("Q"), self._entries.cast("d")
         self.job = ""
-        self.path = temporary.with_suffix(_SUFFIX)
+        self.path = temporary.with_suffix("")
         os.rename(temporary, self.path)  # it appears complete, and locked
-        _own[self.path] = self
+        _own[_identity(os.fstat(self._file))] = self
         _remove_old(self.path.parent)
 
     @property
@@ -186,6 +188,7 @@ class Record:
         how: str,
         root: Any,
         is_long: bool = False,
+        depth: int = 1,
     ) -> int:
         """Record that this rank begins a collective.
 
@@ -197,6 +200,7 @@ class Record:
             how: what else is the same on all ranks, for example the reduction.
             root: the rank that sends, or that receives the result.
             is_long: whether other ranks may be busy for a long time before they call it.
+            depth: number of callers to skip when looking for the user's line, which are known to be of this package.
 
         Returns:
             A number for :meth:`end`; 0 if the record is closed.
@@ -210,19 +214,21 @@ class Record:
                     known = self._add_group(group, ranks)
                 counted = known[1]
             sequence, number = next(counted.sequence), next(self._numbers)
-            frame = sys._getframe(1)
+            frame = sys._getframe(depth)
             code = frame.f_code
-            while _is_inner[code.co_filename] and (back := frame.f_back) is not None:
+            while code.co_filename in _inner_files and (back := frame.f_back) is not None:
                 frame = back
                 code = frame.f_code
             try:
-                is_tensor = isinstance(value, Tensor)
-                dtype, shape = (value.dtype, value.shape) if is_tensor else (None, None)
-                text = self._texts[counted, collective, dtype, shape, how, root, is_long, id(code), frame.f_lasti]
+                if value is None or not isinstance(value, Tensor):
+                    text = counted.texts[collective, None, None, how, root, is_long, id(code), frame.f_lasti]
+                else:
+                    dtype, shape = value.dtype, value.shape
+                    text = counted.texts[collective, dtype, shape, how, root, is_long, id(code), frame.f_lasti]
             except Exception:  # it is new, or odd
                 text = self._text(counted, collective, value, how, root, is_long, frame)
-            start = _ENTRIES + number % _NUM_ENTRIES * _ENTRY_BYTES
-            _write_entry(self._map, start, number, sequence, _now(), 0.0, text, number)
+            start = number % _NUM_ENTRIES * _ENTRY_BYTES
+            _write_entry(self._entries, start, number, sequence, _now(), 0.0, text, number)
             return number
         except Exception as error:
             logger.debug("no flight record of %s: %r", collective, error)
@@ -230,10 +236,10 @@ class Record:
 
     def end(self, number: int) -> None:
         """Record that a collective has completed, or raised an error."""
-        start = _ENTRIES + number % _NUM_ENTRIES * _ENTRY_BYTES
         try:
-            if number and _read_stamp(self._map, start)[0] == number:  # other threads may have called many since
-                _write_time(self._map, start + _ENDED_AT, _now())
+            start = number % _NUM_ENTRIES * _ENTRY_WORDS
+            if self._words[start] == number:  # otherwise, other threads have begun many since
+                self._times[start + _ENDED] = _now()
         except ValueError:  # the record is closed
             pass
 
@@ -246,13 +252,16 @@ class Record:
     def close(self, keep: bool = False) -> None:
         """Stop recording, and remove the file unless ``keep``."""
         with self._lock:
-            if _own.pop(self.path, None) is not None:
+            if self._file >= 0:
+                _own.pop(_identity(os.fstat(self._file)), None)
                 self._release()
                 if not keep:
                     with suppress(OSError):
                         self.path.unlink()
 
     def _release(self) -> None:
+        for view in (self._words, self._times, self._entries):
+            view.release()
         self._map.close()
         file, self._file = self._file, -1
         os.close(file)
@@ -272,22 +281,23 @@ class Record:
         """Return the stamp of a text; write it into the next slot that no entry refers to, if it is new."""
         dtype, shape, layout = _layout(value)
         code, how, root = frame.f_code, _plain(how), _plain(root)  # a tensor must not become a key, or stay alive
-        key = (counted, collective, dtype, shape, how, root, is_long, id(code), frame.f_lasti)
+        key = (collective, dtype, shape, how, root, is_long, id(code), frame.f_lasti)
         with self._lock:
-            if key in self._texts:
-                return self._texts[key]
+            if key in counted.texts:
+                return counted.texts[key]
             while True:
                 stamp = next(self._text_stamps)
                 old = self._slots[_slot(stamp)]
                 if old is None or self._map.find(_STAMP.pack(old[0]), _ENTRIES, _TEXTS) < 0:
                     break
             if old is not None:
-                self._texts.pop(old[1], None)
+                del old[1].texts[old[2]]
             line = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
-            content = [counted.group, collective, how, "" if root is None else str(root), layout, line, bool(is_long)]
+            root = "" if root is None else str(root)
+            content = [stamp, counted.group, str(collective), str(how), root, layout, line, bool(is_long)]
             self._write(_TEXTS + _slot(stamp) * _TEXT_BYTES, _TEXT_BYTES, content, iter([stamp]))
-            self._slots[_slot(stamp)] = (stamp, key, code)  # as long as the code is alive, no other has its id
-            self._texts[key] = stamp
+            self._slots[_slot(stamp)] = (stamp, counted, key, code)  # while the code is alive, no other has its id
+            counted.texts[key] = stamp
             return stamp
 
     def _write(self, start: int, size: int, content: Any, stamps: Iterator[int]) -> None:
@@ -305,33 +315,27 @@ class Record:
 
 
 class _Counted:
-    """The calls of the ranks of a group."""
+    """The calls of the ranks of a group, with the stamps of their texts."""
 
-    __slots__ = ("group", "sequence")
+    __slots__ = ("group", "sequence", "texts")
 
     def __init__(self, group: str) -> None:
         self.group = group
         self.sequence = itertools.count(1)
+        self.texts: dict[tuple[Any, ...], int] = {}
 
 
-class _Inner(dict[str, bool]):
-    """Whether files belong to this package's distributed part, or are between it and its callers."""
-
-    _folder = os.path.join(os.path.dirname(__file__), "")
-
-    def __missing__(self, name: str) -> bool:
-        if len(self) >= _MANY:  # each cell of a notebook is a file
-            self.clear()
-        self[name] = found = name.startswith((self._folder, contextlib.__file__))
-        return found
+_inner_files: set[str] = set()  # of this folder, and what is between them and the user's
+_own: dict[tuple[int, int], Record] = {}  # of this process: to open and close such a file would release its lock
 
 
-_is_inner = _Inner()
-_own: dict[Path, Record] = {}  # of this process: opening and closing such a file would release its lock
+def _identity(facts: os.stat_result) -> tuple[int, int]:
+    return facts.st_dev, facts.st_ino
 
 
 def _forget_after_fork() -> None:
     for record in _own.values():
+        record._lock = threading.RLock()  # another thread of the parent may have held it
         record._release()
     _own.clear()
 
@@ -346,22 +350,22 @@ def read(path: Path) -> Snapshot | None:
     It may be written meanwhile. Entries that are being replaced are left out.
     """
     try:
-        with _opened(path) as file:
-            if os.pread(file, len(_MAGIC), 0) != _MAGIC:
-                return None
+        with _opened(path) as (file, is_own):
+            is_alive = is_own or not _can_lock(file)  # first: what a dead process has written is complete
             header = _read_area(file, _HEADER, _HEADER_BYTES)
-            if header is None:
+            if os.pread(file, len(_MAGIC), 0) != _MAGIC or not isinstance(header, dict):
                 return None
-            numbers = {name: int(header[name]) for name in ("rank", "world_size", "pid")}
             status = _read_area(file, _STATUS, _STATUS_BYTES)
             return Snapshot(
                 path=path,
                 job=str(header["job"]),
+                rank=int(header["rank"]),
+                world_size=int(header["world_size"]),
+                pid=int(header["pid"]),
+                is_alive=is_alive,
                 host=str(header["host"]),
-                is_alive=path in _own or not _can_lock(file),
                 status=status if isinstance(status, dict) else {},
                 entries=_read_entries(file),
-                **numbers,
             )
     except _UNREADABLE:
         return None
@@ -409,7 +413,7 @@ def state_of(snapshot: Snapshot, entry: Entry) -> str:
 
 
 def _folders() -> list[Path]:
-    return [folder for folder in (Path("/dev/shm"), Path(tempfile.gettempdir())) if folder.is_dir()]
+    return [folder for folder in (_MEMORY, Path(tempfile.gettempdir())) if folder.is_dir()]
 
 
 def _created(folders: Sequence[Path]) -> tuple[Path, int]:
@@ -417,7 +421,7 @@ def _created(folders: Sequence[Path]) -> tuple[Path, int]:
     if fcntl is None:
         raise OSError(errno.ENOTSUP, "flight records need the locks of POSIX")
     for folder in folders:
-        path = folder / f"{_PREFIX}{os.getpid()}-{os.urandom(8).hex()}.tmp"
+        path = folder / f"{_PREFIX}{os.getpid()}-{os.urandom(8).hex()}{_SUFFIX}.tmp"
         try:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError:
@@ -441,32 +445,33 @@ def _created(folders: Sequence[Path]) -> tuple[Path, int]:
 def _remove_old(folder: Path) -> None:
     """Remove the records of processes that ended long ago, or before many others."""
     found = []
-    for path in (*folder.glob(f"{_PREFIX}*{_SUFFIX}"), *folder.glob(f"{_PREFIX}*.tmp")):
+    for path in (*folder.glob(f"{_PREFIX}*{_SUFFIX}"), *folder.glob(f"{_PREFIX}*{_SUFFIX}.tmp")):
         with suppress(OSError):
             found.append((time.time() - path.lstat().st_mtime, path))
     for index, (age, path) in enumerate(sorted(found)):
         if age > _MAX_AGE or index >= _MAX_DEAD:
-            with suppress(OSError), _opened(path) as file:
-                if path not in _own and _can_lock(file):
+            with suppress(OSError), _opened(path) as (file, is_own):
+                if not is_own and _can_lock(file):
                     path.unlink()
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    """Open a file if it can be a record of this user; files of others may be anything.
+def _opened(path: Path) -> Iterator[tuple[int, bool]]:
+    """Open a file that can be a record of this user; yield its descriptor, and whether this process writes it.
 
     Raises:
-        OSError: it cannot.
+        OSError: it is something else, to which anyone may have given such a name.
     """
-    if path in _own:
-        yield _own[path]._file
+    facts = os.lstat(path)
+    if own := _own.get(_identity(facts)):
+        yield own._file, True
         return
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         facts = os.fstat(file)
         if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_size != _SIZE:
             raise OSError(errno.EINVAL, "not a record of this user", os.fspath(path))
-        yield file
+        yield file, False
     finally:
         os.close(file)
 
@@ -481,34 +486,32 @@ def _can_lock(file: int) -> bool:
     return True
 
 
-def _read_area(file: int, start: int, size: int, stamp: int | None = None) -> Any:
-    """Return the content of an area, or ``None`` if there is none, or none with a stamp."""
-    for _ in range(_ATTEMPTS):
+def _read_area(file: int, start: int, size: int, attempts: int = _ATTEMPTS) -> Any:
+    """Return the content of an area; ``None`` if it is empty, damaged, or still being written."""
+    for _ in range(attempts):
         head = os.pread(file, _AREA.size, start)
-        found, length, checksum = _AREA.unpack(head)
+        stamp, length, checksum = _AREA.unpack(head)
         data = os.pread(file, min(length, size - _AREA.size), start + _AREA.size)
-        if found % 2 == 0 and zlib.crc32(data) == checksum and os.pread(file, _AREA.size, start) == head:
-            return json.loads(data) if data and stamp in (None, found) else None
-        time.sleep(_PAUSE)  # it is being written
+        if stamp % 2 == 0 and os.pread(file, _AREA.size, start) == head:
+            return json.loads(data) if data and zlib.crc32(data) == checksum else None
+        time.sleep(_PAUSE)
     return None
 
 
 def _read_entries(file: int) -> tuple[Entry, ...]:
-    """Return the entries that are complete."""
-    texts: dict[int, Any] = {}
-    entries = []
-    for index, found in enumerate(_ENTRY.iter_unpack(os.pread(file, _NUM_ENTRIES * _ENTRY.size, _ENTRIES))):
-        number, sequence, began, ended, stamp, number_again = found
-        if number != number_again or not number or number % _NUM_ENTRIES != index:
+    """Return the entries that are complete, and whose texts are still there."""
+    entries, texts = [], dict[int, Any]()
+    for row in _ENTRY.iter_unpack(os.pread(file, _NUM_ENTRIES * _ENTRY.size, _ENTRIES)):
+        number, sequence, began, ended, stamp, number_again = row
+        if number == 0 or number != number_again:
             continue
         if stamp not in texts:
-            texts[stamp] = _read_area(file, _TEXTS + _slot(stamp) * _TEXT_BYTES, _TEXT_BYTES, stamp)
+            texts[stamp] = _read_area(file, _TEXTS + _slot(stamp) * _TEXT_BYTES, _TEXT_BYTES, attempts=1)
         match texts[stamp]:
-            case [str(group), str(collective), str(how), str(root), str(value), str(line), bool(is_long)]:
-                times = (began, ended or None)
-                entries.append(
-                    Entry(number, _ranks(group), sequence, collective, how, root, value, line, *times, is_long)
-                )
+            case [found, str(group), str(collective), str(how), str(root), str(value), str(line), bool(is_long)]:
+                if found == stamp:
+                    call = (_ranks(group), sequence, collective, how, root, value, line)
+                    entries.append(Entry(number, *call, began, ended or None, is_long))
     return tuple(sorted(entries, key=lambda entry: entry.number))
 
 
@@ -564,11 +567,14 @@ def _fitting(content: Any, size: int) -> bytes:
     """Return content as JSON of at most ``size`` bytes."""
     data, longest = _json(content), size
     while len(data) > size and longest > 8:
-        longest = longest * 3 // 4
+        longest //= 2
         data = _json(_shortened(content, longest))
-    while len(data) > size and content:  # many short texts
-        content = dict(sorted(content.items(), key=lambda item: len(_json(item[1])))[:-1])
-        data = _json(_shortened(content, longest))
+    if len(data) > size:  # it has many short texts, or numbers
+        content = _shortened(content, longest)
+        sizes = {name: len(_json({name: value})) for name, value in content.items()}
+        smallest = sorted(sizes, key=lambda name: sizes[name])
+        ends = itertools.accumulate(sizes[name] for name in smallest)
+        data = _json({name: content[name] for name, end in zip(smallest, ends, strict=True) if end <= size})
     return data
 
 
