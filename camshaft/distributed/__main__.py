@@ -189,9 +189,11 @@ def _job_text(job: str, ranks: Sequence[Snapshot]) -> str:
     columns = {name: {rank: row.get(name) or "-" for rank, row in rows.items()} for name in names}
     parts = [f"{title}\n{'-' * len(title)}\n{table(columns)}"]
     for one in ranks:
-        if failure := one.status.get("failure"):
-            parts.append(f"rank {one.rank} failed: {failure['error']}, {failure['where']}")
-        if left := one.status.get("left"):
+        status = one.status
+        if failure := status.get("failure"):
+            texts = (failure.get("error"), failure.get("where"))
+            parts.append(f"rank {one.rank} failed: {', '.join(filter(None, texts))}")
+        elif left := status.get("left"):
             parts.append(f"rank {one.rank} {left}")
     stacks = defaultdict[tuple[str, ...], list[int]](list)  # most ranks do the same
     for one in ranks:
@@ -209,7 +211,7 @@ def _facts(one: Snapshot) -> dict[str, str]:
     if one.is_alive and "time" in one.status:  # it can be stopped, or in code that blocks all its threads
         facts["status"] = f"{max(0.0, time.monotonic() - one.status['time']):.1f} s old"
     if engines := one.status.get("engines"):
-        facts |= {name: str(engines[-1][name]) for name in ("event", "epoch", "iteration")}
+        facts |= {name: str(engines[-1].get(name)) for name in ("event", "epoch", "iteration")}
     if (last := one.last) is None:
         return {**facts, "last collective": "no call yet"}
     call = " ".join(filter(None, (last.collective, last.how, last.root and f"root {last.root}", last.value)))

@@ -42,6 +42,7 @@ except ImportError:  # Windows
 
 logger = logging.getLogger(__name__)
 
+_MEMORY = Path("/dev/shm")
 _PREFIX, _SUFFIX = "camshaft-", ".record"
 _MAX_AGE, _MAX_DEAD = 24 * 3600.0, 256  # seconds, and number, of records to keep of processes that have ended
 _MAGIC = b"camshaft record 1"
@@ -412,7 +413,7 @@ def state_of(snapshot: Snapshot, entry: Entry) -> str:
 
 
 def _folders() -> list[Path]:
-    return [folder for folder in (Path("/dev/shm"), Path(tempfile.gettempdir())) if folder.is_dir()]
+    return [folder for folder in (_MEMORY, Path(tempfile.gettempdir())) if folder.is_dir()]
 
 
 def _created(folders: Sequence[Path]) -> tuple[Path, int]:
@@ -566,11 +567,14 @@ def _fitting(content: Any, size: int) -> bytes:
     """Return content as JSON of at most ``size`` bytes."""
     data, longest = _json(content), size
     while len(data) > size and longest > 8:
-        longest = longest * 3 // 4
+        longest //= 2
         data = _json(_shortened(content, longest))
-    while len(data) > size and content:  # many short texts
-        content = dict(sorted(content.items(), key=lambda item: len(_json(item[1])))[:-1])
-        data = _json(_shortened(content, longest))
+    if len(data) > size:  # it has many short texts, or numbers
+        content = _shortened(content, longest)
+        sizes = {name: len(_json({name: value})) for name, value in content.items()}
+        smallest = sorted(sizes, key=lambda name: sizes[name])
+        ends = itertools.accumulate(sizes[name] for name in smallest)
+        data = _json({name: content[name] for name, end in zip(smallest, ends, strict=True) if end <= size})
     return data
 
 
