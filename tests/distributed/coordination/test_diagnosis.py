@@ -511,6 +511,23 @@ def test_a_backward_pass_that_other_ranks_skip(status, is_found):
     assert not is_found or ("backward (gradient reduction)" in text and "/job/train.py:9 in step" in text)
 
 
+@pytest.mark.parametrize("unfinished", [{"0: all": 1}, {}])
+def test_a_rank_that_completed_the_reductions_of_a_backward_pass_is_ahead_of_it(unfinished):
+    stack = [f"/x{AUTOGRAD}", "/job/train.py:9 in step"]
+    inside = snapshot(0, stack=stack, idle_for=9.0, torch={"0: all": 7}, unfinished={"0: all": 1})
+    other = snapshot(1, call(collective="barrier"), torch={"0: all": 7}, unfinished=unfinished)
+    assert (divergence([inside, other], NOW) is not None) == bool(unfinished)  # else, it begins its barrier
+
+
+@pytest.mark.parametrize(("collective", "is_found"), [("all_reduce", True), ("broadcast", False)])
+def test_a_short_history_tells_what_a_rank_cannot_have_begun_before(collective, is_found):
+    waiting = snapshot(0, call(collective=collective, group="[0, 1]"), size=3)
+    later = [call(number, since=number, ended=number + 0.5) for number in range(70, 90)]
+    other = snapshot(1, *later, call(90), size=3)
+    third = snapshot(2, *later, call(90), size=3)
+    assert (divergence([waiting, other, third], NOW) is not None) == is_found  # the root may have left before
+
+
 ENDED = {"line": TRAIN, "number": 1, "how": "terminate() at /job/train.py:33 in stop", "epoch": 2, "iteration": 7}
 
 
