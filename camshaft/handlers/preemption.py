@@ -11,9 +11,13 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.popen_forkserver import Popen as ForkServerPopen
 from multiprocessing.process import current_process
 from multiprocessing.util import register_after_fork
 from signal import Signals
+from types import FrameType
 from typing import Any
 
 from torch.utils.data import get_worker_info
@@ -156,10 +160,11 @@ class Preemption:
         for number, before in self._before.items():
             signal.signal(number, signal.SIG_DFL if before is None else before)
 
-    def _receive(self, number: int, frame: object) -> None:
+    def _receive(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # in a forked child, which is no rank
-            signal.signal(number, self._before[number])
-            signal.raise_signal(number)
+            if not _is_child_of_multiprocessing(frame):
+                signal.signal(number, self._before[number])
+                signal.raise_signal(number)
         elif not self._arrived:
             self._arrived, self._since = number, time.monotonic()
             self._together.request(number)
@@ -174,7 +179,8 @@ class Preemption:
         if not self._arrived:
             self._since = time.monotonic()
         self._has_saved, self.signal = True, Signals(self._together.reason)
-        self.logger.warning("Preemption: %s; saving after iteration %d", self.signal.name, engine.state.iteration)
+        level = logging.WARNING if get_rank() == 0 else logging.INFO
+        self.logger.log(level, "Preemption: %s, saving after iteration %d", self.signal.name, engine.state.iteration)
         self.checkpoint.save_after(self._together.event, engine)
         barrier()  # no rank leaves before the file exists
         job = slurm_job(os.environ)
@@ -219,20 +225,26 @@ def _check_is_main_thread() -> None:
 
 
 class _Shield:
-    """Is called in the children that ``multiprocessing`` starts, forked ones and others."""
+    """Is passed to the children that ``multiprocessing`` starts, where it protects them from signals."""
 
     def __init__(self, signals: tuple[Signals, ...]) -> None:
         self.signals = signals
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _obey_parent_only, (self.signals,)
+        """Pickle it, as the first part of a child that is not forked from this process."""
+        if isinstance(get_spawning_popen(), ForkServerPopen):  # the server, too, is in the process group
+            resource_tracker.ensure_running()  # it would unblock SIGTERM
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
+            forkserver.ensure_running()
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return _obey_parent_only, (self.signals, os.getpid())
 
 
 @contextmanager
 def _shielded_children(signals: tuple[Signals, ...]) -> Iterator[None]:
     """Make children that ``multiprocessing`` starts ignore signals, except those that their parent sends."""
     shield = _Shield(signals)
-    register_after_fork(shield, lambda shield: _obey_parent_only(shield.signals))  # until it is garbage
+    register_after_fork(shield, lambda shield: _obey_parent_only(shield.signals, os.getppid()))  # until it is garbage
     configuration: dict[str, Any] = current_process()._config  # type: ignore[attr-defined]  # which children inherit
     configuration["camshaft_shield"] = shield
     try:
@@ -241,14 +253,21 @@ def _shielded_children(signals: tuple[Signals, ...]) -> Iterator[None]:
         del configuration["camshaft_shield"]
 
 
-def _obey_parent_only(signals: tuple[Signals, ...]) -> None:
+def _is_child_of_multiprocessing(frame: FrameType | None) -> bool:
+    """Return whether a forked process is about to get its shield."""
+    while frame is not None and frame.f_globals.get("__name__") != "multiprocessing.popen_fork":
+        frame = frame.f_back
+    return frame is not None
+
+
+def _obey_parent_only(signals: tuple[Signals, ...], parent: int) -> None:
     """Handle signals in a thread, which learns who has sent them; the handlers that torch sets are then not called."""
-    parent = os.getppid()
+    forked_by = os.getppid()  # may be the fork server
 
     def wait() -> None:
         while True:
             sent = signal.sigwaitinfo(signals)
-            if sent.si_pid == parent or os.getppid() != parent:
+            if sent.si_pid == parent or os.getppid() != forked_by:
                 os._exit(128 + sent.si_signo if get_worker_info() is None else 0)  # as a worker of torch does
 
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
