@@ -1,13 +1,18 @@
-"""Exceptions of this package, what error messages are made of, and what is accepted from PyTorch-Ignite."""
+"""Exceptions, helpers for error messages, and checks of what comes from PyTorch-Ignite."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
+import threading
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+_LIBRARIES = tuple(os.path.join(os.path.dirname(file), "") for file in (__file__, torch.__file__))
+_STANDARD_LIBRARY = ("<frozen ", os.path.join(os.path.dirname(threading.__file__), ""))
 
 
 class NotComputableError(RuntimeError):
@@ -20,7 +25,7 @@ class NotComputableError(RuntimeError):
 
 
 class RankDivergenceError(RuntimeError):
-    """Ranks do different things where all must do the same, such as a collective that some ranks cannot reach."""
+    """The ranks diverge: they call different collectives, or some cannot reach a collective that others wait in."""
 
 
 class DamagedCheckpointError(RuntimeError):
@@ -86,6 +91,19 @@ def line_of_caller(folder: str = "") -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inner):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def line_of_error(error: BaseException) -> str:
+    """Return the innermost line of the user's that an error passed through, like :func:`line_of_caller`, or ``""``."""
+    found, traceback = "", error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        file = code.co_filename
+        is_standard = file.startswith(_STANDARD_LIBRARY) and "-packages" not in file
+        if not is_standard and not file.startswith(_LIBRARIES):
+            found = f"{file}:{traceback.tb_lineno} in {code.co_name}"
+        traceback = traceback.tb_next
+    return found
 
 
 def ignite_class(value: Any) -> type | None:

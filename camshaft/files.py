@@ -88,7 +88,7 @@ def _lock(file: BinaryIO) -> bool:
 
 
 def flush_and_sum(file: BinaryIO) -> str:
-    """Flush a file to disk, and return its checksum, which is computed meanwhile.
+    """Flush a file to disk, and return its checksum, computed at the same time.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile() as file:

@@ -12,6 +12,8 @@ from typing import Any, SupportsIndex
 
 import torch
 
+from camshaft.errors import check_type
+
 
 def manual_seed(seed: SupportsIndex) -> None:
     """Seed Python's ``random``, torch on all devices, NumPy where it is installed, and XLA where it is in use.
@@ -73,8 +75,7 @@ def restore_random_state(state: Mapping[str, Any] | Sequence[Any]) -> None:
     """
     if isinstance(state, (list, tuple)) and len(state) in (2, 3):
         state = dict(zip(("python", "torch", "numpy"), state, strict=False))
-    if not isinstance(state, (Mapping, list, tuple)):
-        raise TypeError(f"state must be a mapping or a list, got {state!r} of type {type(state).__name__}")
+    check_type("state", state, (Mapping, list, tuple), "a mapping or a list")
     if not isinstance(state, Mapping) or not {"python", "torch"} <= state.keys():
         raise ValueError(f"state must hold 'python' and 'torch', or be a list of 2 or 3 elements, got {list(state)}")
     before = capture_random_state()

@@ -54,7 +54,7 @@ class Stripes(Dataset[tuple[Tensor, int]]):
 
 def load_data(config: argparse.Namespace) -> tuple[Any, Any]:
     """Return images for training and for validation."""
-    if config.data == "made":
+    if config.data == "synthetic":
         return Stripes(config.images), Stripes(config.images // 4, first=10**9)
     from torchvision import datasets, transforms  # type: ignore[import-not-found, unused-ignore]
 
@@ -175,7 +175,7 @@ def training(local_rank: int, config: argparse.Namespace) -> dict[str, float]:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="small", help="small, or a model of torchvision such as resnet18")
-    parser.add_argument("--data", choices=("made", "cifar10", "folder"), default="made", help="data set")
+    parser.add_argument("--data", choices=("synthetic", "cifar10", "folder"), default="synthetic", help="data set")
     parser.add_argument(
         "--root",
         type=Path,

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ANNOTATED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.AnnAssign)
 
 LEAVES = (
+    "camshaft.activity",
     "camshaft.base",
     "camshaft.base.mixins",
     "camshaft.contrib",
@@ -41,6 +42,7 @@ def inside(*names: str) -> tuple[str, ...]:
 
 CONTRACT = (*inside("backend", "topology"), *LEAVES)
 ENVIRONMENTS, LAUNCH = inside("environments"), inside("launch")
+RECORD, DIAGNOSIS = inside("record"), inside("coordination.diagnosis")
 VALUES, WATCHER = inside("values"), inside("coordination.watcher")
 WAITING, CHECK = inside("coordination.waiting"), inside("coordination.collective_check")
 
@@ -51,6 +53,8 @@ IN_DISTRIBUTED: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], 
     (inside("registry"), inside("backend", "topology"), ()),
     (ENVIRONMENTS, (*inside("topology"), *LEAVES), ()),
     (LAUNCH, (*DISTRIBUTED, *LEAVES), inside("backends.*")),
+    (RECORD, (*inside("topology"), *LEAVES), ()),
+    (DIAGNOSIS, (*RECORD, *LEAVES), ()),
     ((*VALUES, *WATCHER, *WAITING), CONTRACT, ()),
     (CHECK, (*VALUES, *WAITING, *CONTRACT), ()),
     (inside("run"), (*inside("registry", "environments", "backends.serial"), *CHECK, *CONTRACT), ()),

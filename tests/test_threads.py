@@ -62,7 +62,7 @@ def test_ranks_can_be_on_several_nodes() -> None:
         (
             do_different_things,
             30,
-            ["the ranks call different things: {0: 'barrier', 1: 'all_reduce SUM of float32[1]'}"],
+            ["the calls of the ranks differ: {0: 'barrier', 1: 'all_reduce SUM of float32[1]'}"],
         ),
         (disagree_on_shapes, 30, ["{0: 'all_reduce SUM of float32[2]', 1: 'all_reduce SUM of float32[3]'}"]),
     ],

@@ -126,7 +126,7 @@ class ThreadBackend(Backend):
         self.mailbox.put(key, rank, (what, value), size)
         brought = self.mailbox.take(key, size)
         done = {other: brought[other][0] for other in group.ranks}
-        assert set(done.values()) == {what}, f"the ranks call different things: {done}"
+        assert set(done.values()) == {what}, f"the calls of the ranks differ: {done}"
         return [brought[other][1] for other in group.ranks]
 
     def _number(self, series: Any) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
+
+from camshaft.errors import check_type
 
 __all__ = ["ResettableHandler", "Serializable"]
 
@@ -39,19 +41,15 @@ class Serializable:
             TypeError: it is not a mapping.
             ValueError: a required key is missing, or a group has not exactly one key.
         """
-        if not isinstance(state_dict, Mapping):
-            raise TypeError(f"state_dict must be a mapping, got {state_dict!r} of type {type(state_dict).__name__}")
+        check_type("state_dict", state_dict, Mapping, "a mapping")
         for key in self._state_dict_all_req_keys:
             if key not in state_dict:
                 raise ValueError(f"state_dict must hold {key!r}, got keys {list(state_dict)}")
-        for group in self._groups():
+        groups: Any = self._state_dict_one_of_opt_keys
+        is_flat = bool(groups) and all(isinstance(group, str) for group in groups)
+        for group in (groups,) if is_flat else groups:
             if sum(key in state_dict for key in group) != 1:
                 raise ValueError(f"state_dict must hold exactly one of {group}, got keys {list(state_dict)}")
-
-    def _groups(self) -> tuple[tuple[str, ...], ...]:
-        groups = self._state_dict_one_of_opt_keys
-        is_flat = bool(groups) and all(isinstance(group, str) for group in groups)
-        return cast("tuple[tuple[str, ...], ...]", (groups,) if is_flat else groups)  # all() narrows nothing
 
 
 class ResettableHandler(ABC):

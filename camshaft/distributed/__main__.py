@@ -2,6 +2,7 @@
 
 python -m camshaft.distributed
 torchrun --nproc-per-node 2 -m camshaft.distributed --backend gloo
+python -m camshaft.distributed --inspect  # what the ranks on this machine are doing, or did before they died
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NoReturn
 
@@ -25,6 +28,7 @@ import torch.distributed as dist
 from camshaft.distributed.backend import accelerator
 from camshaft.distributed.collectives import all_reduce, gather
 from camshaft.distributed.environments import detect
+from camshaft.distributed.record import Snapshot, find, read, state_of
 from camshaft.distributed.registry import NEEDS, choose, known_backends, lack_of
 from camshaft.distributed.run import current, finalize, initialize
 from camshaft.distributed.topology import Topology
@@ -36,6 +40,7 @@ Report = dict[str, Any]
 
 _LIMIT = 30  # seconds for an MPI library to report its version
 _GIB = 2**30
+_STACK = 5  # innermost lines of a stack to show
 _LIBRARIES = {"xla-tpu": "torch_xla", "horovod": "horovod"}
 
 
@@ -46,10 +51,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Print what this process sees: backends, devices, launcher, and its place in the job. Under a "
         "launcher each rank prints its own.",
     )
-    parser.add_argument("--backend", help="initialize this backend; rank 0 prints what each rank reports")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--backend", help="initialize this backend; rank 0 prints what each rank reports")
+    what.add_argument(
+        "--inspect",
+        action="store_true",
+        help="print what the ranks on this machine are doing, and what those that were killed did last",
+    )
     parser.add_argument("--timeout", type=float, default=60, help="seconds that --backend may take (default: 60)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per rank and line")
     options = parser.parse_args(arguments)
+    if options.inspect:
+        snapshots = [found for path in find() if (found := read(path)) is not None]
+        sys.stdout.write(as_json(snapshots) if options.json else jobs_text(snapshots))
+        return 0
 
     def show(reports: Sequence[Report]) -> None:  # in one write, as the ranks share the output
         sys.stdout.write("".join(f"{json.dumps(one) if options.json else as_text(one)}\n" for one in reports))
@@ -95,8 +110,8 @@ def inspect(environ: Mapping[str, str]) -> Report:
     report |= {"auto": f"{auto or 'a single process'}, as {why}", "topology": asdict(Topology())}
     if launch is None:
         return report
-    follows = dict.fromkeys(asdict(launch.topology), "follows from the others")
-    assumed = dict.fromkeys(launch.assumed, "assumed, as no variable says it")
+    follows = dict.fromkeys(asdict(launch.topology), "derived from the others")
+    assumed = dict.fromkeys(launch.assumed, "assumed, as no variable sets it")
     return report | {
         "launcher": launch.launcher,
         "address": f"{host}:{launch.master_port}" if host else None,
@@ -150,6 +165,58 @@ def as_text(report: Report) -> str:
         }
     )
     return "\n\n".join(["\n".join(lines), *map(table, tables)]) + "\n"
+
+
+def as_json(snapshots: Iterable[Snapshot]) -> str:
+    """Return one line with a JSON object per record."""
+    return "".join(f"{json.dumps({**asdict(one), 'path': os.fspath(one.path)})}\n" for one in snapshots)
+
+
+def jobs_text(snapshots: Iterable[Snapshot]) -> str:
+    """Return for each job the table of its ranks on this machine and their stacks; the latest job is the last one."""
+    jobs = defaultdict[str, list[Snapshot]](list)
+    for one in sorted(snapshots, key=lambda one: one.rank):
+        jobs[one.job or f"not known yet to process {one.pid}"].append(one)
+    latest = sorted(jobs, key=lambda job: max(one.status.get("time", 0) for one in jobs[job]))
+    texts = [_job_text(job, jobs[job]) for job in latest]
+    return "\n".join(texts) or f"no rank on {socket.gethostname()} is running, or was killed in the last 24 hours\n"
+
+
+def _job_text(job: str, ranks: Sequence[Snapshot]) -> str:
+    title = f"job {job}: {len(ranks)} of {ranks[0].world_size} ranks ran on {ranks[0].host}"
+    rows = {f"rank {one.rank}": _facts(one) for one in ranks}
+    names = dict.fromkeys(name for row in rows.values() for name in row)
+    columns = {name: {rank: row.get(name) or "-" for rank, row in rows.items()} for name in names}
+    parts = [f"{title}\n{'-' * len(title)}\n{table(columns)}"]
+    for one in ranks:
+        status = one.status
+        if failure := status.get("failure"):
+            texts = (failure.get("error"), failure.get("where"))
+            parts.append(f"rank {one.rank} failed: {', '.join(filter(None, texts))}")
+        elif left := status.get("left"):
+            parts.append(f"rank {one.rank} {left}")
+    stacks = defaultdict[tuple[str, ...], list[int]](list)  # most ranks do the same
+    for one in ranks:
+        stacks[tuple(one.status.get("stack", ())[:_STACK])].append(one.rank)
+    for stack, where in stacks.items():
+        if stack:
+            lines = "".join(f"\n    {line}" for line in stack)
+            parts.append(f"main thread of rank {', '.join(map(str, where))}, innermost first:{lines}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _facts(one: Snapshot) -> dict[str, str]:
+    """Return what a rank is doing, or did last, as cells of a table."""
+    facts = {"pid": str(one.pid), "process": "alive" if one.is_alive else "dead"}
+    if one.is_alive and "time" in one.status:  # it can be stopped, or in code that blocks all its threads
+        facts["status"] = f"{max(0.0, time.monotonic() - one.status['time']):.1f} s old"
+    if engines := one.status.get("engines"):
+        facts |= {name: str(engines[-1].get(name)) for name in ("event", "epoch", "iteration")}
+    if (last := one.last) is None:
+        return {**facts, "last collective": "no call yet"}
+    call = " ".join(filter(None, (last.collective, last.how, last.root and f"root {last.root}", last.value)))
+    group = "" if last.group == "all" else f" of {last.group}"
+    return {**facts, "last collective": call + group, "state": state_of(one, last), "line": last.line}
 
 
 def devices() -> dict[str, str]:

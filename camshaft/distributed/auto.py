@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
@@ -47,8 +46,9 @@ def auto_model(model: Model, sync_bn: bool = False, **kwargs: Any) -> Model:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {model!r}")
     backend = current()
-    if not all(_is_on(backend.device, tensor) for tensor in (*model.parameters(), *model.buffers())):
-        model.to(backend.device)
+    device, tensors = backend.device, (*model.parameters(), *model.buffers())
+    if any(one.device.type != device.type or device.index not in (None, one.device.index) for one in tensors):
+        model.to(device)
     return cast(Model, backend.wrap_model(model, sync_bn, **kwargs))
 
 
@@ -130,7 +130,3 @@ def auto_dataloader(dataset: Dataset[Any] | Sequence[Any], **kwargs: Any) -> Dat
         loader.wrap(backend.wrap_loader)
         return loader
     return cast("DataLoader[Any]", backend.wrap_loader(loader))
-
-
-def _is_on(device: torch.device, tensor: torch.Tensor) -> bool:
-    return tensor.device.type == device.type and device.index in (None, tensor.device.index)

@@ -25,7 +25,7 @@ class Work(Protocol):
         """Wait until it has completed."""
 
     def is_completed(self) -> bool:
-        """Return whether it has completed."""
+        """Return True if it has completed."""
 
 
 Group: TypeAlias = Any
@@ -38,20 +38,19 @@ def accelerator() -> torch.device | None:
 
 
 def check_known(options: Iterable[str], known: Collection[str], where: str) -> None:
-    """Refuse options that nothing would read: ``"['colour'] are not known to auto_model, but ['size'] are"``.
+    """Reject unknown options: ``"auto_model got unknown options ['colour']; it accepts ['size']"``.
 
     Raises:
-        TypeError: an option is not known.
+        TypeError: an option is unknown.
     """
     if unknown := sorted(set(options) - set(known)):
-        allowed = f"but {sorted(known)} are" if known else "which takes no options"
-        raise TypeError(f"{unknown} are not known {where}, {allowed}")
+        raise TypeError(f"{where} got unknown options {unknown}; it accepts {sorted(known) or 'none'}")
 
 
 def check_ddp_options(options: Iterable[str]) -> None:
-    """Refuse arguments that ``DistributedDataParallel`` does not have, where its own have no meaning."""
+    """Reject arguments unknown to ``DistributedDataParallel``, on backends that ignore the known ones."""
     known = {*inspect.signature(nn.parallel.DistributedDataParallel).parameters} - {"module"}
-    check_known(options, known, "to auto_model")
+    check_known(options, known, "auto_model")
 
 
 @contextmanager
@@ -141,7 +140,7 @@ class Backend(ABC):
     Attributes:
         name: what ``initialize`` calls it; ``None`` for the single process.
         model_name: the kind of run, as ``model_name()`` returns it.
-        topology: where this process stands.
+        topology: the place of this process in the job.
         device: where tensors are moved from and to.
         reductions: names of the reductions that it supports.
         assumed: the numbers of :attr:`topology` that are guesses. Ranks may guess differently, so a query for one of
@@ -222,17 +221,17 @@ class Backend(ABC):
 
     def send(self, tensor: Tensor, dst: int, tag: int, group: Group | None) -> Work:
         """Begin to send a tensor to one rank."""
-        self.lack("send", "gloo and mpi")
+        self.lack("send", "gloo or mpi")
 
     def receive(self, tensor: Tensor, src: int, tag: int, group: Group | None) -> Work:
         """Begin to fill a tensor with what one rank sends."""
-        self.lack("recv", "gloo and mpi")
+        self.lack("recv", "gloo or mpi")
 
     # --- groups and lifetime -------------------------------------------------------------------------------
 
     @abstractmethod
     def new_group(self, ranks: list[int], **options: Any) -> Group:
-        """Make a group, which users get as it is; all ranks call this."""
+        """Create a group, which is returned to the user unchanged; all ranks call this."""
 
     @abstractmethod
     def ranks_of(self, group: Any) -> Sequence[int] | None:
@@ -247,15 +246,15 @@ class Backend(ABC):
 
     @property
     def members_make_groups(self) -> bool:
-        """Whether :meth:`group_of_members` is supported; else all ranks must make a group, by :meth:`new_group`."""
+        """Whether :meth:`group_of_members` is supported; else all ranks create a group, with :meth:`new_group`."""
         return False
 
     def group_of_members(self, ranks: list[int]) -> Group:
-        """Make a group without the other ranks; its members alone call this, with the same ranks, once."""
-        self.lack("groups that their members make alone")
+        """Create a group without the other ranks; only its members call this, with the same ranks, once."""
+        self.lack("groups created by their members only")
 
     def is_alive(self) -> bool:
-        """Return whether an adopted run still exists."""
+        """Return True if an adopted run still exists."""
         return True
 
     def store(self) -> Store | None:
@@ -269,6 +268,13 @@ class Backend(ABC):
     def left(self, ranks: Sequence[int]) -> dict[int, str]:
         """Return how each of the ranks that have left the run did so, as far as this is known."""
         return {}
+
+    def release(self) -> None:  # noqa: B027  # Horovod and XLA have no such call
+        """Make the operations in progress on this rank fail with an error, from another thread.
+
+        The job cannot be used any more. By default nothing happens: a single process waits for nobody, Horovod itself
+        raises when a process of the job has ended, and XLA cannot be interrupted.
+        """
 
     def close(self) -> None:  # noqa: B027  # a single process has nothing to end
         """End the run."""
@@ -296,6 +302,6 @@ class Backend(ABC):
         """Return a loader that moves batches to this rank's device, where the backend has its own way to do so."""
         return loader
 
-    def lack(self, capability: str, others: str = "gloo, nccl (on GPUs) and mpi") -> NoReturn:
+    def lack(self, capability: str, others: str = "gloo, nccl (on GPUs) or mpi") -> NoReturn:
         """Raise the error for what the backend does not support."""
-        raise NotImplementedError(f"backend {self.name!r} has no {capability}; {others} have it")
+        raise NotImplementedError(f"backend {self.name!r} does not support {capability}: use {others}")

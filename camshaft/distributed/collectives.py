@@ -19,10 +19,10 @@ from camshaft.distributed.values import (
     all_gather_values,
     all_to_all_values,
     broadcast_value,
-    brought,
     check_reduction,
     gather_values,
     in_place,
+    prepared,
     reduced_number,
     scatter_values,
 )
@@ -88,7 +88,7 @@ def all_gather(tensor: Any, group: Any = None) -> Any:
             return all_gather_values(backend, tensor, call.group)
         if backend.name is None:
             return tensor
-        here = brought(backend, tensor)
+        here = prepared(backend, tensor)
         sizes = here.shape or (1,)
         out = here.new_empty((len(call.ranks) * sizes[0], *sizes[1:]))
         backend.all_gather_into(out, here if tensor.dim() else here.view(1), call.group)
@@ -136,7 +136,7 @@ def all_gather_tensors_with_shapes(tensor: Tensor, shapes: Sequence[Sequence[int
             raise ValueError(f"shapes must hold this rank's shape {tuple(tensor.shape)} at {place}, got {plain[place]}")
         call.begin(how=f"{tensor.dtype} {plain}" if backend.job.compares_collectives else "")
         largest = [max(sizes) for sizes in zip(*plain, strict=True)]
-        padded = brought(backend, tensor).new_zeros(largest)
+        padded = prepared(backend, tensor).new_zeros(largest)
         padded[tuple(map(slice, tensor.shape))] = tensor.detach()
         stacked = backend.all_gather(padded, call.group).to(tensor.device)
         return [row[tuple(map(slice, shape))] for row, shape in zip(stacked, plain, strict=True)]
@@ -192,7 +192,7 @@ def reduce(tensor: T, dst: int = 0, op: str = "SUM", group: Any = None) -> T | N
         if not isinstance(tensor, Tensor):
             number = reduced_number(backend, tensor, op, call.group, len(call.ranks))
             return cast(T, number) if is_root else None
-        reduced = backend.reduce(brought(backend, tensor).clone(), dst, op, call.group)
+        reduced = backend.reduce(prepared(backend, tensor).clone(), dst, op, call.group)
         return cast(T, reduced.to(tensor.device)) if is_root else None
 
 
@@ -208,7 +208,7 @@ def gather(tensor: Any, dst: int = 0, group: Any = None) -> Any:
         dst = call.check_member("dst", dst)
         if not isinstance(tensor, Tensor):
             return gather_values(backend, tensor, dst, call.group)
-        stacked = backend.gather(brought(backend, tensor), dst, call.group)
+        stacked = backend.gather(prepared(backend, tensor), dst, call.group)
         if backend.topology.rank != dst:
             return None
         stacked = stacked.to(tensor.device)
@@ -259,7 +259,7 @@ def reduce_scatter(tensor: Tensor, op: str = "SUM", group: Any = None) -> Tensor
         size = len(call.ranks)
         if not isinstance(tensor, Tensor) or tensor.dim() == 0 or len(tensor) % size:
             raise ValueError(f"tensor must be one whose first dimension is a multiple of {size}, got {tensor!r}")
-        rows = brought(backend, tensor).view(size, len(tensor) // size, *tensor.shape[1:])
+        rows = prepared(backend, tensor).view(size, len(tensor) // size, *tensor.shape[1:])
         return backend.reduce_scatter(rows, op, call.group).to(tensor.device)
 
 

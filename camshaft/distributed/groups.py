@@ -19,7 +19,9 @@ from camshaft.errors import RankDivergenceError, annotate, check_type
 _SEQUENCES = (list, tuple, range)
 _OPTIONS = tuple(inspect.signature(dist.new_group).parameters)[1:]
 _OUR_OWN = (RankDivergenceError, NotImplementedError)
-_HINT = "set CAMSHAFT_DEBUG=1 to compare the calls of the ranks first, and see which rank called what from which line"
+_HINT = (
+    "set CAMSHAFT_DEBUG=1 to compare the ranks' calls before each collective, and see which rank called what, and where"
+)
 
 
 class Call:
@@ -56,13 +58,14 @@ class Call:
     def require_member(self) -> None:
         """Raise ``RankDivergenceError`` on a rank that is not in the group."""
         if not self.is_member:
-            known = f" {list(self.ranks)}" if self.ranks else ""  # torch does not know those of a group of others
+            known = f" {list(self.ranks)}" if self.ranks else ""  # unknown for a group that this rank is not in
             rank = self._backend.topology.rank
             raise RankDivergenceError(f"{self._collective} was called on rank {rank}, which is not in its group{known}")
 
     def check_member(self, name: str, rank: int) -> int:
         """Return a rank argument as a plain integer; raise an error if it is not one, or not in the group."""
-        check_type(name, rank, SupportsIndex, "an integer")
+        if type(rank) is not int:  # looked at first: isinstance of a protocol takes much longer
+            check_type(name, rank, SupportsIndex, "an integer")
         if rank not in self.ranks:
             raise ValueError(f"{name} must be a rank of the group {list(self.ranks)}, got {rank!r}")
         return int(rank)
@@ -105,7 +108,7 @@ def make(backend: Backend, ranks: list[int], /, **options: Any) -> Group:
         TypeError: unknown option.
         RankDivergenceError: not all ranks are here or, in debug mode, they call something else.
     """
-    check_known(options, _OPTIONS, "to new_group")  # also where the backend ignores all of them
+    check_known(options, _OPTIONS, "new_group")  # also where the backend ignores all of them
     _check_can_make(backend, backend.members(None), ranks)
     group = backend.new_group(ranks, **options)
     if not options and _known(backend, ranks) is None:
@@ -117,7 +120,7 @@ def checked_ranks(backend: Backend, ranks: Any) -> list[int]:
     """Return a list of ranks in ascending order, which is the order of every group.
 
     Raises:
-        ValueError: it is not a list of different integers in ``[0, world_size)``.
+        ValueError: it is not a list of distinct integers in ``[0, world_size)``.
     """
     size = backend.topology.world_size
     try:
@@ -127,7 +130,7 @@ def checked_ranks(backend: Backend, ranks: Any) -> list[int]:
     if not plain or bool in map(type, ranks):
         raise ValueError(f"ranks must be a non-empty list of int, got {ranks!r}")
     if len(set(plain)) < len(plain) or not all(0 <= rank < size for rank in plain):
-        raise ValueError(f"ranks must be different and in [0, {size}), got {ranks}")
+        raise ValueError(f"ranks must be distinct and in [0, {size}), got {ranks}")
     return sorted(plain)
 
 
@@ -178,7 +181,7 @@ def _resolve(backend: Backend, group: Any) -> tuple[Group | None, Sequence[int]]
     if ranks is not None:
         return group, ranks
     if not isinstance(group, _SEQUENCES):
-        raise ValueError(f"group must be None, a list of ranks or a group from new_group that exists, got {group!r}")
+        raise ValueError(f"group must be None, a list of ranks, or an existing group from new_group, got {group!r}")
     checked = checked_ranks(backend, group)
     found = _known(backend, checked)
     if found is None and not backend.members_make_groups:

@@ -1,7 +1,7 @@
 """``spawn``: start the processes of a job from within Python, with any backend.
 
-Processes report how they failed in a folder, as a launcher like ``mpiexec`` passes on nothing but words; the one that
-failed first is the cause. All end when the process that started them does, however it ends.
+Processes report failures in a folder, as a launcher like ``mpiexec`` passes on only output; the first failure is
+the cause of the others. All end when the process that started them does, however it ends.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.multiprocessing.spawn import ProcessException, ProcessExitedException, ProcessRaisedException
 
 from camshaft.distributed import environments
-from camshaft.distributed.backend import Backend
+from camshaft.distributed.backend import Backend, check_known
 from camshaft.distributed.groups import annotate_departures
 from camshaft.distributed.ranks import get_local_rank
 from camshaft.distributed.registry import module_of
@@ -144,7 +144,7 @@ class Failure:
         if self.code is None:
             return ProcessRaisedException(f"\n\n-- process {self.rank} failed:\n{self.text}", self.rank, self.pid)
         name = next((number.name for number in signal.Signals if number == -self.code), None)
-        unknown = ", and reported no exception: if it raised one, its standard error shows it"
+        unknown = " without reporting an exception: check its standard error"
         if self.code < 0:
             how = f"was terminated by {name or f'signal {-self.code}'}"
         else:
@@ -158,7 +158,7 @@ class Failure:
             path.with_suffix(".new").write_text(json.dumps(astuple(self)))
             path.with_suffix(".new").rename(path)
         except OSError as error:
-            what = f"process {self.rank} failed, and could not write this for the process that started it: {error}"
+            what = f"process {self.rank} failed, and could not report it to the process that started it: {error}"
             sys.stderr.write(f"{what}\n{self.text}")
             sys.stderr.flush()
 
@@ -251,7 +251,9 @@ def _spawn(
     """Start the processes of a backend of torch.distributed on this node, and wait for them."""
     check_nodes(nnodes, node_rank, master_addr, master_port, init_method)
     if own := {"rank", "world_size"} & set(options):
-        raise TypeError(f"{sorted(own)} follow from nproc_per_node, nnodes and node_rank; do not pass them to spawn")
+        raise TypeError(
+            f"{sorted(own)} are computed from nproc_per_node, nnodes and node_rank: do not pass them to spawn"
+        )
     module_of(name).check_options(name, options)
     if start_method is None:
         start_method = "fork" if hasattr(sys, "ps1") or "ipykernel" in sys.modules else "spawn"
@@ -463,8 +465,7 @@ def _spawn_mpi(name: str, task: Task, nproc_per_node: int, nnodes: int = 1, node
             f"nnodes must be 1 for backend {name!r}, got {nnodes}: to use several nodes, start the script with mpiexec "
             "and a host file, without nproc_per_node"
         )
-    if unknown := sorted(set(options) - {"debug", "device", "timeout"}):
-        raise TypeError(f"{unknown} are unknown to backend {name!r}, which accepts debug, device and timeout")
+    check_known(options, ("debug", "device", "timeout"), f"spawn on backend {name!r}")
     # That of the MPI library in this environment comes first.
     places = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
     if (mpiexec := shutil.which("mpiexec", path=places)) is None:
@@ -587,8 +588,8 @@ def _run_command(command: list[str], function: Callable[[str], None], task: byte
     if process.returncode:
         name = Path(command[0]).name if command else "horovod.run"
         raise ProcessExitedException(
-            f"{name} exited with code {process.returncode}, and no process reported a failure: one was killed or ended "
-            f"itself, or {name} could not start them, see its output above",
+            f"{name} exited with code {process.returncode}, and no process reported a failure: one was killed or "
+            f"exited, or {name} could not start them; see its output above",
             error_index=-1,  # unknown
             error_pid=process.pid,
             exit_code=process.returncode,
@@ -621,10 +622,7 @@ def _spawn_xla(
 
     The runtime finds other nodes by itself: ``node_rank``, ``master_addr`` and ``master_port`` have no effect.
     """
-    if unknown:
-        raise TypeError(
-            f"{sorted(unknown)} are unknown to backend {name!r}, whose spawn accepts debug, spmd and start_method"
-        )
+    check_known(unknown, ("debug", "spmd", "start_method"), f"spawn on backend {name!r}")
     import torch_xla.distributed.xla_multiprocessing as xla_multiprocessing
     import torch_xla.runtime as runtime
 
@@ -650,8 +648,8 @@ def _run_xla_rank(rank: int, name: str, task: Any, expected: tuple[int, int]) ->
         if found != expected:
             backend.close()
             raise ValueError(
-                f"nproc_per_node must be 1 or {found[0]} and nnodes {found[1]}, as XLA found the devices, got "
-                f"{expected[0]} and {expected[1]}"
+                f"nproc_per_node must be 1 or {found[0]}, and nnodes {found[1]}, to match the devices that XLA found, "
+                f"got {expected[0]} and {expected[1]}"
             )
         return backend
 

@@ -32,8 +32,8 @@ class Parallel:
       script, which needs ``if __name__ == "__main__":`` around its main code.
 
     Args:
-        backend: one of :func:`available_backends`, ``None``, or ``"auto"`` for the one that fits the launcher and the
-            devices, which is logged with the reason.
+        backend: one of :func:`available_backends`, ``None``, or ``"auto"`` to choose one by launcher and devices,
+            which logs the choice with its reason.
         nproc_per_node: number of processes to start on this node.
         nnodes: number of nodes, on each of which the script is started.
         node_rank: index of this node.
@@ -156,8 +156,8 @@ def _warn_if_one_of_many() -> None:
         launch = detect(os.environ)
     if launch is not None and launch.topology.world_size > 1 == get_world_size():
         warnings.warn(
-            f"a launcher started {launch.topology.world_size} processes, but backend is None, so each of them runs "
-            'alone: use backend="auto", or a name, to make them one job',
+            f"a launcher started {launch.topology.world_size} processes, but backend is None, so each of them runs on "
+            'its own: pass backend="auto", or the name of a backend, to run them as one job',
             stacklevel=3,
         )
 

@@ -21,7 +21,7 @@ from camshaft.distributed.backend import Backend, Group, Resource, Work
 from camshaft.distributed.coordination.waiting import check_all_present
 from camshaft.distributed.groups import Call, explain
 from camshaft.distributed.run import current
-from camshaft.distributed.values import PLAIN, brought, bytes_of, decode, encode, is_dense
+from camshaft.distributed.values import PLAIN, bytes_of, decode, encode, is_dense, prepared
 
 Transfer = tuple[Work, Tensor]
 """A transfer in progress, and its buffer, which must live as long."""
@@ -267,7 +267,7 @@ def _start(backend: Backend, function: str, value: Any, dst: int, tag: int, grou
     parts = [row.ljust(_ROW, b"\0"), *([data[_ROOM:]] if len(data) > _ROOM else [])]
     buffers = [torch.frombuffer(bytearray(part), dtype=torch.uint8).to(place) for part in parts]
     if is_plain:
-        buffers.append(brought(backend, value).to(place, copy=True))
+        buffers.append(prepared(backend, value).to(place, copy=True))
     tags = [2 * tag, *[2 * number + 1] * (len(buffers) - 1)]
     return [(backend.send(buffer, dst, one, found), buffer) for buffer, one in zip(buffers, tags, strict=True)]
 

@@ -120,10 +120,10 @@ def _known(number: str) -> int:
     backend = current()
     if number in backend.assumed:
         raise RuntimeError(
-            f"{number} is not known: the script created the process group itself, no environment variable says how its "
-            "ranks are distributed over nodes, and a query must not communicate. Set LOCAL_WORLD_SIZE, GROUP_RANK and "
-            "GROUP_WORLD_SIZE as torchrun does, or let camshaft.distributed.initialize create the process group, which "
-            "compares the hosts of all ranks"
+            f"{number} is unknown: the script created the process group itself, no environment variable describes how "
+            "its ranks are placed on nodes, and queries do not communicate. Set LOCAL_WORLD_SIZE, GROUP_RANK and "
+            "GROUP_WORLD_SIZE as torchrun does, or create the process group with camshaft.distributed.initialize, "
+            "which compares the hosts of all ranks"
         )
     known: int = getattr(backend.topology, number)
     return known
@@ -221,7 +221,7 @@ def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
 
 
 def _synchronize(backend: Backend, where: str, rank: int, is_long: bool = False) -> None:
-    """Wait for all ranks, patiently if one of them has something to do first."""
+    """Wait for all ranks; ``is_long`` if one of them has work to do first."""
     with Call(where, backend, None) as call:
         call.begin(root=rank, is_long=is_long)
         backend.barrier(None)

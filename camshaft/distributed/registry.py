@@ -93,7 +93,7 @@ def lack_of(name: str) -> str | None:
         has_mpi = dist.is_mpi_available() or find_spec("mpi4py") is not None
         has_it = {"mpi": has_mpi, "xla-tpu": has_xla_support, "horovod": has_hvd_support}[name]
         return None if has_it else f"needs {NEEDS[name]}"
-    return None if dist.is_backend_available(name) else "is not in this torch"
+    return None if dist.is_backend_available(name) else "is not supported by the installed torch"
 
 
 def choose(
@@ -128,7 +128,7 @@ def choose(
     try:
         name = dist.get_default_backend_for_device(here.type)
     except ValueError:
-        return "gloo", f"torch knows no backend for {here.type}"
+        return "gloo", f"torch has no backend for {here.type}"
     if name not in available:
         return "gloo", f"{name!r} is not available for {here.type}"
     count = torch.accelerator.device_count()

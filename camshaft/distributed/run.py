@@ -1,4 +1,4 @@
-"""The current backend: initialized by the user, adopted from a process group that exists already, or serial."""
+"""The current backend: initialized by the user, adopted from an existing process group, or serial."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def initialize(backend: str, *, debug: bool | None = None, **kwargs: Any) -> Non
 
     Args:
         backend: one of :func:`available_backends`.
-        debug: compare before each collective what the ranks are about to do; ``None`` reads the environment
+        debug: compare the calls of the ranks before each collective; ``None`` reads the environment
             variable ``CAMSHAFT_DEBUG``.
         kwargs: for the backend: ``timeout``, ``init_method``, ``rank``, ``world_size``, ``device`` and, for backends of
             torch, further arguments of ``torch.distributed.init_process_group``.
@@ -64,7 +64,7 @@ def install(create: Callable[[], Backend], debug: bool | None = None) -> None:
     """
     global _process, _initialized
     if _initialized:
-        raise RuntimeError(f"initialize was called already, with {_process.name!r}: call finalize first")
+        raise RuntimeError(f"already initialized with backend {_process.name!r}: call finalize first")
     _process = create()
     _initialized = True
     _start(_process, debug)

@@ -33,7 +33,7 @@ PLAIN = (Tensor, torch.nn.Parameter)
 ROW = 512  # bytes of a row
 _HEAD = struct.Struct("<qq")
 ROOM = ROW - _HEAD.size  # bytes of a value that fit into its row
-_TENSOR, _LAYOUT, _REFUSAL = b"tT!"  # the first byte; a pickle begins with another one
+_TEXT, _TENSOR, _LAYOUT, _REFUSAL = b"stT!"  # the first byte; a pickle begins with another one
 _ERRORS = {"TypeError": TypeError, "ValueError": ValueError}
 
 # --- encoding ----------------------------------------------------------------------------------------------
@@ -48,6 +48,8 @@ def encode(value: Any) -> bytes:
     >>> decode(encode(16777217)), decode(encode("größer")), decode(encode({"a": [1, None]}))
     (16777217, 'größer', {'a': [1, None]})
     """
+    if type(value) is str:
+        return b"s" + value.encode("utf-8", "surrogatepass")
     if isinstance(value, Tensor):
         if value.is_meta:  # it can be pickled, but not moved to another device
             raise TypeError(f"a tensor to exchange must hold values, got one on {value.device}")
@@ -65,6 +67,8 @@ def decode(data: bytes | memoryview) -> Any:
     Raises:
         TypeError: it cannot be unpickled here.
     """
+    if data[0] == _TEXT:
+        return str(memoryview(data)[1:], "utf-8", "surrogatepass")
     if data[0] == _TENSOR:
         dtype, shape, content = pickle.loads(memoryview(data)[1:])
         return (
@@ -75,7 +79,7 @@ def decode(data: bytes | memoryview) -> Any:
     try:
         return pickle.loads(data)  # from a rank of this job, which runs our code anyway
     except Exception as error:
-        raise TypeError(f"a value cannot be unpickled here, though it could be pickled: {error}") from error
+        raise TypeError(f"a value was pickled on its rank, but cannot be unpickled here: {error}") from error
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -126,7 +130,7 @@ class Buffer:
         return memoryview(self._content if self._is_here else bytes_of(self.tensor if moved is None else moved))
 
 
-def brought(backend: Backend, tensor: Tensor) -> Tensor:
+def prepared(backend: Backend, tensor: Tensor) -> Tensor:
     """Return a tensor on the device and in the layout that the backend works on, without its graph.
 
     Raises:
@@ -148,10 +152,10 @@ def in_place(backend: Backend, tensor: Tensor, operate: Callable[..., Tensor], *
     """Operate on the tensor itself if possible, else on a copy whose result is copied back.
 
     Raises:
-        TypeError: as for :func:`brought`.
+        TypeError: as for :func:`prepared`.
         ValueError: several elements share memory.
     """
-    here = brought(backend, tensor)
+    here = prepared(backend, tensor)
     if here is not tensor and any(
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     ):
@@ -207,7 +211,7 @@ def broadcast_value(backend: Backend, value: Any, src: int, group: Group | None,
     (content,), (length,), _ = read_rows(row.read(backend.broadcast(row.tensor, src, group)), wrong)
     if content[0] == _LAYOUT:
         shape, dtype = pickle.loads(content[1:])
-        tensor = brought(backend, value) if is_root else torch.empty(shape, dtype=dtype, device=backend.device)
+        tensor = prepared(backend, value) if is_root else torch.empty(shape, dtype=dtype, device=backend.device)
         tensor = backend.broadcast(tensor, src, group)
         return value if is_root else tensor
     if length > ROOM:
@@ -246,12 +250,8 @@ def all_to_all_values(backend: Backend, values: Sequence[Any], group: Group | No
 def rows_of(data: Sequence[bytes], device: torch.device) -> Buffer:
     """Return values as rows, one after the other."""
     longest = max(map(len, data))
-    rows = bytearray(ROW * len(data))
-    for start, one in zip(range(0, len(rows), ROW), data, strict=True):
-        _HEAD.pack_into(rows, start, len(one), longest)
-        begin = start + _HEAD.size
-        rows[begin : begin + min(len(one), ROOM)] = one[:ROOM]
-    return Buffer(rows, device)
+    rows = b"".join(_HEAD.pack(len(one), longest) + one[:ROOM].ljust(ROOM, b"\0") for one in data)
+    return Buffer(bytearray(rows), device)
 
 
 def read_rows(flat: memoryview, wrong: Wrong = None) -> tuple[list[memoryview], list[int], int]:
@@ -380,8 +380,8 @@ def reduced_number(backend: Backend, number: Any, op: str, group: Group | None, 
             raise wrong
         if marks and marks[0] != mark * size:
             raise TypeError(
-                f"all ranks must add numbers of the same kind, this one has {plain!r} of type {kind.__name__}, and "
-                "another rank a number of another kind, or one that cannot be added"
+                f"all ranks must add numbers of the same kind, but this one has {plain!r} of type {kind.__name__}, and "
+                "another rank has another kind, or a value that cannot be added"
             )
         return result
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import (
@@ -39,12 +39,6 @@ def length_of(data: Any) -> int | None:
         return len(data)
     except TypeError:  # loaders over data without a length raise it too
         return None
-
-
-def check_iterable(data: Any) -> None:
-    """Raise ``TypeError`` if ``data`` cannot be iterated over."""
-    if not isinstance(data, Iterable):
-        raise TypeError(f"data must be iterable, got {data!r} of type {type(data).__name__}")
 
 
 def announce_epoch(data: Any, number: int) -> None:
@@ -231,7 +225,7 @@ class DataIterator:
         return iter(self.engine.state.dataloader)
 
     def ran_out(self) -> None:
-        """Take the end of the pass for the length of a pass over these data, if they have none."""
+        """Record the length of the pass, for data without a length."""
         if self._length is None:
             self._length = self._given()
 

@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from camshaft.engine.data import DataIterator, exact_batches, length_of, open_at
 from camshaft.engine.engine import Engine
 from camshaft.engine.state import Batch, Output
+from camshaft.errors import check_type
 from camshaft.seeding import (
     capture_random_state,
     manual_seed,
@@ -59,8 +60,7 @@ class ReproducibleBatchSampler(BatchSampler):
     """
 
     def __init__(self, batch_sampler: BatchSampler, start_iteration: int | None = None) -> None:
-        if not isinstance(batch_sampler, BatchSampler):
-            raise TypeError(f"batch_sampler must be a torch.utils.data.BatchSampler, got {batch_sampler!r}")
+        check_type("batch_sampler", batch_sampler, BatchSampler, "a torch.utils.data.BatchSampler")
         self.batch_indices: list[Any] = []
         self.batch_sampler = batch_sampler
         self.start_iteration = start_iteration

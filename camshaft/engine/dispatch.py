@@ -25,7 +25,7 @@ from camshaft.engine.events import (
     translated,
 )
 from camshaft.engine.state import State
-from camshaft.errors import annotate, check_metric, described
+from camshaft.errors import annotate, check_metric, check_type, described
 
 Invocation = Callable[[Any], Any]
 Wrapper = Callable[[Any, "Registration", Invocation], Invocation]
@@ -205,7 +205,7 @@ class Plan:
         self._replan()
 
     def add(self, registration: Registration) -> None:
-        """Add a registration, behind those of the same or a smaller order."""
+        """Insert a registration after those with the same or a smaller order."""
         self.registrations = tuple(sorted((*self.registrations, registration), key=lambda one: one.order))
         self._newest = registration.serial
         self._replan()
@@ -342,8 +342,7 @@ class Dispatcher:
         self, events: EventLike, handler: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], order: int
     ) -> tuple[int, ...]:
         """Register a handler on each event; return the serial numbers. On an error nothing is registered."""
-        if not isinstance(order, int):
-            raise TypeError(f"order must be an int, got {order!r}")
+        check_type("order", order, int, "an int")
         if translated(events) is not events:
             check_metric(getattr(handler, "__self__", None))
         added = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -11,8 +10,9 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
 
+from camshaft import activity
 from camshaft.base import Serializable
-from camshaft.engine.data import DataIterator, can_start_anywhere, check_iterable, seek_with_new_length
+from camshaft.engine.data import DataIterator, can_start_anywhere, seek_with_new_length
 from camshaft.engine.dispatch import Dispatcher
 from camshaft.engine.events import (
     CallableEventWithFilter,
@@ -35,6 +35,7 @@ from camshaft.engine.progress import (
     target_of,
 )
 from camshaft.engine.state import Batch, Output, State
+from camshaft.errors import check_type
 
 __all__ = ["CallableEventWithFilter", "Engine", "EventEnum", "Events", "EventsList", "RemovableEventHandle"]
 
@@ -42,13 +43,10 @@ P = ParamSpec("P")
 AnyHandler = TypeVar("AnyHandler", bound=Callable[..., object])
 Plain = TypeVar("Plain", bound="Callable[[Engine[Any, Any]], object] | Callable[[], object]")
 
-_running = threading.local()  # the engines that run in a thread: one may run another in a handler
-
 
 def outermost_engine() -> Engine[Any, Any] | None:
     """Return the engine of this thread that does not run in a handler of another one, or ``None`` if none runs."""
-    engines = getattr(_running, "engines", None)
-    return engines[0] if engines else None
+    return next(iter(activity.in_thread()), None)
 
 
 class Engine(Serializable, Generic[Batch, Output]):
@@ -99,7 +97,9 @@ class Engine(Serializable, Generic[Batch, Output]):
         self.state_dict_user_keys: list[str] = []
         self._process_function = process_function
         self._dispatcher = Dispatcher()
-        self._stops: dict[Stop, bool | str] = {}
+        self._stops: dict[Stop, Any] = {}
+        self._terminated_by = ""  # for the record of runs that ended early
+        self.run_line, self.run_number, self.run_thread = "", 0, 0  # of the last call of run, see camshaft.activity
         self._state: State[Batch, Output] = State()
         self._progress = Progress(origin=Origin.COUNTERS)  # of the last run, or of a loaded state
         self._counters = (0, 0)  # of the state at that time; if the user has changed them since, they count
@@ -279,6 +279,11 @@ class Engine(Serializable, Generic[Batch, Output]):
         self.logger.info("Terminate signaled. Engine will stop after the current event is finished.")
         self.should_terminate = "skip_completed" if skip_completed is True else True
 
+    def _terminate_together(self) -> None:
+        """Terminate a run that the engines of all ranks terminate after the same event."""
+        self.terminate()
+        self._terminated_by = activity.TOGETHER
+
     def terminate_epoch(self, skip_epoch_completed: bool = False) -> None:
         """End the epoch after the current event: ``TERMINATE_SINGLE_EPOCH`` fires, then ``EPOCH_COMPLETED``."""
         self.logger.info(
@@ -453,8 +458,10 @@ class Engine(Serializable, Generic[Batch, Output]):
         run = self._run
         assert run is not None, "started just now, or paused"
         self._is_traced = self.logger.isEnabledFor(logging.DEBUG)
-        engines = _running.__dict__.setdefault("engines", [])
-        engines.append(self)
+        with activity.lock:
+            outer = activity.begin(self)
+            if outer is not None:
+                outer._pass_on_error(self)
         has_ended = True
         try:
             has_ended, error = run.proceed()
@@ -462,10 +469,28 @@ class Engine(Serializable, Generic[Batch, Output]):
                 raise error
         finally:
             error = None  # its traceback holds this frame
-            engines.pop()
+            with activity.lock:
+                activity.running.remove(self)
+                self._pass_on_error(outer)
             if has_ended:
                 self._keep(run.final_progress())
                 self._run = None
+
+    def _raise_soon(self, error: BaseException) -> None:
+        """Raise an error in the thread of this engine, as if a handler of the current event had raised it.
+
+        It is raised in the innermost engine that runs there, after the event that is current there. For other threads;
+        if the engine is not running, nothing happens.
+        """
+        with activity.lock:
+            if self in activity.running:
+                activity.in_thread(self.run_thread)[-1]._stops[Stop.ERROR] = error
+
+    def _pass_on_error(self, other: Engine[Any, Any] | None) -> None:
+        """Let another engine raise the error that :meth:`_raise_soon` left here."""
+        error = self._stops.pop(Stop.ERROR, None)
+        if error is not None and other is not None:
+            other._stops[Stop.ERROR] = error
 
     def _discard_run(self) -> None:
         """Discard a paused run."""
@@ -530,7 +555,7 @@ class Engine(Serializable, Generic[Batch, Output]):
         Raises:
             TypeError: ``data`` is not iterable.
         """
-        check_iterable(data)
+        check_type("data", data, Iterable, "iterable")
         if self._run is None:
             self._next_data = data
         else:

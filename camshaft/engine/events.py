@@ -32,7 +32,7 @@ NEVER = sys.maxsize
 
 @dataclass(frozen=True)
 class Every:
-    """Accepts the multiples of ``every``; apart from :class:`Window` because it is the most frequent filter.
+    """Accepts the multiples of ``every``; separate from :class:`Window`, as it is by far the most frequent filter.
 
     Like the other filters by count, it knows the next count that it accepts, and is not called in between.
 
@@ -451,7 +451,12 @@ class RemovableEventHandle:
         self, event_name: Any, handler: Callable[..., Any], engine: Any, registrations: tuple[int, ...] = ()
     ) -> None:
         self.event_name = event_name
-        self.handler = _reference(handler)
+        self.handler: Callable[[], Callable[..., Any] | None]
+        try:
+            is_method = hasattr(handler, "__self__") and hasattr(handler, "__func__")
+            self.handler = weakref.WeakMethod(handler) if is_method else weakref.ref(handler)
+        except TypeError:  # its type has no room for weak references
+            self.handler = lambda: handler
         self.engine: weakref.ref[Any] = weakref.ref(engine)
         self.registrations = registrations
 
@@ -470,12 +475,3 @@ class RemovableEventHandle:
 
     def __exit__(self, *error: object) -> None:
         self.remove()
-
-
-def _reference(handler: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:
-    """Return a weak reference to a handler, or a strong one if its type has no room for weak references."""
-    try:
-        is_method = hasattr(handler, "__self__") and hasattr(handler, "__func__")
-        return weakref.WeakMethod(handler) if is_method else weakref.ref(handler)
-    except TypeError:
-        return lambda: handler

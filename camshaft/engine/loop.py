@@ -28,16 +28,17 @@ from enum import Enum, auto
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from camshaft import activity
 from camshaft.engine.events import Events, FailureEvents
 from camshaft.engine.progress import Origin, Progress, is_done, target_of
-from camshaft.errors import annotate
+from camshaft.errors import annotate, line_of_caller, line_of_error
 
 if TYPE_CHECKING:
     from camshaft.engine.engine import Engine
 
 Pauses = Generator[None, None, BaseException | None]
 _END: Any = object()
-_FETCHING = (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.DATALOADER_STOP_ITERATION)
+_FETCHING = (Events.GET_BATCH_STARTED, Events.DATALOADER_STOP_ITERATION)
 
 
 class Stop(Enum):
@@ -46,6 +47,7 @@ class Stop(Enum):
     RUN = auto()
     EPOCH = auto()
     PAUSE = auto()
+    ERROR = auto()  # by an error that another thread wants raised; its value is the error
 
 
 class StopFlag:
@@ -65,6 +67,8 @@ class StopFlag:
         if value not in self._allowed:
             raise TypeError(f"{self._name} must be one of {self._allowed}, got {value!r}")
         if value:
+            if self._stop is Stop.RUN:
+                engine._terminated_by = f"terminate() at {line_of_caller()}"
             engine._stops[self._stop] = value
         else:
             engine._stops.pop(self._stop, None)
@@ -101,6 +105,7 @@ class Run:
         self.begun = self.completed = 0
         self.window: int | None = None
         self.in_epoch = self.is_active = False
+        self._fetched = 0  # batches of the epoch when handlers of GET_BATCH_COMPLETED ran last
         self._has_epochs = False
         self._failed = self._warned = False
         self.generator = self._run()
@@ -163,11 +168,14 @@ class Run:
             except StopRun:
                 is_terminated = True
             if is_terminated:
+                if not is_done(engine.state, self.in_epoch):
+                    activity.left_early(engine, engine._terminated_by)
                 self._fire(Events.TERMINATE)
             engine.state.times["COMPLETED"] = perf_counter() - began
             if stops.get(Stop.RUN) != "skip_completed":
                 self._fire(Events.COMPLETED)
                 engine.state.times["COMPLETED"] = perf_counter() - began
+            self._raise_pending()
             engine.logger.info("Engine run complete. Time taken: %s", elapsed(perf_counter() - began))
         except GeneratorExit:
             raise
@@ -178,7 +186,7 @@ class Run:
 
     def _begin_epoch(self) -> None:
         engine = self.engine
-        self.begun = self.completed = 0
+        self.begun = self.completed = self._fetched = 0
         if not self._has_epochs:  # a handler of STARTED may have changed the counters, or loaded a state
             kept = engine._kept()
             progress = self.data.start = kept.retry or kept
@@ -224,6 +232,7 @@ class Run:
                 state.batch = batch
                 batch = state._output = None  # nothing else keeps the batch and the output alive
                 if not data.fetched.since < state.iteration < data.fetched.due:
+                    self._fetched = begun + 1
                     data.fetched.fire(engine)
                 if stops and self._act_on_stops():
                     yield
@@ -257,6 +266,7 @@ class Run:
     def _act_on_stops(self) -> bool:
         """Leave the run or the epoch if requested; return whether the run is to pause."""
         stops = self.engine._stops
+        self._raise_pending()
         if Stop.RUN in stops:
             raise StopRun
         if Stop.EPOCH in stops:
@@ -267,7 +277,12 @@ class Run:
             return False
         self._fire(Events.INTERRUPT)
         stops.pop(Stop.PAUSE, None)
+        self._raise_pending()
         return True
+
+    def _raise_pending(self) -> None:
+        if Stop.ERROR in self.engine._stops:
+            raise self.engine._stops.pop(Stop.ERROR)
 
     def _open_pass(self) -> None:
         skipped = self.data.open()
@@ -279,6 +294,7 @@ class Run:
             return
         self._warned = True
         state = self.engine.state
+        activity.left_early(self.engine, "the data ran out")
         warnings.warn(
             f"the data ran out in epoch {state.epoch} after {state.iteration} iterations, before the target of "
             f"{target_of(state)}: pass data that can be iterated over again, or assign a new iterator to "
@@ -330,8 +346,9 @@ class Run:
 
     def _has_fetched(self) -> bool:
         """Return whether there is a batch that no iteration has begun with."""
-        is_fetching = self.in_epoch and self.begun == self.completed and self.engine.last_event_name in _FETCHING
-        return is_fetching and self.engine.state.batch is not None
+        is_fetching = self._fetched > self.begun or self.engine.last_event_name in _FETCHING
+        is_between = self.in_epoch and self.begun == self.completed
+        return is_between and is_fetching and self.engine.state.batch is not None
 
     def _progress(self, back: int, lost: int = 0) -> Progress:
         """Return the progress ``back`` iterations ago."""
@@ -361,6 +378,10 @@ def elapsed(seconds: float) -> str:
 def report(engine: Any, error: BaseException) -> BaseException | None:
     """Pass an error to its handlers; return the error that must leave the run, or ``None`` if it was handled."""
     event, state = engine.last_event_name, engine.state
+    error = activity.explained(error)
+    activity.left_early(engine, f"{activity.summary(error)} at {line_of_error(error) or engine.run_line}")
+    if engine._stops.get(Stop.ERROR) is error:
+        del engine._stops[Stop.ERROR]  # what it was to cause has happened
     annotate(error, f"raised in epoch {state.epoch}, iteration {state.iteration}; the last event was {event!r}")
     try:  # an error of a cleanup handler must not hide the one that is reported
         engine._dispatcher.plans[FailureEvents.ERROR_MET].fire(engine)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from math import ceil
 from typing import Any
 
-from camshaft.engine.data import Position, check_iterable, length_of
+from camshaft.engine.data import Position, length_of
 from camshaft.engine.state import State
+from camshaft.errors import check_type
 from camshaft.types import is_integer
 
 
 class Origin(Enum):
-    """How an engine got to its progress, which decides how the next ``run`` continues."""
+    """Where the progress of an engine comes from, which decides how the next ``run`` continues."""
 
     LOADED = auto()  # by load_state_dict: it continues in the middle of the epoch
     FAILED = auto()  # an error left the run in the middle of an epoch: likewise
@@ -93,8 +94,7 @@ def read(state_dict: Mapping[str, Any]) -> tuple[Progress, dict[str, int | None]
             raise ValueError(f"{name} must not be below the progress of the state dict, {reached}, got {target}")
     position = state_dict.get("position")
     if position is not None:
-        if not isinstance(position, Mapping):
-            raise TypeError(f"position must be a mapping, got {position!r} of type {type(position).__name__}")
+        check_type("position", position, Mapping, "a mapping")
         for name in ("epoch", "batches", "consumed", "steps", "lost"):
             if position.get(name) is not None:
                 _integer(f"position[{name!r}]", position[name], least=0)
@@ -118,15 +118,15 @@ def positive(name: str, value: Any) -> int | None:
 # --- targets -----------------------------------------------------------------------------------------------------
 
 
-def is_done(state: State[Any, Any]) -> bool:
-    """Return whether the target of a state is reached."""
+def is_done(state: State[Any, Any], in_epoch: bool = False) -> bool:
+    """Return whether the target of a state is reached; ``in_epoch``: the last of its epochs is not over."""
     if state.max_iters is not None and state.iteration >= state.max_iters:
         return True
     if state.max_epochs is None:
         return False
     if state.epoch_length is not None and state.iteration >= state.epoch_length * state.max_epochs:
         return True
-    return state.epoch >= state.max_epochs
+    return state.epoch - in_epoch >= state.max_epochs
 
 
 def has_target(state: State[Any, Any]) -> bool:
@@ -163,7 +163,7 @@ class Request:
 
     def __init__(self, data: Any, max_epochs: int | None, max_iters: int | None, epoch_length: int | None) -> None:
         if data is not None:
-            check_iterable(data)
+            check_type("data", data, Iterable, "iterable")
         if max_epochs is not None and max_iters is not None:
             raise ValueError(f"give max_epochs or max_iters, not both, got {max_epochs!r} and {max_iters!r}")
         self.data = data

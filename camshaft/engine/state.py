@@ -173,16 +173,17 @@ class LazyNumber:
         return format(self.read(), specification)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _same, (self.read(),)
+        value = self.read()
+        return type(value), (value,)
 
 
-def _same(value: Any) -> Any:
-    return value
+def _number(value: Any) -> Any:
+    return value.read() if isinstance(value, LazyNumber) else value
 
 
 def _forward(function: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: LazyNumber, *others: Any) -> Any:
-        return function(self.read(), *(one.read() if isinstance(one, LazyNumber) else one for one in others))
+        return function(self.read(), *map(_number, others))
 
     return method
 
@@ -212,10 +213,6 @@ for _name in (*_COMPARISONS, *_ARITHMETIC):
 for _name in _ARITHMETIC:
     setattr(LazyNumber, f"__r{_name}__", _reflected(getattr(operator, _name, divmod)))
 numbers.Real.register(LazyNumber)
-
-
-def _number(value: Any) -> Any:
-    return value.read() if isinstance(value, LazyNumber) else value
 
 
 def _reading(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from camshaft.engine.events import Events, Order
 from camshaft.engine.state import LazyNumber
-from camshaft.errors import annotate
+from camshaft.errors import annotate, check_type
 from camshaft.tree import convert_tensor
 from camshaft.types import DeviceLike
 
@@ -248,8 +248,7 @@ class Accumulation:
     def __init__(
         self, model: Any, update: Update, size: int, weigh: Callable[[Any, Any], float | Tensor] | None = None
     ) -> None:
-        if not isinstance(size, int):
-            raise TypeError(f"gradient_accumulation_steps must be an int, got {size!r}")
+        check_type("gradient_accumulation_steps", size, int, "an int")
         if size <= 0:
             raise ValueError(f"gradient_accumulation_steps must be strictly positive, got {size}")
         self._update = update

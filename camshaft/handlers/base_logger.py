@@ -62,7 +62,7 @@ class BaseHandler(ABC):
 
     @property
     def prefixes(self) -> tuple[Path, ...]:
-        """The paths under which this handler writes; a resumed logger tells from them who wrote a value."""
+        """The paths under which this handler writes, by which a resumed logger knows who wrote a value."""
         return ()
 
     def global_step(self, engine: Engine[Any, Any], event_name: Any) -> int:

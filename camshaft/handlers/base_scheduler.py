@@ -18,7 +18,8 @@ from camshaft.engine.engine import Engine
 from camshaft.engine.events import EventLike, Events, RemovableEventHandle
 from camshaft.handlers import utils
 
-_EPOCH_STARTED = Events.EPOCH_STARTED  # looking up a member of an enumeration on each call is slow
+# looking up a member of an enumeration on each call is slow
+_EPOCH_STARTED, _ITERATION_STARTED = Events.EPOCH_STARTED, Events.ITERATION_STARTED
 
 
 class BaseParamScheduler(Serializable, ABC):
@@ -45,6 +46,7 @@ class BaseParamScheduler(Serializable, ABC):
         self.param_name = param_name
         self.event_index = 0
         self.save_history = save_history
+        self._last_iteration: int | None = None  # in which it was called
 
     @abstractmethod
     def get_param(self) -> Any:
@@ -86,7 +88,9 @@ class BaseParamScheduler(Serializable, ABC):
         """Return a copy of the attributes that the next values depend on."""
         memo = _memo(self)
         keys = self._state_dict_all_req_keys
-        return OrderedDict((name, copy.deepcopy(_state_of(getattr(self, name)), memo)) for name in keys)
+        state = OrderedDict((name, copy.deepcopy(_state_of(getattr(self, name)), memo)) for name in keys)
+        state["last_iteration"] = self._last_iteration
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a state.
@@ -115,6 +119,7 @@ class BaseParamScheduler(Serializable, ABC):
 
     def _restore(self, state_dict: Mapping[str, Any]) -> None:
         memo = _memo(self)
+        self._last_iteration = state_dict.get("last_iteration")  # older states do not have it
         for name in self._state_dict_all_req_keys:
             value, saved = getattr(self, name), copy.deepcopy(state_dict[name], memo)
             if hasattr(value, "load_state_dict"):
@@ -124,6 +129,13 @@ class BaseParamScheduler(Serializable, ABC):
                     one.load_state_dict(state)
             else:
                 setattr(self, name, saved)
+
+    def _was_counted(self, engine: Engine[Any, Any]) -> bool:
+        """Return whether a resumed run continues an epoch, or repeats an iteration, in which it was called."""
+        event = engine.last_event_name
+        if event is _ITERATION_STARTED:
+            return engine._state.iteration == self._last_iteration and utils.may_repeat_iteration(engine)
+        return event is _EPOCH_STARTED and self.event_index > 0 and utils.resumes_epoch(engine)
 
     def _record(self, engine: Engine[Any, Any], name: str, entry: Any) -> None:
         """Append an entry to the history."""
@@ -167,15 +179,14 @@ class SteppedScheduler(BaseParamScheduler):
         Raises:
             ValueError: the value is not valid; nothing is written.
         """
-        if engine is not None and engine.last_event_name is _EPOCH_STARTED and self._is_done_with_epoch(engine):
+        if engine is not None and self._was_counted(engine):
             return
         self._apply(engine)
-        if self.save_history and engine is not None:
-            self._record(engine, name or self.param_name, self._written())
+        if engine is not None:
+            self._last_iteration = engine._state.iteration
+            if self.save_history:
+                self._record(engine, name or self.param_name, self._written())
         self.event_index += 1
-
-    def _is_done_with_epoch(self, engine: Engine[Any, Any]) -> bool:
-        return self.event_index > 0 and utils.resumes_epoch(engine)
 
     @abstractmethod
     def _apply(self, engine: Engine[Any, Any] | None) -> None:

@@ -185,7 +185,7 @@ class EarlyStopping(Serializable, ResettableHandler):
         had_stopped, self._had_stopped = self._had_stopped, False
         if had_stopped and engine.state.iteration:
             self.logger.warning("EarlyStopping: the patience is already used up; call reset() to continue training")
-            engine.terminate()  # on each rank, since all have loaded the same counter
+            engine._terminate_together()  # on each rank, since all have loaded the same counter
 
     def _reset_if_new(self, engine: Engine[Any, Any]) -> None:
         if engine.state.iteration == 0 or engine.last_event_name != Events.STARTED:

@@ -132,7 +132,7 @@ class FastaiLRFinder:
             if not math.isfinite(loss) or loss > best + (diverge_th - 1) * abs(best):
                 diverged = True
                 self.logger.info("The loss diverged after %d iterations; stopping the search", len(self._rates))
-                engine.terminate()
+                engine._terminate_together()
 
         def complete() -> None:
             if not diverged:

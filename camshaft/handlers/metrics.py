@@ -199,7 +199,7 @@ def _as_numbers(results: Mapping[str, Any]) -> dict[str, Any]:
 
 # --- one exchange for the states of all metrics ---------------------------------------------------------------------
 # By itself torchmetrics makes up to four collectives for each state of each metric, and is wrong where ranks hold lists
-# of different lengths. How a metric combines the states of all ranks remains its own business: it gets them through
+# of different lengths. How a metric combines the states of all ranks is up to the metric: it gets them through
 # ``dist_sync_fn`` when its ``compute`` asks for them.
 
 

@@ -75,7 +75,7 @@ class MLflowLogger(base_logger.ServiceLogger):
             return
         metrics = {" ".join(path): float(value) for path, value in values.items()}
         for name in list(metrics):
-            # like MLflow, also reject names that are another one as a path
+            # like MLflow, also reject names that are not normalized paths
             is_plain = posixpath.normpath(name) == name and not name.startswith(("/", "..")) and name != "."
             if not (is_plain and _NAME.fullmatch(name)):
                 warnings.warn(f"MLflow does not accept the name {name!r}: it is not logged", stacklevel=2)

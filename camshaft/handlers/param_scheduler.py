@@ -53,7 +53,8 @@ class ParamScheduler(SteppedScheduler):
     Attached to ``ITERATION_STARTED``, iteration ``k`` uses the value of index ``k - 1``. Each call overwrites what is
     in the optimizer; tensors are written in place. Subclasses define :meth:`get_param`.
 
-    Attached to ``EPOCH_STARTED``, a scheduler does nothing when a resumed run continues an epoch.
+    Attached to ``EPOCH_STARTED``, a scheduler does nothing when a resumed run continues an epoch; attached to
+    ``ITERATION_STARTED``, nothing when it repeats an iteration that was interrupted after the scheduler was called.
 
     Args:
         optimizer: an optimizer, or any object whose ``param_groups`` is a list of dicts.
@@ -218,19 +219,16 @@ class CyclicalScheduler(ParamScheduler):
         if warmed == 0:
             self.start_value *= self.start_value_mult
         if warmed == self.warmup_duration:
-            self._start_cycle()
+            self.event_index = 0
+            self.cycle_size = max(1, int(self.cycle_size * self.cycle_mult))
+            self.warmup_duration = max(0, int(self.warmup_duration * self.cycle_mult))
+            self.cycle += 1
+            self.end_value *= self.end_value_mult
         elif warmed > 0:
             share = warmed / self.warmup_duration
             self._write(self.end_value + (self.start_value - self.end_value) * share)
             return
         self._write(self.get_param())
-
-    def _start_cycle(self) -> None:
-        self.event_index = 0
-        self.cycle_size = max(1, int(self.cycle_size * self.cycle_mult))
-        self.warmup_duration = max(0, int(self.warmup_duration * self.cycle_mult))
-        self.cycle += 1
-        self.end_value *= self.end_value_mult
 
 
 class LinearCyclicalScheduler(CyclicalScheduler):
@@ -744,7 +742,7 @@ class ConcatScheduler(_Combination, ParamScheduler):
             engine: the engine whose state keeps the history.
             name: key in the history, instead of those of the schedulers.
         """
-        if engine is not None and self._is_done_with_epoch(engine):
+        if engine is not None and self._was_counted(engine):
             return
         if self._current_duration == 0:
             self._scheduler_index += 1
@@ -754,6 +752,8 @@ class ConcatScheduler(_Combination, ParamScheduler):
         if self._current_duration > 0:
             self._current_duration -= 1
         self.event_index += 1
+        if engine is not None:
+            self._last_iteration = engine._state.iteration
 
     def _check_entries(self) -> None:
         """Leave the check to the schedulers, which may have other parameters in other groups."""

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import EventLike, Events, RemovableEventHandle
 from camshaft.handlers.base_scheduler import BaseParamScheduler, interpolate, split_milestones, whole
-from camshaft.handlers.utils import check_engine, check_is_no_counter, check_sequence, number, resumes_epoch
+from camshaft.handlers.utils import check_engine, check_is_no_counter, check_sequence, number
 
 __all__ = [
     "ExpStateScheduler",
@@ -28,8 +28,6 @@ __all__ = [
     "StateParamScheduler",
     "StepStateScheduler",
 ]
-
-_EPOCH_STARTED = Events.EPOCH_STARTED  # looking up a member of an enumeration on each call is slow
 
 
 class StateParamScheduler(BaseParamScheduler):
@@ -90,11 +88,12 @@ class StateParamScheduler(BaseParamScheduler):
         Args:
             engine: the engine whose state is set, and keeps the history.
         """
-        if engine.last_event_name is not _EPOCH_STARTED or not (self.event_index and resumes_epoch(engine)):
+        if is_new := not self._was_counted(engine):
             self.event_index += 1
+            self._last_iteration = engine._state.iteration
         value = self.get_param()
         setattr(engine._state, self.param_name, value)  # the property takes as long as all of this
-        if self.save_history:
+        if is_new and self.save_history:
             self._record(engine, self.param_name, value)
 
     @classmethod
@@ -151,14 +150,19 @@ class LambdaStateScheduler(StateParamScheduler):
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return ``event_index``, and the attributes of ``lambda_obj`` if it is an object that has some."""
-        attributes = copy.deepcopy(self._attributes())
-        return OrderedDict(event_index=self.event_index, param_name=self.param_name, lambda_obj=attributes)
+        return OrderedDict(
+            event_index=self.event_index,
+            param_name=self.param_name,
+            lambda_obj=copy.deepcopy(self._attributes()),
+            last_iteration=self._last_iteration,
+        )
 
     def _restore(self, state_dict: Mapping[str, Any]) -> None:
         attributes = self._attributes()
         if attributes is not None and state_dict["lambda_obj"] is not None:
             attributes.update(copy.deepcopy(state_dict["lambda_obj"]))
         self.event_index, self.param_name = state_dict["event_index"], state_dict["param_name"]
+        self._last_iteration = state_dict.get("last_iteration")
 
     def _attributes(self) -> dict[str, Any] | None:
         """Return the attributes of a callable object; functions could not be loaded safely."""

@@ -91,7 +91,7 @@ class StopTogether:
         """Terminate the run; in a single process, after the current event."""
         self.watch(engine)
         if self._common is None:
-            engine.terminate()
+            engine._terminate_together()
         else:
             self._common.want()
 
@@ -146,7 +146,7 @@ class StopTogether:
             common.want(self._requested)
         if not common.may_begin(engine.state.iteration + 1):
             self.event = engine.last_event_name
-            engine.terminate()
+            engine._terminate_together()
 
     def _leave(self) -> None:
         for handle in self._handles:

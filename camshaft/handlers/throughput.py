@@ -53,7 +53,7 @@ class Throughput:
     The results are in ``engine.state.metrics``, where loggers and progress bars find them: ``steps_per_second``,
     ``samples_per_second``, ``tokens_per_second``, ``flops_per_second`` and ``mfu``, as far as they are requested. They
     are computed over all ranks, at the events passed to :meth:`attach`, and are NaN before that. Otherwise an iteration
-    costs a look at the clock and the given functions.
+    costs one clock reading and the given functions.
 
     The time from the end of one iteration to that of another counts, except for the handlers of epochs and the time
     between :meth:`pause` and :meth:`resume`. The host clock is used, without waiting for the device: host time matches

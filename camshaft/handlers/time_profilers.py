@@ -40,7 +40,7 @@ _PRINTED = _MEASURED[:1] + _MEASURED[2:6] + _MEASURED[1:2]
 
 
 class _Samples:
-    """Durations in seconds, each with its row: the index of the iteration in the run. Rows hardly take memory."""
+    """Durations in seconds, each with its row: its iteration in the run; consecutive rows take no memory."""
 
     __slots__ = ("_jumps", "_next_row", "seconds")
 
@@ -78,7 +78,7 @@ class _Calls(NamedTuple):
 
 
 class _Profiler:
-    """Measures how long each batch takes to be fetched and processed, and knows the handlers of the run.
+    """Measures how long each batch takes to be fetched and processed, and keeps track of the handlers of the run.
 
     The end of a pause fires no event, so the sample during which a run was paused is dropped.
     """
@@ -131,7 +131,8 @@ class _Profiler:
 
     def _timed(self, event: Any, registration: Registration, call: Invocation) -> Invocation:
         """Note a handler, and return its call."""
-        if not _is_hook(registration) and not isinstance(event, FailureEvents):
+        is_hook = abs(registration.order) >= Order.TIME_LAST  # of a time profiler
+        if not is_hook and not isinstance(event, FailureEvents):
             calls = _Calls(name_of(registration.handler), getattr(event, "name", event), array("d"))
             self._calls.setdefault(registration.serial, calls)
         return call
@@ -412,11 +413,6 @@ class HandlersTimeProfiler(_Profiler):
         text = aligned([titles, *(list(map(_cell, row)) for row in results)])
         print(text)  # noqa: T201  # its purpose
         return text
-
-
-def _is_hook(registration: Registration) -> bool:
-    """Return whether a handler belongs to a time profiler."""
-    return abs(registration.order) >= Order.TIME_LAST
 
 
 def _tensor(seconds: array[float]) -> Tensor:

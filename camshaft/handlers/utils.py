@@ -13,7 +13,7 @@ from torch import Tensor
 
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, RemovableEventHandle, translated
-from camshaft.engine.progress import derived_max_epochs
+from camshaft.engine.progress import Origin, derived_max_epochs
 from camshaft.engine.state import State
 from camshaft.errors import check_type as check_type
 from camshaft.errors import described
@@ -64,6 +64,13 @@ class StepOf:
 def resumes_epoch(engine: Engine[Any, Any]) -> bool:
     """Return whether ``EPOCH_STARTED`` fires for an epoch that a resumed run continues, which is not a new epoch."""
     return engine.last_event_name is Events.EPOCH_STARTED and engine.iteration_in_epoch > 0
+
+
+def may_repeat_iteration(engine: Engine[Any, Any]) -> bool:
+    """Return whether a run that resumes from a loaded state, or after an error, is in its first iteration."""
+    progress = engine._progress.retry or engine._progress
+    is_resumed = progress.origin in (Origin.LOADED, Origin.FAILED)
+    return is_resumed and engine.state.iteration == progress.iteration + 1
 
 
 def check_callable(name: str, value: Any) -> None:

@@ -40,7 +40,7 @@ def lack_of(name: str) -> str | None:
         CHECKS[name]()
     except NotImplementedError as error:
         lack = str(error)
-        if f"backend {idist.backend()!r} has no " not in lack or "gloo" not in lack:
+        if f"backend {idist.backend()!r} does not support " not in lack or "gloo" not in lack:
             raise
         return lack
     return None

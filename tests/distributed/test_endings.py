@@ -58,9 +58,9 @@ def run(who: int, how: str, mode: str) -> tuple[list[str], list[int]]:
 def test_debug_mode_shows_a_rank_that_ends_before_its_first_collective(who: int, how: str) -> None:
     """Long before the run's timeout; rank 0 serves the store."""
     texts, codes = run(who, how, "debug")
-    rows = re.findall(r"rank (\d) +(\w+ ?\w*)", texts[1 - who].partition("the ranks call different things:\n")[2])
+    rows = re.findall(r"rank (\d) +(\w+ ?\w*)", texts[1 - who].partition("the calls of the ranks differ:\n")[2])
     shown = {str(who): "has ended", str(1 - who): "all_reduce "} == dict(rows)
-    assert shown or (who == 0 and "the process that holds the store of this run has ended" in texts[1])
+    assert shown or (who == 0 and "the process that hosts the store of this job has ended" in texts[1])
     assert codes[who] == (how == "raise")
 
 

@@ -169,7 +169,7 @@ def test_a_destroyed_group_is_rejected_and_its_ranks_make_a_new_one():
     group = idist.new_group([0, 1])
     assert idist.all_reduce(1, group=[1, 0]) == 2  # the same group
     dist.destroy_process_group(group)
-    with pytest.raises(ValueError, match="group must be None, a list of ranks or a group from new_group that exists"):
+    with pytest.raises(ValueError, match="group must be None, a list of ranks, or an existing group from new_group"):
         idist.all_reduce(1, group=group)
     assert idist.all_reduce(1, group=[1, 0]) == 2
 

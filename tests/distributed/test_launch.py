@@ -225,7 +225,7 @@ def test_processes_may_begin_anew_with_what_the_environment_says():
 
 
 def test_debug_mode_reaches_the_processes():
-    with pytest.raises(ProcessRaisedException, match="RankDivergenceError: the ranks call different things"):
+    with pytest.raises(ProcessRaisedException, match="RankDivergenceError: the calls of the ranks differ"):
         start("gloo", in_debug_mode, (), nproc_per_node=2, debug=True)
 
 
@@ -346,7 +346,7 @@ def test_spawn_returns_where_exit_codes_are_discarded(tmp_path):
         ("exits", ProcessExitedException, r"process 1 exited with code 3:\nTraceback(.|\n)*SystemExit: 3"),
         ("exits with a text", ProcessExitedException, r"process 1 exited with code 1:(.|\n)*SystemExit: no data"),
         ("exits with a code that becomes 0", ProcessExitedException, "process 1 exited with code 256"),
-        ("exits at once", ProcessExitedException, "process 1 exited with code 5, and reported no exception"),
+        ("exits at once", ProcessExitedException, "process 1 exited with code 5 without reporting an exception"),
         ("is killed", ProcessExitedException, "process 1 was terminated by SIGKILL"),
     ],
 )
@@ -381,11 +381,11 @@ def test_a_failure_that_cannot_be_written_is_printed(tmp_path):
     processes = start("gloo", fail_when_told, (str(tmp_path),), join=False)
     shutil.rmtree(processes.folder.name)
     (tmp_path / "go").touch()
-    message = "process 0 exited with code 1, and reported no exception: if it raised one, its standard error shows it"
+    message = "process 0 exited with code 1 without reporting an exception: check its standard error"
     with pytest.raises(ProcessExitedException, match=message):
         processes.join()
     errors = (tmp_path / "errors").read_text()
-    assert "process 0 failed, and could not write this for the process that started it: " in errors
+    assert "process 0 failed, and could not report it to the process that started it: " in errors
     assert "Traceback" in errors
     assert "ValueError: no data" in errors
 
@@ -451,8 +451,8 @@ def test_a_process_that_is_deaf_to_a_request_to_end_is_killed(tmp_path, monkeypa
         ({"init_method": 3}, ValueError, "init_method must be 'env://', 'file://...' or 'tcp://...', got 3"),
         ({"master_port": "x"}, ValueError, r"master_port must be a number in \[1, 65535\], got 'x'"),
         ({"master_port": 0}, ValueError, r"master_port must be a number in \[1, 65535\], got 0"),
-        ({"rank": 0, "world_size": 2}, TypeError, r"\['rank', 'world_size'\] follow from nproc_per_node"),
-        ({"time_out": 3}, TypeError, r"\['time_out'\] are not known for backend 'gloo'"),
+        ({"rank": 0, "world_size": 2}, TypeError, r"\['rank', 'world_size'\] are computed from nproc_per_node"),
+        ({"time_out": 3}, TypeError, r"backend 'gloo' got unknown options \['time_out'\]"),
         ({"start_method": "thread"}, ValueError, "cannot find context for 'thread'"),
     ],
 )

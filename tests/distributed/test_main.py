@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +20,8 @@ import torch
 
 from camshaft.distributed import __main__ as program
 from camshaft.distributed import registry
-from camshaft.distributed.__main__ import backends, devices, inspect, main
+from camshaft.distributed.__main__ import backends, devices, inspect, jobs_text, main
+from camshaft.distributed.record import Snapshot, find, read
 from tests.mpi.checking import ROOT, mpirun
 
 MODULE = ("-m", "camshaft.distributed")
@@ -121,9 +127,9 @@ def test_a_backend_that_fails_is_part_of_the_report(arguments: list[str], told: 
 def test_numbers_without_a_variable_are_reported_as_assumed_or_derived() -> None:
     report = inspect({"PMI_RANK": "1", "PMI_SIZE": "4"})
     assert report["sources"]["rank"] == "PMI_RANK=1"
-    assert report["sources"]["num_nodes"] == "assumed, as no variable says it"
+    assert report["sources"]["num_nodes"] == "assumed, as no variable sets it"
     one_node = inspect({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
-    assert one_node["sources"]["num_nodes"] == "follows from the others"
+    assert one_node["sources"]["num_nodes"] == "derived from the others"
 
 
 def test_missing_libraries_are_reported_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,3 +172,100 @@ def test_accelerators_are_reported_with_name_and_memory(monkeypatch: pytest.Monk
 def test_an_accelerator_without_properties_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.cuda, "get_device_properties")
     assert "cuda:1" in devices()
+
+
+RANK = """
+import sys, time, torch
+from camshaft.distributed.record import Record
+rank, job = int(sys.argv[1]), sys.argv[2]
+record = Record(rank, 3)
+engine = {"line": "a.py:1 in main", "number": 1, "event": "ITERATION_STARTED", "epoch": 2, "iteration": 41 + rank}
+stack = [f"{name}.py:{number} in f" for number, name in enumerate("abcdefgh")]
+record.write_status({"time": time.monotonic(), "engines": [{**engine, "epoch": 9}, engine], "stack": stack})
+record.end(record.begin(None, range(3), "broadcast", torch.ones(2), "", 1))
+if rank < 2:
+    record.begin([0, 1], [0, 1], "all_reduce", torch.ones(3, 4), "SUM", None)
+record.job = job
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def job() -> Iterator[str]:
+    """A job of three processes that wrote records; rank 1 was killed, and rank 2 aborted."""
+    name = f"test-{uuid.uuid4().hex}"
+    command = [sys.executable, "-c", RANK]
+    processes = [subprocess.Popen([*command, str(rank), name], stdout=subprocess.PIPE) for rank in range(3)]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+        for process, kill in ((processes[1], signal.SIGKILL), (processes[2], signal.SIGABRT)):
+            process.send_signal(kill)
+            process.wait()
+        yield name
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+        for path in find(name):
+            path.unlink()
+
+
+@pytest.mark.jobs
+def test_inspect_tells_what_ranks_are_doing_and_what_those_that_were_killed_did(job: str) -> None:
+    done = python(*MODULE, "--inspect")
+    assert done.returncode == 0, done.stderr
+    (text,) = [part for part in re.split(r"\n(?=job )", f"\n{done.stdout}") if part.startswith(f"job {job}:")]
+    assert re.match(rf"job {job}: 3 of 3 ranks ran on \S+\n-+\n +pid +process ", text)
+    engine, line = "ITERATION_STARTED +2 +", r" +<string>:{} in <module>\n"  # of the innermost engine
+    waiting = r" +all_reduce SUM torch.float32 \[3, 4\] of \[0, 1\] +{} [\d.]+ s" + line.format(11)
+    completed = r" +broadcast root 1 torch.float32 \[2\] +completed" + line.format(9)
+    assert re.search(rf"\nrank 0 +\d+ +alive +[\d.]+ s old +{engine}41{waiting.format('waiting for')}", text)
+    assert re.search(rf"\nrank 1 +\d+ +dead +- +{engine}42{waiting.format('died after')}", text)
+    assert re.search(rf"\nrank 2 +\d+ +dead +- +{engine}43{completed}", text)
+    assert "\nmain thread of rank 0, 1, 2, innermost first:\n    a.py:0 in f\n    b.py:1 in f\n" in text
+    assert "    e.py:4 in f\n" in text
+    assert "f.py" not in text
+
+
+@pytest.mark.jobs
+def test_inspect_prints_snapshots_as_json(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--inspect", "--json"]) == 0
+    found = sorted((one for one in objects(capsys.readouterr().out) if one["job"] == job), key=lambda one: one["rank"])
+    assert [one["is_alive"] for one in found] == [True, False, False]
+    assert [one["entries"][-1]["collective"] for one in found] == ["all_reduce", "all_reduce", "broadcast"]
+    assert found[0]["entries"][-1]["ended"] is None
+    assert {Path(one["path"]) for one in found} == set(find(job))
+    assert all((again := read(Path(one["path"]))) is not None and again.pid == one["pid"] for one in found)
+
+
+def test_inspect_tells_if_there_are_no_records(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "find", list)
+    assert main(["--inspect"]) == 0
+    assert re.match(r"no rank on \S+ is running, or was killed in the last 24 hours\n$", capsys.readouterr().out)
+    assert main(["--inspect", "--json"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_inspect_shows_failures_departures_and_different_stacks_of_each_job() -> None:
+    one = Snapshot(Path("a"), "first", 0, 2, 11, False, "here", {"time": 5.0, "stack": ["a.py:1 in f"]}, ())
+    failure = {"error": "ValueError: text", "where": "in handler 'log' on ITERATION_COMPLETED"}
+    failed = replace(one, rank=1, status={"time": 5.0, "failure": failure, "stack": ["b.py:2 in g"]})
+    left = replace(one, job="second", status={"time": 3.0, "left": "has left the run without an error"})
+    unnamed = replace(one, job="", status={}, pid=12)
+    text = jobs_text([one, failed, left, unnamed, replace(unnamed, pid=13)])
+    assert re.findall(r"^job .*", text, re.MULTILINE) == [
+        "job not known yet to process 12: 1 of 2 ranks ran on here",
+        "job not known yet to process 13: 1 of 2 ranks ran on here",
+        "job second: 1 of 2 ranks ran on here",
+        "job first: 2 of 2 ranks ran on here",
+    ]
+    assert "\nrank 1 failed: ValueError: text, in handler 'log' on ITERATION_COMPLETED\n" in text
+    assert "\nrank 0 has left the run without an error\n" in text
+    assert "\nmain thread of rank 0, innermost first:\n    a.py:1 in f\n" in text
+    assert "\nmain thread of rank 1, innermost first:\n    b.py:2 in g\n" in text
+    assert text.count("no call yet") == 5

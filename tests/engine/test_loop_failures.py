@@ -151,13 +151,19 @@ def test_the_error_of_the_process_function_names_no_handler():
 # === Exceptions with handlers ===
 
 
-@pytest.mark.parametrize("position", FLAT, ids=lambda position: f"{position}-{EVENTS[position]}")
-def test_an_error_inside_an_epoch_ends_the_epoch_and_the_run_continues(position):
+def caught(position, error):
+    """Run with an error at a position, which a handler of exceptions gets; return the engine and the trace."""
     engine, trace = traced()
-    errors, error = catch(engine), KeyError("no")
+    errors = catch(engine)
     at_position(engine, position, raising(error))
     assert engine.run(DATA, max_epochs=EPOCHS) is engine.state
     assert errors == [error]
+    return engine, trace
+
+
+@pytest.mark.parametrize("position", FLAT, ids=lambda position: f"{position}-{EVENTS[position]}")
+def test_an_error_inside_an_epoch_ends_the_epoch_and_the_run_continues(position):
+    engine, trace = caught(position, KeyError("no"))
     assert trace.words[: position + 2] == [*EVENTS[: position + 1], "EC"]
     assert trace.words[-2:] == ["EC", "C"]
     assert trace.words.count("ES") == engine.state.epoch == EPOCHS
@@ -185,22 +191,14 @@ def test_an_error_of_the_data_ends_the_epoch_too(place):
 
 @pytest.mark.parametrize("position", OUTSIDE, ids=lambda position: f"{position}-{EVENTS[position]}")
 def test_an_error_elsewhere_ends_the_run(position):
-    engine, trace = traced()
-    errors, error = catch(engine), KeyError("no")
-    at_position(engine, position, raising(error))
-    assert engine.run(DATA, max_epochs=EPOCHS) is engine.state
-    assert errors == [error]
+    _, trace = caught(position, KeyError("no"))
     assert trace.words == EVENTS[: position + 1]
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("position", range(len(EVENTS)), ids=lambda position: f"{position}-{EVENTS[position]}")
 def test_what_is_no_exception_ends_the_run_anywhere(position, kind):
-    engine, trace = traced()
-    errors, error = catch(engine), kind()
-    at_position(engine, position, raising(error))
-    assert engine.run(DATA, max_epochs=EPOCHS) is engine.state
-    assert errors == [error]
+    _, trace = caught(position, kind())
     assert trace.words == EVENTS[: position + 1]
 
 

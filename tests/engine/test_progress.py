@@ -780,6 +780,31 @@ def test_a_batch_that_the_data_cannot_return_again_is_kept_for_the_next_run(make
     assert (engine.state.iteration, engine.state.epoch) == (5, 1)
 
 
+@pytest.mark.parametrize("make", [iter, Stateful], ids=["iterator", "data with a state"])
+def test_a_fetched_batch_is_kept_if_a_handler_of_an_event_fired_meanwhile_fails(make):
+    engine, data = Engine(lambda engine, batch: seen.append(batch)), make(list(range(5)))
+    seen = []
+    engine.register_events("batch_checked")
+    engine.add_event_handler(Events.GET_BATCH_COMPLETED(once=2), lambda: engine.fire_event("batch_checked"))
+    failing = engine.add_event_handler("batch_checked", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.run(data, epoch_length=5)
+    failing.remove()
+    engine.run(data)
+    assert seen == [0, 1, 2, 3, 4]
+
+
+def test_a_state_saved_in_a_pause_after_a_fetch_reports_the_batch_as_lost():
+    engine, seen = Engine(lambda engine, batch: None), []
+    engine.add_event_handler(Events.GET_BATCH_COMPLETED(once=2), engine.interrupt)
+    engine.run(Stateful(list(range(5))))
+    resumed = Engine(lambda engine, batch: seen.append(batch))
+    resumed.load_state_dict(engine.state_dict())
+    with pytest.warns(UserWarning, match="1 batch is lost"):
+        resumed.run(Stateful(list(range(5))))
+    assert seen == [3, 4]
+
+
 class InterruptedState(State):
     """A state in which Ctrl-C arrives just before the third iteration is counted."""
 

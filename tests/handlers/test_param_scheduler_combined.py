@@ -242,6 +242,83 @@ def test_a_resumed_epoch_is_not_counted_twice(make, stop_at):
     assert before + after == expected
 
 
+def by_iteration(make, fail_at=None, order=0, save=False, target=9):
+    """Run with a scheduler on ITERATION_STARTED, resume after an error; return the rates and the index of the next."""
+    rates, states = [], []
+
+    def create():
+        optimizer = sgd()
+        scheduler = make(optimizer)
+
+        def step(engine, batch):
+            rates.append(lr(optimizer))
+            optimizer.step()
+
+        trainer = Engine(step)
+        scheduler.attach(trainer)
+        return trainer, scheduler, optimizer
+
+    parts = create()
+    if fail_at is not None:
+        handle = parts[0].add_event_handler(Events.ITERATION_STARTED(once=fail_at), lambda: 1 / 0, order=order)
+        with pytest.raises(ZeroDivisionError):
+            parts[0].run(range(4), max_iters=target)
+        handle.remove()
+    if save:
+        states = reread([one.state_dict() for one in parts])
+        parts = create()
+        for one, state in zip(parts, states, strict=True):
+            one.load_state_dict(state)
+    parts[0].run(range(4), max_iters=target)
+    return rates, parts[1].event_index
+
+
+@pytest.mark.parametrize("save", [False, True])
+@pytest.mark.parametrize("order", [-1, 1])
+@pytest.mark.parametrize("fail_at", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("make", [decay, saw, lambda one: ConcatScheduler([ramp(one), decay(one)], [2])])
+def test_a_repeated_iteration_is_not_counted_twice(make, fail_at, order, save):
+    assert by_iteration(make, fail_at, order, save) == by_iteration(make)
+
+
+def test_each_iteration_of_a_new_run_is_counted():
+    scheduler = ramp(sgd())
+    trainer = Engine(lambda engine, batch: None)
+    scheduler.attach(trainer)
+    for count in (1, 2, 3):
+        trainer.run([0])
+        assert scheduler.event_index == count
+
+
+def test_an_iteration_in_which_the_scheduler_failed_is_counted_when_it_is_repeated():
+    class Failing(PiecewiseLinear):
+        fails = True
+
+        def get_param(self):
+            if self.event_index == 1 and self.fails:
+                raise ValueError("no")
+            return super().get_param()
+
+    scheduler = Failing(sgd(), "lr", [(0, 0.0), (6, 1.0)])
+    trainer = Engine(lambda engine, batch: None)
+    scheduler.attach(trainer)
+    with pytest.raises(ValueError, match="no"):
+        trainer.run(range(4))
+    scheduler.fails = False
+    trainer.run(range(4))
+    assert scheduler.event_index == 4
+
+
+def test_a_state_without_an_iteration_is_loaded():
+    trainer, scheduler = Engine(lambda engine, batch: None), ramp(sgd())
+    scheduler.attach(trainer)
+    trainer.run([0, 0])
+    scheduler.load_state_dict({"event_index": 5, "param_name": "lr", "milestones": [0, 6], "values": [0.0, 1.0]})
+    trainer.load_state_dict({"iteration": 1, "epoch_length": 2, "max_epochs": 1})
+    trainer.run([0, 0])
+    assert scheduler.event_index == 6
+
+
 # --- together --------------------------------------------------------------------------------------------------
 
 

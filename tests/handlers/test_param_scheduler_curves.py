@@ -344,7 +344,7 @@ def test_a_state_that_does_not_fit_is_rejected():
     state = scheduler.state_dict()
     with pytest.raises(TypeError, match="must be a mapping"):
         scheduler.load_state_dict([1])
-    for missing in state:
+    for missing in scheduler._state_dict_all_req_keys:
         wrong = {key: 5 for key in state if key != missing}
         with pytest.raises(ValueError, match=f"must hold '{missing}'"):
             scheduler.load_state_dict(wrong)

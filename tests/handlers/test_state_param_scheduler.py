@@ -166,6 +166,29 @@ def test_a_resumed_epoch_is_not_counted_twice(stop_at):
     assert before + run(states=states)[0] == run()[0]
 
 
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"object"}))  # an object returns another value in each call
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_repeated_iteration_is_not_counted_twice(kind, saved):
+    def run(failing_at=None):
+        values = []
+        trainer = Engine(lambda engine, batch: values.append(engine.state.noise))
+        scheduler = KINDS[kind]()
+        scheduler.attach(trainer, Events.ITERATION_STARTED)
+        if failing_at is not None:
+            handle = trainer.add_event_handler(Events.ITERATION_STARTED(once=failing_at), lambda: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                trainer.run(range(4), max_epochs=2)
+            handle.remove()
+        if saved:
+            trainer.load_state_dict(trainer.state_dict())
+            state, trainer.state.noise = reread(scheduler.state_dict()), None
+            scheduler.load_state_dict(state)
+        trainer.run(range(4), max_epochs=2)
+        return values
+
+    assert run(failing_at=6) == run()
+
+
 def test_a_new_attribute_is_none_at_first():
     trainer = Engine(lambda engine, batch: None)
     handle = KINDS["step"]().attach(trainer)

@@ -57,7 +57,7 @@ def initialize() -> None:
     idist.finalize()
     alone()
     assert not backend.is_alive()
-    expected = nullcontext() if size == 1 else pytest.raises(RuntimeError, match="meet once")
+    expected = nullcontext() if size == 1 else pytest.raises(RuntimeError, match="initialized only once")
     with expected:
         idist.initialize("horovod", comm=None, process_sets=[])
     idist.finalize()

@@ -57,7 +57,8 @@ def test_processes_of_another_launcher_are_refused() -> None:
     code, output = run([sys.executable, "-c", program], RANK="0", WORLD_SIZE="2", LOCAL_RANK="0")
     assert code == 1
     assert (
-        "RuntimeError: environment started 2 processes, of which Horovod knows nothing: start them with horo" in output
+        "RuntimeError: environment started 2 processes, but Horovod joined only this one: start them with horo"
+        in output
     )
 
 
@@ -105,7 +106,7 @@ HOW
 def test_a_missing_rank_times_out(how: str, message: str) -> None:
     code, output = horovodrun(2, "-c", LATE.replace("HOW", how), seconds=100)
     assert code == 1, output
-    assert f"RuntimeError: {message}: another rank has not come to it" in output
+    assert f"RuntimeError: {message}: another rank did not take part" in output
 
 
 def test_importing_changes_no_environment_variable() -> None:

@@ -58,7 +58,7 @@ def call_another_collective(local_rank: int) -> None:
 
 
 def test_debug_mode_reaches_the_processes() -> None:
-    with pytest.raises(ProcessRaisedException, match="RankDivergenceError: the ranks call different things"):
+    with pytest.raises(ProcessRaisedException, match="RankDivergenceError: the calls of the ranks differ"):
         idist.spawn("horovod", call_another_collective, (), nproc_per_node=2, debug=True)
 
 

@@ -75,7 +75,7 @@ def call_another_collective(local_rank: int) -> None:
 
 
 def test_debug_mode_reaches_the_processes() -> None:
-    with pytest.raises(ProcessRaisedException, match="RankDivergenceError: the ranks call different things"):
+    with pytest.raises(ProcessRaisedException, match="RankDivergenceError: the calls of the ranks differ"):
         spawn(call_another_collective, debug=True)
 
 
@@ -151,7 +151,7 @@ def test_an_error_before_the_processes_connect_is_raised() -> None:
             fail,
             {"master_port": 1},
             TypeError,
-            r"\['master_port'\] are unknown to backend 'mpi', .*device",
+            r"spawn on backend 'mpi' got unknown options \['master_port'\]; .*device",
         ),
         (lambda rank: None, {}, TypeError, "fn and its arguments must be importable and picklable"),
     ],

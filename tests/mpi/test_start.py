@@ -39,7 +39,7 @@ def test_torch_built_with_mpi_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_second_default_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    with pytest.raises(RuntimeError, match="a default process group exists already"):
+    with pytest.raises(RuntimeError, match="a default process group already exists"):
         initialize_mpi()
 
 

@@ -103,7 +103,9 @@ def refused(error: type[Exception], match: str) -> Iterator[None]:
 
 def fail_on_the_port_in_use(method: str, store: str, free: str) -> None:
     rank = destroy_group()
-    mistake = "the port is in use; choose another one" if rank == 0 else "rank 0 did not come, or the port is another"
+    mistake = (
+        "the port is in use; choose another one" if rank == 0 else "rank 0 did not reach initialize, or another program"
+    )
     with refused(dist.DistNetworkError, f"^rank {rank} .* the store at {re.escape(store)}.*{mistake}"):
         initialize(rank, 2, method, SHORT)
     initialize(rank, 2, free)
@@ -123,7 +125,9 @@ def test_every_rank_reports_a_port_in_use(scheme: str) -> None:
 
 def fail_on_missing_ranks(size: int, method: str, missing: str) -> None:
     rank = destroy_group()
-    with refused(dist.DistStoreError, f"2 of {size} ranks came to .*{method[-5:]}.* within 1 s; missing: {missing}"):
+    with refused(
+        dist.DistStoreError, f"2 of {size} ranks connected to .*{method[-5:]}.* within 1 s; missing: {missing}"
+    ):
         initialize(rank, size, method, SHORT)
 
 
@@ -144,10 +148,10 @@ def test_a_missing_rank_0_is_reported(tmp_path: Path) -> None:
         1,
         fail_on_missing_rank_0,
         f"env://127.0.0.1:{port}",
-        f"no answer from .*:{port} .*within 1 s: rank 0 did not come",
+        f"no answer from .*:{port} .*within 1 s: rank 0 did not reach initialize",
     )
     run_on_ranks(
-        1, fail_on_missing_rank_0, f"file://{tmp_path}/meet", f"rank 0 did not come to the file {tmp_path}/meet"
+        1, fail_on_missing_rank_0, f"file://{tmp_path}/meet", f"rank 0 did not connect to the file {tmp_path}/meet"
     )
 
 
@@ -155,7 +159,7 @@ def test_a_missing_rank_0_is_logged_before_the_timeout(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(rendezvous, "REPORT_AFTER", 0.05)
-    with pytest.raises(dist.DistNetworkError, match="rank 0 did not come"):
+    with pytest.raises(dist.DistNetworkError, match="rank 0 did not reach initialize"):
         open_store(None, f"tcp://127.0.0.1:{free_port()}", 1, 2, timedelta(seconds=0.3))
     assert caplog.messages == ["rank 1 has waited 0.05 s for rank 0, which has not reached initialize"]
 

@@ -68,9 +68,9 @@ def test_only_a_running_runtime_is_adopted():
 
 
 def initialize():
-    with pytest.raises(TypeError, match=r"\['timeout'\] are not known for backend 'xla-tpu', but \['spmd'\] are"):
+    with pytest.raises(TypeError, match=r"backend 'xla-tpu' got unknown options \['timeout'\]; it accepts \['spmd'\]"):
         idist.initialize("xla-tpu", timeout=3)
-    with pytest.raises(TypeError, match=r"\['join'\] are unknown to backend 'xla-tpu', whose spawn accepts"):
+    with pytest.raises(TypeError, match=r"spawn on backend 'xla-tpu' got unknown options \['join'\]; it accepts"):
         idist.spawn("xla-tpu", print, (), join=False)
     with pytest.raises(ValueError, match=r"nproc_per_node must be 1 on CPUs, got 2; spmd=True"):
         idist.spawn("xla-tpu", print, (), nproc_per_node=2)
@@ -82,7 +82,7 @@ def initialize():
     manual_seed(5)
     idist.initialize("xla-tpu")
     drawn = torch.rand(3, device=idist.device()).tolist()
-    with pytest.raises(RuntimeError, match="initialize was called already"):
+    with pytest.raises(RuntimeError, match="already initialized with"):
         idist.initialize("xla-tpu")
     manual_seed(6)
     assert torch.rand(3, device=idist.device()).tolist() != drawn
@@ -92,7 +92,7 @@ def initialize():
     idist.initialize("xla-tpu")
     assert torch.rand(3, device=idist.device()).tolist() != drawn, "a generator already in use is not reseeded"
     idist.finalize()
-    with pytest.raises(RuntimeError, match="spmd=True comes too late"):
+    with pytest.raises(RuntimeError, match="spmd=True must be set before the runtime of XLA starts"):
         idist.initialize("xla-tpu", spmd=True)
     assert context() == SERIAL
 
@@ -149,7 +149,9 @@ def spawn_new():
         if wanted == (1, 1):
             multiprocessing.spawn(launch._run_xla_rank, task, start_method="fork")
         else:
-            with pytest.raises(ValueError, match=r"must be 1 or 1 and nnodes 1, as XLA found the devices, got \d and"):
+            with pytest.raises(
+                ValueError, match=r"must be 1 or 1, and nnodes 1, to match the devices that XLA found, got \d and"
+            ):
                 multiprocessing.spawn(launch._run_xla_rank, task, start_method="fork")
     assert not runs()
 
@@ -172,7 +174,7 @@ def test_processes_that_xla_cannot_connect_are_refused():
     code = f"from {__name__} import initialize_under_a_launcher as function; function()"
     completed = run(*launcher, sys.executable, "-c", code)
     assert completed.returncode != 0
-    assert "torchrun started 2 processes, which XLA does not join on devices of type 'CPU'" in completed.stdout
+    assert "torchrun started 2 processes, which XLA does not connect on devices of type 'CPU'" in completed.stdout
     assert "never" not in completed.stdout
 
 

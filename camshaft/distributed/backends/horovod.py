@@ -47,7 +47,7 @@ class HorovodBackend(Backend):
 
     Args:
         hvd: ``horovod.torch``, initialized.
-        topology: where this process stands.
+        topology: the place of this process in the job.
         device: where tensors are moved from and to.
         timeout: how long an operation may take.
     """
@@ -118,8 +118,8 @@ class HorovodBackend(Backend):
         return exchanged
 
     def new_group(self, ranks: list[int], **options: Any) -> Group:
-        """Make a process set, or find the one of these ranks: Horovod refuses a second."""
-        check_known(options, (), "to new_group on backend 'horovod'")
+        """Create a process set, or find the one of these ranks: Horovod does not allow a second."""
+        check_known(options, (), "new_group on backend 'horovod'")
         ranks = sorted(ranks)
         for number, members in self._hvd.mpi_ops._basics._get_process_set_ids_and_ranks().items():
             if members == ranks:
@@ -132,8 +132,8 @@ class HorovodBackend(Backend):
             return self._hvd.add_process_set(ranks)
         except ValueError as error:
             raise RuntimeError(
-                "Horovod was initialized without process sets, which groups are made of: let "
-                "camshaft.distributed.initialize('horovod') do it, or call hvd.init(process_sets='dynamic')"
+                "Horovod was initialized without process sets, which groups require: call "
+                "camshaft.distributed.initialize('horovod'), or hvd.init(process_sets='dynamic')"
             ) from error
 
     def ranks_of(self, group: Any) -> Sequence[int] | None:
@@ -169,9 +169,9 @@ class HorovodBackend(Backend):
         """
         hvd = self._hvd
         known = {*inspect.signature(hvd.DistributedOptimizer).parameters} - {"optimizer"}
-        check_known(options, known, "to Horovod's DistributedOptimizer")
+        check_known(options, known, "Horovod's DistributedOptimizer")
         if hasattr(optimizer, "skip_synchronize"):
-            return optimizer  # it is wrapped already
+            return optimizer  # already wrapped
         is_adasum = options.get("op") == hvd.Adasum and self.topology.world_size > 1
         if is_adasum:
             self._check_adasum()
@@ -200,8 +200,8 @@ class HorovodBackend(Backend):
     def _check_adasum(self) -> None:
         if not self._hvd.mpi_enabled():
             raise NotImplementedError(
-                "backend 'horovod' has no ADASUM over gloo: build Horovod with MPI (HOROVOD_WITH_MPI=1) and start with "
-                "mpirun, or take 'AVERAGE'"
+                "backend 'horovod' does not support ADASUM over gloo: build Horovod with MPI (HOROVOD_WITH_MPI=1) and "
+                "start with mpirun, or use 'AVERAGE'"
             )
 
     def _wait(self, begin: Any, *args: Any, name: str, group: Group | None, **kwargs: Any) -> Any:
@@ -221,8 +221,8 @@ class HorovodBackend(Backend):
         while not self._hvd.poll(handle):
             if time.monotonic() - begin > self._seconds:
                 raise RuntimeError(
-                    f"{what} on rank {self.topology.rank} timed out after {self._seconds:g} s: another rank has not "
-                    "come to it; initialize('horovod', timeout=...) sets the time"
+                    f"{what} on rank {self.topology.rank} timed out after {self._seconds:g} s: another rank did not "
+                    "take part; initialize('horovod', timeout=...) sets the limit"
                 )
             time.sleep(_PAUSE)
 
@@ -242,10 +242,10 @@ def create(name: str, launch: Launch | None, local_rank: int | None = None, **op
 
     Raises:
         ModuleNotFoundError: Horovod is missing, or was not built for the installed torch.
-        TypeError: an option is not known, or ``timeout`` is not a ``timedelta``.
-        RuntimeError: Horovod is initialized already, or another launcher started the processes.
+        TypeError: an option is unknown, or ``timeout`` is not a ``timedelta``.
+        RuntimeError: Horovod is already initialized, or another launcher started the processes.
     """
-    check_known(options, ("comm", "process_sets", "timeout"), f"for backend {name!r}")
+    check_known(options, ("comm", "process_sets", "timeout"), f"backend {name!r}")
     timeout = options.pop("timeout", None) or _TIMEOUT
     if not isinstance(timeout, timedelta):
         raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}")
@@ -256,12 +256,12 @@ def create(name: str, launch: Launch | None, local_rank: int | None = None, **op
             f"backend 'horovod' needs Horovod, built for the installed torch: see docs/reference/backends.md ({error})"
         ) from error
     if hvd.is_initialized():
-        raise RuntimeError("Horovod is initialized already: it is used as it is, without initialize")
+        raise RuntimeError("Horovod is already initialized and is used automatically: do not call initialize")
     by_horovodrun = launch is not None and launch.launcher == "horovodrun" and launch.topology.world_size > 1
     if HorovodBackend.has_ended and by_horovodrun:
         raise RuntimeError(  # the rendezvous may keep the addresses of the first run, which no process uses any more
-            "horovodrun lets its processes meet once, and that run was ended: initialize and finalize once, around all "
-            "that needs it"
+            "processes of horovodrun can be initialized only once, and these were finalized: initialize and finalize "
+            "once, around all code that needs the backend"
         )
     with variable_set("HOROVOD_DYNAMIC_PROCESS_SETS", "1"):  # groups may be made later
         hvd.init(**{option: value for option, value in options.items() if value is not None})
@@ -294,11 +294,11 @@ def adopt(infer: object) -> HorovodBackend | None:
 
 
 def _check_size(hvd: Any, launch: Launch | None) -> None:
-    """Refuse many runs of one process each, which Horovod makes of the processes of another launcher."""
+    """Reject processes of another launcher, of which Horovod makes many jobs of one process each."""
     if launch is not None and hvd.size() == 1 < launch.topology.world_size and launch.launcher != "horovodrun":
         raise RuntimeError(
-            f"{launch.launcher} started {launch.topology.world_size} processes, of which Horovod knows nothing: start "
-            "them with horovodrun, or let camshaft.distributed.spawn do it"
+            f"{launch.launcher} started {launch.topology.world_size} processes, but Horovod joined only this one: "
+            "start them with horovodrun, or use camshaft.distributed.spawn"
         )
 
 
@@ -318,7 +318,9 @@ def _device(hvd: Any, local_rank: int) -> torch.device:
     if not torch.cuda.is_available() or torch.cuda.device_count() < hvd.local_size():
         return torch.device("cpu")
     if not hvd.cuda_built() and not hvd.rocm_built():
-        warnings.warn("Horovod was built without GPUs; they are not used: see docs/reference/backends.md", stacklevel=2)
+        warnings.warn(
+            "Horovod was built without GPU support, so GPUs are not used: see docs/reference/backends.md", stacklevel=2
+        )
         return torch.device("cpu")
     return torch.device("cuda", local_rank)
 

@@ -42,7 +42,7 @@ class XlaBackend(Backend):
     that all ranks run the same one whatever else they compute; which rank does what is data.
 
     Args:
-        topology: where this process stands.
+        topology: the place of this process in the job.
         device: the XLA device of this process.
     """
 
@@ -96,7 +96,7 @@ class XlaBackend(Backend):
 
     def new_group(self, ranks: list[int], **options: Any) -> Group:
         """Return a list that holds the list of the ranks."""
-        check_known(options, (), "to new_group on backend 'xla-tpu'")
+        check_known(options, (), "new_group on backend 'xla-tpu'")
         return [ranks]
 
     def ranks_of(self, group: Any) -> Sequence[int] | None:
@@ -108,7 +108,7 @@ class XlaBackend(Backend):
         return sorted(group[0]) if is_of_ranks and len(set(group[0])) == len(group[0]) else None
 
     def is_alive(self) -> bool:
-        """Whether no process group of torch has been made since, which the user means then."""
+        """Return True unless a process group of torch was created since, which then takes precedence."""
         return dist.distributed_c10d.GroupMember.WORLD is None or dist.get_backend() == "xla"
 
     def close(self) -> None:
@@ -122,8 +122,8 @@ class XlaBackend(Backend):
             return model
         if sync_bn:
             raise ValueError(
-                "sync_bn must be False on 'xla-tpu' with a process for each device; backend 'nccl' has it, and so has "
-                "initialize('xla-tpu', spmd=True), where batch norm sees the whole batch"
+                "sync_bn must be False on 'xla-tpu' with a process for each device; backend 'nccl' supports it, and so "
+                "does initialize('xla-tpu', spmd=True), where batch norm uses the whole batch"
             )
         self._spread([tensor.detach() for tensor in (*model.parameters(), *model.buffers())], 0)
         return model
@@ -138,7 +138,7 @@ class XlaBackend(Backend):
 
     @contextmanager
     def _program(self) -> Iterator[None]:
-        """Make one program of the block."""
+        """Run the block as one program."""
         with torch.no_grad():
             self._xla.sync()
             yield
@@ -202,7 +202,7 @@ class XlaSpmdBackend(XlaBackend):
         self.mesh: Any = _xla().distributed.spmd.get_1d_mesh("data")
 
     def wrap_model(self, model: nn.Module, sync_bn: bool, **options: Any) -> nn.Module:
-        """Replicate the parameters and buffers on all devices; batch norm sees the whole batch anyway."""
+        """Replicate the parameters and buffers on all devices; batch norm uses the whole batch anyway."""
         for tensor in (*model.parameters(), *model.buffers()):
             self._xla.distributed.spmd.mark_sharding(tensor, self.mesh, (None,) * tensor.dim())
         return model
@@ -253,10 +253,10 @@ def create(
         options: none.
 
     Raises:
-        TypeError: an option is not known.
+        TypeError: an option is unknown.
         RuntimeError: the runtime was started in another way, or does not know the processes of the launcher.
     """
-    check_known(options, ("spmd",), f"for backend {name!r}")
+    check_known(options, ("spmd",), f"backend {name!r}")
     runtime, was_running = _xla().runtime, _is_running()
     if spmd or runtime.is_spmd():
         backend: XlaBackend = _start_spmd(runtime)
@@ -268,9 +268,8 @@ def create(
         backend = _of_this_process(runtime)
     if launch is not None and backend.topology.world_size == 1 < launch.topology.world_size:
         raise RuntimeError(
-            f"{launch.launcher} started {launch.topology.world_size} processes, which XLA does not join on devices of "
-            f"type {runtime.device_type()!r}: take backend 'gloo' on CPUs, or start one process, which spmd=True lets "
-            "use several devices"
+            f"{launch.launcher} started {launch.topology.world_size} processes, which XLA does not connect on devices "
+            f"of type {runtime.device_type()!r}: use backend 'gloo' on CPUs, or a single process with spmd=True"
         )
     if not was_running:
         _xla().core.xla_model.set_rng_state(torch.initial_seed())  # as torch was seeded before the device existed
@@ -280,7 +279,7 @@ def create(
 
 
 def adopt(infer: object) -> XlaBackend | None:
-    """Adopt the runtime of XLA if it runs, without any communication; that its library is imported means nothing."""
+    """Adopt the runtime of XLA if it runs, without any communication; an imported library alone does not count."""
     if XlaBackend.has_ended or not _is_running():
         return None
     runtime = _xla().runtime
@@ -296,12 +295,12 @@ def _start_spmd(runtime: Any) -> XlaSpmdBackend:
     if not runtime.is_spmd():
         if _is_running():
             raise RuntimeError(
-                "spmd=True comes too late, as the runtime of XLA runs already: initialize before the first tensor is "
-                "put on an XLA device"
+                "spmd=True must be set before the runtime of XLA starts, and it is running already: initialize before "
+                "the first tensor is created on an XLA device"
             )
         runtime.use_spmd()
     if runtime.process_count() > 1:
-        raise RuntimeError(f"spmd=True is for a single process, got one of {runtime.process_count()}")
+        raise RuntimeError(f"spmd=True requires a single process, got {runtime.process_count()} processes")
     backend = XlaSpmdBackend()
     logger.info("SPMD over %d %s devices", runtime.global_runtime_device_count(), runtime.device_type())
     return backend
@@ -311,7 +310,7 @@ def _of_this_process(runtime: Any) -> XlaBackend:
     topology = topology_of(runtime)
     if topology.world_size > 1 and runtime.addressable_device_count() > 1:
         raise RuntimeError(
-            f"a process for each device is needed, and this one has {runtime.addressable_device_count()}: use "
+            f"XLA needs one process per device, and this process has {runtime.addressable_device_count()} devices: use "
             "initialize('xla-tpu', spmd=True)"
         )
     return XlaBackend(topology, _xla().device())
@@ -385,7 +384,7 @@ def _guarded(loader: Iterable[Any]) -> Iterator[Any]:
 def distributed_optimizer(optimizer: Optimizer) -> Optimizer:
     """Make an object of the optimizer's class whose steps average the gradients of all devices, and start at once.
 
-    Everything else is shared: what is read or changed in one of the two is read or changed in both.
+    Everything else is shared: reading or changing one of the two reads or changes both.
 
     Args:
         optimizer: becomes the attribute ``wrapped_optimizer`` of the new one.

@@ -82,11 +82,10 @@ def compare(
         value: a tensor with the same shape and dtype on all ranks; other kinds of values may differ.
         how: what else is the same on all ranks, for example the reduction.
         root: the rank that sends, or that receives the result.
-        is_long: ranks may be busy for a long time before they call it.
+        is_long: some ranks may take long to reach the call, so there is no patience limit.
 
     Raises:
-        RankDivergenceError: a rank calls something else, has ended, or does not come in time; with a table of who calls
-            what.
+        RankDivergenceError: a rank calls something else, has ended, or times out; with a table of all calls.
     """
     mine = {
         "collective": collective,
@@ -101,7 +100,7 @@ def compare(
     else:
         rows = dict(zip(ranks, all_gather_values(backend, mine, group), strict=True))
     if _differ(rows, mine):
-        raise RankDivergenceError(f"the ranks call different things:\n{_table(rows)}")
+        raise RankDivergenceError(f"the calls of the ranks differ:\n{_table(rows)}")
 
 
 class CollectiveCheck(Resource):
@@ -118,10 +117,10 @@ class CollectiveCheck(Resource):
         self._num_calls = Counter[str]()  # of each group
 
     def exchange(self, ranks: Sequence[int], mine: Row, is_long: bool) -> dict[int, Row]:
-        """Write this rank's call, and return those of all ranks of a group; as soon as some differ, what is known.
+        """Write this rank's call, and return those of all ranks of a group; if some differ, those known so far.
 
         Raises:
-            RankDivergenceError: some do not come in time.
+            RankDivergenceError: some ranks time out.
         """
         group, what = mine["ranks"], mine["collective"]
         self._num_calls[group] += 1
@@ -150,7 +149,7 @@ class CollectiveCheck(Resource):
         try:
             rows = wait_for(poll, self._store, what, ranks=ranks, rank=self._rank, detail=detail, patience=limit)
         except RankDivergenceError:
-            with suppress(RuntimeError):  # ranks that come later learn that this one has given up
+            with suppress(RuntimeError):  # ranks that arrive later learn that this one has timed out
                 self._write(keys[self._rank], {**mine, "collective": f"timed out in {what}"})
             raise
         if number > 2:  # all have written the call before this one, so they have read the one before that

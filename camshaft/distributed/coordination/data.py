@@ -28,7 +28,7 @@ from camshaft.errors import RankDivergenceError, line_of_caller
 
 _FAREWELL = 10.0  # seconds for which rank 0, whose process usually holds the store, stays until all have read it
 _ENDED = 1 << 44  # in the counter of reports, a rank whose data have ended: above any number of reports
-_WHAT = "a pass over data that ends on all ranks together"
+_WHAT = "a synchronized pass over the data"
 
 # --- the same data ---------------------------------------------------------------------------------------------------
 
@@ -81,7 +81,7 @@ class DataConsistency:
         store = store_at(backend, self._name)
         if backend is None or store is None:
             return
-        rank, place = backend.topology.rank, {"epoch": self._place[0], "samples left out": self._place[1]}
+        rank, place = backend.topology.rank, {"epoch": self._place[0], "samples skipped": self._place[1]}
         entry = {**source, **place, "hash of the samples drawn": drawn}
         text, there = json.dumps([self._passes, rank, entry], default=index), ""
         mine = json.loads(text)[-1]
@@ -101,7 +101,7 @@ class DataConsistency:
                 if mine[name] != theirs[name]
             ]
             if differences:
-                message = "the ranks do not read the same data, so samples would be repeated or left out: "
+                message = "the ranks do not read the same data, so samples would be repeated or skipped: "
                 message += "; ".join(differences)
                 store.set("first", json.dumps([None, rank, message]))
                 raise ValueError(message)
@@ -157,8 +157,8 @@ class SharedSeed:
         store = store_at(backend, self._name)
         if backend is None or store is None:
             raise RankDivergenceError(
-                f"the run has ended before this rank has read the seed of the loader created at {self._line}, which "
-                "only rank 0 knows: read the loader during the run, or pass seed= to auto_dataloader"
+                f"the job ended before this rank read the seed of the loader created at {self._line}, which rank 0 "
+                "chose: iterate over the loader during the job, or pass seed= to auto_dataloader"
             )
         detail = (
             f"rank 0 to create the loader that this rank creates at {self._line}, whose seed rank 0 chooses: create it "
@@ -252,13 +252,13 @@ class BatchCounts:
             return [_latest(store, rank) for rank in self._ranks]
 
         def detail() -> str:
-            why = "they are still loading a batch, are elsewhere in the program, or have ended"
+            why = "they are still loading a batch, run other code, or have exited"
             return f"ranks {self._late(store)} in {_WHAT}: {why}"
 
         latest = wait_for(poll, store, _WHAT, ranks=self._ranks, rank=self._rank, detail=detail)
         if gone := [rank for rank, (window, *_) in enumerate(latest) if window < self._window]:
             raise RankDivergenceError(
-                f"rank {self._rank} is in {_WHAT}, but ranks {gone} have failed or stopped before its end"
+                f"rank {self._rank} is in {_WHAT}, but ranks {gone} failed or stopped before its end"
             )
         full = BatchCount(self._full)  # also of a rank that has reported for the next window
         return [report if window == self._window else full for window, _, report in latest] or [full] * len(self._ranks)

@@ -80,7 +80,7 @@ class StopByCollective(CommonStop):
 
 
 class StopInStore(CommonStop):
-    """A stop that is announced to the watchers; until then, a step costs a look at a flag.
+    """A stop that is announced to the watchers; until then, a step costs one check of a flag.
 
     Once a stop is announced, a rank begins no further step and reports the one that it is in. The furthest of all is
     the last step: the ranks before it proceed to it, and no rank waits within a step for one that has stopped earlier.
@@ -159,13 +159,13 @@ class StopInStore(CommonStop):
                 there = [key for key in self._keys if not is_late or self._store.check([key])]
                 if len(there) < len(self._keys):
                     missing = [rank for rank, key in enumerate(self._keys) if key not in there]
-                    logger.warning("ranks %s do not answer to %s: the run stops without them", missing, self._topic)
+                    logger.warning("ranks %s did not respond to %s: the run stops without them", missing, self._topic)
                 steps, has_left = zip(*(map(int, found.split()) for found in self._store.multi_get(there)), strict=True)
                 reason = b"0" if any(has_left) else self._store.get("reason")
                 self._store.compare_set("last", "", f"{max(steps)} {reason.decode()}")
             self._last, self._reason = map(int, self._store.get("last").split())
         except dist.DistError as error:
-            logger.info("the ranks do not stop together: %s", error)
+            logger.info("the ranks could not agree on the last step: %s", error)
         self._is_known.set()
         return math.inf
 

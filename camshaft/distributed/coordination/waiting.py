@@ -1,4 +1,4 @@
-"""Waiting for other ranks: which of them can come, and what they write to the store of the job."""
+"""Waiting for other ranks: which of them can take part, and what they write to the store of the job."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def check_all_present(collective: str, ranks: Sequence[int], rank: int) -> None:
     absent = sorted(set(ranks) - here.present)
     raise RankDivergenceError(
         f"{collective} on rank {rank} waits for ranks {absent}, which do not run {here.what} ({here.where}); "
-        f"only {sorted(here.present)} do: move the call out of it, or make it over a group of those"
+        f"only ranks {sorted(here.present)} do: move the call outside of it, or use a group of these ranks"
     )
 
 
@@ -96,12 +96,12 @@ def wait_for(
     """Query the store until it holds a value, and return it.
 
     Args:
-        poll: asks; returns ``None`` where there is no answer yet.
+        poll: queries the store; returns ``None`` as long as there is no value.
         store: for its timeout.
-        what: what the ranks do, for the message if this rank is where not all of them can follow.
-        ranks: those that are waited for.
+        what: what the ranks do, for the error if this rank is in code that not all of them run.
+        ranks: the ranks to wait for.
         rank: of this process.
-        detail: returns who is waited for, and what may keep them.
+        detail: returns which ranks are missing, and the possible reasons.
         patience: seconds to wait, if less than the store's timeout.
 
     Raises:
@@ -120,5 +120,5 @@ def wait_for(
                 _logger.warning("rank %d is waiting up to %g s for %s", rank, timeout, detail())
             time.sleep(min(PAUSE if waited < SILENCE else 1.0, max(PAUSE / 500, waited / 4)))
     except DistNetworkError as error:
-        raise RankDivergenceError("the process that holds the store of this run has ended") from error
+        raise RankDivergenceError("the process that hosts the store of this job has ended") from error
     return answer

@@ -53,7 +53,7 @@ class Watcher(Resource):
             self._wake.set()
 
     def forget(self, topic: str) -> None:
-        """Do not call back any more; the thread ends with the last topic."""
+        """Remove the callback of a topic; the thread ends with the last one."""
         with self._lock:
             self._callbacks.pop(topic, None)
             if self._callbacks:
@@ -95,7 +95,7 @@ class Watcher(Resource):
                 self._announced.add(self._store.get(str(self._num_read)).decode())
                 self._num_read += 1
         except dist.DistError as error:  # the process that serves the store has ended
-            logger.info("nothing can be announced any more: %s", error)
+            logger.info("announcements are no longer possible: %s", error)
             is_lost = True
         callbacks = tuple(self._callbacks.items())
         pauses = [callback() for topic, callback in callbacks if is_lost or topic in self._announced]

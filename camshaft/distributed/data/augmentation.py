@@ -1,4 +1,4 @@
-"""A loader whose random augmentation follows from the sample, not from the worker that loads it or what came before."""
+"""A loader whose random augmentation depends on the sample, not on the worker that loads it or on earlier samples."""
 
 from __future__ import annotations
 
@@ -44,13 +44,12 @@ class Indices(list[Any]):
 
 
 class SeededLoader(DataLoader[Sample]):
-    """A ``DataLoader`` whose samples follow from seed, epoch and index, also where they are made of random numbers.
+    """A ``DataLoader`` whose samples depend only on seed, epoch and index, even if they are random.
 
     This holds for batch samplers that yield :class:`Indices`, with any number of workers, persistent or not, and from
     any place in an epoch: see :class:`_SeededFetching`. The random states of the main process do not change, and those
     with which torch seeds new workers come from the batch sampler's ``seed`` and ``epoch``, if it has them. For other
-    batch samplers, and for datasets that hold their samples ready and are collated in torch's way, this is a
-    ``DataLoader``.
+    batch samplers, and for in-memory datasets with torch's default collation, this is a ``DataLoader``.
 
     ``batch_size``, ``drop_last`` and ``sampler`` are those of the batch sampler.
 

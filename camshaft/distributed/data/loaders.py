@@ -95,7 +95,7 @@ def make_loader(
     if batch_size is None or isinstance(sampler, DistributedSampler) or not has_length:
         return PlainLoader(dataset, batch_size=per_rank, sampler=sampler, **options)
     shuffle, drop_last = options.pop("shuffle", None), options.pop("drop_last", False)
-    # a loader that is not used: torch finds contradictory arguments
+    # this loader is not used: torch rejects contradictory arguments
     DataLoader(dataset, batch_size=batch_size, sampler=cast(Any, sampler), shuffle=shuffle, drop_last=drop_last)
     if sampler is None:
         length = len(cast(Sized, dataset))

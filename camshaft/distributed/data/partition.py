@@ -1,4 +1,4 @@
-"""Exact partitions of an epoch into steps, and of each step over ranks: arithmetic that every rank does for all."""
+"""Exact partitions of an epoch into steps, and of each step over ranks: which each rank computes for all."""
 
 from __future__ import annotations
 

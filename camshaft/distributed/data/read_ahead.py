@@ -30,7 +30,7 @@ def end_together(batches: Iterator[Any], window: int = 8) -> Iterator[Any]:
     or, on backends without one, by a collective. If a rank fails to load a batch, all raise at that step.
 
     Args:
-        batches: best in host memory. All ranks read in the same order what ends together.
+        batches: preferably in host memory. If there are several such iterators, all ranks read them in the same order.
         window: how many batches are read ahead and kept in memory; the same on all ranks.
 
     >>> list(end_together(iter([1, 2, 3])))
@@ -118,7 +118,7 @@ class _Prefetcher:
 
     def __init__(self, loader: Any, device: torch.device) -> None:
         self._loader, self._device = loader, device
-        self._reached: Mapping[str, Any] | None = None  # the loader's state after the batch that was given last
+        self._reached: Mapping[str, Any] | None = None  # the loader's state after the batch that was yielded last
 
     def __getattr__(self, name: str) -> Any:
         if name == "_loader" or name.startswith("__"):  # copying asks before there is a loader
@@ -168,10 +168,10 @@ class _Prefetcher:
 
 
 class _StatefulPrefetcher(_Prefetcher):
-    """The same for a loader with a state: it is that of the batches given, not of those read ahead."""
+    """A prefetcher with the state of its loader, after the batches it has yielded rather than read ahead."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the state of the loader after the batch that was given last."""
+        """Return the state of the loader after the batch that was yielded last."""
         state: Mapping[str, Any] = self._loader.state_dict() if self._reached is None else self._reached
         return state
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from operator import attrgetter, index
+from types import NoneType
 from typing import Any, SupportsIndex, cast
 from zlib import crc32
 
@@ -20,6 +21,7 @@ from camshaft.distributed.data.orders import Order, Sequential
 from camshaft.distributed.data.partition import Partition, even_partition, partition_of_batches
 from camshaft.distributed.data.permutation import BLOCK, key_of
 from camshaft.distributed.run import current
+from camshaft.errors import check_type
 from camshaft.seeding import manual_seed, preserved_random_state
 
 _FIRST = 1 << 10  # indices in the first block of a pass: few, so that its first batch is ready soon
@@ -29,8 +31,8 @@ class DistributedProxySampler(DistributedSampler[Any]):
     """Distribute the indices of another sampler: each rank gets every ``num_replicas``-th of them.
 
     All ranks draw the same indices: each seeds torch's generator with the epoch, and restores it afterwards. So the
-    sampler must take its random numbers from there, or from a generator that is seeded alike on all ranks. Indices that
-    are missing to an equal number per rank are drawn again.
+    sampler must take its random numbers from there, or from a generator that is seeded alike on all ranks. If the
+    indices cannot be divided evenly, some are drawn again, so that each rank has the same number.
 
     Args:
         sampler: has a length, and is not distributed already.
@@ -46,8 +48,7 @@ class DistributedProxySampler(DistributedSampler[Any]):
     """
 
     def __init__(self, sampler: Sampler[Any], num_replicas: int | None = None, rank: int | None = None) -> None:
-        if not isinstance(sampler, Sampler):
-            raise TypeError(f"sampler must be a torch.utils.data.Sampler, got {sampler!r}")
+        check_type("sampler", sampler, Sampler, "a torch.utils.data.Sampler")
         if isinstance(sampler, DistributedSampler):
             raise TypeError(f"sampler must not be a DistributedSampler, which is distributed already, got {sampler!r}")
         length_of(sampler)
@@ -171,8 +172,7 @@ class ExactBatchSampler(BatchSampler):
         topology = current().topology
         self.num_replicas = topology.world_size if num_replicas is None else num_replicas
         self.rank = topology.rank if rank is None else rank
-        if not isinstance(batch_size, int | None):
-            raise TypeError(f"batch_size must be an integer or None, got {batch_size!r}")
+        check_type("batch_size", batch_size, (int, NoneType), "an integer or None")
         if batch_size is None and isinstance(source, Order):
             raise ValueError("batch_size must be given with an order, which has no batches of its own, got None")
         if not 0 <= self.rank < self.num_replicas:
@@ -182,8 +182,7 @@ class ExactBatchSampler(BatchSampler):
                 f"batch_size counts the samples of all ranks, so it must be at least their number, "
                 f"{self.num_replicas}, got {batch_size}"
             )
-        if not isinstance(seed, SupportsIndex | None):
-            raise TypeError(f"seed must be an integer, got {seed!r} of type {type(seed).__name__}")
+        check_type("seed", seed, (SupportsIndex, NoneType), "an integer")
         self.source = source
         self.dataset: Any = None
         self.total_batch_size = batch_size
@@ -371,7 +370,7 @@ class ExactBatchSampler(BatchSampler):
         if saved != order:
             raise ValueError(
                 f"the position was saved with other data: their order was {saved!r}, that of the loader is {order!r}; "
-                f"resume with the same data and shuffle= (by default on among several ranks only), or {_START_ANEW}"
+                f"resume with the same data and shuffle= (by default on among several ranks only), or {_RESTART_EPOCH}"
             )
         if self._is_seed_given and position["seed"] != self.seed:
             raise ValueError(
@@ -388,7 +387,7 @@ class ExactBatchSampler(BatchSampler):
             "the position was saved within an epoch, so samples would be repeated or left out, as "
             f"{type(self.source).__name__} yields other samples or another order now: resume with the same sampler, "
             "which must take its random numbers from torch, NumPy or Python, which are seeded for each epoch, or from "
-            f"a torch.Generator in an attribute generator, or seed its own in set_epoch(epoch); or {_START_ANEW}"
+            f"a torch.Generator in an attribute generator, or seed its own in set_epoch(epoch); or {_RESTART_EPOCH}"
         )
 
     def _describe(self) -> str:
@@ -397,7 +396,7 @@ class ExactBatchSampler(BatchSampler):
         return f"drawn from {type(self.source).__name__}, {length_of(self.source)} long"
 
 
-_START_ANEW = "start a new epoch: leave 'position' out of the state dict"
+_RESTART_EPOCH = "start a new epoch: leave 'position' out of the state dict"
 
 
 class _DrawnEpoch:

@@ -17,11 +17,11 @@ _END: Any = object()
 class ShardedStream(IterableDataset[Any]):
     """The shard of an iterable dataset that one rank reads; in the workers of a loader, that of the worker.
 
-    It has all other attributes of the dataset, except its state, which is that of the whole.
+    Other attributes are those of the dataset, except ``state_dict`` and ``load_state_dict``, which concern all shards.
 
     Args:
         dataset: has ``shard(num_shards, index)``, which returns a shard of it, as those of Hugging Face's ``datasets``
-            do. An attribute ``num_shards`` limits into how many it can be split.
+            do. An attribute ``num_shards`` is the largest number of shards.
         rank: the rank that reads it.
         world_size: the number of ranks.
 
@@ -39,13 +39,13 @@ class ShardedStream(IterableDataset[Any]):
         self._check_shards(1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Announce an epoch to the dataset, and to the shard that is read next, which may not learn it from there."""
+        """Pass an epoch to the dataset, and to the next shard, which may not get it from there."""
         self._epoch.fill_(epoch)
         if self._has_epochs:
             self._dataset.set_epoch(epoch)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_dataset", "state_dict", "load_state_dict") or name.startswith("__"):  # unpickling asks too soon
+        if name in ("_dataset", "state_dict", "load_state_dict") or name.startswith("__"):  # when unpickling
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
         return getattr(self._dataset, name)
 

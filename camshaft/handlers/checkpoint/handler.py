@@ -285,7 +285,8 @@ class Checkpoint(Serializable):
         dropped = kept.pop(0).filename if is_full and len(kept) == len(self._saved) else None
         saved = _sorted([*kept, Item(priority, filename)])
 
-        state = take_state(self.to_save, self._writer)
+        saver = self.save_handler
+        state = take_state(self.to_save, saver.save_on_rank if isinstance(saver, DiskSaver) else self.save_on_rank)
         checkpoint = next(iter(state.values())) if len(state) == 1 else state
         if self.include_self:
             # The state may be the object's own, so the key goes into a copy.
@@ -293,7 +294,6 @@ class Checkpoint(Serializable):
             checkpoint[CHECKPOINTER] = _record(saved)
         basename = f"{self.filename_prefix}_{name}" if self.filename_prefix else name
         metadata: dict[str, Any] = {"basename": basename, "score_name": self.score_name, "priority": priority}
-        saver = self.save_handler
         if isinstance(saver, DiskSaver):  # for its manifest
             objects = [*self.to_save, *([CHECKPOINTER] if self.include_self else [])]
             metadata.update(objects=objects, step=engine.state.iteration if step is None else step, score=score)
@@ -412,11 +412,6 @@ class Checkpoint(Serializable):
             return pattern.format(**values)
         except (TypeError, ValueError) as error:
             raise ValueError(f"filename_pattern {pattern!r} does not fit {values}: {error}") from error
-
-    @property
-    def _writer(self) -> int | str:
-        """The rank that writes, or ``"node"``; a ``DiskSaver`` has its own."""
-        return self.save_handler.save_on_rank if isinstance(self.save_handler, DiskSaver) else self.save_on_rank
 
     def _path(self, filename: str) -> Path | None:
         """Return the file that this process writes, without links, or ``None``."""

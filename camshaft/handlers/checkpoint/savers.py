@@ -421,10 +421,6 @@ def checksum_of_entry(content: Mapping[str, Any]) -> str:
     return f"crc32:{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
 
 
-def _is_list_of_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, str) for one in value)
-
-
 def _read(path: Path, file: str, checksum: str) -> Entry:
     """Read an entry; raise if it is not one of this file and checksum."""
     if not stat.S_ISREG(path.lstat().st_mode):
@@ -441,8 +437,9 @@ def _read(path: Path, file: str, checksum: str) -> Entry:
     for name in ("size", "saved_at"):
         if type(number := values[name]) is not int or not 0 <= number < _TOO_LARGE:
             raise ValueError(f"{name} is {number!r}")
-    if entry.objects is not None and not _is_list_of_names(entry.objects):
-        raise ValueError(f"objects is {entry.objects!r}")
+    objects = values["objects"]
+    if objects is not None and not (isinstance(objects, list) and all(isinstance(one, str) for one in objects)):
+        raise ValueError(f"objects is {objects!r}")
     if entry.file != file or entry.checksum != f"crc32:{checksum}":
         raise ValueError("its content does not match its name")
     return entry

@@ -105,12 +105,12 @@ def test_the_number_of_ranks_may_change_between_meetings() -> None:
 
 def test_the_error_names_the_missing_ranks_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = wait_for_missing(monkeypatch, HashStore(), (0, 2), 4)
-    assert set(map(str, errors)) == {"2 of 4 ranks came to the test; missing: 1, 3"}
+    assert set(map(str, errors)) == {"2 of 4 ranks connected to the test; missing: 1, 3"}
 
 
 def test_a_missing_rank_0_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     (error,) = wait_for_missing(monkeypatch, HashStore(), (1,), 2)
-    assert "rank 0 did not come to the test" in str(error)
+    assert "rank 0 did not connect to the test" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -210,5 +210,5 @@ def test_only_one_of_two_processes_with_the_same_rank_is_confirmed(monkeypatch: 
     with ThreadPoolExecutor(3) as threads:
         coming = [threads.submit(meet, store, rank, 2, PATIENCE, "to the test") for rank in (1, 1, 0)]
     (error,) = (future.exception() for future in coming if future.exception())
-    assert "it met another process as rank 1" in str(error)
+    assert "another process has joined as rank 1" in str(error)
     assert len(names([future for future in coming if not future.exception()])) == 1

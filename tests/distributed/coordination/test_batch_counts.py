@@ -21,8 +21,8 @@ def test_a_long_wait_is_logged_once(caplog):
     with mock.patch("camshaft.distributed.coordination.waiting.SILENCE", 0.0), pytest.raises(RankDivergenceError):
         first.collect()
     assert [record.getMessage() for record in caplog.records] == [
-        "rank 0 is waiting up to 0.3 s for ranks [1] in a pass over data that ends on all ranks together: they are "
-        "still loading a batch, are elsewhere in the program, or have ended"
+        "rank 0 is waiting up to 0.3 s for ranks [1] in a synchronized pass over the data: they are "
+        "still loading a batch, run other code, or have exited"
     ]
     second.report(BatchCount(8))
     assert first.collect() == second.collect() == [BatchCount(8), BatchCount(8)]
@@ -60,7 +60,7 @@ def test_a_lost_store_is_reported():
         mock.Mock(spec=dist.HashStore, **{"add.side_effect": [1, dist.DistNetworkError("gone")]}), 0, 2, 8
     )
     first.report(BatchCount(1))
-    with pytest.raises(RankDivergenceError, match="the process that holds the store of this run has ended"):
+    with pytest.raises(RankDivergenceError, match="the process that hosts the store of this job has ended"):
         first.collect()
     first._store.add.side_effect = dist.DistNetworkError("gone")
     first.leave()

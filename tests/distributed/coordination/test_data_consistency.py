@@ -93,7 +93,7 @@ def raises_on_both(what):
         assert first == len(loader), "it came first, and does not wait"
     else:
         assert first == second
-    assert second.startswith("the ranks do not read the same data, so samples would be repeated or left out: ")
+    assert second.startswith("the ranks do not read the same data, so samples would be repeated or skipped: ")
     assert message in second
     assert len(set(idist.all_gather(second))) == 1
 
@@ -110,7 +110,7 @@ def test_a_different_epoch_or_place_in_it_raises():
     loader = idist.auto_dataloader(range(12), batch_size=4)
     loader.batch_sampler.seek({**loader.batch_sampler.position(0), "consumed": 4 * rank})
     found = one_after_the_other(lambda: len(list(loader)))
-    assert found == 3 if rank == 0 else "samples left out is 0 on rank 0, but 4 on rank 1" in found
+    assert found == 3 if rank == 0 else "samples skipped is 0 on rank 0, but 4 on rank 1" in found
 
 
 @on_ranks(2)
@@ -396,7 +396,7 @@ def test_a_seed_that_was_not_read_during_the_run_is_lost():
     dist.destroy_process_group()
     if seed is None:
         with pytest.raises(
-            RankDivergenceError, match="only rank 0 knows: read the loader during the run, or pass seed="
+            RankDivergenceError, match="which rank 0 chose: iterate over the loader during the job, or pass seed="
         ):
             next(iter(loader))
 

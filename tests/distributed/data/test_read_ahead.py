@@ -237,7 +237,7 @@ def test_a_pass_within_one_rank_only_raises():
     def read():
         list(ending(Loader(3)))
 
-    expected = pytest.raises(RankDivergenceError, match="ends on all ranks together on rank 0 waits for ranks")
+    expected = pytest.raises(RankDivergenceError, match="a synchronized pass over the data on rank 0 waits for ranks")
     with expected if idist.get_rank() == 0 else contextlib.nullcontext():
         read()
 

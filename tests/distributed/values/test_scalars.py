@@ -133,6 +133,6 @@ def test_all_ranks_get_the_same_result_or_an_error():
 
 @on_ranks(2)
 def test_numbers_of_different_kinds_are_not_added():
-    with pytest.raises(TypeError, match="numbers of the same kind, this one has (0 of type int|0.5 of type float)"):
+    with pytest.raises(TypeError, match="numbers of the same kind, but this one has (0 of type int|0.5 of type float)"):
         idist.all_reduce(0 if idist.get_rank() else 0.5)
     assert idist.all_reduce(1) == 2

@@ -84,7 +84,7 @@ def _reduction(op: Any, dtype: torch.dtype, size: int) -> tuple[Any, int]:
         ValueError: MPI has none (``PREMUL_SUM``), or none for this dtype.
     """
     if WIDER.get(dtype, dtype) not in _REDUCED:
-        raise ValueError(f"MPI reduces tensors of {', '.join(map(str, (*_REDUCED, *WIDER)))}; got {dtype}")
+        raise ValueError(f"MPI can reduce only tensors of {', '.join(map(str, (*_REDUCED, *WIDER)))}; got {dtype}")
     allowed = ["SUM", "PRODUCT"]
     allowed += [] if dtype.is_complex else ["MIN", "MAX"]
     allowed += ["AVG"] if dtype.is_complex or dtype.is_floating_point else ["BAND", "BOR", "BXOR"]
@@ -151,7 +151,7 @@ def _memory(tensor: Tensor) -> Any:
 
 def _is_plain(tensor: Tensor) -> bool:
     if tensor.layout is not torch.strided:
-        raise ValueError(f"tensor must be dense to travel over MPI, got layout {tensor.layout}: call to_dense() first")
+        raise ValueError(f"tensor must be dense to be sent over MPI, got layout {tensor.layout}: call to_dense() first")
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
@@ -201,7 +201,7 @@ class Operation(dist.Work):
         timeout: how long to wait; the group's timeout if not set.
 
     Raises:
-        DistBackendError: MPI refuses them, or this rank has left the group.
+        DistBackendError: MPI raises an error, or this rank has left the group.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class Operation(dist.Work):
     ) -> None:
         super().__init__()
         if group.given_up is not None:
-            raise dist.DistBackendError(f"{name} is refused, the group is of no use any more: {group.given_up}")
+            raise dist.DistBackendError(f"{name} was called on a group that is no longer usable: {group.given_up}")
         self._group, self._name, self._number, self._timeout = group, name, number, timeout
         self._transfers, self._results = transfers, results
         self._done = False
@@ -230,7 +230,7 @@ class Operation(dist.Work):
         """Wait until the results are there.
 
         Raises:
-            DistBackendError: they did not come in time or cannot come any more, or MPI failed.
+            DistBackendError: they did not arrive in time or can no longer arrive, or MPI failed.
         """
         with self._lock:
             if self._error is not None:
@@ -303,6 +303,8 @@ class Operation(dist.Work):
 
     def _check(self, waited: float, limit: float) -> None:
         """Raise if the results did not arrive in time, or cannot arrive because a rank has left."""
+        if self._group.is_released:
+            raise self._lost("was released: the job has failed")
         if waited > limit:
             raise self._lost(f"timed out after {limit:g} s")
         for rank, (collectives, noticed) in self._group.departures().items():
@@ -380,6 +382,7 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         self.when_shut_down: Callable[[], object] = lambda: None
         self._name = ""
         self.given_up: str | None = None  # why this rank has left, if it has
+        self.is_released = False
         self._collectives = 0
         self._departures: dict[int, tuple[int, float]] = {}
         self._farewells: list[tuple[Any, array[int]]] = []
@@ -420,6 +423,10 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         self.when_shut_down()
 
     abort = shutdown
+
+    def release(self) -> None:
+        """Make the operations that threads wait for fail, from another thread."""
+        self.is_released = True
 
     def give_up(self, reason: str, number: int | None) -> dist.DistBackendError:
         """Leave the group after an error, and return the error to raise.
@@ -650,8 +657,8 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
             total = sum(_sizes(side))
             if side and counts is not None and (len(counts) != self.size() or sum(counts) != total):
                 raise ValueError(
-                    f"tensors of {total} elements must have {self.size()} parts, one for each rank, that add up to "
-                    f"them, got parts of {counts}"
+                    f"tensors of {total} elements must be split into {self.size()} parts, one for each rank, which add "
+                    f"up to {total}, got parts of {counts}"
                 )
             own += [f"{total if counts is None else counts[self.rank()]} of {tensor.dtype}" for tensor in side[:1]]
         if len(set(own)) > 1:

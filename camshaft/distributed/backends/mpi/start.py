@@ -65,7 +65,7 @@ def create(
 
 
 def initialize_mpi(timeout: timedelta | None = None) -> None:
-    """Make a default process group over MPI; all processes that mpirun started call this.
+    """Create a default process group over MPI; all processes that mpirun started call this.
 
     From here to the end of the group, an uncaught error ends all processes of the job.
 
@@ -74,12 +74,12 @@ def initialize_mpi(timeout: timedelta | None = None) -> None:
 
     Raises:
         ModuleNotFoundError: mpi4py or an MPI library is missing.
-        RuntimeError: there is a default process group already, or the processes were started by the launcher of
+        RuntimeError: a default process group already exists, or the processes were started by the launcher of
             another MPI library.
-        DistBackendError: not all processes came in time.
+        DistBackendError: not all processes joined in time.
     """
     if dist.is_initialized():
-        raise RuntimeError("a default process group exists already: destroy it first")
+        raise RuntimeError("a default process group already exists: destroy it first")
     register_mpi()
     if not _registered:  # torch's own
         dist.init_process_group("mpi", timeout=timeout)
@@ -88,7 +88,7 @@ def initialize_mpi(timeout: timedelta | None = None) -> None:
     dist.init_process_group("mpi", timeout=timeout)
     world = dist.group.WORLD
     assert isinstance(world, MPIGroup)
-    # torch has no store for this backend; those who look for the default one shall find ours
+    # torch has no store for this backend; code that looks up the default one finds ours
     c10d._world.pg_map[world] = (dist.get_backend(world), world.store)
     world.when_shut_down = guard.stop
 
@@ -96,8 +96,8 @@ def initialize_mpi(timeout: timedelta | None = None) -> None:
 def register_mpi() -> None:
     """Register the ``mpi`` backend with a torch that was built without MPI.
 
-    This initializes MPI, as any import of mpi4py does, until the process ends. Does nothing if torch has a backend of
-    that name already.
+    This initializes MPI, as any import of mpi4py does, until the process ends. Does nothing if torch already has a
+    backend of that name.
 
     Raises:
         ModuleNotFoundError: mpi4py or an MPI library is missing.
@@ -126,7 +126,7 @@ def register_mpi() -> None:
 
 
 def check_launcher(environ: Mapping[str, str], world_size: int) -> None:
-    """Refuse to run as many worlds of one process, as when mpirun is of another MPI library than mpi4py.
+    """Reject a start as many jobs of one process, as when mpirun and mpi4py belong to different MPI libraries.
 
     Raises:
         RuntimeError: the launcher started several processes, MPI sees one.
@@ -143,14 +143,14 @@ def check_launcher(environ: Mapping[str, str], world_size: int) -> None:
 
 
 def create_group(ranks: Sequence[int], timeout: timedelta) -> MPIGroup:
-    """Make a process group; its members alone call this, and of the default group all ranks.
+    """Create a process group; only its members call this, for the default group all ranks.
 
     Args:
         ranks: global ranks, in the order of their rank in the group; none for the default group.
         timeout: how long an operation may take.
 
     Raises:
-        DistBackendError: not all members came within ``timeout``.
+        DistBackendError: not all members joined within ``timeout``.
         RuntimeError: the default group is not over MPI.
     """
     free_unused()
@@ -161,7 +161,9 @@ def create_group(ranks: Sequence[int], timeout: timedelta) -> MPIGroup:
         return MPIGroup(mpi().COMM_WORLD.Dup(), host_store, timeout)
     world = dist.group.WORLD
     if not isinstance(world, MPIGroup):
-        raise RuntimeError(f"a group over MPI needs a default group over MPI, this one is of {dist.get_backend()!r}")
+        raise RuntimeError(
+            f"a group over MPI requires the default group to be over MPI, got backend {dist.get_backend()!r}"
+        )
     _made[tuple(ranks)] += 1  # the same on all members
     store = PrefixStore(f"{list(ranks)}/{_made[tuple(ranks)]}", world.store)
     _wait_for_members(store, len(ranks), timeout)
@@ -180,7 +182,7 @@ def _connect(timeout: timedelta) -> TCPStore:
     ``MASTER_ADDR`` names the host of rank 0 where its own name does not reach it.
 
     Raises:
-        DistBackendError: rank 0 did not come within ``timeout``.
+        DistBackendError: rank 0 did not join within ``timeout``.
         DistNetworkError: the host of rank 0 cannot be reached.
     """
     world, here, seconds = mpi().COMM_WORLD, mpi().Get_processor_name(), timeout.total_seconds()
@@ -191,7 +193,9 @@ def _connect(timeout: timedelta) -> TCPStore:
 
     def check(waited: float) -> None:
         if waited > seconds:
-            raise dist.DistBackendError(f"not all ranks came to make a group over MPI within {seconds:g} s")
+            raise dist.DistBackendError(
+                f"creating a group over MPI timed out after {seconds:g} s: not all ranks joined"
+            )
 
     wait_for(world.Ibcast([buffer, mpi().BYTE], 0), None, check)
     if world.rank == 0:
@@ -210,7 +214,7 @@ def _wait_for_members(store: Store, size: int, timeout: timedelta) -> None:
     except RuntimeError as error:
         present = store.add("present", 0)
         raise dist.DistBackendError(
-            f"{present} of {size} ranks came to make a group over MPI within {timeout.total_seconds():g} s"
+            f"creating a group over MPI timed out after {timeout.total_seconds():g} s: {present} of {size} ranks joined"
         ) from error
 
 
@@ -239,7 +243,7 @@ class JobGuard:
 
     A process that leaves while others still count on it waits for them in ``MPI_Finalize``, and they wait for it. So
     such an error ends the job, after its traceback is written and the exit handlers of the program have run. A process
-    that ends without an error leaves its groups, so that those that wait for it learn that it will not come.
+    that ends without an error leaves its groups, so that those that wait for it learn that it will not join them.
     """
 
     def __init__(self) -> None:

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import Store
 from camshaft.distributed.backend import Backend, Group, Work, accelerator, check_known
 from camshaft.distributed.backends.dtypes import FLOAT8, as_bytes, check_reducible, from_bytes, reduced_as
 from camshaft.distributed.backends.native import gloo
+from camshaft.distributed.backends.native.release import connections_to, release_groups
 from camshaft.distributed.backends.native.rendezvous import Departures, open_store
 from camshaft.distributed.topology import Launch, Topology
 
@@ -53,12 +54,12 @@ class NativeBackend(Backend):
     """The default process group of torch.distributed.
 
     Args:
-        topology: where this process stands.
+        topology: the place of this process in the job.
         device: where tensors are moved from and to.
-        interface: the network interface that gloo must be told, if any.
+        interface: the network interface to set for gloo, if any.
         timeout: how long an operation of a group may take; torch's default if ``None``.
         departures: which ranks have left the run, where this is known.
-        assumed: the numbers of ``topology`` that follow from nothing.
+        assumed: the numbers of ``topology`` that are guesses.
     """
 
     model_name = "native-dist"
@@ -86,6 +87,7 @@ class NativeBackend(Backend):
         self._departures = departures
         self._world: Any = dist.group.WORLD
         self._send_waiters: defaultdict[int, gloo.SendWaiter] = defaultdict(gloo.SendWaiter)
+        self._connections = connections_to(self.store())  # without those of its clones, which are made later
         gloo.drain_at_exit(self._world)
 
     @property
@@ -96,7 +98,7 @@ class NativeBackend(Backend):
     def messages_at(self, group: Group | None) -> torch.device:
         """Return the CPU: nccl ignores tags, and two ranks that send to each other would wait forever."""
         if "cpu:" not in dist.get_backend_config(group):
-            self.lack("send and recv", "gloo and mpi, also in a group, new_group(ranks, backend='gloo'),")
+            self.lack("send and recv", "gloo or mpi, or pass group=new_group(ranks, backend='gloo')")
         return _CPU
 
     def all_reduce(self, tensor: Tensor, op: str, group: Group | None) -> Tensor:
@@ -182,7 +184,7 @@ class NativeBackend(Backend):
         return work  # type: ignore[no-any-return]  # never None, as this rank is a member of the group
 
     def new_group(self, ranks: list[int], **options: Any) -> Group:
-        """Make a process group."""
+        """Create a process group."""
         with gloo.using(self._interface):
             return gloo.connected(dist.new_group(ranks, **{"timeout": self._timeout, **options}))
 
@@ -196,7 +198,7 @@ class NativeBackend(Backend):
         return self._world.bound_device_id is None and not (self.name == "mpi" and is_of_torch)
 
     def group_of_members(self, ranks: list[int]) -> Group:
-        """Make a process group without the other ranks.
+        """Create a process group without the other ranks.
 
         ``torch.distributed.new_group(use_local_synchronization=True)`` names the group after the number of groups that
         a rank is in, so ranks that disagree on it would wait forever. Here the ranks are the name.
@@ -217,10 +219,10 @@ class NativeBackend(Backend):
             return gloo.connected(group)
 
     def ranks_of(self, group: Any) -> Sequence[int] | None:
-        """Return the ranks of a process group that exists; none for what torch returns to ranks outside of it."""
+        """Return the ranks of an existing process group; an empty tuple for what torch returns to non-members."""
         if isinstance(group, dist.ProcessGroup):
             ranks = _torch_world.pg_group_ranks.get(group)  # a dictionary in the order of the members
-            return None if ranks is None else tuple(ranks)  # none of a group that is destroyed, or of no run
+            return None if ranks is None else tuple(ranks)  # None for a group that was destroyed, or of an earlier run
         return () if isinstance(group, type(_NO_MEMBER)) and group == _NO_MEMBER else None
 
     def is_alive(self) -> bool:
@@ -235,6 +237,16 @@ class NativeBackend(Backend):
     def left(self, ranks: Sequence[int]) -> dict[int, str]:
         """Look into the store of the run."""
         return {} if self._departures is None else self._departures.left(ranks)
+
+    def release(self) -> None:
+        """Close the connections of gloo, abort the communicators of nccl, and end the waits over mpi4py.
+
+        A thread that waits in the store itself, such as for the members of a new group or the first collective of nccl,
+        is released too: the connections to the store that this process had before the job began are closed then, after
+        a second. Other threads keep their connections to the store, and Python objects their sockets.
+        """
+        if self.is_alive():
+            release_groups(self.store(), self._connections)
 
     def close(self) -> None:
         """Destroy the process groups; before that, publish that this rank has left."""
@@ -272,7 +284,7 @@ def _movable(tensor: Tensor) -> Tensor:
 
 
 def _is_wrapped(model: nn.Module) -> bool:
-    """Return whether a model, compiled or not, reduces its gradients already; FSDP is imported only by its users."""
+    """Return True if a model, compiled or not, reduces its gradients already; FSDP is imported only by its users."""
     inner = getattr(model, "_orig_mod", model)
     fsdp = sys.modules.get("torch.distributed.fsdp")
     sharded = () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
@@ -283,7 +295,7 @@ def _is_wrapped(model: nn.Module) -> bool:
 
 
 def create(name: str, launch: Launch | None, local_rank: int | None = None, **options: Any) -> NativeBackend:
-    """Make the default process group; all ranks call this.
+    """Create the default process group; all ranks call this.
 
     Args:
         name: ``"gloo"``, ``"nccl"``, or another backend of torch.
@@ -293,13 +305,13 @@ def create(name: str, launch: Launch | None, local_rank: int | None = None, **op
             ``torch.distributed.init_process_group`` takes.
 
     Raises:
-        TypeError: an option is not known.
+        TypeError: an option is unknown.
         ValueError: rank and world size are missing, or given although Slurm sets them.
         RuntimeError: the device of the backend is missing, a group exists, or the environment contradicts itself.
     """
     check_options(name, options)
     if dist.is_initialized():
-        raise RuntimeError("a default process group exists already: it is used as it is, without initialize")
+        raise RuntimeError("a default process group already exists and is used automatically: do not call initialize")
     device, method = options.pop("device", None), options.pop("init_method", None)
     rank, size = _rank_and_size(launch, options.pop("rank", None), options.pop("world_size", None), method)
     store = open_store(launch, method, rank, size, options.get("timeout") or dist.default_pg_timeout)
@@ -324,14 +336,14 @@ def create(name: str, launch: Launch | None, local_rank: int | None = None, **op
 
 
 def check_options(name: str, options: dict[str, Any]) -> None:
-    """Refuse options that nothing would read, and a backend whose devices are missing.
+    """Reject unknown options, and a backend whose devices are missing.
 
     Raises:
-        TypeError: an option is not known.
+        TypeError: an option is unknown.
         RuntimeError: there is no device for the backend.
     """
     known = {option for option in _PASSED_ON if not option.startswith("_")} | {"device"}
-    check_known(options, known, f"for backend {name!r}")
+    check_known(options, known, f"backend {name!r}")
     kinds = dist.Backend.backend_capability.get(name, ["cpu"])
     here = accelerator()
     if "cpu" not in kinds and (here is None or here.type not in kinds):

@@ -54,7 +54,7 @@ def open_store(launch: Launch | None, method: str | None, rank: int, size: int, 
         TypeError: ``timeout`` is not a ``timedelta``.
         ValueError: ``method`` is not valid.
         DistNetworkError: the port is in use, no server responds there, or the store was lost while the ranks met.
-        DistStoreError: not all ranks came in time.
+        DistStoreError: not all ranks connected in time.
     """
     if not isinstance(timeout, timedelta):
         raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}")
@@ -73,7 +73,9 @@ def open_store(launch: Launch | None, method: str | None, rank: int, size: int, 
         except DistStoreError:
             raise
         except RuntimeError as error:
-            raise DistNetworkError(f"rank {rank} lost {place} while it waited: its host process has ended") from error
+            raise DistNetworkError(
+                f"rank {rank} lost the connection to {place} while waiting: the process that hosts it has ended"
+            ) from error
     if method.startswith("file://"):
         store = _new_file(_path(method), name, rank, size, deadline)
     store.set_timeout(timeout)
@@ -81,7 +83,7 @@ def open_store(launch: Launch | None, method: str | None, rank: int, size: int, 
 
 
 def _open(launch: Launch | None, method: str, rank: int, size: int, timeout: timedelta) -> tuple[Store, str]:
-    """Open the store, and return it with what users know it by."""
+    """Open the store, and return it with its name for error messages."""
     scheme = method.partition("://")[0]
     if scheme == "file":
         path = _path(method)
@@ -158,7 +160,7 @@ def _connect(host: str, port: int, place: str, has_agent: bool, rank: int, size:
             what = f"cannot open {place}: the port is in use; choose another one"
         else:
             what = f"got no answer from {place} within {round(timeout.total_seconds(), 1):g} s"
-            what += "" if listens else ": rank 0 did not come, or the port is another program's"
+            what += "" if listens else ": rank 0 did not reach initialize, or another program uses the port"
         raise DistNetworkError(f"rank {rank} {what}") from error
 
 
@@ -175,10 +177,10 @@ def meet(store: Store, rank: int, size: int, deadline: float, where: str) -> str
         rank: of this process.
         size: the number of processes.
         deadline: how long to wait, as a time of ``time.monotonic``.
-        where: the store and the time limit as users know them, for the error: ``"to FILE within 5 s"``.
+        where: the store and the time limit, for the error: ``"to FILE within 5 s"``.
 
     Raises:
-        DistStoreError: not all ranks came; it names those that are missing.
+        DistStoreError: not all ranks connected; it lists those that are missing.
         StaleStore: rank 0 has not opened the store of this run yet.
     """
     global _last
@@ -187,7 +189,7 @@ def meet(store: Store, rank: int, size: int, deadline: float, where: str) -> str
 
 
 def _host(store: Store, size: int, deadline: float, where: str) -> str:
-    """Open a meeting on rank 0, wait for the others, and confirm those who came."""
+    """Open a meeting on rank 0, wait for the others, and confirm those that joined."""
     name = uuid.uuid4().hex
     store.set(_MEETING, name)
     awaited = list(range(1, size))
@@ -237,7 +239,7 @@ def _join(store: Store, rank: int, size: int, deadline: float, where: str) -> st
             return name
     if name and (absent := _absent(store, name, range(1, size))):
         raise _incomplete(absent, size, where)
-    raise DistStoreError(f"rank 0 did not come {where}, or it met another process as rank {rank}")
+    raise DistStoreError(f"rank 0 did not connect {where}, or another process has joined as rank {rank}")
 
 
 class Departures:
@@ -361,7 +363,7 @@ def _absent(store: Store, name: str, ranks: Sequence[int]) -> list[int]:
 
 
 def _incomplete(absent: Sequence[int], size: int, where: str) -> DistStoreError:
-    return DistStoreError(f"{size - len(absent)} of {size} ranks came {where}; missing: {_listed(absent)}")
+    return DistStoreError(f"{size - len(absent)} of {size} ranks connected {where}; missing: {_listed(absent)}")
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -1,0 +1,620 @@
+"""Diagnose from what the ranks recorded why a job does not proceed: diverging calls, a rank that stopped or has ended.
+
+All functions but :func:`describe` are pure: they read snapshots of the records of ranks, which may have been taken at
+slightly different times, and no clock. Times are those of ``time.monotonic()`` on the machine of the caller.
+
+What proves a divergence holds for snapshots of any age. A rank that is in one call and has not made another one yet
+makes the second after the first. If such facts form a cycle, then the ranks call in different orders.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import re
+import socket
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from camshaft import activity
+from camshaft.distributed.record import Entry, Snapshot
+from camshaft.text import aligned
+
+PATIENCE = 3.0  # seconds that a rank waits before its wait is evidence
+BACKWARD = "backward (gradient reduction)"
+
+_SETTLED = 0.5  # age in seconds from which a running entry of a job with dead processes is read
+_STALE = 10.0  # age in seconds from which a status shows that the watcher's thread does not run
+_IDLE = 0.05  # share of one core below which a process counts as idle; its watcher takes less
+_MOST_FRAMES = 30
+_MOST_RANKS = 5
+_ROOTED = ("broadcast", "reduce", "gather", "scatter")  # not every rank waits for every other one
+_FOREIGN = re.compile(
+    r"/site-packages/|/dist-packages/|/lib(64)?/python3|^<frozen|/camshaft/(?:engine|handlers|distributed)/"
+)
+_VICTIM = re.compile(
+    r"^(RankFailedError|RankDivergenceError|Dist\w*Error|BrokenPipeError|Connection\w*Error)\b"
+    r"|gloo|nccl|connection (was )?(closed|reset)|broken pipe|socket|timed? ?out",
+    re.IGNORECASE,
+)
+_HERE = socket.gethostname()
+
+
+class Report(NamedTuple):
+    """What a rank waits for.
+
+    Attributes:
+        text: for the log.
+        is_alarm: whether nothing that takes long by itself explains the wait.
+    """
+
+    text: str
+    is_alarm: bool
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """A collective that a rank has begun and not completed."""
+
+    rank: int
+    what: str
+    group: str
+    ranks: Sequence[int]
+    sequence: int
+    since: float
+    line: str
+    entry: Entry | None  # None: a reduction by torch inside the backward pass
+
+    def __str__(self) -> str:
+        return f"{self.what} at {self.line}"
+
+
+# --- this process ---------------------------------------------------------------------------------------------------
+
+
+def describe(main_thread: int, previous: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the status of this process, for its record; call it about once a second.
+
+    Args:
+        main_thread: the identifier of the thread that trains.
+        previous: what this function returned last, empty the first time.
+    """
+    now, used = time.monotonic(), time.process_time()
+    stack, doing = _stack(sys._current_frames().get(main_thread))
+    torch, unfinished = _torch_groups()
+    status: dict[str, Any] = {
+        "time": now,
+        "host": _HERE,
+        "engines": [_engine(engine) for engine in activity.in_thread(main_thread)],
+        "ended": [vars(end) for end in tuple(activity.early_ends)],
+        "stack": stack,
+        "doing": doing,
+        "torch": torch,
+        "unfinished": unfinished,
+        "since": now,
+        "cpu": 0.0,
+        "cpu_total": used,
+        "idle_for": 0.0,
+    }
+    if previous:
+        status["cpu"] = used - previous["cpu_total"]
+        seconds = now - previous["time"]
+        if status["cpu"] <= _IDLE * seconds:
+            status["idle_for"] = previous["idle_for"] + seconds
+        if all(status[key] == previous[key] for key in ("stack", "engines", "torch")):
+            status["since"] = previous["since"]
+    return status
+
+
+def _engine(engine: Any) -> dict[str, Any]:
+    state, event = engine.state, engine.last_event_name
+    return {
+        "line": engine.run_line,
+        "number": engine.run_number,
+        "event": str(getattr(event, "name", event)),
+        "epoch": state.epoch,
+        "iteration": state.iteration,
+    }
+
+
+def _stack(frame: FrameType | None) -> tuple[list[str], str]:
+    """Return the innermost lines of a stack, and what the code in it is known to do, from all frames."""
+    lines: list[str] = []
+    doing, place = "", None
+    for _ in range(1000):
+        if frame is None:
+            break
+        code = frame.f_code
+        if len(lines) < _MOST_FRAMES:
+            lines.append(f"{code.co_filename}:{frame.f_lineno} in {code.co_name}")
+        found = _purpose(code.co_filename, code.co_name)
+        if found is not None and (place is None or found < place):
+            place, doing = found, _PURPOSES[found][1]
+        frame = frame.f_back
+    return lines, doing
+
+
+# paths, or "path:function", with what runs there and whether that explains a long wait; the first match counts
+_PURPOSES = (
+    (("/pdb.py", "/bdb.py", "/pydevd", "/debugpy/", "/ipdb/"), "is paused in a debugger", True),
+    (("/camshaft/handlers/checkpoint/loading.py", "/torch/serialization.py:load"), "is loading a checkpoint", True),
+    (
+        ("/camshaft/handlers/checkpoint/", "/torch/serialization.py:save", "/torch/distributed/checkpoint/"),
+        "is saving or loading a checkpoint",
+        True,
+    ),
+    # not eval_frame.py, which is also in the stack while compiled code runs
+    (
+        (
+            *("/torch/_dynamo/convert_frame.py", "/torch/_inductor/codecache.py", "/torch/_inductor/async_compile.py"),
+            *("/torch/_inductor/scheduler.py", "/torch/_inductor/graph.py", "/torch/_inductor/codegen/"),
+        ),
+        "is compiling",
+        True,
+    ),
+    (("/camshaft/distributed/ranks.py:wrapper",), "is running a function for one rank only", True),
+    (
+        ("/torch/utils/data/dataloader.py:_get_data", "/torch/utils/data/dataloader.py:_try_get_data"),
+        "is waiting for the workers of its data loader",
+        False,
+    ),
+)
+_EXPLAINS = {doing: explains for _, doing, explains in _PURPOSES}
+
+
+@functools.lru_cache(4096)
+def _purpose(path: str, function: str) -> int | None:
+    path = path.replace("\\", "/")
+    for number, (patterns, *_) in enumerate(_PURPOSES):
+        for pattern in patterns:
+            part, _, name = pattern.partition(":")
+            if part in path and name in ("", function):
+                return number
+    return None
+
+
+def _torch_groups() -> tuple[dict[str, int], dict[str, int] | None]:
+    """Return how many operations torch's process groups have begun, and how many of them have not completed.
+
+    Groups are named as in ``"0: all"`` and ``"1: [0, 2]"``. The second is ``None`` where torch does not count them.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return {}, {}
+    world = dist.distributed_c10d._world
+    size = dist.get_world_size()
+    names: dict[str, str] = {}
+    begun: dict[str, int] = {}
+    for group, name in itertools.islice(tuple(world.pg_names.items()), 32):
+        members = sorted(world.pg_group_ranks.get(group, ()))
+        key = names[name] = f"{name}: {'all' if len(members) == size else members}"
+        try:
+            begun[key] = group._get_sequence_number_for_group()  # type: ignore[attr-defined]  # torch's stubs
+        except RuntimeError:  # a backend that does not count, such as MPI's
+            continue
+    try:  # of torch's flight recorder, without its entries
+        states = json.loads(dist.distributed_c10d._dump_fr_trace_json(False, True))["pg_status"]  # type: ignore[attr-defined]
+        unfinished = {
+            names[name]: int(state["last_enqueued_collective"]) - max(0, int(state["last_completed_collective"]))
+            for name, state in states.items()
+            if name in names
+        }
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+        return begun, None
+    return begun, {name: number for name, number in unfinished.items() if number > 0}
+
+
+# --- who waits, and for whom ----------------------------------------------------------------------------------------
+
+
+def _waits(one: Snapshot, now: float, patience: float) -> list[_Wait]:
+    """Return what a rank waits in, if its main thread has waited for longer than ``patience``; otherwise nothing."""
+    status = one.status
+    if not one.is_alive or status.get("left") or status.get("failure"):
+        return []
+    stack = status.get("stack", ())
+    running = [entry for entry in one.entries if entry.ended is None and (_members(entry.group, one) is not None)]
+    # Where other threads call collectives, those that they are in do not tell what the main thread may still call.
+    if any(
+        now - entry.began > patience and (not status or (status["time"] > entry.began and entry.line in stack))
+        for entry in running
+    ):
+        return [
+            _Wait(
+                one.rank,
+                entry.collective,
+                entry.group,
+                _members(entry.group, one) or (),
+                entry.sequence,
+                entry.began,
+                entry.line,
+                entry,
+            )
+            for entry in running
+        ]
+    if running or not stack or status.get("idle_for", 0.0) <= patience or not _is_in_backward(stack):
+        return []
+    begun, unfinished = status.get("torch", {}), status.get("unfinished")
+    since, line = status["time"] - status["idle_for"], _user_line(stack)
+    return [
+        _Wait(one.rank, BACKWARD, group, _members(group, one) or (), begun[group], since, line, None)
+        for group in (begun if unfinished is None else unfinished)
+        if group in begun
+    ]
+
+
+def _is_in_backward(stack: Sequence[str]) -> bool:
+    """Return whether a stack ends in the backward pass, not in code of the user that it calls."""
+    for line in stack:
+        if "/torch/autograd/" in line and line.endswith(" in _engine_run_backward"):
+            return True
+        if "/torch/" not in line:
+            return False
+    return False
+
+
+def _members(group: str, one: Snapshot) -> Sequence[int] | None:
+    """Return the ranks of a group by its name, ``"all"`` or ``"[0, 2]"``; ``None`` if that was too long to be kept."""
+    name = group.rpartition(": ")[2]
+    if name == "all":
+        return range(one.world_size)
+    return _parsed(name)
+
+
+@functools.lru_cache(1024)
+def _parsed(name: str) -> tuple[int, ...] | None:
+    return tuple(map(int, re.findall(r"\d+", name))) if re.fullmatch(r"\[[\d, ]*\]", name) else None
+
+
+def _has_begun(other: Snapshot | None, wait: _Wait) -> bool | None:
+    """Return whether a rank has begun what another one waits in; ``None`` if that is unknown."""
+    if other is None:
+        return None
+    if wait.entry is None:
+        return _has_begun_reduction(other, wait)
+    entries = other.entries
+    last = max((entry.sequence for entry in entries if entry.group == wait.group), default=0)
+    if last >= wait.sequence:
+        return True
+    if entries and entries[-1].number - entries[0].number >= len(entries):
+        return None  # some were not readable
+    if last or not entries or entries[0].number == 1:
+        return False
+    # The history is too short. Had the rank begun it earlier, it could have left it only after all had begun it.
+    is_ahead = wait.what not in _ROOTED and entries[0].began < wait.since - 1.0
+    return False if is_ahead else None
+
+
+def _has_begun_reduction(other: Snapshot, wait: _Wait) -> bool | None:
+    begun = other.status.get("torch", {}).get(wait.group)
+    if begun is None:
+        return None
+    if begun == wait.sequence and any(entry.ended is None for entry in other.entries):
+        return wait.group not in (other.status.get("unfinished") or ())  # else, it is what that entry does
+    return bool(begun >= wait.sequence)
+
+
+def _missing(wait: _Wait, by_rank: Mapping[int, Snapshot]) -> list[int]:
+    """Return the ranks that are not known to have begun what a rank waits in."""
+    return [rank for rank in wait.ranks if rank != wait.rank and not _has_begun(by_rank.get(rank), wait)]
+
+
+def _by_rank(snapshots: Iterable[Snapshot]) -> dict[int, Snapshot]:
+    return {one.rank: one for one in sorted(snapshots, key=lambda one: one.rank)}
+
+
+# --- divergence -----------------------------------------------------------------------------------------------------
+
+
+def divergence(snapshots: Iterable[Snapshot], now: float, patience: float = PATIENCE) -> str | None:
+    """Return who called what from which line if the calls of the ranks differ, or none of some ranks can proceed.
+
+    The text is the same for the same state, so that a caller can look twice. Where a rank has stopped or ended, the
+    calls differ as a consequence: :func:`departed` and :func:`stopped` come first.
+
+    Args:
+        snapshots: of ranks of one job.
+        now: the time.
+        patience: seconds that ranks have waited at least.
+    """
+    by_rank = _by_rank(snapshots)
+    return _mismatch(by_rank, now, patience) or _deadlock(by_rank, now, patience)
+
+
+def _mismatch(by_rank: Mapping[int, Snapshot], now: float, patience: float) -> str | None:
+    is_ending = any(not one.is_alive or one.status.get("failure") for one in by_rank.values())
+    age = min(_SETTLED, patience) if is_ending else patience
+    calls: defaultdict[tuple[str, int], dict[int, Entry]] = defaultdict(dict)
+    for rank, one in by_rank.items():
+        for entry in one.entries:
+            if entry.ended is not None or now - entry.began > age:
+                calls[entry.group, entry.sequence][rank] = entry
+    differing = {
+        key: found for key, found in calls.items() if len(found) > 1 and len(set(map(_call, found.values()))) > 1
+    }
+    if not differing:
+        return None
+    running = [key for key, found in differing.items() if any(entry.ended is None for entry in found.values())]
+    if running:  # the cause is the first one that differs in this group
+        group = min(running)[0]
+        texts = [_calls_text(differing[min(key for key in differing if key[0] == group)])]
+    else:  # of several in a loop, the same one each time
+        texts = list(map(_calls_text, differing.values()))
+    return f"the ranks call different things:\n{min(texts)}"
+
+
+def _call(entry: Entry) -> tuple[str, ...]:
+    """Return what must be the same on all ranks; dimensions of size 1 make no difference to any backend."""
+    return entry.collective, entry.how, entry.root, _squeezed(entry.value)
+
+
+@functools.lru_cache(4096)
+def _squeezed(value: str) -> str:
+    dtype, bracket, shape = value.partition("[")
+    return dtype + bracket + ", ".join(size for size in shape.rstrip("]").split(", ") if size != "1")
+
+
+def _calls_text(found: Mapping[int, Entry]) -> str:
+    return _table({rank: _cells(entry) for rank, entry in found.items()})
+
+
+def _cells(entry: Entry) -> dict[str, str]:
+    texts = {"collective": entry.collective, "ranks": entry.group, "how": entry.how, "root": entry.root}
+    return {**texts, "value": entry.value, "line": entry.line}
+
+
+def _table(cells: Mapping[int, Mapping[str, str]]) -> str:
+    """Return a table with one row for all ranks that do the same."""
+    names = [name for name in next(iter(cells.values())) if any(row[name] for row in cells.values())]
+    rows: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
+    for rank, row in cells.items():
+        rows[tuple(row[name] or "-" for name in names)].append(rank)
+    return aligned([["", *names], *([_named(ranks), *row] for row, ranks in rows.items())])
+
+
+def _deadlock(by_rank: Mapping[int, Snapshot], now: float, patience: float) -> str | None:
+    """Find the ranks that wait for each other: the largest set of which each one waits for another one in it."""
+    stuck = {rank: waits for rank, one in by_rank.items() if (waits := _waits(one, now, patience))}
+    while free := [rank for rank, waits in stuck.items() if not all(_is_stuck(one, stuck, by_rank) for one in waits)]:
+        for rank in free:
+            del stuck[rank]
+    if not stuck:
+        return None
+    cells = {}
+    for rank, (wait, *_) in stuck.items():
+        missing = [other for other in _missing(wait, by_rank) if other in stuck]
+        if wait.entry is None:
+            call = dict.fromkeys(("collective", "ranks", "how", "root", "value", "line"), "")
+            call.update(collective=wait.what, ranks=wait.group.rpartition(": ")[2], line=wait.line)
+        else:
+            call = _cells(wait.entry)
+        cells[rank] = {**call, "waits for": _named(missing)}
+    return f"the ranks wait for each other, and none of them can proceed:\n{_table(cells)}"
+
+
+def _is_stuck(wait: _Wait, stuck: Mapping[int, Any], by_rank: Mapping[int, Snapshot]) -> bool:
+    others = [rank for rank in wait.ranks if rank != wait.rank]
+    begun = {rank: _has_begun(by_rank.get(rank), wait) for rank in others}
+    if wait.what in _ROOTED:  # it may need only one of those that are missing
+        missing = [rank for rank in others if begun[rank] is not True]
+        return bool(missing) and all(begun[rank] is False and rank in stuck for rank in missing)
+    return any(begun[rank] is False and rank in stuck for rank in others)
+
+
+# --- ranks that stopped or ended ------------------------------------------------------------------------------------
+
+
+def stopped(snapshots: Iterable[Snapshot], now: float, patience: float = PATIENCE) -> str | None:
+    """Return which rank ended a run early that other ranks are still in, and where these wait for it.
+
+    Args:
+        snapshots: of ranks of one job.
+        now: the time.
+        patience: seconds that another rank has waited at least.
+    """
+    by_rank = _by_rank(snapshots)
+    waits = [wait for one in by_rank.values() for wait in _waits(one, now, patience)]
+    texts = []
+    for rank, one in by_rank.items():
+        inside = {_run_of(engine) for engine in one.status.get("engines", ())}
+        for end in one.status.get("ended", ()):
+            if _run_of(end) in inside or end["how"] == activity.TOGETHER or one.status.get("failure"):
+                continue
+            waiting = [
+                wait
+                for wait in waits
+                if rank in wait.ranks
+                and _has_begun(one, wait) is False
+                and any(
+                    _run_of(engine) == _run_of(end) and engine["iteration"] >= end["iteration"]
+                    for engine in by_rank[wait.rank].status.get("engines", ())
+                )
+            ]
+            if waiting:
+                texts.append(_stop_text(rank, end, waiting))
+                break
+    return "; ".join(texts) or None
+
+
+def _stop_text(rank: int, end: Mapping[str, Any], waiting: Sequence[_Wait]) -> str:
+    where = f"epoch {end['epoch']}, iteration {end['iteration']} of the run at {end['line']}"
+    others = _named([wait.rank for wait in waiting])
+    text = f"rank {rank} stopped alone in {where}: {end['how']}; {others} still {_verb(waiting)} for it in {waiting[0]}"
+    if end["how"].startswith("terminate"):
+        return f"{text}. To stop all ranks after the same iteration, call camshaft.handlers.stop_together(engine)"
+    return f"{text}. The error ended the loop of this rank only: raise it, or handle it inside the step"
+
+
+def _run_of(run: Mapping[str, Any]) -> tuple[str, int]:
+    return run["line"], run["number"]
+
+
+def departed(
+    snapshots: Iterable[Snapshot], rank: int, now: float, patience: float = PATIENCE
+) -> tuple[int, str] | None:
+    """Return the rank that failed first, was killed, or left while others wait for it, and what became of it.
+
+    Errors and killed processes concern every rank, a rank that has left only those that wait for it.
+
+    Args:
+        snapshots: of ranks of one job.
+        rank: the one that asks.
+        now: the time.
+        patience: seconds that it has waited at least for a rank that has left.
+    """
+    by_rank = _by_rank(snapshots)
+    causes = []
+    for one in by_rank.values():
+        failure, left = one.status.get("failure"), one.status.get("left")
+        if failure:
+            is_victim = _VICTIM.search(failure["error"]) is not None
+            causes.append(((is_victim, failure["time"], one.rank), one))
+        elif not one.is_alive and not left:
+            # It lived for at most about a second after its last status.
+            causes.append(((False, one.status.get("time", now) + 1.0, one.rank), one))
+    if causes:
+        cause = min(causes, key=lambda found: found[0])[1]
+        return None if cause.rank == rank else (cause.rank, _end_text(cause))
+    seen, queue = {rank}, [rank]
+    for current in queue:  # those that this rank waits for, and those that they wait for
+        for wait in _waits(by_rank[current], now, patience) if current in by_rank else ():
+            for other in _missing(wait, by_rank):
+                if _has_begun(by_rank.get(other), wait) is None:
+                    continue
+                if by_rank[other].status.get("left"):
+                    return other, f"{_end_text(by_rank[other])}; rank {wait.rank} waits for it in {wait}"
+                if other not in seen:
+                    seen.add(other)
+                    queue.append(other)
+    return None
+
+
+def _end_text(one: Snapshot) -> str:
+    failure, left = one.status.get("failure"), one.status.get("left")
+    if failure:
+        where = failure.get("where") or ""
+        place = "" if "iteration" in where or "iteration" in failure["error"] else _place(one, "")
+        return ", ".join(text for text in (f"rank {one.rank} failed first: {failure['error']}", where, place) if text)
+    how = left or "process was killed or crashed"
+    whose = f"rank {one.rank}" if left else f"rank {one.rank}'s"
+    last = next((entry for entry in one.entries if entry.ended is None), one.entries[-1] if one.entries else None)
+    call = f"its last call was {last.collective} at {last.line}" if last else "it had not called any collective"
+    place = _place(one)
+    return f"{whose} {how}; {call}" + (f", in {place}" if place else "")
+
+
+def _place(one: Snapshot, run: str = " of the run at {line}") -> str:
+    """Return where the innermost engine of a rank is; of an engine of this package, there is always a place."""
+    engines = one.status.get("engines", ())
+    return f"epoch {{epoch}}, iteration {{iteration}}{run}".format(**engines[-1]) if engines else ""
+
+
+# --- no progress ----------------------------------------------------------------------------------------------------
+
+
+def hang_report(snapshots: Iterable[Snapshot], rank: int, now: float) -> Report | None:
+    """Return what a rank waits in, for whom, and what those do; ``None`` if it does not wait.
+
+    Args:
+        snapshots: of ranks of one job, as far as there are any.
+        rank: the one that waits.
+        now: the time.
+    """
+    by_rank = _by_rank(snapshots)
+    waits = _waits(by_rank[rank], now, 0.0) if rank in by_rank else []
+    if not waits:
+        return None
+    lines = []
+    seen, queue, is_alarm, is_explained = {rank}, [rank], False, False
+    for current in queue:
+        for wait in waits if current == rank else _waits(by_rank[current], now, 0.0):
+            missing = _missing(wait, by_rank)
+            if current == rank:
+                lines.append(
+                    f"rank {rank} has been waiting for {now - wait.since:.0f} s in {wait}, "
+                    + (f"for {_named(missing)}:" if missing else "which all ranks of the group have begun")
+                )
+                is_alarm |= not missing
+            new = [other for other in missing if other not in seen]
+            seen.update(new)
+            for index, other in enumerate(new):
+                one = by_rank.get(other)
+                if one is not None and _waits(one, now, 0.0):
+                    queue.append(other)
+                what, explains = _activity(other, one, by_rank[current], wait, now, by_rank)
+                is_alarm |= explains is False
+                is_explained |= explains is True
+                if index < _MOST_RANKS:
+                    lines.append(f"  {what}")
+                    stack = one.status.get("stack", ()) if one is not None else ()
+                    lines += (f"    {line}" for line in stack)
+            if len(new) > _MOST_RANKS:
+                lines.append(f"  and {len(new) - _MOST_RANKS} more")
+    return Report("\n".join(lines), is_alarm or not is_explained)
+
+
+def _activity(
+    rank: int, one: Snapshot | None, waiting: Snapshot, wait: _Wait, now: float, by_rank: Mapping[int, Snapshot]
+) -> tuple[str, bool | None]:
+    """Return what a rank does that another one waits for, and whether that explains it; ``None`` if it waits too."""
+    if one is None:
+        return f"rank {rank} has not reported: it never arrived, or its node cannot be reached", False
+    status = one.status
+    if status.get("failure") or status.get("left") or not one.is_alive:
+        return _end_text(one), False
+    age = now - status.get("time", now)
+    engines = status.get("engines", ())
+    at = f" at {line}" if (line := _user_line(status.get("stack", ()))) else ""
+    place = f", in {_place(one)}" if engines else ""
+    if age > _STALE:
+        cause = "its process is stopped, or code of an extension holds the GIL"
+        return f"rank {rank} has not run any Python for {age:.0f} s: {cause}; it was{at or ' busy'}{place}", False
+    if waits := _waits(one, now, 0.0):
+        others = _named(_missing(waits[0], by_rank)) or "data"
+        return f"rank {rank} waits for {others} in {waits[0]}{place}", None
+    doing = status.get("doing")
+    if doing:
+        return f"rank {rank} {doing}{at}{place}", _EXPLAINS.get(doing, False)
+    entry = wait.entry
+    if entry is not None and entry.is_long and entry.collective.startswith("one_rank"):
+        body = "the body of one_rank_first" if entry.collective == "one_rank_first" else "a function of one_rank_only"
+        return f"rank {rank} is in {body}{at}{place}", True
+    theirs = {_run_of(engine) for engine in waiting.status.get("engines", ())}
+    if len(engines) > 1 and _run_of(engines[-1]) not in theirs:
+        return f"rank {rank} is evaluating{at}{place}", True
+    idle = f" and has not used the CPU for {seconds:.0f} s" if (seconds := status.get("idle_for", 0.0)) > 1 else ""
+    return f"rank {rank} is{at or ' busy'}{place}{idle}", False
+
+
+# --- texts ----------------------------------------------------------------------------------------------------------
+
+
+def _user_line(stack: Sequence[str]) -> str:
+    """Return the innermost line that is not of a library, otherwise the innermost one."""
+    return next((line for line in stack if not _FOREIGN.search(line)), stack[0] if stack else "")
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Return ranks as text, in ascending order.
+
+    >>> _named([0, 1, 2, 5])
+    'ranks 0-2, 5'
+    """
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(_spans(ranks))}" if ranks else ""
+
+
+def _spans(ranks: Sequence[int]) -> Iterator[str]:
+    for _, group in itertools.groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
+        span = [rank for _, rank in group]
+        yield str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}"
+
+
+def _verb(waiting: Sequence[_Wait]) -> str:
+    return "waits" if len({wait.rank for wait in waiting}) == 1 else "wait"

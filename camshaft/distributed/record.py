@@ -1,0 +1,594 @@
+"""The flight record of a process: its last collectives and its status, in a mapped file that outlives it.
+
+Sibling ranks, the parent process, and ``python -m camshaft.distributed --inspect`` read it, also after the process was
+killed. The file has a header, the status, a ring of the last collectives, which consists of numbers only, and the texts
+that these refer to: what a line of the user calls is the same from step to step, so it is written once. A record is
+alive as long as its process holds a lock on the file; the kernel releases it however the process ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import json
+import logging
+import mmap
+import os
+import socket
+import stat
+import struct
+import sys
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from camshaft.text import table as text_table
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]  # the module does not exist there
+
+logger = logging.getLogger(__name__)
+
+_MEMORY = Path("/dev/shm")
+_PREFIX, _SUFFIX = "camshaft-", ".record"
+_MAX_AGE, _MAX_DEAD = 24 * 3600.0, 256  # seconds, and number, of records to keep of processes that have ended
+_MAGIC = b"camshaft record 1"
+_STAMP = struct.Struct("=Q")
+_AREA = struct.Struct("=QII")  # before JSON: stamp, odd while it is written; size and CRC-32 of the JSON
+_ENTRY = struct.Struct("@QQddQQ")  # number, sequence, began, ended or 0, stamp of the text, number
+_NUM_ENTRIES, _NUM_TEXTS = 64, 512
+_HEADER_BYTES, _STATUS_BYTES, _TEXT_BYTES = 1024, 24 * 1024, 512
+_HEADER = 64
+_STATUS = _HEADER + _HEADER_BYTES
+_ENTRIES = _STATUS + _STATUS_BYTES
+_TEXTS = _ENTRIES + _NUM_ENTRIES * _ENTRY.size
+_SIZE = _TEXTS + _NUM_TEXTS * _TEXT_BYTES
+_ENTRY_BYTES, _ENTRY_WORDS, _ENDED = _ENTRY.size, _ENTRY.size // 8, 3  # of an entry; the last is a place in it
+_FIRST_STAMP = 1 << 60  # of texts: nothing else in an entry has these bytes
+_ATTEMPTS, _PAUSE = 20, 0.001  # to read an area that is being written; seconds between them
+_MANY = 1024  # entries after which a cache starts anew
+_UNREADABLE = (OSError, ValueError, TypeError, KeyError, RecursionError, struct.error)  # raised by damaged content
+
+# looked up once, as begin and end have a microsecond
+_write_entry, _now = _ENTRY.pack_into, time.monotonic
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One collective of one rank.
+
+    Args:
+        number: of the rank, from 1.
+        group: ``"all"``, or the ranks, ``"[0, 2]"``.
+        sequence: number in the group, from 1.
+        collective: its name.
+        how: what else is the same on all ranks, for example the reduction.
+        root: the rank that sends, or that receives the result; ``""`` if there is none.
+        value: dtype and shape, ``"torch.float32 [4]"``; ``""`` if the value is not a tensor.
+        line: the user's line, ``"train.py:12 in main"`` with its full path.
+        began: ``time.monotonic()``, comparable between processes of one machine.
+        ended: ``None`` while the rank is in it.
+        is_long: whether other ranks may be busy for a long time before they call it.
+    """
+
+    number: int
+    group: str
+    sequence: int
+    collective: str
+    how: str
+    root: str
+    value: str
+    line: str
+    began: float
+    ended: float | None
+    is_long: bool
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a record says.
+
+    Args:
+        path: the file.
+        job: name of the job; ``""`` if the process did not know it yet.
+        rank: of the process.
+        world_size: of the job.
+        pid: of the process.
+        is_alive: whether the process still writes the record.
+        host: name of its machine.
+        status: as last written by :meth:`Record.write_status`; empty if there is none.
+        entries: the last collectives, at most 64, oldest first.
+    """
+
+    path: Path
+    job: str
+    rank: int
+    world_size: int
+    pid: int
+    is_alive: bool
+    host: str
+    status: dict[str, Any]
+    entries: tuple[Entry, ...]
+
+    @property
+    def last(self) -> Entry | None:
+        """The collective that the rank is in, otherwise the last one; ``None`` if there was no call yet."""
+        running = [entry for entry in self.entries if entry.ended is None]
+        return (running or self.entries or (None,))[-1]
+
+
+class Record:
+    """The record of this process.
+
+    Its methods do not raise, whatever they are passed; in a forked child, which is not a rank, they do nothing.
+
+    Args:
+        rank: of this process.
+        world_size: of the job.
+        folder: where to create the file; by default ``/dev/shm``, or the folder for temporary files.
+
+    Attributes:
+        path: the file.
+
+    Raises:
+        OSError: the file cannot be created or locked.
+    """
+
+    def __init__(self, rank: int, world_size: int, folder: Path | None = None) -> None:
+        _inner_files.update(map(str, Path(__file__).parent.rglob("*.py")), [contextlib.__file__])
+        self._lock = threading.RLock()  # a signal handler may interrupt a write
+        self._numbers = itertools.count(1)
+        self._all = _Counted("all")
+        self._counted = {tuple(range(world_size)): self._all}  # by ranks
+        self._groups: dict[int, tuple[Sequence[int], _Counted]] = {}  # by the id of the group that the user holds
+        self._slots: list[tuple[int, _Counted, tuple[Any, ...], CodeType] | None] = [None] * _NUM_TEXTS
+        self._text_stamps, self._stamps = itertools.count(_FIRST_STAMP, 2), itertools.count(2, 2)
+        self._facts = {"rank": rank, "world_size": world_size, "pid": os.getpid(), "host": socket.gethostname()}
+        self._job = ""
+        temporary, self._file = _created(_folders() if folder is None else [folder])
+        self._map = mmap.mmap(self._file, _SIZE)
+        self._map[: len(_MAGIC)] = _MAGIC
+        self._entries = memoryview(self._map)[_ENTRIES:_TEXTS]
+        self._words, self._times = self._entries.cast("Q"), self._entries.cast("d")
+        self.job = ""
+        self.path = temporary.with_suffix("")
+        os.rename(temporary, self.path)  # it appears complete, and locked
+        _own[_identity(os.fstat(self._file))] = self
+        _remove_old(self.path.parent)
+
+    @property
+    def job(self) -> str:
+        """Name of the job, the same on all ranks; ``""`` until it is set."""
+        return self._job
+
+    @job.setter
+    def job(self, name: str) -> None:
+        self._job = name
+        self._write(_HEADER, _HEADER_BYTES, {**self._facts, "job": name}, self._stamps)
+
+    def begin(
+        self,
+        group: Any,
+        ranks: Sequence[int],
+        collective: str,
+        value: Any,
+        how: str,
+        root: Any,
+        is_long: bool = False,
+        depth: int = 1,
+    ) -> int:
+        """Record that this rank begins a collective.
+
+        Args:
+            group: as the user passed it; ``None`` for all ranks.
+            ranks: the ranks of the group.
+            collective: its name.
+            value: what this rank passes; of a tensor, dtype and shape are recorded.
+            how: what else is the same on all ranks, for example the reduction.
+            root: the rank that sends, or that receives the result.
+            is_long: whether other ranks may be busy for a long time before they call it.
+            depth: number of callers to skip when looking for the user's line, which are known to be of this package.
+
+        Returns:
+            A number for :meth:`end`; 0 if the record is closed.
+        """
+        try:
+            if group is None:
+                counted = self._all
+            else:
+                known = self._groups.get(id(group))
+                if known is None or known[0] != ranks:
+                    known = self._add_group(group, ranks)
+                counted = known[1]
+            sequence, number = next(counted.sequence), next(self._numbers)
+            frame = sys._getframe(depth)
+            code = frame.f_code
+            while code.co_filename in _inner_files and (back := frame.f_back) is not None:
+                frame = back
+                code = frame.f_code
+            try:
+                if value is None or not isinstance(value, Tensor):
+                    text = counted.texts[collective, None, None, how, root, is_long, id(code), frame.f_lasti]
+                else:
+                    dtype, shape = value.dtype, value.shape
+                    text = counted.texts[collective, dtype, shape, how, root, is_long, id(code), frame.f_lasti]
+            except Exception:  # it is new, or odd
+                text = self._text(counted, collective, value, how, root, is_long, frame)
+            start = number % _NUM_ENTRIES * _ENTRY_BYTES
+            _write_entry(self._entries, start, number, sequence, _now(), 0.0, text, number)
+            return number
+        except Exception as error:
+            logger.debug("no flight record of %s: %r", collective, error)
+            return 0
+
+    def end(self, number: int) -> None:
+        """Record that a collective has completed, or raised an error."""
+        try:
+            start = number % _NUM_ENTRIES * _ENTRY_WORDS
+            if self._words[start] == number:  # otherwise, other threads have begun many since
+                self._times[start + _ENDED] = _now()
+        except ValueError:  # the record is closed
+            pass
+
+    def write_status(self, status: Mapping[str, Any]) -> None:
+        """Replace the status, which JSON must be able to represent; beyond 24 KB, its longest texts are shortened."""
+        self._write(_STATUS, _STATUS_BYTES, status, self._stamps)
+        with suppress(OSError, ValueError):
+            os.utime(self._file)  # writing to a mapped file does not update its time everywhere
+
+    def close(self, keep: bool = False) -> None:
+        """Stop recording, and remove the file unless ``keep``."""
+        with self._lock:
+            if self._file >= 0:
+                _own.pop(_identity(os.fstat(self._file)), None)
+                self._release()
+                if not keep:
+                    with suppress(OSError):
+                        self.path.unlink()
+
+    def _release(self) -> None:
+        for view in (self._words, self._times, self._entries):
+            view.release()
+        self._map.close()
+        file, self._file = self._file, -1
+        os.close(file)
+
+    def _add_group(self, group: Any, ranks: Sequence[int]) -> tuple[Sequence[int], _Counted]:
+        """Return the ranks of a group and the count of its calls, and remember them by the identity of the group."""
+        with self._lock:
+            counted = self._counted.setdefault(tuple(ranks), _Counted(_mask(ranks)))
+            if len(self._groups) >= _MANY:  # lists of ranks may be new in each call
+                self._groups.clear()
+            self._groups[id(group)] = found = (ranks[:], counted)
+            return found
+
+    def _text(
+        self, counted: _Counted, collective: str, value: Any, how: Any, root: Any, is_long: bool, frame: FrameType
+    ) -> int:
+        """Return the stamp of a text; write it into the next slot that no entry refers to, if it is new."""
+        dtype, shape, layout = _layout(value)
+        code, how, root = frame.f_code, _plain(how), _plain(root)  # a tensor must not become a key, or stay alive
+        key = (collective, dtype, shape, how, root, is_long, id(code), frame.f_lasti)
+        with self._lock:
+            if key in counted.texts:
+                return counted.texts[key]
+            while True:
+                stamp = next(self._text_stamps)
+                old = self._slots[_slot(stamp)]
+                if old is None or self._map.find(_STAMP.pack(old[0]), _ENTRIES, _TEXTS) < 0:
+                    break
+            if old is not None:
+                del old[1].texts[old[2]]
+            line = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+            root = "" if root is None else str(root)
+            content = [stamp, counted.group, str(collective), str(how), root, layout, line, bool(is_long)]
+            self._write(_TEXTS + _slot(stamp) * _TEXT_BYTES, _TEXT_BYTES, content, iter([stamp]))
+            self._slots[_slot(stamp)] = (stamp, counted, key, code)  # while the code is alive, no other has its id
+            counted.texts[key] = stamp
+            return stamp
+
+    def _write(self, start: int, size: int, content: Any, stamps: Iterator[int]) -> None:
+        """Write content as JSON to an area, shortened as far as necessary."""
+        try:
+            data = _fitting(content, size - _AREA.size)
+            with self._lock:
+                stamp = next(stamps)
+                _STAMP.pack_into(self._map, start, stamp + 1)
+                self._map[start + _AREA.size : start + _AREA.size + len(data)] = data
+                _AREA.pack_into(self._map, start, stamp + 1, len(data), zlib.crc32(data))
+                _STAMP.pack_into(self._map, start, stamp)
+        except Exception as error:
+            logger.debug("the flight record was not written: %r", error)
+
+
+class _Counted:
+    """The calls of the ranks of a group, with the stamps of their texts."""
+
+    __slots__ = ("group", "sequence", "texts")
+
+    def __init__(self, group: str) -> None:
+        self.group = group
+        self.sequence = itertools.count(1)
+        self.texts: dict[tuple[Any, ...], int] = {}
+
+
+_inner_files: set[str] = set()  # of this folder, and what is between them and the user's
+_own: dict[tuple[int, int], Record] = {}  # of this process: to open and close such a file would release its lock
+
+
+def _identity(facts: os.stat_result) -> tuple[int, int]:
+    return facts.st_dev, facts.st_ino
+
+
+def _forget_after_fork() -> None:
+    for record in _own.values():
+        record._lock = threading.RLock()  # another thread of the parent may have held it
+        record._release()
+    _own.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+def read(path: Path) -> Snapshot | None:
+    """Return what a record says, or ``None`` if there is none at a path, or not one of this user.
+
+    It may be written meanwhile. Entries that are being replaced are left out.
+    """
+    try:
+        with _opened(path) as (file, is_own):
+            is_alive = is_own or not _can_lock(file)  # first: what a dead process has written is complete
+            header = _read_area(file, _HEADER, _HEADER_BYTES)
+            if os.pread(file, len(_MAGIC), 0) != _MAGIC or not isinstance(header, dict):
+                return None
+            status = _read_area(file, _STATUS, _STATUS_BYTES)
+            return Snapshot(
+                path=path,
+                job=str(header["job"]),
+                rank=int(header["rank"]),
+                world_size=int(header["world_size"]),
+                pid=int(header["pid"]),
+                is_alive=is_alive,
+                host=str(header["host"]),
+                status=status if isinstance(status, dict) else {},
+                entries=_read_entries(file),
+            )
+    except _UNREADABLE:
+        return None
+
+
+def find(job: str | None = None, folder: Path | None = None) -> list[Path]:
+    """Return the records on this machine, or those of a job; including processes that ended without removing theirs.
+
+    Args:
+        job: name of a job.
+        folder: where to look; by default, wherever records are created by default.
+    """
+    folders = _folders() if folder is None else [folder]
+    paths = [path for one in folders for path in sorted(one.glob(f"{_PREFIX}*{_SUFFIX}"))]
+    return paths if job is None else [path for path in paths if (found := read(path)) is not None and found.job == job]
+
+
+def table(snapshots: Iterable[Snapshot]) -> str:
+    """Return a table of what each rank called last, from which line, and whether it still waits there."""
+    rows = {f"rank {one.rank}": _row(one) for one in sorted(snapshots, key=lambda one: one.rank)}
+    columns = {name: {rank: row.get(name) or "-" for rank, row in rows.items()} for name in _COLUMNS}
+    return text_table({name: cells for name, cells in columns.items() if set(cells.values()) != {"-"}})
+
+
+_COLUMNS = ("collective", "ranks", "how", "root", "value", "state", "line")
+
+
+def _row(snapshot: Snapshot) -> dict[str, str]:
+    entry = snapshot.last
+    if entry is None:
+        return {"collective": "no call yet"}
+    texts = {"collective": entry.collective, "ranks": entry.group, "how": entry.how, "root": entry.root}
+    return {**texts, "value": entry.value, "state": state_of(snapshot, entry), "line": entry.line}
+
+
+def state_of(snapshot: Snapshot, entry: Entry) -> str:
+    """Return ``"completed"``, ``"waiting for 12 s"``, or ``"died after 12 s"``."""
+    if entry.ended is not None:
+        return "completed"
+    # A process that has ended, or on another machine, last told the time with its status.
+    is_here = snapshot.is_alive and snapshot.host == socket.gethostname()
+    now = _now() if is_here else snapshot.status.get("time", entry.began)
+    seconds = max(0.0, now - entry.began)
+    return f"{'waiting for' if snapshot.is_alive else 'died after'} {seconds:.{seconds < 10:d}f} s"
+
+
+def _folders() -> list[Path]:
+    return [folder for folder in (_MEMORY, Path(tempfile.gettempdir())) if folder.is_dir()]
+
+
+def _created(folders: Sequence[Path]) -> tuple[Path, int]:
+    """Create and lock a temporary file of the size of a record in the first folder that has space for it."""
+    if fcntl is None:
+        raise OSError(errno.ENOTSUP, "flight records need the locks of POSIX")
+    for folder in folders:
+        path = folder / f"{_PREFIX}{os.getpid()}-{os.urandom(8).hex()}{_SUFFIX}.tmp"
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError:
+            if folder is folders[-1]:
+                raise
+            continue
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # All of it: writing to a mapped page that the file system has no space for would kill the process.
+            if os.write(file, bytes(_SIZE)) < _SIZE:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(path))
+            return path, file
+        except OSError:
+            os.close(file)
+            path.unlink()
+            if folder is folders[-1]:
+                raise
+    raise FileNotFoundError(errno.ENOENT, "there is no folder for flight records")
+
+
+def _remove_old(folder: Path) -> None:
+    """Remove the records of processes that ended long ago, or before many others."""
+    found = []
+    for path in (*folder.glob(f"{_PREFIX}*{_SUFFIX}"), *folder.glob(f"{_PREFIX}*{_SUFFIX}.tmp")):
+        with suppress(OSError):
+            found.append((time.time() - path.lstat().st_mtime, path))
+    for index, (age, path) in enumerate(sorted(found)):
+        if age > _MAX_AGE or index >= _MAX_DEAD:
+            with suppress(OSError), _opened(path) as (file, is_own):
+                if not is_own and _can_lock(file):
+                    path.unlink()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[int, bool]]:
+    """Open a file that can be a record of this user; yield its descriptor, and whether this process writes it.
+
+    Raises:
+        OSError: it is something else, to which anyone may have given such a name.
+    """
+    facts = os.lstat(path)
+    if own := _own.get(_identity(facts)):
+        yield own._file, True
+        return
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        facts = os.fstat(file)
+        if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_size != _SIZE:
+            raise OSError(errno.EINVAL, "not a record of this user", os.fspath(path))
+        yield file, False
+    finally:
+        os.close(file)
+
+
+def _can_lock(file: int) -> bool:
+    """Return whether no process holds the lock of a record."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    fcntl.lockf(file, fcntl.LOCK_UN)
+    return True
+
+
+def _read_area(file: int, start: int, size: int, attempts: int = _ATTEMPTS) -> Any:
+    """Return the content of an area; ``None`` if it is empty, damaged, or still being written."""
+    for _ in range(attempts):
+        head = os.pread(file, _AREA.size, start)
+        stamp, length, checksum = _AREA.unpack(head)
+        data = os.pread(file, min(length, size - _AREA.size), start + _AREA.size)
+        if stamp % 2 == 0 and os.pread(file, _AREA.size, start) == head:
+            return json.loads(data) if data and zlib.crc32(data) == checksum else None
+        time.sleep(_PAUSE)
+    return None
+
+
+def _read_entries(file: int) -> tuple[Entry, ...]:
+    """Return the entries that are complete, and whose texts are still there."""
+    entries, texts = [], dict[int, Any]()
+    for row in _ENTRY.iter_unpack(os.pread(file, _NUM_ENTRIES * _ENTRY.size, _ENTRIES)):
+        number, sequence, began, ended, stamp, number_again = row
+        if number == 0 or number != number_again:
+            continue
+        if stamp not in texts:
+            texts[stamp] = _read_area(file, _TEXTS + _slot(stamp) * _TEXT_BYTES, _TEXT_BYTES, attempts=1)
+        match texts[stamp]:
+            case [found, str(group), str(collective), str(how), str(root), str(value), str(line), bool(is_long)]:
+                if found == stamp:
+                    call = (_ranks(group), sequence, collective, how, root, value, line)
+                    entries.append(Entry(number, *call, began, ended or None, is_long))
+    return tuple(sorted(entries, key=lambda entry: entry.number))
+
+
+def _slot(stamp: int) -> int:
+    return stamp // 2 % _NUM_TEXTS
+
+
+def _mask(ranks: Iterable[int]) -> str:
+    """Return the ranks of a group as the bits of a hexadecimal number: a text has little space.
+
+    >>> _mask([0, 2])
+    '0x5'
+    """
+    return hex(sum(1 << rank for rank in ranks))
+
+
+def _ranks(group: str) -> str:
+    """Return the text of a group as users see it.
+
+    >>> _ranks("0x5")
+    '[0, 2]'
+    """
+    try:
+        mask = int(group, 16)
+    except ValueError:  # "all", or shortened
+        return group
+    return str([rank for rank in range(mask.bit_length()) if mask >> rank & 1])
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that can be a key: the value, or its text."""
+    if value is None or type(value) in (int, str):
+        return value
+    try:
+        return str(value)
+    except Exception:
+        return type(value).__name__
+
+
+def _layout(value: Any) -> tuple[Any, Any, str]:
+    """Return dtype and shape of a tensor, and both as text; of other values, ``(None, None, "")``."""
+    if not isinstance(value, Tensor):
+        return None, None, ""
+    try:
+        layout = [] if value.layout is torch.strided else [str(value.layout).removeprefix("torch.")]
+        hash(value.shape)  # a shape under tracing cannot be a key
+        return value.dtype, value.shape, " ".join([*layout, str(value.dtype), str(list(value.shape))])
+    except Exception:
+        return None, None, type(value).__name__
+
+
+def _fitting(content: Any, size: int) -> bytes:
+    """Return content as JSON of at most ``size`` bytes."""
+    data, longest = _json(content), size
+    while len(data) > size and longest > 8:
+        longest //= 2
+        data = _json(_shortened(content, longest))
+    if len(data) > size:  # it has many short texts, or numbers
+        content = _shortened(content, longest)
+        sizes = {name: len(_json({name: value})) for name, value in content.items()}
+        smallest = sorted(sizes, key=lambda name: sizes[name])
+        ends = itertools.accumulate(sizes[name] for name in smallest)
+        data = _json({name: content[name] for name, end in zip(smallest, ends, strict=True) if end <= size})
+    return data
+
+
+def _json(content: Any) -> bytes:
+    return json.dumps(content, default=repr, skipkeys=True).encode()
+
+
+def _shortened(content: Any, longest: int) -> Any:
+    """Return content without the middle of long texts."""
+    if isinstance(content, str) and len(content) > longest:
+        half = (longest - 3) // 2
+        return f"{content[:half]}...{content[-half:]}"
+    if isinstance(content, Mapping):
+        return {name: _shortened(value, longest) for name, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [_shortened(value, longest) for value in content]
+    return content

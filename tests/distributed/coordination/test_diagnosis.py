@@ -1,0 +1,743 @@
+"""Diagnosis: no verdict on ranks that follow a correct program, and one that names the culprit otherwise."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+import threading
+import time
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from camshaft import activity
+from camshaft.distributed import get_rank
+from camshaft.distributed.coordination.diagnosis import (
+    _is_in_backward,
+    departed,
+    describe,
+    divergence,
+    hang_report,
+    stopped,
+)
+from camshaft.distributed.record import Entry, Snapshot
+from camshaft.engine import Engine
+from tests.ranks import on_ranks
+
+ROOTED_FROM, ROOTED_TO = ("broadcast", "scatter"), ("reduce", "gather")
+AUTOGRAD = "/site-packages/torch/autograd/graph.py:979 in _engine_run_backward"
+LEFT = "has left the run without an error"
+
+
+# --- a job in a simulation ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """What some ranks do next: a collective, a backward pass with reductions, or something by themselves."""
+
+    line: str
+    ranks: tuple[int, ...]
+    collective: str = "all_reduce"
+    how: str = ""
+    root: str = ""
+    value: str = ""
+    kind: str = "call"  # or "backward", "async", "local backward", "busy", "idle"
+
+    @property
+    def call(self):
+        return self.kind, self.collective, self.how, self.root, self.value
+
+
+@dataclass
+class SimulatedRank:
+    rank: int
+    program: list[Step]
+    history: deque
+    now: float = 0.0
+    place: int = 0  # in the program
+    wakes: float = 0.0
+    step: Step | None = None  # in which it is
+    began: float = 0.0
+    calls: Counter = field(default_factory=Counter)
+    torch: Counter = field(default_factory=Counter)
+    unfinished: dict = field(default_factory=dict)  # operations of torch, with their step
+    left: str | None = None
+    status: dict = field(default_factory=dict)
+
+
+class Job:
+    """Ranks that follow their programs, with random delays and interleavings.
+
+    A rank leaves a collective when the ranks have begun it from which it needs something; for collectives with a root,
+    these are random ones beside the root. Calls that differ never complete, or complete as if they did not differ.
+    """
+
+    def __init__(self, programs, seed, history=64):
+        self.random = random.Random(seed)
+        self.size = len(programs)
+        self.ranks = [SimulatedRank(k, list(program), deque(maxlen=history)) for k, program in enumerate(programs)]
+        self.begun = defaultdict(dict)  # the steps of the ranks, by group and sequence
+        self.begun_in_torch = defaultdict(dict)
+        self.completes = self.random.random() < 0.5
+        self.now = 1000.0
+        self.views = {}
+        for one in self.ranks:
+            for step in chain(*programs):
+                if one.rank in step.ranks:
+                    one.torch[self.torch_name(step.ranks)] = 0  # torch creates groups on all ranks
+            self.tell(one)
+            self.look(one)
+
+    def name(self, ranks):
+        return "all" if len(ranks) == self.size else str(list(ranks))
+
+    def torch_name(self, ranks):
+        return f"{sum(1 << rank for rank in ranks)}: {self.name(ranks)}"
+
+    # what ranks do
+
+    def tick(self):
+        """Let time pass, some ranks act, some statuses be written, and some snapshots be taken."""
+        chosen = self.random
+        self.now += chosen.choice((0.001, 0.01, 0.1, 0.9, 5.0))
+        for one in chosen.sample(self.ranks, self.size):
+            if chosen.random() < 0.7:
+                self.act(one)
+        for one in self.ranks:
+            if chosen.random() < 0.3 or self.now - one.status["time"] > 1.0:
+                self.tell(one)
+            if chosen.random() < 0.5:
+                self.look(one)
+
+    def act(self, one):
+        for key in [key for key, step in one.unfinished.items() if self.is_reduced(key, step)]:
+            del one.unfinished[key]
+        if one.left is not None or one.wakes > self.now:
+            return
+        if one.step is not None:
+            if not self.can_leave(one):
+                return
+            if one.step.kind == "call":
+                one.history[-1] = replace(one.history[-1], ended=self.now)
+                one.unfinished.pop((self.torch_name(one.step.ranks), one.torch[self.torch_name(one.step.ranks)]), None)
+            one.step = None
+            one.wakes = self.now + self.random.choice((0.0, 0.0, 0.1, 2.0))
+        elif one.place == len(one.program):
+            one.left = LEFT
+        else:
+            self.begin(one)
+
+    def begin(self, one):
+        one.step, one.began = one.program[one.place], self.now
+        one.place += 1
+        step, name = one.step, self.name(one.step.ranks)
+        if step.kind == "call":
+            one.calls[name] += 1
+            self.begun[name, one.calls[name]][one.rank] = step
+            texts = (step.collective, step.how, step.root, step.value, step.line)
+            number = one.history[-1].number + 1 if one.history else 1
+            one.history.append(Entry(number, name, one.calls[name], *texts, self.now, None, False))
+        if step.kind in ("call", "backward", "async"):
+            for _ in range(3 if step.kind == "backward" else 1):
+                key = self.torch_name(step.ranks)
+                one.torch[key] += 1
+                self.begun_in_torch[key, one.torch[key]][one.rank] = step
+                one.unfinished[key, one.torch[key]] = step
+        if step.kind in ("local backward", "busy", "idle"):
+            one.wakes = self.now + self.random.choice((0.5, 8.0, 60.0))
+
+    def can_leave(self, one):
+        step = one.step
+        if step.kind == "backward":
+            return step not in one.unfinished.values()
+        if step.kind != "call":
+            return True
+        name = self.name(step.ranks)
+        here = self.begun[name, one.calls[name]]
+        if not self.completes and len({other.call for other in here.values()}) > 1:
+            return False
+        needs = set(step.ranks)
+        some = {
+            rank for rank in step.ranks if random.Random(f"{name} {one.calls[name]} {one.rank} {rank}").random() < 0.3
+        }
+        if step.collective in ROOTED_FROM:
+            needs = some if str(one.rank) == step.root else some | {int(step.root)}
+        elif step.collective in ROOTED_TO and str(one.rank) != step.root:
+            needs = some
+        return needs <= here.keys()
+
+    def is_reduced(self, key, step):
+        return step.kind != "call" and set(step.ranks) <= {
+            rank for rank, other in self.begun_in_torch[key].items() if other.kind == step.kind
+        }
+
+    # what is seen of them
+
+    def tell(self, one):
+        """Write the status of a rank."""
+        step, stack = one.step, [f"/job/train.py:{one.place} in main"]
+        is_idle = step is not None and step.kind != "busy"
+        if step is not None:
+            inner = {
+                "call": [
+                    "/site-packages/torch/distributed/distributed_c10d.py:1 in wait",
+                    "/camshaft/distributed/x.py:1 in f",
+                ],
+                "backward": [AUTOGRAD],
+                "local backward": [AUTOGRAD],
+            }
+            stack = [*inner.get(step.kind, []), step.line]
+        one.status = {
+            "time": self.now,
+            "host": "here",
+            "engines": [
+                {"line": "/job/train.py:1 in main", "number": 1, "event": "", "epoch": 1, "iteration": one.place}
+            ],
+            "ended": [],
+            "stack": stack,
+            "doing": "",
+            "torch": dict(one.torch),
+            "unfinished": dict(Counter(key for key, _ in one.unfinished)),
+            "since": one.began,
+            "cpu": 0.0,
+            "idle_for": self.now - one.began if is_idle else 0.0,
+            "left": one.left,
+            "failure": None,
+        }
+
+    def look(self, one):
+        """Take a snapshot of a rank."""
+        path = Path(f"/dev/shm/camshaft-{one.rank}.record")
+        self.views[one.rank] = Snapshot(
+            path, "job", one.rank, self.size, one.rank, True, "here", dict(one.status), tuple(one.history)
+        )
+
+    def seen(self):
+        return list(self.views.values())
+
+    def is_stuck(self):
+        """Return whether no rank can do anything any more."""
+        return all(
+            one.left is not None or (one.step is not None and one.wakes <= self.now and not self.can_leave(one))
+            for one in self.ranks
+        )
+
+    def run(self, check=lambda: None, limit=20_000):
+        """Run until no rank does anything any more, and for some seconds longer."""
+        for _ in range(limit):
+            for one in self.ranks:
+                self.settle(one)
+            if self.is_stuck():
+                break
+            self.tick()
+            check()
+        else:
+            pytest.fail("the simulation does not end")
+        for _ in range(2):
+            self.now += 20.0
+            for one in self.ranks:
+                self.tell(one)
+                self.look(one)
+            check()
+
+    def settle(self, one):
+        for key in [key for key, step in one.unfinished.items() if self.is_reduced(key, step)]:
+            del one.unfinished[key]
+
+    def has_ended(self):
+        return all(one.left is not None for one in self.ranks)
+
+
+def verdicts(job):
+    seen, now = job.seen(), job.now
+    found = [text for _, text in filter(None, (departed(seen, rank, now) for rank in range(job.size)))]
+    return found + [text for text in (stopped(seen, now), divergence(seen, now)) if text is not None]
+
+
+# --- programs -------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def programs(draw, most=30):
+    """Return what the ranks of a job do: all of them call the collectives of their groups in the same order."""
+    size = draw(st.integers(2, 4))
+    groups = [tuple(range(size))]
+    if size > 2:
+        groups += draw(st.lists(st.permutations(range(size)).map(lambda ranks: tuple(sorted(ranks[:2]))), max_size=3))
+    steps = []
+    for number in range(draw(st.integers(1, most))):
+        line = f"/job/train.py:{number + 10} in main"
+        kind = draw(st.sampled_from(("call",) * 8 + ("backward", "async", "local backward", "busy", "idle")))
+        ranks = draw(st.sampled_from(groups))
+        if kind != "call":
+            ranks = groups[0] if kind != "async" else ranks
+            who = ranks if kind in ("backward", "async") else draw(st.permutations(ranks))[: draw(st.integers(1, size))]
+            steps.append((who, Step(line, ranks, kind=kind)))
+            continue
+        collective = draw(
+            st.sampled_from(("all_reduce", "all_reduce", "barrier", "all_gather", *ROOTED_FROM, *ROOTED_TO))
+        )
+        is_rooted = collective in ROOTED_FROM + ROOTED_TO
+        how = draw(st.sampled_from(("SUM", "MAX"))) if collective in ("all_reduce", "reduce") else ""
+        root = str(draw(st.sampled_from(ranks))) if is_rooted else ""
+        value = (
+            "" if collective == "barrier" else draw(st.sampled_from(("", "torch.float32 [4]", "torch.float32 [2, 2]")))
+        )
+        steps.append((ranks, Step(line, ranks, collective, how, root, value)))
+    return [[step for who, step in steps if rank in who] for rank in range(size)]
+
+
+SLOW = settings(suppress_health_check=list(HealthCheck), max_examples=200)
+
+
+@SLOW
+@given(programs(), st.integers(0, 2**32), st.sampled_from((4, 8, 64)))
+def test_correct_programs_get_no_verdict(program, seed, history):
+    job = Job(program, seed, history)
+
+    def check():
+        assert verdicts(job) == []
+
+    job.run(check)
+    assert job.has_ended()
+
+
+@st.composite
+def mistakes(draw):
+    """Return programs of which one differs in one call, and the rank that makes the mistake."""
+    program = draw(programs())
+    rank = draw(st.integers(0, len(program) - 1))
+    steps = program[rank]
+    kind = draw(st.sampled_from(("changed", "dropped", "added")))
+    shared = [k for k, step in enumerate(steps) if step.kind in ("call", "backward") and len(step.ranks) > 1]
+    assume(shared)
+    place = draw(st.sampled_from(shared))
+    step = steps[place]
+    if kind == "dropped":
+        wrong = []
+    elif kind == "added":
+        wrong = [step, replace(step, line="/job/train.py:900 in extra")]
+    else:
+        assume(step.kind == "call")
+        other = draw(st.sampled_from(("collective", "how", "root", "value")))
+        wrong = [replace(step, **{other: {"collective": "all_to_all", "root": str(step.ranks[0])}.get(other, "other")})]
+        assume(wrong != [step])
+    program[rank] = steps[:place] + wrong + steps[place + 1 :]
+    return program, rank
+
+
+@SLOW
+@given(mistakes(), st.integers(0, 2**32))
+def test_once_nobody_can_proceed_the_verdict_names_the_line_of_the_rank_that_made_the_mistake(mistake, seed):
+    program, culprit = mistake
+    job = Job(program, seed)
+    job.run()
+    if job.has_ended() and not differ(job):
+        return  # nobody needed the call
+    found = verdicts(job)
+    assert found, story(job)
+    lines = {step.line for step in program[culprit] if step.kind in ("call", "backward")}
+    if all(step.kind != "call" for step in program[culprit]):
+        lines.add("it had not called any collective")
+    assert any(line in text for text in found for line in lines), found
+    assert any(culprit in ranks_in(text) for text in found), found
+
+
+def story(job):
+    """Return what the ranks of a job did last."""
+    lines = [f"calls that differ complete: {job.completes}"]
+    for one in job.ranks:
+        steps = (f"{step.kind} {step.collective} {step.ranks} {step.root} {step.line[-12:]}" for step in one.program)
+        program = [f"{'>' if one.step is step else ' '} {text}" for step, text in zip(one.program, steps, strict=True)]
+        lines += [f"rank {one.rank}: {one.left or 'inside'}, {dict(one.torch)}, {one.status['unfinished']}", *program]
+    return "\n".join(lines)
+
+
+def differ(job):
+    return any(len({step.call for step in here.values()}) > 1 for here in job.begun.values())
+
+
+def ranks_in(text):
+    """Return the ranks that a text names, as in "rank 3" or "ranks 0-2, 5"."""
+    found = set()
+    for spans in re.findall(r"\branks? ([\d, -]*\d)", text):
+        for span in spans.split(", "):
+            first, _, last = span.partition("-")
+            found.update(range(int(first), int(last or first) + 1))
+    return found
+
+
+# --- single cases ---------------------------------------------------------------------------------------------------
+
+NOW = 100.0
+TRAIN, EVALUATE = "/job/train.py:30 in main", "/job/train.py:40 in evaluate"
+
+
+def call(sequence=1, collective="all_reduce", *, line="/job/train.py:5 in step", since=90.0, ended=None, **texts):
+    texts = {"group": "all", "how": "", "root": "", "value": "", "is_long": False, **texts}
+    return Entry(
+        number=sequence, sequence=sequence, collective=collective, line=line, began=since, ended=ended, **texts
+    )
+
+
+def run(line=TRAIN, number=1, iteration=7):
+    return {"line": line, "number": number, "event": "ITERATION_STARTED", "epoch": 2, "iteration": iteration}
+
+
+def snapshot(rank, *entries, size=2, is_alive=True, **status):
+    """Return a snapshot of a rank that wrote its status just now; without entries, of one that computes."""
+    inside = [entry.line for entry in entries if entry.ended is None]
+    defaults = {"time": NOW - 0.5, "stack": [*inside, "/job/train.py:20 in main"], "engines": [run()], "idle_for": 0.0}
+    return Snapshot(
+        Path(f"/dev/shm/{rank}"), "job", rank, size, rank, is_alive, "here", {**defaults, **status}, tuple(entries)
+    )
+
+
+def test_a_table_shows_who_called_what_with_which_shape():
+    ranks = [snapshot(rank, call(how="SUM", value=f"torch.float32 [{2 + rank // 3}]"), size=4) for rank in range(4)]
+    assert divergence(ranks, NOW) == (
+        "the ranks call different things:\n"
+        "           collective  ranks  how  value              line\n"
+        "ranks 0-2  all_reduce  all    SUM  torch.float32 [2]  /job/train.py:5 in step\n"
+        "rank 3     all_reduce  all    SUM  torch.float32 [3]  /job/train.py:5 in step"
+    )
+
+
+@pytest.mark.parametrize("field", ["collective", "how", "root", "value"])
+def test_calls_that_differ_are_found_though_they_completed(field):
+    ranks = [
+        snapshot(0, call(ended=91.0)),
+        snapshot(1, call(**{"collective": "all_reduce", field: "other"}, ended=91.0)),
+    ]
+    assert "other" in divergence(ranks, NOW)
+
+
+def test_calls_that_differ_in_a_loop_give_the_same_text_in_each_iteration():
+    def seen(first):
+        numbers = range(first, first + 6)
+        return [
+            snapshot(rank, *(call(k, how=how[k % 2], line=f"/job/a.py:{k % 2} in f", ended=91.0) for k in numbers))
+            for rank, how in enumerate((("SUM", "MAX"), ("MAX", "SUM")))
+        ]
+
+    assert divergence(seen(1), NOW) == divergence(seen(2), NOW) is not None
+
+
+def test_dimensions_of_size_one_make_no_difference():
+    ranks = [snapshot(0, call(value="torch.float32 [4]")), snapshot(1, call(value="torch.float32 [1, 4]"))]
+    assert divergence(ranks, NOW) is None
+    ranks = [snapshot(0, call(value="torch.float32 [2, 3]")), snapshot(1, call(value="torch.float32 [3, 2]"))]
+    assert divergence(ranks, NOW) is not None
+
+
+def test_calls_that_are_just_being_made_are_not_compared():
+    ranks = [snapshot(0, call(how="SUM", since=NOW - 1)), snapshot(1, call(how="MAX", since=NOW - 1))]
+    assert divergence(ranks, NOW) is None
+    assert divergence(ranks, NOW + 3) is not None
+
+
+def test_a_call_that_killed_a_rank_is_compared_at_once():
+    ranks = [
+        snapshot(0, call(value="torch.float32 [2]", since=NOW - 1)),
+        snapshot(1, call(value="torch.float32 [3]", since=NOW - 1), is_alive=False),
+    ]
+    assert "torch.float32 [3]" in divergence(ranks, NOW)
+
+
+def test_ranks_in_two_groups_wait_for_each_other():
+    pair = call(line="/job/train.py:8 in pair", group="[0, 1]")
+    ranks = [snapshot(0, call(), size=3), snapshot(1, pair, size=3), snapshot(2, call(), size=3)]
+    assert divergence(ranks, NOW) == (
+        "the ranks wait for each other, and none of them can proceed:\n"
+        "            collective  ranks   line                     waits for\n"
+        "ranks 0, 2  all_reduce  all     /job/train.py:5 in step  rank 1\n"
+        "rank 1      all_reduce  [0, 1]  /job/train.py:8 in pair  rank 0"
+    )
+
+
+@pytest.mark.parametrize("other", ["computes", "in another thread", "has not reported since"])
+def test_ranks_that_may_still_proceed_are_not_in_a_deadlock(other):
+    stuck = snapshot(0, call())
+    pair = call(group="[0, 1]")
+    by_name = {
+        "computes": snapshot(1),
+        "in another thread": snapshot(1, pair, stack=["/job/train.py:20 in main"]),
+        "has not reported since": snapshot(1, pair, time=89.0),
+    }
+    assert divergence([stuck, by_name[other]], NOW) is None
+    assert divergence([stuck, snapshot(1, pair)], NOW) is not None
+
+
+def test_a_root_that_may_leave_without_the_rank_that_waits_for_it_is_not_in_a_deadlock():
+    root = call(collective="broadcast", root="0", group="all")
+    ranks = [snapshot(0, root, size=3), snapshot(1, size=3), snapshot(2, call(group="[0, 2]"), size=3)]
+    assert divergence(ranks, NOW) is None  # rank 0 may need only rank 1, which computes
+
+
+@pytest.mark.parametrize(
+    ("status", "is_found"),
+    [
+        ({}, True),
+        ({"idle_for": 1.0}, False),  # a slow backward pass
+        ({"unfinished": {}}, False),  # on a GPU, or waiting for something else than a reduction
+        ({"torch": {"0: all": 4}, "unfinished": {"0: all": 1}}, False),  # behind
+        ({"unfinished": None}, True),  # a torch that does not count them
+        ({"stack": ["/job/offload.py:3 in backward", f"/x{AUTOGRAD}"]}, False),  # code of the user
+        ({"stack": ["/x/site-packages/torch/optim/adam.py:3 in step", "/job/train.py:9 in step"]}, False),
+    ],
+)
+def test_a_backward_pass_that_other_ranks_skip(status, is_found):
+    stack = [f"/x{AUTOGRAD}", "/x/site-packages/torch/_tensor.py:6 in backward", "/job/train.py:9 in step"]
+    evidence = {"stack": stack, "idle_for": 9.0, "torch": {"0: all": 7}, "unfinished": {"0: all": 2}}
+    inside = snapshot(0, **{**evidence, **status})
+    other = snapshot(1, call(collective="barrier"), torch={"0: all": 6}, unfinished={"0: all": 1})
+    text = divergence([inside, other], NOW)
+    assert (text is not None) == is_found
+    assert not is_found or ("backward (gradient reduction)" in text and "/job/train.py:9 in step" in text)
+
+
+ENDED = {"line": TRAIN, "number": 1, "how": "terminate() at /job/train.py:33 in stop", "epoch": 2, "iteration": 7}
+
+
+def test_a_rank_that_terminated_alone():
+    ranks = [snapshot(0, call()), snapshot(1, engines=[], ended=[ENDED])]
+    assert stopped(ranks, NOW) == (
+        "rank 1 stopped alone in epoch 2, iteration 7 of the run at /job/train.py:30 in main: terminate() at "
+        "/job/train.py:33 in stop; rank 0 still waits for it in all_reduce at /job/train.py:5 in step. To stop all "
+        "ranks after the same iteration, call camshaft.handlers.stop_together(engine)"
+    )
+    swallowed = {**ENDED, "how": "ValueError: bad at /job/train.py:34 in step"}
+    text = stopped([snapshot(0, call()), snapshot(1, engines=[], ended=[swallowed])], NOW)
+    assert "ValueError: bad at /job/train.py:34 in step" in text
+    assert "stop_together" not in text
+
+
+@pytest.mark.parametrize(
+    ("waiting", "ended"),
+    [
+        (snapshot(0, call(since=NOW - 1)), snapshot(1, engines=[], ended=[ENDED])),
+        (snapshot(0, call(), engines=[run(iteration=6)]), snapshot(1, engines=[], ended=[ENDED])),
+        (snapshot(0, call(), engines=[run(EVALUATE)]), snapshot(1, engines=[], ended=[ENDED])),  # ran it for itself
+        (snapshot(0, call(), engines=[run(number=2)]), snapshot(1, engines=[], ended=[ENDED])),
+        (snapshot(0, call()), snapshot(1, ended=[ENDED])),  # still in its handlers
+        (snapshot(0, call()), snapshot(1, call(ended=91.0), engines=[], ended=[ENDED])),  # waits for others
+        (snapshot(0, call()), snapshot(1, engines=[], ended=[{**ENDED, "how": activity.TOGETHER}])),
+    ],
+)
+def test_ranks_may_terminate_while_nobody_waits_for_them_there(waiting, ended):
+    assert stopped([waiting, ended], NOW) is None
+
+
+def failure(error, time, where="in handler 'log' on ITERATION_COMPLETED, epoch 2, iteration 1041"):
+    return {"error": error, "where": where, "traceback": "", "time": time}
+
+
+def test_the_first_failure_is_the_cause_and_lost_connections_are_its_consequences():
+    closed = failure("RuntimeError: Connection closed by peer [127.0.0.1]:29500", 89.0)
+    ranks = [
+        snapshot(0, call(), size=4),
+        snapshot(1, failure=closed, size=4),
+        snapshot(2, failure=failure("KeyError: 'a'", 92.0), size=4),
+        snapshot(3, failure=failure("ValueError: bad", 91.0), size=4),
+    ]
+    text = "rank 3 failed first: ValueError: bad, in handler 'log' on ITERATION_COMPLETED, epoch 2, iteration 1041"
+    assert departed(ranks, 0, NOW) == (3, text)
+    assert departed(ranks, 3, NOW) is None
+
+
+def test_a_process_that_disappeared():
+    gone = snapshot(1, call(ended=91.0), is_alive=False, engines=[run(iteration=12)])
+    text = (
+        "rank 1's process was killed or crashed; its last call was all_reduce at /job/train.py:5 in step, in epoch 2, "
+        "iteration 12 of the run at /job/train.py:30 in main"
+    )
+    assert departed([snapshot(0), gone], 0, NOW) == (1, text)
+
+
+def test_who_died_first_a_rank_that_failed_or_one_that_its_launcher_killed():
+    failed, early, late = failure("ValueError: bad", 90.0), {"time": 85.0}, {"time": 89.8}
+    ranks = [snapshot(0, size=3), snapshot(1, failure=failed, size=3)]
+    assert departed([*ranks, snapshot(2, is_alive=False, size=3, **early)], 0, NOW)[0] == 2
+    assert departed([*ranks, snapshot(2, is_alive=False, size=3, **late)], 0, NOW)[0] == 1
+
+
+def test_a_rank_that_left_is_the_cause_for_those_that_wait_for_it_also_indirectly():
+    pair = call(group="[0, 1]", line="/job/train.py:8 in pair")
+    left = snapshot(2, left=LEFT, is_alive=False, size=3)
+    ranks = [snapshot(0, pair, size=3), snapshot(1, call(), size=3), left]
+    rank, text = departed(ranks, 0, NOW)
+    assert rank == 2
+    assert text.startswith("rank 2 has left the run without an error; it had not called any collective")
+    assert text.endswith("; rank 1 waits for it in all_reduce at /job/train.py:5 in step")
+    assert departed([snapshot(0, size=3), snapshot(1, size=3), left], 0, NOW) is None
+
+
+@pytest.mark.parametrize(
+    ("other", "text", "is_alarm"),
+    [
+        (
+            {"doing": "is saving or loading a checkpoint"},
+            "rank 1 is saving or loading a checkpoint at /job/train.py:20",
+            False,
+        ),
+        ({"doing": "is compiling"}, "rank 1 is compiling", False),
+        ({"doing": "is paused in a debugger"}, "rank 1 is paused in a debugger", False),
+        ({"doing": "is waiting for the workers of its data loader"}, "rank 1 is waiting for the workers", True),
+        (
+            {"engines": [run(), run(EVALUATE)]},
+            "rank 1 is evaluating at /job/train.py:20 in main, in epoch 2, iter",
+            False,
+        ),
+        (
+            {"idle_for": 8.0},
+            "rank 1 is at /job/train.py:20 in main, in epoch 2, iteration 7 of the run at /job/t",
+            True,
+        ),
+        (
+            {"time": 60.0},
+            "rank 1 has not run any Python for 40 s: its process is stopped, or code of an extension",
+            True,
+        ),
+        ({"left": LEFT}, "rank 1 has left the run without an error", True),
+        ({"is_alive": False}, "rank 1's process was killed or crashed", True),
+    ],
+)
+def test_the_report_of_a_hang_says_what_the_missing_rank_does(other, text, is_alarm):
+    report = hang_report([snapshot(0, call()), snapshot(1, **other)], 0, NOW)
+    assert report.text.startswith(
+        f"rank 0 has been waiting for 10 s in all_reduce at /job/train.py:5 in step, for rank 1:\n  {text}"
+    )
+    assert report.text.endswith("\n    /job/train.py:20 in main")
+    assert report.is_alarm == is_alarm
+
+
+def test_a_rank_in_the_body_of_one_rank_first_is_no_alarm():
+    waiting = snapshot(0, call(collective="one_rank_first", root="1", is_long=True))
+    report = hang_report([waiting, snapshot(1)], 0, NOW)
+    assert "rank 1 is in the body of one_rank_first at /job/train.py:20 in main" in report.text
+    assert not report.is_alarm
+
+
+def test_a_rank_that_evaluates_with_the_one_that_waits_is_an_alarm():
+    both = [run(), run(EVALUATE)]
+    assert hang_report([snapshot(0, call(), engines=both), snapshot(1, engines=both)], 0, NOW).is_alarm
+
+
+def test_the_report_of_a_hang_follows_the_ranks_that_wait_themselves():
+    pair = call(group="[1, 2]", line="/job/train.py:8 in pair")
+    ranks = [snapshot(0, call(), size=4), snapshot(1, pair, size=4), snapshot(2, doing="is compiling", size=4)]
+    report = hang_report(ranks, 0, NOW)
+    assert "rank 1 waits for rank 2 in all_reduce at /job/train.py:8 in pair" in report.text
+    assert "rank 2 is compiling" in report.text
+    assert "rank 3 has not reported" in report.text
+    assert report.is_alarm
+    assert not hang_report([*ranks, snapshot(3, call(), size=4)], 0, NOW).is_alarm
+
+
+def test_a_rank_that_does_not_wait_has_no_report():
+    assert hang_report([snapshot(0), snapshot(1, call())], 0, NOW) is None
+
+
+# --- this process ---------------------------------------------------------------------------------------------------
+
+
+def test_the_status_tells_where_this_process_is():
+    main, seen = threading.get_ident(), []
+    engine = Engine(lambda engine, batch: seen.append(describe(main, seen[-1] if seen else {})))
+    engine.run([0, 1])
+    first, second = seen
+    assert [one["engines"][0]["iteration"] for one in seen] == [1, 2]
+    assert first["engines"][0]["line"] == f"{__file__}:{_line_of('engine.run([0, 1])')} in {_here()}"
+    assert first["stack"][0].endswith("in describe")
+    assert len(first["stack"]) <= 30
+    assert second["time"] > first["time"]
+    assert second["since"] == second["time"]
+    assert describe(main, second)["engines"] == []
+    json.dumps(second)
+
+
+def _here():
+    return sys._getframe(1).f_code.co_name
+
+
+def _line_of(text):
+    return next(k for k, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.strip() == text)
+
+
+def test_time_without_cpu_and_without_changes_adds_up():
+    entered, leave = threading.Event(), threading.Event()
+
+    def wait():
+        entered.set()
+        leave.wait()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    try:
+        entered.wait()
+        time.sleep(0.2)
+        first = describe(thread.ident, {})
+        time.sleep(0.5)
+        second = describe(thread.ident, first)
+        while time.process_time() - first["cpu_total"] < 0.2:
+            pass
+        third = describe(thread.ident, second)
+    finally:
+        leave.set()
+        thread.join()
+    assert second["since"] == third["since"] == first["since"]
+    assert third["cpu"] >= 0.1
+    assert third["idle_for"] == 0.0
+
+
+def test_early_ends_are_in_the_status():
+    engine = Engine(lambda engine, batch: engine.terminate())
+    engine.run([0, 1], max_epochs=2)
+    (*_, end) = describe(threading.get_ident(), {})["ended"]
+    assert end["how"].startswith(f"terminate() at {__file__}")
+    assert end["iteration"] == 1
+
+
+@on_ranks(2)
+def test_a_rank_that_waits_for_reductions_inside_backward():
+    model = torch.nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    found, main, rank = [], threading.get_ident(), get_rank()
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+
+    def look():
+        status = {}
+        for _ in range(4):
+            time.sleep(0.3)
+            status = describe(main, status)
+        found.append(status)
+        store.set(f"{rank}", "seen")
+
+    store = dist.PrefixStore("look", dist.distributed_c10d._get_default_store())
+    thread = threading.Thread(target=look)
+    thread.start()
+    if rank == 1:
+        store.wait(["0", "1"])
+    model(torch.ones(2, 4)).sum().backward()
+    thread.join()
+    ((name, number),) = found[0]["torch"].items()
+    assert name == "0: all"
+    numbers = [None, None]
+    dist.all_gather_object(numbers, (number, found[0]["unfinished"]))
+    assert numbers[0][0] > numbers[1][0]
+    assert numbers[0][1] == {"0: all": numbers[0][0] - numbers[1][0]}
+    assert numbers[1][1] == {}
+    if rank == 0:
+        assert found[0]["idle_for"] > 0
+        assert _is_in_backward(found[0]["stack"])
