@@ -346,7 +346,11 @@ def test_once_nobody_can_proceed_the_verdict_names_the_line_of_the_rank_that_mad
     if job.has_ended() and not differ(job):
         return  # nobody needed the call
     found = verdicts(job)
-    assert found, story(job)
+    if not found:  # nothing tells whether the backward pass of one rank is a later one than that of another
+        assert all(one.step.kind == "backward" for one in job.ranks if one.left is None), story(job)
+        reports = [hang_report(job.seen(), one.rank, job.now) for one in job.ranks if one.left is None]
+        assert all(report.is_alarm for report in reports)
+        found = [report.text for report in reports]
     lines = {step.line for step in program[culprit] if step.kind in ("call", "backward")}
     if all(step.kind != "call" for step in program[culprit]):
         lines.add("it had not called any collective")
@@ -728,7 +732,8 @@ def test_a_rank_that_waits_for_reductions_inside_backward():
     thread = threading.Thread(target=look)
     thread.start()
     if rank == 1:
-        store.wait(["0", "1"])
+        while not store.check(["0", "1"]):  # store.wait would keep the thread from using it
+            time.sleep(0.01)
     model(torch.ones(2, 4)).sum().backward()
     thread.join()
     ((name, number),) = found[0]["torch"].items()
