@@ -45,13 +45,17 @@ class Ended(NamedTuple):
     newest: str
 
 
-def train(folder: str, seconds: float, receivers: tuple[int, ...], to_group: bool, asynchronous: bool, workers: str) -> Ended:
+def train(
+    folder: str, seconds: float, receivers: tuple[int, ...], to_group: bool, asynchronous: bool, workers: str
+) -> Ended:
     """Train until a signal has reached the receivers, a time after the run has started."""
     os.setpgid(0, 0)
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # has workers
     rank = idist.get_rank()
     torch.manual_seed(0)
-    loader = idist.auto_dataloader(Samples(), batch_size=4 * idist.get_world_size(), shuffle=True, num_workers=2, multiprocessing_context=workers)
+    loader = idist.auto_dataloader(
+        Samples(), batch_size=4 * idist.get_world_size(), shuffle=True, num_workers=2, multiprocessing_context=workers
+    )
     seen: list[tuple[int, list[int]]] = []
 
     def step(engine: Engine[Any, Any], batch: Any) -> None:
