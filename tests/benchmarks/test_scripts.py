@@ -47,6 +47,18 @@ def test_engine_overhead_measures_all_rows(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_watching_measures_all_rows(tmp_path: Path) -> None:
+    result = result_of(run("watching.py", "--repetitions", "2", "--iterations", "3", folder=tmp_path))
+    assert result["benchmark"] == "watching"
+    rows = [row for row in result["rows"] if row["what"].startswith("record: begin and end of one collective")]
+    assert len(rows) == 4
+    for row in rows:
+        assert row["target"] == 1.0
+        assert row["verdict"] in ("reached", "missed")
+        assert set(row["us"]) == SPREAD
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_collectives_measures_all_rows(tmp_path: Path) -> None:
     result = result_of(run("collectives.py", "--repetitions", "2", "--iterations", "3", folder=tmp_path))
     assert result["benchmark"] == "collectives"

@@ -220,8 +220,8 @@ def test_inspect_tells_what_ranks_are_doing_and_what_those_that_were_killed_did(
     (text,) = [part for part in re.split(r"\n(?=job )", f"\n{done.stdout}") if part.startswith(f"job {job}:")]
     assert re.match(rf"job {job}: 3 of 3 ranks ran on \S+\n-+\n +pid +process ", text)
     engine, line = "ITERATION_STARTED +2 +", r" +<string>:{} in <module>\n"  # of the innermost engine
-    waiting = r" +all_reduce SUM torch.float32 \[3, 4\] of \[0, 1\] +{} [\d.]+ s" + line.format(12)
-    completed = r" +broadcast root 1 torch.float32 \[2\] +completed" + line.format(10)
+    waiting = r" +all_reduce SUM torch.float32 \[3, 4\] of \[0, 1\] +{} [\d.]+ s" + line.format(11)
+    completed = r" +broadcast root 1 torch.float32 \[2\] +completed" + line.format(9)
     assert re.search(rf"\nrank 0 +\d+ +alive +[\d.]+ s old +{engine}41{waiting.format('waiting for')}", text)
     assert re.search(rf"\nrank 1 +\d+ +dead +- +{engine}42{waiting.format('died after')}", text)
     assert re.search(rf"\nrank 2 +\d+ +dead +- +{engine}43{completed}", text)
