@@ -269,6 +269,13 @@ class Backend(ABC):
         """Return how each of the ranks that have left the run did so, as far as this is known."""
         return {}
 
+    def release(self) -> None:  # noqa: B027  # Horovod and XLA have no such call
+        """Make the operations in progress on this rank fail with an error, from another thread.
+
+        The job cannot be used any more. By default nothing happens: a single process waits for nobody, Horovod itself
+        raises when a process of the job has ended, and XLA cannot be interrupted.
+        """
+
     def close(self) -> None:  # noqa: B027  # a single process has nothing to end
         """End the run."""
 

@@ -303,6 +303,8 @@ class Operation(dist.Work):
 
     def _check(self, waited: float, limit: float) -> None:
         """Raise if the results did not arrive in time, or cannot arrive because a rank has left."""
+        if self._group.is_released:
+            raise self._lost("was released: the job has failed")
         if waited > limit:
             raise self._lost(f"timed out after {limit:g} s")
         for rank, (collectives, noticed) in self._group.departures().items():
@@ -380,6 +382,7 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         self.when_shut_down: Callable[[], object] = lambda: None
         self._name = ""
         self.given_up: str | None = None  # why this rank has left, if it has
+        self.is_released = False
         self._collectives = 0
         self._departures: dict[int, tuple[int, float]] = {}
         self._farewells: list[tuple[Any, array[int]]] = []
@@ -420,6 +423,10 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         self.when_shut_down()
 
     abort = shutdown
+
+    def release(self) -> None:
+        """Make the operations that threads wait for fail, from another thread."""
+        self.is_released = True
 
     def give_up(self, reason: str, number: int | None) -> dist.DistBackendError:
         """Leave the group after an error, and return the error to raise.

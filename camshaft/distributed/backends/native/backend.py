@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import Store
 from camshaft.distributed.backend import Backend, Group, Work, accelerator, check_known
 from camshaft.distributed.backends.dtypes import FLOAT8, as_bytes, check_reducible, from_bytes, reduced_as
 from camshaft.distributed.backends.native import gloo
+from camshaft.distributed.backends.native.release import connections_to, release_groups
 from camshaft.distributed.backends.native.rendezvous import Departures, open_store
 from camshaft.distributed.topology import Launch, Topology
 
@@ -86,6 +87,7 @@ class NativeBackend(Backend):
         self._departures = departures
         self._world: Any = dist.group.WORLD
         self._send_waiters: defaultdict[int, gloo.SendWaiter] = defaultdict(gloo.SendWaiter)
+        self._connections = connections_to(self.store())  # without those of its clones, which are made later
         gloo.drain_at_exit(self._world)
 
     @property
@@ -235,6 +237,16 @@ class NativeBackend(Backend):
     def left(self, ranks: Sequence[int]) -> dict[int, str]:
         """Look into the store of the run."""
         return {} if self._departures is None else self._departures.left(ranks)
+
+    def release(self) -> None:
+        """Close the connections of gloo, abort the communicators of nccl, and end the waits over mpi4py.
+
+        A thread that waits in the store itself, such as for the members of a new group or the first collective of nccl,
+        is released too: the connections to the store that this process had before the job began are closed then, after
+        a second. Other threads keep their connections to the store, and Python objects their sockets.
+        """
+        if self.is_alive():
+            release_groups(self.store(), self._connections)
 
     def close(self) -> None:
         """Destroy the process groups; before that, publish that this rank has left."""

@@ -1,0 +1,277 @@
+"""Release of threads that wait for ranks that never arrive."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import camshaft.distributed as idist
+from camshaft.distributed.backends.native import release
+from camshaft.distributed.backends.native.release import connections_to
+from camshaft.distributed.run import current
+from tests.ranks import on_ranks, run_on_ranks
+
+AFTER = 0.2  # seconds in which a thread has begun to wait
+
+
+def wait_for_async():
+    dist.all_reduce(torch.ones(3), async_op=True).wait()
+
+
+PREPARED = {}
+WAITS = {
+    "all_reduce of camshaft": lambda: idist.all_reduce(torch.ones(3)),
+    "barrier of camshaft": idist.barrier,
+    "all_gather of camshaft": lambda: idist.all_gather("text"),
+    "all_reduce": lambda: dist.all_reduce(torch.ones(3)),
+    "large all_reduce": lambda: dist.all_reduce(torch.ones(3_000_000)),
+    "asynchronous all_reduce": wait_for_async,
+    "barrier": dist.barrier,
+    "objects": lambda: dist.all_gather_object([None] * dist.get_world_size(), "text"),
+    "receive": lambda: dist.recv(torch.ones(3), dist.get_world_size() - 1),
+    "subgroup": lambda: dist.barrier(PREPARED["group"]),
+    "new group": lambda: dist.new_group(range(dist.get_world_size())),
+    "new group of camshaft": lambda: idist.new_group(list(range(dist.get_world_size()))),
+    "model": lambda: DistributedDataParallel(torch.nn.Linear(2, 1)),
+}
+
+
+def prepare(store):
+    """Make what a wait needs, and let the last rank leave when the others are done; return whether this is another."""
+    PREPARED["group"] = dist.new_group(range(dist.get_world_size()))
+    rank, others = dist.get_rank(), range(dist.get_world_size() - 1)
+    if rank in others:
+        return True
+    for other in others:
+        store.get(f"done/{other}")
+    return False
+
+
+def released(wait, backend):
+    """Wait for a rank that never arrives, and return the error."""
+    releasing = threading.Timer(AFTER, backend.release)
+    releasing.start()
+    with pytest.raises(RuntimeError) as caught:
+        wait()
+    releasing.join()
+    return caught.value
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_rank_that_waits_over_gloo_is_released(wait, size):
+    run_on_ranks(size, release_one, wait)
+
+
+def release_one(wait):
+    backend = current()
+    store = backend.store().underlying_store.clone()  # which outlasts what waits in the original
+    if prepare(store):
+        released(WAITS[wait], backend)
+        store.set(f"done/{dist.get_rank()}", "yes")
+        idist.finalize()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_backward_pass_is_released(size):
+    run_on_ranks(size, release_backward)
+
+
+def release_backward():
+    store = current().store()
+    model = DistributedDataParallel(torch.nn.Linear(2, 1))
+    if prepare(store):
+        loss = model(torch.ones(3, 2)).sum()
+        released(loss.backward, current())
+        store.set(f"done/{dist.get_rank()}", "yes")
+
+
+@on_ranks(2)
+def test_connections_of_stores_and_of_python_outlast_a_release():
+    store, backend = current().store(), current()
+    server = socket.create_server(("127.0.0.1", 0))
+    client = socket.create_connection(server.getsockname())
+    accepted = server.accept()[0]
+    listener = multiprocessing.connection.Listener(("127.0.0.1", 0))
+    calling = multiprocessing.connection.Client(listener.address)
+    answering = listener.accept()
+    pipe = multiprocessing.Pipe()
+    if not prepare(store):
+        return
+    other = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    group = dist.new_group([0], backend="gloo")  # alone in it
+    released(dist.barrier, backend)
+    client.sendall(b"text")
+    assert accepted.recv(4) == b"text"
+    calling.send("text")
+    assert answering.recv() == "text"
+    pipe[0].send("text")
+    assert pipe[1].recv() == "text"
+    store.clone().set("done/0", "yes")
+    del other, group
+    for one in (server, client, accepted, listener, calling, answering, *pipe):
+        one.close()
+
+
+@on_ranks(2)
+def test_a_store_is_left_alone_unless_a_thread_waits_in_it():
+    store, backend = current().store(), current()
+    if prepare(store):
+        released(dist.barrier, backend)
+        store.set("done/0", "yes")
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_release_of_a_single_rank_or_of_none_does_no_harm():
+    backend = current()
+    backend.release()
+    idist.finalize()
+    backend.release()
+
+
+@pytest.fixture
+def one_rank():
+    idist.initialize("gloo")
+    yield
+    idist.finalize()
+
+
+def test_the_connections_of_a_store_are_those_to_its_server():
+    server = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    before = connections_to(dist.PrefixStore("part", server))
+    assert len(before) == 1
+    clone = server.clone()
+    assert len(connections_to(server) - before) == 1
+    assert connections_to(dist.HashStore()) == frozenset()
+    del clone
+
+
+def test_the_default_timeout_of_sockets_is_not_applied_to_the_connections_of_others():
+    server = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    (ours,) = connections_to(server)
+    descriptors = {descriptor: os.get_blocking(descriptor) for descriptor, _, _ in release._connections()}
+    socket.setdefaulttimeout(5)
+    try:
+        assert connections_to(server) == {ours}
+    finally:
+        socket.setdefaulttimeout(None)
+    assert {descriptor: os.get_blocking(descriptor) for descriptor in descriptors} == descriptors
+
+
+class Communicator:
+    """Stands for nccl."""
+
+    def __init__(self):
+        self.aborted = threading.Semaphore(0)
+
+    def abort(self):
+        self.aborted.release()
+        raise RuntimeError("nccl is not initialized")
+
+
+@pytest.mark.parametrize(
+    ("config", "is_aborted"), [("cuda:nccl", True), ("cpu:gloo,cuda:nccl", True), ("cpu:gloo", False)]
+)
+@pytest.mark.usefixtures("one_rank")
+def test_nccl_is_aborted_once(monkeypatch, config, is_aborted):
+    communicator = Communicator()
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: config)
+    monkeypatch.setattr(dist.ProcessGroup, "_get_backend", lambda group, device: communicator)
+    release.release_groups(None, ())
+    assert communicator.aborted.acquire(timeout=10 if is_aborted else 0.1) is is_aborted
+    assert not communicator.aborted.acquire(timeout=0.1)
+
+
+def test_a_group_that_can_release_itself_does_so(monkeypatch):
+    calls = []
+    group = SimpleNamespace(release=lambda: calls.append(1))
+    monkeypatch.setattr(release, "_world", SimpleNamespace(pg_map={Named(group): ("mpi", None)}))
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: "cpu:mpi")
+    monkeypatch.setattr(release, "_shut_down", lambda is_meant: calls.append("shut down"))
+    release.release_groups(None, ())
+    assert calls == [1]
+
+
+class Named:
+    """A group of Python."""
+
+    def __init__(self, group):
+        self.release = group.release
+
+
+PROGRAM = """
+import os, socket, sys, threading
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import torch._dynamo  # as DistributedDataParallel does
+import camshaft.distributed as idist
+from camshaft.distributed.run import current
+
+def barrier():
+    dist.barrier()
+
+def in_a_model():
+    model(torch.ones(3, 2)).sum().backward()
+
+def new_group():
+    dist.new_group([0, 1])
+
+def leave_as_it_is():
+    sys.exit(7)
+
+def finalize():
+    idist.finalize()
+    sys.exit(7)
+
+rounds, codes = int(sys.argv[1]), []
+for number in range(rounds):
+    wait = (barrier, in_a_model, new_group)[number % 3]
+    end = (leave_as_it_is, finalize)[number // 2 % 2]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    host, pids = number % 2, []
+    for rank in range(2):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == host)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+            model = DistributedDataParallel(torch.nn.Linear(2, 1))
+            backend, clone = current(), store.clone()
+            if rank == 1:
+                try:
+                    clone.get("done")
+                except dist.DistNetworkError:  # the other one is the host, and has exited
+                    pass
+                os._exit(7)
+            threading.Timer(0.1, backend.release).start()
+            try:
+                wait()
+            except RuntimeError as error:
+                clone.set("done", "yes")
+                end()
+            sys.exit(8)
+    codes += [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+print(codes)
+"""
+
+
+@pytest.mark.jobs
+@pytest.mark.timeout(310)
+def test_a_released_process_ends_with_its_own_exit_code():
+    rounds = 12  # each wait with each end and each host
+    root = Path(__file__).resolve().parents[3]
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(rounds)]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
+    assert eval(done.stdout) == [7] * 2 * rounds, done.stderr
