@@ -310,6 +310,16 @@ def _by_rank(snapshots: Iterable[Snapshot]) -> dict[int, Snapshot]:
     return {one.rank: one for one in sorted(snapshots, key=lambda one: one.rank)}
 
 
+def waited(one: Snapshot, now: float) -> float:
+    """Return the seconds that a rank has waited in a collective; 0 if it does not wait."""
+    return max((now - wait.since for wait in _waits(one, now, 0.0)), default=0.0)
+
+
+def mismatch(snapshots: Iterable[Snapshot], now: float) -> str | None:
+    """Return the calls that differ, of ranks some of whose processes have ended: the difference may be the cause."""
+    return _mismatch(_by_rank(snapshots), now, 0.0)
+
+
 # --- divergence -----------------------------------------------------------------------------------------------------
 
 
@@ -481,7 +491,7 @@ def departed(
             causes.append(((False, one.status.get("time", now) + 1.0, one.rank), one))
     if causes:
         cause = min(causes, key=lambda found: found[0])[1]
-        return None if cause.rank == rank else (cause.rank, _end_text(cause))
+        return None if cause.rank == rank else (cause.rank, end_text(cause))
     seen, queue = {rank}, [rank]
     for current in queue:  # those that this rank waits for, and those that they wait for
         for wait in _waits(by_rank[current], now, patience) if current in by_rank else ():
@@ -489,14 +499,15 @@ def departed(
                 if _has_begun(by_rank.get(other), wait) is None:
                     continue
                 if by_rank[other].status.get("left"):
-                    return other, f"{_end_text(by_rank[other])}; rank {wait.rank} waits for it in {wait}"
+                    return other, f"{end_text(by_rank[other])}; rank {wait.rank} waits for it in {wait}"
                 if other not in seen:
                     seen.add(other)
                     queue.append(other)
     return None
 
 
-def _end_text(one: Snapshot) -> str:
+def end_text(one: Snapshot) -> str:
+    """Return how a rank ended that has failed, left, or disappeared, and where."""
     failure, left = one.status.get("failure"), one.status.get("left")
     if failure:
         where = failure.get("where") or ""
@@ -568,7 +579,7 @@ def _activity(
         return f"rank {rank} has not reported: it never arrived, or its node cannot be reached", False
     status = one.status
     if status.get("failure") or status.get("left") or not one.is_alive:
-        return _end_text(one), False
+        return end_text(one), False
     age = now - status.get("time", now)
     engines = status.get("engines", ())
     at = f" at {line}" if (line := _user_line(status.get("stack", ()))) else ""
