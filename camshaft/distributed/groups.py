@@ -61,7 +61,7 @@ class Call:
         if job.verdict is not None:
             raise job.verdict()
         if job.record is not None:
-            self._number = job.record.begin(self.group, self.ranks, self._collective, value, how, root, is_long)
+            self._number = job.record.begin(self.group, self.ranks, self._collective, value, how, root, is_long, 3)
         if job.compares_collectives:
             collective_check.compare(backend, self.group, self.ranks, self._collective, value, how, root, is_long)
 

@@ -98,6 +98,7 @@ class Watcher(Resource):
         os.set_blocking(self._wakes, False)
         self._sleeper = select.poll()
         self._sleeper.register(self._woken, select.POLLIN)
+        self._foreign: set[Path] = set()  # records of other jobs
         self._siblings: dict[int, int] = {}  # process id -> descriptor that is readable once the process has ended
         self._thread = Thread(target=self._run, name="camshaft-watcher", daemon=True)
 
@@ -215,7 +216,9 @@ class Watcher(Resource):
     def look(self, now: float) -> None:
         """Read what is new, judge, and write the status of this rank: one round."""
         self._connect()
-        local = self._local()
+        local = self._local(with_entries=False)
+        if any(_may_wait(one, now) for one in local.values()):
+            local = self._local()
         for snapshot in local.values():
             for topic, content in snapshot.status.get("news", ()):
                 self._news.setdefault(topic, content)
@@ -226,7 +229,7 @@ class Watcher(Resource):
             self._exchange(leads)
         if self._left is None:
             if leads:
-                self._answer(local)
+                self._answer()
                 self._judge(local, now)
             self._obey()
             self._report(local, now)
@@ -274,12 +277,17 @@ class Watcher(Resource):
         if self._record is not None:
             self._record.job = job
 
-    def _local(self) -> dict[int, Snapshot]:
+    def _local(self, with_entries: bool = True) -> dict[int, Snapshot]:
         """Return what the records of this node say, by rank."""
         if self._record is None:
             return {}
-        paths = find() if self._record.job else [self._record.path]
-        local = {one.rank: one for one in map(read, paths) if one is not None and one.job == self._record.job}
+        local = {}
+        for path in find() if self._record.job else [self._record.path]:
+            if path not in self._foreign and (one := read(path, with_entries)) is not None:
+                if one.job == self._record.job:
+                    local[one.rank] = one
+                elif one.job:
+                    self._foreign.add(path)
         for rank, one in local.items():
             if rank != self._rank and rank not in self._siblings and _is_here(one) and hasattr(os, "pidfd_open"):
                 with suppress(OSError):  # the process is in another namespace, or has ended
@@ -382,13 +390,13 @@ class Watcher(Resource):
             found[rank] = Snapshot(Path(), "", rank, self._size, 0, False, "", {"left": how}, ())
         return found | local
 
-    def _answer(self, local: dict[int, Snapshot]) -> None:
+    def _answer(self) -> None:
         """Answer the queries of other leaders with the records of this node."""
         for topic in [topic for topic in self._news if topic.startswith("query/") and topic not in self._answered]:
             self._answered.add(topic)
             if self._store is not None and self._news[topic] != self._rank:
                 store = PrefixStore(topic, self._store)
-                store.set(str(store.add("answers", 1)), _to_json(local, time.monotonic()))
+                store.set(str(store.add("answers", 1)), _to_json(self._local(), time.monotonic()))
 
     def _report(self, local: dict[int, Snapshot], now: float) -> None:
         """Log what this rank waits for, if it is the first on this node that has waited for long."""
@@ -439,6 +447,12 @@ def _judgement(ranks: list[Snapshot], waiting: list[int], now: float, is_lost: b
 
 def _is_here(one: Snapshot) -> bool:
     return one.is_alive and not one.status.get("left")
+
+
+def _may_wait(one: Snapshot, now: float) -> bool:
+    """Return False if a rank certainly does not wait for others, so that its collectives need not be read."""
+    is_idle = one.status.get("idle_for", 0.0) > PATIENCE or one.status.get("has_error", False)
+    return is_idle or _is_gone(one) or now - one.running_since > PATIENCE
 
 
 def _is_gone(one: Snapshot) -> bool:
