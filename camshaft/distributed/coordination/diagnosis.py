@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from camshaft import activity
 from camshaft.distributed.record import Entry, Snapshot
@@ -200,7 +201,7 @@ def _torch_groups() -> tuple[dict[str, int], dict[str, int] | None]:
         except RuntimeError:  # a backend that does not count, such as MPI's
             continue
     try:  # of torch's flight recorder, without its entries
-        states = json.loads(dist.distributed_c10d._dump_fr_trace_json(False, True))["pg_status"]  # type: ignore[attr-defined]
+        states = json.loads(c10d._dump_fr_trace_json(False, True))["pg_status"]  # type: ignore[attr-defined]
         unfinished = {
             names[name]: int(state["last_enqueued_collective"]) - max(0, int(state["last_completed_collective"]))
             for name, state in states.items()
@@ -223,7 +224,7 @@ def _waits(one: Snapshot, now: float, patience: float) -> list[_Wait]:
     running = [entry for entry in one.entries if entry.ended is None and (_members(entry.group, one) is not None)]
     # Where other threads call collectives, those that they are in do not tell what the main thread may still call.
     if any(
-        now - entry.began > patience and (not status or (status["time"] > entry.began and entry.line in stack))
+        now - entry.began > patience and (not status or (status.get("time", 0.0) > entry.began and entry.line in stack))
         for entry in running
     ):
         return [
