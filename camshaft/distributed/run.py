@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from itertools import count
+from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any
 
@@ -168,6 +169,7 @@ def _start(backend: Backend, debug: bool | None, hang_report_after: float = 60.0
     collective_check.enable_if(debug, backend)
     atexit.unregister(_close_at_exit)
     atexit.register(_close_at_exit)  # registered last, called first: before a backend waits there for the other ranks
+    Finalize(None, _close_at_exit, exitpriority=1)  # processes of multiprocessing end without a call of the former
 
 
 def _on_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -93,6 +93,7 @@ class Watcher(Resource):
         self._next_query = self._next_report = 0.0
         self._num_waits = 0  # for an explanation, on other threads
         self._has_told, self._has_verdict = Event(), Event()
+        self._failed_level = logging.WARNING
         self._lock = Lock()
         self._woken, self._wakes = os.pipe()
         os.set_blocking(self._wakes, False)
@@ -204,7 +205,8 @@ class Watcher(Resource):
                 try:
                     self.look(now)
                 except Exception:  # the job must not end because nobody watches it
-                    logger.warning("the watcher of rank %d could not look", self._rank, exc_info=True)
+                    level, self._failed_level = self._failed_level, logging.DEBUG  # log it once
+                    logger.log(level, "the watcher of rank %d could not look", self._rank, exc_info=True)
                 due = now + (URGENT if self._num_waits else PERIOD)
             pause = due - time.monotonic()
             with self._lock:
@@ -217,7 +219,7 @@ class Watcher(Resource):
         """Read what is new, judge, and write the status of this rank: one round."""
         self._connect()
         local = self._local(with_entries=False)
-        if any(_may_wait(one, now) for one in local.values()):
+        if any(self._may_wait(one, now) for one in local.values()):
             local = self._local()
         for snapshot in local.values():
             for topic, content in snapshot.status.get("news", ()):
@@ -351,6 +353,13 @@ class Watcher(Resource):
             logger.error("%s", text)
         self._suspicion = text
 
+    def _may_wait(self, one: Snapshot, now: float) -> bool:
+        """Return False if a rank certainly does not wait for others, so that its collectives need not be read."""
+        if _is_gone(one) or one.status.get("has_error"):
+            return True
+        idle_for: float = one.status.get("idle_for", 0.0)
+        return max(idle_for, now - one.running_since) > min(PATIENCE, self._report_after)
+
     def _obey(self) -> None:
         """Make this rank raise what was announced."""
         job = self._backend.job
@@ -447,12 +456,6 @@ def _judgement(ranks: list[Snapshot], waiting: list[int], now: float, is_lost: b
 
 def _is_here(one: Snapshot) -> bool:
     return one.is_alive and not one.status.get("left")
-
-
-def _may_wait(one: Snapshot, now: float) -> bool:
-    """Return False if a rank certainly does not wait for others, so that its collectives need not be read."""
-    is_idle = one.status.get("idle_for", 0.0) > PATIENCE or one.status.get("has_error", False)
-    return is_idle or _is_gone(one) or now - one.running_since > PATIENCE
 
 
 def _is_gone(one: Snapshot) -> bool:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
-
-import pytest
 
 from camshaft.distributed.backends.serial import SerialBackend
 from camshaft.distributed.coordination.watcher import Watcher
@@ -32,10 +30,3 @@ def watching(store: Any, rank: int = 0, size: int = 2) -> Iterator[Watcher]:
         yield Watcher.of(backend)
     finally:
         backend.job.close()
-
-
-@pytest.fixture
-def watcher_at() -> Iterator[Callable[..., Watcher]]:
-    """Return what :func:`watching` does; the watchers end with the test."""
-    with ExitStack() as stack:
-        yield lambda store, rank=0, size=2: stack.enter_context(watching(store, rank, size))

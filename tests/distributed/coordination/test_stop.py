@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from camshaft.distributed.coordination.stop import StopInStore
-from tests.distributed.coordination.stand_in import watcher_at  # noqa: F401  # a fixture
 
 
 @pytest.fixture(autouse=True)

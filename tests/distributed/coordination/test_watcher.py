@@ -177,7 +177,7 @@ def test_different_collectives_end_both_ranks():
 
 @on_ranks(2)
 def test_ranks_of_different_nodes_learn_of_each_other_through_the_store():
-    def own(watcher):  # no rank sees the record of another one
+    def own(watcher, with_entries=True):  # no rank sees the record of another one
         return {watcher._rank: module.read(watcher._record.path)}
 
     with mock.patch.object(Watcher, "_local", own):
@@ -188,7 +188,7 @@ def test_ranks_of_different_nodes_learn_of_each_other_through_the_store():
 
 @on_ranks(2)
 def test_a_node_that_does_not_answer_is_named():
-    def own(watcher):
+    def own(watcher, with_entries=True):
         return {watcher._rank: module.read(watcher._record.path)}
 
     with mock.patch.object(Watcher, "_local", own), mock.patch.object(module, "ANSWER", 1.0):
