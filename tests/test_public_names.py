@@ -144,6 +144,7 @@ PUBLIC: dict[str, list[str]] = {
         "ParamScheduler",
         "PiecewiseLinear",
         "PiecewiseLinearStateScheduler",
+        "Preemption",
         "ProgressBar",
         "ReduceLROnPlateauScheduler",
         "RunningAverage",
@@ -159,6 +160,7 @@ PUBLIC: dict[str, list[str]] = {
         "attach_metrics",
         "create_lr_scheduler_with_warmup",
         "global_step_from_engine",
+        "stop_together",
     ],
     "camshaft.handlers.param_scheduler": [
         "BaseParamScheduler",

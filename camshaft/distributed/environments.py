@@ -185,6 +185,11 @@ def _read_slurm(environ: Mapping[str, str]) -> Launch | None:
     )
 
 
+def slurm_job(environ: Mapping[str, str]) -> str | None:
+    """Return the number of the Slurm job that this process belongs to, or ``None``."""
+    return environ.get("SLURM_JOB_ID")
+
+
 def _slurm_address(nodelist: str, host_of_srun: str | None) -> str:
     """Return the first host of a node list, or where that is not a host name, the best guess: the host of srun."""
     host = first_host(nodelist)

@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
 
@@ -104,6 +105,7 @@ class Engine(Serializable, Generic[Batch, Output]):
         self._counters = (0, 0)  # of the state at that time; if the user has changed them since, they count
         self._run: Run | None = None  # also while it is paused
         self._next_data: Iterable[Any] | None = None
+        self._surroundings: list[Callable[[Any], AbstractContextManager[object]]] = []  # of each call of run
         self._is_traced = False  # whether each firing is logged
         # Values in the state that the engine inferred. The user did not request them: they do not bind the next run.
         self._inferred: dict[str, int | None] = {}
@@ -358,7 +360,10 @@ class Engine(Serializable, Generic[Batch, Output]):
         if state.max_iters is not None:
             self._inferred["max_epochs"] = state.max_epochs
         self._next_data = None
-        self._proceed()
+        with ExitStack() as surroundings:
+            for surrounding in self._surroundings:
+                surroundings.enter_context(surrounding(self))
+            self._proceed()
         return state
 
     def _begin(self, request: Request) -> None:

@@ -25,6 +25,7 @@ from camshaft.handlers.param_scheduler import (
     ReduceLROnPlateauScheduler,
     create_lr_scheduler_with_warmup,
 )
+from camshaft.handlers.preemption import Preemption
 from camshaft.handlers.state_param_scheduler import (
     ExpStateScheduler,
     LambdaStateScheduler,
@@ -33,6 +34,7 @@ from camshaft.handlers.state_param_scheduler import (
     StateParamScheduler,
     StepStateScheduler,
 )
+from camshaft.handlers.stopping import stop_together
 from camshaft.handlers.stores import EpochOutputStore
 from camshaft.handlers.tensorboard_logger import TensorboardLogger
 from camshaft.handlers.terminate_on_nan import TerminateOnNan
@@ -74,6 +76,7 @@ __all__ = [
     "ParamScheduler",
     "PiecewiseLinear",
     "PiecewiseLinearStateScheduler",
+    "Preemption",
     "ProgressBar",
     "ReduceLROnPlateauScheduler",
     "RunningAverage",
@@ -89,4 +92,5 @@ __all__ = [
     "attach_metrics",
     "create_lr_scheduler_with_warmup",
     "global_step_from_engine",
+    "stop_together",
 ]

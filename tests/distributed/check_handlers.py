@@ -14,7 +14,7 @@ import torch
 
 import camshaft.distributed as idist
 from camshaft.engine import Engine, Events
-from camshaft.handlers import Checkpoint, DiskSaver, EarlyStopping, TerminateOnNan
+from camshaft.handlers import Checkpoint, DiskSaver, EarlyStopping, TerminateOnNan, stop_together
 from tests.distributed.check_training import SAMPLES, model_of, numbers_of
 from tests.distributed.checking import check, equal, place, same
 
@@ -88,3 +88,20 @@ def without_improvement_every_rank_stops_at_the_end_of_the_epoch() -> None:
     trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run([0]))
     trainer.run(range(SAMPLES), max_epochs=9)
     equal((trainer.state.epoch, trainer.state.iteration), (3, 3 * SAMPLES))
+
+
+@check
+def a_rank_that_requests_a_stop_in_a_step_stops_all_after_the_same_iteration() -> None:
+    rank, size = place()
+
+    def step(engine: Engine[int, Any], batch: int) -> None:
+        idist.all_reduce(1)
+        if batch == 3 and rank == size - 1:
+            stop()
+
+    trainer = Engine(step)
+    stop = stop_together(trainer)
+    trainer.run(range(10_000))
+    ended = idist.all_gather(trainer.state.iteration)
+    equal(set(ended if size > 1 else [trainer.state.iteration]), {trainer.state.iteration})
+    assert 4 <= trainer.state.iteration < 10_000

@@ -182,8 +182,9 @@ def test_groups_of_other_ranks_are_told_apart_when_an_id_is_used_again(record: R
     record.begin(held, [0], "barrier", None, "", None)
     del held
     assert alive() is None
-    for ranks in ([0], [1], [0]):  # id() of these is often the same
-        record.begin(list(ranks), ranks, "barrier", None, "", None)
+    later = Held()  # as if three groups had the same id one after the other
+    for ranks in ([0], [1], [0]):
+        record.begin(later, ranks, "barrier", None, "", None)
     assert [(entry.group, entry.sequence) for entry in snapshot(record).entries] == [
         ("[0]", 1),
         ("[0]", 2),

@@ -15,9 +15,9 @@ from camshaft import distributed as idist
 from camshaft.distributed.coordination.stop import StopInStore
 from camshaft.distributed.coordination.watcher import Watcher
 from camshaft.engine import Engine, Events, create_supervised_trainer
-from camshaft.handlers import EarlyStopping, TerminateOnNan, TimeLimit
+from camshaft.handlers import EarlyStopping, TerminateOnNan, TimeLimit, stop_together
 from camshaft.handlers.stopping import StopTogether
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, run_on_ranks
 
 
 def threads():
@@ -176,6 +176,80 @@ def test_a_single_process_adds_no_handlers(monkeypatch):
     counts = []
     engine.run(range(10))
     assert (engine.state.iteration, counts, threads()) == (2, [0], [])
+
+
+# --- stop_together --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("how", ["step", "handler", "thread", "evaluation", "all"])
+def test_any_rank_stops_all(size, how):
+    run_on_ranks(size, stop_on_last_rank, how)
+
+
+def stop_on_last_rank(how):
+    trainer = Engine(lambda engine, batch: stop_in_step(together(batch)))
+    evaluator = Engine(lambda engine, batch: stop() if batch == 1 and how == "evaluation" and calls else None)
+    stop = stop_together(trainer)
+    calls = how == "all" or idist.get_rank() == idist.get_world_size() - 1
+
+    def stop_in_step(batch):
+        if calls and how == "step" and batch == 4:
+            stop()
+
+    if calls and how in ("handler", "all"):
+        trainer.add_event_handler(Events.GET_BATCH_COMPLETED(once=5), stop)
+    if calls and how == "thread":
+        thread = threading.Timer(0.05, stop)
+        trainer.add_event_handler(Events.ITERATION_STARTED(once=5), thread.start)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=5), lambda: evaluator.run(range(3)))
+    ended = []
+    trainer.add_event_handler(Events.TERMINATE | Events.COMPLETED, lambda: ended.append(trainer.last_event_name.name))
+    trainer.run(range(1_000_000))
+    last = trainer.state.iteration
+    assert idist.all_gather(last) == [last] * idist.get_world_size()
+    assert 5 <= last < 1_000_000
+    assert ended == ["TERMINATE", "COMPLETED"]
+    assert threads() == []
+    trainer.run(range(3))  # nothing is left of the stop
+    assert trainer.state.iteration == (last // 1_000_000) + 3
+
+
+@pytest.mark.parametrize(
+    ("event", "last"),
+    [
+        (Events.GET_BATCH_STARTED(once=3), 4),
+        (Events.ITERATION_STARTED(once=3), 3),
+        (Events.ITERATION_COMPLETED(once=4), 4),
+        (Events.EPOCH_COMPLETED(once=1), 4),
+    ],
+)
+def test_a_single_process_completes_the_iteration_and_the_epoch(event, last):
+    trainer = Engine(lambda engine, batch: batch)
+    epochs = []
+    trainer.add_event_handler(event, stop_together(trainer))
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: epochs.append(trainer.state.epoch))
+    assert trainer.run(range(4), max_epochs=3).iteration == last
+    assert epochs == [1][: last // 4]
+
+
+def test_a_paused_run_can_be_stopped_when_it_continues():
+    trainer = Engine(lambda engine, batch: batch)
+    stop = stop_together(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), trainer.interrupt)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), stop)
+    trainer.run(range(10))
+    with pytest.raises(RuntimeError, match="stop was called while the engine is not running"):
+        stop()
+    assert trainer.run().iteration == 4
+
+
+def test_stop_together_needs_an_engine_and_a_run():
+    with pytest.raises(TypeError, match="engine must be an Engine, got None"):
+        stop_together(None)
+    stop = stop_together(Engine(lambda engine, batch: None))
+    with pytest.raises(RuntimeError, match="stop was called while the engine is not running"):
+        stop()
 
 
 # --- NaN and infinity ---------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+import camshaft.distributed as idist
+from camshaft.engine import Engine, Events
+from camshaft.handlers import Checkpoint, Preemption
+from tests.distributed.check_handlers import folder
 from tests.mpi.checking import check, place, same
 
 
@@ -144,3 +149,17 @@ def fsdp_matches_ddp() -> None:
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     same(wrapped(lambda model: fully_shard(model, mesh=mesh)), wrapped(DistributedDataParallel))
+
+
+@check
+def preemption_by_a_signal_to_one_rank() -> None:
+    rank, size = place()
+    trainer: Engine[int, Any] = Engine(lambda engine, batch: idist.all_reduce(1))
+    if rank == size - 1:
+        trainer.add_event_handler(Events.ITERATION_STARTED(once=3), lambda: signal.raise_signal(signal.SIGUSR1))
+    with folder() as path:
+        preemption = Preemption(Checkpoint({"trainer": trainer}, path))
+        preemption.attach(trainer)
+        trainer.run(range(10_000))
+        assert preemption.signal == signal.SIGUSR1
+        assert [file.name for file in path.glob("*.pt")] == [f"trainer_{trainer.state.iteration}.pt"]

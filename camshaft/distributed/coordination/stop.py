@@ -21,44 +21,62 @@ _PATIENCE = 10.0  # seconds to wait for a rank that does not answer: it may not 
 logger = logging.getLogger(__name__)
 
 
-def common_stop(name: str, step: int) -> CommonStop | None:
+def common_stop(name: str, step: int) -> CommonStop:
     """Take part in the stops that any rank may request.
 
     Args:
         name: of what stops, the same on all ranks; the ranks call this equally often for each name.
         step: the step that this rank is in, or begins next.
-
-    Returns:
-        ``None`` for a single process, which can stop at any time.
     """
     backend = current()
     topology, job = backend.topology, backend.job
     if topology.world_size == 1:
-        return None
+        return CommonStop()
     store = backend.store()
     if store is None:
-        return CommonStop()
+        return StopByCollective()
     watcher = job.resource(Watcher, PrefixStore(f"camshaft/{job.number}/watcher", store))
     topic = job.unique_name(f"stop/{name}")
     return StopInStore(watcher, topic, PrefixStore(topic, store), topology.rank, topology.world_size, step)
 
 
 class CommonStop:
-    """Decides before each step whether it may begin; this one by a collective, for backends without a store."""
+    """Decides before each step whether it may begin; this one in a single process."""
 
     def __init__(self) -> None:
-        self._is_wanted = False
+        self._reason = 0
 
-    def want(self) -> None:
-        """Request to stop as soon as all ranks can do so after the same step."""
-        self._is_wanted = True
+    def want(self, reason: int = 1) -> None:
+        """Request to stop as soon as all ranks can do so after the same step, for a reason above 0."""
+        self._reason = reason
 
     def may_begin(self, step: int) -> bool:
         """Return True if a step may begin; once a stop was requested, wait for the ranks to agree on the last step."""
-        return not all_reduce(int(self._is_wanted), "MAX")
+        return not self._reason
+
+    def settle(self) -> int:
+        """Begin no more steps; return the reason why the ranks stop, the same on all, or 0 if the run just ended."""
+        return self._reason
 
     def leave(self) -> None:
-        """Begin no more steps."""
+        """Begin no more steps, and wait for nobody."""
+
+
+class StopByCollective(CommonStop):
+    """A collective before each step, for backends without a store."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._wanted = 0
+
+    def want(self, reason: int = 1) -> None:
+        """Request to stop."""
+        self._wanted = reason
+
+    def may_begin(self, step: int) -> bool:
+        """Return True if no rank has requested to stop."""
+        self._reason = all_reduce(self._wanted, "MAX")
+        return not self._reason
 
 
 class StopInStore(CommonStop):
@@ -66,7 +84,8 @@ class StopInStore(CommonStop):
 
     Once a stop is announced, a rank begins no further step and reports the one that it is in. The furthest of all is
     the last step: the ranks before it proceed to it, and no rank waits within a step for one that has stopped earlier.
-    The last rank to leave deletes all keys.
+    If the run of a rank ended before it learned of the stop, the others stop, too, but without a reason, as that rank
+    knows none. The last rank to leave deletes all keys.
 
     Args:
         watcher: of the job.
@@ -78,6 +97,7 @@ class StopInStore(CommonStop):
     """
 
     def __init__(self, watcher: Watcher, topic: str, store: Store, rank: int, size: int, step: int) -> None:
+        super().__init__()
         self._watcher, self._topic, self._store = watcher, topic, store
         self._rank, self._keys, self._step = rank, [f"at/{other}" for other in range(size)], step
         self._lock = Lock()  # of the next two
@@ -88,11 +108,12 @@ class StopInStore(CommonStop):
         self._is_known = Event()
         watcher.watch(topic, self._agree)
 
-    def want(self) -> None:
+    def want(self, reason: int = 1) -> None:
         """Begin no further step, and announce the stop."""
         with self._lock:
             self._is_closed = True
         try:
+            self._store.set("reason", str(reason))
             self._watcher.announce(self._topic)
         except dist.DistError:  # the other ranks have gone, and the store with them: stop after the current step
             self._last = self._step if self._last is None else self._last
@@ -107,13 +128,20 @@ class StopInStore(CommonStop):
         self._is_known.wait()
         return self._last is None or step <= self._last
 
+    def settle(self) -> int:
+        """Report that this rank has stopped, and wait for the others if a stop was announced before."""
+        with suppress(dist.DistError):
+            if not self._report(has_left=True):
+                self._is_known.wait()
+        return self._reason
+
     def leave(self) -> None:
         """Report where this rank has stopped."""
         self._watcher.forget(self._topic)
         with suppress(dist.DistError):
-            self._report()
+            self._report(has_left=True)
             if self._store.add("left", 1) == len(self._keys):
-                for key in (*self._keys, "reported", "left", "last"):
+                for key in (*self._keys, "reason", "reported", "left", "last"):
                     self._store.delete_key(key)
 
     def _agree(self) -> float:
@@ -131,20 +159,31 @@ class StopInStore(CommonStop):
                 there = [key for key in self._keys if not is_late or self._store.check([key])]
                 if len(there) < len(self._keys):
                     missing = [rank for rank, key in enumerate(self._keys) if key not in there]
-                    logger.warning("ranks %s did not respond: the run stops without them", missing)
-                self._store.compare_set("last", "", str(max(map(int, self._store.multi_get(there)))))
-            self._last = int(self._store.get("last"))
+                    logger.warning("ranks %s did not respond to %s: the run stops without them", missing, self._topic)
+                steps, has_left = zip(*(map(int, found.split()) for found in self._store.multi_get(there)), strict=True)
+                reason = b"0" if any(has_left) else self._store.get("reason")
+                self._store.compare_set("last", "", f"{max(steps)} {reason.decode()}")
+            self._last, self._reason = map(int, self._store.get("last").split())
         except dist.DistError as error:
             logger.info("the ranks could not agree on the last step: %s", error)
         self._is_known.set()
         return math.inf
 
-    def _report(self) -> None:
-        """Report the step that this rank is in; it begins no further one before the last step is known."""
+    def _report(self, has_left: bool = False) -> bool:
+        """Report the step that this rank is in; it begins no further one before the last step is known.
+
+        Args:
+            has_left: whether the run of this rank has ended.
+
+        Returns:
+            Whether the rank leaves without knowing of a stop.
+        """
         with self._lock:
+            has_left = has_left and not self._is_closed
             if self._has_reported:
-                return
+                return False
             self._has_reported = self._is_closed = True
             step = self._step
-        self._store.set(self._keys[self._rank], str(step))
+        self._store.set(self._keys[self._rank], f"{step} {has_left:d}")
         self._store.add("reported", 1)
+        return has_left

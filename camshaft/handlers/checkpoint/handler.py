@@ -234,6 +234,7 @@ class Checkpoint(Serializable):
         self.ext = "pt"
         self._background = BackgroundSave()
         self._saved: list[Item] = []
+        self._last_save: tuple[Any, int] | None = None  # its event and iteration
         # A handler may overwrite what others saved before it was made, or got its record, as a resumed run does; but of
         # two handlers that write the same file at the same time, each would remove that of the other.
         self._may_overwrite = _owners.copy()
@@ -258,6 +259,15 @@ class Checkpoint(Serializable):
                 saved to the same file since this one was made. If the run is over, as on ``COMPLETED``, the latter is
                 only a warning, and the file is overwritten.
         """
+        self._save(engine)
+
+    def save_after(self, event: Any, engine: Engine[Any, Any]) -> None:
+        """Save whatever the step, unless the last save was on this event of this iteration; wait for the file."""
+        if self._last_save != (event, engine.state.iteration):
+            self._save(engine, always=True)
+        self._background.settle()
+
+    def _save(self, engine: Engine[Any, Any], always: bool = False) -> None:
         self._background.settle()
         step = engine.state.iteration if self.score_function is None else None
         if self.global_step_transform is not None:
@@ -266,7 +276,7 @@ class Checkpoint(Serializable):
             score, priority = None, _as_priority(step, "global_step_transform")
         else:
             score = priority = _as_priority(self.score_function(engine), "score_function")
-        if not self._is_wanted(priority):
+        if not always and not self._is_wanted(priority):
             return
         name = name_of(self.to_save)
         filename = self._filename(name, score, step)
@@ -305,6 +315,7 @@ class Checkpoint(Serializable):
         else:
             save(checkpoint)
             announce()
+        self._last_save = engine.last_event_name, engine.state.iteration
 
     def reload_objects(
         self, to_load: Mapping[str, Any], load_kwargs: Mapping[str, Any] | None = None, **filename_components: Any
@@ -384,7 +395,7 @@ class Checkpoint(Serializable):
         new, lowest = _comparable(priority), _comparable(self._saved[0].priority)
         if new < lowest and self.score_function is None:
             text = "nothing was saved: the step is smaller than those of all checkpoints kept"
-            warnings.warn(f"{text}; call reset() before an engine is restarted from 0", stacklevel=3)
+            warnings.warn(f"{text}; call reset() before an engine is restarted from 0", stacklevel=4)
         return new > lowest or (self.greater_or_equal and new == lowest)
 
     def _filename(self, name: str, score: Any = None, global_step: Any = None) -> str:
@@ -420,7 +431,7 @@ class Checkpoint(Serializable):
             problem = f"two Checkpoints write the same file '{path}': {hint}"
             if not is_over:
                 raise ValueError(problem)
-            warnings.warn(f"{problem}. The run is over, so the file is overwritten", stacklevel=3)
+            warnings.warn(f"{problem}. The run is over, so the file is overwritten", stacklevel=4)
         if (owner := _owners.get(path, self)) is not self:
             owner._background.wait()
         _owners[path] = self

@@ -59,3 +59,48 @@ def test_a_rank_that_has_left_is_not_waited_for():
     assert time.monotonic() - began < 5
     stops[1].leave()
     assert store.num_keys() == 1
+
+
+@pytest.mark.parametrize("wants", [[5, None, None], [None, 3, 4]])
+def test_all_ranks_learn_the_same_reason(wants):
+    store, size = dist.HashStore(), len(wants)
+
+    def run(rank):
+        stop = StopInStore(Watcher(PrefixStore("watcher", store)), "stop", PrefixStore("stop", store), rank, size, 0)
+        step = 0
+        while stop.may_begin(step + 1):
+            step += 1
+            time.sleep(0.002)
+            if step == wants[rank]:
+                stop.want(10 + rank)
+        reason = stop.settle()
+        stop.leave()
+        return reason
+
+    with ThreadPoolExecutor(size) as pool:
+        reasons = list(pool.map(run, range(size), timeout=30))
+    assert len(set(reasons)) == 1
+    assert reasons[0] in [10 + rank for rank in range(size) if wants[rank]]
+    assert store.num_keys() == 1
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_no_rank_has_a_reason_if_one_had_ended_before_it_knew(is_first):
+    store = dist.HashStore()
+    one, other = (
+        StopInStore(Watcher(PrefixStore("watcher", store)), "stop", PrefixStore("stop", store), rank, 2, 0)
+        for rank in range(2)
+    )
+    assert one.may_begin(3)
+    assert other.may_begin(3)
+    if is_first:
+        assert one.settle() == 0
+        one.leave()
+    other.want(7)
+    assert not other.may_begin(4)  # waits for the answer of the watcher, or finds that of the rank
+    assert other.settle() == (0 if is_first else 7)
+    other.leave()
+    if not is_first:
+        assert one.settle() == 7  # although its run has ended by itself meanwhile
+        one.leave()
+    assert store.num_keys() == 1
