@@ -533,6 +533,8 @@ def end_text(one: Snapshot) -> str:
         where = failure.get("where") or ""
         place = "" if "iteration" in where or "iteration" in failure["error"] else _place(one, "")
         return ", ".join(text for text in (f"rank {one.rank} failed first: {failure['error']}", where, place) if text)
+    if left and not one.entries:
+        return f"rank {one.rank} {left}"
     how = left or "process was killed or crashed"
     whose = f"rank {one.rank}" if left else f"rank {one.rank}'s"
     last = next((entry for entry in one.entries if entry.ended is None), one.entries[-1] if one.entries else None)

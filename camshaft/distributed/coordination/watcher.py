@@ -327,7 +327,7 @@ class Watcher(Resource):
         topic, content = json.loads(entry)
         self._num_read += 1
         self._listed.add(topic)
-        self._news.setdefault(topic, content)
+        self._news[topic] = content  # that of the first of those who announced it
 
     # --- judging ---------------------------------------------------------------------------------------------
 
@@ -395,7 +395,8 @@ class Watcher(Resource):
             return None
         self._query = None
         for rank in missing:
-            how = self._store.get(f"left/{rank}").decode() if self._store.check([f"left/{rank}"]) else None
+            has_left = self._store.check([f"left/{rank}"])
+            how = self._store.get(f"left/{rank}").decode() if has_left else "does not answer, nor does its node"
             found[rank] = Snapshot(Path(), "", rank, self._size, 0, False, "", {"left": how}, ())
         return found | local
 
@@ -439,11 +440,11 @@ def _failure(error: BaseException, rank: int) -> dict[str, Any]:
 
 def _judgement(ranks: list[Snapshot], waiting: list[int], now: float, is_lost: bool) -> tuple[str, str | None]:
     """Return why the job cannot proceed, if that is certain: the kind of verdict, and its text."""
-    if is_lost and (text := diagnosis.mismatch(ranks, now)):
-        return "diverged", text
     with_error = [one.rank for one in ranks if one.rank in waiting and one.status.get("has_error")]
     patience = 0.0 if with_error else PATIENCE
     if text := diagnosis.stopped(ranks, now, patience):
+        return "diverged", text
+    if (is_lost or with_error) and (text := diagnosis.mismatch(ranks, now)):
         return "diverged", text
     for rank in waiting:
         if cause := diagnosis.departed(ranks, rank, now, patience):
