@@ -739,8 +739,8 @@ def test_a_rank_that_waits_for_reductions_inside_backward():
 
     def look():
         status = {}
-        for _ in range(4):
-            time.sleep(0.3)
+        while status.get("idle_for", 0.0) < 1.5:
+            time.sleep(0.4)
             status = describe(main, status)
         found.append(status)
         store.set(f"{rank}", "seen")
@@ -750,7 +750,7 @@ def test_a_rank_that_waits_for_reductions_inside_backward():
     thread.start()
     if rank == 1:
         while not store.check(["0", "1"]):  # store.wait would keep the thread from using it
-            time.sleep(0.01)
+            time.sleep(0.2)
     model(torch.ones(2, 4)).sum().backward()
     thread.join()
     ((name, number),) = found[0]["torch"].items()
@@ -761,5 +761,4 @@ def test_a_rank_that_waits_for_reductions_inside_backward():
     assert numbers[0][1] == {"0: all": numbers[0][0] - numbers[1][0]}
     assert numbers[1][1] == {}
     if rank == 0:
-        assert found[0]["idle_for"] > 0
         assert _is_in_backward(found[0]["stack"])
