@@ -28,6 +28,20 @@ class RankDivergenceError(RuntimeError):
     """The ranks diverge: they call different collectives, or some cannot reach a collective that others wait in."""
 
 
+class RankFailedError(RuntimeError):
+    """Another rank has failed first, or has left the job, so this one cannot proceed.
+
+    The cause of the error is the traceback of that rank, if it had one.
+    """
+
+
+class RemoteTraceback(Exception):
+    """The traceback of an error on another rank, as text."""
+
+    def __str__(self) -> str:
+        return f"\n\n{self.args[0]}"
+
+
 class DamagedCheckpointError(RuntimeError):
     """A checkpoint is not what was saved: it is truncated, changed or missing."""
 

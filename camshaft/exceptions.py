@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from camshaft.errors import DamagedCheckpointError, NotComputableError, RankDivergenceError
+from camshaft.errors import DamagedCheckpointError, NotComputableError, RankDivergenceError, RankFailedError
 
-__all__ = ["DamagedCheckpointError", "NotComputableError", "RankDivergenceError"]
+__all__ = ["DamagedCheckpointError", "NotComputableError", "RankDivergenceError", "RankFailedError"]

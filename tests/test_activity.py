@@ -512,7 +512,7 @@ def test_a_long_run_in_another_thread_is_ended():
         except Lost as error:
             caught.append(error)
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, daemon=True)  # does not end if the test fails
     thread.start()
     assert started.wait(30)
     other = Engine(lambda engine, batch: time.sleep(0))

@@ -40,10 +40,10 @@ def inside(*names: str) -> tuple[str, ...]:
     return tuple(f"camshaft.distributed.{name}" for name in names)
 
 
-CONTRACT = (*inside("backend", "topology"), *LEAVES)
+CONTRACT = (*inside("backend", "record", "topology"), *LEAVES)
 ENVIRONMENTS, LAUNCH = inside("environments"), inside("launch")
-RECORD, DIAGNOSIS = inside("record"), inside("coordination.diagnosis")
-VALUES, WATCHER = inside("values"), inside("coordination.watcher")
+RECORD, VALUES = inside("record"), inside("values")
+WATCHER = inside("coordination.watcher", "coordination.diagnosis")
 WAITING, CHECK = inside("coordination.waiting"), inside("coordination.collective_check")
 
 # allowed imports inside `distributed`, from the bottom up
@@ -54,11 +54,11 @@ IN_DISTRIBUTED: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], 
     (ENVIRONMENTS, (*inside("topology"), *LEAVES), ()),
     (LAUNCH, (*DISTRIBUTED, *LEAVES), inside("backends.*")),
     (RECORD, (*inside("topology"), *LEAVES), ()),
-    (DIAGNOSIS, (*RECORD, *LEAVES), ()),
-    ((*VALUES, *WATCHER, *WAITING), CONTRACT, ()),
+    ((*VALUES, *WAITING), CONTRACT, ()),
+    (WATCHER, (*WATCHER, *WAITING, *CONTRACT), ()),
     (CHECK, (*VALUES, *WAITING, *CONTRACT), ()),
-    (inside("run"), (*inside("registry", "environments", "backends.serial"), *CHECK, *CONTRACT), ()),
-    (inside("groups"), (*CHECK, *WAITING, *CONTRACT), ()),
+    (inside("run"), (*inside("registry", "environments", "backends.serial"), *CHECK, *WATCHER, *CONTRACT), ()),
+    (inside("groups"), (*CHECK, *WATCHER, *WAITING, *CONTRACT), ()),
     (inside("ranks"), (*inside("groups", "run"), *WAITING, *CONTRACT), ()),
     (inside("collectives", "point_to_point"), (*inside("groups", "run"), *VALUES, *WAITING, *CONTRACT), ()),
     (

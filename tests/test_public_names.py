@@ -114,7 +114,7 @@ PUBLIC: dict[str, list[str]] = {
         "RemovableEventHandle",
         "State",
     ],
-    "camshaft.exceptions": ["DamagedCheckpointError", "NotComputableError", "RankDivergenceError"],
+    "camshaft.exceptions": ["DamagedCheckpointError", "NotComputableError", "RankDivergenceError", "RankFailedError"],
     "camshaft.handlers": [
         "BaseParamScheduler",
         "BasicTimeProfiler",

@@ -6,7 +6,7 @@ import inspect
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 
+from camshaft.distributed.record import Record
 from camshaft.distributed.topology import Topology
 
 
@@ -87,12 +88,16 @@ class Job:
         groups: the groups created from lists of ranks.
         compares_collectives: whether the debug mode is on.
         number: of the job in this process, for keys in a store that may outlive it; 0 until the job has started.
+        record: the flight record of this rank, ``None`` in a single process.
+        verdict: returns the error that every collective raises, once a rank has failed or the ranks have diverged.
     """
 
     def __init__(self) -> None:
         self.number = 0
         self.groups: dict[tuple[int, ...], Group] = {}
         self.compares_collectives = False
+        self.record: Record | None = None
+        self.verdict: Callable[[], RuntimeError] | None = None
         self._names: Counter[str] = Counter()
         self._resources: dict[type[Resource], Any] = {}
         self._process = os.getpid()
@@ -108,6 +113,10 @@ class Job:
             self._resources[kind] = kind(*args)
         found: R = self._resources[kind]
         return found
+
+    def find(self, kind: type[R]) -> R | None:
+        """Return the resource of a kind, if there is one."""
+        return self._resources.get(kind)
 
     def has(self, kind: type[Resource]) -> bool:
         """Return True if the job has a resource of a kind."""
@@ -265,9 +274,9 @@ class Backend(ABC):
         """
         return None
 
-    def left(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return how each of the ranks that have left the run did so, as far as this is known."""
-        return {}
+    def job_name(self) -> str | None:
+        """Return what names this job where it has no store, the same on all its ranks; ``None`` if nothing does."""
+        return None
 
     def release(self) -> None:  # noqa: B027  # Horovod and XLA have no such call
         """Make the operations in progress on this rank fail with an error, from another thread.

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from camshaft.distributed.backend import Backend, Group, check_known
 from camshaft.distributed.coordination import collective_check
 from camshaft.distributed.coordination.waiting import alone, check_all_present
-from camshaft.errors import RankDivergenceError, annotate, check_type
+from camshaft.distributed.coordination.watcher import Watcher
+from camshaft.errors import RankDivergenceError, RankFailedError, annotate, check_type
 
 _SEQUENCES = (list, tuple, range)
 _OPTIONS = tuple(inspect.signature(dist.new_group).parameters)[1:]
-_OUR_OWN = (RankDivergenceError, NotImplementedError)
 _HINT = (
     "set CAMSHAFT_DEBUG=1 to compare the ranks' calls before each collective, and see which rank called what, and where"
 )
@@ -36,24 +36,34 @@ class Call:
         ValueError: ``group`` is not a group.
     """
 
-    __slots__ = ("_backend", "_collective", "group", "is_member", "ranks")
+    __slots__ = ("_backend", "_collective", "_number", "group", "is_member", "ranks")
 
     def __init__(self, collective: str, backend: Backend, group: Any) -> None:
         self._collective = collective
         self._backend = backend
+        self._number = 0
         self.group, self.ranks = _resolve(backend, group)
         self.is_member = group is None or backend.topology.rank in self.ranks
 
     def begin(self, value: Any = None, how: str = "", root: Any = None, is_long: bool = False) -> None:
-        """Check on members that the collective can complete; for the arguments see :func:`collective_check.compare`.
+        """Check on members that the collective can complete, and record it; for the arguments see :meth:`Record.begin`.
 
         Raises:
             RankDivergenceError: not all ranks can be here or, in debug mode, they call something else.
+            RankFailedError: another rank has failed.
         """
-        if self.is_member:
-            check_all_present(self._collective, self.ranks, self._backend.topology.rank)
-            if (backend := self._backend).job.compares_collectives:
-                collective_check.compare(backend, self.group, self.ranks, self._collective, value, how, root, is_long)
+        if not self.is_member:
+            return
+        backend = self._backend
+        job = backend.job
+        if alone.get() is not None:
+            check_all_present(self._collective, self.ranks, backend.topology.rank)
+        if job.verdict is not None:
+            raise job.verdict()
+        if job.record is not None:
+            self._number = job.record.begin(self.group, self.ranks, self._collective, value, how, root, is_long, 3)
+        if job.compares_collectives:
+            collective_check.compare(backend, self.group, self.ranks, self._collective, value, how, root, is_long)
 
     def require_member(self) -> None:
         """Raise ``RankDivergenceError`` on a rank that is not in the group."""
@@ -87,16 +97,20 @@ class Call:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None:
-            among = f", among the ranks {list(self.ranks)}" if self.ranks else ""
-            rank = self._backend.topology.rank
-            explain(error, self._backend, self.ranks, f"in {self._collective} on rank {rank}{among}")
+        try:
+            if error is not None:
+                among = f", among the ranks {list(self.ranks)}" if self.ranks else ""
+                rank = self._backend.topology.rank
+                explain(error, self._backend, self.ranks, f"in {self._collective} on rank {rank}{among}")
+        finally:
+            if self._number:
+                self._backend.job.record.end(self._number)  # type: ignore[union-attr]  # there is one
 
 
 def enter(collective: str, backend: Backend, group: Any, value: Any = None, how: str = "", root: Any = None) -> Call:
     """Begin a collective: :class:`Call` and :meth:`Call.begin`."""
     call = Call(collective, backend, group)
-    if backend.job.compares_collectives or alone.get() is not None:  # else there is nothing to check
+    if backend.name is not None or alone.get() is not None:  # else nothing is checked or recorded
         call.begin(value, how, root)
     return call
 
@@ -138,29 +152,29 @@ def explain(error: BaseException, backend: Backend, ranks: Sequence[int], where:
     """Add to an error where it was raised, and replace one of a library that only reports a closed connection.
 
     Raises:
-        RankDivergenceError: some of the ranks have left the job; it names them.
+        RankFailedError: another rank has failed or left before.
+        RankDivergenceError: the ranks called different collectives.
     """
     annotate(error, where)
-    if _is_of_library(error):
-        if text := _departures(backend, ranks):
-            raise RankDivergenceError(f"{text}, {where}") from error
-        if not backend.job.compares_collectives and len(ranks) > 1:  # the calls may differ
-            annotate(error, _HINT)
+    found = explained(error, backend)
+    if found is not error:
+        annotate(found, where)
+        raise found from found.__cause__
+    is_other = isinstance(error, (RankDivergenceError, RankFailedError, NotImplementedError))
+    if isinstance(error, RuntimeError) and not is_other and not backend.job.compares_collectives and len(ranks) > 1:
+        annotate(error, _HINT)
 
 
-def annotate_departures(error: BaseException, backend: Backend) -> None:
-    """Note on an error from anywhere, for example the backward pass of DDP, which ranks have left the job."""
-    if _is_of_library(error) and (text := _departures(backend, backend.members(None))):
-        annotate(error, text)
+def explained(error: BaseException, backend: Backend) -> BaseException:
+    """Return the error to raise in place of one of a library, if another rank has failed before."""
+    watcher = backend.job.find(Watcher)
+    return error if watcher is None else watcher.explained(error)
 
 
-def _is_of_library(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and not isinstance(error, _OUR_OWN)
-
-
-def _departures(backend: Backend, ranks: Sequence[int]) -> str:
-    found = "; ".join(f"rank {rank} {how}" for rank, how in backend.left(ranks).items())
-    return found and f"{found}; every rank must take part in each collective"
+def failing(error: BaseException, backend: Backend) -> BaseException:
+    """Publish that an error ends this rank, before it has any consequences; return the error to raise."""
+    watcher = backend.job.find(Watcher)
+    return error if watcher is None else watcher.fail(error)
 
 
 def _resolve(backend: Backend, group: Any) -> tuple[Group | None, Sequence[int]]:

@@ -41,7 +41,7 @@ from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
 
 from camshaft.distributed import environments
 from camshaft.distributed.backend import Backend, check_known
-from camshaft.distributed.groups import annotate_departures
+from camshaft.distributed.groups import failing
 from camshaft.distributed.ranks import get_local_rank
 from camshaft.distributed.registry import module_of
 from camshaft.distributed.run import abandon, current, finalize, install
@@ -58,7 +58,8 @@ _PATIENCE = 10.0  # seconds that the launcher of a failed job has to end it
 # on the nodes of the job. The user's own settings take precedence.
 _ON_THIS_MACHINE = {"HYDRA_LAUNCHER": "fork", "PRTE_MCA_ras": "^slurm"}
 
-Task: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # a function and its arguments
+Task: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], dict[str, Any]]
+"""A function, its arguments, and the options of `install`."""
 
 # With join=False, processes and their store outlive the last reference that the caller holds.
 _running: set[Processes] = set()
@@ -88,7 +89,8 @@ def spawn(
             and for the processes ``join``, ``daemon`` and ``start_method``: ``"fork"`` by default in a notebook, where
             each process then computes with one thread, as the threads of the parent do not survive a fork. ``"mpi"``:
             ``timeout`` and ``device``. ``"horovod"``: ``hosts``, ``timeout`` and the options of ``horovod.run``.
-            ``"xla-tpu"``: ``start_method`` and ``spmd``. All accept ``debug``, as :func:`initialize` does.
+            ``"xla-tpu"``: ``start_method`` and ``spmd``. All accept ``debug`` and ``hang_report_after``, as
+            :func:`initialize` does.
 
     Returns:
         ``None``; with ``join=False`` an object whose ``join(timeout=None)`` waits for the processes.
@@ -107,7 +109,8 @@ def spawn(
     check_positive("nproc_per_node", nproc_per_node)
     starters: dict[str, Any] = {"mpi": _spawn_mpi, "horovod": _spawn_horovod, "xla-tpu": _spawn_xla}
     start = starters.get(backend, _spawn)
-    return start(backend, (fn, tuple(args), dict(kwargs_dict or {})), nproc_per_node, **kwargs)
+    common = {name: kwargs.pop(name) for name in ("debug", "hang_report_after") if name in kwargs}
+    return start(backend, (fn, tuple(args), dict(kwargs_dict or {}), common), nproc_per_node, **kwargs)
 
 
 # --- what each process does ------------------------------------------------------------------------------------------
@@ -133,9 +136,9 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Failure:
-        """Describe the exception that is being handled."""
+        """Describe an exception."""
         notes = getattr(error, "__notes__", ()) if sys.version_info < (3, 11) else ()
-        text = "".join([traceback.format_exc(), *(f"{note}\n" for note in notes)])
+        text = "".join([*traceback.format_exception(error), *(f"{note}\n" for note in notes)])
         code = exit_code(error) if isinstance(error, SystemExit) else None
         return cls(time.monotonic(), rank, os.getpid(), code, text)
 
@@ -170,7 +173,7 @@ class Failure:
 
 def work(
     rank: int,
-    load: Callable[[], tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], dict[str, Any]]],
+    load: Callable[[], Any],
     create: Callable[..., Backend],
     report: Callable[[Failure], None],
 ) -> None:
@@ -178,14 +181,13 @@ def work(
 
     Args:
         rank: rank to report.
-        load: returns the function, its arguments, and the options of the backend, including ``debug``.
+        load: returns a task, followed by the options of the backend.
         create: called with these options.
         report: called with a failure before the exception propagates, so before it has any consequences.
     """
     try:
-        function, args, kwargs, options = load()
-        debug = options.pop("debug", None)
-        install(lambda: create(**options), debug)
+        function, args, kwargs, common, options = load()
+        install(lambda: create(**options), **common)
         try:
             function(get_local_rank(), *args, **kwargs)
         except SystemExit as error:
@@ -193,9 +195,11 @@ def work(
                 raise
         finalize()
     except BaseException as error:  # KeyboardInterrupt, too
-        annotate_departures(error, current())
-        report(Failure.of(error, rank))
-        raise
+        found = failing(error, current())
+        report(Failure.of(found, rank))
+        if found is error:
+            raise
+        raise found from found.__cause__
 
 
 def exit_code(error: SystemExit) -> int:
@@ -245,7 +249,6 @@ def _spawn(
     join: bool = True,
     daemon: bool = False,
     start_method: str | None = None,
-    debug: bool | None = None,
     **options: Any,
 ) -> Processes | None:
     """Start the processes of a backend of torch.distributed on this node, and wait for them."""
@@ -261,7 +264,7 @@ def _spawn(
     by_address = init_method is None or init_method.startswith("env://")
     hosts_store = by_address and nnodes == 1 and master_port is None
     node_rank, world_size = node_rank or 0, nnodes * nproc_per_node
-    all_options = {"init_method": init_method, "debug": debug, **options}
+    all_options = {"init_method": init_method, **options}
     processes = Processes()
     try:
         with socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN) as server:
@@ -465,7 +468,7 @@ def _spawn_mpi(name: str, task: Task, nproc_per_node: int, nnodes: int = 1, node
             f"nnodes must be 1 for backend {name!r}, got {nnodes}: to use several nodes, start the script with mpiexec "
             "and a host file, without nproc_per_node"
         )
-    check_known(options, ("debug", "device", "timeout"), f"spawn on backend {name!r}")
+    check_known(options, ("debug", "device", "hang_report_after", "timeout"), f"spawn on backend {name!r}")
     # That of the MPI library in this environment comes first.
     places = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
     if (mpiexec := shutil.which("mpiexec", path=places)) is None:
@@ -517,7 +520,6 @@ def _spawn_horovod(
     nnodes: int = 1,
     node_rank: int = 0,
     timeout: timedelta | None = None,
-    debug: bool | None = None,
     **options: Any,
 ) -> None:
     """Start processes with ``horovod.run``, and wait for them; see :func:`camshaft.distributed.spawn`.
@@ -533,7 +535,7 @@ def _spawn_horovod(
     # raises for unknown options
     inspect.signature(import_module("horovod").run).bind(print, num_proc=nproc_per_node, **options)
     try:  # with cloudpickle, as Horovod itself does: it accepts functions of the main module
-        pickled = import_module("cloudpickle").dumps((*task, {"timeout": timeout, "debug": debug}))
+        pickled = import_module("cloudpickle").dumps((*task, {"timeout": timeout}))
     except Exception as error:
         raise not_picklable(task, error) from error
     # In a process of its own, as it replaces signal handlers and leaves servers running.
@@ -615,14 +617,13 @@ def _spawn_xla(
     master_port: int | str | None = None,
     start_method: str = "fork",
     spmd: bool = False,
-    debug: bool | None = None,
     **unknown: Any,
 ) -> None:
     """Start one process, which is this one, or one per device of this machine; see :func:`camshaft.distributed.spawn`.
 
     The runtime finds other nodes by itself: ``node_rank``, ``master_addr`` and ``master_port`` have no effect.
     """
-    check_known(unknown, ("debug", "spmd", "start_method"), f"spawn on backend {name!r}")
+    check_known(unknown, ("debug", "hang_report_after", "spmd", "start_method"), f"spawn on backend {name!r}")
     import torch_xla.distributed.xla_multiprocessing as xla_multiprocessing
     import torch_xla.runtime as runtime
 
@@ -631,7 +632,7 @@ def _spawn_xla(
             f"nproc_per_node must be 1 {'with spmd=True' if spmd else 'on CPUs'}, got {nproc_per_node}; spmd=True "
             "makes one process use all devices"
         )
-    arguments = (name, (*task, {"spmd": spmd, "debug": debug}), (nproc_per_node, nnodes))
+    arguments = (name, (*task, {"spmd": spmd}), (nproc_per_node, nnodes))
     if spmd:
         _run_xla_rank(0, *arguments)
     else:

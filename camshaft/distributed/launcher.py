@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from camshaft.distributed.environments import detect
-from camshaft.distributed.groups import annotate_departures
+from camshaft.distributed.groups import failing
 from camshaft.distributed.launch import check_nodes, check_positive, spawn
 from camshaft.distributed.ranks import get_local_rank, get_rank, get_world_size
 from camshaft.distributed.registry import available_backends, choose, module_of
@@ -112,10 +112,12 @@ class Parallel:
             if error is None:
                 finalize()
             else:
-                annotate_departures(error, current())
-                if isinstance(error, Exception):
-                    _record_for_torchrun(error)
+                found = failing(error, current())
+                if isinstance(found, Exception):
+                    _record_for_torchrun(found)
                 abandon()  # other ranks may be gone
+                if found is not error:
+                    raise found from found.__cause__
             if is_first:
                 self._logger.info("%r is finalized", self.backend)
 

@@ -13,6 +13,7 @@ import errno
 import itertools
 import json
 import logging
+import math
 import mmap
 import os
 import socket
@@ -111,6 +112,7 @@ class Snapshot:
         host: name of its machine.
         status: as last written by :meth:`Record.write_status`; empty if there is none.
         entries: the last collectives, at most 64, oldest first.
+        running_since: when the oldest of them that has not completed began, infinity if all have.
     """
 
     path: Path
@@ -122,6 +124,7 @@ class Snapshot:
     host: str
     status: dict[str, Any]
     entries: tuple[Entry, ...]
+    running_since: float = math.inf
 
     @property
     def last(self) -> Entry | None:
@@ -344,10 +347,14 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_after_fork)
 
 
-def read(path: Path) -> Snapshot | None:
+def read(path: Path, with_entries: bool = True) -> Snapshot | None:
     """Return what a record says, or ``None`` if there is none at a path, or not one of this user.
 
     It may be written meanwhile. Entries that are being replaced are left out.
+
+    Args:
+        path: the file.
+        with_entries: whether to read the collectives, which takes longer than the rest.
     """
     try:
         with _opened(path) as (file, is_own):
@@ -356,6 +363,11 @@ def read(path: Path) -> Snapshot | None:
             if os.pread(file, len(_MAGIC), 0) != _MAGIC or not isinstance(header, dict):
                 return None
             status = _read_area(file, _STATUS, _STATUS_BYTES)
+            rows = [
+                row
+                for row in _ENTRY.iter_unpack(os.pread(file, _NUM_ENTRIES * _ENTRY.size, _ENTRIES))
+                if row[0] == row[-1] != 0
+            ]
             return Snapshot(
                 path=path,
                 job=str(header["job"]),
@@ -365,7 +377,8 @@ def read(path: Path) -> Snapshot | None:
                 is_alive=is_alive,
                 host=str(header["host"]),
                 status=status if isinstance(status, dict) else {},
-                entries=_read_entries(file),
+                entries=_entries(file, rows) if with_entries else (),
+                running_since=min((began for _, _, began, ended, *_ in rows if not ended), default=math.inf),
             )
     except _UNREADABLE:
         return None
@@ -498,13 +511,10 @@ def _read_area(file: int, start: int, size: int, attempts: int = _ATTEMPTS) -> A
     return None
 
 
-def _read_entries(file: int) -> tuple[Entry, ...]:
-    """Return the entries that are complete, and whose texts are still there."""
+def _entries(file: int, rows: Iterable[tuple[Any, ...]]) -> tuple[Entry, ...]:
+    """Return the entries whose texts are still there."""
     entries, texts = [], dict[int, Any]()
-    for row in _ENTRY.iter_unpack(os.pread(file, _NUM_ENTRIES * _ENTRY.size, _ENTRIES)):
-        number, sequence, began, ended, stamp, number_again = row
-        if number == 0 or number != number_again:
-            continue
+    for number, sequence, began, ended, stamp, _ in rows:
         if stamp not in texts:
             texts[stamp] = _read_area(file, _TEXTS + _slot(stamp) * _TEXT_BYTES, _TEXT_BYTES, attempts=1)
         match texts[stamp]:

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from itertools import count
+from multiprocessing.util import Finalize
+from types import TracebackType
 from typing import Any
 
 from camshaft.distributed.backend import Backend
 from camshaft.distributed.backends.serial import SerialBackend
 from camshaft.distributed.coordination import collective_check
+from camshaft.distributed.coordination.watcher import Watcher
 from camshaft.distributed.environments import detect, infer
+from camshaft.distributed.record import Record
 from camshaft.distributed.registry import adopt, module_of, nothing_to_adopt
+from camshaft.errors import check_type
 
+logger = logging.getLogger("camshaft.distributed")
 _serial = SerialBackend()
 _process: Backend = _serial
 _initialized = False
 _scoped: ContextVar[Backend | None] = ContextVar("camshaft_backend", default=None)
 _local_rank: int | None = None
 _job_numbers = count(1)
+_previous_hook = sys.__excepthook__
 
 
 def current() -> Backend:
@@ -38,13 +47,15 @@ def current() -> Backend:
     return _detected()
 
 
-def initialize(backend: str, *, debug: bool | None = None, **kwargs: Any) -> None:
+def initialize(backend: str, *, debug: bool | None = None, hang_report_after: float = 60.0, **kwargs: Any) -> None:
     """Join the other processes of this job.
 
     Args:
         backend: one of :func:`available_backends`.
         debug: compare the calls of the ranks before each collective; ``None`` reads the environment
             variable ``CAMSHAFT_DEBUG``.
+        hang_report_after: seconds that a rank waits in a collective until the log names the ranks that have not
+            arrived, and what they are doing.
         kwargs: for the backend: ``timeout``, ``init_method``, ``rank``, ``world_size``, ``device`` and, for backends of
             torch, further arguments of ``torch.distributed.init_process_group``.
 
@@ -53,10 +64,14 @@ def initialize(backend: str, *, debug: bool | None = None, **kwargs: Any) -> Non
         RuntimeError: already initialized, or the launcher's environment variables contradict each other.
         TypeError: unknown argument.
     """
-    install(lambda: module_of(backend).create(backend, detect(os.environ), local_rank=_local_rank, **kwargs), debug)
+    install(
+        lambda: module_of(backend).create(backend, detect(os.environ), local_rank=_local_rank, **kwargs),
+        debug,
+        hang_report_after,
+    )
 
 
-def install(create: Callable[[], Backend], debug: bool | None = None) -> None:
+def install(create: Callable[[], Backend], debug: bool | None = None, hang_report_after: float = 60.0) -> None:
     """Make the backend that a function creates the current one, until :func:`finalize`.
 
     Raises:
@@ -65,9 +80,12 @@ def install(create: Callable[[], Backend], debug: bool | None = None) -> None:
     global _process, _initialized
     if _initialized:
         raise RuntimeError(f"already initialized with backend {_process.name!r}: call finalize first")
+    check_type("hang_report_after", hang_report_after, (int, float), "a number of seconds")
+    if not hang_report_after > 0:
+        raise ValueError(f"hang_report_after must be above 0, got {hang_report_after}")
     _process = create()
     _initialized = True
-    _start(_process, debug)
+    _start(_process, debug, hang_report_after)
 
 
 def finalize() -> None:
@@ -136,12 +154,32 @@ def _detected() -> Backend:
     return _process
 
 
-def _start(backend: Backend, debug: bool | None) -> None:
-    backend.job.number = next(_job_numbers)  # here, which all ranks reach, not where a rank first needs it
+def _start(backend: Backend, debug: bool | None, hang_report_after: float = 60.0) -> None:
+    job, topology = backend.job, backend.topology
+    job.number = next(_job_numbers)  # here, which all ranks reach, not where a rank first needs it
+    if topology.world_size > 1:
+        try:
+            job.record = Record(topology.rank, topology.world_size)
+        except OSError as error:
+            logger.warning("rank %d has no flight record: %s", topology.rank, error)
+        Watcher.of(backend, job.record, hang_report_after)
+        if sys.excepthook is not _on_uncaught:
+            global _previous_hook
+            _previous_hook, sys.excepthook = sys.excepthook, _on_uncaught
     collective_check.enable_if(debug, backend)
     atexit.unregister(_close_at_exit)
     atexit.register(_close_at_exit)  # registered last, called first: before a backend waits there for the other ranks
+    Finalize(None, _close_at_exit, exitpriority=1)  # processes of multiprocessing end without a call of the former
+
+
+def _on_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Publish an error that ends this process before its traceback is written."""
+    watcher = _process.job.find(Watcher)
+    found = error if watcher is None else watcher.fail(error)
+    _previous_hook(type(found), found, found.__traceback__)
 
 
 def _close_at_exit() -> None:
+    if watcher := _process.job.find(Watcher):
+        watcher.leave("has exited: it returned, or called sys.exit()")
     _process.job.close()

@@ -13,15 +13,16 @@ from torch import nn
 
 from camshaft import distributed as idist
 from camshaft.distributed.coordination.stop import StopInStore
-from camshaft.distributed.coordination.watcher import Watcher
 from camshaft.engine import Engine, Events, create_supervised_trainer
 from camshaft.handlers import EarlyStopping, TerminateOnNan, TimeLimit, stop_together
 from camshaft.handlers.stopping import StopTogether
+from tests.distributed.coordination.stand_in import watching
 from tests.ranks import on_ranks, run_on_ranks
 
 
-def threads():
-    return [thread for thread in threading.enumerate() if thread.name == "camshaft-watcher"]
+def watchers():
+    """Return the number of watchers' threads: one in a job of several ranks, whatever is attached."""
+    return len([thread for thread in threading.enumerate() if thread.name == "camshaft-watcher"])
 
 
 def together(batch):
@@ -47,7 +48,7 @@ def test_all_ranks_stop_after_the_same_iteration():
     engine.run(range(100_000), max_epochs=1)
     assert idist.all_gather(engine.state.iteration) == [engine.state.iteration] * 3
     assert 5 <= engine.state.iteration < 100_000
-    assert threads() == []
+    assert watchers() == 1
 
 
 @on_ranks(2)
@@ -86,7 +87,7 @@ def test_a_stop_at_the_end_of_an_epoch():
     iterations = idist.all_gather(trainer.state.iteration)
     assert iterations[0] == iterations[1]
     assert 12 <= iterations[0] <= 13  # at the end of the epoch, unless the other rank had started the next one
-    assert threads() == []
+    assert watchers() == 1
 
 
 @on_ranks(2)
@@ -121,12 +122,12 @@ def test_a_completed_run_leaves_no_thread_and_a_second_run_can_be_stopped():
     stopping = StopTogether()
     stopping.attach(engine)
     engine.run(range(5))
-    assert (engine.state.iteration, threads()) == (5, [])
+    assert (engine.state.iteration, watchers()) == (5, 1)
     engine.state.max_epochs = None
     engine.state.iteration = engine.state.epoch = 0
     engine.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: stopping.stop(engine))
     engine.run(range(5))
-    assert (idist.all_gather(engine.state.iteration), threads()) == ([2, 2], [])
+    assert (idist.all_gather(engine.state.iteration), watchers()) == ([2, 2], 1)
 
 
 @on_ranks(2)
@@ -136,7 +137,7 @@ def test_a_run_that_fails_on_one_rank_leaves_no_thread():
     stopping.attach(engine)
     with pytest.raises(ZeroDivisionError):
         engine.run(range(5))
-    assert threads() == []
+    assert watchers() == 1
 
 
 @on_ranks(2)
@@ -175,7 +176,7 @@ def test_a_single_process_adds_no_handlers(monkeypatch):
     engine.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: counts.append(len(stopping._handles)))
     counts = []
     engine.run(range(10))
-    assert (engine.state.iteration, counts, threads()) == (2, [0], [])
+    assert (engine.state.iteration, counts, watchers()) == (2, [0], 0)
 
 
 # --- stop_together --------------------------------------------------------------------------------------
@@ -210,7 +211,7 @@ def stop_on_last_rank(how):
     assert idist.all_gather(last) == [last] * idist.get_world_size()
     assert 5 <= last < 1_000_000
     assert ended == ["TERMINATE", "COMPLETED"]
-    assert threads() == []
+    assert watchers() == 1
     trainer.run(range(3))  # nothing is left of the stop
     assert trainer.state.iteration == (last // 1_000_000) + 3
 
@@ -380,7 +381,7 @@ def test_sparse_tensors_are_ignored():
 
 
 def test_a_stop_request_after_the_others_have_exited_stops_this_rank():
-    class Gone:
+    class Gone(torch.distributed.Store):
         """A store whose process has exited."""
 
         def check(self, keys):
@@ -389,11 +390,12 @@ def test_a_stop_request_after_the_others_have_exited_stops_this_rank():
         def set(self, *args):
             raise torch.distributed.DistNetworkError("Broken pipe")
 
-        compare_set = set
+        compare_set = add = set
 
     store = Gone()
-    stop = StopInStore(Watcher(store), "stop", store, rank=1, size=2, step=3)
-    stop.want()
-    assert stop.may_begin(3)
-    assert not stop.may_begin(4)
-    stop.leave()
+    with watching(store, rank=1) as watcher:
+        stop = StopInStore(watcher, "stop", store, rank=1, size=2, step=3)
+        stop.want()
+        assert stop.may_begin(3)
+        assert not stop.may_begin(4)
+        stop.leave()

@@ -10,15 +10,15 @@ makes the second after the first. If such facts form a cycle, then the ranks cal
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import re
 import socket
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby, islice
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -89,8 +89,11 @@ def describe(main_thread: int, previous: Mapping[str, Any]) -> dict[str, Any]:
         previous: what this function returned last, empty the first time.
     """
     now, used = time.monotonic(), time.process_time()
+    cpu = idle_for = 0.0
+    if previous:
+        cpu, seconds = used - previous["cpu_total"], now - previous["time"]
+        idle_for = previous["idle_for"] + seconds if cpu <= _IDLE * seconds else 0.0
     stack, doing = _stack(sys._current_frames().get(main_thread))
-    torch, unfinished = _torch_groups()
     status: dict[str, Any] = {
         "time": now,
         "host": _HERE,
@@ -98,21 +101,13 @@ def describe(main_thread: int, previous: Mapping[str, Any]) -> dict[str, Any]:
         "ended": [vars(end) for end in tuple(activity.early_ends)],
         "stack": stack,
         "doing": doing,
-        "torch": torch,
-        "unfinished": unfinished,
-        "since": now,
-        "cpu": 0.0,
+        "cpu": cpu,
         "cpu_total": used,
-        "idle_for": 0.0,
+        "idle_for": idle_for,
+        **_torch_groups(previous, idle_for > 1.0),
     }
-    if previous:
-        status["cpu"] = used - previous["cpu_total"]
-        seconds = now - previous["time"]
-        if status["cpu"] <= _IDLE * seconds:
-            status["idle_for"] = previous["idle_for"] + seconds
-        if all(status[key] == previous[key] for key in ("stack", "engines", "torch")):
-            status["since"] = previous["since"]
-    return status
+    is_same = previous and all(status[key] == previous[key] for key in ("stack", "engines", "torch"))
+    return {**status, "since": previous["since"] if is_same else now}
 
 
 def _engine(engine: Any) -> dict[str, Any]:
@@ -182,34 +177,48 @@ def _purpose(path: str, function: str) -> int | None:
     return None
 
 
-def _torch_groups() -> tuple[dict[str, int], dict[str, int] | None]:
+def _torch_groups(previous: Mapping[str, Any], is_idle: bool) -> dict[str, Any]:
     """Return how many operations torch's process groups have begun, and how many of them have not completed.
 
-    Groups are named as in ``"0: all"`` and ``"1: [0, 2]"``. The second is ``None`` where torch does not count them.
+    Groups are named as in ``"0: all"`` and ``"1: [0, 2]"``. What has not completed is ``None`` where torch does not
+    tell; it is exact only for a process that waits, since reading all of torch's flight recorder takes a while.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        return {}, {}
+        return {"torch": {}, "unfinished": {}}
     world = dist.distributed_c10d._world
     size = dist.get_world_size()
     names: dict[str, str] = {}
     begun: dict[str, int] = {}
-    for group, name in itertools.islice(tuple(world.pg_names.items()), 32):
+    for group, name in islice(tuple(world.pg_names.items()), 32):
         members = sorted(world.pg_group_ranks.get(group, ()))
         key = names[name] = f"{name}: {'all' if len(members) == size else members}"
         try:
             begun[key] = group._get_sequence_number_for_group()  # type: ignore[attr-defined]  # torch's stubs
         except RuntimeError:  # a backend that does not count, such as MPI's
             continue
-    try:  # of torch's flight recorder, without its entries
-        states = json.loads(c10d._dump_fr_trace_json(False, True))["pg_status"]  # type: ignore[attr-defined]
-        unfinished = {
-            names[name]: int(state["last_enqueued_collective"]) - max(0, int(state["last_completed_collective"]))
-            for name, state in states.items()
+    try:
+        last = _flight_recorder(False)["pg_status"]
+        ends = {
+            names[name]: [int(one["last_enqueued_collective"]), max(0, int(one["last_completed_collective"]))]
+            for name, one in last.items()
             if name in names
         }
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
-        return begun, None
-    return begun, {name: number for name, number in unfinished.items() if number > 0}
+        unfinished = {name: first - second for name, (first, second) in ends.items() if first > second}
+        is_exact = not unfinished or is_idle
+        if unfinished and is_idle:  # the last one that completed need not be the latest of those
+            if previous.get("is_exact") and previous["ends"] == ends:
+                unfinished = previous["unfinished"]
+            else:
+                entries = _flight_recorder(True)["entries"]
+                running = [one["process_group"][0] for one in entries if not one["retired"]]
+                unfinished = dict(Counter(names[name] for name in running if name in names))
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # a torch without it
+        return {"torch": begun, "unfinished": None}
+    return {"torch": begun, "unfinished": unfinished, "ends": ends, "is_exact": is_exact}
+
+
+def _flight_recorder(has_entries: bool) -> Any:
+    return json.loads(c10d._dump_fr_trace_json(has_entries, True))  # type: ignore[attr-defined]  # torch's stubs
 
 
 # --- who waits, and for whom ----------------------------------------------------------------------------------------
@@ -281,7 +290,7 @@ def _has_begun(other: Snapshot | None, wait: _Wait) -> bool | None:
     if wait.entry is None:
         return _has_begun_reduction(other, wait)
     entries = other.entries
-    last = max((entry.sequence for entry in entries if entry.group == wait.group), default=0)
+    last = next((entry.sequence for entry in reversed(entries) if entry.group == wait.group), 0)
     if last >= wait.sequence:
         return True
     if entries and entries[-1].number - entries[0].number >= len(entries):
@@ -309,6 +318,16 @@ def _missing(wait: _Wait, by_rank: Mapping[int, Snapshot]) -> list[int]:
 
 def _by_rank(snapshots: Iterable[Snapshot]) -> dict[int, Snapshot]:
     return {one.rank: one for one in sorted(snapshots, key=lambda one: one.rank)}
+
+
+def waited(one: Snapshot, now: float) -> float:
+    """Return the seconds that a rank has waited in a collective; 0 if it does not wait."""
+    return max((now - wait.since for wait in _waits(one, now, 0.0)), default=0.0)
+
+
+def mismatch(snapshots: Iterable[Snapshot], now: float) -> str | None:
+    """Return the calls that differ, of ranks some of whose processes have ended: the difference may be the cause."""
+    return _mismatch(_by_rank(snapshots), now, 0.0)
 
 
 # --- divergence -----------------------------------------------------------------------------------------------------
@@ -383,30 +402,40 @@ def _table(cells: Mapping[int, Mapping[str, str]]) -> str:
 def _deadlock(by_rank: Mapping[int, Snapshot], now: float, patience: float) -> str | None:
     """Find the ranks that wait for each other: the largest set of which each one waits for another one in it."""
     stuck = {rank: waits for rank, one in by_rank.items() if (waits := _waits(one, now, patience))}
-    while free := [rank for rank, waits in stuck.items() if not all(_is_stuck(one, stuck, by_rank) for one in waits)]:
+    while True:
+        # Once for all ranks in the same call, as the rank sees it that has been there for the longest time.
+        calls = {_key(wait): wait for wait in sorted(chain(*stuck.values()), key=lambda wait: -wait.since)}
+        culprits = {key: _culprits(wait, stuck, by_rank) for key, wait in calls.items()}
+        free = [rank for rank, waits in stuck.items() if not all(culprits[_key(wait)] for wait in waits)]
+        if not free:
+            break
         for rank in free:
             del stuck[rank]
     if not stuck:
         return None
     cells = {}
     for rank, (wait, *_) in stuck.items():
-        missing = [other for other in _missing(wait, by_rank) if other in stuck]
         if wait.entry is None:
             call = dict.fromkeys(("collective", "ranks", "how", "root", "value", "line"), "")
             call.update(collective=wait.what, ranks=wait.group.rpartition(": ")[2], line=wait.line)
         else:
             call = _cells(wait.entry)
-        cells[rank] = {**call, "waits for": _named(missing)}
+        cells[rank] = {**call, "waits for": _named(culprits[_key(wait)])}
     return f"the ranks wait for each other, and none of them can proceed:\n{_table(cells)}"
 
 
-def _is_stuck(wait: _Wait, stuck: Mapping[int, Any], by_rank: Mapping[int, Snapshot]) -> bool:
-    others = [rank for rank in wait.ranks if rank != wait.rank]
-    begun = {rank: _has_begun(by_rank.get(rank), wait) for rank in others}
-    if wait.what in _ROOTED:  # it may need only one of those that are missing
-        missing = [rank for rank in others if begun[rank] is not True]
-        return bool(missing) and all(begun[rank] is False and rank in stuck for rank in missing)
-    return any(begun[rank] is False and rank in stuck for rank in others)
+def _key(wait: _Wait) -> tuple[str, int, bool]:
+    return wait.group, wait.sequence, wait.what in _ROOTED
+
+
+def _culprits(wait: _Wait, stuck: Mapping[int, Any], by_rank: Mapping[int, Snapshot]) -> list[int]:
+    """Return the ranks without which a call cannot complete and which have not begun it, if they cannot proceed."""
+    if wait.what not in _ROOTED:
+        members = set(wait.ranks)
+        return [rank for rank in stuck if rank in members and _has_begun(by_rank[rank], wait) is False]
+    missing = _missing(wait, by_rank)  # it may need only one of them
+    are_stuck = all(rank in stuck and _has_begun(by_rank[rank], wait) is False for rank in missing)
+    return missing if are_stuck else []
 
 
 # --- ranks that stopped or ended ------------------------------------------------------------------------------------
@@ -482,7 +511,7 @@ def departed(
             causes.append(((False, one.status.get("time", now) + 1.0, one.rank), one))
     if causes:
         cause = min(causes, key=lambda found: found[0])[1]
-        return None if cause.rank == rank else (cause.rank, _end_text(cause))
+        return None if cause.rank == rank else (cause.rank, end_text(cause))
     seen, queue = {rank}, [rank]
     for current in queue:  # those that this rank waits for, and those that they wait for
         for wait in _waits(by_rank[current], now, patience) if current in by_rank else ():
@@ -490,19 +519,22 @@ def departed(
                 if _has_begun(by_rank.get(other), wait) is None:
                     continue
                 if by_rank[other].status.get("left"):
-                    return other, f"{_end_text(by_rank[other])}; rank {wait.rank} waits for it in {wait}"
+                    return other, f"{end_text(by_rank[other])}; rank {wait.rank} waits for it in {wait}"
                 if other not in seen:
                     seen.add(other)
                     queue.append(other)
     return None
 
 
-def _end_text(one: Snapshot) -> str:
+def end_text(one: Snapshot) -> str:
+    """Return how a rank ended that has failed, left, or disappeared, and where."""
     failure, left = one.status.get("failure"), one.status.get("left")
     if failure:
         where = failure.get("where") or ""
         place = "" if "iteration" in where or "iteration" in failure["error"] else _place(one, "")
         return ", ".join(text for text in (f"rank {one.rank} failed first: {failure['error']}", where, place) if text)
+    if left and not one.entries:
+        return f"rank {one.rank} {left}"
     how = left or "process was killed or crashed"
     whose = f"rank {one.rank}" if left else f"rank {one.rank}'s"
     last = next((entry for entry in one.entries if entry.ended is None), one.entries[-1] if one.entries else None)
@@ -569,7 +601,7 @@ def _activity(
         return f"rank {rank} has not reported: it never arrived, or its node cannot be reached", False
     status = one.status
     if status.get("failure") or status.get("left") or not one.is_alive:
-        return _end_text(one), False
+        return end_text(one), False
     age = now - status.get("time", now)
     engines = status.get("engines", ())
     at = f" at {line}" if (line := _user_line(status.get("stack", ()))) else ""
@@ -612,7 +644,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _spans(ranks: Sequence[int]) -> Iterator[str]:
-    for _, group in itertools.groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
+    for _, group in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
         span = [rank for _, rank in group]
         yield str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}"
 

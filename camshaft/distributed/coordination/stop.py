@@ -35,7 +35,7 @@ def common_stop(name: str, step: int) -> CommonStop:
     store = backend.store()
     if store is None:
         return StopByCollective()
-    watcher = job.resource(Watcher, PrefixStore(f"camshaft/{job.number}/watcher", store))
+    watcher = Watcher.of(backend)
     topic = job.unique_name(f"stop/{name}")
     return StopInStore(watcher, topic, PrefixStore(topic, store), topology.rank, topology.world_size, step)
 
@@ -102,7 +102,7 @@ class StopInStore(CommonStop):
         self._rank, self._keys, self._step = rank, [f"at/{other}" for other in range(size)], step
         self._lock = Lock()  # of the next two
         self._is_closed = False  # no step begins before the last one is known
-        self._has_reported = False
+        self._has_reported = self._is_wanted = False
         self._deadline: float | None = None
         self._last: int | None = None
         self._is_known = Event()
@@ -111,13 +111,10 @@ class StopInStore(CommonStop):
     def want(self, reason: int = 1) -> None:
         """Begin no further step, and announce the stop."""
         with self._lock:
-            self._is_closed = True
-        try:
+            self._is_closed = self._is_wanted = True
+        with suppress(dist.DistError):  # the other ranks have gone, and the store with them
             self._store.set("reason", str(reason))
-            self._watcher.announce(self._topic)
-        except dist.DistError:  # the other ranks have gone, and the store with them: stop after the current step
-            self._last = self._step if self._last is None else self._last
-            self._is_known.set()
+        self._watcher.announce(self._topic)
 
     def may_begin(self, step: int) -> bool:
         """Return True if no stop was announced; otherwise wait for the last step, and compare with it."""
@@ -166,6 +163,8 @@ class StopInStore(CommonStop):
             self._last, self._reason = map(int, self._store.get("last").split())
         except dist.DistError as error:
             logger.info("the ranks could not agree on the last step: %s", error)
+            if self._is_wanted:
+                self._last = self._step
         self._is_known.set()
         return math.inf
 

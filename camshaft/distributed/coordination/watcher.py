@@ -1,102 +1,510 @@
-"""The watcher of a job: one thread per process that learns what other ranks announce outside of collectives.
+"""The watcher of a job: one thread per process through which ranks learn of each other outside of collectives.
 
-Announcements are a list in the store of the job. While something is watched, the thread makes one request per second,
-which asks whether there is another entry; however many topics are watched, and however many ranks there are.
+Once a second it writes the status of its rank into the flight record, and reads the records of the ranks on its node.
+The lowest of them, the leader, also reads what ranks have announced in the store of the job, with one request, for the
+others to read in its record. What a rank announces, it appends to the store itself.
+
+The leader also judges: if a rank has failed or nobody can proceed, it announces a verdict, and every rank raises it.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import re
+import select
+import socket
+import sys
+import time
+import traceback
+import uuid
+from collections import deque
 from collections.abc import Callable
-from threading import Event, Lock, Thread, current_thread
-from typing import TypeAlias
+from contextlib import suppress
+from dataclasses import asdict, replace
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from threading import Event, Lock, Thread, get_ident, main_thread
+from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from camshaft.distributed.backend import Resource
+from camshaft import activity
+from camshaft.activity import summary
+from camshaft.distributed.backend import Backend, Resource
+from camshaft.distributed.coordination import diagnosis
+from camshaft.distributed.coordination.waiting import store_at
+from camshaft.distributed.record import Entry, Record, Snapshot, find, read
+from camshaft.errors import RankDivergenceError, RankFailedError, RemoteTraceback
 
-PERIOD = 1.0  # seconds between two requests
+PERIOD = 1.0  # seconds between two rounds
+URGENT = 0.05  # the same while this rank waits to learn why an operation failed
+PATIENCE = 3.0  # seconds that a rank waits in a collective before its node asks why
+ANSWER = 4.0  # seconds that another node has to answer
+AGAIN = 600.0  # seconds until a rank that still waits is reported again
+_LONGEST_BREAK = 60.0  # seconds between two questions of the same rank
+_LEARNING = 6.0  # seconds that a rank waits to learn why an operation failed
+_TELLING = 2.0  # seconds that a rank that leaves has to publish how
+_KEPT = 50  # announcements that a record repeats
+_MOST_NOTES, _LONGEST_TRACEBACK = 3, 8000
+_FINAL = ("failure/", "verdict")
+_OUR_OWN = (RankDivergenceError, RankFailedError, NotImplementedError)
+_LOST = re.compile("connection|socket|peer|timed? ?out|broken pipe|closed|abort|nccl|released|left", re.IGNORECASE)
+_LIBRARIES = tuple(os.path.join(os.path.dirname(str(module.__file__)), "") for module in (activity, torch))
 
 Callback: TypeAlias = Callable[[], float]
 """Runs on the watcher's thread and returns the seconds until it wants to run again; infinity for never."""
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("camshaft.distributed")
 
 
 class Watcher(Resource):
-    """Calls back when a rank has announced a topic, on every rank that watches it at that time or later.
+    """Learns what other ranks announce, and whether this one can still proceed.
 
     If the store is lost, all callbacks are called once more, and their own requests to the store fail.
 
     Args:
-        store: for the watchers of this job alone.
+        backend: of the job.
+        record: of this rank; ``None`` if there is no space for it, then nothing is known of the ranks of this node.
+        report_after: seconds that a rank waits in a collective until the log names the ranks that have not arrived.
     """
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, backend: Backend, record: Record | None, report_after: float = 60.0) -> None:
+        self._backend, self._record, self._report_after = backend, record, report_after
+        self._rank, self._size = backend.topology.rank, backend.topology.world_size
+        self._main = main_thread().ident or get_ident()
+        self._store: Store | None = None
+        self._is_connected = self._is_lost = self._is_closed = False
         self._callbacks: dict[str, Callback] = {}
-        self._announced: set[str] = set()
-        self._num_read = 0
-        self._lock = Lock()  # of the callbacks and the thread
-        self._wake = Event()
-        self._thread: Thread | None = None
+        self._news: dict[str, Any] = {}  # by topic, in the order of their announcement
+        self._num_read = 0  # entries of the store's list
+        self._listed: set[str] = set()  # topics of these entries
+        self._answered: set[str] = set()  # queries
+        self._outgoing: deque[tuple[str, Any]] = deque()
+        self._status: dict[str, Any] = {}
+        self._left: str | None = None
+        self._failure: dict[str, Any] | None = None
+        self._suspicion: str | None = None  # what the last round has found, for the next one to confirm
+        self._query: tuple[str, float] | None = None
+        self._next_query = self._next_report = 0.0
+        self._num_waits = 0  # for an explanation, on other threads
+        self._has_told, self._has_verdict = Event(), Event()
+        self._failed_level = logging.WARNING
+        self._lock = Lock()
+        self._woken, self._wakes = os.pipe()
+        os.set_blocking(self._wakes, False)
+        self._sleeper = select.poll()
+        self._sleeper.register(self._woken, select.POLLIN)
+        self._foreign: set[Path] = set()  # records of other jobs
+        self._siblings: dict[int, int] = {}  # process id -> descriptor that is readable once the process has ended
+        self._thread = Thread(target=self._run, name="camshaft-watcher", daemon=True)
+
+    @classmethod
+    def of(cls, backend: Backend, record: Record | None = None, report_after: float = 60.0) -> Watcher:
+        """Return the watcher of a job, which is started on first use."""
+        job = backend.job
+        if not job.has(Watcher):
+            watcher = job.resource(Watcher, backend, record, report_after)
+            activity.explainers.append(watcher.explained)
+            watcher._thread.start()
+        return job.resource(Watcher)
+
+    # --- announcements ---------------------------------------------------------------------------------------
 
     def watch(self, topic: str, callback: Callback) -> None:
         """Call back once a topic has been announced, by any rank, also if that was before."""
-        with self._lock:
-            self._callbacks[topic] = callback
-            if self._thread is None:
-                self._thread = Thread(target=self._run, name="camshaft-watcher", daemon=True)
-                self._thread.start()
-        if topic in self._announced:
-            self._wake.set()
+        self._callbacks[topic] = callback
+        if topic in self._news:
+            self._wake()
 
     def forget(self, topic: str) -> None:
-        """Remove the callback of a topic; the thread ends with the last one."""
+        """Do not call back any more; a call that is in progress ends first."""
         with self._lock:
             self._callbacks.pop(topic, None)
-            if self._callbacks:
-                return
-            thread, self._thread = self._thread, None
-        self._wake.set()
-        if thread is not None:
-            thread.join()
 
-    def announce(self, topic: str) -> None:
-        """Announce a topic to all ranks, including this one, which learns of it at once.
+    def announce(self, topic: str, content: Any = None) -> None:
+        """Announce a topic to all ranks, including this one, which learns of it at once."""
+        if topic not in self._news:
+            self._news[topic] = content
+            self._outgoing.append((topic, content))
+        self._has_told.clear()
+        self._wake()
 
-        Raises:
-            torch.distributed.DistError: the store is unreachable.
+    # --- failures --------------------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> BaseException:
+        """Publish that an error ends this rank, before anything else; return the error to raise.
+
+        It is another one if this rank only fails because another one has failed before.
         """
-        number = self._num_read
-        while topic not in self._announced and self._store.compare_set(str(number), "", topic).decode() != topic:
-            number += 1
-        self._wake.set()
+        found = self.explained(error)
+        if found is not error and found.__traceback__ is None:
+            found = found.with_traceback(error.__traceback__)
+        if found is error and self._backend.job.verdict is None and self._failure is None and self._left is None:
+            self._failure = _failure(error, self._rank)
+            self.announce(f"failure/{self._rank}", self._failure)
+            self._has_told.wait(_TELLING)
+            if self._rank == 0 and len(self._local()) < self._size:
+                time.sleep(2 * PERIOD)  # the store may end with this process: let the other nodes read it
+        return found
+
+    def explained(self, error: BaseException) -> BaseException:
+        """Return the verdict in place of an error of a library that only reports a closed connection."""
+        job = self._backend.job
+        if not isinstance(error, RuntimeError) or isinstance(error, _OUR_OWN) or self._is_closed:
+            return error
+        if job.verdict is None and _LOST.search(str(error)):
+            self._num_waits += 1
+            self._wake()
+            self._has_verdict.wait(_LEARNING)
+            self._num_waits -= 1
+        return error if job.verdict is None else job.verdict()
+
+    def leave(self, how: str) -> None:
+        """Publish how this rank leaves the job."""
+        if self._left is None and self._thread.is_alive():
+            self._left = how
+            self._has_told.clear()
+            self._wake()
+            self._has_told.wait(_TELLING)
 
     def close(self) -> None:
-        """End the thread."""
-        for topic in tuple(self._callbacks):
-            self.forget(topic)
+        """Publish that this rank has left the job, and end the thread."""
+        if self._is_closed:
+            return
+        with suppress(ValueError):
+            activity.explainers.remove(self.explained)
+        error = sys.exc_info()[1]
+        self.leave("has left the run without an error" if error is None else f"has left with {summary(error)}")
+        self._is_closed = True
+        self._wake()
+        if self._thread.ident is not None:
+            self._thread.join(_TELLING)
+        self._store = None
+        others = [other for rank, other in self._local().items() if rank != self._rank]
+        has_failed = self._failure is not None or self._backend.job.verdict is not None
+        is_last = not has_failed and all(not other.is_alive or other.status.get("left") for other in others)
+        if self._record is not None:
+            self._record.close(keep=not is_last)  # of a job that failed the records are kept, for --inspect
+        for other in others if is_last else ():
+            other.path.unlink(missing_ok=True)
+        for descriptor in (self._woken, self._wakes, *self._siblings.values()):
+            os.close(descriptor)
+
+    # --- the thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while self._thread is current_thread():
-            pause = self._poll()
-            if pause < 0:
-                return
-            self._wake.wait(min(pause, PERIOD))
-            self._wake.clear()
+        due = 0.0
+        while not self._is_closed:
+            now = time.monotonic()
+            if now >= due:
+                try:
+                    self.look(now)
+                except Exception:  # the job must not end because nobody watches it
+                    level, self._failed_level = self._failed_level, logging.DEBUG  # log it once
+                    logger.log(level, "the watcher of rank %d could not look", self._rank, exc_info=True)
+                due = now + (URGENT if self._num_waits else PERIOD)
+            pause = due - time.monotonic()
+            with self._lock:
+                for topic in [topic for topic in self._callbacks if topic in self._news or self._is_lost]:
+                    pause = min(pause, self._callbacks[topic]())
+            if self._sleep(pause):
+                due = 0.0
 
-    def _poll(self) -> float:
-        """Read what was announced, and call back; return the seconds until the next poll, or a negative number."""
-        is_lost = False
+    def look(self, now: float) -> None:
+        """Read what is new, judge, and write the status of this rank: one round."""
+        self._connect()
+        local = self._local(with_entries=False)
+        if any(self._may_wait(one, now) for one in local.values()):
+            local = self._local()
+        for snapshot in local.values():
+            for topic, content in snapshot.status.get("news", ()):
+                self._news.setdefault(topic, content)
+        leads = self._rank == min((rank for rank, one in local.items() if _is_here(one)), default=self._rank)
+        if any(map(_is_gone, local.values())) and self._store is not None and not _is_reachable(self._store):
+            self._is_lost = True  # torch would print a stack where it finds this out
+        if self._backend.job.verdict is None or self._outgoing or self._left is not None:
+            self._exchange(leads)
+        if self._left is None:
+            if leads:
+                self._answer()
+                self._judge(local, now)
+            self._obey()
+            self._report(local, now)
+        status = diagnosis.describe(self._main, self._status)
+        news = [item for item in self._news.items() if not item[0].startswith("query/")][-_KEPT:]
+        self._status = {**status, "news": news, "left": self._left, "failure": self._failure}
+        self._status["has_error"] = self._num_waits > 0
+        if self._record is not None:
+            self._record.write_status(self._status)
+        if not self._outgoing:
+            self._has_told.set()
+
+    def _wake(self) -> None:
+        with suppress(OSError):  # the pipe is full, or closed
+            os.write(self._wakes, b"x")
+
+    def _sleep(self, seconds: float) -> bool:
+        """Sleep; return True at once if this thread was woken, or a process on this node has ended."""
+        ready = {descriptor for descriptor, _ in self._sleeper.poll(max(0.0, seconds) * 1000)}
+        if self._woken in ready:
+            os.read(self._woken, 4096)
+        for rank in [rank for rank, descriptor in self._siblings.items() if descriptor in ready]:
+            self._sleeper.unregister(descriptor := self._siblings.pop(rank))
+            os.close(descriptor)
+        return bool(ready)
+
+    def _connect(self) -> None:
+        """Open a connection of this thread's own, and learn the name of the job."""
+        if self._is_connected:
+            return
+        self._is_connected = True
+        store = store_at(self._backend, f"camshaft/{self._backend.job.number}/watcher")
+        if store is None:
+            self._name(self._backend.job_name() or "")
+            return
         try:
-            while self._store.check([str(self._num_read)]):
-                self._announced.add(self._store.get(str(self._num_read)).decode())
-                self._num_read += 1
+            if _tcp(store) is not None:
+                store = store.clone()  # type: ignore[attr-defined]  # torch's stubs
+            self._name(store.compare_set("job", "", uuid.uuid4().hex).decode())
+        except dist.DistError as error:
+            self._lose_store(error)
+        self._store = store
+
+    def _name(self, job: str) -> None:
+        if self._record is not None:
+            self._record.job = job
+
+    def _local(self, with_entries: bool = True) -> dict[int, Snapshot]:
+        """Return what the records of this node say, by rank."""
+        if self._record is None:
+            return {}
+        local = {}
+        for path in find() if self._record.job else [self._record.path]:
+            if path not in self._foreign and (one := read(path, with_entries)) is not None:
+                if one.job == self._record.job:
+                    local[one.rank] = one
+                elif one.job:
+                    self._foreign.add(path)
+        for rank, one in local.items():
+            if rank != self._rank and rank not in self._siblings and _is_here(one) and hasattr(os, "pidfd_open"):
+                with suppress(OSError):  # the process is in another namespace, or has ended
+                    self._siblings[rank] = os.pidfd_open(one.pid)
+                    self._sleeper.register(self._siblings[rank], select.POLLIN)
+        return local
+
+    def _exchange(self, leads: bool) -> None:
+        """Append what this rank announces to the list in the store; a leader also reads that list."""
+        store = self._store
+        if store is None or self._is_lost:
+            self._outgoing.clear()
+            return
+        try:
+            while (self._outgoing or leads) and store.check([str(self._num_read)]):
+                self._take(store.get(str(self._num_read)))
+            while self._outgoing:
+                topic, content = self._outgoing[0]
+                if topic in self._listed:
+                    self._outgoing.popleft()
+                else:
+                    self._take(store.compare_set(str(self._num_read), "", json.dumps([topic, content])))
+            if self._left is not None and "left" not in self._listed:
+                store.set(f"left/{self._rank}", self._left)
+                self._listed.add("left")
         except dist.DistError as error:  # the process that serves the store has ended
-            logger.info("announcements are no longer possible: %s", error)
-            is_lost = True
-        callbacks = tuple(self._callbacks.items())
-        pauses = [callback() for topic, callback in callbacks if is_lost or topic in self._announced]
-        return -1.0 if is_lost else min(pauses, default=PERIOD)
+            self._lose_store(error)
+
+    def _lose_store(self, error: Exception) -> None:
+        logger.info("rank %d lost the store of the job: %s", self._rank, error)
+        self._is_lost = True
+        self._outgoing.clear()
+
+    def _take(self, entry: bytes) -> None:
+        topic, content = json.loads(entry)
+        self._num_read += 1
+        self._listed.add(topic)
+        self._news[topic] = content  # that of the first of those who announced it
+
+    # --- judging ---------------------------------------------------------------------------------------------
+
+    def _judge(self, local: dict[int, Snapshot], now: float) -> None:
+        """Announce a verdict if a rank of this node has disappeared, or waits for what cannot happen."""
+        if any(topic.startswith(_FINAL) for topic in self._news):
+            return
+        is_lost = any(map(_is_gone, local.values()))
+        waits = {rank: diagnosis.waited(one, now) for rank, one in local.items()}
+        waiting = [rank for rank, seconds in waits.items() if seconds > PATIENCE or local[rank].status.get("has_error")]
+        if not is_lost and not waiting:
+            self._suspicion, self._next_query = None, 0.0
+            return
+        ranks = local
+        if not is_lost and len(local) < self._size and self._store is not None and not self._is_lost:
+            gathered = self._gather(local, now, max(waits.values()))
+            if gathered is None:
+                return
+            ranks = gathered
+        kind, text = _judgement(list(ranks.values()), waiting or [self._rank], now, is_lost)
+        if text is not None and (is_lost or ranks is not local or text == self._suspicion):
+            self.announce("verdict", {"kind": kind, "text": text, "traceback": "", "time": time.time()})
+            logger.error("%s", text)
+        self._suspicion = text
+
+    def _may_wait(self, one: Snapshot, now: float) -> bool:
+        """Return False if a rank certainly does not wait for others, so that its collectives need not be read."""
+        if _is_gone(one) or one.status.get("has_error"):
+            return True
+        idle_for: float = one.status.get("idle_for", 0.0)
+        return max(idle_for, now - one.running_since) > min(PATIENCE, self._report_after)
+
+    def _obey(self) -> None:
+        """Make this rank raise what was announced."""
+        job = self._backend.job
+        final = [content for topic, content in self._news.items() if topic.startswith(_FINAL)]
+        if not final or job.verdict is not None or self._failure is not None:
+            return
+        first = min(final, key=itemgetter("time"))
+        job.verdict = partial(_error, first)
+        self._has_verdict.set()
+        self._backend.release()
+        for engine in tuple(activity.running):
+            engine._raise_soon(job.verdict())
+
+    def _gather(self, local: dict[int, Snapshot], now: float, waited: float) -> dict[int, Snapshot] | None:
+        """Ask the other nodes for their records; return those of all ranks once they have answered, or have not."""
+        assert self._store is not None
+        if self._query is None:
+            if now >= self._next_query:
+                self._next_query = now + min(waited, _LONGEST_BREAK)
+                self._query = f"query/{sum(topic.startswith('query/') for topic in self._news)}", now
+                self.announce(self._query[0], self._rank)
+            return None
+        topic, asked = self._query
+        if self._news[topic] != self._rank:  # another node has asked at the same time, and judges
+            self._query = None
+            return None
+        store = PrefixStore(topic, self._store)
+        keys = [str(number) for number in range(1, 1 + store.add("answers", 0))]
+        answers = [store.get(key) for key in keys if store.check([key])]  # one is counted before it is written
+        found = {one.rank: one for answer in answers for one in _from_json(answer, now)}
+        missing = [rank for rank in range(self._size) if rank not in found and rank not in local]
+        if missing and now - asked < ANSWER:
+            return None
+        self._query = None
+        for rank in missing:
+            has_left = self._store.check([f"left/{rank}"])
+            how = self._store.get(f"left/{rank}").decode() if has_left else "does not answer, nor does its node"
+            found[rank] = Snapshot(Path(), "", rank, self._size, 0, False, "", {"left": how}, ())
+        return found | local
+
+    def _answer(self) -> None:
+        """Answer the queries of other leaders with the records of this node."""
+        for topic in [topic for topic in self._news if topic.startswith("query/") and topic not in self._answered]:
+            self._answered.add(topic)
+            if self._store is not None and self._news[topic] != self._rank:
+                store = PrefixStore(topic, self._store)
+                store.set(str(store.add("answers", 1)), _to_json(self._local(), time.monotonic()))
+
+    def _report(self, local: dict[int, Snapshot], now: float) -> None:
+        """Log what this rank waits for, if it is the first on this node that has waited for long."""
+        own = local.get(self._rank)
+        if own is None or diagnosis.waited(own, now) < self._report_after or now < self._next_report:
+            return
+        self._next_report = now + AGAIN
+        is_first = all(
+            diagnosis.waited(one, now) < self._report_after for rank, one in local.items() if rank < self._rank
+        )
+        if is_first and (report := diagnosis.hang_report(list(local.values()), self._rank, now)):
+            logger.log(logging.WARNING if report.is_alarm else logging.INFO, "%s", report.text)
+
+
+def _failure(error: BaseException, rank: int) -> dict[str, Any]:
+    """Describe an error for the other ranks."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames
+    lines = [f"at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}"] if own else []
+    what, where = summary(error), ", ".join([*getattr(error, "__notes__", ())[:_MOST_NOTES], *lines])
+    return {
+        "kind": "failed",
+        "rank": rank,
+        "time": time.time(),
+        "error": what,
+        "where": where,
+        "text": f"rank {rank} failed first: {what}, {where}",
+        "traceback": "".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:],
+    }
+
+
+def _judgement(ranks: list[Snapshot], waiting: list[int], now: float, is_lost: bool) -> tuple[str, str | None]:
+    """Return why the job cannot proceed, if that is certain: the kind of verdict, and its text."""
+    with_error = [one.rank for one in ranks if one.rank in waiting and one.status.get("has_error")]
+    patience = 0.0 if with_error else PATIENCE
+    if text := diagnosis.stopped(ranks, now, patience):
+        return "diverged", text
+    if (is_lost or with_error) and (text := diagnosis.mismatch(ranks, now)):
+        return "diverged", text
+    for rank in waiting:
+        if cause := diagnosis.departed(ranks, rank, now, patience):
+            return "failed", cause[1]
+    for rank in with_error:
+        if gone := [one for one in ranks if one.status.get("left") and one.rank != rank]:
+            return "failed", f"{diagnosis.end_text(gone[0])}; rank {rank} lost its connection"
+    return "diverged", diagnosis.divergence(ranks, now)
+
+
+def _is_here(one: Snapshot) -> bool:
+    return one.is_alive and not one.status.get("left")
+
+
+def _is_gone(one: Snapshot) -> bool:
+    return not one.is_alive and not one.status.get("left")
+
+
+def _error(final: dict[str, Any]) -> RuntimeError:
+    """Return a new error for a verdict or a failure."""
+    if final["kind"] == "diverged":
+        return RankDivergenceError(final["text"])
+    error = RankFailedError(final["text"])
+    error.__cause__ = RemoteTraceback(final["traceback"]) if final["traceback"] else None
+    return error
+
+
+def _tcp(store: Store) -> TCPStore | None:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store if isinstance(store, TCPStore) else None
+
+
+def _is_reachable(store: Store) -> bool:
+    if (server := _tcp(store)) is None:
+        return True
+    try:
+        socket.create_connection((server.host, server.port), _TELLING).close()
+    except OSError:
+        return False
+    return True
+
+
+def _to_json(snapshots: dict[int, Snapshot], now: float) -> str:
+    """Return snapshots as text, with ages in place of times, which mean nothing on another machine."""
+    return json.dumps([asdict(_shifted(one, -now)) for one in snapshots.values()], default=str)
+
+
+def _from_json(text: bytes, now: float) -> list[Snapshot]:
+    found = [
+        Snapshot(**{**one, "entries": tuple(Entry(**entry) for entry in one["entries"])}) for one in json.loads(text)
+    ]
+    return [_shifted(one, now) for one in found]
+
+
+def _shifted(one: Snapshot, by: float) -> Snapshot:
+    """Move the times in a snapshot."""
+    entries = tuple(
+        replace(entry, began=entry.began + by, ended=None if entry.ended is None else entry.ended + by)
+        for entry in one.entries
+    )
+    times: dict[str, Any] = {name: one.status[name] + by for name in ("time", "since") if name in one.status}
+    return replace(one, entries=entries, status=one.status | times)

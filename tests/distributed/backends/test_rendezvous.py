@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -137,71 +135,6 @@ def test_a_missing_rank_0_is_logged_also_where_earlier_processes_have_met(
     assert sorted(caplog.messages) == [
         f"rank {rank} has waited 10 s for rank 0, which has not reached initialize" for rank in (1, 2)
     ]
-
-
-def test_departures_are_published_in_order_with_their_reasons() -> None:
-    store = HashStore()
-    ranks = [rendezvous.Departures(store, rank) for rank in range(4)]
-    assert ranks[0].left(range(4)) == {}
-    ranks[3].leave(SystemExit(3))
-    ranks[1].leave(None)
-    ranks[2].leave(SystemExit())
-    well = "has left the run without an error"
-    assert list(ranks[0].left(range(4)).items()) == [(3, "has failed with SystemExit: 3"), (1, well), (2, well)]
-    assert list(ranks[2].left([3, 2, 0])) == [3]
-    ranks[0].leave(None)
-
-
-def test_a_store_that_does_not_answer_blocks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers, asked = Event(), []
-
-    class Silent(HashStore):
-        """A store whose server is gone."""
-
-        def add(self, key: str, value: int) -> int:
-            asked.append(key)
-            answers.wait(PATIENCE)
-            return super().add(key, value)
-
-        def check(self, keys: list[str]) -> bool:
-            asked.append(*keys)
-            answers.wait(PATIENCE)
-            return super().check(keys)
-
-    monkeypatch.setattr(rendezvous, "_PATIENCE", 0.1)
-    departures = rendezvous.Departures(Silent(), 1)
-    assert departures.left([0]) == {}
-    departures.leave(None)
-    assert asked == ["left/0", "left"]
-    answers.set()
-
-
-def test_a_departure_is_published_also_where_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: Thread) -> None:
-        raise RuntimeError("can't create new thread at interpreter shutdown")
-
-    store = HashStore()
-    departures, other = rendezvous.Departures(store, 1), rendezvous.Departures(store, 0)
-    monkeypatch.setattr(Thread, "start", refuse)
-    departures.leave(None)
-    assert other.left([1]) == {1: "has left the run without an error"}
-    other.leave(None)
-
-
-def test_a_rank_that_has_left_holds_no_reference_to_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ``FileStore`` removes its file with the last reference."""
-
-    class Slow(Future[Any]):
-        def set_result(self, result: Any) -> None:
-            super().set_result(result)
-            time.sleep(0.2)
-
-    monkeypatch.setattr(rendezvous, "Future", Slow)
-    store = HashStore()
-    released = weakref.ref(store)
-    rendezvous.Departures(store, 0).leave(None)
-    del store
-    assert released() is None
 
 
 def test_only_one_of_two_processes_with_the_same_rank_is_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from camshaft.distributed.coordination.stop import StopInStore
-from camshaft.distributed.coordination.watcher import Watcher
 
 
 @pytest.fixture(autouse=True)
@@ -18,9 +17,9 @@ def fast(monkeypatch):
     monkeypatch.setattr("camshaft.distributed.coordination.watcher.PERIOD", 0.02)
 
 
-def run_until_stopped(store, rank, size, wants_at, pause):
+def run_until_stopped(watcher_at, store, rank, size, wants_at, pause):
     """Run steps, and return the last one."""
-    stop = StopInStore(Watcher(PrefixStore("watcher", store)), "stop", PrefixStore("stop", store), rank, size, 0)
+    stop = StopInStore(watcher_at(store, rank, size), "stop", PrefixStore("stop", store), rank, size, 0)
     step = 0
     while stop.may_begin(step + 1):
         step += 1
@@ -32,24 +31,23 @@ def run_until_stopped(store, rank, size, wants_at, pause):
 
 
 @pytest.mark.parametrize("wants", [[5, None, None], [None, 3, 4], [2, 2, 2]])
-def test_all_stop_after_the_furthest_step_and_leave_no_keys(wants):
+def test_all_stop_after_the_furthest_step_and_leave_no_keys(wants, watcher_at):
     store, size = dist.HashStore(), len(wants)
     with ThreadPoolExecutor(size) as pool:
         runs = [
-            pool.submit(run_until_stopped, store, rank, size, at, 0.001 * (1 + 3 * rank))
+            pool.submit(run_until_stopped, watcher_at, store, rank, size, at, 0.001 * (1 + 3 * rank))
             for rank, at in enumerate(wants)
         ]
         last = [run.result(timeout=30) for run in runs]
     assert len(set(last)) == 1
     assert last[0] >= max(at for at in wants if at)
-    assert store.num_keys() == 1  # the announcement
+    assert store.num_keys() == 2  # the name of the job, and the announcement
 
 
-def test_a_rank_that_has_left_is_not_waited_for():
+def test_a_rank_that_has_left_is_not_waited_for(watcher_at):
     store = dist.HashStore()
     stops = [
-        StopInStore(Watcher(PrefixStore("watcher", store)), "stop", PrefixStore("stop", store), rank, 2, 0)
-        for rank in range(2)
+        StopInStore(watcher_at(store, rank, 2), "stop", PrefixStore("stop", store), rank, 2, 0) for rank in range(2)
     ]
     assert all(stop.may_begin(3) for stop in stops)
     stops[0].leave()
@@ -58,15 +56,15 @@ def test_a_rank_that_has_left_is_not_waited_for():
     assert not stops[1].may_begin(4)
     assert time.monotonic() - began < 5
     stops[1].leave()
-    assert store.num_keys() == 1
+    assert store.num_keys() == 2
 
 
 @pytest.mark.parametrize("wants", [[5, None, None], [None, 3, 4]])
-def test_all_ranks_learn_the_same_reason(wants):
+def test_all_ranks_learn_the_same_reason(wants, watcher_at):
     store, size = dist.HashStore(), len(wants)
 
     def run(rank):
-        stop = StopInStore(Watcher(PrefixStore("watcher", store)), "stop", PrefixStore("stop", store), rank, size, 0)
+        stop = StopInStore(watcher_at(store, rank, size), "stop", PrefixStore("stop", store), rank, size, 0)
         step = 0
         while stop.may_begin(step + 1):
             step += 1
@@ -81,15 +79,14 @@ def test_all_ranks_learn_the_same_reason(wants):
         reasons = list(pool.map(run, range(size), timeout=30))
     assert len(set(reasons)) == 1
     assert reasons[0] in [10 + rank for rank in range(size) if wants[rank]]
-    assert store.num_keys() == 1
+    assert store.num_keys() == 2
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_no_rank_has_a_reason_if_one_had_ended_before_it_knew(is_first):
+def test_no_rank_has_a_reason_if_one_had_ended_before_it_knew(is_first, watcher_at):
     store = dist.HashStore()
     one, other = (
-        StopInStore(Watcher(PrefixStore("watcher", store)), "stop", PrefixStore("stop", store), rank, 2, 0)
-        for rank in range(2)
+        StopInStore(watcher_at(store, rank, 2), "stop", PrefixStore("stop", store), rank, 2, 0) for rank in range(2)
     )
     assert one.may_begin(3)
     assert other.may_begin(3)
@@ -103,4 +100,4 @@ def test_no_rank_has_a_reason_if_one_had_ended_before_it_knew(is_first):
     if not is_first:
         assert one.settle() == 7  # although its run has ended by itself meanwhile
         one.leave()
-    assert store.num_keys() == 1
+    assert store.num_keys() == 2

@@ -1,7 +1,8 @@
-"""The watcher learns what any rank announces, with one request per second whatever is attached."""
+"""The watcher: what any rank announces, with one request per second and node, and jobs that cannot proceed."""
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -9,14 +10,18 @@ from collections import Counter
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 import camshaft.distributed as idist
 from camshaft.distributed import run
+from camshaft.distributed.coordination import watcher as module
 from camshaft.distributed.coordination.watcher import Watcher
 from camshaft.engine import Engine, Events
+from camshaft.errors import RankDivergenceError, RankFailedError
 from camshaft.handlers import EarlyStopping, TerminateOnNan, TimeLimit
+from tests.distributed.coordination.stand_in import watching
 from tests.guards import outlasting
 from tests.ranks import on_ranks
 
@@ -31,81 +36,188 @@ class Counted(PrefixStore):
             requests[name] += 1
         return super().__getattribute__(name)
 
+    def clone(self):
+        return self
+
 
 @pytest.fixture
 def fast(monkeypatch):
-    monkeypatch.setattr("camshaft.distributed.coordination.watcher.PERIOD", 0.02)
+    monkeypatch.setattr(module, "PERIOD", 0.02)
 
 
 def ignore():
     return math.inf
 
 
+# --- announcements -----------------------------------------------------------------------------------------
+
+
 @on_ranks(2)
-def test_a_rank_sends_one_request_per_second_whatever_is_attached():
-    with mock.patch("camshaft.distributed.coordination.stop.PrefixStore", Counted):
+def test_one_rank_per_node_sends_one_request_per_second_whatever_is_attached():
+    with mock.patch.object(module, "PrefixStore", Counted), mock.patch.object(module, "store_at", counted_store):
         trainer = Engine(lambda engine, batch: time.sleep(0.1))
         trainer.add_event_handler(Events.ITERATION_COMPLETED, TerminateOnNan())
         trainer.add_event_handler(Events.ITERATION_COMPLETED, TimeLimit())
         EarlyStopping(3, lambda engine: 1.0, trainer).attach(Engine(lambda engine, batch: None))
-        seen, watched = [], []
-
-        @trainer.on(Events.ITERATION_COMPLETED(every=10))
-        def count():
-            seen.append(requests.total())
-            watched.append(len(run.current().job.resource(Watcher)._callbacks))
-
-        began = time.monotonic()
+        watched = []
+        trainer.add_event_handler(
+            Events.ITERATION_COMPLETED(once=1), lambda: watched.append(len(run.current().job.find(Watcher)._callbacks))
+        )
+        rank = idist.get_rank()  # which adopts the group
+        assert not outlasting(lambda: not requests)
+        time.sleep(0.5)  # both ranks know each other
+        before, began = requests.total(), time.monotonic()
         trainer.run(range(30))
         seconds = time.monotonic() - began
-    assert len([thread for thread in threading.enumerate() if thread.name == "camshaft-watcher"]) == 0
-    assert watched[-1] == 3
-    assert 1 <= seen[-1] <= 1 + seconds, (seen, seconds)
+    assert watched == [3]
+    assert len([thread for thread in threading.enumerate() if thread.name == "camshaft-watcher"]) == 1
+    assert requests.total() - before <= (1 + seconds if rank == 0 else 0), (requests, before, seconds)
     idist.barrier()
+
+
+def counted_store(backend, prefix):
+    return Counted(prefix, backend.store())
 
 
 @pytest.mark.usefixtures("fast")
 def test_a_topic_reaches_every_watcher_then_or_later():
     store, calls = dist.HashStore(), []
-    watchers = [Watcher(store) for _ in range(3)]
 
     def note(number):
         return lambda: (calls.append(number), math.inf)[1]
 
-    for number, watcher in enumerate(watchers[:2]):
-        watcher.watch("other", ignore)
-        watcher.watch("stop", note(number))
-    assert calls == []
-    watchers[0].announce("stop")
-    assert not outlasting(lambda: not {0, 1} <= set(calls))
-    watchers[2].watch("stop", note(2))
-    assert not outlasting(lambda: 2 not in calls)
-    watchers[1].announce("stop")  # again, which adds nothing
-    assert store.num_keys() == 1
-    for watcher in watchers:
-        watcher.close()
+    with watching(store, size=3) as first, watching(store, 1, 3) as second, watching(store, 2, 3) as third:
+        for number, watcher in enumerate((first, second)):
+            watcher.watch("other", ignore)
+            watcher.watch("stop", note(number))
+        assert calls == []
+        first.announce("stop")
+        assert not outlasting(lambda: not {0, 1} <= set(calls))
+        third.watch("stop", note(2))
+        assert not outlasting(lambda: 2 not in calls)
+        second.announce("stop")  # again, which adds nothing
+        time.sleep(0.1)
+        assert store.num_keys() == 2  # the name of the job, and the announcement
 
 
-@pytest.mark.usefixtures("fast")
-def test_the_thread_lives_as_long_as_something_is_watched():
-    watcher = Watcher(dist.HashStore())
+def test_the_thread_lives_as_long_as_the_job():
     before = threading.active_count()
-    for _ in range(2):
+    with watching(dist.HashStore()) as watcher:
+        assert threading.active_count() == before + 1
         watcher.watch("one", ignore)
-        watcher.watch("two", ignore)
         assert threading.active_count() == before + 1
-        watcher.forget("one")
-        assert threading.active_count() == before + 1
-        watcher.forget("two")
-        assert threading.active_count() == before
+    assert threading.active_count() == before
 
 
 def test_all_callbacks_are_called_once_the_store_is_lost():
-    class Gone:
+    class Gone(dist.Store):
         def check(self, keys):
             raise dist.DistNetworkError("connection closed")
 
-    watcher, called = Watcher(Gone()), threading.Event()
-    watcher.watch("stop", lambda: (called.set(), math.inf)[1])
-    assert called.wait(10)
-    watcher.close()
+        def compare_set(self, *arguments):
+            return b"job"
+
+    called = threading.Event()
+    with watching(Gone()) as watcher:
+        watcher.watch("stop", lambda: (called.set(), math.inf)[1])
+        assert called.wait(10)
+
+
+# --- failures ----------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_failure_ends_the_other_ranks_with_its_traceback_as_the_cause():
+    error = ValueError("no data")
+    watcher = run.current().job.find(Watcher)
+    if idist.get_rank() == 1:
+        idist.all_reduce(1)
+        assert watcher.fail(error) is error
+        return
+    idist.all_reduce(1)
+    with pytest.raises(RankFailedError, match="rank 1 failed first: ValueError: no data") as caught:
+        idist.all_reduce(1)
+    assert "ValueError: no data" in str(caught.value.__cause__)
+    with pytest.raises(RankFailedError, match="rank 1 failed first"):  # and so does every later one
+        idist.barrier()
+
+
+@on_ranks(2)
+def test_an_engine_that_calls_no_collective_ends_too():
+    watcher = run.current().job.find(Watcher)
+    if idist.get_rank() == 1:
+        watcher.fail(ValueError("no data"))
+        return
+    engine = Engine(lambda engine, batch: time.sleep(0.01))
+    with pytest.raises(RankFailedError, match="rank 1 failed first: ValueError: no data"):
+        engine.run(range(3000))
+
+
+@on_ranks(2)
+def test_only_the_first_failure_is_published():
+    watcher = run.current().job.find(Watcher)
+    if idist.get_rank() == 1:
+        watcher.fail(LookupError("first"))
+        return
+    assert not outlasting(lambda: run.current().job.verdict is None)
+    victim = RuntimeError("Connection closed by peer")
+    found = watcher.fail(victim)
+    assert isinstance(found, RankFailedError)
+    assert "LookupError: first" in str(found)
+    other = ValueError("of its own")
+    assert watcher.fail(other) is other
+    assert watcher._failure is None
+
+
+@on_ranks(2)
+def test_different_collectives_end_both_ranks():
+    with pytest.raises(RankDivergenceError, match=r"rank 0 +all_reduce(.|\n)*rank 1 +barrier"):
+        idist.barrier() if idist.get_rank() else idist.all_reduce(torch.ones(2))
+
+
+@on_ranks(2)
+def test_ranks_of_different_nodes_learn_of_each_other_through_the_store():
+    def own(watcher, with_entries=True):  # no rank sees the record of another one
+        return {watcher._rank: module.read(watcher._record.path)}
+
+    with mock.patch.object(Watcher, "_local", own):
+        idist.all_reduce(1)
+        with pytest.raises(RankDivergenceError, match=r"rank 0 +all_reduce(.|\n)*rank 1 +barrier"):
+            idist.barrier() if idist.get_rank() else idist.all_reduce(torch.ones(2))
+
+
+@on_ranks(2)
+def test_a_node_that_does_not_answer_is_named():
+    def own(watcher, with_entries=True):
+        return {watcher._rank: module.read(watcher._record.path)}
+
+    with mock.patch.object(Watcher, "_local", own), mock.patch.object(module, "ANSWER", 1.0):
+        idist.all_reduce(1)
+        if idist.get_rank() == 1:
+            run.current().job.find(Watcher)._is_closed = True  # nobody answers, and nobody has failed
+            time.sleep(8)
+            return
+        with pytest.raises(RankFailedError, match="rank 1"):
+            idist.all_reduce(1)
+
+
+@on_ranks(2)
+def test_a_long_wait_is_reported_once_with_what_the_other_rank_does():
+    run.current().job.find(Watcher)._report_after = 0.5
+    idist.all_reduce(1)
+    if idist.get_rank() == 1:
+        be_busy()
+        idist.barrier()
+        return
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())
+    logging.getLogger("camshaft.distributed").addHandler(handler)
+    idist.barrier()
+    (text,) = [text for text in texts if "has been waiting" in text]
+    assert "rank 0 has been waiting" in text
+    assert "in be_busy" in text
+
+
+def be_busy():
+    time.sleep(3.5)

@@ -20,7 +20,7 @@ from camshaft.distributed.backend import Backend, Group, Work, accelerator, chec
 from camshaft.distributed.backends.dtypes import FLOAT8, as_bytes, check_reducible, from_bytes, reduced_as
 from camshaft.distributed.backends.native import gloo
 from camshaft.distributed.backends.native.release import connections_to, release_groups
-from camshaft.distributed.backends.native.rendezvous import Departures, open_store
+from camshaft.distributed.backends.native.rendezvous import open_store
 from camshaft.distributed.topology import Launch, Topology
 
 _CPU = torch.device("cpu")
@@ -58,7 +58,6 @@ class NativeBackend(Backend):
         device: where tensors are moved from and to.
         interface: the network interface to set for gloo, if any.
         timeout: how long an operation of a group may take; torch's default if ``None``.
-        departures: which ranks have left the run, where this is known.
         assumed: the numbers of ``topology`` that are guesses.
     """
 
@@ -70,7 +69,6 @@ class NativeBackend(Backend):
         device: torch.device,
         interface: str | None = None,
         timeout: timedelta | None = None,
-        departures: Departures | None = None,
         assumed: tuple[str, ...] = (),
     ) -> None:
         config = dist.get_backend_config()
@@ -84,7 +82,6 @@ class NativeBackend(Backend):
         self._not_always_reducible = _COMPLEX if "nccl" in config else _COMPLEX | FLOAT8
         self._interface = interface
         self._timeout = timeout
-        self._departures = departures
         self._world: Any = dist.group.WORLD
         self._send_waiters: defaultdict[int, gloo.SendWaiter] = defaultdict(gloo.SendWaiter)
         self._connections = connections_to(self.store())  # without those of its clones, which are made later
@@ -234,10 +231,6 @@ class NativeBackend(Backend):
         store: Store = dist.distributed_c10d._get_default_store()
         return store
 
-    def left(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Look into the store of the run."""
-        return {} if self._departures is None else self._departures.left(ranks)
-
     def release(self) -> None:
         """Close the connections of gloo, abort the communicators of nccl, and end the waits over mpi4py.
 
@@ -249,9 +242,7 @@ class NativeBackend(Backend):
             release_groups(self.store(), self._connections)
 
     def close(self) -> None:
-        """Destroy the process groups; before that, publish that this rank has left."""
-        if self._departures is not None:
-            self._departures.leave(sys.exc_info()[1])
+        """Destroy the process groups."""
         if dist.is_initialized():
             gloo.destroy_groups()
 
@@ -320,16 +311,14 @@ def create(name: str, launch: Launch | None, local_rank: int | None = None, **op
     given = {option: value for option, value in options.items() if value is not None}
     with gloo.using(interface):
         dist.init_process_group(name, store=store, rank=rank, world_size=size, **given)
-    departures = Departures(store, rank)
     try:
         topology = _exchanged_topology(launch)
         chosen = device_of(topology.local_rank) if device is None else torch.device(device)
-        backend = NativeBackend(topology, chosen, interface, options.get("timeout"), departures)
+        backend = NativeBackend(topology, chosen, interface, options.get("timeout"))
         if (here := accelerator()) is not None and chosen.type == here.type:
             torch.accelerator.set_device_index(chosen)
         backend.barrier(None)
-    except BaseException as error:
-        departures.leave(error)
+    except BaseException:
         gloo.destroy_groups()
         raise
     return backend

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import concurrent.futures
 import json
 import logging
 import os
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -240,74 +238,6 @@ def _join(store: Store, rank: int, size: int, deadline: float, where: str) -> st
     if name and (absent := _absent(store, name, range(1, size))):
         raise _incomplete(absent, size, where)
     raise DistStoreError(f"rank 0 did not connect {where}, or another process has joined as rank {rank}")
-
-
-class Departures:
-    """Which ranks have left a run, published in its store: otherwise the others only see a closed connection.
-
-    A rank leaves when its process group is closed, at the latest when Python exits.
-
-    Args:
-        store: of this run alone.
-        rank: of this process.
-    """
-
-    def __init__(self, store: Store, rank: int) -> None:
-        self._store = store
-        self._rank = rank
-        self._process = os.getpid()
-        atexit.register(self._leave_at_exit)
-
-    def leave(self, error: BaseException | None) -> None:
-        """Publish that this rank has left, and which error made it leave."""
-        self._leave(_how(error))
-
-    def left(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return how those of the ranks that have left did so, in the order in which they left."""
-        found: dict[int, tuple[int, str]] = {}
-
-        def read() -> None:
-            try:
-                for rank in ranks:
-                    if rank != self._rank and (text := _read(self._store, f"left/{rank}")):
-                        found[rank] = tuple(json.loads(text))
-            except DistNetworkError:
-                if self._rank != 0 and 0 in ranks:
-                    found[0] = (0, "or its launcher has left the run: the store is unreachable")
-
-        _within_patience(read)
-        return {rank: how for rank, (_, how) in sorted(found.items(), key=lambda item: item[1])}
-
-    def _leave(self, how: str) -> None:
-        def publish() -> None:
-            number = self._store.add("left", 1)
-            self._store.set(f"left/{self._rank}", json.dumps((number, how)))
-            self._store.add("left", 0)  # whose answer says that the store has the rest too
-
-        atexit.unregister(self._leave_at_exit)
-        if os.getpid() == self._process:  # a forked child is not a rank
-            _within_patience(publish)
-
-    def _leave_at_exit(self) -> None:
-        error = getattr(sys, "last_value", None)  # which Python does not set for SystemExit
-        self._leave("has exited: it returned, or called sys.exit()" if error is None else _how(error))
-
-
-def _how(error: BaseException | None) -> str:
-    if error is None or (isinstance(error, SystemExit) and not error.code):
-        return "has left the run without an error"
-    text = " ".join(str(error).split())
-    return f"has failed with {type(error).__name__}: {text[:_LENGTH]}{'...' * (len(text) > _LENGTH)}"
-
-
-def _within_patience(ask: Callable[[], None]) -> None:
-    """Query the store with a short timeout: the process that hosts it may be gone."""
-    thread, result = _in_thread(ask)
-    with suppress(RuntimeError):
-        # until it has also released the store: the last reference to a FileStore removes the file
-        thread.join(_PATIENCE)
-        if result.done():
-            result.result()
 
 
 def _in_thread(function: Callable[[], T]) -> tuple[Thread, Future[T]]:
