@@ -217,10 +217,10 @@ def test_a_preempted_job_is_requeued_and_resumes_with_the_next_sample(cluster, t
             time.sleep(0.1)
 
     for number in range(1, signals + 1):
-        wait_until(lambda: count("begin") == 2 * number)
+        wait_until(lambda number=number: count("begin") == 2 * number)
         time.sleep(random.Random(number).uniform(0, 2))
         cluster.run("scancel", "--signal=USR1", job)  # to all processes of the step, as before the time limit
-        wait_until(lambda: count("end") == 2 * number)
+        wait_until(lambda number=number: count("end") == 2 * number)
         wait_until(lambda: "PD" in cluster.run("squeue", "--noheader", "--states=pending").output)
         cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # not in two minutes
     wait_until(lambda: count("begin") == 2 * signals + 2)
