@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.faults.jobs import FAULTS, LAUNCHERS, Case, run_case
 from tests.hosts.train import RATE, batches, gradient
 from tests.machines import PYTHON, Machine, Program, connect
 
@@ -132,9 +131,3 @@ def test_a_dead_host_ends_the_run_on_the_other(hosts, dead):
         wait_for_training(programs)
         hosts[dead].run("kill", "-KILL", "-1")
         check_error(programs[1 - dead], 1 - dead, "Connection (reset|closed) by peer")
-
-
-def test_a_host_that_loses_power_is_named_by_the_other():
-    """It does not close its connections."""
-    outcome = run_case(Case(FAULTS["lost-node"], "hosts"), LAUNCHERS["hosts"])
-    assert not outcome.problems(), outcome.report()
