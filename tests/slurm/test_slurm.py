@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import re
 import shlex
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from tests.examples.ten_steps import assert_ten_steps
 from tests.guards import outlasting
 from tests.machines import DEFAULTS, PYTHON, Program
 from tests.slurm.cluster import Cluster
+from tests.torchrun.preempted import check_samples
 
 PLACE = (*PYTHON, "-m", "tests.slurm.place")
 
@@ -193,3 +197,35 @@ def test_the_job_of_the_clusters_page_resumes_after_a_failure(cluster, tmp_path)
     assert run.returncode == 0, run.output
     lines = re.findall(r"^(.*): 4 processes, 2 nodes$", log.read_text(), re.MULTILINE)
     assert lines == ["started at iteration 0", "resumed at iteration 40", "finished at iteration 80"], log.read_text()
+
+
+def test_a_preempted_job_is_requeued_and_resumes_with_the_next_sample(cluster, tmp_path):
+    signals = int(os.environ.get("SIGNALS", "2"))
+    program = shlex.join([*PYTHON, "-m", "tests.torchrun.preempted", str(tmp_path), "requeue"])
+    log = tmp_path / "log"
+    (tmp_path / "job.sh").write_text(f"#!/bin/bash\nsrun --nodes=2 --ntasks=2 {program}\n")
+    options = ["--nodes=2", "--ntasks-per-node=1", "--requeue", "--open-mode=append", f"--output={log}"]
+    job = cluster.run("sbatch", "--parsable", *options, str(tmp_path / "job.sh")).output.strip()
+
+    def count(what):
+        return log.read_text().count(f'"what": "{what}"') if log.exists() else 0
+
+    def wait_until(condition):
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+
+    for number in range(1, signals + 1):
+        wait_until(lambda number=number: count("begin") == 2 * number)
+        time.sleep(random.Random(number).uniform(0, 2))
+        cluster.run("scancel", "--signal=USR1", job)  # to all processes of the step, as before the time limit
+        wait_until(lambda number=number: count("end") == 2 * number)
+        wait_until(lambda: "PD" in cluster.run("squeue", "--noheader", "--states=pending").output)
+        cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # not in two minutes
+    wait_until(lambda: count("begin") == 2 * signals + 2)
+    (tmp_path / "stop").touch()
+    wait_until(lambda: count("end") == 2 * signals + 2 and not cluster.jobs())
+    ends = [json.loads(line) for line in log.read_text().splitlines() if line.startswith('{"what": "end"')]
+    check_samples(ends)
+    assert [line["signal"] for line in ends] == [signal.SIGUSR1] * 2 * signals + [None] * 2
