@@ -497,9 +497,11 @@ def _dumped(one: Snapshot) -> str:
     path = one.path.with_suffix(STACKS)
     if not diagnosis.is_stale(one, time.monotonic()) or not path.exists():
         return ""
-    os.kill(one.pid, _DUMP)  # faulthandler answers, without Python
-    time.sleep(_ANSWERING)
-    return f"the stack of rank {one.rank}:\n{path.read_text()}"
+    with suppress(OSError):  # it may have ended
+        os.kill(one.pid, _DUMP)  # faulthandler answers, without Python
+        time.sleep(_ANSWERING)
+        return f"the stack of rank {one.rank}:\n{path.read_text()}"
+    return ""
 
 
 def _error(final: dict[str, Any]) -> RuntimeError:

@@ -250,10 +250,12 @@ def test_the_stack_of_a_process_is_reported_also_if_no_python_runs_there():
         if idist.get_rank() == 1:
             hold_the_gil()
             idist.barrier()
+            idist.barrier()
             return
         texts = logged()
         idist.barrier()
         assert not outlasting(lambda: not texts)  # the signal that asks for the stack interrupts the call
+        idist.barrier()
         assert re.search(r"the stack of rank 1:(.|\n)* in hold_the_gil", "\n".join(texts)), texts
 
 
