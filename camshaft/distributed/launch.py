@@ -41,8 +41,10 @@ from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
 
 from camshaft.distributed import environments
 from camshaft.distributed.backend import Backend, check_known
+from camshaft.distributed.coordination import diagnosis
 from camshaft.distributed.groups import failing
 from camshaft.distributed.ranks import get_local_rank
+from camshaft.distributed.record import find, read
 from camshaft.distributed.registry import module_of
 from camshaft.distributed.run import abandon, current, finalize, install
 from camshaft.distributed.topology import Launch, Topology
@@ -149,7 +151,7 @@ class Failure:
         name = next((number.name for number in signal.Signals if number == -self.code), None)
         unknown = " without reporting an exception: check its standard error"
         if self.code < 0:
-            how = f"was terminated by {name or f'signal {-self.code}'}"
+            how = f"was terminated by {name or f'signal {-self.code}'}" + (f"; {self.text}" if self.text else "")
         else:
             how = f"exited with code {self.code}" + (f":\n{self.text}" if self.text else unknown)
         return ProcessExitedException(f"process {self.rank} {how}", self.rank, self.pid, self.code, name)
@@ -440,12 +442,21 @@ class Processes:
         reported = {failure.rank for failure in failures}
         for index, (process, code) in enumerate(zip(self.processes, codes, strict=True)):
             if code and index not in reported:
-                return Failure(0.0, index, process.pid or 0, code)
+                return Failure(0.0, index, process.pid or 0, code, self._last_words(index) if code < 0 else "")
         if not failures:
             return None
         left = [index for index, code in enumerate(codes) if code == 0]
         notes = "".join(f"\n-- process {index} had exited with code 0 before" for index in left)
         return replace(failures[0], text=failures[0].text + notes)
+
+    def _last_words(self, index: int) -> str:
+        """Return what the records say of a process that was killed or crashed."""
+        pids = {process.pid for process in self.processes}
+        ranks = {one.pid: one for one in map(read, find()) if one is not None and one.pid in pids}
+        own = ranks.get(self.processes[index].pid or 0)
+        if own is None:
+            return ""
+        return diagnosis.mismatch(ranks.values(), time.monotonic()) or diagnosis.end_text(own)
 
 
 def _exists(process: BaseProcess) -> bool:

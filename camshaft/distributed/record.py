@@ -45,7 +45,8 @@ logger = logging.getLogger(__name__)
 
 _MEMORY = Path("/dev/shm")
 _PREFIX, _SUFFIX = "camshaft-", ".record"
-_MAX_AGE, _MAX_DEAD = 24 * 3600.0, 256  # seconds, and number, of records to keep of processes that have ended
+STACKS = ".stacks"  # suffix of a file beside a record
+_MAX_AGE, _MAX_DEAD = 24 * 3600.0, 64  # seconds, and number, of records to keep of processes that have ended
 _MAGIC = b"camshaft record 1"
 _STAMP = struct.Struct("=Q")
 _AREA = struct.Struct("=QII")  # before JSON: stamp, odd while it is written; size and CRC-32 of the JSON
@@ -466,6 +467,7 @@ def _remove_old(folder: Path) -> None:
             with suppress(OSError), _opened(path) as (file, is_own):
                 if not is_own and _can_lock(file):
                     path.unlink()
+                    path.with_suffix(STACKS).unlink(missing_ok=True)
 
 
 @contextmanager

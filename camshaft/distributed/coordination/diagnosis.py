@@ -325,6 +325,11 @@ def waited(one: Snapshot, now: float) -> float:
     return max((now - wait.since for wait in _waits(one, now, 0.0)), default=0.0)
 
 
+def is_stale(one: Snapshot, now: float) -> bool:
+    """Return True if a process lives, and has not run any Python for a while."""
+    return one.is_alive and not one.status.get("left") and bool(now - one.status.get("time", now) > _STALE)
+
+
 def mismatch(snapshots: Iterable[Snapshot], now: float) -> str | None:
     """Return the calls that differ, of ranks some of whose processes have ended: the difference may be the cause."""
     return _mismatch(_by_rank(snapshots), now, 0.0)

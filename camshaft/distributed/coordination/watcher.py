@@ -9,11 +9,13 @@ The leader also judges: if a rank has failed or nobody can proceed, it announces
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
 import re
 import select
+import signal
 import socket
 import sys
 import time
@@ -38,17 +40,21 @@ from camshaft.activity import summary
 from camshaft.distributed.backend import Backend, Resource
 from camshaft.distributed.coordination import diagnosis
 from camshaft.distributed.coordination.waiting import store_at
-from camshaft.distributed.record import Entry, Record, Snapshot, find, read
-from camshaft.errors import RankDivergenceError, RankFailedError, RemoteTraceback
+from camshaft.distributed.record import STACKS, Entry, Record, Snapshot, find, read
+from camshaft.errors import RankDivergenceError, RankFailedError, RemoteTraceback, annotate
 
 PERIOD = 1.0  # seconds between two rounds
 URGENT = 0.05  # the same while this rank waits to learn why an operation failed
 PATIENCE = 3.0  # seconds that a rank waits in a collective before its node asks why
-ANSWER = 4.0  # seconds that another node has to answer
+COMPARISON = 5.0  # seconds between two comparisons of calls that blocked nobody
+ANSWER = 4.0  # seconds that another node has to answer; then a rank is judged without it
+LOST = 60.0  # seconds without any answer after which a node is taken for lost: an extension may hold the GIL as long
 AGAIN = 600.0  # seconds until a rank that still waits is reported again
 _LONGEST_BREAK = 60.0  # seconds between two questions of the same rank
 _LEARNING = 6.0  # seconds that a rank waits to learn why an operation failed
 _TELLING = 2.0  # seconds that a rank that leaves has to publish how
+_ANSWERING = 0.5  # seconds that a process has to write its stacks
+_DUMP = getattr(signal, "SIGRTMAX", 1) - 1  # a signal that nobody uses
 _KEPT = 50  # announcements that a record repeats
 _MOST_NOTES, _LONGEST_TRACEBACK = 3, 8000
 _FINAL = ("failure/", "verdict")
@@ -90,7 +96,9 @@ class Watcher(Resource):
         self._failure: dict[str, Any] | None = None
         self._suspicion: str | None = None  # what the last round has found, for the next one to confirm
         self._query: tuple[str, float] | None = None
-        self._next_query = self._next_report = 0.0
+        self._silent: dict[int, float] = {}  # ranks that have not answered, and since when
+        self._next_query = self._next_report = self._next_comparison = 0.0
+        self._last_report: diagnosis.Report | None = None  # while this rank waits, and until an error is explained
         self._num_waits = 0  # for an explanation, on other threads
         self._has_told, self._has_verdict = Event(), Event()
         self._failed_level = logging.WARNING
@@ -162,6 +170,8 @@ class Watcher(Resource):
             self._wake()
             self._has_verdict.wait(_LEARNING)
             self._num_waits -= 1
+            if job.verdict is None and self._last_report is not None:
+                annotate(error, self._last_report.text)
         return error if job.verdict is None else job.verdict()
 
     def leave(self, how: str) -> None:
@@ -190,6 +200,7 @@ class Watcher(Resource):
         is_last = not has_failed and all(not other.is_alive or other.status.get("left") for other in others)
         if self._record is not None:
             self._record.close(keep=not is_last)  # of a job that failed the records are kept, for --inspect
+            self._record.path.with_suffix(STACKS).unlink(missing_ok=True)
         for other in others if is_last else ():
             other.path.unlink(missing_ok=True)
         for descriptor in (self._woken, self._wakes, *self._siblings.values()):
@@ -199,6 +210,10 @@ class Watcher(Resource):
 
     def _run(self) -> None:
         due = 0.0
+        if self._record is not None and hasattr(signal, "SIGRTMAX"):
+            # It stays open and registered as long as the process lives: without, the signal would end the process.
+            self._stacks = self._record.path.with_suffix(STACKS).open("w")
+            faulthandler.register(_DUMP, self._stacks)
         while not self._is_closed:
             now = time.monotonic()
             if now >= due:
@@ -219,12 +234,13 @@ class Watcher(Resource):
         """Read what is new, judge, and write the status of this rank: one round."""
         self._connect()
         local = self._local(with_entries=False)
-        if any(self._may_wait(one, now) for one in local.values()):
-            local = self._local()
         for snapshot in local.values():
             for topic, content in snapshot.status.get("news", ()):
                 self._news.setdefault(topic, content)
-        leads = self._rank == min((rank for rank, one in local.items() if _is_here(one)), default=self._rank)
+        able = [rank for rank, one in local.items() if _is_here(one) and now - one.status.get("time", now) < ANSWER]
+        leads = self._rank == min(able, default=self._rank)
+        if any(self._may_wait(one, now) for one in local.values()) or (leads and now >= self._next_comparison):
+            local = self._local()
         if any(map(_is_gone, local.values())) and self._store is not None and not _is_reachable(self._store):
             self._is_lost = True  # torch would print a stack where it finds this out
         if self._backend.job.verdict is None or self._outgoing or self._left is not None:
@@ -340,15 +356,18 @@ class Watcher(Resource):
         waiting = [rank for rank, seconds in waits.items() if seconds > PATIENCE or local[rank].status.get("has_error")]
         if not is_lost and not waiting:
             self._suspicion, self._next_query = None, 0.0
-            return
+            if now < self._next_comparison:
+                return
+        self._next_comparison = now + COMPARISON
         ranks = local
-        if not is_lost and len(local) < self._size and self._store is not None and not self._is_lost:
+        if waiting and not is_lost and len(local) < self._size and self._store is not None and not self._is_lost:
             gathered = self._gather(local, now, max(waits.values()))
             if gathered is None:
                 return
             ranks = gathered
         kind, text = _judgement(list(ranks.values()), waiting or [self._rank], now, is_lost)
-        if text is not None and (is_lost or ranks is not local or text == self._suspicion):
+        is_certain = is_lost or not waiting or ranks is not local or text == self._suspicion
+        if text is not None and is_certain:
             self.announce("verdict", {"kind": kind, "text": text, "traceback": "", "time": time.time()})
             logger.error("%s", text)
         self._suspicion = text
@@ -394,9 +413,14 @@ class Watcher(Resource):
         if missing and now - asked < ANSWER:
             return None
         self._query = None
-        for rank in missing:
-            has_left = self._store.check([f"left/{rank}"])
-            how = self._store.get(f"left/{rank}").decode() if has_left else "does not answer, nor does its node"
+        self._silent = {rank: self._silent.get(rank, asked) for rank in missing}
+        for rank, since in self._silent.items():
+            if self._store.check([f"left/{rank}"]):
+                how = self._store.get(f"left/{rank}").decode()
+            elif now - since > LOST:
+                how = "does not answer, nor does its node"
+            else:
+                continue
             found[rank] = Snapshot(Path(), "", rank, self._size, 0, False, "", {"left": how}, ())
         return found | local
 
@@ -411,14 +435,19 @@ class Watcher(Resource):
     def _report(self, local: dict[int, Snapshot], now: float) -> None:
         """Log what this rank waits for, if it is the first on this node that has waited for long."""
         own = local.get(self._rank)
-        if own is None or diagnosis.waited(own, now) < self._report_after or now < self._next_report:
+        waited = 0.0 if own is None else diagnosis.waited(own, now)
+        if not self._num_waits:
+            self._last_report = None
+        if waited < min(PATIENCE, self._report_after):
             return
-        self._next_report = now + AGAIN
+        self._last_report = diagnosis.hang_report(list(local.values()), self._rank, now)
         is_first = all(
             diagnosis.waited(one, now) < self._report_after for rank, one in local.items() if rank < self._rank
         )
-        if is_first and (report := diagnosis.hang_report(list(local.values()), self._rank, now)):
-            logger.log(logging.WARNING if report.is_alarm else logging.INFO, "%s", report.text)
+        if waited >= self._report_after and now >= self._next_report and is_first and self._last_report is not None:
+            self._next_report = now + AGAIN
+            text = "\n".join([self._last_report.text, *map(_dumped, local.values())])
+            logger.log(logging.WARNING if self._last_report.is_alarm else logging.INFO, "%s", text.rstrip())
 
 
 def _failure(error: BaseException, rank: int) -> dict[str, Any]:
@@ -461,6 +490,18 @@ def _is_here(one: Snapshot) -> bool:
 
 def _is_gone(one: Snapshot) -> bool:
     return not one.is_alive and not one.status.get("left")
+
+
+def _dumped(one: Snapshot) -> str:
+    """Return the stack of a process whose watcher cannot run as an extension holds the GIL, otherwise nothing."""
+    path = one.path.with_suffix(STACKS)
+    if not diagnosis.is_stale(one, time.monotonic()) or not path.exists():
+        return ""
+    with suppress(OSError):  # it may have ended
+        os.kill(one.pid, _DUMP)  # faulthandler answers, without Python
+        time.sleep(_ANSWERING)
+        return f"the stack of rank {one.rank}:\n{path.read_text()}"
+    return ""
 
 
 def _error(final: dict[str, Any]) -> RuntimeError:

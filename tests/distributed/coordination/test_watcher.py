@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
+import re
 import threading
 import time
 from collections import Counter
@@ -16,6 +18,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 import camshaft.distributed as idist
 from camshaft.distributed import run
+from camshaft.distributed.coordination import diagnosis
 from camshaft.distributed.coordination import watcher as module
 from camshaft.distributed.coordination.watcher import Watcher
 from camshaft.engine import Engine, Events
@@ -191,7 +194,7 @@ def test_a_node_that_does_not_answer_is_named():
     def own(watcher, with_entries=True):
         return {watcher._rank: module.read(watcher._record.path)}
 
-    with mock.patch.object(Watcher, "_local", own), mock.patch.object(module, "ANSWER", 1.0):
+    with mock.patch.object(Watcher, "_local", own), mock.patch.multiple(module, ANSWER=1.0, LOST=1.0):
         idist.all_reduce(1)
         if idist.get_rank() == 1:
             run.current().job.find(Watcher)._is_closed = True  # nobody answers, and nobody has failed
@@ -202,6 +205,15 @@ def test_a_node_that_does_not_answer_is_named():
 
 
 @on_ranks(2)
+def test_different_reductions_are_noticed_although_nobody_waits():
+    with mock.patch.object(module, "COMPARISON", 0.1), pytest.raises(RankDivergenceError, match=r"MAX(.|\n)*SUM"):
+        idist.all_reduce(torch.ones(2), op="SUM" if idist.get_rank() else "MAX")
+        for _ in range(200):
+            time.sleep(0.1)
+            idist.barrier()
+
+
+@on_ranks(2)
 def test_a_long_wait_is_reported_once_with_what_the_other_rank_does():
     run.current().job.find(Watcher)._report_after = 0.5
     idist.all_reduce(1)
@@ -209,15 +221,43 @@ def test_a_long_wait_is_reported_once_with_what_the_other_rank_does():
         be_busy()
         idist.barrier()
         return
-    texts: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())
-    logging.getLogger("camshaft.distributed").addHandler(handler)
+    texts = logged()
     idist.barrier()
     (text,) = [text for text in texts if "has been waiting" in text]
     assert "rank 0 has been waiting" in text
     assert "in be_busy" in text
 
 
+def logged() -> list[str]:
+    """Return the list of the messages that this process logs from now on."""
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())
+    logging.getLogger("camshaft.distributed").addHandler(handler)
+    return texts
+
+
 def be_busy():
     time.sleep(3.5)
+
+
+@on_ranks(2)
+def test_the_stack_of_a_process_is_reported_also_if_no_python_runs_there():
+    with mock.patch.object(diagnosis, "_STALE", 1.0):
+        run.current().job.find(Watcher)._report_after = 3.0
+        idist.all_reduce(1)
+        time.sleep(2)  # the ranks learn of each other
+        if idist.get_rank() == 1:
+            hold_the_gil()
+            idist.barrier()
+            idist.barrier()
+            return
+        texts = logged()
+        idist.barrier()
+        assert not outlasting(lambda: not texts)  # the signal that asks for the stack interrupts the call
+        idist.barrier()
+        assert re.search(r"the stack of rank 1:(.|\n)* in hold_the_gil", "\n".join(texts)), texts
+
+
+def hold_the_gil():
+    ctypes.PyDLL(None).sleep(8)  # keeps the GIL
