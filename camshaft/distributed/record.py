@@ -516,7 +516,8 @@ def _read_area(file: int, start: int, size: int, attempts: int = _ATTEMPTS) -> A
 
 def _entries(file: int, rows: Iterable[tuple[Any, ...]]) -> tuple[Entry, ...]:
     """Return the entries whose texts are still there."""
-    entries, texts = [], dict[int, Any]()
+    entries = []
+    texts: dict[int, tuple[str, tuple[str, str, str, str, str], bool] | None] = {}
     for number, sequence, began, ended, stamp, _ in rows:
         if stamp not in texts:
             texts[stamp] = None
@@ -524,8 +525,8 @@ def _entries(file: int, rows: Iterable[tuple[Any, ...]]) -> tuple[Entry, ...]:
                 case [found, str(group), str(collective), str(how), str(root), str(value), str(line), bool(is_long)]:
                     if found == stamp:
                         texts[stamp] = _ranks(group), (collective, how, root, value, line), is_long
-        if texts[stamp] is not None:
-            group, call, is_long = texts[stamp]
+        if (text := texts[stamp]) is not None:
+            group, call, is_long = text
             entries.append(Entry(number, group, sequence, *call, began, ended or None, is_long))
     return tuple(sorted(entries, key=lambda entry: entry.number))
 
