@@ -381,7 +381,7 @@ def reduced_number(backend: Backend, number: Any, op: str, group: Group | None, 
         if marks and marks[0] != mark * size:
             raise TypeError(
                 f"all ranks must add numbers of the same kind, but this one has {plain!r} of type {kind.__name__}, and "
-                "another rank has another kind, or a value that cannot be added"
+                "another rank has another kind, a value that cannot be added, or is in another collective"
             )
         return result
 

@@ -471,7 +471,9 @@ def _judgement(ranks: list[Snapshot], waiting: list[int], now: float, is_lost: b
     """Return why the job cannot proceed, if that is certain: the kind of verdict, and its text."""
     with_error = [one.rank for one in ranks if one.rank in waiting and one.status.get("has_error")]
     patience = 0.0 if with_error else PATIENCE
-    if text := diagnosis.stopped(ranks, now, patience):
+    # Where a connection was lost, an error that ended a run may still be on its way to the end of its process.
+    stopped = [one if not with_error or one.status.get("left") else _without_ends(one) for one in ranks]
+    if text := diagnosis.stopped(stopped, now, patience):
         return "diverged", text
     if (is_lost or with_error) and (text := diagnosis.mismatch(ranks, now)):
         return "diverged", text
@@ -482,6 +484,10 @@ def _judgement(ranks: list[Snapshot], waiting: list[int], now: float, is_lost: b
         if gone := [one for one in ranks if one.status.get("left") and one.rank != rank]:
             return "failed", f"{diagnosis.end_text(gone[0])}; rank {rank} lost its connection"
     return "diverged", diagnosis.divergence(ranks, now)
+
+
+def _without_ends(one: Snapshot) -> Snapshot:
+    return replace(one, status={**one.status, "ended": []})
 
 
 def _is_here(one: Snapshot) -> bool:
