@@ -393,7 +393,8 @@ def find(job: str | None = None, folder: Path | None = None) -> list[Path]:
         folder: where to look; by default, wherever records are created by default.
     """
     folders = _folders() if folder is None else [folder]
-    paths = [path for one in folders for path in sorted(one.glob(f"{_PREFIX}*{_SUFFIX}"))]
+    names = [(one, name) for one in folders for name in os.listdir(one) if name.startswith(_PREFIX)]  # faster than glob
+    paths = [one / name for one, name in sorted(names) if name.endswith(_SUFFIX)]
     return paths if job is None else [path for path in paths if (found := read(path)) is not None and found.job == job]
 
 
@@ -515,15 +516,18 @@ def _read_area(file: int, start: int, size: int, attempts: int = _ATTEMPTS) -> A
 
 def _entries(file: int, rows: Iterable[tuple[Any, ...]]) -> tuple[Entry, ...]:
     """Return the entries whose texts are still there."""
-    entries, texts = [], dict[int, Any]()
+    entries = []
+    texts: dict[int, tuple[str, tuple[str, str, str, str, str], bool] | None] = {}
     for number, sequence, began, ended, stamp, _ in rows:
         if stamp not in texts:
-            texts[stamp] = _read_area(file, _TEXTS + _slot(stamp) * _TEXT_BYTES, _TEXT_BYTES, attempts=1)
-        match texts[stamp]:
-            case [found, str(group), str(collective), str(how), str(root), str(value), str(line), bool(is_long)]:
-                if found == stamp:
-                    call = (_ranks(group), sequence, collective, how, root, value, line)
-                    entries.append(Entry(number, *call, began, ended or None, is_long))
+            texts[stamp] = None
+            match _read_area(file, _TEXTS + _slot(stamp) * _TEXT_BYTES, _TEXT_BYTES, attempts=1):
+                case [found, str(group), str(collective), str(how), str(root), str(value), str(line), bool(is_long)]:
+                    if found == stamp:
+                        texts[stamp] = _ranks(group), (collective, how, root, value, line), is_long
+        if (text := texts[stamp]) is not None:
+            group, call, is_long = text
+            entries.append(Entry(number, group, sequence, *call, began, ended or None, is_long))
     return tuple(sorted(entries, key=lambda entry: entry.number))
 
 

@@ -50,6 +50,7 @@ COMPARISON = 5.0  # seconds between two comparisons of calls that blocked nobody
 ANSWER = 4.0  # seconds that another node has to answer; then a rank is judged without it
 LOST = 60.0  # seconds without any answer after which a node is taken for lost: an extension may hold the GIL as long
 AGAIN = 600.0  # seconds until a rank that still waits is reported again
+_SEARCH = 10.0  # seconds between two searches for records of more ranks than are known to be on this node
 _LONGEST_BREAK = 60.0  # seconds between two questions of the same rank
 _LEARNING = 6.0  # seconds that a rank waits to learn why an operation failed
 _TELLING = 2.0  # seconds that a rank that leaves has to publish how
@@ -108,6 +109,8 @@ class Watcher(Resource):
         self._sleeper = select.poll()
         self._sleeper.register(self._woken, select.POLLIN)
         self._foreign: set[Path] = set()  # records of other jobs
+        self._paths: list[Path] = []  # records of this job
+        self._next_search = 0.0
         self._siblings: dict[int, int] = {}  # process id -> descriptor that is readable once the process has ended
         self._thread = Thread(target=self._run, name="camshaft-watcher", daemon=True)
 
@@ -239,7 +242,8 @@ class Watcher(Resource):
                 self._news.setdefault(topic, content)
         able = [rank for rank, one in local.items() if _is_here(one) and now - one.status.get("time", now) < ANSWER]
         leads = self._rank == min(able, default=self._rank)
-        if any(self._may_wait(one, now) for one in local.values()) or (leads and now >= self._next_comparison):
+        concerned = [one for one in local.values() if leads or one.rank == self._rank]
+        if any(self._may_wait(one, now) for one in concerned) or (leads and now >= self._next_comparison):
             local = self._local()
         if any(map(_is_gone, local.values())) and self._store is not None and not _is_reachable(self._store):
             self._is_lost = True  # torch would print a stack where it finds this out
@@ -300,18 +304,29 @@ class Watcher(Resource):
         if self._record is None:
             return {}
         local = {}
-        for path in find() if self._record.job else [self._record.path]:
-            if path not in self._foreign and (one := read(path, with_entries)) is not None:
+        for path in self._candidates(self._record):
+            if (one := read(path, with_entries)) is not None:
                 if one.job == self._record.job:
                     local[one.rank] = one
                 elif one.job:
                     self._foreign.add(path)
+        self._paths = [one.path for one in local.values()]
         for rank, one in local.items():
             if rank != self._rank and rank not in self._siblings and _is_here(one) and hasattr(os, "pidfd_open"):
                 with suppress(OSError):  # the process is in another namespace, or has ended
                     self._siblings[rank] = os.pidfd_open(one.pid)
                     self._sleeper.register(self._siblings[rank], select.POLLIN)
         return local
+
+    def _candidates(self, record: Record) -> list[Path]:
+        """Return the paths to read; the folders are searched rarely, as those for temporary files may be large."""
+        if not record.job:
+            return [record.path]
+        now, num_known = time.monotonic(), len(self._paths)
+        if num_known < self._size and (num_known < self._backend.topology.local_world_size or now >= self._next_search):
+            self._next_search = now + _SEARCH
+            return [path for path in find() if path not in self._foreign]
+        return self._paths
 
     def _exchange(self, leads: bool) -> None:
         """Append what this rank announces to the list in the store; a leader also reads that list."""

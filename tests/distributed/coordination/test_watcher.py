@@ -126,6 +126,16 @@ def test_all_callbacks_are_called_once_the_store_is_lost():
         assert called.wait(10)
 
 
+@on_ranks(2)
+def test_folders_are_not_searched_once_the_records_of_all_ranks_are_known():
+    watcher = run.current().job.find(Watcher)
+    assert not outlasting(lambda: len(watcher._paths) < 2)
+    with mock.patch.object(module, "find", side_effect=module.find) as search:
+        time.sleep(2.5)
+    assert not search.called
+    idist.barrier()
+
+
 # --- failures ----------------------------------------------------------------------------------------------
 
 
