@@ -336,15 +336,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         row["verdict"] = verdict(Spread(minimum, minimum, minimum), row["target"])
         lines.append([what, f"{minimum:.2f}", str(sample), f"<= {row['target']}", row["verdict"]])
     requests = {num_ranks: measured_requests(num_ranks, options.rounds) for num_ranks in options.ranks}
-    print("requests to the store per second, of simulated ranks and a real TCPStore; the columns in brackets are computed")
+    print(
+        "requests to the store per second, of simulated ranks and a real TCPStore; the columns in brackets are computed"
+    )
     head = ["ranks", "nodes", "[polling handlers]", "[one watcher per rank]", "camshaft", "target"]
     head += ["CPU time of the server, ms per second", "after a failure, all ranks end within s", "requests for that"]
-    cells = [
-        [num_ranks, row["nodes"], row["computed"]["polling handlers"], row["computed"]["one watcher per rank"]]
-        + [f"{row['requests_per_second']:g}", f"<= {row['target']}: {row['verdict']}"]
-        + [row["server_ms_per_second"], row["seconds_to_end"], row["requests_to_end"]]
-        for num_ranks, row in requests.items()
-    ]
+    cells = []
+    for num_ranks, row in requests.items():
+        before = [row["computed"]["polling handlers"], row["computed"]["one watcher per rank"]]
+        now = [f"{row['requests_per_second']:g}", f"<= {row['target']}: {row['verdict']}", row["server_ms_per_second"]]
+        cells.append([num_ranks, row["nodes"], *before, *now, row["seconds_to_end"], row["requests_to_end"]])
     print(table(head, [[f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in line] for line in cells]))
     print("microseconds, or percent; the target is for the minimum, which depends least on what else the machine does")
     head = ["what", "minimum", "median, and quartiles", "target", "camshaft"]

@@ -161,7 +161,9 @@ def test_all_ranks_of_a_cluster_learn_of_a_failure_within_three_rounds(rank):
         if cluster.num_ended == 127:
             break
     assert cluster.num_ended == 127  # all but the one that failed
-    assert counted.requests.total() <= 4 * num_nodes + 2  # a leader asks twice more to read it, and whether there is more
+    assert (
+        counted.requests.total() <= 4 * num_nodes + 2
+    )  # a leader asks twice more to read it, and whether there is more
     counted.requests.clear()
     cluster.next_second()
     assert counted.requests.total() <= 1  # of the one that failed
