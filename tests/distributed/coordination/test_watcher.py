@@ -259,7 +259,7 @@ def test_different_reductions_are_noticed_although_nobody_waits():
 
 @on_ranks(2)
 def test_a_long_wait_is_reported_once_with_what_the_other_rank_does():
-    run.current().job.find(Watcher)._report_after = 0.5
+    run.current().job.find(Watcher)._report_after = 2.5
     idist.all_reduce(1)
     if idist.get_rank() == 1:
         be_busy()
@@ -282,7 +282,7 @@ def logged() -> list[str]:
 
 
 def be_busy():
-    time.sleep(3.5)
+    time.sleep(6)
 
 
 @on_ranks(2)
