@@ -59,6 +59,7 @@ _DUMP = getattr(signal, "SIGRTMAX", 1) - 1  # a signal that nobody uses
 _KEPT = 50  # announcements that a record repeats
 _MOST_NOTES, _LONGEST_TRACEBACK = 3, 8000
 _FINAL = ("failure/", "verdict")
+_NO_ANSWER = "does not answer, nor does its node"
 _OUR_OWN = (RankDivergenceError, RankFailedError, NotImplementedError)
 _LOST = re.compile("connection|socket|peer|timed? ?out|broken pipe|closed|abort|nccl|released|left", re.IGNORECASE)
 _LIBRARIES = tuple(os.path.join(os.path.dirname(str(module.__file__)), "") for module in (activity, torch))
@@ -245,7 +246,11 @@ class Watcher(Resource):
         concerned = [one for one in local.values() if leads or one.rank == self._rank]
         if any(self._may_wait(one, now) for one in concerned) or (leads and now >= self._next_comparison):
             local = self._local()
-        if any(map(_is_gone, local.values())) and self._store is not None and not _is_reachable(self._store):
+        if (
+            any(not one.is_alive for one in local.values())
+            and self._store is not None
+            and not _is_reachable(self._store)
+        ):
             self._is_lost = True  # torch would print a stack where it finds this out
         if self._backend.job.verdict is None or self._outgoing or self._left is not None:
             self._exchange(leads)
@@ -433,7 +438,7 @@ class Watcher(Resource):
             if self._store.check([f"left/{rank}"]):
                 how = self._store.get(f"left/{rank}").decode()
             elif now - since > LOST:
-                how = "does not answer, nor does its node"
+                how = _NO_ANSWER
             else:
                 continue
             found[rank] = Snapshot(Path(), "", rank, self._size, 0, False, "", {"left": how}, ())
@@ -495,6 +500,8 @@ def _judgement(ranks: list[Snapshot], waiting: list[int], now: float, is_lost: b
     for rank in waiting:
         if cause := diagnosis.departed(ranks, rank, now, patience):
             return "failed", cause[1]
+    if lost := [one for one in ranks if one.status.get("left") == _NO_ANSWER]:
+        return "failed", f"{diagnosis.end_text(lost[0])}; rank {waiting[0]} waits"
     for rank in with_error:
         if gone := [one for one in ranks if one.status.get("left") and one.rank != rank]:
             return "failed", f"{diagnosis.end_text(gone[0])}; rank {rank} lost its connection"
