@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 import camshaft.distributed as idist
+from benchmarks import watching as watching_benchmark
 from camshaft.distributed import run
 from camshaft.distributed.coordination import diagnosis
 from camshaft.distributed.coordination import watcher as module
@@ -134,6 +135,39 @@ def test_folders_are_not_searched_once_the_records_of_all_ranks_are_known():
         time.sleep(2.5)
     assert not search.called
     idist.barrier()
+
+
+def test_a_cluster_sends_one_request_per_second_and_node():
+    counted, num_nodes = watching_benchmark.Counted("cluster", dist.HashStore()), 16
+    cluster = watching_benchmark.Cluster(counted, num_nodes, ranks_per_node=8)
+    cluster.next_second()
+    for _ in range(7):
+        counted.requests.clear()
+        cluster.next_second()
+        assert counted.requests == {"check": num_nodes}
+    cluster.close()
+
+
+@pytest.mark.parametrize("rank", [1, 8, 127])
+def test_all_ranks_of_a_cluster_learn_of_a_failure_within_three_rounds(rank):
+    counted, num_nodes = watching_benchmark.Counted("cluster", dist.HashStore()), 16
+    cluster = watching_benchmark.Cluster(counted, num_nodes, ranks_per_node=8)
+    cluster.next_second()
+    counted.requests.clear()
+    cluster.fail(rank)
+    for _ in range(3):
+        assert cluster.num_ended < 127
+        cluster.next_second()
+        if cluster.num_ended == 127:
+            break
+    assert cluster.num_ended == 127  # all but the one that failed
+    assert (
+        counted.requests.total() <= 4 * num_nodes + 2
+    )  # a leader asks twice more to read it, and whether there is more
+    counted.requests.clear()
+    cluster.next_second()
+    assert counted.requests.total() <= 1  # of the one that failed
+    cluster.close()
 
 
 # --- failures ----------------------------------------------------------------------------------------------
