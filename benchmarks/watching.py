@@ -288,7 +288,7 @@ def on_rank(rank: int, size: int, folder: str, options: argparse.Namespace) -> N
 
 def measured_iterations(watcher: Watcher, options: argparse.Namespace) -> dict[str, list[float]]:
     """Return the seconds of CPU time per iteration of empty steps, while the watcher looks or does not."""
-    engine: Engine[Any] = Engine(lambda engine, batch: None)
+    engine: Engine[Any, Any] = Engine(lambda engine, batch: None)
     samples: dict[str, list[float]] = {"on": [], "off": []}
     for _ in range(options.rounds + 1):
         for name, period in ("off", 3600.0), ("on", 1.0):
