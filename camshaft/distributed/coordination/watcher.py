@@ -98,6 +98,7 @@ class Watcher(Resource):
         self._failure: dict[str, Any] | None = None
         self._suspicion: str | None = None  # what the last round has found, for the next one to confirm
         self._query: tuple[str, float] | None = None
+        self._elsewhere: tuple[dict[int, Snapshot], float] = {}, 0.0  # what other nodes answered last, and when
         self._silent: dict[int, float] = {}  # ranks that have not answered, and since when
         self._next_query = self._next_report = self._next_comparison = 0.0
         self._last_report: diagnosis.Report | None = None  # while this rank waits, and until an error is explained
@@ -442,6 +443,7 @@ class Watcher(Resource):
             else:
                 continue
             found[rank] = Snapshot(Path(), "", rank, self._size, 0, False, "", {"left": how}, ())
+        self._elsewhere = found, now
         return found | local
 
     def _answer(self) -> None:
@@ -460,7 +462,9 @@ class Watcher(Resource):
             self._last_report = None
         if waited < min(PATIENCE, self._report_after):
             return
-        self._last_report = diagnosis.hang_report(list(local.values()), self._rank, now)
+        elsewhere, asked = self._elsewhere
+        known = {rank: _shifted(one, now - asked) for rank, one in elsewhere.items()} | local
+        self._last_report = diagnosis.hang_report(list(known.values()), self._rank, now)
         is_first = all(
             diagnosis.waited(one, now) < self._report_after for rank, one in local.items() if rank < self._rank
         )

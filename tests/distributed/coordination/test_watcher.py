@@ -272,6 +272,24 @@ def test_a_long_wait_is_reported_once_with_what_the_other_rank_does():
     assert "in be_busy" in text
 
 
+@on_ranks(2)
+def test_a_report_tells_what_a_rank_of_another_node_does():
+    def own(watcher, with_entries=True):
+        return {watcher._rank: module.read(watcher._record.path)}
+
+    with mock.patch.object(Watcher, "_local", own):
+        run.current().job.find(Watcher)._report_after = 5.0
+        idist.all_reduce(1)
+        if idist.get_rank() == 1:
+            be_busy()
+            be_busy()
+            idist.barrier()
+            return
+        texts = logged()
+        idist.barrier()
+    assert "in be_busy" in "\n".join(texts), texts
+
+
 def logged() -> list[str]:
     """Return the list of the messages that this process logs from now on."""
     texts: list[str] = []
