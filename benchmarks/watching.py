@@ -21,8 +21,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.multiprocessing.spawn import spawn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this clone, installed or not
@@ -203,8 +202,13 @@ def served() -> Iterator[tuple[TCPStore, Callable[[], float]]]:
     ours, theirs = context.Pipe()
     server = context.Process(target=serve, args=(theirs,))
     server.start()
+
+    def cpu_time() -> float:
+        ours.send(True)
+        return float(ours.recv())
+
     try:
-        yield TCPStore("127.0.0.1", ours.recv(), is_master=False), lambda: (ours.send(True), ours.recv())[1]
+        yield TCPStore("127.0.0.1", ours.recv(), is_master=False), cpu_time
     finally:
         ours.send(False)
         server.join()
@@ -244,7 +248,9 @@ def measured_requests(num_ranks: int, seconds: int) -> dict[str, Any]:
 
 def thread_time(watcher: Watcher) -> float:
     """Return the seconds of CPU time that the thread of a watcher has used."""
-    return time.clock_gettime(time.pthread_getcpuclockid(watcher._thread.ident))
+    thread = watcher._thread.ident
+    assert thread is not None
+    return time.clock_gettime(time.pthread_getcpuclockid(thread))
 
 
 def train_a_little(engine: Engine, batch: Any) -> None:
@@ -263,7 +269,7 @@ def on_rank(rank: int, size: int, folder: str, options: argparse.Namespace) -> N
     tensor = torch.ones(4)
     for _ in range(64):
         idist.all_reduce(tensor)
-    watcher = run.current().job.find(Watcher)
+    watcher = Watcher.of(run.current())
     samples = []
     trainer = Engine(train_a_little)
     for _ in range(options.rounds + 1):
@@ -282,7 +288,7 @@ def on_rank(rank: int, size: int, folder: str, options: argparse.Namespace) -> N
 
 def measured_iterations(watcher: Watcher, options: argparse.Namespace) -> dict[str, list[float]]:
     """Return the seconds of CPU time per iteration of empty steps, while the watcher looks or does not."""
-    engine = Engine(lambda engine, batch: None)
+    engine: Engine[Any, Any] = Engine(lambda engine, batch: None)
     samples: dict[str, list[float]] = {"on": [], "off": []}
     for _ in range(options.rounds + 1):
         for name, period in ("off", 3600.0), ("on", 1.0):
