@@ -247,11 +247,8 @@ class Watcher(Resource):
         concerned = [one for one in local.values() if leads or one.rank == self._rank]
         if any(self._may_wait(one, now) for one in concerned) or (leads and now >= self._next_comparison):
             local = self._local()
-        if (
-            any(not one.is_alive for one in local.values())
-            and self._store is not None
-            and not _is_reachable(self._store)
-        ):
+        has_ended = any(not one.is_alive or (leads and one.status.get("left")) for one in local.values())
+        if has_ended and self._store is not None and not _is_reachable(self._store):
             self._is_lost = True  # torch would print a stack where it finds this out
         if self._backend.job.verdict is None or self._outgoing or self._left is not None:
             self._exchange(leads)
