@@ -11,6 +11,7 @@ from typing import Any, SupportsIndex
 
 import torch.distributed as dist
 
+from camshaft import activity
 from camshaft.distributed.backend import Backend, Group, check_known
 from camshaft.distributed.coordination import collective_check
 from camshaft.distributed.coordination.waiting import alone, check_all_present
@@ -62,6 +63,8 @@ class Call:
             raise job.verdict()
         if job.record is not None:
             self._number = job.record.begin(self.group, self.ranks, self._collective, value, how, root, is_long, 3)
+            if activity.own_clock is not None:
+                activity.own_clock.pause()
         if job.compares_collectives:
             collective_check.compare(backend, self.group, self.ranks, self._collective, value, how, root, is_long)
 
@@ -105,6 +108,8 @@ class Call:
         finally:
             if self._number:
                 self._backend.job.record.end(self._number)  # type: ignore[union-attr]  # there is one
+                if activity.own_clock is not None:
+                    activity.own_clock.resume()
 
 
 def enter(collective: str, backend: Backend, group: Any, value: Any = None, how: str = "", root: Any = None) -> Call:
