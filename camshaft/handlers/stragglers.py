@@ -22,11 +22,16 @@ from camshaft.handlers.utils import check_engine, integer, number
 
 __all__ = ["Stragglers"]
 
+Found = dict[tuple[str, int], tuple[float, ...]]
+"""By phase and rank, how many times the median a slow rank takes, its seconds per iteration, and the median."""
+
 Times = Mapping[str, float]
 """Of a rank, in seconds per iteration: each phase that it measures, and ``iteration``; ``half`` is their number."""
 
 _PHASES = {"loading": "data loading", "step": "the step", "saving": "saving"}
 _PARTS = 5  # of half a window; their median counts, so that one disturbance does not
+_LASTING = 30.0  # seconds to judge: on a machine with other work, one rank or another is slow for some seconds
+_OFTEN = 0.8  # of the comparisons in that time
 _SAVES = 5, 3  # at most, and at least, whose median counts
 _LEAST = 0.05  # of the time of an iteration: what a rank must lose for a log message
 _CHANGED = 1.5  # by what the factor of a straggler must change for another one
@@ -49,8 +54,10 @@ class Stragglers:
       ranks do.
 
     Rank 0 logs a warning when a rank takes ``factor`` times as long as the median of the ranks (of an even number of
-    ranks, the faster one in the middle), in both halves of a window, and loses 5% or more of the time of an iteration.
-    Each half counts as the median of 5 parts, so that single slow iterations do not matter; and of saving, the last 5.
+    ranks, the faster one in the middle), in both halves of a window, and loses 5% or more of the time of an iteration. If
+    a window takes less than 30 s, that has to be so in 80% of the halves of windows in 30 s: on machines with other
+    work, even ranks differ for seconds. A half counts as the median of 5 parts of it, and saving as that of the last 5
+    times.
     The warning is repeated if the factor changes by half, and after 10 minutes.
 
     Attach it on every rank. An iteration costs a few readings of clocks; nothing is exchanged by collectives, but by
@@ -76,7 +83,8 @@ class Stragglers:
         self.logger = logging.getLogger(f"{__name__}.{type(self).__name__}")
         self._is_attached = False
         self._compared: dict[int, float] = {}  # halves, by rank
-        self._suspected: set[tuple[str, int]] = set()
+        self._found: list[Found] = []  # by the comparisons that were not judged yet
+        self._since = 0.0  # the first of them
         self._logged: dict[tuple[str, int], tuple[float, float]] = {}  # factor and time, by phase and rank
 
     def attach(self, engine: Engine[Any, Any]) -> None:
@@ -103,7 +111,7 @@ class Stragglers:
                 stack.enter_context(times)
                 stack.callback(setattr, activity, "own_clock", outer)
                 activity.own_clock = clock
-                self._compared, self._suspected = {}, set()
+                self._compared, self._found = {}, []
 
                 def exchange(all_times: dict[int, Times]) -> Times | None:
                     if backend.topology.rank == 0:
@@ -115,14 +123,25 @@ class Stragglers:
             yield
 
     def _compare(self, times: Mapping[int, Times]) -> None:
-        """Log which ranks are slow in two halves of windows that follow each other, on the watcher's thread."""
+        """Log which ranks are slow again and again, on the watcher's thread."""
         halves = {rank: one["half"] for rank, one in times.items()}
-        if any(self._compared.get(rank) == half for rank, half in halves.items()):
+        if len(times) < 2 or any(self._compared.get(rank) == half for rank, half in halves.items()):
             return  # a rank has measured nothing new
-        self._compared = halves
-        found, now = slow(times, self._factor), monotonic()
-        confirmed = [key for key in found if key in self._suspected and self._is_news(key, found[key][0], now)]
-        self._suspected = set(found)
+        self._compared |= halves
+        now = monotonic()
+        if not self._found:
+            self._since = now
+        self._found.append(slow(times, self._factor))
+        if len(self._found) < 2 or now - self._since < _LASTING:
+            return
+        comparisons, self._found = self._found, []
+        found: Found = {}
+        for key in {key for one in comparisons for key in one}:
+            figures = [one[key] for one in comparisons if key in one]
+            if len(figures) >= _OFTEN * len(comparisons):
+                found[key] = tuple(map(median, zip(*figures, strict=True)))
+        worst_first = sorted(found, key=lambda key: found[key][0], reverse=True)
+        confirmed = [key for key in worst_first if self._is_news(key, found[key][0], now)]
         self._logged.update({key: (found[key][0], now) for key in confirmed})
         lines = [_line(*key, *found[key]) for key in confirmed[:_MOST]]
         if len(confirmed) > _MOST:
@@ -135,21 +154,21 @@ class Stragglers:
         return now - then >= _AGAIN or factor > before * _CHANGED or factor < before / _CHANGED
 
 
-def slow(times: Mapping[int, Times], factor: float) -> dict[tuple[str, int], tuple[float, float, float]]:
-    """Return by phase and rank how many times the median a slow rank takes, its seconds, and the median.
+def slow(times: Mapping[int, Times], factor: float) -> Found:
+    """Return which ranks take ``factor`` times as long as the median, or longer, and lose much time by that.
 
     >>> own = {"iteration": 0.1, "step": 0.02}
     >>> slow({0: own, 1: own | {"step": 0.05}, 2: own, 3: own | {"step": 0.021}}, 1.3)
     {('step', 1): (2.5, 0.05, 0.02)}
     """
-    found = {}
+    found: Found = {}
     for phase in _PHASES:
         known = {rank: one[phase] for rank, one in times.items() if phase in one}
         usual = median_low(known.values()) if known else 0.0
         for rank, seconds in known.items():
             if seconds >= factor * usual and seconds - usual >= _LEAST * times[rank]["iteration"] > 0:
                 found[phase, rank] = seconds / max(usual, 1e-9), seconds, usual
-    return dict(sorted(found.items(), key=lambda item: -item[1][0]))
+    return found
 
 
 def _line(phase: str, rank: int, factor: float, seconds: float, usual: float) -> str:
@@ -228,7 +247,7 @@ class _Times:
             self._num_halves += 1
             self.published = dict(zip(self._phases, medians, strict=False)) | self._saving() | {"half": self._num_halves}
 
-    def _saving(self) -> Times:
+    def _saving(self) -> dict[str, float]:
         if len(self._saves) < _SAVES[1]:
             return {}
         (first, _), (last, _) = self._saves[0], self._saves[-1]
