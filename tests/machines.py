@@ -1,4 +1,4 @@
-"""Simulated machines, each with its own network, processes, host name, and ``/etc/hosts``.
+"""Simulated machines, each with its own network, processes, host name, ``/etc/hosts``, and shared memory.
 
 They are Linux namespaces. A machine ends with all of its processes and its network when it is closed, or when the test
 process ends in any way; nothing of it has a name that could stay behind. They require root, or
@@ -27,6 +27,7 @@ set -e
 hostname "$1"
 printf '%s\n' "127.0.0.1 localhost" "$2" >"$3"
 mount --bind "$3" /etc/hosts
+mount -t tmpfs shm /dev/shm
 ip link set lo up
 echo ready
 sleep infinity &
@@ -149,6 +150,10 @@ class Program:
             size = os.fstat(self._file.fileno()).st_size
             self._output = os.pread(self._file.fileno(), size, 0).decode(errors="replace")
         return self._output
+
+    def poll(self) -> int | None:
+        """Return the exit code, ``None`` as long as the command runs."""
+        return self._process.poll()
 
     def wait(self, seconds: float = LIMIT) -> Program:
         """Wait for the command, which must end within the time limit."""

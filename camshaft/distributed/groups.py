@@ -16,6 +16,7 @@ from camshaft.distributed.backend import Backend, Group, check_known
 from camshaft.distributed.coordination import collective_check
 from camshaft.distributed.coordination.waiting import alone, check_all_present
 from camshaft.distributed.coordination.watcher import Watcher
+from camshaft.distributed.record import Record
 from camshaft.errors import RankDivergenceError, RankFailedError, annotate, check_type
 
 _SEQUENCES = (list, tuple, range)
@@ -37,12 +38,12 @@ class Call:
         ValueError: ``group`` is not a group.
     """
 
-    __slots__ = ("_backend", "_collective", "_number", "group", "is_member", "ranks")
+    __slots__ = ("_backend", "_collective", "_number", "_record", "group", "is_member", "ranks")
 
     def __init__(self, collective: str, backend: Backend, group: Any) -> None:
         self._collective = collective
         self._backend = backend
-        self._number = 0
+        self._record: Record | None = None  # in which this call has a number
         self.group, self.ranks = _resolve(backend, group)
         self.is_member = group is None or backend.topology.rank in self.ranks
 
@@ -61,8 +62,9 @@ class Call:
             check_all_present(self._collective, self.ranks, backend.topology.rank)
         if job.verdict is not None:
             raise job.verdict()
-        if job.record is not None:
-            self._number = job.record.begin(self.group, self.ranks, self._collective, value, how, root, is_long, 3)
+        if (record := job.record) is not None:
+            self._record = record
+            self._number = record.begin(self.group, self.ranks, self._collective, value, how, root, is_long, 3)
             if activity.own_clock is not None:
                 activity.own_clock.pause()
         if job.compares_collectives:
@@ -106,8 +108,8 @@ class Call:
                 rank = self._backend.topology.rank
                 explain(error, self._backend, self.ranks, f"in {self._collective} on rank {rank}{among}")
         finally:
-            if self._number:
-                self._backend.job.record.end(self._number)  # type: ignore[union-attr]  # there is one
+            if self._record is not None:
+                self._record.end(self._number)
                 if activity.own_clock is not None:
                     activity.own_clock.resume()
 

@@ -110,7 +110,10 @@ def test_waiting_in_a_collective_of_the_loader_is_not_own_time():
             idist.barrier()
             yield 1
 
-    assert train(lambda: time.sleep(0.01 * idist.get_rank()), agreeing, epochs=10) == []
+    def prepare(trainer):
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: time.sleep(0.01 * idist.get_rank()))
+
+    assert train(lambda: None, agreeing, epochs=15, prepare=prepare) == []
 
 
 @on_ranks(2)

@@ -76,6 +76,10 @@ class Cluster:
                 pytest.fail("Slurm did not start\n" + "\n".join(daemon.output for daemon in daemons), pytrace=False)
             time.sleep(0.05)
 
+    def start(self, *command: str, **variables: str) -> Program:
+        """Start a command, such as ``srun``, on the first node."""
+        return self._node.start(*command, **self.variables, **variables)
+
     def run(self, *command: str, **variables: str) -> Program:
         """Run a command, such as ``srun``, and wait for it."""
         return self._node.run(*command, **self.variables, **variables)

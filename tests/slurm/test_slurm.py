@@ -10,6 +10,7 @@ import shlex
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import pytest
 from tests import cluster_page
 from tests.distributed.conformance import CHECKS
 from tests.examples.ten_steps import assert_ten_steps
+from tests.faults.jobs import FAULTS, Case, run_case, srun
 from tests.guards import outlasting
 from tests.machines import DEFAULTS, PYTHON, Program
 from tests.slurm.cluster import Cluster
@@ -162,6 +164,12 @@ def test_a_failing_task_ends_the_step(cluster):
     assert run.returncode == 1
     assert "LookupError: the cause" in run.output
     assert re.search("RuntimeError: .*Connection (closed|reset) by peer", run.output), run.output
+
+
+@pytest.mark.parametrize("name", ["step", "SIGKILL", "shape", "terminate"])
+def test_a_fault_ends_the_step_and_is_named(cluster, name):
+    outcome = run_case(Case(FAULTS[name], "srun"), partial(srun, cluster))
+    assert not outcome.problems(), outcome.report()
 
 
 def test_node_names_that_do_not_resolve_are_not_needed(cluster):

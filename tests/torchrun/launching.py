@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,12 @@ class Launched:
 
     Args:
         arguments: arguments of Python.
+        program: Python, or a launcher that starts it.
         variables: environment variables to add to those of this process.
     """
 
-    def __init__(self, *arguments: str, **variables: str) -> None:
-        self._arguments = [sys.executable, "-W", "ignore::FutureWarning", *arguments]
+    def __init__(self, *arguments: str, program: Sequence[str] = (sys.executable,), **variables: str) -> None:
+        self._arguments = [*program, "-W", "ignore::FutureWarning", *arguments]
         self._mark = f"CAMSHAFT_TEST={uuid.uuid4().hex}"
         mark = dict([self._mark.split("=")])
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **mark, **variables}
@@ -66,6 +68,10 @@ class Launched:
         """The output so far."""
         size = os.fstat(self._file.fileno()).st_size
         return os.pread(self._file.fileno(), size, 0).decode(errors="replace")
+
+    def poll(self) -> int | None:
+        """Return the exit code of the launcher, ``None`` as long as it runs."""
+        return self.process.poll()
 
     def wait(self, seconds: float = SECONDS) -> int:
         """Wait for the launcher and return its exit code; fail with its output after a timeout."""

@@ -144,7 +144,7 @@ def test_spawn_runs_the_function_in_this_process_with_one_device():
 
 def spawn_new():
     for wanted in ((1, 1), (2, 1), (1, 2)):
-        task = ("xla-tpu", (print_context, ("new",), {}, {"spmd": False}), wanted)
+        task = ("xla-tpu", (print_context, ("new",), {}, {}, {"spmd": False}), wanted)
         print("parent", os.getpid())
         if wanted == (1, 1):
             multiprocessing.spawn(launch._run_xla_rank, task, start_method="fork")

@@ -538,7 +538,7 @@ def end_text(one: Snapshot) -> str:
         where = failure.get("where") or ""
         place = "" if "iteration" in where or "iteration" in failure["error"] else _place(one, "")
         return ", ".join(text for text in (f"rank {one.rank} failed first: {failure['error']}", where, place) if text)
-    if left and not one.entries:
+    if left and not one.path.name:  # what it called is not known
         return f"rank {one.rank} {left}"
     how = left or "process was killed or crashed"
     whose = f"rank {one.rank}" if left else f"rank {one.rank}'s"

@@ -51,6 +51,7 @@ ANSWER = 4.0  # seconds that another node has to answer; then a rank is judged w
 LOST = 60.0  # seconds without any answer after which a node is taken for lost: an extension may hold the GIL as long
 SHARING = 10.0  # seconds between two exchanges of shared values among nodes
 AGAIN = 600.0  # seconds until a rank that still waits is reported again
+_SEARCH = 10.0  # seconds between two searches for records of more ranks than are known to be on this node
 _LONGEST_BREAK = 60.0  # seconds between two questions of the same rank
 _LEARNING = 6.0  # seconds that a rank waits to learn why an operation failed
 _TELLING = 2.0  # seconds that a rank that leaves has to publish how
@@ -59,6 +60,7 @@ _DUMP = getattr(signal, "SIGRTMAX", 1) - 1  # a signal that nobody uses
 _KEPT = 50  # announcements that a record repeats
 _MOST_NOTES, _LONGEST_TRACEBACK = 3, 8000
 _FINAL = ("failure/", "verdict")
+_NO_ANSWER = "does not answer, nor does its node"
 _OUR_OWN = (RankDivergenceError, RankFailedError, NotImplementedError)
 _LOST = re.compile("connection|socket|peer|timed? ?out|broken pipe|closed|abort|nccl|released|left", re.IGNORECASE)
 _LIBRARIES = tuple(os.path.join(os.path.dirname(str(module.__file__)), "") for module in (activity, torch))
@@ -104,6 +106,7 @@ class Watcher(Resource):
         self._failure: dict[str, Any] | None = None
         self._suspicion: str | None = None  # what the last round has found, for the next one to confirm
         self._query: tuple[str, float] | None = None
+        self._elsewhere: tuple[dict[int, Snapshot], float] = {}, 0.0  # what other nodes answered last, and when
         self._silent: dict[int, float] = {}  # ranks that have not answered, and since when
         self._next_query = self._next_report = self._next_comparison = 0.0
         self._last_report: diagnosis.Report | None = None  # while this rank waits, and until an error is explained
@@ -116,6 +119,8 @@ class Watcher(Resource):
         self._sleeper = select.poll()
         self._sleeper.register(self._woken, select.POLLIN)
         self._foreign: set[Path] = set()  # records of other jobs
+        self._paths: list[Path] = []  # records of this job
+        self._next_search = 0.0
         self._siblings: dict[int, int] = {}  # process id -> descriptor that is readable once the process has ended
         self._thread = Thread(target=self._run, name="camshaft-watcher", daemon=True)
 
@@ -258,9 +263,14 @@ class Watcher(Resource):
                 self._news.setdefault(topic, content)
         able = [rank for rank, one in local.items() if _is_here(one) and now - one.status.get("time", now) < ANSWER]
         leads = self._rank == min(able, default=self._rank)
-        if any(self._may_wait(one, now) for one in local.values()) or (leads and now >= self._next_comparison):
+        concerned = [one for one in local.values() if leads or one.rank == self._rank]
+        if any(self._may_wait(one, now) for one in concerned) or (leads and now >= self._next_comparison):
             local = self._local()
-        if any(map(_is_gone, local.values())) and self._store is not None and not _is_reachable(self._store):
+        if (
+            any(not one.is_alive for one in local.values())
+            and self._store is not None
+            and not _is_reachable(self._store)
+        ):
             self._is_lost = True  # torch would print a stack where it finds this out
         if self._backend.job.verdict is None or self._outgoing or self._left is not None:
             self._exchange(leads)
@@ -320,18 +330,29 @@ class Watcher(Resource):
         if self._record is None:
             return {}
         local = {}
-        for path in find() if self._record.job else [self._record.path]:
-            if path not in self._foreign and (one := read(path, with_entries)) is not None:
+        for path in self._candidates(self._record):
+            if (one := read(path, with_entries)) is not None:
                 if one.job == self._record.job:
                     local[one.rank] = one
                 elif one.job:
                     self._foreign.add(path)
+        self._paths = [one.path for one in local.values()]
         for rank, one in local.items():
             if rank != self._rank and rank not in self._siblings and _is_here(one) and hasattr(os, "pidfd_open"):
                 with suppress(OSError):  # the process is in another namespace, or has ended
                     self._siblings[rank] = os.pidfd_open(one.pid)
                     self._sleeper.register(self._siblings[rank], select.POLLIN)
         return local
+
+    def _candidates(self, record: Record) -> list[Path]:
+        """Return the paths to read; the folders are searched rarely, as those for temporary files may be large."""
+        if not record.job:
+            return [record.path]
+        now, num_known = time.monotonic(), len(self._paths)
+        if num_known < self._size and (num_known < self._backend.topology.local_world_size or now >= self._next_search):
+            self._next_search = now + _SEARCH
+            return [path for path in find() if path not in self._foreign]
+        return self._paths
 
     def _exchange(self, leads: bool) -> None:
         """Append what this rank announces to the list in the store; a leader also reads that list."""
@@ -470,10 +491,11 @@ class Watcher(Resource):
             if self._store.check([f"left/{rank}"]):
                 how = self._store.get(f"left/{rank}").decode()
             elif now - since > LOST:
-                how = "does not answer, nor does its node"
+                how = _NO_ANSWER
             else:
                 continue
             found[rank] = Snapshot(Path(), "", rank, self._size, 0, False, "", {"left": how}, ())
+        self._elsewhere = found, now
         return found | local
 
     def _answer(self) -> None:
@@ -492,7 +514,9 @@ class Watcher(Resource):
             self._last_report = None
         if waited < min(PATIENCE, self._report_after):
             return
-        self._last_report = diagnosis.hang_report(list(local.values()), self._rank, now)
+        elsewhere, asked = self._elsewhere
+        known = {rank: _shifted(one, now - asked) for rank, one in elsewhere.items()} | local
+        self._last_report = diagnosis.hang_report(list(known.values()), self._rank, now)
         is_first = all(
             diagnosis.waited(one, now) < self._report_after for rank, one in local.items() if rank < self._rank
         )
@@ -532,6 +556,8 @@ def _judgement(ranks: list[Snapshot], waiting: list[int], now: float, is_lost: b
     for rank in waiting:
         if cause := diagnosis.departed(ranks, rank, now, patience):
             return "failed", cause[1]
+    if lost := [one for one in ranks if one.status.get("left") == _NO_ANSWER]:
+        return "failed", f"{diagnosis.end_text(lost[0])}; rank {waiting[0]} waits"
     for rank in with_error:
         if gone := [one for one in ranks if one.status.get("left") and one.rank != rank]:
             return "failed", f"{diagnosis.end_text(gone[0])}; rank {rank} lost its connection"

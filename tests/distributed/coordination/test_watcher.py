@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 import camshaft.distributed as idist
+from benchmarks import watching as watching_benchmark
 from camshaft.distributed import run
 from camshaft.distributed.coordination import diagnosis
 from camshaft.distributed.coordination import watcher as module
@@ -126,6 +127,49 @@ def test_all_callbacks_are_called_once_the_store_is_lost():
         assert called.wait(10)
 
 
+@on_ranks(2)
+def test_folders_are_not_searched_once_the_records_of_all_ranks_are_known():
+    watcher = run.current().job.find(Watcher)
+    assert not outlasting(lambda: len(watcher._paths) < 2)
+    with mock.patch.object(module, "find", side_effect=module.find) as search:
+        time.sleep(2.5)
+    assert not search.called
+    idist.barrier()
+
+
+def test_a_cluster_sends_one_request_per_second_and_node():
+    counted, num_nodes = watching_benchmark.Counted("cluster", dist.HashStore()), 16
+    cluster = watching_benchmark.Cluster(counted, num_nodes, ranks_per_node=8)
+    cluster.next_second()
+    for _ in range(7):
+        counted.requests.clear()
+        cluster.next_second()
+        assert counted.requests == {"check": num_nodes}
+    cluster.close()
+
+
+@pytest.mark.parametrize("rank", [1, 8, 127])
+def test_all_ranks_of_a_cluster_learn_of_a_failure_within_three_rounds(rank):
+    counted, num_nodes = watching_benchmark.Counted("cluster", dist.HashStore()), 16
+    cluster = watching_benchmark.Cluster(counted, num_nodes, ranks_per_node=8)
+    cluster.next_second()
+    counted.requests.clear()
+    cluster.fail(rank)
+    for _ in range(3):
+        assert cluster.num_ended < 127
+        cluster.next_second()
+        if cluster.num_ended == 127:
+            break
+    assert cluster.num_ended == 127  # all but the one that failed
+    assert (
+        counted.requests.total() <= 4 * num_nodes + 2
+    )  # a leader asks twice more to read it, and whether there is more
+    counted.requests.clear()
+    cluster.next_second()
+    assert counted.requests.total() <= 1  # of the one that failed
+    cluster.close()
+
+
 # --- failures ----------------------------------------------------------------------------------------------
 
 
@@ -215,7 +259,7 @@ def test_different_reductions_are_noticed_although_nobody_waits():
 
 @on_ranks(2)
 def test_a_long_wait_is_reported_once_with_what_the_other_rank_does():
-    run.current().job.find(Watcher)._report_after = 0.5
+    run.current().job.find(Watcher)._report_after = 2.5
     idist.all_reduce(1)
     if idist.get_rank() == 1:
         be_busy()
@@ -228,6 +272,24 @@ def test_a_long_wait_is_reported_once_with_what_the_other_rank_does():
     assert "in be_busy" in text
 
 
+@on_ranks(2)
+def test_a_report_tells_what_a_rank_of_another_node_does():
+    def own(watcher, with_entries=True):
+        return {watcher._rank: module.read(watcher._record.path)}
+
+    with mock.patch.object(Watcher, "_local", own):
+        run.current().job.find(Watcher)._report_after = 5.0
+        idist.all_reduce(1)
+        if idist.get_rank() == 1:
+            be_busy()
+            be_busy()
+            idist.barrier()
+            return
+        texts = logged()
+        idist.barrier()
+    assert "in be_busy" in "\n".join(texts), texts
+
+
 def logged() -> list[str]:
     """Return the list of the messages that this process logs from now on."""
     texts: list[str] = []
@@ -238,7 +300,7 @@ def logged() -> list[str]:
 
 
 def be_busy():
-    time.sleep(3.5)
+    time.sleep(6)
 
 
 @on_ranks(2)
