@@ -65,8 +65,8 @@ class Call:
         if (record := job.record) is not None:
             self._record = record
             self._number = record.begin(self.group, self.ranks, self._collective, value, how, root, is_long, 3)
-            if activity.own_clock is not None:
-                activity.own_clock.pause()
+            if (clock := activity.own_clock) is not None:
+                clock.pause()
         if job.compares_collectives:
             collective_check.compare(backend, self.group, self.ranks, self._collective, value, how, root, is_long)
 
@@ -110,8 +110,8 @@ class Call:
         finally:
             if self._record is not None:
                 self._record.end(self._number)
-                if activity.own_clock is not None:
-                    activity.own_clock.resume()
+                if (clock := activity.own_clock) is not None:
+                    clock.resume()
 
 
 def enter(collective: str, backend: Backend, group: Any, value: Any = None, how: str = "", root: Any = None) -> Call:
