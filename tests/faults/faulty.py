@@ -110,7 +110,8 @@ def end_or_stop(name: str) -> None:
     if name == "lost-node":
         time.sleep(FOREVER)  # until its host is lost
     if name == "gil":
-        ctypes.PyDLL(None).sleep(int(FOREVER))  # FAULT gil
+        while True:  # a signal ends a call
+            ctypes.PyDLL(None).sleep(int(FOREVER))  # FAULT gil
     os.kill(os.getpid(), getattr(signal, name))  # FAULT signal
     if name == "SIGINT":
         time.sleep(FOREVER)  # interrupted

@@ -41,7 +41,7 @@ def adopt() -> None:
     alone()
     hvd.init()
     write_place("adopted")
-    assert idist.get_world_size() == 1 or "call hvd.init(process_sets='dynamic')" in try_new_group()
+    assert idist.get_world_size() == 1 or "hvd.init(process_sets='dynamic')" in try_new_group()
     idist.barrier()
     hvd.shutdown()
     alone()
