@@ -245,7 +245,9 @@ class _Times:
             medians = [median(values) / self._part for values in zip(*self._parts, strict=True)]
             self._parts.clear()
             self._num_halves += 1
-            self.published = dict(zip(self._phases, medians, strict=False)) | self._saving() | {"half": self._num_halves}
+            self.published = (
+                dict(zip(self._phases, medians, strict=False)) | self._saving() | {"half": self._num_halves}
+            )
 
     def _saving(self) -> dict[str, float]:
         if len(self._saves) < _SAVES[1]:

@@ -278,7 +278,8 @@ def test_each_phase_is_a_median_of_parts_per_iteration(clocks, tmp_path):
         engine.add_event_handler(Events.ITERATION_COMPLETED(every=5), lambda: seen.append(times.published))
         engine.run(data(), max_epochs=1, epoch_length=30)
     assert seen[0] is None
-    assert seen[1] is seen[2] and "saving" not in seen[1]
+    assert seen[1] is seen[2]
+    assert "saving" not in seen[1]
     assert {**seen[1], "iteration": None} == {"iteration": None, "loading": 2.0, "step": 3.0, "half": 1}
     assert {**seen[3], "iteration": None} == {"iteration": None, "loading": 2.0, "step": 3.0, "saving": 2.0, "half": 2}
     assert 6.0 <= seen[3]["iteration"] <= 11.0
