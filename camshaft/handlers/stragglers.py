@@ -54,11 +54,10 @@ class Stragglers:
       ranks do.
 
     Rank 0 logs a warning when a rank takes ``factor`` times as long as the median of the ranks (of an even number of
-    ranks, the faster one in the middle), in both halves of a window, and loses 5% or more of the time of an iteration. If
-    a window takes less than 30 s, that has to be so in 80% of the halves of windows in 30 s: on machines with other
-    work, even ranks differ for seconds. A half counts as the median of 5 parts of it, and saving as that of the last 5
-    times.
-    The warning is repeated if the factor changes by half, and after 10 minutes.
+    ranks, the faster one in the middle), in both halves of a window, and loses 5% or more of the time of an iteration.
+    If a window takes less than 30 s, that has to be so in 80% of the halves in 30 s: on machines with other work, even
+    ranks differ for seconds. A half counts as the median of 5 parts of it, and saving as that of the last 5 times. The
+    warning is repeated if the factor changes by half, and after 10 minutes.
 
     Attach it on every rank. An iteration costs a few readings of clocks; nothing is exchanged by collectives, but by
     the thread that watches the job, once a second among the ranks of a node, and every 10 s among nodes. In a single
