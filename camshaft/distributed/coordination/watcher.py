@@ -69,7 +69,7 @@ Callback: TypeAlias = Callable[[], float]
 """Runs on the watcher's thread and returns the seconds until it wants to run again; infinity for never."""
 
 Exchange: TypeAlias = Callable[[dict[int, Any]], Any]
-"""Runs on the watcher's thread, gets the values of the ranks, and returns that of this rank, as JSON can represent it."""
+"""Runs on the watcher's thread; gets the values of the ranks, and returns that of this rank, to be written as JSON."""
 
 logger = logging.getLogger("camshaft.distributed")
 
