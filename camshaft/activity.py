@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from threading import RLock, get_ident
+from time import perf_counter, thread_time
 from typing import Any
 
 from camshaft.errors import annotate, line_of_caller
@@ -40,6 +41,39 @@ class RunEnd:
     iteration: int
 
 
+class OwnClock:
+    """Measures the own time of the thread that creates it: all of it, except for that inside collectives."""
+
+    def __init__(self) -> None:
+        self._thread = get_ident()
+        self._depth = 0  # of collectives inside of others
+        self._seconds = self._cpu_seconds = 0.0  # inside collectives
+        self._began = (0.0, 0.0)
+
+    def seconds(self) -> float:
+        """Return the seconds since some point in time."""
+        return perf_counter() - self._seconds
+
+    def cpu_seconds(self) -> float:
+        """Return the seconds that the thread has used a processor."""
+        return thread_time() - self._cpu_seconds
+
+    def pause(self) -> None:
+        """Stop, at the begin of a collective; on other threads, nothing happens."""
+        if get_ident() == self._thread:
+            if self._depth == 0:
+                self._began = self.seconds(), self.cpu_seconds()
+            self._depth += 1
+
+    def resume(self) -> None:
+        """Continue, at the end of a collective."""
+        if get_ident() == self._thread and self._depth > 0:
+            self._depth -= 1
+            if self._depth == 0:
+                self._seconds += self.seconds() - self._began[0]
+                self._cpu_seconds += self.cpu_seconds() - self._began[1]
+
+
 running: list[Any] = []
 """The engines that execute ``run``, of all threads; those of one thread from the outermost to the innermost."""
 
@@ -48,6 +82,9 @@ early_ends: deque[RunEnd] = deque(maxlen=8)
 
 explainers: list[Callable[[BaseException], BaseException]] = []
 """Functions that get an error of a run before its handlers, and return it or an error to raise in its place."""
+
+own_clock: OwnClock | None = None
+"""The clock that collectives stop, while somebody measures the own time of a thread of this process."""
 
 lock = RLock()
 """Held while :data:`running` changes."""

@@ -150,6 +150,7 @@ PUBLIC: dict[str, list[str]] = {
         "RunningAverage",
         "StateParamScheduler",
         "StepStateScheduler",
+        "Stragglers",
         "TensorboardLogger",
         "TerminateOnNan",
         "Throughput",

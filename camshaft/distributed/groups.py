@@ -11,6 +11,7 @@ from typing import Any, SupportsIndex
 
 import torch.distributed as dist
 
+from camshaft import activity
 from camshaft.distributed.backend import Backend, Group, check_known
 from camshaft.distributed.coordination import collective_check
 from camshaft.distributed.coordination.waiting import alone, check_all_present
@@ -64,6 +65,8 @@ class Call:
         if (record := job.record) is not None:
             self._record = record
             self._number = record.begin(self.group, self.ranks, self._collective, value, how, root, is_long, 3)
+            if (clock := activity.own_clock) is not None:
+                clock.pause()
         if job.compares_collectives:
             collective_check.compare(backend, self.group, self.ranks, self._collective, value, how, root, is_long)
 
@@ -107,6 +110,8 @@ class Call:
         finally:
             if self._record is not None:
                 self._record.end(self._number)
+                if (clock := activity.own_clock) is not None:
+                    clock.resume()
 
 
 def enter(collective: str, backend: Backend, group: Any, value: Any = None, how: str = "", root: Any = None) -> Call:

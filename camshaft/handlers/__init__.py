@@ -36,6 +36,7 @@ from camshaft.handlers.state_param_scheduler import (
 )
 from camshaft.handlers.stopping import stop_together
 from camshaft.handlers.stores import EpochOutputStore
+from camshaft.handlers.stragglers import Stragglers
 from camshaft.handlers.tensorboard_logger import TensorboardLogger
 from camshaft.handlers.terminate_on_nan import TerminateOnNan
 from camshaft.handlers.throughput import Throughput
@@ -82,6 +83,7 @@ __all__ = [
     "RunningAverage",
     "StateParamScheduler",
     "StepStateScheduler",
+    "Stragglers",
     "TensorboardLogger",
     "TerminateOnNan",
     "Throughput",

@@ -49,6 +49,7 @@ PATIENCE = 3.0  # seconds that a rank waits in a collective before its node asks
 COMPARISON = 5.0  # seconds between two comparisons of calls that blocked nobody
 ANSWER = 4.0  # seconds that another node has to answer; then a rank is judged without it
 LOST = 60.0  # seconds without any answer after which a node is taken for lost: an extension may hold the GIL as long
+SHARING = 10.0  # seconds between two exchanges of shared values among nodes
 AGAIN = 600.0  # seconds until a rank that still waits is reported again
 _SEARCH = 10.0  # seconds between two searches for records of more ranks than are known to be on this node
 _LONGEST_BREAK = 60.0  # seconds between two questions of the same rank
@@ -66,6 +67,9 @@ _LIBRARIES = tuple(os.path.join(os.path.dirname(str(module.__file__)), "") for m
 
 Callback: TypeAlias = Callable[[], float]
 """Runs on the watcher's thread and returns the seconds until it wants to run again; infinity for never."""
+
+Exchange: TypeAlias = Callable[[dict[int, Any]], Any]
+"""Runs on the watcher's thread; gets the values of the ranks, and returns that of this rank, to be written as JSON."""
 
 logger = logging.getLogger("camshaft.distributed")
 
@@ -88,6 +92,10 @@ class Watcher(Resource):
         self._store: Store | None = None
         self._is_connected = self._is_lost = self._is_closed = False
         self._callbacks: dict[str, Callback] = {}
+        self._exchanges: dict[str, Exchange] = {}
+        self._place = ""  # of this node's values in the store
+        self._values: dict[str, dict[int, Any]] = {}  # of other nodes, by name and rank
+        self._next_sharing = 0.0
         self._news: dict[str, Any] = {}  # by topic, in the order of their announcement
         self._num_read = 0  # entries of the store's list
         self._listed: set[str] = set()  # topics of these entries
@@ -146,6 +154,17 @@ class Watcher(Resource):
             self._outgoing.append((topic, content))
         self._has_told.clear()
         self._wake()
+
+    def share(self, name: str, exchange: Exchange) -> None:
+        """Exchange a value with the other ranks in each round, until :meth:`unshare`.
+
+        Rank 0 gets the values of all ranks, those of other nodes up to 20 s late; the others get those of their node.
+        """
+        self._exchanges[name] = exchange
+
+    def unshare(self, name: str) -> None:
+        """Share a value no longer."""
+        self._exchanges.pop(name, None)
 
     # --- failures --------------------------------------------------------------------------------------------
 
@@ -262,6 +281,7 @@ class Watcher(Resource):
         news = [item for item in self._news.items() if not item[0].startswith("query/")][-_KEPT:]
         self._status = {**status, "news": news, "left": self._left, "failure": self._failure}
         self._status["has_error"] = self._num_waits > 0
+        self._status["shared"] = self._shared(local, leads, now)
         if self._record is not None:
             self._record.write_status(self._status)
         if not self._outgoing:
@@ -362,6 +382,38 @@ class Watcher(Resource):
         self._num_read += 1
         self._listed.add(topic)
         self._news[topic] = content  # that of the first of those who announced it
+
+    def _shared(self, local: dict[int, Snapshot], leads: bool, now: float) -> dict[str, Any]:
+        """Return the values of this rank, by name."""
+        if not self._exchanges:
+            return {}
+        near = {rank: one.status.get("shared", {}) for rank, one in local.items() if _is_here(one)}
+        if leads and len(local) < self._size and now >= self._next_sharing:
+            self._next_sharing = now + SHARING
+            self._share_with_nodes(near)
+        shared = {}
+        for name, exchange in tuple(self._exchanges.items()):
+            known = {rank: values[name] for rank, values in near.items() if name in values}
+            value = exchange(self._values.get(name, {}) | known)
+            if value is not None:
+                shared[name] = value
+        return shared
+
+    def _share_with_nodes(self, near: dict[int, dict[str, Any]]) -> None:
+        """Write the values of this node into the store, under one key; rank 0 also reads those of the others."""
+        if self._store is None or self._is_lost:
+            return
+        store = PrefixStore("shared", self._store)
+        self._place = self._place or str(store.add("nodes", 1))
+        store.set(self._place, json.dumps(list(near.items())))
+        if self._rank != 0:
+            return
+        places = [str(number) for number in range(1, 1 + store.add("nodes", 0))]
+        if store.check(places):  # one is counted before it is written
+            self._values = {}
+            for rank, values in (item for found in store.multi_get(places) for item in json.loads(found)):
+                for name, value in values.items():
+                    self._values.setdefault(name, {})[rank] = value
 
     # --- judging ---------------------------------------------------------------------------------------------
 

@@ -1,0 +1,394 @@
+"""Stragglers: own time per phase, the comparison of ranks, and what is logged."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import threading
+import time
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import camshaft.distributed as idist
+from camshaft import activity
+from camshaft.activity import OwnClock
+from camshaft.distributed.coordination import watcher
+from camshaft.engine import Engine, Events
+from camshaft.handlers import Checkpoint, DiskSaver, Stragglers, stragglers
+from camshaft.handlers.stragglers import slow
+from tests.handlers.clocks import Clock, clock_in
+from tests.ranks import on_ranks
+
+EVEN = {"iteration": 0.1, "loading": 0.02, "step": 0.05}
+
+
+class Messages(logging.Handler):
+    """The lines that a handler logs."""
+
+    def __init__(self, handler):
+        super().__init__()
+        self.lines = []
+        handler.logger.addHandler(self)
+
+    def emit(self, record):
+        assert record.levelno == logging.WARNING
+        self.lines += record.getMessage().splitlines()
+
+    def about(self):
+        """Return how each line begins, up to its figures."""
+        return [line.split(":")[0] for line in self.lines]
+
+
+def burn(seconds):
+    """Use the processor for this long, however busy the machine is."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+@contextmanager
+def fast():
+    """Let watchers look often."""
+    with mock.patch.multiple(watcher, PERIOD=0.05, SHARING=0.05), mock.patch.object(stragglers, "_LASTING", 1.0):
+        idist.get_rank()  # adopts the group, and starts the watcher
+        yield
+
+
+def train(step, data=lambda: range(20), epochs=200, prepare=lambda trainer: None, iterations=20):
+    """Train until rank 0 has logged something, at most this long; return what each rank has logged first."""
+    model = DistributedDataParallel(nn.Linear(4, 4))
+
+    def update(engine, batch):
+        step()
+        model(torch.ones(2, 4)).sum().backward()
+
+    trainer = Engine(update)
+    handler = Stragglers(window=iterations)
+    handler.attach(trainer)
+    messages = Messages(handler)
+    prepare(trainer)
+
+    @trainer.on(Events.EPOCH_COMPLETED)
+    def stop():
+        if idist.all_reduce(len(messages.lines), "MAX"):
+            trainer.terminate()
+
+    with fast():
+        trainer.run(data(), max_epochs=epochs, epoch_length=20)
+        idist.barrier()
+    return messages.about()
+
+
+def forever(seconds):
+    while True:
+        if seconds:  # to sleep for 0 s would let other processes run
+            time.sleep(seconds)
+        yield 1
+
+
+@on_ranks(2)
+def test_a_slow_step_is_named_although_all_ranks_wait_for_it_in_backward():
+    found = train(lambda: burn(0.006 if idist.get_rank() == 1 else 0.002))
+    assert found == (["rank 1 is slow in the step"] if idist.get_rank() == 0 else [])
+
+
+@on_ranks(3)
+def test_a_slow_loader_is_named():
+    found = train(lambda: burn(0.001), lambda: forever(0.02 if idist.get_rank() == 2 else 0))
+    assert found == (["rank 2 is slow in data loading"] if idist.get_rank() == 0 else [])
+
+
+@on_ranks(2)
+def test_waiting_in_a_collective_of_the_loader_is_not_own_time():
+    def agreeing():
+        while True:
+            idist.barrier()
+            yield 1
+
+    def prepare(trainer):
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: time.sleep(0.01 * idist.get_rank()))
+
+    assert train(lambda: None, agreeing, epochs=15, prepare=prepare) == []
+
+
+@on_ranks(2)
+def test_slow_saving_is_named():
+    class Slow(nn.Linear):
+        def state_dict(self, *args, **kwargs):
+            time.sleep(0.2 if idist.get_rank() == 0 else 0)
+            return super().state_dict(*args, **kwargs)
+
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(DiskSaver, "writes", True):
+        checkpoint = Checkpoint({"model": Slow(2, 2)}, DiskSaver(folder))
+        found = train(
+            lambda: burn(0.001),
+            prepare=lambda trainer: trainer.add_event_handler(Events.ITERATION_COMPLETED(every=10), checkpoint),
+        )
+    assert found == (["rank 0 is slow in saving"] if idist.get_rank() == 0 else [])
+
+
+@on_ranks(2)
+def test_saving_of_a_single_rank_is_not_compared():
+    class Slow(nn.Linear):
+        def state_dict(self, *args, **kwargs):
+            time.sleep(0.02)
+            return super().state_dict(*args, **kwargs)
+
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = Checkpoint({"model": Slow(2, 2)}, folder)
+        found = train(
+            lambda: burn(0.001),
+            epochs=30,
+            prepare=lambda trainer: trainer.add_event_handler(Events.ITERATION_COMPLETED(every=4), checkpoint),
+        )
+    assert found == []
+
+
+@on_ranks(2)
+def test_ranks_of_different_nodes_are_compared_through_the_store():
+    def own(watcher_, with_entries=True):  # no rank sees the record of another one
+        return {watcher_._rank: watcher.read(watcher_._record.path)}
+
+    with mock.patch.object(watcher.Watcher, "_local", own):
+        found = train(lambda: burn(0.006 if idist.get_rank() == 1 else 0.002))
+    assert found == (["rank 1 is slow in the step"] if idist.get_rank() == 0 else [])
+
+
+@on_ranks(2)
+def test_even_ranks_are_silent():
+    weight = torch.ones(200, 200)
+    assert train(lambda: (weight @ weight).sum().item(), epochs=150) == []
+
+
+@on_ranks(2)
+def test_nothing_is_left_after_a_run():
+    trainer, handler = Engine(lambda engine, batch: idist.all_reduce(1)), Stragglers(window=10)
+    handler.attach(trainer)
+    with fast():
+        assert activity.own_clock is None
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: clocks.append(activity.own_clock))
+        clocks = []
+        for _ in range(2):
+            trainer.run(range(30))
+            assert activity.own_clock is None
+            assert not idist.run.current().job.find(watcher.Watcher)._exchanges
+        assert isinstance(clocks[0], OwnClock)
+        idist.barrier()
+
+
+# --- a single process -------------------------------------------------------------------------------------
+
+
+def test_a_single_process_measures_nothing():
+    def fail():
+        raise AssertionError
+
+    trainer = Engine(lambda engine, batch: None)
+    Stragglers(window=10).attach(trainer)
+    with mock.patch.multiple(stragglers, perf_counter=fail), mock.patch.multiple(activity, thread_time=fail):
+        trainer.run(range(100))
+
+
+def test_arguments_are_checked():
+    for arguments, text in (
+        ({"factor": 1}, "factor must be above 1, got 1"),
+        ({"factor": float("nan")}, "factor must be a finite number, got nan"),
+        ({"window": 9}, "window must be at least 10, got 9"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            Stragglers(**arguments)
+    with pytest.raises(TypeError, match="window must be an integer"):
+        Stragglers(window=10.5)
+
+
+def test_it_is_attached_once_and_to_an_engine():
+    handler, trainer = Stragglers(), Engine(lambda engine, batch: None)
+    with pytest.raises(TypeError, match="engine must be an Engine"):
+        handler.attach(None)
+    handler.attach(trainer)
+    with pytest.raises(RuntimeError, match="already attached"):
+        handler.attach(trainer)
+
+
+# --- measuring --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clocks():
+    """Yield a clock of seconds, and one of seconds of the processor."""
+    used = Clock()
+    with clock_in(OwnClock, Stragglers) as clock, mock.patch.object(activity, "thread_time", used):
+        yield clock, used
+
+
+def test_the_time_in_collectives_is_not_own_time(clocks):
+    clock, used = clocks
+    own = OwnClock()
+
+    def passing():
+        seconds, cpu = own.seconds(), own.cpu_seconds()
+        clock.take(8.0)
+        used.take(2.0)
+        return own.seconds() - seconds, own.cpu_seconds() - cpu
+
+    assert passing() == (8.0, 2.0)
+    before = own.seconds(), own.cpu_seconds()
+    own.pause()
+    own.pause()  # a collective inside of another
+    passing()
+    own.resume()
+    passing()
+    own.resume()
+    assert (own.seconds(), own.cpu_seconds()) == before
+    own.resume()  # of a collective that began before
+    assert passing() == (8.0, 2.0)
+    thread = threading.Thread(target=own.pause)
+    thread.start()
+    thread.join()
+    assert passing() == (8.0, 2.0)
+
+
+def test_each_phase_is_a_median_of_parts_per_iteration(clocks, tmp_path):
+    clock, used = clocks
+
+    def data():
+        for number in range(30):
+            clock.take(50.0 if number == 3 else 2.0)
+            yield number
+
+    def step(engine, batch):
+        clock.take(4.0)
+        used.take(3.0)
+
+    class Slow(nn.Linear):
+        def state_dict(self, *args, **kwargs):
+            clock.take(10.0)
+            return super().state_dict(*args, **kwargs)
+
+    engine, own = Engine(step), OwnClock()
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda: used.take(100.0))
+    engine.add_event_handler(Events.ITERATION_COMPLETED(every=5), Checkpoint({"model": Slow(1, 1)}, tmp_path))
+    with stragglers._Times(engine, own, part=2, measures_step=True) as times:
+        seen = []
+        engine.add_event_handler(Events.ITERATION_COMPLETED(every=5), lambda: seen.append(times.published))
+        engine.run(data(), max_epochs=1, epoch_length=30)
+    assert seen[0] is None
+    assert seen[1] is seen[2]
+    assert "saving" not in seen[1]
+    assert {**seen[1], "iteration": None} == {"iteration": None, "loading": 2.0, "step": 3.0, "half": 1}
+    assert {**seen[3], "iteration": None} == {"iteration": None, "loading": 2.0, "step": 3.0, "saving": 2.0, "half": 2}
+    assert 6.0 <= seen[3]["iteration"] <= 11.0
+
+
+def test_nothing_is_measured_of_the_step_where_threads_wait_actively(clocks):
+    engine = Engine(lambda engine, batch: None)
+    with stragglers._Times(engine, OwnClock(), part=1, measures_step=False) as times:
+        engine.run(range(10))
+    assert set(times.published) == {"iteration", "loading", "half"}
+
+
+# --- comparing --------------------------------------------------------------------------------------------
+
+
+def test_slow_is_what_exceeds_the_median_by_a_factor_and_matters():
+    def found(**other):
+        return {key: value[0] for key, value in slow({0: EVEN, 1: EVEN, 2: {**EVEN, **other}}, 1.3).items()}
+
+    assert found() == {}
+    assert found(step=0.064) == {}
+    assert found(step=0.07) == {("step", 2): pytest.approx(1.4)}
+    assert found(step=0.07, loading=0.06) == {("loading", 2): pytest.approx(3.0), ("step", 2): pytest.approx(1.4)}
+    assert found(step=0.001) == {}  # a fast rank
+    assert found(iteration=10.0, step=0.07) == {}  # of no importance
+    assert found(saving=1.0) == {}  # the others do not save
+    assert slow({0: EVEN, 1: {**EVEN, "loading": 0.04}}, 1.3).keys() == {("loading", 1)}
+    assert slow({0: {**EVEN, "loading": 0.04}, 1: EVEN}, 1.3).keys() == {("loading", 0)}
+    assert slow({0: EVEN}, 1.3) == slow({}, 1.3) == {}
+
+
+class Ranks:
+    """Own times of ranks, as the watcher passes them on."""
+
+    def __init__(self, size=4):
+        self.handler = Stragglers()
+        self.messages = Messages(self.handler)
+        self.size, self.half = size, 0
+        self.clock = Clock()
+
+    def compare(self, step, num_slow=1, is_new=True, after=30.0):
+        """Compare the next half of a window, in which the last ranks have slow steps; return what is logged."""
+        self.half += is_new
+        times = {rank: {**EVEN, "half": self.half} for rank in range(self.size)}
+        for rank in range(self.size - num_slow, self.size):
+            times[rank]["step"] = step
+        self.messages.lines.clear()
+        self.clock.take(after)
+        with mock.patch.object(stragglers, "monotonic", self.clock):
+            self.handler._compare(times)
+        return self.messages.lines
+
+
+SLOW = "rank 3 is slow in the step: 100.0 ms per iteration, 2.0 times the median of the ranks, 50.0 ms"
+
+
+def test_a_straggler_is_logged_once_if_it_is_slow_in_two_halves():
+    ranks = Ranks()
+    assert ranks.compare(0.1) == []
+    assert ranks.compare(0.1, is_new=False) == []
+    assert ranks.compare(0.05) == []
+    assert ranks.compare(0.1) == []
+    assert ranks.compare(0.1) == [SLOW]
+    assert [ranks.compare(0.1), ranks.compare(0.1)] == [[], []]
+    assert [ranks.compare(0.13), ranks.compare(0.13)] == [[], []]
+
+
+def test_a_straggler_is_slow_in_most_halves_of_thirty_seconds():
+    ranks = Ranks()
+    for step in (0.05, 0.1, 0.1, 0.1, 0.07, 0.1, 0.05, 0.1, 0.1, 0.1):
+        assert ranks.compare(step, after=3.0) == []
+    assert ranks.compare(0.1, after=3.0) == [SLOW]
+    for step in (0.05, 0.2, 0.2, 0.2, 0.05, 0.2, 0.05, 0.2, 0.2, 0.2, 0.2):
+        assert ranks.compare(step, after=3.0) == []
+
+
+def test_a_straggler_is_logged_again_when_it_changes_or_after_ten_minutes():
+    ranks = Ranks()
+
+    def compare(step, after=30.0):
+        assert ranks.compare(step) == []
+        return ranks.compare(step, after=after)
+
+    assert compare(0.1) == [SLOW]
+    assert ["3.2 times" in line for line in compare(0.16)] == [True]
+    assert compare(0.16) == []
+    assert compare(0.1) == [SLOW]
+    assert compare(0.1, after=568.0) == []
+    assert compare(0.1) == [SLOW]
+
+
+def test_a_rank_whose_times_cannot_be_read_for_once_is_left_out():
+    ranks = Ranks()
+    ranks.compare(0.1)
+    ranks.handler._compare({})
+    assert ranks.compare(0.1, is_new=False) == []
+    assert ranks.compare(0.1) == [SLOW]
+
+
+def test_many_stragglers_are_counted():
+    ranks = Ranks(64)
+    ranks.compare(0.1, num_slow=20)
+    lines = ranks.compare(0.1, num_slow=20)
+    assert len(lines) == 9
+    assert lines[-1] == "and 12 more"
+    assert ranks.compare(0.1, num_slow=20) == []
+
+
+def test_a_factor_beyond_measure_is_not_a_number_in_the_log():
+    ranks = Ranks()
+    assert ranks.compare(50.0) == []
+    assert "over 100 times" in ranks.compare(50.0)[0]
