@@ -65,6 +65,7 @@ def auto_optim(optimizer: AnyOptimizer, **kwargs: Any) -> AnyOptimizer:
     Raises:
         TypeError: ``optimizer`` is not a torch optimizer.
 
+    >>> import torch
     >>> auto_optim(torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.5)).defaults["lr"]
     0.5
     """
