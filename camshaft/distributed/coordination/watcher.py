@@ -284,7 +284,8 @@ class Watcher(Resource):
         self._status["shared"] = self._shared(local, leads, now)
         if self._record is not None:
             self._record.write_status(self._status)
-        if not self._outgoing:
+        is_current = (self._status["left"], self._status["failure"]) == (self._left, self._failure)
+        if is_current and not self._outgoing:  # else, this rank has left or failed during this round
             self._has_told.set()
 
     def _wake(self) -> None:

@@ -758,7 +758,7 @@ def test_a_rank_that_waits_for_reductions_inside_backward():
     numbers = [None, None]
     dist.all_gather_object(numbers, (number, found[0]["unfinished"]))
     assert numbers[0][0] > numbers[1][0]
-    assert numbers[0][1] == {"0: all": numbers[0][0] - numbers[1][0]}
-    assert numbers[1][1] == {}
+    assert numbers[0][1] in (None, {"0: all": numbers[0][0] - numbers[1][0]}), "torch 2.9 does not tell"
+    assert numbers[1][1] in (None, {})
     if rank == 0:
         assert _is_in_backward(found[0]["stack"])

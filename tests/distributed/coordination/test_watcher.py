@@ -25,7 +25,7 @@ from camshaft.distributed.coordination.watcher import Watcher
 from camshaft.engine import Engine, Events
 from camshaft.errors import RankDivergenceError, RankFailedError
 from camshaft.handlers import EarlyStopping, TerminateOnNan, TimeLimit
-from tests.distributed.coordination.stand_in import watching
+from tests.distributed.coordination.stand_in import StoreOnly, watching
 from tests.guards import outlasting
 from tests.ranks import on_ranks
 
@@ -111,6 +111,22 @@ def test_the_thread_lives_as_long_as_the_job():
         watcher.watch("one", ignore)
         assert threading.active_count() == before + 1
     assert threading.active_count() == before
+
+
+def test_a_rank_that_leaves_during_a_round_waits_for_the_next_one():
+    written = []
+
+    def write(status):
+        written.append(status["left"])
+        watcher._left = "has left"  # by the main thread, after the status was made
+
+    watcher = Watcher(StoreOnly(dist.HashStore()), None)  # without a thread
+    with mock.patch.object(watcher, "_record", mock.Mock(job="", write_status=write)):
+        with mock.patch.object(watcher, "_local", lambda with_entries=True: {}):
+            watcher.look(0.0)
+            assert (written, watcher._has_told.is_set()) == ([None], False)
+            watcher.look(1.0)
+    assert (written, watcher._has_told.is_set()) == ([None, "has left"], True)
 
 
 def test_all_callbacks_are_called_once_the_store_is_lost():
@@ -278,11 +294,11 @@ def test_a_report_tells_what_a_rank_of_another_node_does():
         return {watcher._rank: module.read(watcher._record.path)}
 
     with mock.patch.object(Watcher, "_local", own):
-        run.current().job.find(Watcher)._report_after = 5.0
+        run.current().job.find(Watcher)._report_after = 9.0
         idist.all_reduce(1)
         if idist.get_rank() == 1:
-            be_busy()
-            be_busy()
+            for _ in range(3):
+                be_busy()
             idist.barrier()
             return
         texts = logged()
