@@ -121,12 +121,14 @@ def test_a_rank_that_leaves_during_a_round_waits_for_the_next_one():
         watcher._left = "has left"  # by the main thread, after the status was made
 
     watcher = Watcher(StoreOnly(dist.HashStore()), None)  # without a thread
-    with mock.patch.object(watcher, "_record", mock.Mock(job="", write_status=write)):
-        with mock.patch.object(watcher, "_local", lambda with_entries=True: {}):
-            watcher.look(0.0)
-            assert (written, watcher._has_told.is_set()) == ([None], False)
-            watcher.look(1.0)
-    assert (written, watcher._has_told.is_set()) == ([None, "has left"], True)
+    record = mock.Mock(job="", write_status=write)
+    with mock.patch.multiple(watcher, _record=record, _local=lambda with_entries=True: {}):
+        watcher.look(0.0)
+        has_told = [watcher._has_told.is_set()]
+        watcher.look(1.0)
+        has_told.append(watcher._has_told.is_set())
+    assert written == [None, "has left"]
+    assert has_told == [False, True]
 
 
 def test_all_callbacks_are_called_once_the_store_is_lost():
