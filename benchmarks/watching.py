@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import os
 import pickle
+import socket
 import sys
 import tempfile
 import time
@@ -157,8 +157,8 @@ class Cluster:
         self.now, size = time.monotonic(), num_nodes * ranks_per_node
         self.watchers: list[Watcher] = []
         records = [_Status(rank, self) for rank in range(size)]
-        self._pipe = os.pipe()
-        with mock.patch.object(os, "pipe", return_value=self._pipe):  # nobody sleeps, and 8,192 files are too many
+        self._sockets = socket.socketpair()
+        with mock.patch.object(socket, "socketpair", return_value=self._sockets):  # 8,192 files are too many
             for rank in range(size):
                 node, local_rank = divmod(rank, ranks_per_node)
                 siblings = range(node * ranks_per_node, (node + 1) * ranks_per_node)
@@ -183,8 +183,8 @@ class Cluster:
         return sum(one._backend.job.verdict is not None for one in self.watchers)
 
     def close(self) -> None:
-        for descriptor in self._pipe:
-            os.close(descriptor)
+        for one in self._sockets:
+            one.close()
 
 
 def serve(connection: Any) -> None:

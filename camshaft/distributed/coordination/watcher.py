@@ -114,14 +114,14 @@ class Watcher(Resource):
         self._has_told, self._has_verdict = Event(), Event()
         self._failed_level = logging.WARNING
         self._lock = Lock()
-        self._woken, self._wakes = os.pipe()
-        os.set_blocking(self._wakes, False)
+        self._woken, self._wakes = socket.socketpair()
+        self._wakes.setblocking(False)
         self._sleeper = select.poll()
         self._sleeper.register(self._woken, select.POLLIN)
         self._foreign: set[Path] = set()  # records of other jobs
         self._paths: list[Path] = []  # records of this job
         self._next_search = 0.0
-        self._siblings: dict[int, int] = {}  # process id -> descriptor that is readable once the process has ended
+        self._siblings: dict[int, int] = {}  # rank -> descriptor that is readable once the process has ended
         self._thread = Thread(target=self._run, name="camshaft-watcher", daemon=True)
 
     @classmethod
@@ -218,7 +218,8 @@ class Watcher(Resource):
         self._wake()
         if self._thread.ident is not None:
             self._thread.join(_TELLING)
-        self._store = None
+        if not self._thread.is_alive():
+            self._disconnect()
         others = [other for rank, other in self._local().items() if rank != self._rank]
         has_failed = self._failure is not None or self._backend.job.verdict is not None
         is_last = not has_failed and all(not other.is_alive or other.status.get("left") for other in others)
@@ -227,8 +228,6 @@ class Watcher(Resource):
             self._record.path.with_suffix(STACKS).unlink(missing_ok=True)
         for other in others if is_last else ():
             other.path.unlink(missing_ok=True)
-        for descriptor in (self._woken, self._wakes, *self._siblings.values()):
-            os.close(descriptor)
 
     # --- the thread ------------------------------------------------------------------------------------------
 
@@ -244,6 +243,8 @@ class Watcher(Resource):
                 try:
                     self.look(now)
                 except Exception:  # the job must not end because nobody watches it
+                    if self._is_closed:
+                        break
                     level, self._failed_level = self._failed_level, logging.DEBUG  # log it once
                     logger.log(level, "the watcher of rank %d could not look", self._rank, exc_info=True)
                 due = now + (URGENT if self._num_waits else PERIOD)
@@ -253,14 +254,19 @@ class Watcher(Resource):
                     pause = min(pause, self._callbacks[topic]())
             if self._sleep(pause):
                 due = 0.0
+        self._disconnect()
 
     def look(self, now: float) -> None:
         """Read what is new, judge, and write the status of this rank: one round."""
         self._connect()
         local = self._local(with_entries=False)
-        for snapshot in local.values():
-            for topic, content in snapshot.status.get("news", ()):
+        for rank, one in local.items():
+            for topic, content in one.status.get("news", ()):
                 self._news.setdefault(topic, content)
+            if rank != self._rank and rank not in self._siblings and _is_here(one) and hasattr(os, "pidfd_open"):
+                with suppress(OSError):  # the process is in another namespace, or has ended
+                    self._siblings[rank] = os.pidfd_open(one.pid)
+                    self._sleeper.register(self._siblings[rank], select.POLLIN)
         able = [rank for rank, one in local.items() if _is_here(one) and now - one.status.get("time", now) < ANSWER]
         leads = self._rank == min(able, default=self._rank)
         concerned = [one for one in local.values() if leads or one.rank == self._rank]
@@ -289,18 +295,26 @@ class Watcher(Resource):
             self._has_told.set()
 
     def _wake(self) -> None:
-        with suppress(OSError):  # the pipe is full, or closed
-            os.write(self._wakes, b"x")
+        with suppress(OSError):  # it is full, or closed
+            self._wakes.send(b"x")
 
     def _sleep(self, seconds: float) -> bool:
         """Sleep; return True at once if this thread was woken, or a process on this node has ended."""
         ready = {descriptor for descriptor, _ in self._sleeper.poll(max(0.0, seconds) * 1000)}
-        if self._woken in ready:
-            os.read(self._woken, 4096)
+        if self._woken.fileno() in ready:
+            self._woken.recv(4096)
         for rank in [rank for rank, descriptor in self._siblings.items() if descriptor in ready]:
             self._sleeper.unregister(descriptor := self._siblings.pop(rank))
             os.close(descriptor)
         return bool(ready)
+
+    def _disconnect(self) -> None:
+        """Close what only the thread uses, once it has ended: it could else read from what opens under these numbers."""
+        self._store = None
+        self._woken.close()
+        self._wakes.close()
+        while self._siblings:
+            os.close(self._siblings.popitem()[1])
 
     def _connect(self) -> None:
         """Open a connection of this thread's own, and learn the name of the job."""
@@ -335,11 +349,6 @@ class Watcher(Resource):
                 elif one.job:
                     self._foreign.add(path)
         self._paths = [one.path for one in local.values()]
-        for rank, one in local.items():
-            if rank != self._rank and rank not in self._siblings and _is_here(one) and hasattr(os, "pidfd_open"):
-                with suppress(OSError):  # the process is in another namespace, or has ended
-                    self._siblings[rank] = os.pidfd_open(one.pid)
-                    self._sleeper.register(self._siblings[rank], select.POLLIN)
         return local
 
     def _candidates(self, record: Record) -> list[Path]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import math
+import os
 import re
 import threading
 import time
@@ -113,6 +115,30 @@ def test_the_thread_lives_as_long_as_the_job():
     assert threading.active_count() == before
 
 
+def test_a_round_that_outlasts_the_job_reads_nothing_that_was_opened_meanwhile(monkeypatch):
+    monkeypatch.setattr(module, "_TELLING", 0.1)
+    is_late, may_end = threading.Event(), threading.Event()
+
+    def look(now):
+        is_late.set()
+        may_end.wait(30)
+
+    watcher = Watcher(StoreOnly(dist.HashStore()), None)
+    monkeypatch.setattr(watcher, "look", look)
+    watcher._thread.start()
+    assert is_late.wait(30)
+    watcher.close()
+    opened = [os.pipe() for _ in range(8)]  # the system gives out the lowest numbers that are free
+    for _, end in opened:
+        os.write(end, b"x")
+    may_end.set()
+    watcher._thread.join(30)
+    assert [os.read(start, 2) for start, _ in opened] == [b"x"] * 8
+    for descriptor in itertools.chain(*opened):
+        os.close(descriptor)
+    assert watcher._woken.fileno() == watcher._wakes.fileno() == -1
+
+
 def test_a_rank_that_leaves_during_a_round_waits_for_the_next_one():
     written = []
 
@@ -127,6 +153,7 @@ def test_a_rank_that_leaves_during_a_round_waits_for_the_next_one():
         has_told = [watcher._has_told.is_set()]
         watcher.look(1.0)
         has_told.append(watcher._has_told.is_set())
+    watcher.close()
     assert written == [None, "has left"]
     assert has_told == [False, True]
 
