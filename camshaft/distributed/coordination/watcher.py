@@ -309,7 +309,7 @@ class Watcher(Resource):
         return bool(ready)
 
     def _disconnect(self) -> None:
-        """Close what only the thread uses, once it has ended: it could else read from what opens under these numbers."""
+        """Close what only the thread uses, once it has ended: it would read from what then opens with these numbers."""
         self._store = None
         self._woken.close()
         self._wakes.close()
