@@ -139,7 +139,7 @@ class _Watcher(Watcher):
     def __init__(self, topology: Topology, store: Any, own: _Status, node: dict[int, _Status]) -> None:
         super().__init__(_Backend(topology), own)  # type: ignore[arg-type]  # it only has what a watcher needs
         self._node = node
-        self._store, self._is_connected = store, True
+        self._store = store
 
     def _local(self, with_entries: bool = True) -> dict[int, Snapshot]:
         return {rank: one.read() for rank, one in self._node.items()}

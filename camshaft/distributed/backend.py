@@ -274,10 +274,6 @@ class Backend(ABC):
         """
         return None
 
-    def job_name(self) -> str | None:
-        """Return what names this job where it has no store, the same on all its ranks; ``None`` if nothing does."""
-        return None
-
     def release(self) -> None:  # noqa: B027  # Horovod and XLA have no such call
         """Make the operations in progress on this rank fail with an error, from another thread.
 

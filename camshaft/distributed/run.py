@@ -32,6 +32,7 @@ _scoped: ContextVar[Backend | None] = ContextVar("camshaft_backend", default=Non
 _local_rank: int | None = None
 _job_numbers = count(1)
 _previous_hook = sys.__excepthook__
+_CONNECTING = 10.0  # seconds that the watcher has to connect
 
 
 def current() -> Backend:
@@ -162,7 +163,9 @@ def _start(backend: Backend, debug: bool | None, hang_report_after: float = 60.0
             job.record = Record(topology.rank, topology.world_size)
         except OSError as error:
             logger.warning("rank %d has no flight record: %s", topology.rank, error)
-        Watcher.of(backend, job.record, hang_report_after)
+        watcher = Watcher.of(backend, job.record, hang_report_after)
+        if _initialized:  # a group that is adopted must not wait for its store
+            watcher.has_connected.wait(_CONNECTING)
         if sys.excepthook is not _on_uncaught:
             global _previous_hook
             _previous_hook, sys.excepthook = sys.excepthook, _on_uncaught

@@ -113,11 +113,11 @@ def wait_for(
             check_all_present(what, ranks, rank)
             timeout = min(patience, store.timeout.total_seconds())  # type: ignore[attr-defined]  # torch's stubs
             waited = time.monotonic() - began
-            if waited > timeout:
-                raise RankDivergenceError(f"rank {rank} timed out after {timeout:g} s waiting for {detail()}")
             if waited > SILENCE and not has_logged:
                 has_logged = True
                 _logger.warning("rank %d is waiting up to %g s for %s", rank, timeout, detail())
+            if waited > timeout:
+                raise RankDivergenceError(f"rank {rank} timed out after {timeout:g} s waiting for {detail()}")
             time.sleep(min(PAUSE if waited < SILENCE else 1.0, max(PAUSE / 500, waited / 4)))
     except DistNetworkError as error:
         raise RankDivergenceError("the process that hosts the store of this job has ended") from error

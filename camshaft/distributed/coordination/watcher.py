@@ -83,6 +83,9 @@ class Watcher(Resource):
         backend: of the job.
         record: of this rank; ``None`` if there is no space for it, then nothing is known of the ranks of this node.
         report_after: seconds that a rank waits in a collective until the log names the ranks that have not arrived.
+
+    Attributes:
+        has_connected: set once the record names the job, so that the other ranks find it, even if this one then dies.
     """
 
     def __init__(self, backend: Backend, record: Record | None, report_after: float = 60.0) -> None:
@@ -90,7 +93,8 @@ class Watcher(Resource):
         self._rank, self._size = backend.topology.rank, backend.topology.world_size
         self._main = main_thread().ident or get_ident()
         self._store: Store | None = None
-        self._is_connected = self._is_lost = self._is_closed = False
+        self._is_lost = self._is_closed = False
+        self.has_connected = Event()
         self._callbacks: dict[str, Callback] = {}
         self._exchanges: dict[str, Exchange] = {}
         self._place = ""  # of this node's values in the store
@@ -237,6 +241,8 @@ class Watcher(Resource):
             # It stays open and registered as long as the process lives: without, the signal would end the process.
             self._stacks = self._record.path.with_suffix(STACKS).open("w")
             faulthandler.register(_DUMP, self._stacks)
+        self._connect()
+        self.has_connected.set()
         while not self._is_closed:
             now = time.monotonic()
             if now >= due:
@@ -258,7 +264,6 @@ class Watcher(Resource):
 
     def look(self, now: float) -> None:
         """Read what is new, judge, and write the status of this rank: one round."""
-        self._connect()
         local = self._local(with_entries=False)
         for rank, one in local.items():
             for topic, content in one.status.get("news", ()):
@@ -318,24 +323,18 @@ class Watcher(Resource):
 
     def _connect(self) -> None:
         """Open a connection of this thread's own, and learn the name of the job."""
-        if self._is_connected:
-            return
-        self._is_connected = True
         store = store_at(self._backend, f"camshaft/{self._backend.job.number}/watcher")
         if store is None:
-            self._name(self._backend.job_name() or "")
             return
         try:
             if _tcp(store) is not None:
                 store = store.clone()  # type: ignore[attr-defined]  # torch's stubs
-            self._name(store.compare_set("job", "", uuid.uuid4().hex).decode())
-        except dist.DistError as error:
+            name = store.compare_set("job", "", uuid.uuid4().hex).decode()
+            if self._record is not None:
+                self._record.job = name
+        except RuntimeError as error:  # of torch
             self._lose_store(error)
         self._store = store
-
-    def _name(self, job: str) -> None:
-        if self._record is not None:
-            self._record.job = job
 
     def _local(self, with_entries: bool = True) -> dict[int, Snapshot]:
         """Return what the records of this node say, by rank."""

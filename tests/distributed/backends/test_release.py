@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import camshaft.distributed as idist
 from camshaft.distributed.backends.native import release
 from camshaft.distributed.backends.native.release import connections_to
+from camshaft.distributed.coordination import watcher
 from camshaft.distributed.run import current
 from tests.ranks import on_ranks, run_on_ranks
 
@@ -77,6 +78,7 @@ def test_a_rank_that_waits_over_gloo_is_released(wait, size):
 def release_one(wait):
     backend = current()
     store = backend.store().underlying_store.clone()  # which outlasts what waits in the original
+    watcher._LEARNING = 0.1  # seconds to wait for a verdict, which there is not
     if prepare(store):
         released(WAITS[wait], backend)
         store.set(f"done/{dist.get_rank()}", "yes")
@@ -217,6 +219,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import torch._dynamo  # as DistributedDataParallel does
 import camshaft.distributed as idist
+from camshaft.distributed.coordination import watcher
 from camshaft.distributed.run import current
 
 def barrier():
