@@ -278,6 +278,7 @@ def test_ranks_of_different_nodes_learn_of_each_other_through_the_store():
             idist.barrier() if idist.get_rank() else idist.all_reduce(torch.ones(2))
 
 
+@pytest.mark.jobs
 @on_ranks(2)
 def test_a_node_that_does_not_answer_is_named():
     def own(watcher, with_entries=True):
@@ -317,6 +318,7 @@ def test_a_long_wait_is_reported_once_with_what_the_other_rank_does():
     assert "in be_busy" in text
 
 
+@pytest.mark.jobs
 @on_ranks(2)
 def test_a_report_tells_what_a_rank_of_another_node_does():
     def own(watcher, with_entries=True):
