@@ -15,9 +15,9 @@ from camshaft import activity
 from camshaft.distributed.backend import Backend, Group, check_known
 from camshaft.distributed.coordination import collective_check
 from camshaft.distributed.coordination.waiting import alone, check_all_present
-from camshaft.distributed.coordination.watcher import Watcher
+from camshaft.distributed.coordination.watcher import OUR_OWN, Watcher
 from camshaft.distributed.record import Record
-from camshaft.errors import RankDivergenceError, RankFailedError, annotate, check_type
+from camshaft.errors import RankDivergenceError, annotate, check_type
 
 _SEQUENCES = (list, tuple, range)
 _OPTIONS = tuple(inspect.signature(dist.new_group).parameters)[1:]
@@ -167,8 +167,8 @@ def explain(error: BaseException, backend: Backend, ranks: Sequence[int], where:
     if found is not error:
         annotate(found, where)
         raise found from found.__cause__
-    is_other = isinstance(error, (RankDivergenceError, RankFailedError, NotImplementedError))
-    if isinstance(error, RuntimeError) and not is_other and not backend.job.compares_collectives and len(ranks) > 1:
+    is_of_library = isinstance(error, RuntimeError) and not isinstance(error, OUR_OWN)
+    if is_of_library and not backend.job.compares_collectives and len(ranks) > 1:
         annotate(error, _HINT)
 
 

@@ -32,6 +32,7 @@ _scoped: ContextVar[Backend | None] = ContextVar("camshaft_backend", default=Non
 _local_rank: int | None = None
 _job_numbers = count(1)
 _previous_hook = sys.__excepthook__
+_finalizer: Finalize | None = None
 _CONNECTING = 10.0  # seconds that the watcher has to connect
 
 
@@ -172,7 +173,10 @@ def _start(backend: Backend, debug: bool | None, hang_report_after: float = 60.0
     collective_check.enable_if(debug, backend)
     atexit.unregister(_close_at_exit)
     atexit.register(_close_at_exit)  # registered last, called first: before a backend waits there for the other ranks
-    Finalize(None, _close_at_exit, exitpriority=1)  # processes of multiprocessing end without a call of the former
+    global _finalizer
+    if _finalizer is None or not _finalizer.still_active():  # a forked process has lost that of its parent
+        # processes of multiprocessing end without a call of the former
+        _finalizer = Finalize(None, _close_at_exit, exitpriority=1)
 
 
 def _on_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

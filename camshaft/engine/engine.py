@@ -487,7 +487,7 @@ class Engine(Serializable, Generic[Batch, Output]):
                 activity.in_thread(self.run_thread)[-1]._stops[Stop.ERROR] = error
 
     def _pass_on_error(self, other: Engine[Any, Any] | None) -> None:
-        """Let another engine raise the error that :meth:`_raise_soon` left here."""
+        """Move the error that :meth:`_raise_soon` left here to another engine, which raises it."""
         error = self._stops.pop(Stop.ERROR, None)
         if error is not None and other is not None:
             other._stops[Stop.ERROR] = error

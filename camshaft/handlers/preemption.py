@@ -254,7 +254,7 @@ def _shielded_children(signals: tuple[Signals, ...]) -> Iterator[None]:
 
 
 def _is_child_of_multiprocessing(frame: FrameType | None) -> bool:
-    """Return whether a forked process is about to get its shield."""
+    """Return True if a forked process is about to get its shield."""
     while frame is not None and frame.f_globals.get("__name__") != "multiprocessing.popen_fork":
         frame = frame.f_back
     return frame is not None

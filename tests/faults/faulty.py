@@ -284,6 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--timeout", type=float)
     parser.add_argument("--hang_report_after", type=float)
     config = parser.parse_args(arguments)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts jobs in the background without it
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     options: dict[str, Any] = {"debug": config.debug}
     if config.timeout is not None:

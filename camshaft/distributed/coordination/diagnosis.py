@@ -34,6 +34,7 @@ BACKWARD = "backward (gradient reduction)"
 
 _SETTLED = 0.5  # age in seconds from which a running entry of a job with dead processes is read
 _STALE = 10.0  # age in seconds from which a status shows that the watcher's thread does not run
+_REST = 1.0  # seconds without CPU time after which a process counts as one that waits
 _IDLE = 0.05  # share of one core below which a process counts as idle; its watcher takes less
 _MOST_FRAMES = 30
 _MOST_RANKS = 5
@@ -55,10 +56,12 @@ class Report(NamedTuple):
     Attributes:
         text: for the log.
         is_alarm: whether nothing that takes long by itself explains the wait.
+        missing: the ranks that have not arrived. If there are none, the last one may have just done so.
     """
 
     text: str
     is_alarm: bool
+    missing: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ def describe(main_thread: int, previous: Mapping[str, Any]) -> dict[str, Any]:
         "cpu": cpu,
         "cpu_total": used,
         "idle_for": idle_for,
-        **_torch_groups(previous, idle_for > 1.0),
+        **_torch_groups(previous, idle_for > _REST),
     }
     is_same = previous and all(status[key] == previous[key] for key in ("stack", "engines", "torch"))
     return {**status, "since": previous["since"] if is_same else now}
@@ -572,6 +575,7 @@ def hang_report(snapshots: Iterable[Snapshot], rank: int, now: float) -> Report 
     if not waits:
         return None
     lines = []
+    awaited = sorted({other for wait in waits for other in _missing(wait, by_rank)})
     seen, queue, is_alarm, is_explained = {rank}, [rank], False, False
     for current in queue:
         for wait in waits if current == rank else _waits(by_rank[current], now, 0.0):
@@ -597,7 +601,7 @@ def hang_report(snapshots: Iterable[Snapshot], rank: int, now: float) -> Report 
                     lines += (f"    {line}" for line in stack)
             if len(new) > _MOST_RANKS:
                 lines.append(f"  and {len(new) - _MOST_RANKS} more")
-    return Report("\n".join(lines), is_alarm or not is_explained)
+    return Report("\n".join(lines), is_alarm or not is_explained, awaited)
 
 
 def _activity(
@@ -629,7 +633,7 @@ def _activity(
     theirs = {_run_of(engine) for engine in waiting.status.get("engines", ())}
     if len(engines) > 1 and _run_of(engines[-1]) not in theirs:
         return f"rank {rank} is evaluating{at}{place}", True
-    idle = f" and has not used the CPU for {seconds:.0f} s" if (seconds := status.get("idle_for", 0.0)) > 1 else ""
+    idle = f" and has not used the CPU for {seconds:.0f} s" if (seconds := status.get("idle_for", 0.0)) > _REST else ""
     return f"rank {rank} is{at or ' busy'}{place}{idle}", False
 
 

@@ -61,7 +61,7 @@ _KEPT = 50  # announcements that a record repeats
 _MOST_NOTES, _LONGEST_TRACEBACK = 3, 8000
 _FINAL = ("failure/", "verdict")
 _NO_ANSWER = "does not answer, nor does its node"
-_OUR_OWN = (RankDivergenceError, RankFailedError, NotImplementedError)
+OUR_OWN = (RankDivergenceError, RankFailedError, NotImplementedError)
 _LOST = re.compile("connection|socket|peer|timed? ?out|broken pipe|closed|abort|nccl|released|left", re.IGNORECASE)
 _LIBRARIES = tuple(os.path.join(os.path.dirname(str(module.__file__)), "") for module in (activity, torch))
 
@@ -191,7 +191,7 @@ class Watcher(Resource):
     def explained(self, error: BaseException) -> BaseException:
         """Return the verdict in place of an error of a library that only reports a closed connection."""
         job = self._backend.job
-        if not isinstance(error, RuntimeError) or isinstance(error, _OUR_OWN) or self._is_closed:
+        if not isinstance(error, RuntimeError) or isinstance(error, OUR_OWN) or self._is_closed:
             return error
         if job.verdict is None and _LOST.search(str(error)):
             self._num_waits += 1
@@ -516,20 +516,24 @@ class Watcher(Resource):
         """Log what this rank waits for, if it is the first on this node that has waited for long."""
         own = local.get(self._rank)
         waited = 0.0 if own is None else diagnosis.waited(own, now)
-        if not self._num_waits:
-            self._last_report = None
         if waited < min(PATIENCE, self._report_after):
+            self._next_report = 0.0  # the next wait is another one
+            if not self._num_waits:
+                self._last_report = None
             return
         elsewhere, asked = self._elsewhere
         known = {rank: _shifted(one, now - asked) for rank, one in elsewhere.items()} | local
-        self._last_report = diagnosis.hang_report(list(known.values()), self._rank, now)
+        before, report = self._last_report, diagnosis.hang_report(list(known.values()), self._rank, now)
+        self._last_report = report
         is_first = all(
             diagnosis.waited(one, now) < self._report_after for rank, one in local.items() if rank < self._rank
         )
-        if waited >= self._report_after and now >= self._next_report and is_first and self._last_report is not None:
+        if report is None or waited < self._report_after or now < self._next_report or not is_first:
+            return
+        if report.missing or (before is not None and not before.missing):  # else the last may have arrived since
             self._next_report = now + AGAIN
-            text = "\n".join([self._last_report.text, *map(_dumped, local.values())])
-            logger.log(logging.WARNING if self._last_report.is_alarm else logging.INFO, "%s", text.rstrip())
+            text = "\n".join([report.text, *map(_dumped, local.values())])
+            logger.log(logging.WARNING if report.is_alarm else logging.INFO, "%s", text.rstrip())
 
 
 def _failure(error: BaseException, rank: int) -> dict[str, Any]:
@@ -554,7 +558,10 @@ def _judgement(ranks: list[Snapshot], waiting: list[int], now: float, is_lost: b
     with_error = [one.rank for one in ranks if one.rank in waiting and one.status.get("has_error")]
     patience = 0.0 if with_error else PATIENCE
     # Where a connection was lost, an error that ended a run may still be on its way to the end of its process.
-    stopped = [one if not with_error or one.status.get("left") else _without_ends(one) for one in ranks]
+    stopped = [
+        one if not with_error or one.status.get("left") else replace(one, status=one.status | {"ended": []})
+        for one in ranks
+    ]
     if text := diagnosis.stopped(stopped, now, patience):
         return "diverged", text
     if (is_lost or with_error) and (text := diagnosis.mismatch(ranks, now)):
@@ -568,10 +575,6 @@ def _judgement(ranks: list[Snapshot], waiting: list[int], now: float, is_lost: b
         if gone := [one for one in ranks if one.status.get("left") and one.rank != rank]:
             return "failed", f"{diagnosis.end_text(gone[0])}; rank {rank} lost its connection"
     return "diverged", diagnosis.divergence(ranks, now)
-
-
-def _without_ends(one: Snapshot) -> Snapshot:
-    return replace(one, status={**one.status, "ended": []})
 
 
 def _is_here(one: Snapshot) -> bool:
