@@ -35,7 +35,7 @@ BACKWARD = "backward (gradient reduction)"
 _SETTLED = 0.5  # age in seconds from which a running entry of a job with dead processes is read
 _STALE = 10.0  # age in seconds from which a status shows that the watcher's thread does not run
 _REST = 1.0  # seconds without CPU time after which a process counts as one that waits
-_IDLE = 0.05  # share of one core below which a process counts as idle; its watcher takes less
+_IDLE = 0.05  # share of one core below which a process counts as idle, without its watcher
 _MOST_FRAMES = 30
 _MOST_RANKS = 5
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")  # not every rank waits for every other one
@@ -85,13 +85,13 @@ class _Wait:
 
 
 def describe(main_thread: int, previous: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the status of this process, for its record; call it about once a second.
+    """Return the status of this process, for its record; call it about once a second, from a thread of its own.
 
     Args:
         main_thread: the identifier of the thread that trains.
         previous: what this function returned last, empty the first time.
     """
-    now, used = time.monotonic(), time.process_time()
+    now, used = time.monotonic(), time.process_time() - time.thread_time()
     cpu = idle_for = 0.0
     if previous:
         cpu, seconds = used - previous["cpu_total"], now - previous["time"]

@@ -62,6 +62,6 @@ def test_a_lost_store_is_reported():
     first.report(BatchCount(1))
     with pytest.raises(RankDivergenceError, match="the process that hosts the store of this job has ended"):
         first.collect()
-    first._store.add.side_effect = dist.DistNetworkError("gone")
+    first._store.add.side_effect = first._store.check.side_effect = dist.DistNetworkError("gone")
     first.leave()
     first.wait_for_readers()

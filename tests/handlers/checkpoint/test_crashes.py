@@ -7,15 +7,19 @@ import os
 import subprocess
 import sys
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from camshaft import files
 from camshaft.engine import Engine, Events
 from camshaft.handlers import Checkpoint, DiskSaver
 from camshaft.handlers.checkpoint.savers import FOLDER
 from tests.handlers.parts import load
+from tests.ranks import on_ranks
 
 # --- killed at every change of the disk -------------------------------------------------------------
 
@@ -35,9 +39,9 @@ class Crashes:
         self.moments: list[tuple[str, int, dict[Path, bytes]]] = []
 
     def note(self, what: str) -> None:
-        files = {path.relative_to(self.folder): path.read_bytes() for path in self.folder.rglob("*") if path.is_file()}
-        if not self.moments or self.moments[-1][1:] != (self.returned, files):
-            self.moments.append((what, self.returned, files))
+        found = {path.relative_to(self.folder): path.read_bytes() for path in self.folder.rglob("*") if path.is_file()}
+        if not self.moments or self.moments[-1][1:] != (self.returned, found):
+            self.moments.append((what, self.returned, found))
 
     @classmethod
     def hook(cls, event: str, arguments: tuple) -> None:
@@ -46,9 +50,6 @@ class Crashes:
             return
         if event != "open" or arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
             self.note(f"{event} {arguments[0]}")
-
-
-sys.addaudithook(Crashes.hook)
 
 
 class CutOff(io.FileIO):
@@ -64,17 +65,21 @@ class CutOff(io.FileIO):
         return written
 
 
-@pytest.fixture
-def crashes(tmp_path, monkeypatch):
-    recorded = Crashes(tmp_path / "checkpoints")
+@contextmanager
+def recorded(folder):
+    """Record what happens in a folder; only for a process that ends with the test, as an audit hook stays for good."""
+    crashes = Crashes(folder)
 
     def open_cut_off(path, mode, **options):
         return CutOff(path, mode) if Crashes.current and set(mode) & set("xw") else open(path, mode, **options)
 
-    monkeypatch.setattr("camshaft.files.open", open_cut_off, raising=False)
-    monkeypatch.setattr(Crashes, "current", recorded)
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # only matters if the machine fails
-    return recorded
+    sys.addaudithook(Crashes.hook)
+    no_flush = mock.patch.object(os, "fsync")  # only matters if the machine fails
+    with mock.patch.object(files, "open", open_cut_off, create=True), no_flush:
+        Crashes.current = crashes
+        yield crashes
+        crashes.note("the end")
+        Crashes.current = None
 
 
 class Counted:
@@ -112,24 +117,23 @@ MODES = {
 @pytest.mark.parametrize(
     ("mode", "asynchronous"), [*((mode, False) for mode in MODES), ("two", True), ("one name", True)]
 )
-def test_a_kill_at_any_disk_change_loses_no_saved_checkpoint(tmp_path, crashes, mode, asynchronous):
-    options = MODES[mode]
-    engine, checkpoint, _ = job(crashes.folder, asynchronous=asynchronous, **options)
-
+@on_ranks(1)
+def test_a_kill_at_any_disk_change_loses_no_saved_checkpoint(tmp_path, mode, asynchronous):
     def note_saved():
         crashes.returned = max(crashes.returned, checkpoint_step(checkpoint))
 
-    engine.add_event_handler(Checkpoint.SAVED_CHECKPOINT, note_saved)
-    engine.run(range(4))
-    crashes.note("the end")
-    Crashes.current = None
+    options = MODES[mode]
+    with recorded(tmp_path / "checkpoints") as crashes:
+        engine, checkpoint, _ = job(crashes.folder, asynchronous=asynchronous, **options)
+        engine.add_event_handler(Checkpoint.SAVED_CHECKPOINT, note_saved)
+        engine.run(range(4))
     whats = " ".join(what.partition(" ")[0] for what, _, _ in crashes.moments)
     assert {"os.mkdir", "open", "write", "os.rename"} <= set(whats.split())
     assert ("os.remove" in whats) == (mode != "all")
     assert len(crashes.moments) > 20
-    for number, (what, returned, files) in enumerate(crashes.moments):
+    for number, (what, returned, found) in enumerate(crashes.moments):
         folder = tmp_path / str(number)
-        for name, content in files.items():
+        for name, content in found.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
         check_resumes(folder, returned, what, **options)
