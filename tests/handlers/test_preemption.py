@@ -346,10 +346,13 @@ def train_with_workers(folder, method, number):
     return True
 
 
+METHODS = ["fork", *(pytest.param(method, marks=pytest.mark.jobs) for method in ("spawn", "forkserver"))]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", METHODS)
 def test_workers_survive_a_signal_to_the_process_group(tmp_path, method, number):
-    assert run_on_ranks(1, train_with_workers, tmp_path, method, number) == [True]
+    assert run_on_ranks(1, train_with_workers, tmp_path, method, number, limit=55) == [True]
 
 
 def hang(started):
@@ -391,10 +394,10 @@ def terminate_children(folder, method):
     return codes
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", METHODS)
 def test_other_children_obey_their_parent(tmp_path, method):
     expected = [None, 128 + signal.SIGTERM, -signal.SIGTERM, 1]
-    assert run_on_ranks(1, terminate_children, tmp_path, method) == [expected]
+    assert run_on_ranks(1, terminate_children, tmp_path, method, limit=55) == [expected]
 
 
 # --- on ranks ----------------------------------------------------------------------------------------------
