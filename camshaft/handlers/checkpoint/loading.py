@@ -8,7 +8,7 @@ import os
 import pickle
 import stat
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -200,7 +200,8 @@ def _read_on_all(
             problem = Manifest(path.parent).problem(path.name)
         if problem is None:
             content = _read(path, map_location)
-            if len(wanted) > 1 and not (isinstance(content, Mapping) and content.keys() >= set(wanted)):
+            named = _by_name(wanted, content)
+            if len(wanted) > 1 and not (isinstance(named, Mapping) and named.keys() >= set(wanted)):
                 problem = ""
     except FileNotFoundError:
         problem = MISSING
@@ -239,7 +240,7 @@ def _read(path: PathLike, map_location: Any = None) -> Any:
         raise
 
 
-def _by_name(to_load: Mapping[str, Any], checkpoint: Any) -> Any:
+def _by_name(to_load: Collection[str], checkpoint: Any) -> Any:
     """Put a checkpoint that is the state of a single object under the name of that object.
 
     Such a state may contain the record of the handler that saved it.

@@ -137,6 +137,23 @@ def test_a_checkpoint_of_one_object_alone(tmp_path):
     assert weight(model) == 3.0
 
 
+def test_a_single_object_resumes_with_the_record_of_its_handler(tmp_path):
+    def saving():
+        engine = Engine(lambda engine, batch: None)
+        checkpoint = Checkpoint({"trainer": engine}, DiskSaver(tmp_path, require_empty=False), include_self=True)
+        engine.add_event_handler(Events.EPOCH_COMPLETED, checkpoint)
+        return engine, checkpoint
+
+    engine, checkpoint = saving()
+    engine.run(range(3), max_epochs=2)
+    again, record = saving()
+    assert Checkpoint.resume({"trainer": again, "checkpointer": record}, tmp_path) == checkpoint.last_checkpoint
+    assert again.state.iteration == 6
+    assert record.last_checkpoint == checkpoint.last_checkpoint
+    with pytest.warns(UserWarning, match=r"holds \['model', 'checkpointer'\]"):
+        assert Checkpoint.resume({"model": linear(0.0), "checkpointer": record}, tmp_path) is None
+
+
 def test_the_engine_and_the_record_resume(tmp_path):
     def make():
         engine = Engine(lambda engine, batch: None)
