@@ -30,6 +30,8 @@ import torch
 import torch.distributed as dist
 
 from camshaft.distributed import set_local_rank
+from camshaft.distributed.coordination.watcher import Watcher
+from camshaft.distributed.run import current
 
 LIMIT = 30.0  # seconds that a test may take
 GRACE = 3.0  # seconds for the other ranks after one has failed
@@ -71,6 +73,12 @@ def kill_on_ranks(size: int, function: Callable[..., Any], /, *args: Any, limit:
     ranks = _run(size, limit, (function, args, kwargs))
     if not all(rank.failure and rank.failure.startswith(f"{ENDED} {-signal.SIGKILL}\n") for rank in ranks):
         _fail(f"not all of the {size} ranks were killed", ranks)
+
+
+def await_watchers() -> None:
+    """Adopt the group of the test, and wait until the watchers of all ranks have made their first requests."""
+    assert current().job.find(Watcher).has_connected.wait(LIMIT)
+    dist.barrier()
 
 
 def _run(size: int, limit: float, task: Any) -> list[Rank]:

@@ -132,7 +132,8 @@ def test_slow_saving_is_named():
     assert found == (["rank 0 is slow in saving"] if idist.get_rank() == 0 else [])
 
 
-@on_ranks(2)
+@pytest.mark.jobs
+@on_ranks(2, limit=100)
 def test_saving_of_a_single_rank_is_not_compared():
     class Slow(nn.Linear):
         def state_dict(self, *args, **kwargs):

@@ -14,13 +14,11 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 import camshaft.distributed as idist
-from camshaft.distributed import run
 from camshaft.distributed.coordination import waiting
 from camshaft.distributed.data import ExactBatchSampler, Sequential, Shuffled
 from camshaft.engine import Engine, Events
 from camshaft.errors import RankDivergenceError
-from tests.guards import outlasting
-from tests.ranks import on_ranks
+from tests.ranks import await_watchers, on_ranks
 from tests.threads import run_on_threads
 
 
@@ -157,7 +155,7 @@ def test_engines_raise_if_only_one_rank_resumes():
 def test_a_pass_costs_at_most_two_requests_and_leaves_one_key():
     loader = idist.auto_dataloader(range(12), batch_size=2, seed=0)
     store = dist.distributed_c10d._get_default_store()
-    idist.barrier()
+    await_watchers()
     before = store.num_keys()
     idist.barrier()
     for epoch in range(4):
@@ -330,7 +328,7 @@ def test_loaders_without_a_seed_share_torchs_seed_of_rank_0():
 @on_ranks(2)
 def test_the_seed_is_requested_once_and_creating_a_loader_does_not_block():
     rank = idist.get_rank()
-    assert not outlasting(lambda: not run.current().job.record.job)  # the watcher has its store
+    await_watchers()
     with mock.patch("camshaft.distributed.coordination.waiting.PrefixStore", Counted):
         if rank == 1:
             loader = make()

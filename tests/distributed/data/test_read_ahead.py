@@ -19,7 +19,6 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import camshaft.distributed as idist
-from camshaft.distributed import run
 from camshaft.distributed.backends.native.backend import NativeBackend
 from camshaft.distributed.coordination.data import BatchCounts
 from camshaft.distributed.data import read_ahead
@@ -27,7 +26,7 @@ from camshaft.distributed.data.read_ahead import end_together, prefetch_to_devic
 from camshaft.distributed.run import current
 from camshaft.errors import RankDivergenceError
 from camshaft.types import Stateful
-from tests.ranks import on_ranks
+from tests.ranks import await_watchers, on_ranks
 from tests.threads import on_threads
 
 # --- ending together ---------------------------------------------------------------------------------------------
@@ -71,8 +70,7 @@ def ending(loader, window=8):
 def store_is_left_clean():
     """Check that all keys that were written are deleted again."""
     store = dist.distributed_c10d._get_default_store()
-    store.get(f"camshaft/{run.current().job.number}/watcher/job")  # the watchers have met
-    idist.barrier()
+    await_watchers()
     before = store.num_keys()
     idist.barrier()
     yield lambda: store.num_keys() - before
