@@ -55,6 +55,7 @@ _SEARCH = 10.0  # seconds between two searches for records of more ranks than ar
 _LONGEST_BREAK = 60.0  # seconds between two questions of the same rank
 _LEARNING = 6.0  # seconds that a rank waits to learn why an operation failed
 _TELLING = 2.0  # seconds that a rank that leaves has to publish how
+_ENDING = 5.0  # seconds that its thread has to end, which holds the store
 _ANSWERING = 0.5  # seconds that a process has to write its stacks
 _DUMP = getattr(signal, "SIGRTMAX", 1) - 1  # a signal that nobody uses
 _KEPT = 50  # announcements that a record repeats
@@ -114,6 +115,7 @@ class Watcher(Resource):
         self._silent: dict[int, float] = {}  # ranks that have not answered, and since when
         self._next_query = self._next_report = self._next_comparison = 0.0
         self._last_report: diagnosis.Report | None = None  # while this rank waits, and until an error is explained
+        self._complete_since = 0.0  # when all ranks that this one waits for had arrived
         self._num_waits = 0  # for an explanation, on other threads
         self._has_told, self._has_verdict = Event(), Event()
         self._failed_level = logging.WARNING
@@ -221,7 +223,7 @@ class Watcher(Resource):
         self._is_closed = True
         self._wake()
         if self._thread.ident is not None:
-            self._thread.join(_TELLING)
+            self._thread.join(_ENDING)
         if not self._thread.is_alive():
             self._disconnect()
         others = [other for rank, other in self._local().items() if rank != self._rank]
@@ -517,23 +519,25 @@ class Watcher(Resource):
         own = local.get(self._rank)
         waited = 0.0 if own is None else diagnosis.waited(own, now)
         if waited < min(PATIENCE, self._report_after):
-            self._next_report = 0.0  # the next wait is another one
+            self._next_report, self._complete_since = 0.0, now  # the next wait is another one
             if not self._num_waits:
                 self._last_report = None
             return
         elsewhere, asked = self._elsewhere
         known = {rank: _shifted(one, now - asked) for rank, one in elsewhere.items()} | local
-        before, report = self._last_report, diagnosis.hang_report(list(known.values()), self._rank, now)
-        self._last_report = report
+        self._last_report = report = diagnosis.hang_report(list(known.values()), self._rank, now)
+        if report is None or report.missing:
+            self._complete_since = now
         is_first = all(
             diagnosis.waited(one, now) < self._report_after for rank, one in local.items() if rank < self._rank
         )
         if report is None or waited < self._report_after or now < self._next_report or not is_first:
             return
-        if report.missing or (before is not None and not before.missing):  # else the last may have arrived since
-            self._next_report = now + AGAIN
-            text = "\n".join([report.text, *map(_dumped, local.values())])
-            logger.log(logging.WARNING if report.is_alarm else logging.INFO, "%s", text.rstrip())
+        if not report.missing and now - self._complete_since < self._report_after:
+            return  # the last rank has arrived, and the operation may take a while
+        self._next_report = now + AGAIN
+        text = "\n".join([report.text, *map(_dumped, local.values())])
+        logger.log(logging.WARNING if report.is_alarm else logging.INFO, "%s", text.rstrip())
 
 
 def _failure(error: BaseException, rank: int) -> dict[str, Any]:

@@ -117,6 +117,7 @@ def test_the_thread_lives_as_long_as_the_job():
 
 def test_a_round_that_outlasts_the_job_reads_nothing_that_was_opened_meanwhile(monkeypatch):
     monkeypatch.setattr(module, "_TELLING", 0.1)
+    monkeypatch.setattr(module, "_ENDING", 0.1)
     is_late, may_end = threading.Event(), threading.Event()
 
     def look(now):
@@ -336,6 +337,18 @@ def test_a_report_tells_what_a_rank_of_another_node_does():
         texts = logged()
         idist.barrier()
     assert "in be_busy" in "\n".join(texts), texts
+
+
+def test_a_collective_that_all_ranks_have_begun_may_take_as_long_as_a_rank_that_is_late():
+    watcher, texts, reports = Watcher(StoreOnly(dist.HashStore()), None), logged(), []
+    for now, missing in ((1, []), (59, [1]), (60.5, []), (118, []), (120, []), (130, [])):
+        report = diagnosis.Report(str(now), True, missing)
+        found = {"waited": mock.Mock(return_value=now), "hang_report": mock.Mock(return_value=report)}
+        with mock.patch.multiple(diagnosis, **found), mock.patch.object(module, "_dumped", return_value=""):
+            watcher._report({0: mock.Mock()}, now)
+        reports.append(list(texts))
+    watcher.close()
+    assert reports == [[], [], [], [], ["120"], ["120"]]
 
 
 def logged() -> list[str]:
