@@ -68,7 +68,7 @@ class Call:
             if (clock := activity.own_clock) is not None:
                 clock.pause()
         if job.compares_collectives:
-            collective_check.compare(backend, self.group, self.ranks, self._collective, value, how, root)
+            collective_check.compare(backend, self.group, self.ranks, self._collective, value, how, root, is_long)
 
     def require_member(self) -> None:
         """Raise ``RankDivergenceError`` on a rank that is not in the group."""
