@@ -346,7 +346,7 @@ def train_with_workers(folder, method, number):
     return True
 
 
-METHODS = ["fork", *(pytest.param(method, marks=pytest.mark.jobs) for method in ("spawn", "forkserver"))]
+METHODS = ["fork", "spawn", "forkserver"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
