@@ -53,8 +53,8 @@ def groups_of_parts(tensor: Any) -> tuple[Any, ...]:
 def groups_of_gradients(parameters: Iterable[Any]) -> list[Any]:
     """Return the process groups over which gradients of parameters are averaged.
 
-    These are the dimensions of their meshes but ``"tp"``, whose ranks have the same batches. Where tensor-parallel ranks
-    are found under another name, averaging over them too changes nothing.
+    These are the dimensions of their meshes but ``"tp"``, whose ranks have the same batches. Where tensor-parallel
+    ranks are found under another name, averaging over them too changes nothing.
     """
     meshes = [parameter.device_mesh for parameter in parameters if is_dtensor(parameter)]
     groups: dict[Any, None] = {}
@@ -119,11 +119,15 @@ def reduce_gradients(modules: Iterable[Any]) -> bool:
         False if this version of torch cannot.
     """
     states = [module._get_fsdp_state() for module in modules if hasattr(module, "_get_fsdp_state")]
-    finish = [getattr(state, "_root_post_backward_final_callback", None) for state in states]
-    if not finish or None in finish:
+    if not states or not all(hasattr(state, "_root_post_backward_final_callback") for state in states):
         return False
-    for one in finish:
-        one()  # type: ignore[misc]  # None is excluded above
+    for state in states:
+        context = state._state_ctx
+        if (
+            getattr(context, "manual_backward_finalization_active", False) is None
+        ):  # torch 2.15 sets it in a forward pass
+            context.manual_backward_finalization_active = False
+        state._root_post_backward_final_callback()
     return True
 
 
@@ -134,6 +138,7 @@ def discard_gradients(modules: Iterable[Any]) -> None:
             state = module._get_fsdp_state()
             groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
             for parameter in (one for group in groups if group is not None for one in group.fsdp_params):
-                parameter.unsharded_accumulated_grad = None
+                if "unsharded_accumulated_grad" in vars(parameter):  # torch 2.15 keeps all of them in the parameter
+                    parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None

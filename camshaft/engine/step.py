@@ -213,17 +213,18 @@ class Update:
             self.multiply(factor)
         clips = self._clip_grad_norm is not None or self._clip_grad_value is not None
         parts = _Parts(optimizer) if (clips or scaler is not None) and _has_dtensors(optimizer) else None
-        target: Any = parts or optimizer
+        target: Any = optimizer if parts is None else parts
         if scaler is not None and (clips or parts is not None):
             scaler.unscale_(target)
             if parts is not None:  # torch would reduce over the mesh of the first gradient only
                 parts.reduce_found_inf(scaler._found_inf_per_device(target))
         if clips:
             parameters = list(self.parameters()) if parts is None else parts.tensors
-            if self._clip_grad_norm is not None and parts is None:
-                nn.utils.clip_grad_norm_(parameters, self._clip_grad_norm)
-            elif self._clip_grad_norm is not None:
-                nn.utils.clip_grads_with_norm_(parameters, self._clip_grad_norm, parts.norm())
+            if self._clip_grad_norm is not None:
+                if parts is None:
+                    nn.utils.clip_grad_norm_(parameters, self._clip_grad_norm)
+                else:
+                    nn.utils.clip_grads_with_norm_(parameters, self._clip_grad_norm, parts.norm())
             if self._clip_grad_value is not None:
                 nn.utils.clip_grad_value_(parameters, self._clip_grad_value)
         with getattr(optimizer, "skip_synchronize", nullcontext)():
@@ -293,7 +294,7 @@ class _Parts:
         norms = torch._foreach_norm(tensors, 2.0, self._dtype)
         return torch.stack([norm.to(self._device) for norm in norms]).square().sum()
 
-    def reduce_found_inf(self, found: Mapping[torch.device, Tensor]) -> None:
+    def reduce_found_inf(self, found: Mapping[Any, Tensor]) -> None:
         """Let a scaler find what any rank has found."""
         for tensor in found.values():
             for group in self._groups:

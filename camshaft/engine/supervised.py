@@ -443,8 +443,8 @@ def _check_holds_parameters(optimizer: Any, model: Any) -> None:
     stale = [one for one in _without(held, current) if one.shape in missing]
     if stale:
         raise ValueError(
-            f"optimizer must hold the parameters of model, got {len(stale)} that are no longer in it, the first of shape "
-            f"{tuple(stale[0].shape)}: create the optimizer after the model was sharded or parallelized"
+            f"optimizer must hold the parameters of model, got {len(stale)} that are no longer in it, the first of "
+            f"shape {tuple(stale[0].shape)}: create the optimizer after the model was sharded or parallelized"
         )
 
 

@@ -223,9 +223,9 @@ class BaseOptimizerParamsHandler(BaseHandler):
 class BaseWeightsHandler(BaseHandler):
     """Writes something about the parameters of a model, or about their gradients.
 
-    Parameters of a sharded model (DTensors) are written whole. All ranks gather them, one after the other, so attach this
-    on all ranks, even if one of them writes. While the gradients of a window are accumulated without being exchanged,
-    sharded parameters have none.
+    Parameters of a sharded model (DTensors) are written whole. All ranks gather them, one after the other, so attach
+    this on all ranks, even if one of them writes. While the gradients of a window are accumulated without being
+    exchanged, sharded parameters have none.
 
     Args:
         model: the model, after it was sharded.

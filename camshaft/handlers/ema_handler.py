@@ -65,20 +65,20 @@ class EMAHandler(Serializable):
     separately.
 
     Args:
-        model: the model that is trained, already on its device, and already sharded if it shall be. The average is then
+        model: the model that is trained, already on its device, and already sharded if it is to be. The average is
             sharded in the same way. ``DistributedDataParallel`` is unwrapped.
         momentum: weight of the model in each update.
         momentum_warmup: momentum of the first update, from 0 to 1, if it should move from there to ``momentum``.
         warmup_iters: number of updates after which it is ``momentum``.
         handle_buffers: ``"copy"`` copies the buffers of the model; ``"update"`` averages those that are not integers,
             and copies the others; ``"ema_train"`` leaves them to ``ema_model``, which is then in train mode.
-        ema_model: a second model to hold the average, built and sharded like ``model``, whose weights it gets. By default
-            a copy of ``model``, which models of ``fully_shard`` do not allow.
+        ema_model: a second model to hold the average, built and sharded like ``model``, whose weights it gets. By
+            default a copy of ``model``, which ``fully_shard`` does not allow.
 
     Raises:
         TypeError: a momentum is not a number, or ``ema_model`` is not a module.
-        ValueError: an argument is out of range, or ``model`` is not a module; ``fully_shard`` has sharded it and there is
-            no ``ema_model``, or that has other parameters.
+        ValueError: an argument is out of range; ``model`` is not a module, or was sharded by ``fully_shard`` and
+            there is no ``ema_model``; or that has other parameters.
 
     Attributes:
         model: the model.
@@ -134,7 +134,8 @@ class EMAHandler(Serializable):
     def _copy(self) -> nn.Module:
         if any(outermost_sharded(self.model)):
             raise ValueError(
-                "model is sharded by fully_shard, which does not allow copies: pass ema_model, built and sharded like model"
+                "model was sharded by fully_shard, which does not allow copies: pass ema_model, another model that was "
+                "built and sharded in the same way"
             )
         return deepcopy(self.model)
 
@@ -224,6 +225,7 @@ class EMAHandler(Serializable):
         """Find the tensors of both models, again for each run since they may have been replaced."""
         reshard(self.model)
         reshard(self.ema_model)
+        pairs: list[tuple[Tensor, Tensor, bool]]
         pairs = [(*pair, True) for pair in zip(self.ema_model.parameters(), self.model.parameters(), strict=True)]
         self._is_sharded = any(is_dtensor(parameter) for parameter in self.model.parameters())
         if self.handle_buffers != "ema_train":
@@ -247,4 +249,6 @@ def _layout(model: nn.Module) -> list[Any]:
     """Return the name and shape of each parameter, and where its parts are."""
     reshard(model)
     named = model.named_parameters()
-    return [(name, one.shape, getattr(one, "device_mesh", None), getattr(one, "placements", None)) for name, one in named]
+    return [
+        (name, one.shape, getattr(one, "device_mesh", None), getattr(one, "placements", None)) for name, one in named
+    ]

@@ -34,8 +34,9 @@ def attach_metrics(
 
     They are reset when an epoch starts, updated with each output, and computed before the other handlers of
     ``EPOCH_COMPLETED``. The ranks exchange the states of all metrics in one collective, so that the results cover all
-    samples, however they are partitioned. Metrics are moved to the device of their arguments; arguments that are DTensors
-    are gathered first. Those of torchmetrics synchronize with the device to check their arguments, unless made with ``validate_args=False``.
+    samples, however they are partitioned. Metrics are moved to the device of their arguments; arguments that are
+    DTensors are gathered first. Those of torchmetrics synchronize with the device to check their arguments, unless made
+    with ``validate_args=False``.
 
     Args:
         engine: usually an evaluator.
