@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from camshaft.engine import Events, create_supervised_trainer
 from camshaft.engine.step import Update
 from tests.engine.traces import at
-from tests.layouts import Layout, data_of, full_weights, made, token_loss, tokens, trained_alone
+from tests.layouts import Layout, Net, data_of, full_weights, made, token_loss, tokens, trained_alone
 from tests.ranks import on_ranks
 
 LIMIT = 0.2
@@ -62,7 +62,7 @@ def check_named(name, check, *arguments):
         raise AssertionError(f"in the layout {name}: {error}") from error
 
 
-@on_ranks(4, limit=120)
+@on_ranks(4, limit=50)
 def test_four_ranks_that_shard_a_model_step_like_one_process():
     for name, layout in ON_4.items():
         check_named(name, check_layout, layout)
@@ -138,7 +138,7 @@ def check_collectives(layout, clip):
     assert all(ours[name] <= bare[name] for name in bare), (bare, ours)
 
 
-@on_ranks(4, limit=120)
+@on_ranks(4, limit=50)
 def test_a_step_makes_no_more_collectives_than_with_bare_torch():
     for name, layout in ON_4.items():
         for clip in (False, True):
@@ -168,7 +168,7 @@ def check_scaler(layout):
         assert scaler.get_scale() == 4.0
 
 
-@on_ranks(4, limit=120)
+@on_ranks(4, limit=50)
 def test_all_ranks_skip_a_step_in_which_one_of_them_finds_an_infinite_gradient():
     for name, layout in ON_4.items():
         check_named(name, check_scaler, layout)
@@ -202,7 +202,7 @@ def check_cut_short(layout):
         torch.testing.assert_close(value, alone[name], atol=1e-6, rtol=0)
 
 
-@on_ranks(4, limit=120)
+@on_ranks(4, limit=50)
 def test_a_window_that_is_cut_short_is_reduced_and_one_that_failed_is_dropped():
     for name in ("fsdp2 of parts, without names", "hsdp", "fsdp2 + tp"):
         check_named(name, check_cut_short, ON_4[name])
@@ -212,7 +212,7 @@ def test_a_window_that_is_cut_short_is_reduced_and_one_that_failed_is_dropped():
 
 
 @pytest.mark.jobs
-@on_ranks(2, limit=120)
+@on_ranks(2, limit=50)
 def test_two_ranks_that_shard_a_model_step_like_one_process():
     for name, layout in {"fsdp2": Layout(dp_shard=2), "tp": Layout(tp=2)}.items():
         check_named(name, check_layout, layout)
@@ -220,6 +220,16 @@ def test_two_ranks_that_shard_a_model_step_like_one_process():
 
 
 @pytest.mark.jobs
-@on_ranks(8, limit=180)
+@on_ranks(8, limit=50)
 def test_eight_ranks_with_three_mesh_dimensions_step_like_one_process():
     check_layout(Layout(dp_replicate=2, dp_shard=2, tp=2))
+
+
+@on_ranks(2)
+def test_an_optimizer_that_was_created_before_the_model_was_sharded_is_rejected():
+    for layout in (Layout(dp_shard=2), Layout(tp=2)):
+        model = Net()
+        optimizer = adamw(model.parameters())
+        layout.apply(model)
+        with pytest.raises(ValueError, match=r"no longer in it, the first of shape .*: create the optimizer after"):
+            create_supervised_trainer(model, optimizer, token_loss)
