@@ -87,7 +87,7 @@ RULES: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     (HANDLERS, (*HANDLERS, *ENGINE, *DISTRIBUTED, *LEAVES), ()),
 )
 
-# optional libraries, and the parts of torch that need one of them
+# optional libraries, and the parts of torch that need one of them, or take long to import
 OPTIONAL = (
     "apex",
     "clearml",
@@ -95,6 +95,8 @@ OPTIONAL = (
     "mpi4py",
     "numpy",
     "tensorboardX",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
     "torch.utils.flop_counter",
     "torch.utils.tensorboard",
     "torch_xla",
