@@ -499,4 +499,4 @@ def test_sixty_signals_at_random_moments_lose_no_sample(tmp_path, seed):
 @pytest.mark.jobs
 @pytest.mark.timeout(180)
 def test_signals_at_random_moments_with_workers_that_import_torch(tmp_path):
-    preempt_again_and_again(tmp_path, signals=4, seed=4, workers="spawn")
+    preempt_again_and_again(tmp_path, signals=3, seed=4, workers="spawn")
