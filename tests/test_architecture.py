@@ -88,7 +88,7 @@ RULES: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     (CONTRIB, (*CONTRIB, *HANDLERS, *ENGINE, *DISTRIBUTED, *LEAVES), ()),
 )
 
-# optional libraries, and the parts of torch that need one of them
+# optional libraries, and the parts of torch that need one of them, or take long to import
 OPTIONAL = (
     "apex",
     "clearml",
@@ -96,6 +96,8 @@ OPTIONAL = (
     "mpi4py",
     "numpy",
     "tensorboardX",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
     "torch.utils.flop_counter",
     "torch.utils.tensorboard",
     "torch_xla",
