@@ -80,8 +80,8 @@ _HOSTED = ("NeptuneLogger", "NeptuneSaver", "PolyaxonLogger", "setup_neptune_log
 RULES = (
     Rule(
         ("auto_dataloader",), "data",
-        "with several ranks, a rank reads blocks of samples, each once per epoch, where PyTorch-Ignite distributes them "
-        "in strides, padded: results cover exactly the data set, but the batches differ",
+        "with several ranks, a rank reads blocks of samples, each once per epoch, where PyTorch-Ignite distributes "
+        "them in strides, padded: results cover exactly the data set, but the batches differ",
     ),
     Rule(
         ("DistributedProxySampler",), "data",
@@ -132,7 +132,8 @@ RULES = (
     Rule(
         ("load_objects",), "loading-the-checkpoint-of-a-running-job",
         "checkpoints of PyTorch-Ignite load, except for the states of LRScheduler, ReduceLROnPlateauScheduler, "
-        "ConcatScheduler, and warm-ups, which count calls differently",
+        "ConcatScheduler, and warm-ups, which count calls differently; run returns at once if the loaded state has "
+        "reached its target",
     ),
     Rule(
         ("LRScheduler", "ReduceLROnPlateauScheduler", "ConcatScheduler", "create_lr_scheduler_with_warmup"),
@@ -202,7 +203,7 @@ RULES = (
     ),
     Rule(
         ("show_config",), "distributed",
-        "logs to the logger camshaft.distributed, and adds no log handler: configure logging to see it",
+        "logs to the logger camshaft.distributed.utils, and adds no log handler: configure logging to see it",
     ),
 )  # fmt: skip
 _MODULE = re.compile(r"ignite(\.(?!metrics)\w+)*")
