@@ -65,7 +65,8 @@ MOVES = {
         "from camshaft import (distributed,)\nfrom ignite import metrics\n",
     ),
     "on several lines": (
-        "from ignite.handlers import (\n    Checkpoint,  # one\n    NeptuneLogger as N,\n    Timer,\n    VisdomLogger\n)\n",
+        "from ignite.handlers import (\n    Checkpoint,  # one\n    NeptuneLogger as N,\n    Timer,\n"
+        "    VisdomLogger\n)\n",
         "from camshaft.handlers import (\n    Checkpoint,  # one\n    Timer,\n)\n"
         "from ignite.handlers import NeptuneLogger as N, VisdomLogger\n",
     ),
@@ -119,8 +120,8 @@ MOVES = {
     "a relative import": ("from .ignite import engine\n", "from .ignite import engine\n"),
     "another package": ("import ignited, pyignite.x as ignite2\n", "import ignited, pyignite.x as ignite2\n"),
     "strings and comments": (
-        "x = 'from ignite import x'  # ignite.engine\n",
-        "x = 'from ignite import x'  # ignite.engine\n",
+        "x = 'import ignite'  # ignite.engine\n",
+        "x = 'import ignite'  # ignite.engine\n",
     ),
     "sorted": (
         "import fire\nimport ignite.engine as e\nimport os\nfrom ignite import utils\nfrom x import y\n",
