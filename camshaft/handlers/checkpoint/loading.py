@@ -58,7 +58,10 @@ def load_objects(
         manifest = Manifest(path.parent)
         _warn([entry.unreadable for entry in manifest.entries(path.name) if entry.unreadable])
         entry = _entry_of_shards(path) if path.is_dir() else None
-        if problem := entry.problem(path) if entry else manifest.problem(path.name):
+        problem = entry.problem(path) if entry else manifest.problem(path.name)
+        if problem is None and entry is None and path.is_dir():
+            problem = "is a directory of which the manifest lists no shards, so that it is incomplete or no checkpoint"
+        if problem:
             raise DamagedCheckpointError(f"the checkpoint '{checkpoint!s}' {problem}")
         content = _read_shards(path, entry) if entry else _read(path, map_location)
     elif not isinstance(checkpoint, Mapping):
@@ -185,12 +188,9 @@ def _newest_first(found: Found, wanted: set[str]) -> list[str]:
     return sorted(times, key=lambda file: (times[file], file), reverse=True)
 
 
-def _entry_of_shards(path: Path) -> Entry:
-    """Return the newest entry of a sharded checkpoint."""
-    entries = [entry for entry in Manifest(path.parent).entries(path.name) if entry.shards is not None]
-    if not entries:
-        raise DamagedCheckpointError(f"the checkpoint '{path}' has no intact entry in the manifest, and is incomplete")
-    return entries[0]
+def _entry_of_shards(path: Path) -> Entry | None:
+    """Return the newest entry of a sharded checkpoint, if there is one."""
+    return next((entry for entry in Manifest(path.parent).entries(path.name) if entry.shards is not None), None)
 
 
 def _read_shards(path: Path, entry: Entry) -> Any:
@@ -208,8 +208,8 @@ def _read_on_all(
     """
     problem, content, error, entry = None, None, None, None
     try:
-        if stat.S_ISDIR(mode := path.lstat().st_mode):
-            entry = _entry_of_shards(path)
+        mode = path.lstat().st_mode
+        if stat.S_ISDIR(mode) and (entry := _entry_of_shards(path)):
             problem = entry.problem(path, part=slice(get_rank(), None, get_world_size()))
         elif not stat.S_ISREG(mode):
             problem = "is not a regular file, and links are not followed"
@@ -251,13 +251,13 @@ def _warn(texts: list[str]) -> None:
         warnings.warn(text, stacklevel=3)
 
 
-def _read(path: PathLike, map_location: Any = None, mmap: bool = False) -> Any:
+def _read(path: PathLike, map_location: Any = None, **options: Any) -> Any:
     """Read a checkpoint without running code from it, by default to the CPU."""
     location = "cpu" if map_location is None else map_location
     try:
         if Path(path).suffix == SAFETENSORS:
             return safetensors().load_file(path, device=str(location))
-        return torch.load(path, map_location=location, weights_only=True, mmap=mmap)
+        return torch.load(path, map_location=location, weights_only=True, **options)
     except (EOFError, RuntimeError) as error:  # what torch raises for truncated files
         raise DamagedCheckpointError(f"the checkpoint '{path!s}' cannot be read: {error or 'it is empty'}") from error
     except Exception as error:
