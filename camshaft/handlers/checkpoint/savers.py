@@ -138,8 +138,7 @@ class DiskSaver(BaseSaveHandler):
             raise ValueError(f"dirname must be an existing directory, got '{self.dirname}'")
         if not os.access(self.dirname, os.W_OK | os.X_OK):
             raise PermissionError(f"dirname must be a writable directory, got '{self.dirname}'")
-        found = sorted({*(entry.name for entry in checkpoints_in(self.dirname)), *self._sharded()})
-        if require_empty and found:
+        if require_empty and (found := names_in(self.dirname)):
             hint = "DiskSaver(dirname, require_empty=False) or ModelCheckpoint(dirname, require_empty=False)"
             problem = f"contains {len(found)} checkpoints, such as {found[0]}"
             raise ValueError(f"'{self.dirname}' {problem}; to save beside them, for example to resume, use {hint}")
@@ -261,7 +260,7 @@ class DiskSaver(BaseSaveHandler):
         path = self._path(filename)
         if not self.writes or path == self._protected:
             return
-        if self._sharded(path.name):
+        if any(entry.shards is not None for entry in self._manifest.entries(path.name)):
             with self._changing(path):
                 self._manifest.remove(path.name)
             return
@@ -288,10 +287,6 @@ class DiskSaver(BaseSaveHandler):
     def _path(self, filename: str) -> Path:
         check_is_name("filename", filename)
         return self.dirname / filename
-
-    def _sharded(self, file: str | None = None) -> set[str]:
-        """Return the names of sharded checkpoints: of all, or of one file."""
-        return {entry.file for entry in self._manifest.entries(file) if entry.shards is not None}
 
     @contextmanager
     def _changing(self, path: Path) -> Iterator[None]:
@@ -538,6 +533,12 @@ def checkpoints_in(directory: Path) -> list[os.DirEntry[str]]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     return [entry for entry in candidates if entry.is_file(follow_symlinks=False)]
+
+
+def names_in(directory: Path) -> list[str]:
+    """Return the names of the checkpoints of a directory, sharded ones too."""
+    sharded = {entry.file for entry in Manifest(directory).entries() if entry.shards is not None}
+    return sorted({*sharded, *(entry.name for entry in checkpoints_in(directory))})
 
 
 def check_save_on_rank(save_on_rank: int | str) -> None:

@@ -75,11 +75,13 @@ def test_the_arguments_are_attributes(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [str, lambda path: path])
-def test_a_path_as_save_handler_is_a_directory_that_is_created_and_must_be_empty(tmp_path, kind):
+def test_a_path_as_save_handler_is_a_directory_that_is_created_and_holds_no_other_files(tmp_path, kind):
     checkpoint = Checkpoint({"model": Part()}, kind(tmp_path / "new"))
     assert isinstance(checkpoint.save_handler, DiskSaver)
     checkpoint(at(5))
     assert names(tmp_path / "new") == ["model_5.pt"]
+    Checkpoint({"model": Part()}, kind(tmp_path / "new"))
+    (tmp_path / "new" / "other.pt").touch()
     with pytest.raises(ValueError, match="require_empty=False"):
         Checkpoint({"model": Part()}, kind(tmp_path / "new"))
 

@@ -264,6 +264,22 @@ def test_retention_is_that_of_whole_files(tmp_path, asynchronous):
     assert values(tmp_path) == [2, 3]
 
 
+def test_a_run_that_resumes_takes_over_the_shards_of_the_previous_one(tmp_path):
+    part = Part()
+    checkpoint = Checkpoint({"part": part}, tmp_path, n_saved=2, sharded=True)
+    for part.value in (1, 2):
+        checkpoint(at(part.value))
+    with pytest.raises(ValueError, match="which were not resumed"):
+        Checkpoint({"part": part}, tmp_path, sharded=True)(at(3))
+    part = Part()
+    checkpoint = Checkpoint({"part": part}, tmp_path, n_saved=2, sharded=True)
+    assert checkpoint.resume_latest() == tmp_path / "part_2.sharded"
+    assert part.value == 2
+    part.value = 3
+    checkpoint(at(3))
+    assert names(tmp_path) == ["part_2.sharded", "part_3.sharded"]
+
+
 def test_a_checkpoint_of_the_same_name_is_replaced(tmp_path):
     part = Part()
     checkpoint = ModelCheckpoint(tmp_path, filename_pattern="last", sharded=True)
