@@ -19,7 +19,7 @@ from camshaft.handlers import EarlyStopping, FastaiLRFinder, TerminateOnNan, Tim
 PUBLIC: dict[str, list[str]] = {
     "camshaft.base": ["ResettableHandler", "Serializable"],
     "camshaft.base.mixins": ["ResettableHandler", "Serializable"],
-    "camshaft.contrib.engines": ["Tbptt_Events", "common", "create_supervised_tbptt_trainer", "tbptt"],
+    "camshaft.contrib.engines": ["Tbptt_Events", "create_supervised_tbptt_trainer"],
     "camshaft.contrib.engines.common": [
         "add_early_stopping_by_val_score",
         "gen_save_best_models_by_val_score",
