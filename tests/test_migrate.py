@@ -70,6 +70,10 @@ MOVES = {
         "from camshaft.handlers import (\n    Checkpoint,  # one\n    Timer,\n)\n"
         "from ignite.handlers import NeptuneLogger as N, VisdomLogger\n",
     ),
+    "comments beside names": (
+        "from ignite.handlers import (\n    VisdomLogger,  # one\n    Timer,  # two\n)\n",
+        "from camshaft.handlers import (\n    # one\n    Timer,  # two\n)\nfrom ignite.handlers import VisdomLogger\n",
+    ),
     "with continued lines": (
         "from ignite . engine import Engine, \\\n    Events\n",
         "from camshaft.engine import Engine, \\\n    Events\n",
