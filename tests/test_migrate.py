@@ -186,13 +186,12 @@ def test_any_source_still_parses_keeps_its_other_lines_and_changes_once(parts, n
     ast.parse(result)
     assert new(result) == result
 
-    def others(text):
-        return sorted(line for line in text.split(newline) if not re.search(r"ignite|camshaft|\big\b", line))
+    def others(text):  # without the names that get a line of their own, and comments beside them
+        return sorted(
+            line for line in text.split(newline) if not re.search(r"ignite|camshaft|\big\b|Logger|# one", line)
+        )
 
-    before, after = others(source), others(result)
-    gone = [line for line in before if before.count(line) > after.count(line)]
-    assert all(line.strip(" ,") in ("NeptuneLogger as N", "VisdomLogger") for line in gone)
-    assert set(after) <= set(before)
+    assert others(result) == others(source)
 
 
 def test_a_change_of_a_string_is_an_error_and_not_a_change(monkeypatch):
