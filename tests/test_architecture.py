@@ -75,7 +75,7 @@ IN_DISTRIBUTED: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], 
 
 # modules, what they may import of camshaft, and exceptions from that; the first match applies
 RULES: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
-    (("camshaft", "camshaft.__main__"), ("camshaft", "camshaft.*"), ()),
+    (("camshaft", "camshaft.__main__", "camshaft.migrate"), ("camshaft", "camshaft.*"), ()),
     (LEAVES, LEAVES, ()),
     (("camshaft.exceptions",), LEAVES, ()),
     (("camshaft.utils",), (*DISTRIBUTED, *LEAVES), ()),
@@ -88,7 +88,7 @@ RULES: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     (CONTRIB, (*CONTRIB, *HANDLERS, *ENGINE, *DISTRIBUTED, *LEAVES), ()),
 )
 
-# optional libraries, and the parts of torch that need one of them
+# optional libraries, and the parts of torch that need one of them, or take long to import
 OPTIONAL = (
     "apex",
     "clearml",
@@ -96,6 +96,8 @@ OPTIONAL = (
     "mpi4py",
     "numpy",
     "tensorboardX",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
     "torch.utils.flop_counter",
     "torch.utils.tensorboard",
     "torch_xla",
