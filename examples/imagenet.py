@@ -1,4 +1,4 @@
-"""Train an image classifier on ImageNet, or on any folder of images, with all that a long training needs. Copy this one.
+"""Train a classifier on ImageNet, or on any folder of images, with all that a long training needs. Copy this one.
 
     python examples/imagenet.py --model resnet10 --size 64 --epochs 4           # draws a small data set first
     torchrun --nproc_per_node 8 examples/imagenet.py --data ~/imagenet --backend nccl --compile --num_workers 64
