@@ -27,7 +27,7 @@ def make_network(width: int) -> nn.Module:
 
 def accuracy_of(model: nn.Module, images: Tensor, digits: Tensor) -> float:
     scores, _ = create_supervised_evaluator(model).run([(images, digits)]).output
-    return (scores.argmax(dim=1) == digits).float().mean().item()
+    return float((scores.argmax(dim=1) == digits).float().mean())
 
 
 def training(config: argparse.Namespace) -> dict[str, float]:
@@ -73,7 +73,7 @@ def training(config: argparse.Namespace) -> dict[str, float]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        return loss.item()
+        return float(loss)
 
     trainer = Engine(step)
 

@@ -69,9 +69,12 @@ def load_data(folder: Path, size: int) -> tuple[datasets.ImageFolder, datasets.I
 
 def make_model(name: str, classes: int) -> nn.Module:
     """Return a network of torchvision, or `resnet10`, which trains on a CPU within seconds."""
+    network: nn.Module
     if name == "resnet10":
-        return models.ResNet(models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=classes)
-    return models.get_model(name, num_classes=classes)
+        network = models.ResNet(models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=classes)
+    else:
+        network = models.get_model(name, num_classes=classes)
+    return network
 
 
 def prepare_batch(batch: list[Tensor], device: Any, non_blocking: bool) -> tuple[Tensor, Tensor]:
@@ -96,8 +99,10 @@ def training(local_rank: int, config: argparse.Namespace) -> dict[str, float]:
     train_loader = idist.auto_dataloader(train_data, shuffle=True, seed=config.seed, **options)
     val_loader = idist.auto_dataloader(val_data, shuffle=False, **options)
 
-    network = make_model(config.model, len(train_data.classes)).to(memory_format=torch.channels_last)
-    model = idist.auto_model(torch.compile(network) if config.compile else network)
+    network: Any = make_model(config.model, len(train_data.classes))
+    network = network.to(memory_format=torch.channels_last)
+    model: Any = torch.compile(network) if config.compile else network
+    model = idist.auto_model(model)
     learning_rate = config.lr * config.batch_size / 256
     optimizer = torch.optim.SGD(model.parameters(), learning_rate, momentum=0.9, weight_decay=1e-4, nesterov=True)
     optimizer = idist.auto_optim(optimizer)
@@ -123,7 +128,7 @@ def training(local_rank: int, config: argparse.Namespace) -> dict[str, float]:
     evaluator = create_supervised_evaluator(
         average.ema_model, device=device, non_blocking=True, prepare_batch=prepare_batch, **precision
     )
-    accuracy = {"num_classes": len(train_data.classes), "average": "micro", "validate_args": False}
+    accuracy: Any = {"num_classes": len(train_data.classes), "average": "micro", "validate_args": False}
     attach_metrics(evaluator, {f"top{k}": MulticlassAccuracy(top_k=k, **accuracy) for k in (1, 5)})
 
     every = Events.ITERATION_COMPLETED(every=config.log_every)

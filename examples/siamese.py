@@ -71,7 +71,8 @@ def training(config: argparse.Namespace) -> dict[str, float]:
     def evaluation_step(engine: Engine, batch: Triplet) -> Tensor:
         model.eval()
         anchor, same, other = model(torch.cat([*batch])).chunk(3)
-        return (anchor - same).norm(dim=1) < (anchor - other).norm(dim=1)
+        is_right: Tensor = (anchor - same).norm(dim=1) < (anchor - other).norm(dim=1)
+        return is_right
 
     trainer, evaluator = Engine(train_step), Engine(evaluation_step)
     RunningAverage().attach(trainer, "loss")
