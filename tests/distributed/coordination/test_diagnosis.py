@@ -633,7 +633,13 @@ def test_different_collectives_of_torch_under_the_same_number():
         direct(1, 3, torch={"0: all": 6, "1: [1, 2]": 3}, unfinished={"1: [1, 2]": [[3, "barrier"]]}),  # is late
         # began it without waiting, and waits elsewhere: in the store, or in another group
         snapshot(1, call(), torch={"0: all": 7}, unfinished={"0: all": [[7, "barrier"]]}),
-        snapshot(1, call(group="[0, 1]"), torch={"0: all": 7}, unfinished={"0: all": [[7, "barrier"]]}),
+        snapshot(
+            1,
+            call(group="[0, 1]"),
+            stack=[DIRECT, call().line],
+            torch={"0: all": 7},
+            unfinished={"0: all": [[7, "barrier"]]},
+        ),
     ],
 )
 def test_no_verdict_on_ranks_that_may_proceed_in_collectives_of_torch(other):
