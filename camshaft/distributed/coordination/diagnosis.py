@@ -31,6 +31,12 @@ from camshaft.text import aligned
 
 PATIENCE = 3.0  # seconds that a rank waits before its wait is evidence
 BACKWARD = "backward (gradient reduction)"
+_FSDP, _DDP = "FSDP (parameters or gradients)", "DistributedDataParallel (parameters or buffers)"
+_AHEAD = (
+    _FSDP,
+    _DDP,
+    "torch.distributed",
+)  # may have begun more than they wait for; the others wait for all, or the last
 _WAITING_IN_TORCH = re.compile(r"/torch/(distributed/|nn/parallel/distributed\.py)")
 
 _SETTLED = 0.5  # age in seconds from which a running entry of a job with dead processes is read
@@ -246,8 +252,10 @@ def _recorded(names: Mapping[str, str], begun: Mapping[str, int]) -> tuple[dict[
         if group is None or one.get("is_p2p") or number > begun.get(group, 0):  # the last: of an earlier group
             continue
         counts[group] = number
-        if not one["retired"] and len(unfinished[group]) < _MOST_OPERATIONS:
-            unfinished[group].append([number, one["profiling_name"].rpartition(":")[2]])
+        if not one["retired"]:
+            running = unfinished[group]
+            del running[_MOST_OPERATIONS - 1 :]  # the first ones and the last one tell what the rank may wait for
+            running.append([number, one["profiling_name"].rpartition(":")[2]])
     return counts, {group: found for group, found in unfinished.items() if found}
 
 
@@ -292,8 +300,8 @@ def _waits(one: Snapshot, now: float, patience: float) -> list[_Wait]:
     waits = []
     for group in begun if unfinished is None else unfinished:
         if group in begun:
-            # A rank that has not begun the first of them has not begun the others.
-            number, operation = next(iter((unfinished or {}).get(group, ())), (begun[group], ""))
+            known = (unfinished or {}).get(group) or [(begun[group], "")]
+            number, operation = known[0 if what in _AHEAD else -1]
             members = _members(group, one) or ()
             waits.append(_Wait(one.rank, what, group, members, number, since, line, None, operation))
     return waits
@@ -310,9 +318,9 @@ def _operation_in(stack: Sequence[str]) -> str:
     for line in reversed(inner):
         function = line.rpartition(" in ")[2]
         if "/torch/distributed/fsdp/" in line:
-            return "FSDP (parameters or gradients)"
+            return _FSDP
         if "/torch/nn/parallel/distributed.py" in line:
-            return "DistributedDataParallel (parameters or buffers)"
+            return _DDP
         if "/torch/distributed/distributed_c10d.py" in line and not function.startswith("_"):
             is_recorded = len(inner) < len(stack) and "/camshaft/distributed/" in stack[len(inner)]
             return "" if is_recorded else f"torch.distributed.{function}"
