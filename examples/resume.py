@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 import camshaft.distributed as idist
 from camshaft.engine import Engine, Events, create_supervised_trainer
-from camshaft.handlers import Checkpoint, DiskSaver
+from camshaft.handlers import Checkpoint
 from camshaft.utils import manual_seed
 
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -80,18 +80,16 @@ def training(local_rank: int, config: argparse.Namespace) -> None:
             f"loss {sum(losses) / len(losses):.6f}", flush=True,
         )  # fmt: skip
 
-    objects = {"model": model, "optimizer": optimizer, "trainer": trainer}
-    checkpoint = Checkpoint(objects, DiskSaver(config.output, require_empty=False), include_self=True)
-    newest = Checkpoint.resume({**objects, "checkpointer": checkpoint}, config.output)
+    checkpoint = Checkpoint({"model": model, "optimizer": optimizer, "trainer": trainer}, config.output)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=config.save_every), checkpoint)
+    newest = checkpoint.resume_latest()
     if newest is not None:
         idist.one_rank_only()(print)(f"{idist.get_world_size()} processes resume from {newest}", flush=True)
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=config.save_every), checkpoint)
     if config.kill_at:
         trainer.add_event_handler(
             Events.ITERATION_COMPLETED(once=config.kill_at), lambda: os.kill(os.getpid(), signal.SIGKILL)
         )
-    if trainer.state.epoch < config.epochs:
-        trainer.run(loader, max_epochs=config.epochs)
+    trainer.run(loader, max_epochs=config.epochs)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

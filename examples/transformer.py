@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import camshaft.distributed as idist
 from camshaft.engine import Engine, Events, create_supervised_evaluator, create_supervised_trainer
-from camshaft.handlers import Checkpoint, DiskSaver, Throughput
+from camshaft.handlers import Checkpoint, Throughput
 from camshaft.utils import manual_seed
 
 LONGEST = 160  # maximum bytes of a paragraph
@@ -133,14 +133,11 @@ def training(local_rank: int, config: argparse.Namespace) -> float:
 
     if config.checkpoints:
         objects = {"trainer": trainer, "model": model, "optimizer": optimizer}
-        checkpoint = Checkpoint(objects, DiskSaver(config.checkpoints, require_empty=False), include_self=True)
+        checkpoint = Checkpoint(objects, config.checkpoints)
         trainer.add_event_handler(Events.EPOCH_COMPLETED, checkpoint)
-        Checkpoint.resume(
-            {**objects, "checkpointer": checkpoint}, config.checkpoints
-        )  # does nothing without a checkpoint
+        checkpoint.resume_latest()  # does nothing without a checkpoint
 
-    if trainer.state.epoch < config.epochs:
-        trainer.run(data, max_epochs=config.epochs)
+    trainer.run(data, max_epochs=config.epochs)
     if idist.get_rank() == 0:
         print(write(network, config.start), flush=True)
     return float(evaluator.run(held_out).metrics["bits per byte"])

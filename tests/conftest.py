@@ -17,6 +17,8 @@ settings.register_profile("camshaft", deadline=None)  # results do not depend on
 settings.load_profile("camshaft")
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # otherwise, torch starts processes that outlive a test
+# torch asks the name server for the name of each peer that it connects to; a lost answer takes 1 s then, not 5
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 # these have their own environments (make test-xla, test-horovod, test-loggers, test-docs)
 collect_ignore = [

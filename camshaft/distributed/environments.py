@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import re
 import socket
 import warnings
@@ -10,6 +11,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from camshaft.distributed.topology import Launch, Topology, complete
@@ -31,6 +34,7 @@ _VARIABLES = {
     "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # and its derivatives, such as Intel MPI
 }
 _HOSTS = {"horovodrun": "HOROVOD_HOSTNAME", "openmpi": "PMIX_HOSTNAME", "mpich": "PMI_HOSTNAME"}
+_TORCHRUN_MODULES = ("-m", "torch.distributed.run"), ("-m", "torch.distributed.launch")
 _FIRST_INTERNAL_STEP = 0xFFFFFFF0  # the script of sbatch, the shell of salloc
 
 
@@ -111,6 +115,20 @@ def torch_variables(launch: Launch) -> dict[str, str]:
     address = {"MASTER_ADDR": launch.master_addr, "MASTER_PORT": launch.master_port}
     values |= {name: str(value) for name, value in address.items() if value is not None}
     return values | {"TORCHELASTIC_USE_AGENT_STORE": str(launch.agent_store)}
+
+
+def torchrun_agent(environ: Mapping[str, str]) -> int | None:
+    """Return the process id of the torchrun that started this process as a worker; ``None`` if anything else did.
+
+    The parent's command line decides, on Linux: a script that a worker starts inherits the worker's variables.
+    """
+    parent = os.getppid()
+    if "TORCHELASTIC_RUN_ID" in environ:
+        with suppress(OSError):  # no /proc, or it has ended
+            words = Path(f"/proc/{parent}/cmdline").read_text(errors="replace").split("\0")
+            as_module = any(pair in pairwise(words) for pair in _TORCHRUN_MODULES)
+            return parent if as_module or "torchrun" in [Path(word).name for word in words[:2]] else None
+    return None
 
 
 # --- launchers ---------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from camshaft.distributed.backend import Backend
 from camshaft.distributed.backends.serial import SerialBackend
 from camshaft.distributed.coordination import collective_check
 from camshaft.distributed.coordination.watcher import Watcher
-from camshaft.distributed.environments import detect, infer
+from camshaft.distributed.environments import detect, infer, torchrun_agent
 from camshaft.distributed.record import Record
 from camshaft.distributed.registry import adopt, module_of, nothing_to_adopt
 from camshaft.errors import check_type
@@ -164,7 +164,7 @@ def _start(backend: Backend, debug: bool | None, hang_report_after: float = 60.0
             job.record = Record(topology.rank, topology.world_size)
         except OSError as error:
             logger.warning("rank %d has no flight record: %s", topology.rank, error)
-        watcher = Watcher.of(backend, job.record, hang_report_after)
+        watcher = Watcher.of(backend, job.record, hang_report_after, torchrun_agent(os.environ))
         if _initialized:  # a group that is adopted must not wait for its store
             watcher.has_connected.wait(_CONNECTING)
         if sys.excepthook is not _on_uncaught:

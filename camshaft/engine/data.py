@@ -43,14 +43,19 @@ def length_of(data: Any) -> int | None:
 
 def announce_epoch(data: Any, number: int) -> None:
     """Call ``set_epoch(number)`` once on each sampler and batch sampler of a loader that has the method."""
+    for sampler in samplers_of(data):
+        if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+            set_epoch(number)
+
+
+def samplers_of(data: Any) -> list[Any]:
+    """Return the samplers and batch samplers of a loader, each once."""
     samplers = [getattr(data, "sampler", None)]
     wrapper = getattr(data, "batch_sampler", None)
     for _ in range(_DEEPEST):  # a batch sampler may wrap another one, and each may hold a sampler
         samplers += [wrapper, getattr(wrapper, "sampler", None)]
         wrapper = getattr(wrapper, "batch_sampler", None)
-    for sampler in {id(sampler): sampler for sampler in samplers}.values():
-        if callable(set_epoch := getattr(sampler, "set_epoch", None)):
-            set_epoch(number)
+    return list({id(sampler): sampler for sampler in samplers}.values())
 
 
 def exact_batches(data: Any) -> Any:

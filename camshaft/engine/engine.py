@@ -314,7 +314,8 @@ class Engine(Serializable, Generic[Batch, Output]):
         """Run to the target, or resume a run that stopped before it.
 
         A new run starts if no target is set yet, or if the last one is reached and no larger one is given. Otherwise
-        the run resumes from the state. An interrupted run continues with the very next event.
+        the run resumes from the state. An interrupted run continues with the very next event. If a loaded state has
+        reached the target, as that of a finished job, nothing is run: a warning says so, and no event fires.
 
         Args:
             data: batches; any iterable. ``None`` for none: the process function is then called with ``None``, and
@@ -355,6 +356,14 @@ class Engine(Serializable, Generic[Batch, Output]):
             progress = self._progress_for(request.data)
             if request.exceeds(progress.retry or progress, state):
                 self._resume(request, progress)
+            elif progress.origin is Origin.LOADED and has_target(state):  # a job that had finished was started again
+                warnings.warn(
+                    f"nothing was run: the loaded state has reached its target of {target_of(state)}; pass a larger "
+                    "target to continue, or set engine.state.max_epochs = engine.state.max_iters = None first to start "
+                    "from the beginning",
+                    stacklevel=2,
+                )
+                return state
             else:
                 self._begin(request)
         if state.max_iters is not None:
@@ -368,12 +377,6 @@ class Engine(Serializable, Generic[Batch, Output]):
 
     def _begin(self, request: Request) -> None:
         """Start a new run."""
-        if self._progress.origin is Origin.LOADED and has_target(self.state):
-            warnings.warn(
-                f"the loaded state had reached its target of {target_of(self.state)}: the run restarts from the "
-                "beginning; to continue, pass a larger target",
-                stacklevel=3,
-            )
         length = request.begin(self.state, self._inferred.get("epoch_length"))
         self._inferred = {} if length is None else {"epoch_length": length}
         self._discard_run()

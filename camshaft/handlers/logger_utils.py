@@ -78,7 +78,7 @@ def setup_tb_logging(
     ...     with setup_tb_logging(folder, trainer, evaluators={"test": evaluator}) as logger:
     ...         state = trainer.run(range(200))
     """
-    return _set_up(
+    return set_up_logger(
         partial(TensorboardLogger, os.fspath(output_path)),
         None,
         trainer,
@@ -93,15 +93,15 @@ def setup_tb_logging(
 
 def setup_csv_logging(output_path: PathLike, trainer: Engine[Any, Any], *args: Any, **kwargs: Any) -> CSVLogger:
     """Log to a CSV file; arguments as for :func:`setup_tb_logging`."""
-    return _set_up(partial(CSVLogger, output_path), None, trainer, *args, **kwargs)
+    return set_up_logger(partial(CSVLogger, output_path), None, trainer, *args, **kwargs)
 
 
 def setup_jsonl_logging(output_path: PathLike, trainer: Engine[Any, Any], *args: Any, **kwargs: Any) -> JSONLinesLogger:
     """Log to a file of JSON lines; arguments as for :func:`setup_tb_logging`."""
-    return _set_up(partial(JSONLinesLogger, output_path), None, trainer, *args, **kwargs)
+    return set_up_logger(partial(JSONLinesLogger, output_path), None, trainer, *args, **kwargs)
 
 
-def _set_up(
+def set_up_logger(
     make_logger: Callable[..., Logger],
     step_event: Events | None,
     /,
@@ -138,13 +138,13 @@ def _set_up(
     return logger
 
 
-setup_mlflow_logging = partial(_set_up, MLflowLogger, None)
+setup_mlflow_logging = partial(set_up_logger, MLflowLogger, None)
 """Log to MLflow; arguments as for :func:`setup_tb_logging`, without ``output_path``."""
 
-setup_clearml_logging = partial(_set_up, ClearMLLogger, None)
+setup_clearml_logging = partial(set_up_logger, ClearMLLogger, None)
 """Log to ClearML; arguments as for :func:`setup_tb_logging`, without ``output_path``."""
 
-setup_wandb_logging = partial(_set_up, WandBLogger, Events.ITERATION_COMPLETED)
+setup_wandb_logging = partial(set_up_logger, WandBLogger, Events.ITERATION_COMPLETED)
 """Log to Weights & Biases; arguments as for :func:`setup_tb_logging`, without ``output_path``.
 
 Evaluators log with the trainer's iteration, because steps never decrease there.

@@ -10,8 +10,8 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from multiprocessing import forkserver, resource_tracker
+from contextlib import ExitStack, contextmanager, nullcontext
+from multiprocessing import forkserver, popen_spawn_posix, resource_tracker
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.popen_forkserver import Popen as ForkServerPopen
 from multiprocessing.process import current_process
@@ -233,11 +233,21 @@ class _Shield:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle it, as the first part of a child that is not forked from this process."""
         if isinstance(get_spawning_popen(), ForkServerPopen):  # the server, too, is in the process group
-            resource_tracker.ensure_running()  # it would unblock SIGTERM
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
-            forkserver.ensure_running()
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            with self.blocked():
+                forkserver.ensure_running()
         return _obey_parent_only, (self.signals, os.getpid())
+
+    @contextmanager
+    def blocked(self) -> Iterator[None]:
+        """Block the signals in this thread, as a new interpreter inherits this: before it can do so, it has imported
+        libraries that start threads, and a signal to any thread ends the process."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
+        try:
+            resource_tracker.ensure_running()  # unblocks SIGTERM
+            signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
@@ -247,9 +257,17 @@ def _shielded_children(signals: tuple[Signals, ...]) -> Iterator[None]:
     register_after_fork(shield, lambda shield: _obey_parent_only(shield.signals, os.getppid()))  # until it is garbage
     configuration: dict[str, Any] = current_process()._config  # type: ignore[attr-defined]  # which children inherit
     configuration["camshaft_shield"] = shield
+    launch = popen_spawn_posix.Popen._launch  # type: ignore[attr-defined]
+
+    def launch_blocked(popen: Any, process: Any) -> None:
+        with shield.blocked() if process._config.get("camshaft_shield") is shield else nullcontext():
+            launch(popen, process)
+
+    popen_spawn_posix.Popen._launch = launch_blocked  # type: ignore[attr-defined]
     try:
         yield
     finally:
+        popen_spawn_posix.Popen._launch = launch  # type: ignore[attr-defined]
         del configuration["camshaft_shield"]
 
 

@@ -8,11 +8,12 @@ import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from types import MappingProxyType
 
 import pytest
 
-from camshaft.distributed.environments import detect, first_host
+from camshaft.distributed.environments import detect, first_host, torchrun_agent
 from camshaft.distributed.topology import Launch, Topology
 from tests.distributed.observed import (
     batch,
@@ -464,6 +465,40 @@ from pathlib import Path
 
 Path(sys.argv[1], os.environ["RANK"]).write_text(json.dumps(dict(os.environ)))
 """
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="without /proc")
+@pytest.mark.parametrize(
+    ("words", "is_agent"),
+    [
+        (("-m", "torch.distributed.run", "train.py"), True),
+        (("-m", "torch.distributed.launch"), True),
+        (("train.py", "--launcher", "torchrun"), False),  # a worker
+        (("-m", "torch.distributed.runner"), False),
+    ],
+)
+def test_the_parent_is_recognised_as_torchrun_by_its_command_line(monkeypatch, words, is_agent):
+    worker = {"TORCHELASTIC_RUN_ID": "none"}
+    assert torchrun_agent(worker) is None
+    with subprocess.Popen(
+        ["sh", "-c", "echo; read line", *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        monkeypatch.setattr(os, "getppid", lambda: other.pid)
+        other.stdout.readline()
+        assert torchrun_agent(worker) == (other.pid if is_agent else None)
+        assert torchrun_agent({"RANK": "0"}) is None
+        other.communicate(b"\n")
+    assert torchrun_agent(worker) is None  # it has ended
+
+
+def test_the_script_named_torchrun_is_recognised(monkeypatch, tmp_path):
+    script = tmp_path / "torchrun"
+    script.write_text("echo; read line")
+    with subprocess.Popen(["sh", str(script), "x"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        monkeypatch.setattr(os, "getppid", lambda: other.pid)
+        other.stdout.readline()
+        assert torchrun_agent({"TORCHELASTIC_RUN_ID": "none"}) == other.pid
+        other.communicate(b"\n")
 
 
 def test_the_workers_of_torchrun_are_recognised(tmp_path):

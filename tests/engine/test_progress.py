@@ -307,14 +307,38 @@ def test_a_state_is_resumed_in_the_epoch_of_its_next_iteration(length, iteration
 
 
 @pytest.mark.parametrize("target", [{}, {"max_epochs": 4}], ids=str)
-def test_a_loaded_state_that_is_done_restarts_with_a_warning(target):
+def test_a_loaded_state_that_is_done_runs_nothing_and_warns(target):
     engine, trace = after(lambda engine: loaded(engine, iteration=8))
-    with pytest.warns(UserWarning, match="loaded state .* target of 4 epochs"):
-        engine.run(DATA, **target)
-    epochs = target.get("max_epochs", 1)
-    assert progress(engine) == (epochs, 2 * epochs, epochs, None)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="nothing was run: the loaded state has reached its target of 4 epochs"):
+            assert engine.run(DATA, **target) is engine.state
+    assert progress(engine) == (4, 8, 4, None)
+    assert not trace.words
+
+
+def test_a_loaded_number_of_iterations_that_is_reached_runs_nothing():
+    engine, trace = after(fresh)
+    engine.load_state_dict({"iteration": 7, "epoch_length": 5, "max_iters": 7})
+    with pytest.warns(UserWarning, match="target of 7 iterations"):
+        engine.run(DATA, max_iters=7)
+    assert not trace.words
+
+
+def test_a_loaded_state_that_is_done_can_be_told_to_start_from_the_beginning():
+    engine, trace = after(lambda engine: loaded(engine, iteration=8))
+    engine.state.max_epochs = engine.state.max_iters = None  # as the warning says
+    engine.run(DATA, max_epochs=4)
     assert trace.words[0] == "S 0/0"
-    engine.run(DATA, **target)  # no warning: this engine has reached the target by itself
+    assert progress(engine) == (4, 8, 4, None)
+
+
+def test_an_engine_that_continued_a_loaded_state_to_its_end_restarts_as_any_other():
+    engine, trace = after(loaded)
+    engine.run(DATA, max_epochs=4)
+    trace.take()
+    engine.run(DATA, max_epochs=4)
+    assert trace.words[0] == "S 0/0"
+    assert progress(engine) == (4, 8, 4, None)
 
 
 def test_a_loaded_state_that_is_done_continues_to_a_larger_target_without_warning():

@@ -121,7 +121,7 @@ def preempt_again_and_again(folder: Path, signals: int, seed: int, size: int = 2
     last, durations = 0, []
     for number in range(signals):
         receivers = choose.choice([(0,), (1,), tuple(range(size))])
-        to_group = choose.random() < 0.5 and workers != "spawn"  # these are not protected while they start
+        to_group = choose.random() < 0.5
         how = choose.uniform(0, MOST), receivers, to_group, choose.random() < 0.5, workers
         began = time.monotonic()
         runs: list[Ended] = run_on_ranks(size, train, str(folder), *how, limit=100)

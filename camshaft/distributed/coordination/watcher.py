@@ -12,6 +12,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import logging
+import math
 import os
 import re
 import select
@@ -57,6 +58,7 @@ _LEARNING = 6.0  # seconds that a rank waits to learn why an operation failed
 _TELLING = 2.0  # seconds that a rank that leaves has to publish how
 _ENDING = 5.0  # seconds that its thread has to end, which holds the store
 _ANSWERING = 0.5  # seconds that a process has to write its stacks
+_ORPHANED = 30.0  # seconds that a rank has to end once its torchrun was killed; torchrun itself allows as many
 _DUMP = getattr(signal, "SIGRTMAX", 1) - 1  # a signal that nobody uses
 _KEPT = 50  # announcements that a record repeats
 _MOST_NOTES, _LONGEST_TRACEBACK = 3, 8000
@@ -84,15 +86,19 @@ class Watcher(Resource):
         backend: of the job.
         record: of this rank; ``None`` if there is no space for it, then nothing is known of the ranks of this node.
         report_after: seconds that a rank waits in a collective until the log names the ranks that have not arrived.
+        agent: process id of the torchrun that started this process, without which it ends; ``None`` for none.
 
     Attributes:
         has_connected: set once the record names the job, so that the other ranks find it, even if this one then dies.
     """
 
-    def __init__(self, backend: Backend, record: Record | None, report_after: float = 60.0) -> None:
+    def __init__(
+        self, backend: Backend, record: Record | None, report_after: float = 60.0, agent: int | None = None
+    ) -> None:
         self._backend, self._record, self._report_after = backend, record, report_after
         self._rank, self._size = backend.topology.rank, backend.topology.world_size
         self._main = main_thread().ident or get_ident()
+        self._agent, self._end_at = agent, math.inf
         self._store: Store | None = None
         self._is_lost = self._is_closed = False
         self.has_connected = Event()
@@ -131,11 +137,13 @@ class Watcher(Resource):
         self._thread = Thread(target=self._run, name="camshaft-watcher", daemon=True)
 
     @classmethod
-    def of(cls, backend: Backend, record: Record | None = None, report_after: float = 60.0) -> Watcher:
+    def of(
+        cls, backend: Backend, record: Record | None = None, report_after: float = 60.0, agent: int | None = None
+    ) -> Watcher:
         """Return the watcher of a job, which is started on first use."""
         job = backend.job
         if not job.has(Watcher):
-            watcher = job.resource(Watcher, backend, record, report_after)
+            watcher = job.resource(Watcher, backend, record, report_after, agent)
             activity.explainers.append(watcher.explained)
             watcher._thread.start()
         return job.resource(Watcher)
@@ -278,9 +286,12 @@ class Watcher(Resource):
         concerned = [one for one in local.values() if leads or one.rank == self._rank]
         if any(self._may_wait(one, now) for one in concerned) or (leads and now >= self._next_comparison):
             local = self._local()
-        has_ended = any(not one.is_alive or (leads and one.status.get("left")) for one in local.values())
+        is_orphan = self._agent is not None and os.getppid() != self._agent
+        has_ended = is_orphan or any(not one.is_alive or (leads and one.status.get("left")) for one in local.values())
         if has_ended and self._store is not None and not _is_reachable(self._store):
             self._is_lost = True  # torch would print a stack where it finds this out
+        if is_orphan:
+            self._end_without_agent(now)
         if self._backend.job.verdict is None or self._outgoing or self._left is not None:
             self._exchange(leads)
         if self._left is None:
@@ -448,9 +459,23 @@ class Watcher(Resource):
         kind, text = _judgement(list(ranks.values()), waiting or [self._rank], now, is_lost)
         is_certain = is_lost or not waiting or ranks is not local or text == self._suspicion
         if text is not None and is_certain:
-            self.announce("verdict", {"kind": kind, "text": text, "traceback": "", "time": time.time()})
-            logger.error("%s", text)
+            self._give_verdict(kind, text)
         self._suspicion = text
+
+    def _end_without_agent(self, now: float) -> None:
+        """Announce that torchrun has ended before its workers, and end this process if that does not."""
+        self._end_at = min(self._end_at, now + _ORPHANED)
+        if now >= self._end_at:
+            logger.error("rank %d exits: torchrun has ended %g s ago, and this process has not", self._rank, _ORPHANED)
+            os._exit(1)  # the main thread may never return to Python
+        is_stopping = any(topic in self._callbacks for topic in tuple(self._news))  # a checkpoint may be in progress
+        if not is_stopping and not any(topic.startswith(_FINAL) for topic in self._news):
+            text = f"torchrun (process {self._agent}), which had started rank {self._rank}, was killed"
+            self._give_verdict("failed", text)
+
+    def _give_verdict(self, kind: str, text: str) -> None:
+        self.announce("verdict", {"kind": kind, "text": text, "traceback": "", "time": time.time()})
+        logger.error("%s", text)
 
     def _may_wait(self, one: Snapshot, now: float) -> bool:
         """Return False if a rank certainly does not wait for others, so that its collectives need not be read."""

@@ -17,22 +17,27 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from camshaft.base import Serializable
-from camshaft.distributed import all_gather
+from camshaft.distributed import all_gather, get_local_rank
 from camshaft.engine.engine import Engine, outermost_engine
-from camshaft.engine.events import Events, HandlerEvents
+from camshaft.engine.events import Events, HandlerEvents, Order
 from camshaft.engine.state import LazyNumber
 from camshaft.errors import described
-from camshaft.handlers.checkpoint.async_save import BackgroundSave
+from camshaft.handlers.checkpoint.async_save import BackgroundSave, Exchange
 from camshaft.handlers.checkpoint.loading import load_objects, resume
 from camshaft.handlers.checkpoint.savers import (
     SAFETENSORS,
     BaseSaveHandler,
     DiskSaver,
+    Entry,
+    Manifest,
+    agreed,
     check_is_inside,
     check_is_name,
     check_save_on_rank,
+    is_writer,
+    names_in,
 )
-from camshaft.handlers.checkpoint.state import CHECKPOINTER, check_to_save, is_container, take_state
+from camshaft.handlers.checkpoint.state import CHECKPOINTER, check_to_save, is_container, split, take_state, walk
 from camshaft.handlers.utils import check_callable, check_text
 
 ScoreFunction = Callable[[Engine[Any, Any]], Any]
@@ -138,7 +143,8 @@ class Checkpoint(Serializable):
         to_save: what to save, by name: objects with ``state_dict()``, also in nested mappings and sequences.
             Modules are taken out of ``DataParallel``, ``DistributedDataParallel`` and ``torch.compile``.
         save_handler: a directory, for a :class:`DiskSaver`; or a ``BaseSaveHandler``; or a function that is
-            called with the checkpoint, the file name and, if it accepts it, the metadata.
+            called with the checkpoint, the file name and, if it accepts it, the metadata. If the directory holds
+            checkpoints of an earlier run, call :meth:`resume_latest` before this one.
         filename_prefix: first component of the file names; that for a directory may begin with a folder in it.
         score_function: called with the engine, returns a number; higher is better.
         score_name: of the score, for the file names. Without ``score_function``, the metric of this name is the score.
@@ -156,11 +162,15 @@ class Checkpoint(Serializable):
         asynchronous: save in the background: the state is copied to host memory, and the run continues. One save at a
             time is in progress: the next one waits for it, its error is raised at the next iteration, and the run ends
             after it. A function as ``save_handler`` is called in another thread.
+        sharded: every rank saves its part of the state: a checkpoint is a directory of shards, in a directory that all
+            ranks share. Sharded tensors are neither gathered nor copied, and load into any other layout. Everything
+            else is saved by ``save_on_rank``, whose score also decides. Create the handler on all ranks.
 
     Raises:
         TypeError: ``to_save`` is not a mapping of such objects, or another argument is of the wrong type.
         ValueError: ``n_saved`` is below 1, ``to_save`` has the key ``checkpointer`` with ``include_self``, or more than
-            a ``.safetensors`` file holds, or the directory is not empty or cannot be used.
+            a ``.safetensors`` file holds, or the directory cannot be used, or holds ``*.pt`` or ``*.safetensors`` files
+            that no ``Checkpoint`` saved.
         KeyError: ``filename_pattern`` uses an unknown field.
 
     >>> import tempfile, torch
@@ -194,6 +204,7 @@ class Checkpoint(Serializable):
         save_on_rank: int | str = 0,
         *,
         asynchronous: bool = False,
+        sharded: bool = False,
     ) -> None:
         check_to_save(to_save, include_self)
         check_callable("score_function", score_function)
@@ -209,9 +220,12 @@ class Checkpoint(Serializable):
                 problem = f"is for the weights of one model, without include_self, but to_save holds {list(to_save)}"
                 hint = "save the rest with another Checkpoint, to .pt files"
                 raise ValueError(f"filename_pattern {filename_pattern!r} {problem}; {hint}")
+        found: list[str] = []
         if isinstance(save_handler, (str, PathLike)):
             folder, filename_prefix = split_prefix(save_handler, filename_prefix)
-            save_handler = DiskSaver(folder, create_dir=True, save_on_rank=save_on_rank)
+            found = names_in(folder.expanduser()) if sharded or is_writer(save_on_rank) else []
+            is_foreign = not all(map(Manifest(folder.expanduser()).lists, found))
+            save_handler = DiskSaver(folder, create_dir=True, require_empty=is_foreign, save_on_rank=save_on_rank)
         if isinstance(save_handler, DiskSaver):
             check_is_name("filename_prefix", filename_prefix)
             check_is_name("filename_pattern", filename_pattern or "")
@@ -219,6 +233,12 @@ class Checkpoint(Serializable):
                 raise ValueError(f"filename_prefix must have at most {_LONGEST_PREFIX} bytes, got {length}")
         takes_metadata(save_handler)
         check_save_on_rank(save_on_rank)
+        if sharded:
+            _check_can_shard(save_handler, filename_pattern)
+        self._unresumed = len(found)  # checkpoints of earlier runs in the directory, which were not resumed yet
+        if found:  # a run fails at its start rather than at its first save
+            for one in (one for _, one in walk(dict(to_save), "state_dict") if isinstance(one, Engine)):
+                one.add_event_handler(Events.STARTED, self._check_is_resumed, order=Order.LAST)
         self.to_save = to_save
         self.save_handler = save_handler
         self.filename_prefix = filename_prefix
@@ -231,7 +251,11 @@ class Checkpoint(Serializable):
         self.greater_or_equal = greater_or_equal
         self.save_on_rank = save_on_rank
         self.asynchronous = asynchronous
-        self.ext = "pt"
+        self.sharded = sharded
+        self.ext = "sharded" if sharded else "pt"
+        self._exchange = Exchange()
+        if sharded:
+            self._exchange.prepare()
         self._background = BackgroundSave()
         self._saved: list[Item] = []
         self._last_save: tuple[Any, int] | None = None  # its event and iteration
@@ -269,13 +293,16 @@ class Checkpoint(Serializable):
 
     def _save(self, engine: Engine[Any, Any], always: bool = False) -> None:
         self._background.settle()
-        step = engine.state.iteration if self.score_function is None else None
-        if self.global_step_transform is not None:
-            step = self.global_step_transform(engine, engine.last_event_name)
-        if self.score_function is None:
-            score, priority = None, _as_priority(step, "global_step_transform")
+        saver = self.save_handler
+        save_on_rank = saver.save_on_rank if isinstance(saver, DiskSaver) else self.save_on_rank
+        if self.sharded:
+            self._exchange.prepare()
+        if self.sharded and not (self.score_function is None and self.global_step_transform is None):
+            # The ranks may disagree, and must not wait for each other in vain.
+            proposals = agreed(lambda: (is_writer(save_on_rank), self._ranking(engine)), self._exchange)
+            step, score, priority = next(values for writes, values in proposals if writes)
         else:
-            score = priority = _as_priority(self.score_function(engine), "score_function")
+            step, score, priority = self._ranking(engine)
         if not always and not self._is_wanted(priority):
             return
         name = name_of(self.to_save)
@@ -285,8 +312,9 @@ class Checkpoint(Serializable):
         dropped = kept.pop(0).filename if is_full and len(kept) == len(self._saved) else None
         saved = _sorted([*kept, Item(priority, filename)])
 
-        saver = self.save_handler
-        state = take_state(self.to_save, saver.save_on_rank if isinstance(saver, DiskSaver) else self.save_on_rank)
+        is_over = (outermost_engine() or engine).last_event_name in _ENDS
+        self._check_is_resumed(is_over=is_over)
+        state = take_state(self.to_save, save_on_rank, gather=not self.sharded)
         checkpoint = next(iter(state.values())) if len(state) == 1 else state
         if self.include_self:
             # The state may be the object's own, so the key goes into a copy.
@@ -298,24 +326,93 @@ class Checkpoint(Serializable):
             objects = [*self.to_save, *([CHECKPOINTER] if self.include_self else [])]
             metadata.update(objects=objects, step=engine.state.iteration if step is None else step, score=score)
 
-        def save(checkpoint: Any) -> None:
-            saver(checkpoint, filename, *([metadata] if takes_metadata(saver) else []))
-            self._saved = saved
+        def prune() -> None:
             if dropped is not None and isinstance(saver, BaseSaveHandler) and self._release(dropped):
                 saver.prune(dropped)
+
+        def save(checkpoint: Any) -> None:
+            if self.sharded and isinstance(saver, DiskSaver):
+                saver.save_shard(checkpoint, filename, metadata, self._exchange)
+            else:
+                saver(checkpoint, filename, *([metadata] if takes_metadata(saver) else []))
+            self._saved = saved
+            if self.sharded:
+                agreed(prune, self._exchange)
+            else:
+                prune()
 
         def announce() -> None:
             event = engine.last_event_name  # which other handlers of this event look at
             engine.fire_event(CheckpointEvents.SAVED_CHECKPOINT)
             engine.last_event_name = event
 
-        self._claim(filename, is_over=(outermost_engine() or engine).last_event_name in _ENDS)
-        if self.asynchronous and (not isinstance(saver, DiskSaver) or saver.writes):
+        self._claim(filename, is_over)
+        if self.sharded:
+            checkpoint = split(checkpoint, is_writer(save_on_rank))
+        if self.asynchronous and (self.sharded or not isinstance(saver, DiskSaver) or saver.writes):
             self._background.start(checkpoint, save, announce)
         else:
             save(checkpoint)
             announce()
         self._last_save = engine.last_event_name, engine.state.iteration
+
+    def _ranking(self, engine: Engine[Any, Any]) -> tuple[Any, int | float | None, int | float]:
+        """Return the step and the score of a checkpoint, and its priority."""
+        step = engine.state.iteration if self.score_function is None else None
+        if self.global_step_transform is not None:
+            step = self.global_step_transform(engine, engine.last_event_name)
+        if self.score_function is None:
+            return step, None, _as_priority(step, "global_step_transform")
+        score = _as_priority(self.score_function(engine), "score_function")
+        return step, score, score
+
+    def resume_latest(self, *, map_location: Any = None, **kwargs: Any) -> Path | None:
+        """Load what this handler saves, from the newest complete checkpoint of its directory; see :meth:`resume`.
+
+        The handler also takes over the checkpoints that it saved there before, so that it prunes them; the manifest of
+        the directory lists them. Call this on all ranks, after the handler and what it saves have been created, and
+        before the run.
+
+        Args:
+            map_location: for ``torch.load``; by default tensors are loaded to the CPU first, and from there to where
+                the objects are.
+            kwargs: passed to ``load_state_dict`` of modules, for example ``strict=False``.
+
+        Returns:
+            The file, or ``None`` if there is none yet, so that the run starts from the beginning.
+
+        Raises:
+            AttributeError: the save handler is not a ``DiskSaver``.
+            RuntimeError: this is a :class:`ModelCheckpoint` that has not been called, and does not know what it saves.
+            DamagedCheckpointError: there are checkpoints, and none of them can be loaded.
+
+        >>> import tempfile
+        >>> from camshaft.engine import Events
+        >>> def train(folder: str, max_epochs: int) -> int:
+        ...     trainer = Engine(lambda engine, batch: None)
+        ...     checkpoint = Checkpoint({"trainer": trainer}, folder, n_saved=2)
+        ...     trainer.add_event_handler(Events.EPOCH_COMPLETED, checkpoint)
+        ...     checkpoint.resume_latest()
+        ...     resumed_at = trainer.state.epoch
+        ...     trainer.run(range(10), max_epochs=max_epochs)
+        ...     return resumed_at
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     train(folder, max_epochs=3), train(folder, max_epochs=5)
+        (0, 3)
+        """
+        saver = self._disk_saver("resume_latest")
+        if not self.to_save:
+            hint = "use Checkpoint, or Checkpoint.resume(to_load, directory)"
+            raise RuntimeError(f"resume_latest needs what is saved, and this handler has not been called: {hint}")
+        self._background.settle()
+        path = resume(self.to_save, saver.dirname, map_location=map_location, **kwargs)
+        saved: dict[str, float] = {}
+        if path is not None:
+            for (found,) in all_gather((self._saved_before(path) if get_local_rank() == 0 else {},)):
+                saved.update(found)
+        self.load_state_dict(_record([Item(priority, file) for file, priority in saved.items()]))
+        self.forget_missing_files()
+        return path
 
     def reload_objects(
         self, to_load: Mapping[str, Any], load_kwargs: Mapping[str, Any] | None = None, **filename_components: Any
@@ -333,11 +430,10 @@ class Checkpoint(Serializable):
             TypeError: there are other components.
             FileNotFoundError: the file does not exist.
         """
-        if not isinstance(self.save_handler, DiskSaver):
-            raise AttributeError(f"reload_objects needs a DiskSaver as save_handler, got {self.save_handler!r}")
+        saver = self._disk_saver("reload_objects")
         self._background.settle()
         file = self._filename(**{"name": name_of(to_load), **filename_components})
-        self.load_objects(to_load, self.save_handler.dirname / file, **(load_kwargs or {}))
+        self.load_objects(to_load, saver.dirname / file, **(load_kwargs or {}))
 
     load_objects = staticmethod(load_objects)
     resume = staticmethod(resume)
@@ -373,6 +469,7 @@ class Checkpoint(Serializable):
             expected = "a list of pairs (priority, file name)"
             raise ValueError(f"_saved must be {expected}, got {state_dict['_saved']!r}: {error}") from error
         self.reset()
+        self._unresumed = 0
         prefix = self.filename_prefix if self.filename_pattern is None else ""
         self._saved = _sorted([item for item in saved if item.filename.startswith(f"{prefix}_" if prefix else "")])
         if foreign := [item.filename for item in saved if item not in self._saved]:
@@ -387,6 +484,39 @@ class Checkpoint(Serializable):
         there = {item.filename for item in self._saved if (saver.dirname / item.filename).exists()}
         anywhere: set[str] = set().union(*(files for (files,) in all_gather((there,))))
         self._saved = [item for item in self._saved if item.filename in anywhere]
+
+    def _disk_saver(self, method: str) -> DiskSaver:
+        if not isinstance(self.save_handler, DiskSaver):
+            raise AttributeError(f"{method} needs a DiskSaver as save_handler, got {self.save_handler!r}")
+        return self.save_handler
+
+    def _check_is_resumed(self, *, is_over: bool = False) -> None:
+        """Raise if checkpoints of another run are about to be mixed with those of this one; if it is over, warn."""
+        if not self._unresumed or not isinstance(saver := self.save_handler, DiskSaver):
+            return
+        problem = f"'{saver.dirname}' contains {self._unresumed} checkpoints of an earlier run, which were not resumed"
+        hint = "call resume_latest() before the run, save this handler with the one that does, or use another directory"
+        if not is_over:
+            raise ValueError(f"{problem}: {hint}")
+        warnings.warn(f"{problem}, and the run is over: saving beside them. {hint}", stacklevel=5)
+        self._unresumed = 0
+
+    def _saved_before(self, newest: Path) -> dict[str, float]:
+        """Return the files that this handler saved in an earlier run, up to ``newest``, with their priorities."""
+        entries = Manifest(newest.parent).entries()[::-1]  # the oldest first, as they were recorded
+        limit = next((entry.saved_at for entry in entries if entry.file == newest.name), math.inf)
+        found = {entry.file: self._priority_of(entry) for entry in entries if entry.saved_at <= limit}
+        return {file: priority for file, priority in found.items() if priority is not None}
+
+    def _priority_of(self, entry: Entry) -> float | None:
+        """Return the priority of a file if its name is what this handler would give it."""
+        is_scored = self.score_function is not None
+        priority = entry.score if is_scored else entry.step
+        if priority is None or is_scored == (entry.score is None):
+            return None
+        has_step = not is_scored or self.global_step_transform is not None
+        name = self._filename(name_of(self.to_save), entry.score, entry.step if has_step else None)
+        return priority if name == entry.file else None
 
     def _is_wanted(self, priority: float) -> bool:
         """Return whether there is room for a checkpoint, or it is better than the lowest one kept."""
@@ -416,7 +546,9 @@ class Checkpoint(Serializable):
     def _path(self, filename: str) -> Path | None:
         """Return the file that this process writes, without links, or ``None``."""
         saver = self.save_handler
-        return (saver.dirname / filename).resolve() if isinstance(saver, DiskSaver) and saver.writes else None
+        if not isinstance(saver, DiskSaver) or not (saver.writes or self.sharded):
+            return None
+        return (saver.dirname / filename).resolve()
 
     def _has_other_owner(self, path: Path) -> bool:
         return _owners.get(path, self) not in (self, self._may_overwrite.get(path))
@@ -484,6 +616,7 @@ class ModelCheckpoint(Checkpoint):
         save_on_rank: int | str = 0,
         *,
         asynchronous: bool = False,
+        sharded: bool = False,
         **kwargs: Any,
     ) -> None:
         folder, filename_prefix = split_prefix(dirname, filename_prefix)
@@ -500,6 +633,7 @@ class ModelCheckpoint(Checkpoint):
             greater_or_equal,
             save_on_rank,
             asynchronous=asynchronous,
+            sharded=sharded,
         )
 
     @property
@@ -550,6 +684,18 @@ def split_prefix(dirname: str | PathLike[str], filename_prefix: str) -> tuple[Pa
     check_is_inside("filename_prefix", filename_prefix)
     folder, prefix = os.path.split(filename_prefix)
     return Path(dirname, folder), prefix
+
+
+def _check_can_shard(save_handler: Any, filename_pattern: str | None) -> None:
+    """Raise ``TypeError`` or ``ValueError`` if ranks cannot save shards with these arguments."""
+    if not isinstance(save_handler, DiskSaver):
+        expected = "a directory that all ranks share, or a DiskSaver for one"
+        raise TypeError(f"save_handler must be {expected}, with sharded=True, got {described(save_handler)}")
+    if save_handler.save_on_rank == "node":
+        raise ValueError("save_on_rank must be a rank with sharded=True, got 'node': the shards are in one directory")
+    if filename_pattern is not None and filename_pattern.endswith(SAFETENSORS):
+        hint = "`python -m camshaft.checkpoint consolidate` makes such a file of a sharded checkpoint"
+        raise ValueError(f"filename_pattern must not end in {SAFETENSORS} with sharded=True; {hint}")
 
 
 def _without_slashes(name: str) -> str:

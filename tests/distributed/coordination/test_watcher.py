@@ -107,6 +107,30 @@ def test_a_topic_reaches_every_watcher_then_or_later():
         assert store.num_keys() == 2  # the name of the job, and the announcement
 
 
+def test_a_worker_whose_torchrun_was_killed_raises_and_else_exits(monkeypatch):
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    backend = StoreOnly(dist.HashStore())
+    watcher = Watcher(backend, None, agent=os.getppid())  # without a thread
+    watcher.look(0.0)
+    assert backend.job.verdict is None
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    watcher.watch("stop", ignore)
+    watcher._news["stop"] = None
+    watcher.look(1.0)  # the ranks are stopping, and may save
+    assert backend.job.verdict is None
+    watcher.forget("stop")
+    watcher.look(2.0)
+    error = backend.job.verdict()
+    assert isinstance(error, RankFailedError)
+    assert re.fullmatch(r"torchrun \(process \d+\), which had started rank 0, was killed", str(error))
+    watcher.look(30.9)
+    assert codes == []
+    watcher.look(31.0)
+    assert codes == [1]
+    watcher.close()
+
+
 def test_the_thread_lives_as_long_as_the_job():
     before = threading.active_count()
     with watching(dist.HashStore()) as watcher:

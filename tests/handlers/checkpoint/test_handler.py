@@ -75,11 +75,13 @@ def test_the_arguments_are_attributes(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [str, lambda path: path])
-def test_a_path_as_save_handler_is_a_directory_that_is_created_and_must_be_empty(tmp_path, kind):
+def test_a_path_as_save_handler_is_a_directory_that_is_created_and_holds_no_other_files(tmp_path, kind):
     checkpoint = Checkpoint({"model": Part()}, kind(tmp_path / "new"))
     assert isinstance(checkpoint.save_handler, DiskSaver)
     checkpoint(at(5))
     assert names(tmp_path / "new") == ["model_5.pt"]
+    Checkpoint({"model": Part()}, kind(tmp_path / "new"))
+    (tmp_path / "new" / "other.pt").touch()
     with pytest.raises(ValueError, match="require_empty=False"):
         Checkpoint({"model": Part()}, kind(tmp_path / "new"))
 
@@ -632,7 +634,7 @@ def test_the_order_of_the_arguments_is_part_of_the_interface():
     assert list(inspect.signature(ModelCheckpoint).parameters) == [
         *("dirname", "filename_prefix", "score_function", "score_name", "n_saved", "atomic", "require_empty"),
         *("create_dir", "global_step_transform", "filename_pattern", "include_self", "greater_or_equal"),
-        *("save_on_rank", "asynchronous", "kwargs"),
+        *("save_on_rank", "asynchronous", "sharded", "kwargs"),
     ]
 
 

@@ -21,7 +21,7 @@ from camshaft import distributed as idist
 from camshaft.engine import Engine, Events
 from camshaft.errors import DamagedCheckpointError
 from camshaft.files import checksum_of
-from camshaft.handlers import Checkpoint, DiskSaver
+from camshaft.handlers import Checkpoint, DiskSaver, ModelCheckpoint
 from camshaft.handlers.checkpoint import loading, savers
 from camshaft.handlers.checkpoint.savers import FOLDER, Entry, Manifest
 from tests.handlers.parts import Part, at, linear, names, weight
@@ -172,6 +172,139 @@ def test_the_engine_and_the_record_resume(tmp_path):
     assert engine.state.epoch == 3
     engine.run(range(3), max_epochs=5)
     assert names(tmp_path) == [file_of(12), file_of(15)]  # those of the first run were pruned
+
+
+# --- the latest of a handler ---------------------------------------------------------
+
+
+def in_three_lines(folder, **options):
+    """Return an engine and the handler that saves it, as a script makes them in each of its runs."""
+    engine = Engine(lambda engine, batch: None)
+    checkpoint = Checkpoint({"trainer": engine, "part": Part(3)}, folder, **{"n_saved": 2, **options})
+    engine.add_event_handler(Events.EPOCH_COMPLETED, checkpoint)
+    return engine, checkpoint
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"include_self": True},
+        {"filename_prefix": "deep/run"},
+        {"filename_pattern": "{global_step:06d}_{name}.{ext}"},
+        {"score_function": lambda engine: engine.state.epoch / 7, "score_name": "a/b"},
+        {
+            "score_function": lambda engine: engine.state.epoch,
+            "global_step_transform": lambda engine, event: engine.state.epoch + 0.5,
+        },
+        {
+            "score_function": lambda engine: 1,
+            "global_step_transform": lambda engine, event: engine.state.epoch,
+            "greater_or_equal": True,
+        },
+    ],
+    ids=lambda options: ", ".join(options) or "plain",
+)
+def test_the_latest_is_resumed_and_older_ones_are_pruned(tmp_path, options):
+    engine, checkpoint = in_three_lines(tmp_path, **options)
+    assert checkpoint.resume_latest() is None
+    engine.run(range(3), max_epochs=3)
+    before = checkpoint.state_dict()
+
+    engine, again = in_three_lines(tmp_path, **options)
+    assert again.resume_latest() == checkpoint.last_checkpoint == again.last_checkpoint
+    assert again.state_dict() == before
+    assert engine.state.epoch == 3
+    engine.run(range(3), max_epochs=5)
+    whole, uninterrupted = in_three_lines(tmp_path / "whole", **options)
+    whole.run(range(3), max_epochs=5)
+    assert names(again.save_handler.dirname)[:2] == names(uninterrupted.save_handler.dirname)
+
+
+def test_a_run_that_forgets_to_resume_raises_at_its_start_and_saves_nothing(tmp_path):
+    engine, _ = in_three_lines(tmp_path)
+    engine.run(range(3), max_epochs=3)
+    engine, _ = in_three_lines(tmp_path)
+    with pytest.raises(ValueError, match=r"contains 2 checkpoints of an earlier run.*: call resume_latest\(\) before"):
+        engine.run(range(3), max_epochs=4)
+    assert engine.state.iteration == 0
+    part = Checkpoint({"part": Part()}, tmp_path)
+    with pytest.raises(ValueError, match="not resumed"):
+        part(at(12))
+    assert names(tmp_path) == [file_of(6), file_of(9)]
+
+
+def test_what_is_saved_at_the_end_of_a_run_that_forgot_to_resume_is_not_lost(tmp_path):
+    Checkpoint({"part": Part()}, tmp_path)(at(1))
+    part = Part(7)
+    engine = Engine(lambda engine, batch: None)
+    engine.add_event_handler(Events.COMPLETED, Checkpoint({"part": part}, tmp_path))
+    with pytest.warns(UserWarning, match="not resumed, and the run is over: saving beside them"):
+        engine.run(range(3))
+    assert names(tmp_path) == ["part_1.pt", "part_3.pt"]
+
+
+def test_a_finished_job_that_is_started_again_leaves_everything_as_it_was(tmp_path):
+    engine, checkpoint = in_three_lines(tmp_path)
+    engine.run(range(3), max_epochs=3)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    engine, checkpoint = in_three_lines(tmp_path)
+    checkpoint.resume_latest()
+    with pytest.warns(UserWarning, match="nothing was run"):
+        engine.run(range(3), max_epochs=3)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_a_handler_takes_over_its_own_files_only_and_none_after_the_one_it_loads(tmp_path):
+    def make():
+        part = Part(1)
+        best = Checkpoint({"part": part}, tmp_path, "best", lambda engine: 0.5, "score", n_saved=2)
+        last = Checkpoint({"part": part, "best": best}, tmp_path, n_saved=3)
+        other = Checkpoint({"part": part, "best": best}, tmp_path, "other", n_saved=3)
+        return best, last, other
+
+    best, last, other = make()
+    for step in (1, 2, 3):
+        for handler in (best, other, last):
+            handler(at(step))
+    flip_a_bit(tmp_path / file_of(3), 100)
+    best, last, other = make()
+    with pytest.warns(UserWarning, match="checkpoint_3.pt' is damaged"):
+        assert last.resume_latest().name == "other_checkpoint_3.pt"  # newer than checkpoint_2.pt, and holds the same
+    assert last.state_dict()["_saved"] == [(1, file_of(1)), (2, file_of(2))]
+    assert best.state_dict()["_saved"] == [(0.5, "best_part_score=0.5000.pt")]  # from the file
+    last(at(4))
+    last(at(5))
+    assert file_of(1) not in names(tmp_path)
+
+
+def test_model_options_reach_the_models(tmp_path):
+    Checkpoint({"model": linear(1.0)}, tmp_path)(at(1))
+    model = nn.Linear(1, 1, bias=False)
+    Checkpoint({"model": model}, tmp_path).resume_latest(strict=False, map_location="cpu")
+    assert weight(model) == 1.0
+
+
+def test_other_handlers_cannot_resume():
+    with pytest.raises(AttributeError, match="resume_latest needs a DiskSaver as save_handler"):
+        Checkpoint({"part": Part()}, lambda checkpoint, filename: None).resume_latest()
+
+
+def test_a_handler_that_does_not_know_what_it_saves_cannot_resume(tmp_path):
+    with pytest.raises(RuntimeError, match=r"has not been called: use Checkpoint, or Checkpoint.resume\(to_load"):
+        ModelCheckpoint(tmp_path).resume_latest()
+
+
+@on_ranks(2)
+def test_all_ranks_take_over_the_same_files(tmp_path):
+    for _ in range(2):
+        engine, checkpoint = in_three_lines(tmp_path)
+        checkpoint.resume_latest()
+        assert [name for _, name in checkpoint.state_dict()["_saved"]] == names(tmp_path)
+        idist.barrier()
+        engine.run(range(3), max_epochs=engine.state.epoch + 2)
+        idist.barrier()
+    assert set(names(tmp_path)) == {file_of(9), file_of(12)}
 
 
 # --- damaged files -------------------------------------------------------------------

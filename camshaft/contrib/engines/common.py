@@ -1,0 +1,362 @@
+"""Set up the usual handlers of a trainer and its evaluators in one call each."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from camshaft.distributed import device as current_device
+from camshaft.distributed import get_world_size
+from camshaft.engine.data import samplers_of
+from camshaft.engine.engine import Engine
+from camshaft.engine.events import Events
+from camshaft.errors import described
+from camshaft.handlers.base_logger import BaseLogger
+from camshaft.handlers.checkpoint import Checkpoint, DiskSaver
+from camshaft.handlers.early_stopping import EarlyStopping
+from camshaft.handlers.logger_utils import (
+    set_up_logger,
+    setup_clearml_logging,
+    setup_mlflow_logging,
+    setup_tb_logging,
+    setup_trains_logging,
+    setup_wandb_logging,
+)
+from camshaft.handlers.metrics import RunningAverage
+from camshaft.handlers.terminate_on_nan import TerminateOnNan
+from camshaft.handlers.tqdm_logger import ProgressBar
+from camshaft.handlers.utils import check_callable, check_engine, check_type, global_step_from_engine, integer
+from camshaft.handlers.wandb_logger import WandBLogger
+from camshaft.types import PathLike
+
+__all__ = [
+    "add_early_stopping_by_val_score",
+    "gen_save_best_models_by_val_score",
+    "save_best_model_by_val_score",
+    "setup_any_logging",
+    "setup_clearml_logging",
+    "setup_common_distrib_training_handlers",
+    "setup_common_training_handlers",
+    "setup_mlflow_logging",
+    "setup_tb_logging",
+    "setup_trains_logging",
+    "setup_wandb_logging",
+]
+
+
+def setup_common_training_handlers(
+    trainer: Engine[Any, Any],
+    train_sampler: Any = None,
+    to_save: Mapping[str, Any] | None = None,
+    save_every_iters: int = 1000,
+    output_path: PathLike | None = None,
+    lr_scheduler: Any = None,
+    with_gpu_stats: bool = False,
+    output_names: Iterable[str] | None = None,
+    with_pbars: bool = True,
+    with_pbar_on_iters: bool = True,
+    log_every_iters: int = 100,
+    stop_on_nan: bool = True,
+    clear_cuda_cache: bool = True,
+    save_handler: Any = None,
+    **kwargs: Any,
+) -> None:
+    """Attach the usual handlers to a trainer, in one process or in each process of a job.
+
+    These are, in this order: :class:`TerminateOnNan <camshaft.handlers.TerminateOnNan>`, the schedule of the learning
+    rate, emptying torch's cache of GPU memory after each epoch, a :class:`Checkpoint <camshaft.handlers.Checkpoint>`,
+    GPU statistics, running averages of the output, and two progress bars.
+
+    Args:
+        trainer: the trainer, whose step returns a mapping, a sequence or a single value.
+        train_sampler: a sampler with ``set_epoch``. The engine calls it for the samplers of its loader by itself, and
+            this function for a sampler that is not one of them.
+        to_save: what to save, by name; needs ``output_path`` or ``save_handler``.
+        save_every_iters: iterations between two checkpoints.
+        output_path: directory of the checkpoints, ``training_checkpoint_<iteration>.pt``.
+        lr_scheduler: a scheduler of torch, which makes a step after each iteration, or one of ``camshaft.handlers``.
+        with_gpu_stats: whether to add memory and utilization of this process's GPU in percent to ``state.metrics``, as
+            ``gpu:0 mem(%)`` and ``gpu:0 util(%)``; needs nvidia-ml-py.
+        output_names: names of the running averages in ``state.metrics``: keys of the output, or of its elements in
+            their order, or of the single value.
+        with_pbars: whether to show a progress bar over the epochs.
+        with_pbar_on_iters: whether to show one over the iterations of each epoch, too.
+        log_every_iters: iterations between two updates of GPU statistics and of the bar over iterations.
+        stop_on_nan: whether to stop the run when the output is NaN or infinite.
+        clear_cuda_cache: whether to call ``torch.cuda.empty_cache()`` after each epoch.
+        save_handler: what saves the checkpoints, instead of ``output_path``: see ``Checkpoint``.
+        kwargs: for ``Checkpoint``.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: ``to_save`` is given without ``output_path`` or ``save_handler``, or with both; or a number is out
+            of range.
+        RuntimeError: ``with_gpu_stats`` is given in a process without a GPU.
+        ModuleNotFoundError: ``with_pbars`` needs tqdm, or ``with_gpu_stats`` needs nvidia-ml-py.
+
+    >>> import tempfile
+    >>> trainer = Engine(lambda engine, batch: {"loss": batch / 10})
+    >>> to_save = {"model": nn.Linear(1, 1), "trainer": trainer}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     setup_common_training_handlers(trainer, None, to_save, 4, folder, output_names=["loss"], with_pbars=False)
+    ...     state = trainer.run([1, 2, 3], max_epochs=3)
+    ...     saved = DiskSaver(folder, require_empty=False).dirname.glob("*.pt")
+    ...     [path.name for path in saved], f"{state.metrics['loss']:.3f}"
+    (['training_checkpoint_8.pt'], '0.117')
+    """
+    check_engine("trainer", trainer)
+    has_epochs = callable(getattr(train_sampler, "set_epoch", None))
+    if train_sampler is not None and not has_epochs and get_world_size() > 1:
+        raise TypeError(f"train_sampler must have set_epoch(epoch) in a job, got {described(train_sampler)}")
+    if to_save is not None and (output_path is None) == (save_handler is None):
+        given = "neither" if output_path is None else "both"
+        raise ValueError(f"to_save needs either output_path or save_handler, got {given}")
+    if isinstance(lr_scheduler, ReduceLROnPlateau):
+        raise TypeError(
+            "lr_scheduler must not be a ReduceLROnPlateau, whose step needs a metric: attach a "
+            "camshaft.handlers.ReduceLROnPlateauScheduler to the evaluator"
+        )
+    if not isinstance(lr_scheduler, LRScheduler):
+        check_callable("lr_scheduler", lr_scheduler)
+    if output_names is not None and (isinstance(output_names, str) or not isinstance(output_names, Iterable)):
+        raise TypeError(f"output_names must be a list of names, got {described(output_names)}")
+    save_every_iters = integer("save_every_iters", save_every_iters, least=1)
+    log_every_iters = integer("log_every_iters", log_every_iters, least=1)
+    gpu = _gpu() if with_gpu_stats else None
+    bars = (
+        [ProgressBar(persist=True, bar_format="")] if with_pbars else []
+    )  # an empty format is the default one of tqdm
+    if with_pbars and with_pbar_on_iters:
+        bars.insert(0, ProgressBar(persist=False))
+    checkpoint = None
+    if to_save is not None:
+        saver = _saver(output_path, kwargs) if save_handler is None else save_handler
+        checkpoint = Checkpoint(to_save, saver, **{"filename_prefix": "training", **kwargs})
+
+    iteration_completed = Events.ITERATION_COMPLETED
+    if has_epochs:
+        trainer.add_event_handler(Events.EPOCH_STARTED, _set_epoch, train_sampler)
+    if stop_on_nan:
+        trainer.add_event_handler(iteration_completed, TerminateOnNan())
+    if isinstance(lr_scheduler, LRScheduler):
+        trainer.add_event_handler(iteration_completed, lambda: lr_scheduler.step())
+    elif lr_scheduler is not None:
+        trainer.add_event_handler(Events.ITERATION_STARTED, lr_scheduler)
+    if clear_cuda_cache:
+        trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: torch.cuda.empty_cache())
+    if checkpoint is not None:
+        trainer.add_event_handler(iteration_completed(every=save_every_iters), checkpoint)
+    if gpu is not None:
+        trainer.add_event_handler(iteration_completed(every=log_every_iters), _add_gpu_stats, gpu)
+    for index, name in enumerate(output_names or ()):
+        RunningAverage(partial(_element, index=index, name=name)).attach(trainer, name)
+    for bar in bars[:-1]:
+        bar.attach(trainer, metric_names="all", event_name=iteration_completed(every=log_every_iters))
+    for bar in bars[-1:]:
+        bar.attach(trainer, event_name=Events.EPOCH_STARTED, closing_event_name=Events.COMPLETED)
+
+
+setup_common_distrib_training_handlers = setup_common_training_handlers
+"""Another name of :func:`setup_common_training_handlers`."""
+
+
+def save_best_model_by_val_score(
+    output_path: PathLike,
+    evaluator: Engine[Any, Any],
+    model: nn.Module,
+    metric_name: str,
+    n_saved: int = 3,
+    trainer: Engine[Any, Any] | None = None,
+    tag: str = "val",
+    score_sign: float = 1.0,
+    **kwargs: Any,
+) -> Checkpoint:
+    """Save a model in a directory whenever a metric of an evaluator is among its best.
+
+    Args:
+        output_path: the directory, of files such as ``best_model_3_val_accuracy=0.9000.pt``.
+        model: the model.
+
+    The other arguments and the return value are those of :func:`gen_save_best_models_by_val_score`.
+    """
+    saver = _saver(output_path, kwargs)
+    return gen_save_best_models_by_val_score(
+        saver, evaluator, model, metric_name, n_saved, trainer, tag, score_sign, **kwargs
+    )
+
+
+def gen_save_best_models_by_val_score(
+    save_handler: Any,
+    evaluator: Engine[Any, Any],
+    models: nn.Module | Mapping[str, Any],
+    metric_name: str,
+    n_saved: int = 3,
+    trainer: Engine[Any, Any] | None = None,
+    tag: str = "val",
+    score_sign: float = 1.0,
+    **kwargs: Any,
+) -> Checkpoint:
+    """Save models whenever a metric of an evaluator is among its best.
+
+    Args:
+        save_handler: what saves them: see :class:`Checkpoint <camshaft.handlers.Checkpoint>`.
+        evaluator: the evaluator, at the end of whose runs the models are saved.
+        models: a model, or objects with ``state_dict()`` by name.
+        metric_name: name of the metric in ``evaluator.state.metrics``.
+        n_saved: how many of the best to keep.
+        trainer: the engine whose epoch is in the file names; by default they have none.
+        tag: prefix of the name of the metric in the file names.
+        score_sign: -1.0 if lower is better, otherwise 1.0.
+        kwargs: for ``Checkpoint``.
+
+    Returns:
+        The handler.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: ``n_saved`` or ``score_sign`` is out of range.
+
+    >>> import tempfile
+    >>> evaluator = Engine(lambda engine, batch: None)
+    >>> evaluator.state.metrics = {"accuracy": 0.9}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     best = gen_save_best_models_by_val_score(folder, evaluator, nn.Linear(1, 1), "accuracy")
+    ...     state = evaluator.run([0])
+    ...     best.last_checkpoint.name
+    'best_model_val_accuracy=0.9000.pt'
+    """
+    check_engine("evaluator", evaluator)
+    options: dict[str, Any] = {
+        "filename_prefix": "best",
+        "score_function": Checkpoint.get_default_score_fn(metric_name, score_sign),
+        "score_name": f"{tag}_{metric_name}",
+        "n_saved": n_saved,
+        "global_step_transform": None if trainer is None else global_step_from_engine(trainer),
+    }
+    to_save = {"model": models} if isinstance(models, nn.Module) else models
+    checkpoint = Checkpoint(to_save, save_handler, **{**options, **kwargs})
+    evaluator.add_event_handler(Events.COMPLETED, checkpoint)
+    return checkpoint
+
+
+def add_early_stopping_by_val_score(
+    patience: int,
+    evaluator: Engine[Any, Any],
+    trainer: Engine[Any, Any],
+    metric_name: str,
+    score_sign: float = 1.0,
+) -> EarlyStopping:
+    """Stop a trainer when a metric of an evaluator has not improved for some evaluations.
+
+    Args:
+        patience: number of evaluations without improvement before stopping.
+        evaluator: the evaluator.
+        trainer: the trainer.
+        metric_name: name of the metric in ``evaluator.state.metrics``.
+        score_sign: -1.0 if lower is better, otherwise 1.0.
+
+    Returns:
+        The handler.
+
+    Raises:
+        TypeError: ``evaluator`` or ``trainer`` is not an engine.
+        ValueError: ``patience`` or ``score_sign`` is out of range.
+
+    >>> trainer, evaluator = Engine(lambda engine, batch: None), Engine(lambda engine, batch: None)
+    >>> stopping = add_early_stopping_by_val_score(2, evaluator, trainer, "loss", score_sign=-1.0)
+    >>> stopping.patience
+    2
+    """
+    check_engine("evaluator", evaluator)
+    stopping = EarlyStopping(patience, Checkpoint.get_default_score_fn(metric_name, score_sign), trainer)
+    evaluator.add_event_handler(Events.COMPLETED, stopping)
+    return stopping
+
+
+def setup_any_logging(
+    logger: BaseLogger,
+    logger_module: Any,
+    trainer: Engine[Any, Any],
+    optimizers: Any = None,
+    evaluators: Any = None,
+    log_every_iters: int | None = 100,
+) -> None:
+    """Attach a logger to a trainer, its optimizers and its evaluators; deprecated.
+
+    Use the function for the kind of logger, such as :func:`setup_tb_logging`.
+
+    Args:
+        logger: the logger.
+        logger_module: not used.
+
+    The other arguments are those of :func:`setup_tb_logging`.
+    """
+    check_type("logger", logger, BaseLogger, "a logger")
+    warnings.warn(
+        "setup_any_logging is deprecated: use the function for this kind of logger, such as setup_tb_logging",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    step_event = Events.ITERATION_COMPLETED if isinstance(logger, WandBLogger) else None
+    set_up_logger(lambda: logger, step_event, trainer, optimizers, evaluators, log_every_iters)
+
+
+def _discontinued(name: str, instead: str) -> Callable[..., NoReturn]:
+    """Return a function that raises: scripts may import it for a service that they do not select."""
+
+    def setup(*args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(f"{name} is not supported: use {instead}, from the same module")
+
+    setup.__name__ = setup.__qualname__ = name
+    setup.__doc__ = f"Raise ``RuntimeError``: use {instead} instead."
+    return setup
+
+
+_HOSTED = "setup_wandb_logging, setup_mlflow_logging, or setup_clearml_logging"
+setup_visdom_logging = _discontinued("setup_visdom_logging", "setup_tb_logging")
+setup_neptune_logging = _discontinued("setup_neptune_logging", _HOSTED)
+setup_plx_logging = _discontinued("setup_plx_logging", _HOSTED)
+
+
+def _saver(output_path: Any, options: Mapping[str, Any]) -> DiskSaver:
+    """Return a saver for a directory, which may contain the checkpoints of the run that is resumed."""
+    return DiskSaver(output_path, require_empty=False, save_on_rank=options.get("save_on_rank", 0))
+
+
+def _set_epoch(engine: Engine[Any, Any], sampler: Any) -> None:
+    """Announce the epoch to a sampler that the engine does not find in its data."""
+    if all(one is not sampler for one in samplers_of(engine.state.dataloader)):
+        sampler.set_epoch(engine.state.epoch - 1)
+
+
+def _element(output: Any, index: int, name: str) -> Any:
+    """Return the part of an output that a running average is named after."""
+    if isinstance(output, Mapping):
+        return output[name]
+    return output[index] if isinstance(output, Sequence) else output
+
+
+def _gpu() -> torch.device:
+    """Return the GPU of this process, after checking that its statistics can be read."""
+    gpu = torch.device(current_device())
+    if gpu.type != "cuda":
+        raise RuntimeError(f"with_gpu_stats=True needs a GPU, but this process uses {str(gpu)!r}")
+    try:
+        torch.cuda.utilization(gpu)
+    except ModuleNotFoundError as error:
+        message = "with_gpu_stats=True needs nvidia-ml-py: pip install nvidia-ml-py"
+        raise ModuleNotFoundError(message, name=error.name) from error
+    return gpu
+
+
+def _add_gpu_stats(engine: Engine[Any, Any], gpu: torch.device) -> None:
+    free, total = torch.cuda.mem_get_info(gpu)
+    name = f"gpu:{gpu.index or 0}"
+    engine.state.metrics[f"{name} mem(%)"] = round(100 * (total - free) / total)
+    engine.state.metrics[f"{name} util(%)"] = torch.cuda.utilization(gpu)
