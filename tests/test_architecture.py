@@ -23,6 +23,7 @@ LEAVES = (
     "camshaft.files",
     "camshaft.metrics",
     "camshaft.seeding",
+    "camshaft.sharding",
     "camshaft.text",
     "camshaft.tree",
     "camshaft.types",
