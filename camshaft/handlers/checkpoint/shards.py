@@ -93,8 +93,9 @@ def owners(regions: Sequence[Mapping[str, Region]], shapes: Mapping[str, Sequenc
         ValueError: the regions do not make up a tensor.
 
     >>> left, right = ((0,), (2,)), ((2,), (2,))
-    >>> owners([{"a": left}, {"a": right, "b": left}, {"a": right}], {"a": (4,), "b": (2,)})
-    [{'a'}, {'a', 'b'}, set()]
+    >>> owned = owners([{"a": left}, {"a": right, "b": left}, {"a": right}], {"a": (4,), "b": (2,)})
+    >>> [sorted(names) for names in owned]
+    [['a'], ['a', 'b'], []]
     """
     owned: list[set[str]] = [set() for _ in regions]
     num_elements = [0] * len(regions)
