@@ -86,6 +86,7 @@ RULES: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     (("camshaft.distributed", *inside("launcher", "utils")), (*DISTRIBUTED, *LEAVES), ()),
     (DISTRIBUTED, (*DISTRIBUTED, *LEAVES), (*ENVIRONMENTS, *LAUNCH)),
     (HANDLERS, (*HANDLERS, *ENGINE, *DISTRIBUTED, *LEAVES), ()),
+    (("camshaft.checkpoint",), (*HANDLERS, *LEAVES), ()),
     (CONTRIB, (*CONTRIB, *HANDLERS, *ENGINE, *DISTRIBUTED, *LEAVES), ()),
 )
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from camshaft.base import Serializable
-from camshaft.distributed import all_gather, get_rank, get_world_size
+from camshaft.distributed import all_gather, get_data_parallel_rank, get_data_parallel_size, get_world_size
 from camshaft.distributed.values import decode, encode
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, Order, RemovableEventHandle
@@ -165,8 +165,10 @@ class AttachedMetrics(Serializable):
         engine.state.metrics.update(_as_numbers(results))
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """Return the states of the metrics within the epoch; empty with several ranks."""
-        complete = get_world_size() == 1 and all(hasattr(metric, "state_dict") for metric in self.metrics.values())
+        """Return the states of the metrics within the epoch; empty with several ranks that divide the data."""
+        complete = get_data_parallel_size() == 1 and all(
+            hasattr(metric, "state_dict") for metric in self.metrics.values()
+        )
         states = {name: metric.state_dict() for name, metric in self.metrics.items()} if complete else {}
         return OrderedDict(epoch=self._epoch, iteration=self._iteration, metrics=states)
 
@@ -187,7 +189,7 @@ class AttachedMetrics(Serializable):
         self._epoch, self._iteration = (state_dict["epoch"] if states else None), state_dict["iteration"]
         for name, metric in self.metrics.items():
             metric.reset()
-            if states and get_rank() == 0:  # the other ranks start empty, so that the total is right
+            if states and get_data_parallel_rank() == 0:  # the other ranks start empty, so that the total is right
                 metric.load_state_dict(states[name])
 
 
@@ -218,9 +220,11 @@ def _over_all_ranks(metrics: Mapping[str, Any]) -> Iterator[None]:
         yield
         return
     encoded: dict[int, bytes] = {}  # tensors that several metrics share are sent once
-    ranks = all_gather((list(metrics), [_encoded(one.metric_state, encoded) for one in members]))
-    if any(names != ranks[0][0] or len(states) != len(members) for names, states in ranks):
-        raise RuntimeError(f"all ranks must have the same metrics, got {[names for names, _ in ranks]}")
+    mine = (list(metrics), [_encoded(one.metric_state, encoded) for one in members])
+    gathered = all_gather((get_data_parallel_rank(), mine))
+    ranks = list(dict(reversed(gathered)).values())[::-1]  # of peers that had the same samples, the first
+    if any(names != mine[0] or len(states) != len(members) for _, (names, states) in gathered):
+        raise RuntimeError(f"all ranks must have the same metrics, got {[names for _, (names, _) in gathered]}")
     with ExitStack() as stack:
         for index, member in enumerate(members):
             states = [rank_states[index] for _, rank_states in ranks]

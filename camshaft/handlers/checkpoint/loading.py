@@ -55,15 +55,8 @@ def load_objects(
     content: Any = checkpoint
     if isinstance(checkpoint, (str, os.PathLike)):
         path = Path(checkpoint)
-        manifest = Manifest(path.parent)
-        _warn([entry.unreadable for entry in manifest.entries(path.name) if entry.unreadable])
-        entry = _entry_of_shards(path) if path.is_dir() else None
-        problem = entry.problem(path) if entry else manifest.problem(path.name)
-        if problem is None and entry is None and path.is_dir():
-            problem = "is a directory of which the manifest lists no shards, so that it is incomplete or no checkpoint"
-        if problem:
-            raise DamagedCheckpointError(f"the checkpoint '{checkpoint!s}' {problem}")
-        content = _read_shards(path, entry) if entry else _read(path, map_location)
+        _warn([entry.unreadable for entry in Manifest(path.parent).entries(path.name) if entry.unreadable])
+        content = read_checkpoint(path, map_location)
     elif not isinstance(checkpoint, Mapping):
         raise TypeError(f"checkpoint must be a mapping, a str or a Path, got one of type {type(checkpoint).__name__}")
     for where, target, state in list(_pairs(to_load, _by_name(to_load, content), "checkpoint")):  # all before the first
@@ -148,6 +141,21 @@ def resume(to_load: Mapping[str, Any], directory: PathLike, *, map_location: Any
     elif found:
         _warn([f"nothing was loaded: none of the {len(found)} checkpoints in '{folder}' holds {wanted}"])
     return None
+
+
+def read_checkpoint(path: Path, map_location: Any = None) -> Any:
+    """Verify a checkpoint, a file or a directory of shards, and return its content.
+
+    Raises:
+        DamagedCheckpointError: it does not match its entry in the manifest, or lacks shards.
+    """
+    entry = _entry_of_shards(path) if path.is_dir() else None
+    problem = entry.problem(path) if entry else Manifest(path.parent).problem(path.name)
+    if problem is None and entry is None and path.is_dir():
+        problem = "is a directory of which the manifest lists no shards, so that it is incomplete or no checkpoint"
+    if problem:
+        raise DamagedCheckpointError(f"the checkpoint '{path}' {problem}")
+    return _read_shards(path, entry) if entry else _read(path, map_location)
 
 
 def _find(directory: Path) -> Found:

@@ -315,7 +315,7 @@ class DiskSaver(BaseSaveHandler):
     def _save(self, path: Path, checkpoint: Any, metadata: Mapping[str, Any]) -> None:
         def write(file: BinaryIO) -> Entry:
             if path.suffix == SAFETENSORS:
-                file.write(_as_safetensors(checkpoint))
+                file.write(as_safetensors(checkpoint))
             else:
                 torch.save(checkpoint, file, **self.kwargs)
             return self._manifest.new_entry(path.name, flush_and_sum(file), file.tell(), metadata)
@@ -570,7 +570,7 @@ def safetensors() -> Any:
     return load_optional("safetensors.torch", extra="safetensors", needed_by=f"a checkpoint in a {SAFETENSORS} file")
 
 
-def _as_safetensors(checkpoint: Any) -> bytes:
+def as_safetensors(checkpoint: Any) -> bytes:
     """Serialize a dict of tensors."""
     values = list(checkpoint.values()) if isinstance(checkpoint, Mapping) else [[checkpoint]]
     if kinds := sorted({type(one).__name__ for one in values if not isinstance(one, torch.Tensor)}):
