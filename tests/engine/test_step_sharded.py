@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections import Counter
 
 import pytest
@@ -34,10 +35,10 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, 0.01)
 
 
-def check_layout(layout, num_epochs=2):
+def check_layout(layout, num_epochs=2, change=lambda net: None):
     """Train a sharded model, and compare it with one process."""
     own, everyone = data_of(layout, SIZES)
-    model = made(layout)
+    model = made(layout, change)
     optimizer = adamw(model.parameters())
     trainer = create_supervised_trainer(
         model,
@@ -217,6 +218,20 @@ def test_two_ranks_that_shard_a_model_step_like_one_process():
 @on_ranks(8, limit=150)
 def test_eight_ranks_with_three_mesh_dimensions_step_like_one_process():
     check_layout(Layout(dp_replicate=2, dp_shard=2, tp=2))
+
+
+def compile_blocks(net):
+    for block in net.blocks:
+        block.compile(backend="eager")
+
+
+@pytest.mark.jobs
+@on_ranks(2, limit=150)
+def test_blocks_may_be_compiled():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the compiler
+        for name, layout in {"fsdp2": Layout(dp_shard=2), "tp": Layout(tp=2)}.items():
+            check_named(name, check_layout, layout, 1, compile_blocks)
 
 
 @on_ranks(2, limit=150)
