@@ -54,7 +54,7 @@ def write_atomically(
     temporary = target.with_name(f".camshaft-{os.urandom(8).hex()}.tmp")
     try:
         with open(temporary, "xb") as file:  # open() honours the umask, tempfile does not
-            _lock(file)  # keeps remove_leftovers in other processes away
+            lock(file)  # keeps remove_leftovers in other processes away
             result = write(file)
             file.flush()
             os.fsync(file.fileno())
@@ -63,7 +63,7 @@ def write_atomically(
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _flush_directory(target.parent)
+    flush_directory(target.parent)
     return result
 
 
@@ -73,11 +73,11 @@ def remove_leftovers(directory: Path) -> None:
         with suppress(OSError), open(temporary, "rb+") as file:
             status = os.fstat(file.fileno())
             may_be_new = status.st_size == 0 and time.time() - status.st_mtime < 60  # and not locked yet
-            if not may_be_new and _lock(file):
+            if not may_be_new and lock(file):
                 temporary.unlink()
 
 
-def _lock(file: BinaryIO) -> bool:
+def lock(file: BinaryIO) -> bool:
     """Lock a file until it is closed or the process ends. Return False if another process holds the lock."""
     if fcntl is not None:  # Windows does not remove open files anyway
         try:
@@ -159,7 +159,7 @@ def _chunks(path: PathLike) -> Iterator[memoryview]:
             yield buffer[:count]
 
 
-def _flush_directory(directory: Path) -> None:
+def flush_directory(directory: Path) -> None:
     """Make a new name durable: until then a crash may forget a file whose content is on disk."""
     if os.name == "nt":
         return  # Windows opens no directories

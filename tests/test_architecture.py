@@ -23,6 +23,7 @@ LEAVES = (
     "camshaft.files",
     "camshaft.metrics",
     "camshaft.seeding",
+    "camshaft.sharding",
     "camshaft.text",
     "camshaft.tree",
     "camshaft.types",
@@ -75,7 +76,7 @@ IN_DISTRIBUTED: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], 
 
 # modules, what they may import of camshaft, and exceptions from that; the first match applies
 RULES: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
-    (("camshaft", "camshaft.__main__"), ("camshaft", "camshaft.*"), ()),
+    (("camshaft", "camshaft.__main__", "camshaft.migrate"), ("camshaft", "camshaft.*"), ()),
     (LEAVES, LEAVES, ()),
     (("camshaft.exceptions",), LEAVES, ()),
     (("camshaft.utils",), (*DISTRIBUTED, *LEAVES), ()),
@@ -85,10 +86,11 @@ RULES: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     (("camshaft.distributed", *inside("launcher", "utils")), (*DISTRIBUTED, *LEAVES), ()),
     (DISTRIBUTED, (*DISTRIBUTED, *LEAVES), (*ENVIRONMENTS, *LAUNCH)),
     (HANDLERS, (*HANDLERS, *ENGINE, *DISTRIBUTED, *LEAVES), ()),
+    (("camshaft.checkpoint",), (*HANDLERS, *LEAVES), ()),
     (CONTRIB, (*CONTRIB, *HANDLERS, *ENGINE, *DISTRIBUTED, *LEAVES), ()),
 )
 
-# optional libraries, and the parts of torch that need one of them
+# optional libraries, and the parts of torch that need one of them, or take long to import
 OPTIONAL = (
     "apex",
     "clearml",
@@ -96,6 +98,8 @@ OPTIONAL = (
     "mpi4py",
     "numpy",
     "tensorboardX",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
     "torch.utils.flop_counter",
     "torch.utils.tensorboard",
     "torch_xla",

@@ -19,7 +19,7 @@ from camshaft.handlers import EarlyStopping, FastaiLRFinder, TerminateOnNan, Tim
 PUBLIC: dict[str, list[str]] = {
     "camshaft.base": ["ResettableHandler", "Serializable"],
     "camshaft.base.mixins": ["ResettableHandler", "Serializable"],
-    "camshaft.contrib.engines": ["Tbptt_Events", "common", "create_supervised_tbptt_trainer", "tbptt"],
+    "camshaft.contrib.engines": ["Tbptt_Events", "create_supervised_tbptt_trainer"],
     "camshaft.contrib.engines.common": [
         "add_early_stopping_by_val_score",
         "gen_save_best_models_by_val_score",
@@ -51,7 +51,10 @@ PUBLIC: dict[str, list[str]] = {
         "device",
         "finalize",
         "gather",
+        "get_data_parallel_rank",
+        "get_data_parallel_size",
         "get_local_rank",
+        "get_mesh",
         "get_nnodes",
         "get_node_rank",
         "get_nproc_per_node",
@@ -64,6 +67,7 @@ PUBLIC: dict[str, list[str]] = {
         "initialize",
         "irecv",
         "isend",
+        "make_mesh",
         "model_name",
         "new_group",
         "one_rank_first",

@@ -24,6 +24,7 @@ from camshaft.distributed.comp_models import (
 )
 from camshaft.distributed.launch import spawn
 from camshaft.distributed.launcher import Parallel
+from camshaft.distributed.mesh import get_data_parallel_rank, get_data_parallel_size, get_mesh, make_mesh
 from camshaft.distributed.point_to_point import irecv, isend, recv, send
 from camshaft.distributed.ranks import (
     backend,
@@ -60,7 +61,10 @@ __all__ = [
     "device",
     "finalize",
     "gather",
+    "get_data_parallel_rank",
+    "get_data_parallel_size",
     "get_local_rank",
+    "get_mesh",
     "get_nnodes",
     "get_node_rank",
     "get_nproc_per_node",
@@ -73,6 +77,7 @@ __all__ = [
     "initialize",
     "irecv",
     "isend",
+    "make_mesh",
     "model_name",
     "new_group",
     "one_rank_first",

@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from camshaft.distributed.backend import Backend, check_ddp_options
 from camshaft.distributed.data.loaders import EvenLoader, make_loader
 from camshaft.distributed.data.samplers import DistributedProxySampler
+from camshaft.distributed.mesh import data_place, use_mesh
 from camshaft.distributed.run import current
+from camshaft.distributed.sharding import (
+    Layout,
+    Shard,
+    check_not_adapted,
+    has_distributed,
+    is_wrapped,
+    remember_optimizer,
+)
+from camshaft.errors import check_type
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 __all__ = ["DistributedProxySampler", "auto_dataloader", "auto_model", "auto_optim"]
 
@@ -21,24 +37,53 @@ Model = TypeVar("Model", bound=nn.Module)
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
-def auto_model(model: Model, sync_bn: bool = False, **kwargs: Any) -> Model:
+def auto_model(
+    model: Model,
+    sync_bn: bool = False,
+    *,
+    mesh: DeviceMesh | None = None,
+    shard: Shard | None = None,
+    tensor_plan: Mapping[str, ParallelStyle] | ParallelStyle | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    reshard_after_forward: bool | int | None = None,
+    **kwargs: Any,
+) -> Model:
     """Move a model to this rank's device, and make it train together with those of the other ranks.
 
     With torch's backends it is wrapped in ``DistributedDataParallel``; with Horovod and XLA it receives the weights of
-    rank 0. A model that torch has wrapped already is returned as it is. Without a distributed context, on a machine
-    with several GPUs, it is wrapped in ``DataParallel``.
+    rank 0. Without a distributed context, on a machine with several GPUs, it is wrapped in ``DataParallel``.
+
+    With a mesh, it is distributed in place by torch's ``parallelize_module`` along ``tp``, and ``fully_shard`` along
+    ``dp_shard`` and ``cp``, with replicas along ``dp_replicate``; if only the latter is larger than one, it is wrapped
+    in ``DistributedDataParallel``. All ranks first receive the weights of rank 0. The model need not fit on one device:
+    it is moved there block by block. One on the meta device stays there, and is initialized by you, after
+    ``model.to_empty(device=idist.device())``. The arguments for layouts have no effect in a single process.
+
+    A model that is wrapped, sharded or parallelized already is returned as it is. With ``mesh``, one that is
+    tensor-parallel by hand is sharded along the other axes, if there are any.
 
     Args:
         model: a module; it may be compiled.
         sync_bn: synchronize the statistics of batch norm over all ranks.
-        kwargs: for ``DistributedDataParallel``; ignored by other backends and in a single process.
+        mesh: of :func:`make_mesh`; ``None``: that of :func:`get_mesh` if an argument below is given, else none.
+        shard: which modules are sharded each on its own, besides the model itself: classes of modules, or a function
+            of a module; ``None``: the modules in the largest ``ModuleList``.
+        tensor_plan: torch's ``ParallelStyle`` by name of a module, in which ``*`` matches one part.
+        mp_policy: torch's ``MixedPrecisionPolicy``.
+        offload_policy: torch's ``OffloadPolicy``.
+        reshard_after_forward: as for torch's ``fully_shard``.
+        kwargs: for ``DistributedDataParallel``; ignored by other backends and layouts, and in a single process.
 
     Returns:
         The model, or its wrapper.
 
     Raises:
-        TypeError: ``model`` is not a module.
-        ValueError: the backend chooses an argument itself, or lacks synchronized batch norm.
+        TypeError: an argument has a wrong type.
+        ValueError: the backend chooses an argument itself, or lacks synchronized batch norm. ``shard`` or a pattern of
+            the plan matches no module, the mesh lacks ranks or needs an argument, or an optimizer of :func:`auto_optim`
+            holds parameters that would be replaced.
+        NotImplementedError: the backend does not support meshes.
 
     >>> auto_model(nn.Linear(2, 1))
     Linear(in_features=2, out_features=1, bias=True)
@@ -46,10 +91,49 @@ def auto_model(model: Model, sync_bn: bool = False, **kwargs: Any) -> Model:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {model!r}")
     backend = current()
+    policies = {
+        "mp_policy": mp_policy,
+        "offload_policy": offload_policy,
+        "reshard_after_forward": reshard_after_forward,
+    }
+    layout = Layout(shard, tensor_plan, {name: value for name, value in policies.items() if value is not None})
+    if mesh is not None or layout != Layout():
+        return _distributed(model, sync_bn, layout, mesh, backend, kwargs)
+    if has_distributed(model):
+        return model
     device, tensors = backend.device, (*model.parameters(), *model.buffers())
     if any(one.device.type != device.type or device.index not in (None, one.device.index) for one in tensors):
         model.to(device)
     return cast(Model, backend.wrap_model(model, sync_bn, **kwargs))
+
+
+def _distributed(
+    model: Model, sync_bn: bool, layout: Layout, mesh: DeviceMesh | None, backend: Backend, options: dict[str, Any]
+) -> Model:
+    """Distribute a model over a mesh."""
+    if not backend.has_meshes:
+        backend.lack("device meshes", "gloo or nccl")
+    check_ddp_options(options)
+    inner: nn.Module = getattr(model, "_orig_mod", model)
+    if mesh is None:
+        mesh = backend.job.mesh
+    else:
+        check_type("mesh", mesh, DeviceMesh, "a DeviceMesh, as of make_mesh")
+        use_mesh(backend, mesh)
+    layout.check(inner, mesh)
+    if is_wrapped(inner):
+        return model
+    if mesh is None and backend.name is not None:
+        raise ValueError("mesh must be given to distribute the model: mesh = idist.make_mesh(dp_shard=-1)")
+    if mesh is None:
+        return model.to(backend.device)
+    if layout.is_replicated(mesh) and not has_distributed(inner):
+        return auto_model(model, sync_bn, **options)
+    if sync_bn:
+        raise ValueError("sync_bn must be False for a model that is sharded or parallelized, got True")
+    check_not_adapted(inner)
+    layout.apply(inner, mesh, backend)
+    return model
 
 
 def auto_optim(optimizer: AnyOptimizer, **kwargs: Any) -> AnyOptimizer:
@@ -64,6 +148,7 @@ def auto_optim(optimizer: AnyOptimizer, **kwargs: Any) -> AnyOptimizer:
 
     Raises:
         TypeError: ``optimizer`` is not a torch optimizer.
+        ValueError: it was created before :func:`auto_model` sharded the model, and holds parameters that are replaced.
 
     >>> import torch
     >>> auto_optim(torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.5)).defaults["lr"]
@@ -71,6 +156,7 @@ def auto_optim(optimizer: AnyOptimizer, **kwargs: Any) -> AnyOptimizer:
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
+    remember_optimizer(optimizer)
     return cast(AnyOptimizer, current().wrap_optimizer(optimizer, **kwargs))
 
 
@@ -82,14 +168,15 @@ def auto_dataloader(dataset: Dataset[Any] | Sequence[Any], **kwargs: Any) -> Dat
     corrects for it in training. Which samples make up a step follows from ``seed``, epoch and step alone, on any number
     of ranks up to half the batch size; beyond that, a last step of fewer samples than ranks joins the one before. An
     engine announces the epoch; one that is saved and loaded resumes with the very next sample, also on another number
-    of ranks.
+    of ranks. With a mesh (:func:`make_mesh`), "ranks" means those that divide the data: peers along ``cp`` and ``tp``
+    get the same samples, with the same random augmentation.
 
     On several ranks, ``batch_size`` is that of all ranks together, or of each if it is smaller than their number;
     ``num_workers`` is that of a node, divided by its processes and rounded up; and the samples are **shuffled unless
     shuffle=False is given**. A batch sampler must yield different batches on each rank; in a single process it is drawn
     for a whole epoch. An iterable dataset that has ``shard(num_shards=..., index=...)``, as those of Hugging Face, is
-    sharded by rank and worker; any other must itself yield different data on each rank. All ranks end at the same step,
-    that at which the first of them has run out.
+    sharded by rank and worker; any other must itself yield different data on each rank, and the same on peers. All
+    ranks end at the same step, that at which the first of them has run out.
 
     Args:
         dataset: what to load.
@@ -124,7 +211,7 @@ def auto_dataloader(dataset: Dataset[Any] | Sequence[Any], **kwargs: Any) -> Dat
         warnings.warn("pin_memory=True has no effect on XLA, and is turned off", stacklevel=2)
         kwargs["pin_memory"] = False
     kwargs.setdefault("pin_memory", device == "cuda")
-    loader = make_loader(cast("Dataset[Any]", dataset), kwargs, backend.topology, logger)
+    loader = make_loader(cast("Dataset[Any]", dataset), kwargs, backend.topology, data_place(), logger)
     final = {name: getattr(loader, name) for name in ("batch_size", "num_workers", "sampler")}
     logger.info("DataLoader of %s with %s", type(dataset).__name__, {**kwargs, **final})
     if isinstance(loader, EvenLoader):

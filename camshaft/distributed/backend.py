@@ -6,7 +6,7 @@ import inspect
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
@@ -86,6 +86,7 @@ class Job:
 
     Attributes:
         groups: the groups created from lists of ranks.
+        mesh: the mesh of the job, if the user has made one.
         compares_collectives: whether the debug mode is on.
         number: of the job in this process, for keys in a store that may outlive it; 0 until the job has started.
         record: the flight record of this rank, ``None`` in a single process.
@@ -95,6 +96,7 @@ class Job:
     def __init__(self) -> None:
         self.number = 0
         self.groups: dict[tuple[int, ...], Group] = {}
+        self.mesh: Any = None
         self.compares_collectives = False
         self.record: Record | None = None
         self.verdict: Callable[[], RuntimeError] | None = None
@@ -135,6 +137,7 @@ class Job:
     def close(self) -> None:
         """Release all resources; in a forked child, which is not a rank, only forget them."""
         resources, self._resources, self.compares_collectives = self._resources, {}, False
+        self.mesh = None
         if os.getpid() == self._process:
             for resource in resources.values():
                 resource.close()
@@ -152,6 +155,7 @@ class Backend(ABC):
         topology: the place of this process in the job.
         device: where tensors are moved from and to.
         reductions: names of the reductions that it supports.
+        has_meshes: whether it supports device meshes.
         assumed: the numbers of :attr:`topology` that are guesses. Ranks may guess differently, so a query for one of
             them raises.
     """
@@ -162,6 +166,7 @@ class Backend(ABC):
     device: torch.device
     assumed: tuple[str, ...] = ()
     reductions: tuple[str, ...] = ("SUM", "PRODUCT", "MIN", "MAX", "AND", "OR")
+    has_meshes: bool = False
 
     @cached_property
     def job(self) -> Job:
@@ -262,6 +267,13 @@ class Backend(ABC):
         """Create a group without the other ranks; only its members call this, with the same ranks, once."""
         self.lack("groups created by their members only")
 
+    def new_mesh(self, axes: Mapping[str, int]) -> Any:
+        """Create a mesh of all ranks with axes of these sizes, the last of which varies fastest; all ranks call this.
+
+        ``dp_shard`` and ``cp`` together are another axis of it, ``dp_shard_cp``, over which models are sharded.
+        """
+        self.lack("device meshes")
+
     def is_alive(self) -> bool:
         """Return True if an adopted run still exists."""
         return True
@@ -291,10 +303,15 @@ class Backend(ABC):
         return model
 
     def broadcast_model(self, model: nn.Module) -> None:
-        """Overwrite the parameters and buffers of a model, in any layout, by those of rank 0."""
+        """Overwrite the parameters and buffers of a model, in any layout and on any device, by those of rank 0.
+
+        Those without data, on the meta device, and those distributed over ranks are left as they are.
+        """
         for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_meta or hasattr(tensor, "device_mesh"):
+                continue
             own = tensor.detach()
-            whole = self.broadcast(own.contiguous(), 0, None)
+            whole = self.broadcast(self.bring(own).contiguous(), 0, None)
             if whole.data_ptr() != own.data_ptr():
                 once = tuple(slice(1) if stride == 0 else slice(None) for stride in own.stride())  # of an expanded one
                 own[once].copy_(whole[once])

@@ -254,14 +254,13 @@ class Record:
             os.utime(self._file)  # writing to a mapped file does not update its time everywhere
 
     def close(self, keep: bool = False) -> None:
-        """Stop recording, and remove the file unless ``keep``."""
+        """Stop recording, and remove the file unless ``keep``; that of the stacks is removed in any case."""
         with self._lock:
             if self._file >= 0:
                 _own.pop(_identity(os.fstat(self._file)), None)
                 self._release()
-                if not keep:
-                    with suppress(OSError):
-                        self.path.unlink()
+                with suppress(OSError):
+                    remove(self.path, keep)
 
     def _release(self) -> None:
         for view in (self._words, self._times, self._entries):
@@ -395,6 +394,17 @@ def find(job: str | None = None, folder: Path | None = None) -> list[Path]:
     return paths if job is None else [path for path in paths if (found := read(path)) is not None and found.job == job]
 
 
+def remove(path: Path, keep: bool = False) -> None:
+    """Remove the file of stacks beside a record and, unless ``keep``, the record.
+
+    Raises:
+        OSError: one of them cannot be removed; that it does not exist is no error.
+    """
+    path.with_suffix(STACKS).unlink(missing_ok=True)
+    if not keep:
+        path.unlink(missing_ok=True)
+
+
 def table(snapshots: Iterable[Snapshot]) -> str:
     """Return a table of what each rank called last, from which line, and whether it still waits there."""
     rows = {f"rank {one.rank}": _row(one) for one in sorted(snapshots, key=lambda one: one.rank)}
@@ -464,8 +474,11 @@ def _remove_old(folder: Path) -> None:
         if age > _MAX_AGE or index >= _MAX_DEAD:
             with suppress(OSError), _opened(path) as (file, is_own):
                 if not is_own and _can_lock(file):
-                    path.unlink()
-                    path.with_suffix(STACKS).unlink(missing_ok=True)
+                    remove(path)
+    for path in folder.glob(f"{_PREFIX}*{STACKS}"):
+        if not path.with_suffix(_SUFFIX).exists():  # it is created after the record, and removed before
+            with suppress(OSError):
+                path.unlink()
 
 
 @contextmanager

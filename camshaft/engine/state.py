@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
 
+from camshaft.sharding import whole
+
 if TYPE_CHECKING:
     from camshaft.engine.events import CallableEventWithFilter
 
@@ -142,7 +144,8 @@ class LazyNumber:
     __slots__ = ("_tensor", "_value")
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor: Tensor | None = tensor.detach()
+        # of a DTensor the whole: all ranks may be here, but not where the number is read
+        self._tensor: Tensor | None = whole(tensor.detach())
         self._value: Any = None
 
     def read(self) -> Any:

@@ -6,7 +6,7 @@ import functools
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
 from operator import attrgetter
@@ -18,6 +18,17 @@ from torch import Tensor, nn
 from camshaft.engine.events import Events, Order
 from camshaft.engine.state import LazyNumber
 from camshaft.errors import annotate, check_type
+from camshaft.sharding import (
+    discard_gradients,
+    groups_of_gradients,
+    groups_of_parts,
+    is_dtensor,
+    local,
+    outermost_sharded,
+    reduce_gradients,
+    whole,
+    without_reduction,
+)
 from camshaft.tree import convert_tensor
 from camshaft.types import DeviceLike
 
@@ -45,6 +56,7 @@ def prepare_batch(batch: Any, device: DeviceLike | None = None, non_blocking: bo
 
 def loss_value(x: Any, y: Any, y_pred: Any, loss: Tensor) -> Any:
     """Return the loss as a number, which on devices other than the CPU is read on first use."""
+    loss = whole(loss)  # here, where all ranks are; the number may be read on one of them
     return loss.item() if loss.is_cpu else LazyNumber(loss)
 
 
@@ -141,6 +153,9 @@ class Update:
 
     Optimizers of Horovod exchange gradients during ``backward``; ``synchronize`` waits for them.
 
+    Parameters may be DTensors, on different meshes. Gradients are clipped by their norm over all ranks, and a scaler
+    skips the step on all ranks. Each of these takes one collective for each mesh dimension that shards parameters.
+
     Args:
         optimizer: the optimizer.
         clip_grad_norm: maximum norm of all gradients together.
@@ -196,12 +211,20 @@ class Update:
             optimizer.synchronize()
         if factor is not None:
             self.multiply(factor)
-        if self._clip_grad_norm is not None or self._clip_grad_value is not None:
-            if scaler is not None:
-                scaler.unscale_(optimizer)
-            parameters = list(self.parameters())
+        clips = self._clip_grad_norm is not None or self._clip_grad_value is not None
+        parts = _Parts(optimizer) if (clips or scaler is not None) and _has_dtensors(optimizer) else None
+        target: Any = optimizer if parts is None else parts
+        if scaler is not None and (clips or parts is not None):
+            scaler.unscale_(target)
+            if parts is not None:  # torch would reduce over the mesh of the first gradient only
+                parts.reduce_found_inf(scaler._found_inf_per_device(target))
+        if clips:
+            parameters = list(self.parameters()) if parts is None else parts.tensors
             if self._clip_grad_norm is not None:
-                nn.utils.clip_grad_norm_(parameters, self._clip_grad_norm)
+                if parts is None:
+                    nn.utils.clip_grad_norm_(parameters, self._clip_grad_norm)
+                else:
+                    nn.utils.clip_grads_with_norm_(parameters, self._clip_grad_norm, parts.norm())
             if self._clip_grad_value is not None:
                 nn.utils.clip_grad_value_(parameters, self._clip_grad_value)
         with getattr(optimizer, "skip_synchronize", nullcontext)():
@@ -210,19 +233,80 @@ class Update:
             elif scaler is None:
                 optimizer.step()  # looked up here, as schedulers replace the method
             else:
-                scaler.step(optimizer)
+                scaler.step(target)
                 scaler.update()
 
     def multiply(self, factor: float | Tensor) -> None:
         """Multiply the gradients."""
         for parameter in self.parameters():
             assert parameter.grad is not None, "parameters() yields those with a gradient"
-            parameter.grad.mul_(factor)
+            local(parameter.grad).mul_(factor)
 
     def parameters(self) -> Iterable[Tensor]:
         """Yield the parameters that have a gradient."""
         for group in self.optimizer.param_groups:
             yield from (parameter for parameter in group["params"] if parameter.grad is not None)
+
+
+class _Parts:
+    """The parts of DTensor gradients on this rank, which share their memory, and gradients that are plain tensors.
+
+    For a scaler, this is an optimizer with these gradients, whose step is that of the original.
+
+    Attributes:
+        tensors: one for each gradient, which is its ``grad``.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.step = optimizer.step
+        # Parameters without a gradient count too: all ranks make the same collectives, whatever gradients they have.
+        self._by_groups: dict[tuple[Any, ...], list[Tensor]] = {}
+        parameters = _all_parameters(optimizer)
+        for parameter in parameters:
+            same_groups = self._by_groups.setdefault(groups_of_parts(parameter), [])
+            gradient: Any = parameter.grad
+            if is_dtensor(gradient) and gradient.placements != parameter.placements:  # a sum over tensor-parallel ranks
+                parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
+            if gradient is not None:
+                part = local(gradient)
+                same_groups.append(part.detach())
+                same_groups[-1].grad = part
+        self.tensors = [tensor for tensors in self._by_groups.values() for tensor in tensors]
+        self.param_groups = [{"params": self.tensors}]
+        self._groups = list(dict.fromkeys(group for groups in self._by_groups for group in groups))
+        self._device = local(parameters[0]).device
+        self._dtype = torch.float64 if any(one.dtype is torch.float64 for one in parameters) else torch.float32
+
+    def norm(self) -> Tensor:
+        """Return the norm over all gradients of all ranks, without synchronizing with the device."""
+        squares = [self._sum_of_squares(tensors) for tensors in self._by_groups.values()]
+        for group in self._groups:
+            places = [place for place, groups in enumerate(self._by_groups) if group in groups]
+            together = torch.stack([squares[place] for place in places])
+            torch.distributed.all_reduce(together, group=group)
+            for place, total in zip(places, together, strict=True):
+                squares[place] = total
+        return torch.stack(squares).sum().sqrt()
+
+    def _sum_of_squares(self, tensors: list[Tensor]) -> Tensor:
+        if not tensors:
+            return torch.zeros((), dtype=self._dtype, device=self._device)
+        norms = torch._foreach_norm(tensors, 2.0, self._dtype)
+        return torch.stack([norm.to(self._device) for norm in norms]).square().sum()
+
+    def reduce_found_inf(self, found: Mapping[Any, Tensor]) -> None:
+        """Let a scaler find what any rank has found."""
+        for tensor in found.values():
+            for group in self._groups:
+                torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX, group)
+
+
+def _all_parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _has_dtensors(optimizer: torch.optim.Optimizer) -> bool:
+    return any(map(is_dtensor, _all_parameters(optimizer)))
 
 
 # --- accumulated gradients --------------------------------------------------------------------------------------------
@@ -233,8 +317,8 @@ class Accumulation:
 
     Windows start with the epoch, so the last one of an epoch may be shorter; it is stepped too, with the mean over its
     micro-batches. As gradients are not saved, a state that is saved inside of a window resumes from its start. Ranks
-    exchange gradients only in the last micro-batch of a window, if the model supports that (``no_sync``) and the length
-    of the epoch is known.
+    exchange gradients only in the last micro-batch of a window, if the model supports that (``no_sync``, or modules of
+    ``fully_shard``, which then keep full gradients until the end of the window) and the length of the epoch is known.
 
     Args:
         model: the model, possibly wrapped for several ranks.
@@ -260,7 +344,8 @@ class Accumulation:
         self._groups: list[Any] | None = None  # found in the first step
         self._latest: float | Tensor = 0.0
         self._weight: float | Tensor = 0.0
-        self._is_synchronized = self._is_whole = True
+        self._shards = list(outermost_sharded(self._model)) if isinstance(self._model, nn.Module) else []
+        self._exchanges = self._is_synchronized = self._is_whole = True
         self._engines: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def begin(self, engine: Any) -> bool:
@@ -276,6 +361,8 @@ class Accumulation:
         place = (iteration - 1) % self._size
         if place == 0 or iteration != self._next:  # the latter after an error or a jump of the counter
             self._update.optimizer.zero_grad()
+            if iteration != self._next or not self._is_synchronized:
+                discard_gradients(self._shards)
             self._pending, self._weight, self._is_synchronized = 0, 0.0, True
         self._next, self._is_whole = None, True
         ends_epoch = state.epoch_length is not None and iteration >= state.epoch_length
@@ -284,12 +371,12 @@ class Accumulation:
 
     def synchronization(self, engine: Any, is_last: bool) -> AbstractContextManager[Any]:
         """Return the context for a micro-batch, in which ranks exchange gradients only if it is the last."""
-        if is_last or engine.state.epoch_length is None or not hasattr(self._model, "no_sync"):
-            self._is_synchronized = True
+        exchanges = is_last or engine.state.epoch_length is None
+        self._exchanges = exchanges or not (self._shards or hasattr(self._model, "no_sync"))
+        if self._exchanges:
             return nullcontext()
         self._is_synchronized = False
-        context: AbstractContextManager[Any] = self._model.no_sync()
-        return context
+        return without_reduction(self._shards) if self._shards else self._model.no_sync()
 
     def scaled(self, engine: Any, x: Any, y: Any, loss: Tensor) -> Tensor:
         """Scale the loss of a micro-batch to its share of the window."""
@@ -302,6 +389,7 @@ class Accumulation:
     def end(self, engine: Any, is_last: bool) -> None:
         """Count a micro-batch whose gradients were added, and step if it is the last of its window."""
         self._next, self._is_whole = _iteration(engine) + 1, True
+        self._is_synchronized = self._exchanges
         self._pending += 1
         self._weight = self._weight + self._latest
         if is_last:
@@ -353,28 +441,22 @@ class Accumulation:
         return 1 / mean
 
     def _groups_of_gradients(self) -> list[Any]:
-        """Return the process groups that gradients are averaged over, one after the other.
-
-        ``fully_shard`` is recognized by the class of the parameters: they are distributed tensors on a mesh. Ranks of a
-        mesh that do not divide the data, as in tensor parallelism, have the same batches and the same weights, so the
-        mean over the whole mesh is the mean over those that do.
-        """
+        """Return the process groups that gradients are averaged over, one after the other."""
         if self._groups is None:
             modules = self._model.modules() if isinstance(self._model, torch.nn.Module) else [self._model]
             wrappers = (one for one in modules if hasattr(one, "no_sync"))  # synchronized batch norm has a group too
             wrapper = next((one for one in wrappers if getattr(one, "process_group", None) is not None), None)
-            parameters = (one for group in self._update.optimizer.param_groups for one in group["params"])
-            meshes = [one.device_mesh for one in parameters if hasattr(one, "device_mesh")]
-            self._groups = []
             if wrapper is not None:  # DistributedDataParallel, or FullyShardedDataParallel, perhaps also over nodes
                 groups = [wrapper.process_group, getattr(wrapper, "_inter_node_pg", None)]
                 self._groups = [group for group in groups if group is not None]
-            elif meshes:
-                self._groups = max(meshes, key=lambda mesh: mesh.size()).get_all_groups()
+            else:
+                self._groups = groups_of_gradients(_all_parameters(self._update.optimizer))
         return self._groups
 
     def _average_over_ranks(self) -> bool:
         """Average gradients that the ranks have not exchanged; warn and return False if the model cannot."""
+        if self._shards and reduce_gradients(self._shards):
+            return True
         group = getattr(self._model, "process_group", None)
         if not isinstance(self._model, torch.nn.parallel.DistributedDataParallel) or group is None:
             warnings.warn(
@@ -383,7 +465,7 @@ class Accumulation:
                 stacklevel=2,
             )
             return False
-        parameters = [one for param_group in self._update.optimizer.param_groups for one in param_group["params"]]
+        parameters = _all_parameters(self._update.optimizer)
         # A rank may lack gradients that others have, so all exchange those that any of them has.
         found = torch.tensor([float(one.grad is not None) for one in parameters], device=parameters[0].device)
         torch.distributed.all_reduce(found, group=group)

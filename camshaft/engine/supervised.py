@@ -30,6 +30,7 @@ from camshaft.engine.step import (
 )
 from camshaft.engine.step import prepare_batch as _prepare_batch
 from camshaft.errors import check_is_no_class
+from camshaft.sharding import is_dtensor, reshard
 from camshaft.types import DeviceLike
 
 P = ParamSpec("P")
@@ -68,8 +69,9 @@ def supervised_training_step(
     """Return a step that trains in the precision of the model.
 
     Args:
-        model: the model, plain, compiled or wrapped for several ranks. It is not moved.
-        optimizer: optimizer of its parameters.
+        model: the model, plain, compiled, wrapped for several ranks, or sharded by ``fully_shard`` or
+            ``parallelize_module``, on one mesh or several. It is not moved.
+        optimizer: optimizer of its parameters, created after they were sharded.
         loss_fn: ``loss_fn(y_pred, y)`` returns the loss, a tensor with one element.
         device: device that batches are moved to; ``None`` leaves them where they are.
         non_blocking: whether to move them asynchronously where that is possible.
@@ -77,20 +79,22 @@ def supervised_training_step(
         model_transform: applied to the output of the model.
         output_transform: ``output_transform(x, y, y_pred, loss)`` returns the output of the step; by default the loss
             as a number, which waits for the device only when it is read.
-        gradient_accumulation_steps: batches whose gradients make up one step of the optimizer.
+        gradient_accumulation_steps: batches whose gradients make up one step of the optimizer. Ranks exchange gradients
+            once per step; until then, models of ``fully_shard`` keep full gradients on each rank.
         model_fn: ``model_fn(model, x)`` calls the model.
-        clip_grad_norm: maximum norm of all gradients together.
+        clip_grad_norm: maximum norm of all gradients together, those of all shards included.
         clip_grad_value: maximum absolute value of any element of a gradient.
         batch_weight: ``batch_weight(x, y)`` returns the weight of a batch among those of one step and of all ranks,
             given what ``prepare_batch`` returned: the number of samples (``lambda x, y: len(y)``) or tokens that the
             loss is a mean over, or the sum of the weights in a weighted loss. By default, the batches of a step have
-            equal weights, and those of different ranks are weighted by their samples.
+            equal weights, and those of different ranks are weighted by their samples. Ranks along a mesh dimension
+            named ``"tp"`` have the same batches, which count once.
 
     Returns:
         A function of an engine and a batch.
 
     Raises:
-        ValueError: a number is out of range.
+        ValueError: a number is out of range, or the optimizer was created before the model was sharded.
 
     >>> model = torch.nn.Linear(1, 1)
     >>> step = supervised_training_step(model, torch.optim.SGD(model.parameters(), 0.1), torch.nn.MSELoss())
@@ -106,6 +110,7 @@ def supervised_training_step(
     """
     update = _update(optimizer, clip_grad_norm, clip_grad_value)
     _check_parts(model, loss_fn=loss_fn, model_transform=model_transform, output_transform=output_transform)
+    _check_holds_parameters(optimizer, model)
     accumulation: Accumulation | None = Accumulation(model, update, gradient_accumulation_steps, batch_weight)
     if gradient_accumulation_steps == 1 and batch_weight is None:
         accumulation = None
@@ -426,6 +431,26 @@ def _check_parts(model: Any, **functions: Any) -> None:
     for name, function in functions.items():
         if not callable(function):
             raise TypeError(f"{name} must be callable, got {function!r}")
+
+
+def _check_holds_parameters(optimizer: Any, model: Any) -> None:
+    """Reject an optimizer created before the model was sharded, which replaces its parameters."""
+    if not isinstance(model, torch.nn.Module):
+        return
+    reshard(model)
+    current, held = list(model.parameters()), [one for group in optimizer.param_groups for one in group["params"]]
+    missing = {one.shape for one in _without(current, held) if is_dtensor(one) and one.requires_grad}
+    stale = [one for one in _without(held, current) if one.shape in missing]
+    if stale:
+        raise ValueError(
+            f"optimizer must hold the parameters of model, got {len(stale)} that are no longer in it, the first of "
+            f"shape {tuple(stale[0].shape)}: create the optimizer after the model was sharded or parallelized"
+        )
+
+
+def _without(parameters: list[Any], others: list[Any]) -> list[Any]:
+    excluded = {id(one) for one in others}
+    return [one for one in parameters if id(one) not in excluded]
 
 
 def _import_for(user: str, module: str, remedy: str) -> Any:

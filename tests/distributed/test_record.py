@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from camshaft.distributed import record as module
-from camshaft.distributed.record import Entry, Record, Snapshot, find, read, table
+from camshaft.distributed.record import STACKS, Entry, Record, Snapshot, find, read, table
 from tests.ranks import run_on_ranks
 
 ALL = range(2)
@@ -554,6 +554,21 @@ def without_space(folder: Path) -> None:
 
 def test_without_space_there_is_an_error_and_no_file(tmp_path: Path) -> None:
     run_on_ranks(1, without_space, tmp_path)
+
+
+def test_the_files_of_stacks_go_with_their_records(tmp_path: Path) -> None:
+    first, second = Record(0, 2, tmp_path), Record(1, 2, tmp_path)
+    stacks = [record.path.with_suffix(STACKS) for record in (first, second)]
+    lost = tmp_path / f"camshaft-1-0{STACKS}"  # its record was removed by another rank
+    for path in (*stacks, lost):
+        path.touch()
+    third = Record(2, 3, tmp_path)
+    assert [path.exists() for path in (*stacks, lost)] == [True, True, False]
+    first.close()
+    second.close(keep=True)
+    assert list(tmp_path.glob(f"*{STACKS}")) == []
+    third.close()
+    assert list(tmp_path.iterdir()) == [second.path]
 
 
 def test_old_records_of_processes_that_ended_are_removed(tmp_path: Path, monkeypatch: Any) -> None:

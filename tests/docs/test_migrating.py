@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
+import importlib
+import warnings
+
 import torch
 from torch import nn
 
+from camshaft.engine import Events, create_supervised_trainer
 from tests.docs.titled import titled
+
+
+def test_the_checkpoint_of_a_running_job_of_ignite_is_continued(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = [importlib.import_module(f"ignite.{name}") for name in ("engine", "handlers")]
+    batches = [(torch.rand(4, 2), torch.rand(4, 1)) for _ in range(4)]
+    steps = []
+    for create in (theirs[0].create_supervised_trainer, create_supervised_trainer):
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.Adam(model.parameters())
+        trainer = create(model, optimizer, nn.functional.mse_loss)
+        to_save = {"model": model, "optimizer": optimizer, "trainer": trainer}
+        if create is create_supervised_trainer:
+            trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: steps.append(engine.state.iteration))
+            exec(titled("migrating/from-ignite.md", "continue.py"), {**to_save, "batches": batches})
+            assert optimizer.state_dict()["state"][0]["step"] == 16
+        else:
+            saving = theirs[1].ModelCheckpoint("models")
+            trainer.add_event_handler(theirs[0].Events.EPOCH_COMPLETED, saving, to_save)
+            trainer.run(batches, max_epochs=2)
+    assert steps == list(range(9, 17))
 
 
 def test_weights_of_lightning_are_loaded(tmp_path, monkeypatch):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from camshaft.contrib.engines import common, tbptt
+from camshaft.contrib.engines import common as common
 from camshaft.contrib.engines.tbptt import Tbptt_Events, create_supervised_tbptt_trainer
 
-__all__ = ["Tbptt_Events", "common", "create_supervised_tbptt_trainer", "tbptt"]
+__all__ = ["Tbptt_Events", "create_supervised_tbptt_trainer"]

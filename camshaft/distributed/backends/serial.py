@@ -25,6 +25,7 @@ class SerialBackend(Backend):
     name = None
     model_name = "serial"
     topology = Topology()
+    has_meshes = True  # of one rank, which needs none
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]  # a property, so that importing needs no driver

@@ -15,10 +15,10 @@ import re
 import socket
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, islice
+from itertools import chain, groupby, islice, takewhile
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -31,6 +31,13 @@ from camshaft.text import aligned
 
 PATIENCE = 3.0  # seconds that a rank waits before its wait is evidence
 BACKWARD = "backward (gradient reduction)"
+_FSDP, _DDP = "FSDP (parameters or gradients)", "DistributedDataParallel (parameters or buffers)"
+_AHEAD = (
+    _FSDP,
+    _DDP,
+    "torch.distributed",
+)  # may have begun more than they wait for; the others wait for all, or the last
+_WAITING_IN_TORCH = re.compile(r"/torch/(distributed/|nn/parallel/distributed\.py)")
 
 _SETTLED = 0.5  # age in seconds from which a running entry of a job with dead processes is read
 _STALE = 10.0  # age in seconds from which a status shows that the watcher's thread does not run
@@ -38,7 +45,9 @@ _REST = 1.0  # seconds without CPU time after which a process counts as one that
 _IDLE = 0.05  # share of one core below which a process counts as idle, without its watcher
 _MOST_FRAMES = 30
 _MOST_RANKS = 5
-_ROOTED = ("broadcast", "reduce", "gather", "scatter")  # not every rank waits for every other one
+_ROOTED = ("broadcast", "reduce", "gather", "scatter")
+_ROOTED_IN_TORCH = re.compile(r"^torch\.distributed\.(broadcast|reduce|gather|scatter)(_object(_list)?)?$")
+_MOST_OPERATIONS = 8  # of a group
 _FOREIGN = re.compile(
     r"/site-packages/|/dist-packages/|/lib(64)?/python3|^<frozen|/camshaft/(?:engine|handlers|distributed)/"
 )
@@ -57,11 +66,13 @@ class Report(NamedTuple):
         text: for the log.
         is_alarm: whether nothing that takes long by itself explains the wait.
         missing: the ranks that have not arrived. If there are none, the last one may have just done so.
+        call: tells this wait from a later one.
     """
 
     text: str
     is_alarm: bool
     missing: Sequence[int]
+    call: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,7 +86,13 @@ class _Wait:
     sequence: int
     since: float
     line: str
-    entry: Entry | None  # None: a reduction by torch inside the backward pass
+    entry: Entry | None  # None: of torch, without a record
+    operation: str = ""  # which one of torch, where that is known
+
+    @property
+    def is_rooted(self) -> bool:
+        """Whether not every rank waits for every other one."""
+        return self.what in _ROOTED or self.operation in _ROOTED or _ROOTED_IN_TORCH.search(self.what) is not None
 
     def __str__(self) -> str:
         return f"{self.what} at {self.line}"
@@ -181,13 +198,14 @@ def _purpose(path: str, function: str) -> int | None:
 
 
 def _torch_groups(previous: Mapping[str, Any], is_idle: bool) -> dict[str, Any]:
-    """Return how many operations torch's process groups have begun, and how many of them have not completed.
+    """Return how many collectives torch's process groups have begun, and number and name of those not completed.
 
     Groups are named as in ``"0: all"`` and ``"1: [0, 2]"``. What has not completed is ``None`` where torch does not
-    tell; it is exact only for a process that waits, since reading all of torch's flight recorder takes a while.
+    tell; which collectives these are is known only for a process that waits, since reading all of torch's flight
+    recorder takes a while. Without it, sends and receives over gloo count as collectives, so that there may be fewer.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return {"torch": {}, "unfinished": {}}
+    if not (dist.is_available() and dist.is_initialized()):  # a rank that has left began no more than before
+        return {"torch": previous.get("torch", {}), "unfinished": {}}
     world = dist.distributed_c10d._world
     size = dist.get_world_size()
     names: dict[str, str] = {}
@@ -201,25 +219,44 @@ def _torch_groups(previous: Mapping[str, Any], is_idle: bool) -> dict[str, Any]:
             continue
     try:
         last = _flight_recorder(False)["pg_status"]
-        if not names.keys() <= last.keys():  # torch 2.9 does not record gloo
+        if not {name for name, key in names.items() if begun.get(key)} <= last.keys():  # torch 2.9 does not record gloo
             return {"torch": begun, "unfinished": None}
         ends = {
             names[name]: [int(one["last_enqueued_collective"]), max(0, int(one["last_completed_collective"]))]
             for name, one in last.items()
             if name in names
         }
-        unfinished = {name: first - second for name, (first, second) in ends.items() if first > second}
+        unfinished: dict[str, list[Any]] = {name: [] for name, (first, second) in ends.items() if first > second}
         is_exact = not unfinished or is_idle
         if unfinished and is_idle:  # the last one that completed need not be the latest of those
             if previous.get("is_exact") and previous["ends"] == ends:
-                unfinished = previous["unfinished"]
+                begun, unfinished = previous["torch"], previous["unfinished"]
             else:
-                entries = _flight_recorder(True)["entries"]
-                running = [one["process_group"][0] for one in entries if not one["retired"]]
-                unfinished = dict(Counter(names[name] for name in running if name in names))
+                begun, unfinished = _recorded(names, begun)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # a torch without it
         return {"torch": begun, "unfinished": None}
     return {"torch": begun, "unfinished": unfinished, "ends": ends, "is_exact": is_exact}
+
+
+def _recorded(names: Mapping[str, str], begun: Mapping[str, int]) -> tuple[dict[str, int], dict[str, list[Any]]]:
+    """Return what groups have begun according to torch's flight recorder, and number and name of what is not complete.
+
+    Args:
+        names: the names of the groups in the result, by those in the recorder.
+        begun: how many operations they have begun, with sends and receives.
+    """
+    counts = dict(begun)
+    unfinished: defaultdict[str, list[Any]] = defaultdict(list)
+    for one in _flight_recorder(True)["entries"]:
+        group, number = names.get(one["process_group"][0]), int(one["collective_seq_id"])
+        if group is None or one.get("is_p2p") or number > begun.get(group, 0):  # the last: of an earlier group
+            continue
+        counts[group] = number
+        if not one["retired"]:
+            running = unfinished[group]
+            del running[_MOST_OPERATIONS - 1 :]  # the first ones and the last one tell what the rank may wait for
+            running.append([number, one["profiling_name"].rpartition(":")[2]])
+    return counts, {group: found for group, found in unfinished.items() if found}
 
 
 def _flight_recorder(has_entries: bool) -> Any:
@@ -254,25 +291,40 @@ def _waits(one: Snapshot, now: float, patience: float) -> list[_Wait]:
             )
             for entry in running
         ]
-    if running or not stack or status.get("idle_for", 0.0) <= patience or not _is_in_backward(stack):
+    what = "" if running else _operation_in(stack)
+    since = max(status.get("time", 0.0) - status.get("idle_for", 0.0), status.get("since", 0.0))
+    if not what or status["time"] - since <= patience:
         return []
     begun, unfinished = status.get("torch", {}), status.get("unfinished")
-    since, line = status["time"] - status["idle_for"], _user_line(stack)
-    return [
-        _Wait(one.rank, BACKWARD, group, _members(group, one) or (), begun[group], since, line, None)
-        for group in (begun if unfinished is None else unfinished)
-        if group in begun
-    ]
+    line = _user_line(stack)
+    waits = []
+    for group in begun if unfinished is None else unfinished:
+        if group in begun:
+            known = (unfinished or {}).get(group) or [(begun[group], "")]
+            number, operation = known[0 if what in _AHEAD else -1]
+            members = _members(group, one) or ()
+            waits.append(_Wait(one.rank, what, group, members, number, since, line, None, operation))
+    return waits
 
 
-def _is_in_backward(stack: Sequence[str]) -> bool:
-    """Return whether a stack ends in the backward pass, not in code of the user that it calls."""
-    for line in stack:
-        if "/torch/autograd/" in line and line.endswith(" in _engine_run_backward"):
-            return True
-        if "/torch/" not in line:
-            return False
-    return False
+def _operation_in(stack: Sequence[str]) -> str:
+    """Return in what of torch, without a record, a stack ends that may wait for other ranks; otherwise ``""``."""
+    inner = list(takewhile(lambda line: "/torch/" in line, stack))
+    if any("/torch/autograd/" in line and line.endswith(" in _engine_run_backward") for line in inner):
+        return BACKWARD
+    innermost = next((line for line in inner if "/torch/_ops.py" not in line), "")
+    if not _WAITING_IN_TORCH.search(innermost):
+        return ""
+    for line in reversed(inner):
+        function = line.rpartition(" in ")[2]
+        if "/torch/distributed/fsdp/" in line:
+            return _FSDP
+        if "/torch/nn/parallel/distributed.py" in line:
+            return _DDP
+        if "/torch/distributed/distributed_c10d.py" in line and not function.startswith("_"):
+            is_recorded = len(inner) < len(stack) and "/camshaft/distributed/" in stack[len(inner)]
+            return "" if is_recorded else f"torch.distributed.{function}"
+    return "torch.distributed"
 
 
 def _members(group: str, one: Snapshot) -> Sequence[int] | None:
@@ -293,7 +345,7 @@ def _has_begun(other: Snapshot | None, wait: _Wait) -> bool | None:
     if other is None:
         return None
     if wait.entry is None:
-        return _has_begun_reduction(other, wait)
+        return _has_begun_in_torch(other, wait)
     entries = other.entries
     last = next((entry.sequence for entry in reversed(entries) if entry.group == wait.group), 0)
     if last >= wait.sequence:
@@ -303,17 +355,33 @@ def _has_begun(other: Snapshot | None, wait: _Wait) -> bool | None:
     if last or not entries or entries[0].number == 1:
         return False
     # The history is too short. Had the rank begun it earlier, it could have left it only after all had begun it.
-    is_ahead = wait.what not in _ROOTED and entries[0].began < wait.since - 1.0
+    is_ahead = not wait.is_rooted and entries[0].began < wait.since - 1.0
     return False if is_ahead else None
 
 
-def _has_begun_reduction(other: Snapshot, wait: _Wait) -> bool | None:
-    begun = other.status.get("torch", {}).get(wait.group)
+def _has_begun_in_torch(other: Snapshot, wait: _Wait) -> bool | None:
+    status = other.status
+    begun, unfinished = status.get("torch", {}).get(wait.group), status.get("unfinished")
     if begun is None:
         return None
-    if begun == wait.sequence and any(entry.ended is None for entry in other.entries):
-        return wait.group not in (other.status.get("unfinished") or ())  # else, it is what that entry does
-    return bool(begun >= wait.sequence)
+    if begun < wait.sequence:
+        return False
+    running = [] if unfinished is None else unfinished.get(wait.group, ())
+    operation = next((name for number, name in running if number == wait.sequence), "")
+    if operation and wait.operation and operation != wait.operation:
+        return False
+    if begun == wait.sequence and _is_in_recorded(other, wait.ranks):  # unless that begins, this is what it does
+        return status.get("idle_for", 0.0) <= _REST if unfinished is None else wait.group not in unfinished
+    return True
+
+
+def _is_in_recorded(one: Snapshot, ranks: Sequence[int]) -> bool:
+    """Return whether the last operation of a rank among some ranks belongs to a collective with a record."""
+    stack = one.status.get("stack", ())
+    return any(
+        entry.ended is None and entry.line in stack and list(_members(entry.group, one) or ()) == list(ranks)
+        for entry in one.entries
+    ) and bool(_WAITING_IN_TORCH.search(stack[0]))
 
 
 def _missing(wait: _Wait, by_rank: Mapping[int, Snapshot]) -> list[int]:
@@ -434,13 +502,13 @@ def _deadlock(by_rank: Mapping[int, Snapshot], now: float, patience: float) -> s
     return f"the ranks wait for each other, and none of them can proceed:\n{_table(cells)}"
 
 
-def _key(wait: _Wait) -> tuple[str, int, bool]:
-    return wait.group, wait.sequence, wait.what in _ROOTED
+def _key(wait: _Wait) -> tuple[Any, ...]:
+    return wait.group, wait.sequence, wait.is_rooted, wait.operation
 
 
 def _culprits(wait: _Wait, stuck: Mapping[int, Any], by_rank: Mapping[int, Snapshot]) -> list[int]:
     """Return the ranks without which a call cannot complete and which have not begun it, if they cannot proceed."""
-    if wait.what not in _ROOTED:
+    if not wait.is_rooted:
         members = set(wait.ranks)
         return [rank for rank in stuck if rank in members and _has_begun(by_rank[rank], wait) is False]
     missing = _missing(wait, by_rank)  # it may need only one of them
@@ -601,7 +669,8 @@ def hang_report(snapshots: Iterable[Snapshot], rank: int, now: float) -> Report 
                     lines += (f"    {line}" for line in stack)
             if len(new) > _MOST_RANKS:
                 lines.append(f"  and {len(new) - _MOST_RANKS} more")
-    return Report("\n".join(lines), is_alarm or not is_explained, awaited)
+    call = waits[0].what, waits[0].line, waits[0].group, waits[0].sequence
+    return Report("\n".join(lines), is_alarm or not is_explained, awaited, call)
 
 
 def _activity(

@@ -41,7 +41,7 @@ from camshaft.activity import summary
 from camshaft.distributed.backend import Backend, Resource
 from camshaft.distributed.coordination import diagnosis
 from camshaft.distributed.coordination.waiting import store_at
-from camshaft.distributed.record import STACKS, Entry, Record, Snapshot, find, read
+from camshaft.distributed.record import STACKS, Entry, Record, Snapshot, find, read, remove
 from camshaft.errors import RankDivergenceError, RankFailedError, RemoteTraceback, annotate
 
 PERIOD = 1.0  # seconds between two rounds
@@ -239,9 +239,8 @@ class Watcher(Resource):
         is_last = not has_failed and all(not other.is_alive or other.status.get("left") for other in others)
         if self._record is not None:
             self._record.close(keep=not is_last)  # of a job that failed the records are kept, for --inspect
-            self._record.path.with_suffix(STACKS).unlink(missing_ok=True)
         for other in others if is_last else ():
-            other.path.unlink(missing_ok=True)
+            remove(other.path)
 
     # --- the thread ------------------------------------------------------------------------------------------
 
@@ -550,7 +549,10 @@ class Watcher(Resource):
             return
         elsewhere, asked = self._elsewhere
         known = {rank: _shifted(one, now - asked) for rank, one in elsewhere.items()} | local
-        self._last_report = report = diagnosis.hang_report(list(known.values()), self._rank, now)
+        last, report = self._last_report, diagnosis.hang_report(list(known.values()), self._rank, now)
+        self._last_report = report
+        if last is not None and report is not None and last.call != report.call:  # nobody looked between the two waits
+            self._next_report = 0.0
         if report is None or report.missing:
             self._complete_since = now
         is_first = all(

@@ -58,11 +58,19 @@ class EvenLoader(PlainLoader):
 
 
 def make_loader(
-    dataset: Dataset[Any], options: dict[str, Any], topology: Topology, logger: logging.Logger
+    dataset: Dataset[Any], options: dict[str, Any], topology: Topology, place: tuple[int, int], logger: logging.Logger
 ) -> DataLoader[Any]:
-    """Return the loader of one rank; see :func:`camshaft.distributed.auto_dataloader`, which must be the caller."""
+    """Return the loader of one rank; see :func:`camshaft.distributed.auto_dataloader`, which must be the caller.
+
+    Args:
+        dataset: what to load.
+        options: of the user.
+        topology: the place of this process in the job.
+        place: its number among the ranks that divide the data, and how many these are.
+        logger: for what is chosen.
+    """
     options = dict(options)
-    size, local_size = topology.world_size, topology.local_world_size
+    (rank, size), local_size, is_alone = place, topology.local_world_size, topology.world_size == 1
     # torch checks these late, or not at all
     if options.get("shuffle") not in (None, True, False):
         raise TypeError(f"shuffle must be True, False or None, got {options['shuffle']!r}")
@@ -71,7 +79,7 @@ def make_loader(
     seed = options.pop("seed", None)
     if seed is None and options.get("generator") is not None:
         seed = options["generator"].initial_seed()
-    if size > 1 and options.get("num_workers", 0) >= local_size:
+    if not is_alone and options.get("num_workers", 0) >= local_size:
         options["num_workers"] = -(-options["num_workers"] // local_size)
     if options.get("batch_sampler") is not None:
         return _with_batch_sampler(dataset, options, seed, size)
@@ -79,19 +87,20 @@ def make_loader(
     batch_size = options.pop("batch_size", 1)
     per_rank = batch_size // size if isinstance(batch_size, int) and batch_size >= size else batch_size
     if isinstance(dataset, IterableDataset):
-        return _over_stream(dataset, {**options, "batch_size": per_rank}, topology, logger)
+        return _over_stream(dataset, {**options, "batch_size": per_rank}, place, is_alone, logger)
     sampler = options.pop("sampler", None)
-    if isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) != (topology.rank, size):
+    if isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) != place:
+        among = "" if size == topology.world_size else ", of those that divide the data"
         warnings.warn(
-            f"sampler was created for rank {sampler.rank} of {sampler.num_replicas}, but this is rank {topology.rank} "
-            f"of {size}",
+            f"sampler was created for rank {sampler.rank} of {sampler.num_replicas}, but this is rank {rank} of "
+            f"{size}{among}",
             stacklevel=3,
         )
     if not isinstance(sampler, Order | None) and not hasattr(sampler, "__iter__") and not hasattr(sampler, "__len__"):
         raise TypeError(f"sampler must be a sampler, an order or a sequence of indices, got {sampler!r}")
-    if batch_size is None and size > 1 and not isinstance(sampler, DistributedSampler):
-        sampler = _padding_sampler(dataset, sampler, options.pop("shuffle", None), seed, topology)
-    has_length = isinstance(sampler, Order | Sized | None) or size > 1
+    if batch_size is None and not is_alone and not isinstance(sampler, DistributedSampler):
+        sampler = _padding_sampler(dataset, sampler, options.pop("shuffle", None), seed, place)
+    has_length = isinstance(sampler, Order | Sized | None) or not is_alone
     if batch_size is None or isinstance(sampler, DistributedSampler) or not has_length:
         return PlainLoader(dataset, batch_size=per_rank, sampler=sampler, **options)
     shuffle, drop_last = options.pop("shuffle", None), options.pop("drop_last", False)
@@ -101,7 +110,7 @@ def make_loader(
         length = len(cast(Sized, dataset))
         if length == 0:
             raise ValueError(f"dataset must have at least one sample, got an empty {type(dataset).__name__}")
-        shuffle = size > 1 if shuffle is None else shuffle
+        shuffle = not is_alone if shuffle is None else shuffle
         sampler = (Shuffled if shuffle else Sequential)(length)
         chosen_seed = "torch.initial_seed() of rank 0" if seed is None else seed
         logger.info("distributing samples over %d ranks, with shuffle=%s and seed=%s", size, shuffle, chosen_seed)
@@ -112,7 +121,7 @@ def make_loader(
             f"drop_last=True leaves nothing of {length} samples, as one batch of all ranks takes {total}: pass a "
             "smaller batch_size, or drop_last=False"
         )
-    batches = ExactBatchSampler(sampler, total, drop_last, seed=seed, num_replicas=size, rank=topology.rank)
+    batches = ExactBatchSampler(sampler, total, drop_last, seed=seed, num_replicas=size, rank=rank)
     return _exact(dataset, {**options, "batch_sampler": batches})
 
 
@@ -142,19 +151,21 @@ def _with_batch_sampler(dataset: Dataset[Any], options: dict[str, Any], seed: An
 
 
 def _padding_sampler(
-    dataset: Dataset[Any], sampler: Any, shuffle: bool | None, seed: int | None, topology: Topology
+    dataset: Dataset[Any], sampler: Any, shuffle: bool | None, seed: int | None, place: tuple[int, int]
 ) -> DistributedSampler[Any]:
     """Return a sampler that distributes samples without batches, in torch's way."""
-    warnings.warn(
-        "with batch_size=None there are no batches of different sizes: if the samples cannot be divided evenly, some "
-        "are repeated; pass a batch_size",
-        stacklevel=4,
-    )
+    rank, size = place
+    if size > 1:
+        warnings.warn(
+            "with batch_size=None there are no batches of different sizes: if the samples cannot be divided evenly, "
+            "some are repeated; pass a batch_size",
+            stacklevel=4,
+        )
     if sampler is not None:
         sampler = sampler if isinstance(sampler, Sampler) else _Indices(sampler)
-        return DistributedProxySampler(sampler, topology.world_size, topology.rank)
+        return DistributedProxySampler(sampler, size, rank)
     is_shuffled = shuffle is not False
-    padding = _PaddingSampler(dataset, topology.world_size, topology.rank, is_shuffled, 0 if seed is None else seed)
+    padding = _PaddingSampler(dataset, size, rank, is_shuffled, 0 if seed is None else seed)
     if is_shuffled and seed is None:
         padding.shared_seed = SharedSeed()
     return padding
@@ -185,21 +196,25 @@ class _PaddingSampler(DistributedSampler[Any]):
 
 
 def _over_stream(
-    dataset: IterableDataset[Any], options: dict[str, Any], topology: Topology, logger: logging.Logger
+    dataset: IterableDataset[Any],
+    options: dict[str, Any],
+    place: tuple[int, int],
+    is_alone: bool,
+    logger: logging.Logger,
 ) -> DataLoader[Any]:
-    rank, size, kind = topology.rank, topology.world_size, type(dataset).__name__
-    if size == 1:
+    (rank, size), kind = place, type(dataset).__name__
+    if is_alone:
         return PlainLoader(dataset, **options)
     if callable(getattr(dataset, "shard", None)):
         return EvenLoader(ShardedStream(dataset, rank, size), **options)
     logger.info("using an iterable dataset as it is: it must yield different samples on each rank")
-    if rank == 0:
+    if rank == 0 and size > 1:
         warnings.warn(
             f"{kind} has no method shard(num_shards, index), so each of the {size} ranks and each of its workers reads "
             "all of it, unless it splits itself: return the shard of the index-th of num_shards readers from such a "
             "method, for example itertools.islice(samples, index, None, num_shards); or split the samples in __iter__, "
-            "by the index get_rank() * num_workers + worker_id (of torch.utils.data.get_worker_info()) of "
-            "get_world_size() * num_workers readers, and ignore this warning",
+            "by the index get_data_parallel_rank() * num_workers + worker_id (of torch.utils.data.get_worker_info()) "
+            "of get_data_parallel_size() * num_workers readers, and ignore this warning",
             stacklevel=4,
         )
     return EvenLoader(dataset, **options)

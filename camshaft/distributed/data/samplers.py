@@ -20,6 +20,7 @@ from camshaft.distributed.data.augmentation import Indices
 from camshaft.distributed.data.orders import Order, Sequential
 from camshaft.distributed.data.partition import Partition, even_partition, partition_of_batches
 from camshaft.distributed.data.permutation import BLOCK, key_of
+from camshaft.distributed.mesh import data_place
 from camshaft.distributed.run import current
 from camshaft.errors import check_type
 from camshaft.seeding import manual_seed, preserved_random_state
@@ -36,8 +37,9 @@ class DistributedProxySampler(DistributedSampler[Any]):
 
     Args:
         sampler: has a length, and is not distributed already.
-        num_replicas: number of ranks; that of the current context if ``None``.
-        rank: of this process; that of the current context if ``None``.
+        num_replicas: number of ranks that divide the data; :func:`camshaft.distributed.get_data_parallel_size` if
+            ``None``.
+        rank: number of this one among them; :func:`camshaft.distributed.get_data_parallel_rank` if ``None``.
 
     Raises:
         TypeError: ``sampler`` is not a torch sampler, has no length, or is distributed already.
@@ -52,11 +54,11 @@ class DistributedProxySampler(DistributedSampler[Any]):
         if isinstance(sampler, DistributedSampler):
             raise TypeError(f"sampler must not be a DistributedSampler, which is distributed already, got {sampler!r}")
         length_of(sampler)
-        topology = current().topology
+        place, size = data_place()
         super().__init__(
             cast(Any, sampler),
-            num_replicas=topology.world_size if num_replicas is None else num_replicas,
-            rank=topology.rank if rank is None else rank,
+            num_replicas=size if num_replicas is None else num_replicas,
+            rank=place if rank is None else rank,
             shuffle=False,
         )
         self.sampler = sampler
@@ -141,8 +143,9 @@ class ExactBatchSampler(BatchSampler):
         drop_last: leave out a last step that is smaller.
         seed: any integer, the same on all ranks. ``None``: ``torch.initial_seed()`` of rank 0, or the seed of the
             position that a run resumes from.
-        num_replicas: number of ranks; that of the current context if ``None``.
-        rank: of this process; that of the current context if ``None``.
+        num_replicas: number of ranks that divide the data; :func:`camshaft.distributed.get_data_parallel_size` if
+            ``None``.
+        rank: number of this one among them; :func:`camshaft.distributed.get_data_parallel_rank` if ``None``.
 
     Attributes:
         dataset: what the indices refer to, set by :func:`camshaft.distributed.auto_dataloader`, so that indices beyond
@@ -169,9 +172,9 @@ class ExactBatchSampler(BatchSampler):
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
-        topology = current().topology
-        self.num_replicas = topology.world_size if num_replicas is None else num_replicas
-        self.rank = topology.rank if rank is None else rank
+        here = place, size = data_place()
+        self.num_replicas = size if num_replicas is None else num_replicas
+        self.rank = place if rank is None else rank
         check_type("batch_size", batch_size, (int, NoneType), "an integer or None")
         if batch_size is None and isinstance(source, Order):
             raise ValueError("batch_size must be given with an order, which has no batches of its own, got None")
@@ -188,7 +191,7 @@ class ExactBatchSampler(BatchSampler):
         self.total_batch_size = batch_size
         self.batch_size = 1 if batch_size is None else batch_size // self.num_replicas
         self.drop_last = drop_last
-        is_shared = self.num_replicas > 1 and (self.rank, self.num_replicas) == (topology.rank, topology.world_size)
+        is_shared = current().topology.world_size > 1 and (self.rank, self.num_replicas) == here
         self._is_seed_given = seed is not None
         self._seed: int | SharedSeed = (
             index(seed) if seed is not None else SharedSeed() if is_shared else torch.initial_seed()
@@ -237,7 +240,7 @@ class ExactBatchSampler(BatchSampler):
     def _batches(self) -> Iterator[Indices]:
         # A loader with workers asks for two iterators and uses the second: where to start holds until the first batch.
         check_length(self.source, self.dataset)
-        if self._is_announced is False and self.num_replicas == 1:
+        if self._is_announced is False and self.num_replicas == 1 and self._consistency is None:
             self._epoch += 1  # there are no other ranks to diverge from
         this: _Pass = self.next_pass()
         if self._consistency is not None:

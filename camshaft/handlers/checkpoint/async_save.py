@@ -11,8 +11,12 @@ from contextvars import copy_context
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 
+from camshaft.distributed import backend, get_rank, get_world_size, new_group
+from camshaft.distributed.coordination.waiting import check_all_present
+from camshaft.distributed.run import current
 from camshaft.engine.engine import outermost_engine
 from camshaft.engine.events import Events, FailureEvents
 from camshaft.handlers.checkpoint.state import walk
@@ -83,6 +87,39 @@ class StateCopier:
             buffer = self._buffers[number] = torch.empty_like(source, device="cpu", pin_memory=is_pinned)
         buffer.copy_(source, non_blocking=is_pinned)
         return buffer.untyped_storage()
+
+
+class Exchange:
+    """Exchanges values between all ranks in a process group of its own, so that a thread may do it during training."""
+
+    def __init__(self) -> None:
+        self._job: Any = None
+        self._group: Any = None
+
+    def prepare(self) -> None:
+        """Create the group, if this job has none yet; all ranks call this.
+
+        Raises:
+            RuntimeError: the backend of the job is not one of ``torch.distributed``.
+            RankDivergenceError: not all ranks are here.
+        """
+        job, size = current().job, get_world_size()
+        check_all_present("Checkpoint(sharded=True)", range(size), get_rank())
+        if job is self._job or size == 1:
+            return
+        if not dist.is_initialized():
+            hint = "use a backend of torch.distributed, such as gloo or nccl"
+            raise RuntimeError(f"sharded=True needs torch.distributed, got the backend {backend()!r}: {hint}")
+        self._group, self._job = new_group(range(size), backend="gloo"), job
+
+    def __call__(self, value: Any) -> list[Any]:
+        """Return the values of all ranks."""
+        size = get_world_size()
+        if size == 1:
+            return [value]
+        values = [None] * size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
 
 
 class BackgroundSave:

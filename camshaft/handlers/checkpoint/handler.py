@@ -22,7 +22,7 @@ from camshaft.engine.engine import Engine, outermost_engine
 from camshaft.engine.events import Events, HandlerEvents, Order
 from camshaft.engine.state import LazyNumber
 from camshaft.errors import described
-from camshaft.handlers.checkpoint.async_save import BackgroundSave
+from camshaft.handlers.checkpoint.async_save import BackgroundSave, Exchange
 from camshaft.handlers.checkpoint.loading import load_objects, resume
 from camshaft.handlers.checkpoint.savers import (
     SAFETENSORS,
@@ -30,13 +30,14 @@ from camshaft.handlers.checkpoint.savers import (
     DiskSaver,
     Entry,
     Manifest,
+    agreed,
     check_is_inside,
     check_is_name,
     check_save_on_rank,
-    checkpoints_in,
     is_writer,
+    names_in,
 )
-from camshaft.handlers.checkpoint.state import CHECKPOINTER, check_to_save, is_container, take_state, walk
+from camshaft.handlers.checkpoint.state import CHECKPOINTER, check_to_save, is_container, split, take_state, walk
 from camshaft.handlers.utils import check_callable, check_text
 
 ScoreFunction = Callable[[Engine[Any, Any]], Any]
@@ -161,6 +162,9 @@ class Checkpoint(Serializable):
         asynchronous: save in the background: the state is copied to host memory, and the run continues. One save at a
             time is in progress: the next one waits for it, its error is raised at the next iteration, and the run ends
             after it. A function as ``save_handler`` is called in another thread.
+        sharded: every rank saves its part of the state: a checkpoint is a directory of shards, in a directory that all
+            ranks share. Sharded tensors are neither gathered nor copied, and load into any other layout. Everything
+            else is saved by ``save_on_rank``, whose score also decides. Create the handler on all ranks.
 
     Raises:
         TypeError: ``to_save`` is not a mapping of such objects, or another argument is of the wrong type.
@@ -200,6 +204,7 @@ class Checkpoint(Serializable):
         save_on_rank: int | str = 0,
         *,
         asynchronous: bool = False,
+        sharded: bool = False,
     ) -> None:
         check_to_save(to_save, include_self)
         check_callable("score_function", score_function)
@@ -218,7 +223,7 @@ class Checkpoint(Serializable):
         found: list[str] = []
         if isinstance(save_handler, (str, PathLike)):
             folder, filename_prefix = split_prefix(save_handler, filename_prefix)
-            found = [one.name for one in checkpoints_in(folder.expanduser())] if is_writer(save_on_rank) else []
+            found = names_in(folder.expanduser()) if sharded or is_writer(save_on_rank) else []
             is_foreign = not all(map(Manifest(folder.expanduser()).lists, found))
             save_handler = DiskSaver(folder, create_dir=True, require_empty=is_foreign, save_on_rank=save_on_rank)
         if isinstance(save_handler, DiskSaver):
@@ -228,6 +233,8 @@ class Checkpoint(Serializable):
                 raise ValueError(f"filename_prefix must have at most {_LONGEST_PREFIX} bytes, got {length}")
         takes_metadata(save_handler)
         check_save_on_rank(save_on_rank)
+        if sharded:
+            _check_can_shard(save_handler, filename_pattern)
         self._unresumed = len(found)  # checkpoints of earlier runs in the directory, which were not resumed yet
         if found:  # a run fails at its start rather than at its first save
             for one in (one for _, one in walk(dict(to_save), "state_dict") if isinstance(one, Engine)):
@@ -244,7 +251,11 @@ class Checkpoint(Serializable):
         self.greater_or_equal = greater_or_equal
         self.save_on_rank = save_on_rank
         self.asynchronous = asynchronous
-        self.ext = "pt"
+        self.sharded = sharded
+        self.ext = "sharded" if sharded else "pt"
+        self._exchange = Exchange()
+        if sharded:
+            self._exchange.prepare()
         self._background = BackgroundSave()
         self._saved: list[Item] = []
         self._last_save: tuple[Any, int] | None = None  # its event and iteration
@@ -282,13 +293,16 @@ class Checkpoint(Serializable):
 
     def _save(self, engine: Engine[Any, Any], always: bool = False) -> None:
         self._background.settle()
-        step = engine.state.iteration if self.score_function is None else None
-        if self.global_step_transform is not None:
-            step = self.global_step_transform(engine, engine.last_event_name)
-        if self.score_function is None:
-            score, priority = None, _as_priority(step, "global_step_transform")
+        saver = self.save_handler
+        save_on_rank = saver.save_on_rank if isinstance(saver, DiskSaver) else self.save_on_rank
+        if self.sharded:
+            self._exchange.prepare()
+        if self.sharded and not (self.score_function is None and self.global_step_transform is None):
+            # The ranks may disagree, and must not wait for each other in vain.
+            proposals = agreed(lambda: (is_writer(save_on_rank), self._ranking(engine)), self._exchange)
+            step, score, priority = next(values for writes, values in proposals if writes)
         else:
-            score = priority = _as_priority(self.score_function(engine), "score_function")
+            step, score, priority = self._ranking(engine)
         if not always and not self._is_wanted(priority):
             return
         name = name_of(self.to_save)
@@ -298,10 +312,9 @@ class Checkpoint(Serializable):
         dropped = kept.pop(0).filename if is_full and len(kept) == len(self._saved) else None
         saved = _sorted([*kept, Item(priority, filename)])
 
-        saver = self.save_handler
         is_over = (outermost_engine() or engine).last_event_name in _ENDS
         self._check_is_resumed(is_over=is_over)
-        state = take_state(self.to_save, saver.save_on_rank if isinstance(saver, DiskSaver) else self.save_on_rank)
+        state = take_state(self.to_save, save_on_rank, gather=not self.sharded)
         checkpoint = next(iter(state.values())) if len(state) == 1 else state
         if self.include_self:
             # The state may be the object's own, so the key goes into a copy.
@@ -313,11 +326,20 @@ class Checkpoint(Serializable):
             objects = [*self.to_save, *([CHECKPOINTER] if self.include_self else [])]
             metadata.update(objects=objects, step=engine.state.iteration if step is None else step, score=score)
 
-        def save(checkpoint: Any) -> None:
-            saver(checkpoint, filename, *([metadata] if takes_metadata(saver) else []))
-            self._saved = saved
+        def prune() -> None:
             if dropped is not None and isinstance(saver, BaseSaveHandler) and self._release(dropped):
                 saver.prune(dropped)
+
+        def save(checkpoint: Any) -> None:
+            if self.sharded and isinstance(saver, DiskSaver):
+                saver.save_shard(checkpoint, filename, metadata, self._exchange)
+            else:
+                saver(checkpoint, filename, *([metadata] if takes_metadata(saver) else []))
+            self._saved = saved
+            if self.sharded:
+                agreed(prune, self._exchange)
+            else:
+                prune()
 
         def announce() -> None:
             event = engine.last_event_name  # which other handlers of this event look at
@@ -325,12 +347,24 @@ class Checkpoint(Serializable):
             engine.last_event_name = event
 
         self._claim(filename, is_over)
-        if self.asynchronous and (not isinstance(saver, DiskSaver) or saver.writes):
+        if self.sharded:
+            checkpoint = split(checkpoint, is_writer(save_on_rank))
+        if self.asynchronous and (self.sharded or not isinstance(saver, DiskSaver) or saver.writes):
             self._background.start(checkpoint, save, announce)
         else:
             save(checkpoint)
             announce()
         self._last_save = engine.last_event_name, engine.state.iteration
+
+    def _ranking(self, engine: Engine[Any, Any]) -> tuple[Any, int | float | None, int | float]:
+        """Return the step and the score of a checkpoint, and its priority."""
+        step = engine.state.iteration if self.score_function is None else None
+        if self.global_step_transform is not None:
+            step = self.global_step_transform(engine, engine.last_event_name)
+        if self.score_function is None:
+            return step, None, _as_priority(step, "global_step_transform")
+        score = _as_priority(self.score_function(engine), "score_function")
+        return step, score, score
 
     def resume_latest(self, *, map_location: Any = None, **kwargs: Any) -> Path | None:
         """Load what this handler saves, from the newest complete checkpoint of its directory; see :meth:`resume`.
@@ -512,7 +546,9 @@ class Checkpoint(Serializable):
     def _path(self, filename: str) -> Path | None:
         """Return the file that this process writes, without links, or ``None``."""
         saver = self.save_handler
-        return (saver.dirname / filename).resolve() if isinstance(saver, DiskSaver) and saver.writes else None
+        if not isinstance(saver, DiskSaver) or not (saver.writes or self.sharded):
+            return None
+        return (saver.dirname / filename).resolve()
 
     def _has_other_owner(self, path: Path) -> bool:
         return _owners.get(path, self) not in (self, self._may_overwrite.get(path))
@@ -580,6 +616,7 @@ class ModelCheckpoint(Checkpoint):
         save_on_rank: int | str = 0,
         *,
         asynchronous: bool = False,
+        sharded: bool = False,
         **kwargs: Any,
     ) -> None:
         folder, filename_prefix = split_prefix(dirname, filename_prefix)
@@ -596,6 +633,7 @@ class ModelCheckpoint(Checkpoint):
             greater_or_equal,
             save_on_rank,
             asynchronous=asynchronous,
+            sharded=sharded,
         )
 
     @property
@@ -646,6 +684,18 @@ def split_prefix(dirname: str | PathLike[str], filename_prefix: str) -> tuple[Pa
     check_is_inside("filename_prefix", filename_prefix)
     folder, prefix = os.path.split(filename_prefix)
     return Path(dirname, folder), prefix
+
+
+def _check_can_shard(save_handler: Any, filename_pattern: str | None) -> None:
+    """Raise ``TypeError`` or ``ValueError`` if ranks cannot save shards with these arguments."""
+    if not isinstance(save_handler, DiskSaver):
+        expected = "a directory that all ranks share, or a DiskSaver for one"
+        raise TypeError(f"save_handler must be {expected}, with sharded=True, got {described(save_handler)}")
+    if save_handler.save_on_rank == "node":
+        raise ValueError("save_on_rank must be a rank with sharded=True, got 'node': the shards are in one directory")
+    if filename_pattern is not None and filename_pattern.endswith(SAFETENSORS):
+        hint = "`python -m camshaft.checkpoint consolidate` makes such a file of a sharded checkpoint"
+        raise ValueError(f"filename_pattern must not end in {SAFETENSORS} with sharded=True; {hint}")
 
 
 def _without_slashes(name: str) -> str:

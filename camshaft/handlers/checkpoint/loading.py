@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from camshaft.distributed import all_gather, get_local_rank
+from camshaft.distributed import all_gather, get_local_rank, get_rank, get_world_size
 from camshaft.errors import DamagedCheckpointError, annotate
 from camshaft.handlers.checkpoint.savers import MISSING, SAFETENSORS, Entry, Manifest, checkpoints_in, safetensors
-from camshaft.handlers.checkpoint.state import CHECKPOINTER, check_objects, is_container, load_state, walk
+from camshaft.handlers.checkpoint.state import CHECKPOINTER, check_objects, is_container, joined, load_state, walk
 from camshaft.types import PathLike
 
 logger = logging.getLogger(__name__)
@@ -55,11 +55,8 @@ def load_objects(
     content: Any = checkpoint
     if isinstance(checkpoint, (str, os.PathLike)):
         path = Path(checkpoint)
-        manifest = Manifest(path.parent)
-        _warn([entry.unreadable for entry in manifest.entries(path.name) if entry.unreadable])
-        if problem := manifest.problem(path.name):
-            raise DamagedCheckpointError(f"the checkpoint '{checkpoint!s}' {problem}")
-        content = _read(checkpoint, map_location)
+        _warn([entry.unreadable for entry in Manifest(path.parent).entries(path.name) if entry.unreadable])
+        content = read_checkpoint(path, map_location)
     elif not isinstance(checkpoint, Mapping):
         raise TypeError(f"checkpoint must be a mapping, a str or a Path, got one of type {type(checkpoint).__name__}")
     for where, target, state in list(_pairs(to_load, _by_name(to_load, content), "checkpoint")):  # all before the first
@@ -146,6 +143,21 @@ def resume(to_load: Mapping[str, Any], directory: PathLike, *, map_location: Any
     return None
 
 
+def read_checkpoint(path: Path, map_location: Any = None) -> Any:
+    """Verify a checkpoint, a file or a directory of shards, and return its content.
+
+    Raises:
+        DamagedCheckpointError: it does not match its entry in the manifest, or lacks shards.
+    """
+    entry = _entry_of_shards(path) if path.is_dir() else None
+    problem = entry.problem(path) if entry else Manifest(path.parent).problem(path.name)
+    if problem is None and entry is None and path.is_dir():
+        problem = "is a directory of which the manifest lists no shards, so that it is incomplete or no checkpoint"
+    if problem:
+        raise DamagedCheckpointError(f"the checkpoint '{path}' {problem}")
+    return _read_shards(path, entry) if entry else _read(path, map_location)
+
+
 def _find(directory: Path) -> Found:
     """Find the checkpoints of a directory on this node."""
     found: Found = {}
@@ -184,22 +196,35 @@ def _newest_first(found: Found, wanted: set[str]) -> list[str]:
     return sorted(times, key=lambda file: (times[file], file), reverse=True)
 
 
+def _entry_of_shards(path: Path) -> Entry | None:
+    """Return the newest entry of a sharded checkpoint, if there is one."""
+    return next((entry for entry in Manifest(path.parent).entries(path.name) if entry.shards is not None), None)
+
+
+def _read_shards(path: Path, entry: Entry) -> Any:
+    """Return the state in a sharded checkpoint, from whose tensors only what is used will be read."""
+    return joined(_read(path / name, mmap=True) for name in entry.shards or ())
+
+
 def _read_on_all(
     path: Path, is_found: bool, wanted: list[str], map_location: Any
 ) -> tuple[str | None, Any, Exception | None]:
-    """Verify a checkpoint once per node and read it on every rank.
+    """Verify a checkpoint once per node, or a part of its shards on each rank, and read it on every rank.
 
     Returns:
         The problem, the same on all ranks, empty if the file holds other objects; the content; this rank's error.
     """
-    problem, content, error = None, None, None
+    problem, content, error, entry = None, None, None, None
     try:
-        if not stat.S_ISREG(path.lstat().st_mode):
+        mode = path.lstat().st_mode
+        if stat.S_ISDIR(mode) and (entry := _entry_of_shards(path)):
+            problem = entry.problem(path, part=slice(get_rank(), None, get_world_size()))
+        elif not stat.S_ISREG(mode):
             problem = "is not a regular file, and links are not followed"
         elif is_found:
             problem = Manifest(path.parent).problem(path.name)
         if problem is None:
-            content = _read(path, map_location)
+            content = _read(path, map_location) if entry is None else _read_shards(path, entry)
             named = _by_name(wanted, content)
             if len(wanted) > 1 and not (isinstance(named, Mapping) and named.keys() >= set(wanted)):
                 problem = ""
@@ -209,7 +234,15 @@ def _read_on_all(
         # torch replaces the reason by advice that begins with how to load unsafely.
         reason = raised.__context__ if isinstance(raised, pickle.UnpicklingError) and raised.__context__ else raised
         problem, error = f"cannot be read: {type(raised).__name__}: {str(reason).partition(chr(10))[0]}", raised
-    return _first(problem), content, error
+    results: list[tuple[str | None, str | None]] = all_gather((problem, entry and entry.checksum))
+    if len({checksum for _, checksum in results}) > 1 and all(one is None for one, _ in results):
+        return "was replaced while it was read", content, error
+    # What is missing for one rank, another can name.
+    return (
+        min((one for one, _ in results if one is not None), key=lambda one: one == MISSING, default=None),
+        content,
+        error,
+    )
 
 
 def _first(text: str | None) -> str | None:
@@ -226,13 +259,13 @@ def _warn(texts: list[str]) -> None:
         warnings.warn(text, stacklevel=3)
 
 
-def _read(path: PathLike, map_location: Any = None) -> Any:
+def _read(path: PathLike, map_location: Any = None, **options: Any) -> Any:
     """Read a checkpoint without running code from it, by default to the CPU."""
     location = "cpu" if map_location is None else map_location
     try:
         if Path(path).suffix == SAFETENSORS:
             return safetensors().load_file(path, device=str(location))
-        return torch.load(path, map_location=location, weights_only=True)
+        return torch.load(path, map_location=location, weights_only=True, **options)
     except (EOFError, RuntimeError) as error:  # what torch raises for truncated files
         raise DamagedCheckpointError(f"the checkpoint '{path!s}' cannot be read: {error or 'it is empty'}") from error
     except Exception as error:

@@ -13,16 +13,26 @@ import warnings
 import zipfile
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 
 from camshaft.distributed import all_gather, get_local_rank, get_rank, get_world_size
-from camshaft.files import checksum_of, flush_and_sum, is_regular, remove_leftovers, write_atomically
+from camshaft.errors import annotate
+from camshaft.files import (
+    checksum_of,
+    flush_and_sum,
+    flush_directory,
+    is_regular,
+    lock,
+    remove_leftovers,
+    write_atomically,
+)
+from camshaft.handlers.checkpoint.shards import Chunk, owners
 from camshaft.handlers.utils import load_optional
 from camshaft.types import PathLike
 from camshaft.version import __version__
@@ -37,6 +47,11 @@ _NAME = re.compile(r"(.*[^.].*)\.([0-9a-f]{8})\.json", re.DOTALL)  # "." and "..
 _LONGEST_ENTRY = 1 << 20  # bytes
 _TOO_LARGE = 2**62  # as nanoseconds the year 2116, which a later entry would have to exceed
 _NODE = "node"
+_SHARD = re.compile(r"shard-\d+-[0-9a-f]{8}\.pt")
+_MARK = ".saving"  # a file that is locked in a directory of shards while they change
+T = TypeVar("T")
+Gather = Callable[[Any], list[Any]]
+"""Returns the values of all ranks, in the order of the ranks."""
 
 
 class BaseSaveHandler(ABC):
@@ -114,6 +129,7 @@ class DiskSaver(BaseSaveHandler):
         self._manifest = Manifest(self.dirname)
         self._newest: Path | None = None
         self._protected: Path | None = None
+        self._owned: tuple[Any, set[str]] | None = None  # which sharded tensors this rank saves, and in which layout
         if not self.writes:
             return
         if create_dir and not self.dirname.exists():
@@ -122,7 +138,7 @@ class DiskSaver(BaseSaveHandler):
             raise ValueError(f"dirname must be an existing directory, got '{self.dirname}'")
         if not os.access(self.dirname, os.W_OK | os.X_OK):
             raise PermissionError(f"dirname must be a writable directory, got '{self.dirname}'")
-        if require_empty and (found := sorted(entry.name for entry in checkpoints_in(self.dirname))):
+        if require_empty and (found := names_in(self.dirname)):
             hint = "DiskSaver(dirname, require_empty=False) or ModelCheckpoint(dirname, require_empty=False)"
             problem = f"contains {len(found)} checkpoints, such as {found[0]}"
             raise ValueError(f"'{self.dirname}' {problem}; to save beside them, for example to resume, use {hint}")
@@ -130,6 +146,11 @@ class DiskSaver(BaseSaveHandler):
             raise NotADirectoryError(f"the manifest of the checkpoints, '{folder}', is a link or a file: remove it")
         remove_leftovers(self.dirname)
         remove_leftovers(folder)
+        for mark in self.dirname.glob(f"*/{_MARK}"):  # of a process that was killed, unless it is locked
+            if is_regular(mark) and not mark.parent.is_symlink():
+                with suppress(OSError), open(mark, "rb") as file:
+                    if lock(file):
+                        self._remove_unlisted(mark.parent)
 
     @property
     def writes(self) -> bool:
@@ -158,16 +179,90 @@ class DiskSaver(BaseSaveHandler):
             _warn_if_unloadable(path)
         self._newest = path
 
+    def save_shard(self, shard: Mapping[str, Any], filename: str, metadata: Mapping[str, Any], gather: Gather) -> None:
+        """Save a sharded checkpoint as a directory ``filename``; all ranks call this, and it fails on all or none.
+
+        The entry of the manifest, written when all shards are on disk, makes it a checkpoint.
+
+        Args:
+            shard: what this rank holds, as ``split`` returns it.
+            filename: the same on all ranks.
+            metadata: for the manifest.
+            gather: exchanges values between the ranks.
+
+        Raises:
+            FileNotFoundError: the ranks do not share the directory.
+            ValueError: the ranks hold different tensors.
+            OSError: the disk is full.
+        """
+        path, rank = self._path(filename), get_rank()
+        with ExitStack() as stack:
+
+            def begin() -> tuple[str | None, int, int]:
+                if self.writes:
+                    check_save_on_rank(self.save_on_rank)
+                    stack.enter_context(self._changing(path))
+                token = os.urandom(4).hex() if self.writes else None
+                return token, zlib.crc32(repr(shard["shapes"]).encode()), zlib.crc32(repr(regions).encode())
+
+            regions = {where: (begins, tuple(chunk.shape)) for where, (begins, chunk) in shard["chunks"].items()}
+            tokens, tensors, layout = zip(*agreed(begin, gather), strict=True)
+            if len({*tensors}) > 1:
+                raise ValueError(
+                    f"to_save must hold sharded tensors of the same names and shapes on all ranks: '{path}'"
+                )
+            if self._owned is None or self._owned[0] != layout:
+                self._owned = layout, owners(gather(regions), shard["shapes"])[rank]
+            chunks = {where: _compact(shard["chunks"][where]) for where in sorted(self._owned[1])}
+            name = f"shard-{rank}-{next(filter(None, tokens))}.pt"
+
+            def write() -> tuple[str, str, int]:
+                if not path.is_dir():
+                    hint = "a sharded checkpoint needs a directory that all ranks share"
+                    raise FileNotFoundError(
+                        f"rank {rank} does not see '{path}', which another rank has created: {hint}"
+                    )
+
+                def save(file: BinaryIO) -> tuple[str, str, int]:
+                    torch.save({"state": shard["state"], "chunks": chunks}, file, **self.kwargs)
+                    return name, flush_and_sum(file), file.tell()
+
+                return write_atomically(path / name, save)
+
+            files = agreed(write, gather)
+
+            def commit() -> None:
+                if not self.writes:
+                    return
+                for file, _, size in files:
+                    if (path / file).stat().st_size != size:
+                        raise OSError(f"'{path / file}' does not have the {size} bytes that were written")
+                flush_directory(self.dirname)
+                shards = {file: [checksum, size] for file, checksum, size in files}
+                total = sum(size for _, _, size in files)
+                entry = self._manifest.new_entry(path.name, checksum_of_entry(shards), total, metadata, shards)
+                self._manifest.write(entry)
+                self._manifest.remove(path.name, but=entry)
+
+            agreed(commit, gather)
+        if self._newest is None and self.writes:
+            _warn_if_unloadable(path / name)
+        self._newest = path
+
     def remove(self, filename: str) -> None:
         """Delete a checkpoint of the directory; a missing file is not an error.
 
-        Only regular files that the manifest lists are deleted. Others are left alone, with a warning.
+        Only regular files that the manifest lists are deleted, and shards. Others are left alone, with a warning.
 
         Raises:
             ValueError: ``filename`` contains a folder.
         """
         path = self._path(filename)
         if not self.writes or path == self._protected:
+            return
+        if any(entry.shards is not None for entry in self._manifest.entries(path.name)):
+            with self._changing(path):
+                self._manifest.remove(path.name)
             return
         # In this order: if it is interrupted, the manifest still lists what is left.
         is_listed = self._manifest.lists(path.name)
@@ -193,10 +288,34 @@ class DiskSaver(BaseSaveHandler):
         check_is_name("filename", filename)
         return self.dirname / filename
 
+    @contextmanager
+    def _changing(self, path: Path) -> Iterator[None]:
+        """Mark a directory while its shards change; whoever finds the mark of a killed process, cleans up."""
+        if path.is_symlink():
+            raise FileExistsError(f"'{path}' is a link, which checkpoints do not follow: remove it")
+        path.mkdir(exist_ok=True)
+        with open(path / _MARK, "ab") as file:
+            lock(file)
+            try:
+                yield
+            finally:
+                self._remove_unlisted(path)
+
+    def _remove_unlisted(self, path: Path) -> None:
+        """Remove the shards of a directory that no entry lists, its mark and, if it is empty, the directory."""
+        listed = {shard for entry in self._manifest.entries(path.name) for shard in entry.shards or ()}
+        remove_leftovers(path)
+        for shard in path.glob("shard-*.pt"):
+            if shard.name not in listed and _SHARD.fullmatch(shard.name) and is_regular(shard):
+                shard.unlink(missing_ok=True)
+        (path / _MARK).unlink(missing_ok=True)
+        with suppress(OSError):
+            path.rmdir()
+
     def _save(self, path: Path, checkpoint: Any, metadata: Mapping[str, Any]) -> None:
         def write(file: BinaryIO) -> Entry:
             if path.suffix == SAFETENSORS:
-                file.write(_as_safetensors(checkpoint))
+                file.write(as_safetensors(checkpoint))
             else:
                 torch.save(checkpoint, file, **self.kwargs)
             return self._manifest.new_entry(path.name, flush_and_sum(file), file.tell(), metadata)
@@ -224,6 +343,7 @@ class Entry:
         score: the score that it was saved with, if any.
         score_name: of the score.
         versions: of the libraries that wrote it.
+        shards: of a sharded checkpoint, which is a directory: the checksum and the size of each file in it.
         unreadable: why only the name of the entry could be read.
     """
 
@@ -236,21 +356,20 @@ class Entry:
     score: int | float | None = field(default=None, compare=False)
     score_name: str | None = None
     versions: Mapping[str, str] | None = None
+    shards: Mapping[str, list[Any]] | None = None
     unreadable: str | None = None
 
-    def problem(self, path: Path) -> str | None:
-        """Return what is wrong with a file, or ``None``; reads all of it."""
-        try:
-            status = path.stat()
-            if not stat.S_ISREG(status.st_mode):
-                return "is not a regular file"
-            if self.size is not None and status.st_size != self.size:
-                return f"has {status.st_size:,} bytes instead of {self.size:,}"
-            return None if checksum_of(path) == self.checksum else "is damaged: its content does not match its checksum"
-        except FileNotFoundError:
-            return MISSING
-        except OSError as error:
-            return f"cannot be read: {error}"
+    def problem(self, path: Path, part: slice = slice(None)) -> str | None:
+        """Return what is wrong with a file or, of a sharded checkpoint, with this part of the shards, or ``None``."""
+        if self.shards is None:
+            return _problem(path, self.checksum, self.size)
+        if path.is_symlink() or not path.is_dir():
+            return "is not a directory, and links are not followed" if os.path.lexists(path) else MISSING
+        for name, (checksum, size) in list(self.shards.items())[part]:
+            is_link = (path / name).is_symlink()
+            if problem := "is a link" if is_link else _problem(path / name, checksum, size):
+                return f"has a shard '{name}' that {problem}"
+        return None
 
 
 class Manifest:
@@ -298,20 +417,29 @@ class Manifest:
             return self.problem(file)  # replaced or removed while it was read
         return problems[-1]
 
-    def new_entry(self, file: str, checksum: str, size: int, metadata: Mapping[str, Any]) -> Entry:
+    def new_entry(
+        self,
+        file: str,
+        checksum: str,
+        size: int,
+        metadata: Mapping[str, Any],
+        shards: Mapping[str, list[Any]] | None = None,
+    ) -> Entry:
         """Return an entry that is newer than all others, whatever the clock says."""
         if self._newest is None:
             self._newest = max((entry.saved_at for entry in self.entries()), default=0)
         self._newest = max(time.time_ns(), self._newest + 1)
         about = {name: metadata.get(name) for name in ("objects", "step", "score", "score_name")}
         versions = {"camshaft": __version__, "torch": torch.__version__, "python": platform.python_version()}
-        return Entry(file, checksum, size, self._newest, **about, versions=versions)
+        return Entry(file, checksum, size, self._newest, **about, versions=versions, shards=shards)
 
     def write(self, entry: Entry) -> None:
         """Add an entry; those of an older file of the same name stay."""
         self.folder.mkdir(exist_ok=True)
         content = {"format": _FORMAT, **asdict(entry)}
         del content["unreadable"]
+        if entry.shards is None:
+            del content["shards"]
         text = json.dumps({**content, _OWN: checksum_of_entry(content)}, indent=1) + "\n"
         write_atomically(self._path(entry), lambda file: file.write(text.encode()))
 
@@ -332,6 +460,51 @@ class Manifest:
             return []
         matches = [match for name in names if (match := _NAME.fullmatch(name))]
         return [(self.folder / match[0], match[1], match[2]) for match in matches if file in (None, match[1])]
+
+
+def agreed(act: Callable[[], T], gather: Gather) -> list[T]:
+    """Return what a function returns on each rank; if it raises on one, raise the error on all."""
+    outcome, error = None, None
+    try:
+        outcome = act()
+    except Exception as raised:
+        error = raised
+        annotate(raised, f"raised on rank {get_rank()} in a step of a checkpoint that all ranks take")
+    results = gather((outcome, error if error is None else _portable(error)))
+    failures = [failure for _, failure in results if failure is not None]
+    if failures:
+        raise error or failures[0]
+    return [result for result, _ in results]
+
+
+def _compact(chunk: Chunk) -> Chunk:
+    """Return a chunk whose memory holds nothing else, as torch saves whole storages; uneven parts are padded."""
+    offset, tensor = chunk
+    return (offset, tensor.clone()) if tensor.untyped_storage().nbytes() > tensor.nbytes else chunk
+
+
+def _portable(error: Exception) -> Exception:
+    """Return an error that can be sent to other ranks."""
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _problem(path: Path, checksum: str, size: int | None) -> str | None:
+    """Return what is wrong with a file, or ``None``; reads all of it."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            return "is not a regular file"
+        if size is not None and status.st_size != size:
+            return f"has {status.st_size:,} bytes instead of {size:,}"
+        return None if checksum_of(path) == checksum else "is damaged: its content does not match its checksum"
+    except FileNotFoundError:
+        return MISSING
+    except OSError as error:
+        return f"cannot be read: {error}"
 
 
 def check_is_name(argument: str, name: str) -> None:
@@ -360,6 +533,12 @@ def checkpoints_in(directory: Path) -> list[os.DirEntry[str]]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     return [entry for entry in candidates if entry.is_file(follow_symlinks=False)]
+
+
+def names_in(directory: Path) -> list[str]:
+    """Return the names of the checkpoints of a directory, sharded ones too."""
+    sharded = {entry.file for entry in Manifest(directory).entries() if entry.shards is not None}
+    return sorted({*sharded, *(entry.name for entry in checkpoints_in(directory))})
 
 
 def check_save_on_rank(save_on_rank: int | str) -> None:
@@ -391,7 +570,7 @@ def safetensors() -> Any:
     return load_optional("safetensors.torch", extra="safetensors", needed_by=f"a checkpoint in a {SAFETENSORS} file")
 
 
-def _as_safetensors(checkpoint: Any) -> bytes:
+def as_safetensors(checkpoint: Any) -> bytes:
     """Serialize a dict of tensors."""
     values = list(checkpoint.values()) if isinstance(checkpoint, Mapping) else [[checkpoint]]
     if kinds := sorted({type(one).__name__ for one in values if not isinstance(one, torch.Tensor)}):
@@ -440,6 +619,9 @@ def _read(path: Path, file: str, checksum: str) -> Entry:
     objects = values["objects"]
     if objects is not None and not (isinstance(objects, list) and all(isinstance(one, str) for one in objects)):
         raise ValueError(f"objects is {objects!r}")
+    shards = values["shards"]
+    if shards is not None and not (isinstance(shards, dict) and all(map(_SHARD.fullmatch, shards))):
+        raise ValueError(f"shards is {shards!r}")
     if entry.file != file or entry.checksum != f"crc32:{checksum}":
         raise ValueError("its content does not match its name")
     return entry

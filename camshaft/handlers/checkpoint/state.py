@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from camshaft.errors import described
 from camshaft.handlers.checkpoint.savers import is_writer, writers
+from camshaft.handlers.checkpoint.shards import Chunk, Chunks, like, own_chunk, sharded_type
 from camshaft.handlers.utils import check_type
 
 CHECKPOINTER = "checkpointer"
@@ -73,10 +74,11 @@ def unwrap(target: Any) -> Any:
     return target
 
 
-def take_state(objects: Any, save_on_rank: int | str) -> Any:
+def take_state(objects: Any, save_on_rank: int | str, gather: bool = True) -> Any:
     """Replace every object in nested containers by its state.
 
-    Sharded state is gathered where it is written; all ranks take part, and the others return placeholders.
+    Sharded state is gathered where it is written, unless ``gather`` is false; all ranks take part, and the others
+    return placeholders.
     """
     keep = is_writer(save_on_rank)
 
@@ -86,7 +88,7 @@ def take_state(objects: Any, save_on_rank: int | str) -> Any:
                 one.consolidate_state_dict(to=rank)
             return one.state_dict() if keep else {}
         state = unwrap(one).state_dict()
-        return _map(lambda leaf: _gathered(leaf, keep), state) if _is_sharded(state) else state
+        return _map(lambda leaf: _gathered(leaf, keep), state) if gather and _is_sharded(state) else state
 
     return _map(state_of, objects, "state_dict")
 
@@ -96,14 +98,64 @@ def load_state(target: Any, state: Any, module_options: Mapping[str, Any]) -> No
     target = unwrap(target)
     if isinstance(target, nn.Module):
         state, own = _without_prefix(state), target.state_dict()
-        if _is_sharded(own):
+        if _is_sharded(own) or _has_chunks(state):
             state = copy.copy(state)  # not a new dict: the state of a module has attributes
-            state.update({name: _sharded_like(own.get(name), value) for name, value in state.items()})
+            state.update({name: like(own.get(name), value) for name, value in state.items()})
         target.load_state_dict(state, **module_options)
-    elif isinstance(target, torch.optim.Optimizer) and _is_sharded(target.param_groups):
+    elif isinstance(target, torch.optim.Optimizer) and (_is_sharded(target.param_groups) or _has_chunks(state)):
         target.load_state_dict({**state, "state": _sharded_optimizer_state(target, state)})
+    elif _has_chunks(state):
+        own = dict(walk(target.state_dict())) if hasattr(target, "state_dict") else {}
+        target.load_state_dict(_replaced(lambda where, leaf: like(own.get(where), leaf), state))
     else:
         target.load_state_dict(state)
+
+
+def split(state: Any, is_first: bool) -> dict[str, Any]:
+    """Return what this rank holds of a state: its chunks of sharded tensors and, on one rank, everything else.
+
+    Returns:
+        ``chunks``, by path; ``shapes`` of the whole tensors; ``state``, with tensors without memory in place of the
+        sharded ones, ``None`` on other ranks.
+    """
+    kind = sharded_type()
+    sharded = {where: leaf for where, leaf in walk(state) if kind and isinstance(leaf, kind)}
+    found = {where: own_chunk(leaf) for where, leaf in sharded.items()}
+
+    def placeholder(where: str, leaf: Any) -> Any:
+        if where not in sharded:
+            return leaf
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta" if leaf.numel() else None)
+
+    return {
+        "chunks": {where: chunk for where, chunk in found.items() if chunk is not None},
+        "shapes": {where: tuple(leaf.shape) for where, leaf in sharded.items()},
+        "state": _replaced(placeholder, state) if is_first else None,
+    }
+
+
+def joined(shards: Iterable[Mapping[str, Any]]) -> Any:
+    """Return the state that :func:`split` has split, with :class:`Chunks` in place of sharded tensors.
+
+    >>> joined([split({"a": torch.ones(2), "b": (1, 2)}, is_first=True)])
+    {'a': tensor([1., 1.]), 'b': (1, 2)}
+    """
+    chunks = defaultdict[str, list[Chunk]](list)
+    state = None
+    for shard in shards:
+        state = shard["state"] if shard["state"] is not None else state
+        for where, chunk in shard["chunks"].items():
+            chunks[where].append(chunk)
+
+    def in_chunks(where: str, leaf: Any) -> Any:
+        return Chunks(where, leaf, chunks[where]) if where in chunks else leaf
+
+    return _replaced(in_chunks, state)
+
+
+def whole(state: Any) -> Any:
+    """Return a state with all :class:`Chunks` read."""
+    return _replaced(lambda where, leaf: like(None, leaf), state)
 
 
 def _map(function: Callable[[Any], Any], value: Any, attribute: str = "") -> Any:
@@ -113,6 +165,17 @@ def _map(function: Callable[[Any], Any], value: Any, attribute: str = "") -> Any
     if isinstance(value, Mapping):
         return {key: _map(function, one, attribute) for key, one in value.items()}
     return [_map(function, one, attribute) for one in value]
+
+
+def _replaced(function: Callable[[str, Any], Any], value: Any, where: str = "") -> Any:
+    """Apply a function to paths and values of :func:`walk`; keep containers in which nothing changes."""
+    if not is_container(value):
+        return function(where, value)
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    new = [(key, one, _replaced(function, one, f"{where}[{key!r}]")) for key, one in items]
+    if all(one is changed for _, one, changed in new):
+        return value
+    return {key: one for key, _, one in new} if isinstance(value, Mapping) else [one for _, _, one in new]
 
 
 def _without_prefix(state: Any) -> Any:
@@ -131,30 +194,21 @@ def _without_prefix(state: Any) -> Any:
 # model of each optimizer and names the optimizer's state by parameters; these files are those of unsharded optimizers.
 
 
-def _sharded_type() -> Any:
-    """Return the type of sharded tensors; if its module is not imported, there are none."""
-    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+def _has_chunks(state: Any) -> bool:
+    return any(isinstance(leaf, Chunks) for _, leaf in walk(state))
 
 
 def _is_sharded(state: Any) -> bool:
-    kind = _sharded_type()
+    kind = sharded_type()
     return bool(kind) and any(isinstance(leaf, kind) for _, leaf in walk(state))
 
 
 def _gathered(leaf: Any, keep: bool) -> Any:
     """Gather a sharded tensor in host memory, or return an empty one where it is not needed."""
-    if not isinstance(leaf, _sharded_type()):
+    if not isinstance(leaf, sharded_type()):
         return leaf
     full = leaf.full_tensor()
     return full.cpu() if keep else torch.empty(0)
-
-
-def _sharded_like(own: Any, value: Any) -> Any:
-    """Return this rank's shard of a full tensor if the one that it replaces is sharded."""
-    if not isinstance(own, _sharded_type()) or getattr(value, "shape", None) != own.shape:
-        return value
-    distribute: Any = sys.modules["torch.distributed.tensor"].distribute_tensor
-    return distribute(value.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
 
 
 def _sharded_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[Any, Any]:
@@ -163,6 +217,6 @@ def _sharded_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[st
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     owners = dict(zip(numbers, parameters, strict=False))
     return {
-        number: {name: _sharded_like(owners.get(number), value) for name, value in one.items()}
+        number: {name: like(owners.get(number), value) for name, value in one.items()}
         for number, one in state["state"].items()
     }

@@ -24,7 +24,8 @@ from torch import nn
 from camshaft import activity
 from camshaft.distributed import get_rank
 from camshaft.distributed.coordination.diagnosis import (
-    _is_in_backward,
+    BACKWARD,
+    _operation_in,
     departed,
     describe,
     divergence,
@@ -37,6 +38,7 @@ from tests.ranks import on_ranks
 
 ROOTED_FROM, ROOTED_TO = ("broadcast", "scatter"), ("reduce", "gather")
 AUTOGRAD = "/site-packages/torch/autograd/graph.py:979 in _engine_run_backward"
+DIRECT = "/site-packages/torch/distributed/distributed_c10d.py:5356 in barrier"
 LEFT = "has left the run without an error"
 
 
@@ -53,7 +55,7 @@ class Step:
     how: str = ""
     root: str = ""
     value: str = ""
-    kind: str = "call"  # or "backward", "async", "local backward", "busy", "idle"
+    kind: str = "call"  # or "direct", to torch, "backward", "async", "local backward", "busy", "idle"
 
     @property
     def call(self):
@@ -149,7 +151,7 @@ class Job:
             texts = (step.collective, step.how, step.root, step.value, step.line)
             number = one.history[-1].number + 1 if one.history else 1
             one.history.append(Entry(number, name, one.calls[name], *texts, self.now, None, False))
-        if step.kind in ("call", "backward", "async"):
+        if step.kind in ("call", "direct", "backward", "async"):
             for _ in range(3 if step.kind == "backward" else 1):
                 key = self.torch_name(step.ranks)
                 one.torch[key] += 1
@@ -160,7 +162,7 @@ class Job:
 
     def can_leave(self, one):
         step = one.step
-        if step.kind == "backward":
+        if step.kind in ("direct", "backward"):
             return step not in one.unfinished.values()
         if step.kind != "call":
             return True
@@ -195,6 +197,7 @@ class Job:
                     "/site-packages/torch/distributed/distributed_c10d.py:1 in wait",
                     "/camshaft/distributed/x.py:1 in f",
                 ],
+                "direct": [DIRECT],
                 "backward": [AUTOGRAD],
                 "local backward": [AUTOGRAD],
             }
@@ -209,13 +212,19 @@ class Job:
             "stack": stack,
             "doing": "",
             "torch": dict(one.torch),
-            "unfinished": dict(Counter(key for key, _ in one.unfinished)),
+            "unfinished": self.unfinished_of(one),
             "since": one.began,
             "cpu": 0.0,
             "idle_for": self.now - one.began if is_idle else 0.0,
             "left": one.left,
             "failure": None,
         }
+
+    def unfinished_of(self, one):
+        found = defaultdict(list)
+        for (key, number), step in one.unfinished.items():
+            found[key].append([number, step.collective])
+        return dict(found)
 
     def look(self, one):
         """Take a snapshot of a rank."""
@@ -270,7 +279,7 @@ def verdicts(job):
 
 
 @st.composite
-def programs(draw, most=30):
+def programs(draw, most=30, kinds=("direct", "backward", "async", "local backward", "busy", "idle")):
     """Return what the ranks of a job do: all of them call the collectives of their groups in the same order."""
     size = draw(st.integers(2, 4))
     groups = [tuple(range(size))]
@@ -279,11 +288,15 @@ def programs(draw, most=30):
     steps = []
     for number in range(draw(st.integers(1, most))):
         line = f"/job/train.py:{number + 10} in main"
-        kind = draw(st.sampled_from(("call",) * 8 + ("backward", "async", "local backward", "busy", "idle")))
+        kind = draw(st.sampled_from(("call",) * 8 + kinds))
         ranks = draw(st.sampled_from(groups))
         if kind != "call":
-            ranks = groups[0] if kind != "async" else ranks
-            who = ranks if kind in ("backward", "async") else draw(st.permutations(ranks))[: draw(st.integers(1, size))]
+            ranks = ranks if kind in ("direct", "async") else groups[0]
+            who = (
+                ranks
+                if kind in ("direct", "backward", "async")
+                else draw(st.permutations(ranks))[: draw(st.integers(1, size))]
+            )
             steps.append((who, Step(line, ranks, kind=kind)))
             continue
         collective = draw(
@@ -317,7 +330,8 @@ def test_correct_programs_get_no_verdict(program, seed, history):
 @st.composite
 def mistakes(draw):
     """Return programs of which one differs in one call, and the rank that makes the mistake."""
-    program = draw(programs())
+    # a call of torch matches an asynchronous one of another rank, unless their names differ
+    program = draw(programs(kinds=("backward", "async", "local backward", "busy", "idle")))
     rank = draw(st.integers(0, len(program) - 1))
     steps = program[rank]
     kind = draw(st.sampled_from(("changed", "dropped", "added")))
@@ -496,7 +510,9 @@ def test_a_root_that_may_leave_without_the_rank_that_waits_for_it_is_not_in_a_de
         ({}, True),
         ({"idle_for": 1.0}, False),  # a slow backward pass
         ({"unfinished": {}}, False),  # on a GPU, or waiting for something else than a reduction
-        ({"torch": {"0: all": 4}, "unfinished": {"0: all": 1}}, False),  # behind
+        ({"torch": {"0: all": 4}, "unfinished": {"0: all": [[4, "all_reduce"]]}}, False),  # behind
+        ({"since": 98.0}, False),  # it was idle before
+        ({"unfinished": {"0: all": []}}, True),
         ({"unfinished": None}, True),  # a torch that does not count them
         ({"stack": ["/job/offload.py:3 in backward", f"/x{AUTOGRAD}"]}, False),  # code of the user
         ({"stack": ["/x/site-packages/torch/optim/adam.py:3 in step", "/job/train.py:9 in step"]}, False),
@@ -504,20 +520,169 @@ def test_a_root_that_may_leave_without_the_rank_that_waits_for_it_is_not_in_a_de
 )
 def test_a_backward_pass_that_other_ranks_skip(status, is_found):
     stack = [f"/x{AUTOGRAD}", "/x/site-packages/torch/_tensor.py:6 in backward", "/job/train.py:9 in step"]
-    evidence = {"stack": stack, "idle_for": 9.0, "torch": {"0: all": 7}, "unfinished": {"0: all": 2}}
+    evidence = {"stack": stack, "idle_for": 9.0, "torch": {"0: all": 7}}
+    evidence["unfinished"] = {"0: all": [[6, "all_reduce"], [7, "all_reduce"]]}
     inside = snapshot(0, **{**evidence, **status})
-    other = snapshot(1, call(collective="barrier"), torch={"0: all": 6}, unfinished={"0: all": 1})
+    other = in_recorded_barrier(torch={"0: all": 6}, unfinished={"0: all": [[6, "all_reduce"]]})
     text = divergence([inside, other], NOW)
     assert (text is not None) == is_found
     assert not is_found or ("backward (gradient reduction)" in text and "/job/train.py:9 in step" in text)
 
 
-@pytest.mark.parametrize("unfinished", [{"0: all": 1}, {}])
-def test_a_rank_that_completed_the_reductions_of_a_backward_pass_is_ahead_of_it(unfinished):
+def in_recorded_barrier(**status):
+    entry = call(collective="barrier")
+    return snapshot(1, entry, stack=[DIRECT, "/x/camshaft/distributed/collectives.py:9 in f", entry.line], **status)
+
+
+@pytest.mark.parametrize(
+    ("other", "is_found"),
+    [
+        ({"unfinished": {"0: all": [[7, "all_reduce"]]}}, True),
+        ({"unfinished": {"0: all": []}}, True),
+        ({"unfinished": {}}, False),  # it begins its barrier
+        ({"unfinished": None}, False),
+        ({"unfinished": None, "idle_for": 2.0}, True),
+    ],
+)
+def test_a_rank_that_completed_the_reductions_of_a_backward_pass_is_ahead_of_it(other, is_found):
     stack = [f"/x{AUTOGRAD}", "/job/train.py:9 in step"]
-    inside = snapshot(0, stack=stack, idle_for=9.0, torch={"0: all": 7}, unfinished={"0: all": 1})
-    other = snapshot(1, call(collective="barrier"), torch={"0: all": 7}, unfinished=unfinished)
-    assert (divergence([inside, other], NOW) is not None) == bool(unfinished)  # else, it begins its barrier
+    inside = snapshot(0, stack=stack, idle_for=9.0, torch={"0: all": 7}, unfinished={"0: all": [[7, "all_reduce"]]})
+    assert (divergence([inside, in_recorded_barrier(torch={"0: all": 7}, **other)], NOW) is not None) == is_found
+
+
+# --- collectives that are called on torch directly ---
+
+
+OWN = "/job/train.py:9 in step"
+INSIDE = "/x/site-packages/torch/"
+
+
+def direct(rank, number=7, name="barrier", size=2, **status):
+    """Return a snapshot of a rank that waits in a collective of torch without a record."""
+    inner = f"{INSIDE}distributed/distributed_c10d.py:5356 in {name}"
+    defaults = {"idle_for": 9.0, "torch": {"0: all": number}, "unfinished": {"0: all": [[number, name]]}}
+    return snapshot(rank, size=size, **{"stack": [inner, OWN], **defaults, **status})
+
+
+@pytest.mark.parametrize(
+    ("stack", "what"),
+    [
+        (["distributed/distributed_c10d.py:9 in barrier", "distributed/c10d_logger.py:83 in wrapper"], ".barrier"),
+        (["distributed/distributed_c10d.py:9 in all_gather", "distributed/distributed_c10d.py:8 in all_gather_object"],
+         ".all_gather_object"),
+        (["distributed/distributed_c10d.py:9 in all_gather", "distributed/fsdp/_fully_shard/_fsdp_state.py:8 in f",
+          "nn/modules/module.py:7 in _call_impl"], "FSDP (parameters or gradients)"),
+        (["distributed/fsdp/_fully_shard/_fsdp_collectives.py:9 in foreach_all_gather_copy_out",
+          "nn/modules/module.py:7 in _call_impl"], "FSDP (parameters or gradients)"),
+        (["distributed/utils.py:9 in _verify_param_shape_across_processes", "nn/parallel/distributed.py:8 in __init__"],
+         "DistributedDataParallel (parameters or buffers)"),
+        (["_ops.py:9 in __call__", "distributed/_functional_collectives.py:8 in wait_tensor"], "torch.distributed"),
+    ],
+)  # fmt: skip
+def test_the_report_of_a_hang_names_collectives_that_torch_was_asked_for_directly(stack, what):
+    waiting = direct(0, stack=[*(INSIDE + line for line in stack), OWN])
+    report = hang_report([waiting, snapshot(1, torch={"0: all": 6})], 0, NOW)
+    first, second, *_ = report.text.splitlines()
+    assert re.fullmatch(rf"rank 0 has been waiting for 10 s in .*{re.escape(what)} at {OWN}, for rank 1:", first)
+    assert second == f"  rank 1 is at /job/train.py:20 in main, in epoch 2, iteration 7 of the run at {TRAIN}"
+    assert report.is_alarm
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        {"idle_for": 0.0},  # it computes, or the collective progresses
+        {"since": 99.5},  # it has just begun
+        {"unfinished": {}},  # it waits for something else, such as other processes to connect
+        {"stack": [f"{INSIDE}nn/modules/linear.py:9 in forward", f"{INSIDE}distributed/fsdp/api.py:8 in f", OWN]},
+        {"stack": [OWN, f"{INSIDE}distributed/fsdp/_fully_shard/_fsdp_state.py:8 in f"]},
+        {"stack": [DIRECT, "/x/camshaft/distributed/backends/native/backend.py:9 in barrier", OWN]},  # it has completed
+    ],
+)
+def test_ranks_that_do_not_wait_in_torch_have_no_report(status):
+    assert hang_report([direct(0, **status), snapshot(1, torch={"0: all": 6})], 0, NOW) is None
+
+
+def test_a_collective_of_torch_on_one_rank_and_a_recorded_one_on_the_other():
+    behind = snapshot(1, call(how="SUM"), torch={"0: all": 6}, unfinished={})
+    text = divergence([direct(0), behind], NOW)
+    assert text == (
+        "the ranks wait for each other, and none of them can proceed:\n"
+        "        collective                 ranks  how  line                     waits for\n"
+        "rank 0  torch.distributed.barrier  all    -    /job/train.py:9 in step  rank 1\n"
+        "rank 1  all_reduce                 all    SUM  /job/train.py:5 in step  rank 0"
+    )
+    inside = in_recorded_barrier(torch={"0: all": 7}, unfinished={"0: all": [[7, "all_reduce"]]})
+    assert divergence([direct(0), inside], NOW) is not None
+
+
+def test_different_collectives_of_torch_under_the_same_number():
+    ranks = [direct(0, size=3), direct(1, name="all_reduce", size=3), direct(2, size=3)]
+    text = divergence(ranks, NOW)
+    assert re.search(r"ranks 0, 2  torch.distributed.barrier     all    /job/train.py:9 in step  rank 1\n", text)
+    assert re.search(r"rank 1      torch.distributed.all_reduce  all    /job/train.py:9 in step  ranks 0, 2$", text)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        direct(1),  # the collective takes long
+        direct(1, 8, unfinished={"0: all": [[7, "barrier"], [8, "barrier"]]}),  # it has begun the next one, too
+        snapshot(1, torch={"0: all": 6}),  # computes
+        snapshot(1, torch={"0: all": 6}, idle_for=50.0),  # sleeps
+        direct(1, 3, torch={"0: all": 6, "1: [1, 2]": 3}, unfinished={"1: [1, 2]": [[3, "barrier"]]}),  # is late
+        # began it without waiting, and waits elsewhere: in the store, or in another group
+        snapshot(1, call(), torch={"0: all": 7}, unfinished={"0: all": [[7, "barrier"]]}),
+        snapshot(
+            1,
+            call(group="[0, 1]"),
+            stack=[DIRECT, call().line],
+            torch={"0: all": 7},
+            unfinished={"0: all": [[7, "barrier"]]},
+        ),
+    ],
+)
+def test_no_verdict_on_ranks_that_may_proceed_in_collectives_of_torch(other):
+    ranks = [direct(0, size=3), replace(other, world_size=3), snapshot(2, size=3, torch={"0: all": 6, "1: [1, 2]": 2})]
+    assert verdicts_on(ranks) == []
+
+
+def verdicts_on(ranks):
+    found = [departed(ranks, one.rank, NOW) for one in ranks] + [stopped(ranks, NOW), divergence(ranks, NOW)]
+    return [text for text in found if text is not None]
+
+
+@pytest.mark.parametrize(
+    ("inner", "missing"),
+    [
+        ("distributed/fsdp/_fully_shard/_fsdp_collectives.py:9 in f", [2]),
+        ("distributed/distributed_c10d.py:9 in b", [1, 2]),
+    ],
+)
+def test_of_several_collectives_fsdp_may_wait_for_the_first_one_and_a_call_waits_for_the_last_one(inner, missing):
+    unfinished = {"0: all": [[7, "all_gather"], [8, "all_gather"]]}
+    waiting = direct(0, 8, size=3, stack=[INSIDE + inner, OWN], unfinished=unfinished)
+    others = [snapshot(1, torch={"0: all": 7}, size=3), snapshot(2, torch={"0: all": 6}, size=3)]
+    assert hang_report([waiting, *others], 0, NOW).missing == missing
+
+
+def test_a_root_in_torch_that_may_leave_without_the_rank_that_waits_for_it():
+    root = direct(0, name="broadcast_object_list", size=3, unfinished={"0: all": [[7, "broadcast"]]})
+    waits = snapshot(1, call(group="[0, 1]"), size=3, torch={"0: all": 6})
+    assert divergence([root, waits, snapshot(2, size=3, torch={"0: all": 6})], NOW) is None
+    every = direct(0, size=3)
+    assert divergence([every, waits, snapshot(2, size=3, torch={"0: all": 6})], NOW) is not None
+
+
+@pytest.mark.parametrize("counts", [{"0: all": 6}, {"0: all": 7}])
+def test_a_rank_that_stopped_or_left_while_another_one_waits_in_torch(counts):
+    is_behind = counts["0: all"] < 7
+    ended = snapshot(1, engines=[], ended=[ENDED], torch=counts)
+    assert (stopped([direct(0), ended], NOW) is not None) == is_behind
+    left = snapshot(1, left=LEFT, torch=counts)
+    text = "rank 1 has left the run without an error; it had not called any collective, in epoch 2, iteration 7 of the "
+    text += f"run at {TRAIN}; rank 0 waits for it in torch.distributed.barrier at {OWN}"
+    assert departed([direct(0), left], 0, NOW) == ((1, text) if is_behind else None)
 
 
 @pytest.mark.parametrize(("collective", "is_found"), [("all_reduce", True), ("broadcast", False)])
@@ -765,7 +930,8 @@ def test_a_rank_that_waits_for_reductions_inside_backward():
     numbers = [None, None]
     dist.all_gather_object(numbers, (number, found[0]["unfinished"]))
     assert numbers[0][0] > numbers[1][0]
-    assert numbers[0][1] in (None, {"0: all": numbers[0][0] - numbers[1][0]}), "torch 2.9 does not tell"
+    missing = [[number, "all_reduce"] for number in range(numbers[1][0] + 1, numbers[0][0] + 1)]
+    assert numbers[0][1] in (None, {"0: all": missing}), "torch 2.9 does not tell"
     assert numbers[1][1] in (None, {})
     if rank == 0:
-        assert _is_in_backward(found[0]["stack"])
+        assert _operation_in(found[0]["stack"]) == BACKWARD

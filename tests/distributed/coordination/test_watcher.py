@@ -24,6 +24,7 @@ from camshaft.distributed import run
 from camshaft.distributed.coordination import diagnosis
 from camshaft.distributed.coordination import watcher as module
 from camshaft.distributed.coordination.watcher import Watcher
+from camshaft.distributed.record import STACKS, Record
 from camshaft.engine import Engine, Events
 from camshaft.errors import RankDivergenceError, RankFailedError
 from camshaft.handlers import EarlyStopping, TerminateOnNan, TimeLimit
@@ -342,6 +343,62 @@ def test_each_long_wait_is_reported_once_with_what_the_other_rank_does():
     for text in reports:
         assert "rank 0 has been waiting" in text
         assert "in be_busy" in text
+
+
+def fsdp():
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(torch.nn.Linear(4, 4))(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("wait", [dist.barrier, pytest.param(fsdp, marks=pytest.mark.jobs)])
+@on_ranks(2, limit=60.0)
+def test_a_rank_that_waits_in_a_collective_of_torch_itself_diverges_too(wait):
+    idist.all_reduce(1)
+    with pytest.raises(RankDivergenceError, match=r"rank 0 +(torch.distributed.barrier|FSDP)(.|\n)*rank 1 +all_reduce"):
+        Engine(lambda engine, batch: idist.all_reduce(torch.ones(2)) if idist.get_rank() else wait()).run([0])
+
+
+@pytest.mark.jobs
+@on_ranks(2, limit=60.0)
+def test_each_long_wait_in_a_collective_of_torch_itself_is_reported_once():
+    run.current().job.find(Watcher)._report_after = 2.0
+    idist.all_reduce(1)
+    texts = logged()
+    for _ in range(2):
+        if idist.get_rank() == 1:
+            be_busy()
+            be_busy()
+        dist.barrier()
+    reports = [text for text in texts if "has been waiting" in text]
+    assert len(reports) == (0 if idist.get_rank() else 2), texts
+    for text in reports:
+        assert "s in torch.distributed.barrier at" in text
+        assert "in be_busy" in text
+
+
+def test_a_second_wait_is_reported_though_nobody_looked_between_the_two():
+    watcher, texts, reports = Watcher(StoreOnly(dist.HashStore()), None), logged(), []
+    for now, call in ((61, ("barrier", 1)), (100, ("barrier", 1)), (130, ("barrier", 2)), (131, ("barrier", 2))):
+        report = diagnosis.Report(str(now), True, [1], call)
+        found = {"waited": mock.Mock(return_value=61.0), "hang_report": mock.Mock(return_value=report)}
+        with mock.patch.multiple(diagnosis, **found), mock.patch.object(module, "_dumped", return_value=""):
+            watcher._report({0: mock.Mock()}, now)
+        reports.append(list(texts))
+    watcher.close()
+    assert reports == [["61"], ["61"], ["61", "130"], ["61", "130"]]
+
+
+def test_the_last_rank_of_a_job_removes_the_files_of_those_that_were_killed_after_they_had_left(tmp_path):
+    first, second = Record(0, 2, tmp_path), Record(1, 2, tmp_path)
+    second.write_status({"left": "has left the run without an error"})
+    second.close(keep=True)
+    for record in (first, second):
+        record.path.with_suffix(STACKS).touch()
+    watcher = Watcher(StoreOnly(dist.HashStore()), first)
+    with mock.patch.object(watcher, "_local", return_value={1: module.read(second.path)}):
+        watcher.close()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.jobs

@@ -634,7 +634,7 @@ def test_the_order_of_the_arguments_is_part_of_the_interface():
     assert list(inspect.signature(ModelCheckpoint).parameters) == [
         *("dirname", "filename_prefix", "score_function", "score_name", "n_saved", "atomic", "require_empty"),
         *("create_dir", "global_step_transform", "filename_pattern", "include_self", "greater_or_equal"),
-        *("save_on_rank", "asynchronous", "kwargs"),
+        *("save_on_rank", "asynchronous", "sharded", "kwargs"),
     ]
 
 

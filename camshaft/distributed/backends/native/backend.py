@@ -7,7 +7,7 @@ import socket
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from camshaft.distributed.backend import Backend, Group, Work, accelerator, check_known
 from camshaft.distributed.backends.dtypes import FLOAT8, as_bytes, check_reducible, from_bytes, reduced_as
@@ -73,6 +74,7 @@ class NativeBackend(Backend):
     ) -> None:
         config = dist.get_backend_config()
         self.name = dist.get_backend()
+        self.has_meshes = self.name != "mpi"  # torch's operations on distributed tensors are not made for it
         self.topology = topology
         self.assumed = assumed
         self.device = device
@@ -214,6 +216,17 @@ class NativeBackend(Backend):
             group, _ = make(len(ranks), ranks.index(self.topology.rank), ranks, kind, store, name, timeout=timeout)
             _torch_world.pg_group_ranks[group] = {member: place for place, member in enumerate(ranks)}
             return gloo.connected(group)
+
+    def new_mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
+        """Create a mesh, and wait until the members of its groups are connected."""
+        with gloo.using(self._interface):
+            mesh = init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+            both = [mesh["dp_shard", "cp"]._flatten("dp_shard_cp")] if "cp" in axes else []
+        for group in (group for one in (mesh, *both) for group in one.get_all_groups()):
+            gloo.connected(group)
+            if self._timeout is not None:  # torch has no argument for it
+                dist.distributed_c10d._set_pg_timeout(self._timeout, group)
+        return mesh
 
     def ranks_of(self, group: Any) -> Sequence[int] | None:
         """Return the ranks of an existing process group; an empty tuple for what torch returns to non-members."""

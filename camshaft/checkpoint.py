@@ -1,0 +1,198 @@
+"""List, verify, merge, and compare checkpoints.
+
+python -m camshaft.checkpoint list checkpoints
+python -m camshaft.checkpoint verify checkpoints
+python -m camshaft.checkpoint consolidate checkpoints/checkpoint_30.sharded model.safetensors --object model
+python -m camshaft.checkpoint diff checkpoints/checkpoint_20.sharded checkpoints/checkpoint_30.pt
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from camshaft.errors import DamagedCheckpointError
+from camshaft.files import write_atomically
+from camshaft.handlers.checkpoint.loading import read_checkpoint
+from camshaft.handlers.checkpoint.savers import MISSING, SAFETENSORS, Entry, Manifest, as_safetensors, names_in
+from camshaft.handlers.checkpoint.shards import Chunks
+from camshaft.handlers.checkpoint.state import walk, whole
+from camshaft.text import aligned
+
+Row = dict[str, Any]
+"""What is printed about a checkpoint or a value; the keys are those of ``--json``."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command, and return the exit code: 1 for damage or differences, 2 if it cannot be done.
+
+    >>> import tempfile
+    >>> from camshaft.handlers import DiskSaver
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     DiskSaver(folder)({"weight": torch.ones(2)}, "model_30.pt", {"step": 30})
+    ...     main(["verify", folder])
+    checkpoint   step  problem
+    model_30.pt  30    -
+    0
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m camshaft.checkpoint", description=(__doc__ or "").partition("\n")[0]
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--json", action="store_true", help="print one JSON object per line")
+    for name, text in {
+        "list": "print the checkpoints of a directory, the newest first, and whether they are complete",
+        "verify": "read all files and compare them with their checksums; exit with 1 if one is damaged or missing",
+    }.items():
+        command = commands.add_parser(name, help=text, description=text, parents=[shared])
+        command.add_argument("directory", type=Path, help="where the checkpoints are")
+    text = "write a checkpoint to one file that torch.load, or the safetensors library, reads"
+    command = commands.add_parser("consolidate", help=text, description=text)
+    command.add_argument("checkpoint", type=Path, help="a directory of shards, or a file")
+    command.add_argument(
+        "file", type=Path, help=f"the new file; the suffix {SAFETENSORS} is for the weights of a model"
+    )
+    command.add_argument("--object", help="only this object of the checkpoint, such as 'model'")
+    text = "print the values that differ between two checkpoints; exit with 1 if there are any"
+    command = commands.add_parser("diff", help=text, description=text, parents=[shared])
+    command.add_argument("first", type=Path, help="a directory of shards, or a file")
+    command.add_argument("second", type=Path, help="another one, in any layout")
+    options = parser.parse_args(arguments)
+    try:
+        if options.command == "consolidate":
+            consolidate(options.checkpoint, options.file, options.object)
+            return 0
+        if options.command == "diff":
+            rows = list(differences(options.first, options.second))
+            is_good, nothing = not rows, "no differences"
+        else:
+            is_verify = options.command == "verify"
+            rows = checkpoints(options.directory, is_verify)
+            is_good, nothing = not is_verify or not any(row["problem"] for row in rows), "no checkpoints"
+    except (DamagedCheckpointError, OSError, ValueError, TypeError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    if options.json:
+        sys.stdout.write("".join(f"{json.dumps(row)}\n" for row in rows))
+    else:
+        columns = list(rows[0]) if rows else []
+        cells = [[_text(row[name]) for name in columns] for row in rows]
+        sys.stdout.write(f"{aligned([columns, *cells]) if rows else nothing}\n")
+    return 0 if is_good else 1
+
+
+def checkpoints(directory: Path, is_verify: bool) -> list[Row]:
+    """Return what the manifest of a directory says of each checkpoint, the newest first, and what is wrong with it.
+
+    Args:
+        directory: where the checkpoints are.
+        is_verify: compare the content of all files with the checksums; otherwise only look at their sizes.
+
+    Raises:
+        ValueError: it is not a directory, or it is a checkpoint itself.
+    """
+    if not directory.is_dir():
+        raise ValueError(f"DIR must be an existing directory, got '{directory}'")
+    if Manifest(directory.parent).lists(directory.name):
+        raise ValueError(f"'{directory}' is a checkpoint: pass the directory that contains it")
+    rows: dict[str, Row] = {}
+    for entry in Manifest(directory).entries():
+        path = directory / entry.file
+        problem = entry.unreadable or (entry.problem(path) if is_verify else _incomplete(entry, path))
+        row = {"checkpoint": entry.file, "step": entry.step}
+        if not is_verify:
+            ranks = None if entry.shards is None else len(entry.shards)
+            row |= {"score": entry.score, "size": entry.size, "ranks": ranks}
+        if entry.file not in rows or problem is None:  # the save that replaces it may have been interrupted
+            rows[entry.file] = {**row, "problem": problem}
+    unlisted = "is not in the manifest, and cannot be verified"
+    files = dict.fromkeys(names_in(directory), unlisted)
+    with os.scandir(directory) as found:
+        folders = [one.name for one in found if one.is_dir(follow_symlinks=False) and any(Path(one).glob("shard-*.pt"))]
+    for name, problem in {**files, **dict.fromkeys(folders, "is incomplete: its save was interrupted")}.items():
+        if name not in rows:
+            keys = ("step",) if is_verify else ("step", "score", "size", "ranks")
+            rows[name] = {"checkpoint": name, **dict.fromkeys(keys), "problem": problem}
+    return list(rows.values())
+
+
+def consolidate(checkpoint: Path, file: Path, name: str | None = None) -> None:
+    """Write a checkpoint, or one object of it, to a file that must not exist yet.
+
+    Raises:
+        ValueError: the file exists or has another suffix, or the checkpoint has no such object.
+        TypeError: a ``.safetensors`` file cannot hold it.
+        DamagedCheckpointError: the checkpoint is damaged or incomplete.
+    """
+    if file.suffix not in (".pt", SAFETENSORS):
+        raise ValueError(f"FILE must end in .pt or {SAFETENSORS}, got '{file}'")
+    if os.path.lexists(file):
+        raise ValueError(f"FILE must not exist, got '{file}'")
+    state = read_checkpoint(checkpoint)
+    if name is not None:
+        if not isinstance(state, Mapping) or name not in state:
+            held = list(state) if isinstance(state, Mapping) else type(state).__name__
+            raise ValueError(f"--object must be one of {held}, got {name!r}")
+        state = state[name]
+    state = whole(state)
+    if file.suffix == SAFETENSORS:
+        content = as_safetensors(state)
+        write_atomically(file, lambda opened: opened.write(content))
+    else:
+        write_atomically(file, lambda opened: torch.save(state, opened))
+
+
+def differences(first: Path, second: Path) -> Iterator[Row]:
+    """Yield the values that differ between two checkpoints, whatever their layouts, with the largest difference."""
+    states = [dict(walk(read_checkpoint(path))) for path in (first, second)]
+    for where in dict.fromkeys([*states[0], *states[1]]):
+        if not all(where in state for state in states):
+            yield {"value": where, "difference": f"only in {first if where in states[0] else second}", "largest": None}
+            continue
+        a, b = (_read(state[where]) for state in states)
+        if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+            if type(a) is not type(b) or (a != b and not (a != a and b != b)):  # NaN is not equal to itself
+                yield {"value": where, "difference": f"{a!r:.40} and {b!r:.40}", "largest": None}
+        elif a.shape != b.shape or a.dtype != b.dtype:
+            shapes = (f"{tuple(one.shape)} {str(one.dtype).removeprefix('torch.')}" for one in (a, b))
+            yield {"value": where, "difference": " and ".join(shapes), "largest": None}
+        elif num_different := int(((a != b) & ~((a != a) & (b != b))).sum()):
+            kind = torch.complex128 if a.is_complex() else torch.float64
+            distance = (a.to(kind) - b.to(kind)).abs().nan_to_num(nan=0.0, posinf=math.inf)
+            text = f"{num_different:,} of {a.numel():,} elements"
+            yield {"value": where, "difference": text, "largest": distance.max().item()}
+
+
+def _read(value: Any) -> Any:
+    return value.read() if isinstance(value, Chunks) else value
+
+
+def _incomplete(entry: Entry, path: Path) -> str | None:
+    """Return why a checkpoint is incomplete, by the sizes of its files."""
+    sizes = {path / name: size for name, (_, size) in (entry.shards or {}).items()} or {path: entry.size}
+    for file, size in sizes.items():
+        try:
+            if (found := file.stat().st_size) != size:
+                return f"'{file.name}' has {found:,} bytes instead of {size:,}"
+        except FileNotFoundError:
+            return MISSING if file == path else f"'{file.name}' {MISSING}"
+    return None
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

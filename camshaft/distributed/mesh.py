@@ -1,0 +1,150 @@
+"""The mesh of a job: its ranks along named axes, and this rank's place among those that divide the data."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from camshaft.distributed.backend import Backend
+from camshaft.distributed.groups import enter
+from camshaft.distributed.run import current
+from camshaft.errors import check_type
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+_DATA_AXES = AXES[:2]
+
+
+def make_mesh(dp_replicate: int = 1, dp_shard: int = 1, cp: int = 1, tp: int = 1) -> DeviceMesh | None:
+    """Arrange the ranks of the job along axes, in torch's ``DeviceMesh``; all ranks call this.
+
+    The mesh becomes that of :func:`get_mesh`, by which data are distributed: ranks that differ only along ``cp`` or
+    ``tp`` get the same samples. Make it before loaders and samplers. Neighbors along ``tp`` have consecutive ranks, so
+    that they are on one node.
+
+    Args:
+        dp_replicate: ranks that hold the same part of the model and divide the data.
+        dp_shard: ranks that hold different parts of the model and divide the data.
+        cp: ranks that divide each sequence (context parallelism); the model is also sharded over them.
+        tp: ranks that divide layers (tensor parallelism), and process the same samples together.
+            One of these may be -1, for the remaining ranks.
+
+    Returns:
+        The mesh, with ``dp_shard`` and all axes larger than one; ``None`` in a single process.
+
+    Raises:
+        TypeError: a size is not an integer.
+        ValueError: a size is out of range, or the sizes do not multiply to the number of ranks.
+        NotImplementedError: the backend does not support meshes.
+
+    >>> make_mesh(dp_shard=-1) is None
+    True
+    """
+    backend = current()
+    if not backend.has_meshes:
+        backend.lack("device meshes", "gloo or nccl")
+    sizes = _checked(dict(zip(AXES, (dp_replicate, dp_shard, cp, tp), strict=True)), backend.topology.world_size)
+    if backend.name is None:
+        return None
+    axes = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
+    with enter("make_mesh", backend, None, how=str(axes)):
+        mesh: DeviceMesh = backend.new_mesh(axes)
+    backend.job.mesh = mesh
+    return mesh
+
+
+def get_mesh() -> DeviceMesh | None:
+    """Return the mesh of the job: the latest of :func:`make_mesh`, ``None`` without one.
+
+    >>> get_mesh() is None
+    True
+    """
+    mesh: DeviceMesh | None = current().job.mesh
+    return mesh
+
+
+def get_data_parallel_rank() -> int:
+    """Return which share of the data this rank processes: its place along ``dp_replicate`` and ``dp_shard``.
+
+    Ranks with the same one process the same samples. Without a mesh, this is :func:`get_rank`.
+
+    >>> get_data_parallel_rank()
+    0
+    """
+    return data_place()[0]
+
+
+def get_data_parallel_size() -> int:
+    """Return into how many shares the data are divided; without a mesh, this is :func:`get_world_size`.
+
+    >>> get_data_parallel_size()
+    1
+    """
+    return data_place()[1]
+
+
+def data_place() -> tuple[int, int]:
+    """Return :func:`get_data_parallel_rank` and :func:`get_data_parallel_size`."""
+    backend = current()
+    mesh = backend.job.mesh
+    return (backend.topology.rank, backend.topology.world_size) if mesh is None else data_place_in(mesh)
+
+
+def data_place_in(mesh: DeviceMesh) -> tuple[int, int]:
+    """Return this rank's place among those of a mesh that divide the data, and their number."""
+    names, coordinate = mesh.mesh_dim_names or (), mesh.get_coordinate() or ()
+    place, total = 0, 1
+    for axis in _DATA_AXES:
+        if axis in names:
+            size = mesh.size(names.index(axis))
+            place, total = place * size + coordinate[names.index(axis)], total * size
+    return place, total
+
+
+def size_of(mesh: DeviceMesh, axis: str) -> int:
+    """Return the size of an axis, 1 for one that a mesh lacks."""
+    names = mesh.mesh_dim_names or ()
+    return mesh.size(names.index(axis)) if axis in names else 1
+
+
+def use_mesh(backend: Backend, mesh: DeviceMesh) -> None:
+    """Check a mesh of the user, and make it that of the job if there is none.
+
+    Raises:
+        ValueError: other axes, not all ranks, or another division of the data than that of the job's mesh.
+    """
+    names, size = mesh.mesh_dim_names or (), backend.topology.world_size
+    if not names or not set(names) <= set(AXES):
+        raise ValueError(f"mesh must have axes named as in {AXES}, got {names}: use make_mesh")
+    if mesh.size() != size:
+        raise ValueError(f"mesh must have all {size} ranks, got one of {mesh.size()}")
+    if backend.job.mesh is None:
+        backend.job.mesh = mesh
+    ours, its = data_place(), data_place_in(mesh)
+    if ours != its:
+        raise ValueError(
+            f"mesh divides the data among {its[1]} ranks, of which this is number {its[0]}, but that of the job "
+            f"(get_mesh) among {ours[1]}, of which it is number {ours[0]}: use one mesh for model and data"
+        )
+
+
+def _checked(sizes: dict[str, int], world_size: int) -> dict[str, int]:
+    """Return sizes that multiply to the number of ranks, with -1 resolved."""
+    for name, size in sizes.items():
+        check_type(name, size, int, "an integer")
+        if size < 1 and size != -1:
+            raise ValueError(f"{name} must be positive, or -1 for the remaining ranks, got {size}")
+    open_axes = [name for name, size in sizes.items() if size == -1]
+    if len(open_axes) > 1:
+        raise ValueError(f"only one axis can take the remaining ranks, got -1 for {' and '.join(open_axes)}")
+    given = math.prod(size for size in sizes.values() if size != -1)
+    product = " * ".join(f"{name}={size}" for name, size in sizes.items())
+    if open_axes and not world_size % given:
+        return {**sizes, open_axes[0]: world_size // given}
+    if open_axes:
+        raise ValueError(f"the {world_size} ranks cannot be divided by the other sizes, {given}, got {product}")
+    if given != world_size:
+        raise ValueError(f"the sizes must multiply to the number of ranks, {world_size}, got {product} = {given}")
+    return sizes

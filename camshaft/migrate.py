@@ -1,0 +1,887 @@
+"""Move scripts and notebooks from PyTorch-Ignite: ``python -m camshaft.migrate [--write] PATHS``.
+
+Imports are rewritten by the positions that Python's parser reports, so everything else keeps every byte. Metrics stay
+with ``ignite.metrics``, and so does what camshaft does not have. What behaves differently is reported line by line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import difflib
+import io
+import json
+import os
+import re
+import sys
+import tokenize
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from json import decoder, scanner
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from camshaft.files import write_atomically
+
+PAGE = "docs/migrating/from-ignite.md"
+Edit = tuple[int, int, str]  # start, end, replacement
+Import = ast.Import | ast.ImportFrom
+_SKIPPED_FOLDERS = ("__pycache__", "node_modules", "site-packages", "venv")
+_PYTHON_CELLS = re.compile(r"%%(time|timeit|capture|prun|python3?|writefile\s.*\.py)\b")
+
+
+# --- what behaves differently ---------------------------------------------------------------------------------------
+
+
+def _keyword(name: str) -> Callable[[ast.Call], bool]:
+    """Return a condition: the call passes a keyword whose value is not ``None`` or ``False``."""
+
+    def is_given(call: ast.Call) -> bool:
+        values = [one.value for one in call.keywords if one.arg == name]
+        return any(not (isinstance(value, ast.Constant) and value.value in (None, False)) for value in values)
+
+    return is_given
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A difference that concerns the calls of some functions or classes.
+
+    Attributes:
+        names: of what is called, without its module; methods begin with a dot.
+        section: of the page on migrating.
+        text: what behaves differently, and why.
+        applies: whether it concerns a call.
+    """
+
+    names: tuple[str, ...]
+    section: str
+    text: str
+    applies: Callable[[ast.Call], bool] = lambda call: True
+
+
+_SAMPLES = (
+    "AveragePrecision",
+    "CohenKappa",
+    "EpochMetric",
+    "MatthewsCorrCoef",
+    "PrecisionRecallCurve",
+    "ROC_AUC",
+    "RocCurve",
+)
+_MEDIANS = ("MedianAbsoluteError", "MedianAbsolutePercentageError", "MedianRelativeAbsoluteError")
+_HOSTED = ("NeptuneLogger", "NeptuneSaver", "PolyaxonLogger", "setup_neptune_logging", "setup_plx_logging")
+
+RULES = (
+    Rule(
+        ("auto_dataloader",), "data",
+        "with several ranks, a rank reads blocks of samples, each once per epoch, where PyTorch-Ignite distributes "
+        "them in strides, padded: results cover exactly the data set, but the batches differ",
+    ),
+    Rule(
+        ("DistributedProxySampler",), "data",
+        "the order is that of PyTorch-Ignite, but the global random state is left as it is",
+    ),
+    Rule(
+        (".set_epoch",), "data",
+        "the engine calls set_epoch of the samplers of its loader by itself; a number set in EPOCH_STARTED is kept",
+    ),
+    Rule(
+        ("DeterministicEngine",), "data",
+        "batches after terminate_epoch, or with persistent workers, differ from those of PyTorch-Ignite: each pass is "
+        "seeded with its number, so that a resumed run has the same batches; set the same seed before it",
+    ),
+    Rule(
+        ("create_supervised_trainer",), "data",
+        "deterministic=True: batches after terminate_epoch, or with persistent workers, differ from those of "
+        "PyTorch-Ignite, because each pass is seeded with its number",
+        _keyword("deterministic"),
+    ),
+    Rule(
+        ("create_supervised_trainer", "supervised_training_step", "supervised_training_step_amp"), "training",
+        "gradient_accumulation_steps: the last, partial window of an epoch is stepped, too; its gradients were lost or "
+        "leaked into the next epoch",
+        _keyword("gradient_accumulation_steps"),
+    ),
+    Rule(
+        ("create_supervised_trainer", "create_supervised_evaluator"), "training",
+        "amp_mode='amp' on a CPU computes in bfloat16, where PyTorch-Ignite warned and stayed in float32",
+        _keyword("amp_mode"),
+    ),
+    Rule(
+        (".register_events",), "training",
+        "event_to_attr: the counter belongs to this engine, and no longer appears on every other state",
+        _keyword("event_to_attr"),
+    ),
+    Rule(
+        ("ModelCheckpoint", "DiskSaver"), "checkpoints",
+        "a directory that contains checkpoints is rejected without require_empty=False, also for *.safetensors files, "
+        "and saving adds the hidden folder .manifest: list checkpoints with glob('*.pt')",
+        lambda call: not any(one.arg == "require_empty" for one in call.keywords),
+    ),
+    Rule(
+        ("listdir", "iterdir"), "checkpoints",
+        "a directory of checkpoints contains the hidden folder .manifest, which sorts first: list them "
+        "with glob('*.pt')",
+    ),
+    Rule(
+        ("load_objects",), "loading-the-checkpoint-of-a-running-job",
+        "checkpoints of PyTorch-Ignite load, except for the states of LRScheduler, ReduceLROnPlateauScheduler, "
+        "ConcatScheduler, and warm-ups, which count calls differently; run returns at once if the loaded state has "
+        "reached its target",
+    ),
+    Rule(
+        ("LRScheduler", "ReduceLROnPlateauScheduler", "ConcatScheduler", "create_lr_scheduler_with_warmup"),
+        "schedules",
+        "its state in a checkpoint of PyTorch-Ignite is rejected, because it counts calls differently: finish the job "
+        "first, or create the schedule so that it starts at the next iteration",
+    ),
+    Rule(
+        ("EMAHandler",), "handlers",
+        "momentum_warmup and warmup_iters must be given together: one alone was silently ignored",
+        lambda call: len({one.arg for one in call.keywords} & {"momentum_warmup", "warmup_iters"}) == 1,
+    ),
+    Rule(
+        ("EarlyStopping",), "handlers",
+        "threshold_mode='rel': the margin is a fraction of the absolute score, also for scores below zero",
+        lambda call: any(isinstance(one.value, ast.Constant) and one.value.value == "rel" for one in call.keywords),
+    ),
+    Rule(
+        ("FastaiLRFinder",), "handlers",
+        "a search takes exactly num_iter iterations and restores the random state, so suggestions and later losses may "
+        "differ slightly",
+    ),
+    Rule(
+        ("BasicTimeProfiler", "HandlersTimeProfiler"), "handlers",
+        "samples belong to the event and the iteration in which they were measured; rejected calls are not counted",
+    ),
+    Rule(
+        ("ProgressBar",), "loggers",
+        "where the output is not a terminal, whole lines are printed, at most one every ten seconds: carriage returns "
+        "make a log file unreadable",
+    ),
+    Rule(
+        ("TensorboardLogger", "setup_tb_logging"), "loggers",
+        "writes with torch's writer, which needs tensorboard; tensorboardX, whose flush loses points, is used only "
+        "without it",
+    ),
+    Rule(
+        ("ClearMLLogger", "setup_clearml_logging"), "loggers",
+        "does not upload the file of each torch.save, which included temporary ones: use ClearMLSaver",
+    ),
+    Rule(
+        ("MLflowLogger", "setup_mlflow_logging"), "loggers",
+        "sends in the background, so that a slow server delays nothing",
+    ),
+    Rule(
+        ("VisdomLogger", "setup_visdom_logging"), "not-included",
+        "is not included: use TensorboardLogger, setup_tb_logging",
+    ),
+    Rule(
+        _HOSTED, "not-included",
+        "is not included: use WandBLogger, MLflowLogger, or ClearMLLogger, and their setup functions",
+    ),
+    Rule(
+        (*_SAMPLES, *_MEDIANS), "metrics",
+        "is rejected in a job of several ranks, because it gathers samples as if every rank had the same number: use "
+        "camshaft.handlers.attach_metrics with a metric of torchmetrics",
+    ),
+    Rule(
+        ("RunningAverage",), "metrics",
+        "works; camshaft.handlers.RunningAverage does not wait for the GPU in each iteration; each rank has "
+        "its own average",
+    ),
+    Rule(
+        ("setup_common_training_handlers", "setup_common_distrib_training_handlers"), "handlers",
+        "output_names: running averages are those of this rank, because averaging over ranks waits in each iteration",
+        _keyword("output_names"),
+    ),
+    Rule(
+        ("show_config",), "distributed",
+        "logs to the logger camshaft.distributed.utils, and adds no log handler: configure logging to see it",
+    ),
+)  # fmt: skip
+_MODULE = re.compile(r"ignite(\.(?!metrics)\w+)*")
+_METHODS = ("listdir", "iterdir")  # of os and of paths
+_PRIVATE = (
+    "_allowed_events",
+    "_event_handlers",
+    "_fire_event",
+    "_process_function",
+    "_internal_run",
+    "_run_once_on_dataset",
+)
+_RULES_OF: dict[str, list[Rule]] = {
+    name: [rule for rule in RULES if name in rule.names] for one in RULES for name in one.names
+}
+
+
+@dataclass(frozen=True, order=True)
+class Note:
+    """A line that behaves differently, in the source before it is rewritten."""
+
+    line: int
+    text: str
+    section: str
+
+
+# --- what moves where -----------------------------------------------------------------------------------------------
+
+
+@cache
+def moved(path: str) -> str | None:
+    """Return the name in camshaft of a module of PyTorch-Ignite, or of something in it; ``None`` if it has none.
+
+    >>> moved("ignite.contrib.handlers.tqdm_logger"), moved("ignite.handlers.EarlyStopping"), moved("ignite.metrics")
+    ('camshaft.handlers.tqdm_logger', 'camshaft.handlers.EarlyStopping', None)
+    """
+    _, *parts = path.split(".")
+    if parts[:2] == ["contrib", "handlers"]:
+        del parts[0]
+    if any(part.startswith("_") and part != "__version__" for part in parts):
+        return None
+    found: Any = import_module("camshaft")
+    for part in parts:
+        if not isinstance(found, ModuleType):
+            break  # an attribute of a class
+        try:
+            module = f"{found.__name__}.{part}"
+            found = getattr(found, part) if hasattr(found, part) else import_module(module)
+        except ImportError:
+            return None
+        if isinstance(found, ModuleType) and found.__name__ != module:
+            return None  # a module that happens to be imported there
+    return ".".join(("camshaft", *parts))
+
+
+# --- sources --------------------------------------------------------------------------------------------------------
+
+
+def migrate(source: str) -> tuple[str, list[Note]]:
+    """Rewrite the imports of a source.
+
+    Args:
+        source: Python code, or the code of a notebook's cell.
+
+    Returns:
+        The new source, and notes on what behaves differently.
+
+    Raises:
+        SyntaxError: the source is not valid.
+
+    >>> new, notes = migrate("from ignite import distributed as idist, metrics  # both\\nidist.show_config()\\n")
+    >>> print(new, end="")
+    from camshaft import distributed as idist  # both
+    from ignite import metrics
+    idist.show_config()
+    >>> [(note.line, note.section) for note in notes]
+    [(2, 'distributed')]
+    """
+    if "ignite" not in source:
+        return source, []
+    tree = _parse(source)
+    rewriting = _Rewriting(source, tree)
+    new = _applied(source, rewriting.edits())
+    if new != source:
+        new_tree = _parse(new)
+        if _strings(new_tree) != _strings(tree):
+            raise SyntaxError("the names in an f-string cannot be located")
+        new = _sorted_like(tree, source, new_tree, new)
+    return new, sorted({*rewriting.notes, *_notes(tree)})
+
+
+def _parse(source: str) -> ast.Module:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in strings
+            return ast.parse(source)
+    except (ValueError, RecursionError, MemoryError) as error:  # null bytes; nested too deeply
+        if isinstance(error, SyntaxError):
+            raise
+        raise SyntaxError(f"cannot be parsed: {error}") from error
+
+
+def _strings(tree: ast.Module) -> list[str]:
+    return sorted(repr(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant))
+
+
+def _lines(source: str) -> list[str]:
+    """Return the lines as the parser counts them: ``str.splitlines`` splits at other characters, too."""
+    return re.findall(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+", source)
+
+
+def _applied(source: str, edits: Iterable[Edit]) -> str:
+    for start, end, text in sorted(set(edits), reverse=True):
+        source = source[:start] + text + source[end:]
+    return source
+
+
+@dataclass
+class _Use:
+    """A name in the code that leads to something in PyTorch-Ignite, such as ``ignite.engine.Engine``."""
+
+    head: ast.Name
+    chain: list[ast.Attribute]  # inner first
+
+    @property
+    def path(self) -> str:
+        return ".".join(["ignite", *(one.attr for one in self.chain)])
+
+
+@dataclass
+class _Rewriting:
+    """The edits of a source."""
+
+    source: str
+    tree: ast.Module
+    notes: list[Note] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._lines = _lines(self.source)
+        self._starts = [0]
+        for line in self._lines:
+            self._starts.append(self._starts[-1] + len(line))
+        newline = re.search(r"\r\n|\r|\n", self.source)
+        self._newline = newline.group() if newline else "\n"
+
+    def edits(self) -> list[Edit]:
+        """Return the edits of all imports, and of names that they bind."""
+        found: list[Edit] = []
+        packages: dict[tuple[ast.AST, str], list[tuple[ast.Import, ast.alias]]] = {}
+        for scope, node in _imports(self.tree, self.tree):
+            if isinstance(node, ast.ImportFrom):
+                if node.level == 0 and _is_ignite(node.module or ""):
+                    found += self._of_names(node)
+                continue
+            for alias in filter(lambda one: _is_ignite(one.name), node.names):
+                if alias.asname is None or alias.name == "ignite":
+                    packages.setdefault((scope, alias.asname or "ignite"), []).append((node, alias))
+                elif (new := moved(alias.name)) is not None:
+                    found.append((*self._span(alias), f"{new} as {alias.asname}"))
+        bound = _bound(self.tree) if packages else set()
+        for (scope, head), binders in packages.items():
+            if head in bound:
+                line = binders[0][0].lineno
+                self.notes.append(
+                    Note(line, f"not rewritten, because {head!r} is also the name of something else", "imports")
+                )
+            else:
+                found += self._of_package(scope, head, binders)
+        return found
+
+    def _of_names(self, node: ast.ImportFrom) -> list[Edit]:
+        """Return the edits of ``from ignite... import ...``; names for different modules get lines of their own."""
+        module = node.module or ""
+        groups: dict[str, list[ast.alias]] = {}
+        for alias in node.names:
+            path = moved(module if alias.name == "*" else f"{module}.{alias.name}")
+            new = module if path is None else path if alias.name == "*" else path.rpartition(".")[0]
+            groups.setdefault(new, []).append(alias)
+        if list(groups) == [module]:
+            return []
+        first = max(groups, key=lambda name: (name != module, len(groups[name])))
+        start, _ = self._span(node)
+        path_of = re.compile(r"[\s\\]*\.[\s\\]*".join(module.split("."))).search(self.source, start)
+        assert path_of is not None, "the statement names its module"
+        edits: list[Edit] = [(*path_of.span(), first)] if first != module else []
+        edits += [(*span, "") for span in self._without(node, groups[first])]
+        if others := [name for name in groups if name != first]:
+            texts = {name: ", ".join(self.source[slice(*self._span(one))] for one in groups[name]) for name in others}
+            statements = [f"from {name} import {text}" for name, text in texts.items()]
+            edits.append(self._after(node, statements))
+        return edits
+
+    def _without(self, node: ast.ImportFrom, kept: list[ast.alias]) -> list[tuple[int, int]]:
+        """Return what to delete so that only some names of an import are left."""
+        spans = [self._span(alias) for alias in node.names]
+        spans_kept = [alias in kept for alias in node.names]
+        deleted: list[tuple[int, int]] = []
+        for index, ((start, end), stays) in enumerate(zip(spans, spans_kept, strict=True)):
+            if stays:
+                continue
+            if any(spans_kept[index:]):  # up to the next name, or with its own line
+                following = spans[index + 1][0]
+                comma = self.source.index(",", end) + 1
+                deleted.append((start, following) if self._same_line(end, following) else self._with_line(start, comma))
+                continue
+            last = spans[max(position for position, one in enumerate(spans_kept[:index]) if one)][1]
+            if self._same_line(last, start):
+                deleted.append((last, end))
+            else:
+                comma_after = re.compile(r"\s*,").match(self.source, end)
+                deleted.append(self._with_line(start, comma_after.end() if comma_after else end))
+        return _joined(deleted)
+
+    def _same_line(self, start: int, end: int) -> bool:
+        return not re.search(r"[\r\n]", self.source[start:end])
+
+    def _with_line(self, start: int, end: int) -> tuple[int, int]:
+        """Extend a span to its whole line if nothing else is on it."""
+        before = re.compile(r"(?:(?<=[\r\n])|\A)[^\S\r\n]*\Z")
+        first = before.search(self.source[:start])
+        rest = re.compile(r"[^\S\r\n]*(?:\r\n|\r|\n)").match(self.source, end)
+        if first and rest:
+            return first.start(), rest.end()
+        blanks = re.compile(r"[^\S\r\n]*").match(self.source, end)
+        return start, blanks.end() if blanks else end
+
+    def _after(self, node: ast.stmt, statements: list[str]) -> Edit:
+        """Return the edit that adds statements after another one: on lines of their own if it has one."""
+        start, end = self._span(node)
+        indent = self._lines[node.lineno - 1][: start - self._starts[node.lineno - 1]]
+        stop = self._starts[node.end_lineno or node.lineno]
+        rest = self.source[end:stop]
+        if indent.strip() or not re.fullmatch(r"\s*(#.*)?\s*", rest):
+            return end, end, "".join(f"; {one}" for one in statements)
+        if not rest.endswith(("\r", "\n")):
+            return stop, stop, "".join(f"{self._newline}{indent}{one}" for one in statements)
+        return stop, stop, "".join(f"{indent}{one}{self._newline}" for one in statements)
+
+    def _of_package(self, scope: ast.AST, head: str, binders: list[tuple[ast.Import, ast.alias]]) -> list[Edit]:
+        """Return the edits of ``import ignite...``, and of everything that is reached through that name."""
+        move: list[_Use] = []
+        stay: list[_Use] = []
+        edits: list[Edit] = []
+        for use in _uses(scope, head):
+            start, end = self._span(use.head)
+            new = moved(use.path) if use.chain else None
+            # not where the parser is wrong, as it was in some f-strings before Python 3.12
+            (move if new and self.source[start:end] == head else stay).append(use)
+        alias_stays = head != "ignite" and not stay  # `import camshaft as ig`
+        for use in move:
+            is_contrib = [one.attr for one in use.chain[:2]] == ["contrib", "handlers"]
+            name = head if alias_stays else "camshaft"
+            if is_contrib:
+                edits.append((self._span(use.head)[0], self._span(use.chain[1])[1], f"{name}.handlers"))
+            elif name != head:
+                edits.append((*self._span(use.head), name))
+        results: list[list[str]] = []
+        for _, alias in binders:
+            new = moved(alias.name)
+            if alias.name == "ignite":
+                results.append(["camshaft"] if not stay else ["ignite"])
+            else:
+                results.append([new or alias.name])
+        names = [name.partition(".")[0] for result in results for name in result]
+        if move and "camshaft" not in names:
+            results[0].insert(0, "camshaft")
+        if stay and "ignite" not in names:
+            all_metrics = all(use.path.startswith("ignite.metrics.") for use in stay)
+            results[0].append("ignite.metrics" if all_metrics else "ignite")
+        for (node, alias), result in zip(binders, results, strict=True):
+            shown = [
+                f"{name} as {head}" if head != "ignite" and (alias_stays or name == "ignite") else name
+                for name in result
+            ]
+            if shown == [self.source[slice(*self._span(alias))]]:
+                continue
+            edits.append((*self._span(alias), shown[0] if len(node.names) == 1 else ", ".join(shown)))
+            if len(node.names) == 1 and shown[1:]:
+                edits.append(self._after(node, [f"import {name}" for name in shown[1:]]))
+        return edits
+
+    def _span(self, node: Any) -> tuple[int, int]:
+        return self._offset(node.lineno, node.col_offset), self._offset(node.end_lineno, node.end_col_offset)
+
+    def _offset(self, line: int, column: int) -> int:
+        """Return the index of a position of the parser, which counts bytes."""
+        text = self._lines[line - 1] if line <= len(self._lines) else ""
+        return self._starts[line - 1] + len(text.encode()[:column].decode(errors="ignore"))
+
+
+def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join spans that overlap."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
+
+
+def _is_ignite(module: str) -> bool:
+    return module.partition(".")[0] == "ignite"
+
+
+def _imports(node: ast.AST, scope: ast.AST) -> Iterator[tuple[ast.AST, Import]]:
+    """Yield all imports with the function or module that they bind names in."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.Import, ast.ImportFrom)):
+            yield scope, child
+        yield from _imports(child, child if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) else scope)
+
+
+def _bound(tree: ast.AST) -> set[str]:
+    """Return all names that something else than an import binds."""
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    names |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler)) and node.name:
+            names.add(node.name)
+        elif isinstance(node, ast.ImportFrom) or (
+            isinstance(node, ast.Import) and not any(map(_is_ignite, _names(node)))
+        ):
+            names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+    return names
+
+
+def _names(node: ast.Import) -> list[str]:
+    return [alias.name for alias in node.names]
+
+
+def _uses(scope: ast.AST, head: str) -> list[_Use]:
+    """Return the uses of a name, each with all attributes that follow it."""
+    chains: dict[int, ast.Attribute] = {id(one.value): one for one in ast.walk(scope) if isinstance(one, ast.Attribute)}
+    uses = [_Use(one, []) for one in ast.walk(scope) if isinstance(one, ast.Name) and one.id == head]
+    for use in uses:
+        node: ast.AST = use.head
+        while id(node) in chains:
+            node = chains[id(node)]
+            use.chain.append(chains[id(use.chain[-1] if use.chain else use.head)])
+    return uses
+
+
+# --- the order of imports -------------------------------------------------------------------------------------------
+
+# the default of isort and ruff, and their option to sort statements of both kinds together
+_ORDERS: tuple[Callable[[Import], Any], ...] = (
+    lambda node: (isinstance(node, ast.ImportFrom), *_module_key(node)),
+    lambda node: (*_module_key(node), isinstance(node, ast.ImportFrom)),
+)
+
+
+def _module_key(node: Import) -> tuple[Any, ...]:
+    name = (node.module or "") if isinstance(node, ast.ImportFrom) else node.names[0].name
+    return getattr(node, "level", 0) > 0, name.lower()
+
+
+def _sorted_like(tree: ast.Module, old: str, new_tree: ast.Module, new: str) -> str:
+    """Sort the imports of the new source wherever they were sorted in the old one."""
+    lines = _lines(new)
+    for before, after in zip(_blocks(tree, _lines(old)), _blocks(new_tree, lines), strict=True):
+        orders = [order for order in _ORDERS if before == sorted(before, key=order)]
+        if not orders or any(after == sorted(after, key=order) for order in orders):
+            continue
+        chunks = {id(node): lines[node.lineno - 1 : node.end_lineno] for node in after}
+        last = chunks[id(after[-1])]
+        newline = "" if last[-1].endswith(("\r", "\n")) else "\n"  # the end of a file without a final newline
+        last[-1] += newline
+        texts = [line for node in sorted(after, key=orders[0]) for line in chunks[id(node)]]
+        texts[-1] = texts[-1][: -len(newline) or None]
+        lines[after[0].lineno - 1 : after[-1].end_lineno] = texts
+    return "".join(lines)
+
+
+def _blocks(tree: ast.Module, lines: list[str]) -> list[list[Import]]:
+    """Return the imports that stand together, each on its own lines, without comments or blank lines between them."""
+    blocks: list[list[Import]] = []
+    for node in ast.walk(tree):
+        for name in ("body", "orelse", "finalbody"):
+            previous: ast.stmt | None = None
+            statements = getattr(node, name, None)
+            for statement in statements if isinstance(statements, list) else ():
+                follows = previous is not None and statement.lineno == (previous.end_lineno or 0) + 1
+                if not isinstance(statement, (ast.Import, ast.ImportFrom)):
+                    previous = None
+                    continue
+                if previous is not None and follows:
+                    blocks[-1].append(statement)
+                else:
+                    blocks.append([statement])
+                previous = statement
+    alone = re.compile(r"\s*(import|from)\b")
+    return [block for block in blocks if all(alone.match(lines[one.lineno - 1]) for one in block)]
+
+
+# --- notes ----------------------------------------------------------------------------------------------------------
+
+
+def _notes(tree: ast.Module) -> Iterator[Note]:
+    """Yield what behaves differently."""
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update({alias.asname or "ignite": alias.name if alias.asname else "ignite" for alias in node.names
+                          if _is_ignite(alias.name)})  # fmt: skip
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and _is_ignite(node.module or ""):
+            for alias in node.names:
+                path = f"{node.module}.{alias.name}"
+                names[alias.asname or alias.name] = path
+                if moved(path) is None and alias.name != "*" and not _is_metric(path):
+                    yield _not_included(node.lineno, path)
+    if not names:
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield from _of_call(node, names)
+        elif isinstance(node, ast.Attribute) and node.attr in _PRIVATE:
+            text = f"{node.attr} does not exist: to fire an event use fire_event, to observe one register a handler"
+            yield Note(node.lineno, text, "not-included")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _MODULE.fullmatch(node.value):
+            text = f"the string {node.value!r} is left as it is; loggers and modules of camshaft have its name"
+            yield Note(node.lineno, text, "imports")
+
+
+def _is_metric(path: str) -> bool:
+    return path.startswith(("ignite.metrics", "ignite.contrib.metrics"))
+
+
+def _not_included(line: int, path: str) -> Note:
+    name = path.rpartition(".")[2]
+    texts = [rule.text for rule in _RULES_OF.get(name, ()) if rule.section == "not-included"]
+    text = texts[0] if texts else "stays with PyTorch-Ignite, because camshaft does not have it"
+    return Note(line, f"{name} {text}", "not-included")
+
+
+def _of_call(node: ast.Call, names: dict[str, str]) -> Iterator[Note]:
+    function, attributes = node.func, []
+    while isinstance(function, ast.Attribute):
+        attributes.append(function.attr)
+        function = function.value
+    is_theirs = isinstance(function, ast.Name) and function.id in names
+    if is_theirs and isinstance(function, ast.Name):
+        name = (attributes or [names[function.id]])[0].rpartition(".")[2]
+        rules = _RULES_OF.get(name, [])
+    else:
+        name = attributes[0] if attributes else ""
+        rules = _RULES_OF.get(name if name in _METHODS else f".{name}", [])
+    for rule in rules:
+        if rule.section == "not-included" and not attributes:
+            continue  # reported where it is imported
+        if rule.applies(node):
+            yield Note(node.lineno, f"{name}: {rule.text}", rule.section)
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Result:
+    """A file before and after.
+
+    Attributes:
+        path: the file.
+        old: its content.
+        new: its new content.
+        encoding: of the content.
+        notes: where and what.
+    """
+
+    path: Path
+    old: str
+    new: str
+    encoding: str
+    notes: list[tuple[str, Note]]
+
+
+def migrate_file(path: Path, numbers_after: bool = False) -> Result:
+    """Read a script or a notebook, and rewrite it without writing it.
+
+    Args:
+        path: the file.
+        numbers_after: whether notes on a script have the line numbers of the new source.
+
+    Raises:
+        OSError: it cannot be read.
+        SyntaxError: it is not valid.
+        UnicodeError: it has another encoding than it says.
+    """
+    data = path.read_bytes()
+    if path.suffix == ".ipynb":
+        old, encoding = data.decode(), "utf-8"
+        new, notes = _migrate_notebook(old)
+    else:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+        old = data.decode(encoding)
+        new, found = migrate(old)
+        shift = _line_after(old, new) if numbers_after else int
+        notes = [(str(shift(note.line)), note) for note in found]
+    return Result(path, old, new, encoding, notes)
+
+
+def _line_after(old: str, new: str) -> Callable[[int], int]:
+    """Return a function that returns the number of a line in the new source."""
+    blocks = difflib.SequenceMatcher(None, _lines(old), _lines(new), autojunk=False).get_opcodes() if old != new else []
+
+    def number(line: int) -> int:
+        for _, first, last, start, stop in blocks:
+            if first < line <= last:
+                return max(start + 1, min(start + line - first, stop))
+        return line
+
+    return number
+
+
+class _Located(str):
+    """A string of a JSON text, with its position."""
+
+    start: int
+    end: int
+
+
+def _migrate_notebook(text: str) -> tuple[str, list[tuple[str, Note]]]:
+    """Rewrite the code cells of a notebook; all other JSON keeps its formatting.
+
+    Raises:
+        SyntaxError: it is not a notebook, or a cell is not valid.
+    """
+
+    def located(whole: str, end: int, strict: bool = True) -> tuple[str, int]:
+        value, stop = decoder.scanstring(whole, end, strict)  # type: ignore[attr-defined]  # not in typeshed
+        string = _Located(value)
+        string.start, string.end = end - 1, stop
+        return string, stop
+
+    reader: Any = json.JSONDecoder()
+    reader.parse_string = located
+    reader.scan_once = scanner.py_make_scanner(reader)  # type: ignore[attr-defined]  # not in typeshed
+    try:
+        cells = reader.decode(text)["cells"]
+        sources = [cell["source"] for cell in cells if cell["cell_type"] == "code"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise SyntaxError(f"not a notebook: {type(error).__name__}: {error}") from error
+    token = os.urandom(8).hex()  # what no cell contains
+    commands: list[str] = []
+    texts: dict[int, list[_Located]] = {}
+    whole, places = "", [("", 0)]  # all cells as one source, as names that one imports are used in others
+    for number, source in enumerate(sources, 1):
+        pieces: list[_Located] = [source] if isinstance(source, _Located) else source
+        code = "".join(pieces)
+        try:
+            plain = _without_commands(code, commands, token)
+        except SyntaxError as error:
+            raise SyntaxError(f"cell {number}: {error}") from error
+        if plain.strip():
+            texts[number] = pieces
+            whole += f"# {token} {number}\n{plain}\n"
+            places += [(f"cell {number}, line {line}", line) for line in range(len(_lines(plain)) + 1)]
+    new, found = migrate(whole)
+    notes = [(places[note.line][0], note) for note in found]
+    edits: list[Edit] = []
+    _, *parts = re.split(rf"^# {token} (\d+)\n", new, flags=re.MULTILINE)
+    for number, part in zip(map(int, parts[::2]), parts[1::2], strict=True):
+        code = re.sub(rf"[ \t]*pass  # {token}-(\d+)", lambda match: commands[int(match.group(1))], part[:-1])
+        pieces = texts[number]
+        if code != "".join(pieces):
+            edits.append((pieces[0].start, pieces[-1].end, _encoded(text, pieces, sources[number - 1], code)))
+    return _applied(text, edits), notes
+
+
+def _without_commands(code: str, commands: list[str], token: str) -> str:
+    """Replace commands of IPython, such as ``%matplotlib inline``, by statements that name them; add them to a list.
+
+    Raises:
+        SyntaxError: the rest is not valid.
+    """
+    first = code.lstrip().split("\n", 1)[0]
+    if first.startswith("%%") and not _PYTHON_CELLS.match(first):
+        return ""
+    with contextlib.suppress(SyntaxError):
+        _parse(code)
+        return code
+    lines, goes_on, indent = [], False, ""
+    for line in code.split("\n"):
+        command = line.lstrip()
+        if goes_on or re.match(r"[%!?]|[\w, ]+=\s*[%!]|[^#]*\?$", command):
+            indent = indent if goes_on else line[: len(line) - len(command)]
+            goes_on = command.endswith("\\")
+            lines.append(f"{indent}pass  # {token}-{len(commands)}")
+            commands.append(line)
+        else:
+            lines.append(line)
+    _parse("\n".join(lines))
+    return "\n".join(lines)
+
+
+def _encoded(text: str, pieces: list[_Located], source: Any, new: str) -> str:
+    """Return a new source as JSON, in the form of the old one; lines that do not change keep their bytes."""
+    literals = {str(piece): text[piece.start : piece.end] for piece in pieces}
+    is_ascii = all(literal.isascii() for literal in literals.values())
+    lines = [new] if isinstance(source, _Located) else re.findall(r"[^\n]*\n|[^\n]+", new)
+    if len(pieces) > 1:
+        between = text[pieces[0].end : pieces[1].start]
+    else:
+        before = text[: pieces[0].start]
+        between = "," + before[len(before.rstrip()) :]
+    return between.join(literals.get(line) or json.dumps(line, ensure_ascii=is_ascii) for line in lines)
+
+
+def _files(paths: Sequence[Path]) -> Iterator[Path]:
+    """Yield the files to look at: scripts and notebooks in folders, and any file that is named."""
+    for path in paths:
+        if not path.is_dir():
+            yield path
+            continue
+        for folder, folders, names in os.walk(path):
+            folders[:] = sorted(one for one in folders if not one.startswith(".") and one not in _SKIPPED_FOLDERS)
+            yield from (Path(folder, name) for name in sorted(names) if name.endswith((".py", ".ipynb")))
+
+
+def _diff(result: Result) -> str:
+    lines = difflib.unified_diff(_lines(result.old), _lines(result.new), str(result.path), str(result.path))
+    ends = ("\n", "\r")
+    return "".join(line if line.endswith(ends) else f"{line}\n\\ No newline at end of file\n" for line in lines)
+
+
+def _write(result: Result) -> None:
+    """Replace a file in one step; it keeps its permissions, and a link stays a link."""
+    path = Path(os.path.realpath(result.path))
+    mode = path.stat().st_mode & 0o7777
+
+    def write(file: Any) -> None:
+        file.write(result.new.encode(result.encoding))
+        os.chmod(file.name, mode)
+
+    write_atomically(path, write)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Rewrite files, or show what would change.
+
+    Args:
+        arguments: of the command; by default those of the process.
+
+    Returns:
+        The exit code: 0 if nothing is left to change, 1 if ``--write`` would change something, 2 if a file was left
+        alone because of an error.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m camshaft.migrate",
+        description="Rewrite the imports of scripts and notebooks from PyTorch-Ignite to camshaft. Prints a unified "
+        "diff, and on standard error, line by line, what behaves differently. Metrics stay with ignite.metrics.",
+    )
+    parser.add_argument("--write", action="store_true", help="change the files")
+    parser.add_argument(
+        "paths", nargs="+", type=Path, metavar="PATHS", help="files, or folders with *.py and *.ipynb files"
+    )
+    options = parser.parse_args(arguments)
+    changed = failed = 0
+    for path in _files(options.paths):
+        try:
+            result = migrate_file(path, numbers_after=options.write)
+            if result.new != result.old:
+                if options.write:
+                    _write(result)
+                else:
+                    sys.stdout.write(_diff(result))
+                changed += 1
+        except (OSError, SyntaxError, UnicodeError) as error:
+            sys.stderr.write(f"{path}: left as it is: {error}\n")
+            failed += 1
+            continue
+        for place, note in result.notes:
+            separator = ", " if place.startswith("cell") else ":"
+            sys.stderr.write(f"{path}{separator}{place}: {note.text} ({PAGE}#{note.section})\n")
+    files = f"{changed} file{'' if changed == 1 else 's'}"
+    sys.stderr.write(f"{files} {'rewritten' if options.write else 'would be rewritten; --write does it'}\n")
+    return 2 if failed else int(changed > 0 and not options.write)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Tensors and modules that are sharded over ranks (DTensors, ``fully_shard``): the part on this rank, and the whole."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_dtensor(value: Any) -> bool:
+    """Return whether a value is a DTensor. Where nothing has imported ``torch.distributed.tensor``, there are none."""
+    return isinstance(value, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
+
+
+@torch.no_grad()
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this rank holds, which shares its memory; a plain tensor as it is.
+
+    >>> tensor = torch.ones(2)
+    >>> local(tensor) is tensor
+    True
+    """
+    part: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]  # of DTensors
+    return part
+
+
+def whole(value: Any) -> Any:
+    """Return the full tensor of a DTensor, and any other value as it is.
+
+    This communicates if :func:`needs_all_ranks`, so all ranks of the mesh must call it.
+    """
+    return value.full_tensor() if is_dtensor(value) else value
+
+
+def needs_all_ranks(value: Any) -> bool:
+    """Return whether a value is a DTensor of which this rank does not hold the whole."""
+    return is_dtensor(value) and bool(groups_of_parts(value))
+
+
+def groups_of_parts(tensor: Any) -> tuple[Any, ...]:
+    """Return the process groups over which the parts of a DTensor lie; none for a plain or a replicated tensor."""
+    if not is_dtensor(tensor):
+        return ()
+    mesh = tensor.device_mesh
+    split = (dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate())
+    return tuple(mesh.get_group(dim) for dim in split if mesh.size(dim) > 1)
+
+
+def groups_of_gradients(parameters: Iterable[Any]) -> list[Any]:
+    """Return the process groups over which gradients of parameters are averaged.
+
+    These are the dimensions of their meshes but ``"tp"``, whose ranks have the same batches. Where tensor-parallel
+    ranks are found under another name, averaging over them too changes nothing.
+    """
+    meshes = [parameter.device_mesh for parameter in parameters if is_dtensor(parameter)]
+    groups: dict[Any, None] = {}
+    for mesh in dict.fromkeys(meshes):
+        names = mesh.mesh_dim_names or (None,) * mesh.ndim
+        data = (dim for dim, name in enumerate(names) if name != "tp" and mesh.size(dim) > 1)
+        groups.update((mesh.get_group(dim), None) for dim in data)
+    return list(groups)
+
+
+# --- modules that fully_shard has prepared -------------------------------------------------------------------------
+
+
+def reshard(model: Any) -> None:
+    """Make ``model.parameters()`` those of the optimizer.
+
+    After a forward pass without a backward pass, modules of ``fully_shard`` may show their full parameters instead, and
+    use them in the next pass although the sharded ones have changed meanwhile.
+    """
+    for module in model.modules():
+        if is_fully_sharded(module):
+            module.reshard()
+
+
+def is_fully_sharded(module: Any) -> bool:
+    """Return whether ``fully_shard`` has prepared a module."""
+    return callable(getattr(module, "set_requires_gradient_sync", None)) and callable(getattr(module, "reshard", None))
+
+
+def outermost_sharded(module: Any) -> Iterator[Any]:
+    """Yield the modules that ``fully_shard`` has prepared, without those inside of them.
+
+    >>> list(outermost_sharded(torch.nn.Sequential(torch.nn.Linear(1, 1))))
+    []
+    """
+    if is_fully_sharded(module):
+        yield module
+    else:
+        for child in module.children():
+            yield from outermost_sharded(child)
+
+
+@contextmanager
+def without_reduction(modules: Iterable[Any]) -> Iterator[None]:
+    """Let backward passes keep the full gradients on each rank instead of reducing them."""
+    modules = list(modules)
+    for module in modules:
+        module.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.set_requires_gradient_sync(True)
+
+
+def reduce_gradients(modules: Iterable[Any]) -> bool:
+    """Reduce the gradients kept by :func:`without_reduction`, as the end of a backward pass does.
+
+    Torch has no public function for this.
+
+    Returns:
+        False if this version of torch cannot.
+    """
+    states = [module._get_fsdp_state() for module in modules if hasattr(module, "_get_fsdp_state")]
+    if not states or not all(hasattr(state, "_root_post_backward_final_callback") for state in states):
+        return False
+    for state in states:
+        context = state._state_ctx
+        if (
+            getattr(context, "manual_backward_finalization_active", False) is None
+        ):  # torch 2.15 sets it in a forward pass
+            context.manual_backward_finalization_active = False
+        state._root_post_backward_final_callback()
+    return True
+
+
+def discard_gradients(modules: Iterable[Any]) -> None:
+    """Drop the gradients kept by :func:`without_reduction`, which ``zero_grad`` does not see."""
+    for outer in modules:
+        for module in filter(is_fully_sharded, outer.modules()):
+            state = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            for parameter in (one for group in groups if group is not None for one in group.fsdp_params):
+                if "unsharded_accumulated_grad" in vars(parameter):  # torch 2.15 keeps all of them in the parameter
+                    parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None

@@ -1,0 +1,277 @@
+"""Models distributed over a mesh by auto_model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW
+
+import camshaft.distributed as idist
+from tests.ranks import on_ranks
+from tests.threads import on_threads
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(8)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(8, 4)])
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.heads[0](x)
+
+
+PLAN = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+INPUTS = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def weights(model):
+    """Return the whole parameters of a model in any layout."""
+    return [getattr(one, "full_tensor", one.clone)() for one in (tensor.detach() for tensor in model.parameters())]
+
+
+def of_rank_0(seed):
+    """Return a model whose weights differ between ranks, and the whole weights that rank 0 has."""
+    torch.manual_seed(seed)
+    wanted = weights(Net())
+    torch.manual_seed(seed + idist.get_rank())
+    return Net(), wanted
+
+
+def sharded_modules(model):
+    return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+
+
+def close(got, wanted):
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+# --- what is rejected, before anything is changed --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"tensor_plan": {"blocks.*.upper": ColwiseParallel()}}, ValueError, "'blocks.*.upper': the model has heads, "),
+        ({"tensor_plan": {"blocks": {}}}, TypeError, r"tensor_plan\['blocks'\] must be a ParallelStyle, got {}"),
+        ({"tensor_plan": ColwiseParallel}, TypeError, "tensor_plan must be a dict of styles, or a style, got"),
+        ({"shard": [nn.Conv2d]}, ValueError, "shard matches no module, got .*: the model has Block, LayerNorm"),
+        ({"shard": ["Block"]}, TypeError, "shard must be classes of modules, a predicate or None, got 'Block' among"),
+        ({"shard": nn.ModuleList}, ValueError, "shard must match modules that are called, not lists of them"),
+        ({"mesh": "dp"}, TypeError, "mesh must be a DeviceMesh, as of make_mesh, got 'dp'"),
+        ({"shard": Block, "colour": "red"}, TypeError, "unknown options"),
+    ],
+)
+def test_arguments_are_checked_in_a_single_process_too(arguments, error, message):
+    with pytest.raises(error, match=message):
+        idist.auto_model(Net(), **arguments)
+
+
+def test_a_layout_has_no_effect_in_a_single_process():
+    model = Net()
+    before = list(model.parameters())
+    assert idist.auto_model(model, mesh=idist.make_mesh(), shard=[Block], tensor_plan=PLAN) is model
+    assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
+
+
+@on_threads(2)
+def test_a_backend_without_meshes_rejects_layouts():
+    with pytest.raises(NotImplementedError, match="does not support device meshes: use gloo or nccl"):
+        idist.auto_model(Net(), shard=[Block])
+
+
+@on_ranks(2)
+def test_a_mesh_must_fit_the_job_and_the_model():
+    with pytest.raises(ValueError, match="mesh must be given to distribute the model"):
+        idist.auto_model(Net(), shard=[Block])
+    with pytest.raises(ValueError, match=r"mesh must have axes named as in .*, got \('dp',\): use make_mesh"):
+        idist.auto_model(Net(), mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    by_hand = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
+    model = Net()
+    with pytest.raises(ValueError, match="tensor_plan must be given, as the mesh has tp=2"):
+        idist.auto_model(model, mesh=by_hand)
+    assert idist.get_data_parallel_size() == 1  # the first mesh is that of the job
+    with pytest.raises(ValueError, match="mesh divides the data among 2 ranks, .* but that of the job .* among 1"):
+        idist.auto_model(model, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",)))
+    with pytest.raises(ValueError, match="sync_bn must be False"):
+        idist.auto_model(model, True, mesh=by_hand, tensor_plan=PLAN)
+    assert not any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+
+
+# --- layouts ---------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(4)
+def test_each_layout_starts_with_the_weights_of_rank_0_and_trains_alike():
+    alone = Net()
+    placements = {}
+    for number, sizes in enumerate(
+        (
+            {"dp_replicate": 4}, {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"tp": 4},
+            {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2}, {"dp_shard": 2, "cp": 2},
+            {"dp_replicate": 2, "cp": 2},
+        )
+    ):  # fmt: skip
+        mesh = idist.make_mesh(**sizes)
+        net, wanted = of_rank_0(10 * number)
+        model = idist.auto_model(net, mesh=mesh, tensor_plan=PLAN if "tp" in sizes else None)
+        assert isinstance(model, DistributedDataParallel) == (sizes == {"dp_replicate": 4})
+        close(weights(model), wanted)
+        with torch.no_grad():
+            for one, value in zip(alone.parameters(), wanted, strict=True):
+                one.copy_(value)
+        optimizers = SGD(alone.parameters(), lr=0.5), idist.auto_optim(SGD(model.parameters(), lr=0.5))
+        for one, inputs in (
+            (alone, INPUTS),
+            (model, INPUTS[idist.get_data_parallel_rank() :: idist.get_data_parallel_size()]),
+        ):
+            one(inputs).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        close(weights(model), weights(alone))
+        placements["+".join(sizes)] = sharded_modules(net), getattr(net.blocks[0].up.weight, "placements", None)
+    blocks = ["", "blocks.0", "blocks.1"]
+    assert placements["dp_replicate"] == ([], None)
+    assert placements["tp"][0] == []
+    assert all(found == blocks for layout, (found, _) in placements.items() if layout not in ("dp_replicate", "tp"))
+
+
+@on_ranks(4)
+def test_each_rank_holds_its_part_of_the_weights_and_of_the_state_of_the_optimizer():
+    def held(tensors):
+        return sum(getattr(one, "to_local", lambda one=one: one)().nbytes for one in tensors)
+
+    whole = held(Net().parameters())
+    for sizes, part in (
+        ({"dp_shard": 4}, 4),
+        ({"dp_replicate": 2, "dp_shard": 2}, 2),
+        ({"dp_shard": 2, "tp": 2}, None),
+    ):
+        mesh = idist.make_mesh(**sizes)
+        model = idist.auto_model(Net(), mesh=mesh, shard=[Block], tensor_plan=PLAN if "tp" in sizes else None)
+        optimizer = idist.auto_optim(AdamW(model.parameters()))
+        model(INPUTS).sum().backward()
+        optimizer.step()
+        moments = [one[name] for one in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        assert held(moments) == 2 * held(model.parameters())
+        if part:
+            assert held(model.parameters()) == whole / part
+        else:
+            split = [one for block in Net().blocks for one in (block.up.weight, block.up.bias, block.down.weight)]
+            assert held(model.parameters()) == whole / 2 - held(split) / 4
+
+
+@on_ranks(2)
+def test_what_is_sharded_and_how_is_up_to_the_user():
+    mesh = idist.make_mesh(dp_shard=2)
+
+    def sharded(shard, **options):
+        return idist.auto_model(Net(), mesh=mesh, shard=shard, **options)
+
+    assert sharded_modules(sharded(None)) == ["", "blocks.0", "blocks.1"]
+    assert sharded_modules(sharded([nn.Linear, Block]))[:4] == ["", "heads.0", "blocks.0", "blocks.0.up"]
+    assert sharded_modules(sharded(lambda module: isinstance(module, nn.LayerNorm))) == [
+        "",
+        *(f"blocks.{n}.norm" for n in (0, 1)),
+    ]
+    assert sharded_modules(sharded([])) == [""]
+    assert sharded_modules(idist.auto_model(nn.Linear(2, 2), mesh=mesh)) == [""]
+    assert sharded_modules(idist.auto_model(Net(), shard=Block)) == ["", "blocks.0", "blocks.1"]  # the mesh of the job
+    low = sharded(None, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), reshard_after_forward=False)
+    assert low(INPUTS).dtype == torch.bfloat16
+    compiled = torch.compile(Net(), backend="eager")
+    assert idist.auto_model(compiled, mesh=mesh) is compiled
+    assert sharded_modules(compiled._orig_mod) == ["", "blocks.0", "blocks.1"]
+    replicated = idist.make_mesh(dp_replicate=2)
+    low = idist.auto_model(Net(), mesh=replicated, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    assert low(INPUTS).dtype == torch.bfloat16
+
+
+@on_ranks(2)
+def test_a_model_on_the_meta_device_is_initialized_after_it_was_sharded():
+    with torch.device("meta"):
+        model = Net()
+    idist.auto_model(model, mesh=idist.make_mesh(dp_shard=2))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    model.to_empty(device=idist.device())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    assert torch.equal(weights(model)[0], torch.full((4, 8), 0.5))
+
+
+@on_ranks(2)
+def test_what_was_distributed_by_hand_is_left_as_it_is():
+    mesh = idist.make_mesh(tp=2)
+    model = parallelize_module(Net(), mesh["tp"], PLAN)
+    before = list(model.parameters())
+    assert idist.auto_model(model) is model
+    assert idist.auto_model(model, mesh=mesh) is model
+    assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
+    with pytest.raises(ValueError, match="tensor_plan must be None for a model that is parallelized already"):
+        idist.auto_model(model, mesh=mesh, tensor_plan=PLAN)
+    mesh = idist.make_mesh(dp_shard=2)
+    model = Net()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    assert idist.auto_model(model) is model
+    assert idist.auto_model(model, mesh=mesh, shard=[Block]) is model
+    assert sharded_modules(model) == ["blocks.0", "blocks.1"]
+    wrapped = DistributedDataParallel(Net())
+    assert idist.auto_model(wrapped, mesh=mesh) is wrapped
+
+
+@on_ranks(4)
+def test_a_model_that_is_tensor_parallel_by_hand_is_sharded_along_the_other_axes():
+    mesh = idist.make_mesh(dp_shard=2, tp=2)
+    net, wanted = of_rank_0(5)
+    model = idist.auto_model(parallelize_module(net, mesh["tp"], PLAN), mesh=mesh)
+    assert sharded_modules(model) == ["", "blocks.0", "blocks.1"]
+    close(weights(model), wanted)
+
+
+# --- optimizers that were created too early --------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_an_optimizer_created_before_sharding_raises_whichever_is_adapted_first():
+    mesh = idist.make_mesh(dp_shard=2)
+    net = Net()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    idist.auto_model(net, mesh=mesh)
+    message = (
+        r"optimizer SGD was created before the model was sharded: 14 of its parameters \(heads.0.weight, .*after auto"
+    )
+    with pytest.raises(ValueError, match=message):
+        idist.auto_optim(optimizer)
+    idist.auto_optim(SGD(net.parameters(), lr=0.1))
+    net = Net()
+    optimizer = idist.auto_optim(SGD(net.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="optimizer SGD was created before the model was sharded: 14 of"):
+        idist.auto_model(net, mesh=mesh)
+    assert sharded_modules(net) == []
+
+
+@on_ranks(2)
+def test_an_offloaded_model_stays_in_host_memory():
+    model = idist.auto_model(Net(), mesh=idist.make_mesh(dp_shard=2), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+    close([model(INPUTS)], [model(INPUTS)])

@@ -1,0 +1,457 @@
+"""Test that imports move, that everything else keeps its bytes, and that files are changed completely or not at all."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import stat
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from camshaft import migrate as module
+from camshaft.migrate import RULES, main, migrate
+
+PAGE = Path(__file__).parent.parent / module.PAGE
+
+
+def new(source):
+    return migrate(source)[0]
+
+
+def notes(source):
+    return [(note.line, note.section, note.text) for note in migrate(source)[1]]
+
+
+# before and after
+MOVES = {
+    "a package": ("import ignite.distributed as idist\n", "import camshaft.distributed as idist\n"),
+    "names": ("from ignite.engine import Engine, Events as E\n", "from camshaft.engine import Engine, Events as E\n"),
+    "everything": ("from ignite.handlers import *\n", "from camshaft.handlers import *\n"),
+    "packages": ("from ignite import engine, handlers\n", "from camshaft import engine, handlers\n"),
+    "metrics": ("from ignite.metrics import Accuracy\n", "from ignite.metrics import Accuracy\n"),
+    "all metrics": ("from ignite.contrib.metrics import *\n", "from ignite.contrib.metrics import *\n"),
+    "package of metrics": ("import ignite.metrics as m\n", "import ignite.metrics as m\n"),
+    "engines of contrib": (
+        "from ignite.contrib.engines import common\n",
+        "from camshaft.contrib.engines import common\n",
+    ),
+    "handlers of contrib": (
+        "from ignite.contrib.handlers.tqdm_logger import ProgressBar\n",
+        "from camshaft.handlers.tqdm_logger import ProgressBar\n",
+    ),
+    "handlers and engines of contrib": (
+        "from ignite.contrib import engines, handlers\n",
+        "from camshaft import handlers\nfrom camshaft.contrib import engines\n",
+    ),
+    "a loss of a name": (
+        "from ignite.handlers import Checkpoint, VisdomLogger, Timer\n",
+        "from camshaft.handlers import Checkpoint, Timer\nfrom ignite.handlers import VisdomLogger\n",
+    ),
+    "a private name": (
+        "from ignite.engine import _prepare_batch\n",
+        "from ignite.engine import _prepare_batch\n",
+    ),
+    "the last of several names": (
+        "from ignite import distributed, metrics  # both\n",
+        "from camshaft import distributed  # both\nfrom ignite import metrics\n",
+    ),
+    "in parentheses on one line": (
+        "from ignite import (metrics, distributed,)\n",
+        "from camshaft import (distributed,)\nfrom ignite import metrics\n",
+    ),
+    "on several lines": (
+        "from ignite.handlers import (\n    Checkpoint,  # one\n    NeptuneLogger as N,\n    Timer,\n"
+        "    VisdomLogger\n)\n",
+        "from camshaft.handlers import (\n    Checkpoint,  # one\n    Timer,\n)\n"
+        "from ignite.handlers import NeptuneLogger as N, VisdomLogger\n",
+    ),
+    "comments beside names": (
+        "from ignite.handlers import (\n    VisdomLogger,  # one\n    Timer,  # two\n)\n",
+        "from camshaft.handlers import (\n    # one\n    Timer,  # two\n)\nfrom ignite.handlers import VisdomLogger\n",
+    ),
+    "with continued lines": (
+        "from ignite . engine import Engine, \\\n    Events\n",
+        "from camshaft.engine import Engine, \\\n    Events\n",
+    ),
+    "after a semicolon": (
+        "x = 1; from ignite import engine, metrics\n",
+        "x = 1; from camshaft import engine; from ignite import metrics\n",
+    ),
+    "in a function, with tabs": (
+        "def f():\n\tfrom ignite import metrics, utils\n\treturn utils\n",
+        "def f():\n\tfrom camshaft import utils\n\tfrom ignite import metrics\n\treturn utils\n",
+    ),
+    "a use": (
+        "import ignite\nprint(ignite.__version__, ignite.engine.Engine)\n",
+        "import camshaft\nprint(camshaft.__version__, camshaft.engine.Engine)\n",
+    ),
+    "uses of both": (
+        "import ignite\nignite.engine.Engine\nignite.metrics.Accuracy\n",
+        "import camshaft\nimport ignite\ncamshaft.engine.Engine\nignite.metrics.Accuracy\n",
+    ),
+    "a use through another module": (
+        "import ignite.engine\nignite.engine.Engine\nignite.metrics.Accuracy\n",
+        "import camshaft.engine\nimport ignite.metrics\ncamshaft.engine.Engine\nignite.metrics.Accuracy\n",
+    ),
+    "a use of what metrics import": (
+        "import ignite.metrics\nignite.engine.Engine\nignite.metrics.Accuracy\n",
+        "import camshaft\nimport ignite.metrics\ncamshaft.engine.Engine\nignite.metrics.Accuracy\n",
+    ),
+    "a use in an annotation": (
+        "import ignite\ndef f(é: ignite.engine.Engine) -> 'ignite.engine.Engine': ...\n",
+        "import camshaft\ndef f(é: camshaft.engine.Engine) -> 'ignite.engine.Engine': ...\n",
+    ),
+    "a use of handlers of contrib": (
+        "import ignite.contrib.handlers\nignite.contrib.handlers.ProgressBar()\n",
+        "import camshaft.handlers\ncamshaft.handlers.ProgressBar()\n",
+    ),
+    "uses in f-strings": (
+        "import ignite\nx = f'é {ignite.engine.Engine!r:>{9}} ignite' f'''\n{ignite.__version__}'''\n",
+        "import camshaft\nx = f'é {camshaft.engine.Engine!r:>{9}} ignite' f'''\n{camshaft.__version__}'''\n",
+    ),
+    "another name": ("import ignite as ig\nig.engine.Engine\n", "import camshaft as ig\nig.engine.Engine\n"),
+    "another name, both": (
+        "import ignite as ig\nig.engine.Engine\nig.metrics.Accuracy\n",
+        "import camshaft\nimport ignite as ig\ncamshaft.engine.Engine\nig.metrics.Accuracy\n",
+    ),
+    "several modules": (
+        "import ignite.engine, os, ignite.metrics\nignite.engine.Engine\n",
+        "import camshaft.engine, os, ignite.metrics\ncamshaft.engine.Engine\n",
+    ),
+    "a name of something else": ("import ignite\nignite = 3\n", "import ignite\nignite = 3\n"),
+    "an attribute of something else": ("import ignite\nx.ignite.engine\n", "import camshaft\nx.ignite.engine\n"),
+    "a relative import": ("from .ignite import engine\n", "from .ignite import engine\n"),
+    "another package": ("import ignited, pyignite.x as ignite2\n", "import ignited, pyignite.x as ignite2\n"),
+    "strings and comments": (
+        "x = 'import ignite'  # ignite.engine\n",
+        "x = 'import ignite'  # ignite.engine\n",
+    ),
+    "sorted": (
+        "import fire\nimport ignite.engine as e\nimport os\nfrom ignite import utils\nfrom x import y\n",
+        "import camshaft.engine as e\nimport fire\nimport os\nfrom camshaft import utils\nfrom x import y\n",
+    ),
+    "sorted by module, without a newline at the end": (
+        "from abc import ABC\nimport fire\nfrom ignite import engine",
+        "from abc import ABC\nfrom camshaft import engine\nimport fire",
+    ),
+    "not sorted": (
+        "import torch\nimport fire\nfrom ignite import engine\n",
+        "import torch\nimport fire\nfrom camshaft import engine\n",
+    ),
+    "Windows lines": (
+        "import fire\r\nfrom ignite import engine, metrics\r\n",
+        "import fire\r\nfrom camshaft import engine\r\nfrom ignite import metrics\r\n",
+    ),
+    "a form feed": ("x = '\x0c'\n\x0cfrom ignite import engine\n", "x = '\x0c'\n\x0cfrom camshaft import engine\n"),
+}
+
+
+@pytest.mark.parametrize(("before", "after"), MOVES.values(), ids=MOVES)
+def test_imports_move(before, after):
+    assert new(before) == after
+
+
+@pytest.mark.parametrize("before", [before for before, _ in MOVES.values()], ids=MOVES)
+def test_a_second_time_changes_nothing(before):
+    assert new(new(before)) == new(before)
+
+
+statements = st.sampled_from(
+    [
+        before
+        for before, _ in MOVES.values()
+        if before.endswith("\n") and not before.startswith("import ignite\nignite = ")
+    ]
+    + [
+        "x = [\n  'é',  # ignite\n]\n",
+        "\n",
+        "if x:\n\tpass\n",
+        "# ignite\n",
+        '"""\nimport ignite\n"""\n',
+        "import torch\n",
+    ]
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(statements, min_size=1, max_size=6), st.sampled_from(["\n", "\r\n"]))
+def test_any_source_still_parses_keeps_its_other_lines_and_changes_once(parts, newline):
+    source = newline.join("".join(parts).replace("\r\n", "\n").split("\n"))
+    result = new(source)
+    ast.parse(result)
+    assert new(result) == result
+
+    def others(text):  # without the names that get a line of their own, and comments beside them
+        return sorted(
+            line for line in text.split(newline) if not re.search(r"ignite|camshaft|\big\b|Logger|# one", line)
+        )
+
+    assert others(result) == others(source)
+
+
+def test_a_change_of_a_string_is_an_error_and_not_a_change(monkeypatch):
+    monkeypatch.setattr(module._Rewriting, "edits", lambda rewriting: [(0, 8, "'camshaft'")])
+    with pytest.raises(SyntaxError, match="names in an f-string cannot be located"):
+        migrate("'ignite'\n")
+
+
+def test_what_camshaft_has_is_read_from_camshaft():
+    assert module.moved("ignite.engine.Engine.run") == "camshaft.engine.Engine.run"
+    assert module.moved("ignite.handlers.nothing") is None
+    assert module.moved("ignite.engine.supervised.torch") is None  # a module that is imported there
+
+
+def test_a_package_whose_name_is_reused_is_reported_and_stays():
+    assert notes("import ignite\nfor ignite in []: pass\n") == [
+        (1, "imports", "not rewritten, because 'ignite' is also the name of something else")
+    ]
+
+
+# --- what behaves differently ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "line", "section", "text"),
+    [
+        (
+            "import ignite.distributed as idist\nidist.auto_dataloader(x)",
+            2,
+            "data",
+            "auto_dataloader: .* blocks of samples",
+        ),
+        ("import ignite\nignite.distributed.show_config()", 2, "distributed", "show_config: "),
+        ("from ignite.engine import DeterministicEngine as D\nD(f)", 2, "data", "DeterministicEngine: .* seeded"),
+        ("from ignite.handlers import DiskSaver\nDiskSaver('x')", 2, "checkpoints", "require_empty=False.*manifest"),
+        ("import ignite\nimport os\nos.listdir('x')", 3, "checkpoints", "listdir: .*manifest"),
+        (
+            "from ignite.metrics import ROC_AUC\nROC_AUC()",
+            2,
+            "metrics",
+            "ROC_AUC: is rejected in a job of several ranks",
+        ),
+        (
+            "from ignite.handlers import VisdomLogger",
+            1,
+            "not-included",
+            "VisdomLogger is not included: use Tensorboard",
+        ),
+        ("from ignite.engine import _prepare_batch", 1, "not-included", "_prepare_batch stays with PyTorch-Ignite"),
+        ("import ignite\ne._fire_event(x)", 2, "not-included", "_fire_event does not exist: .* use fire_event"),
+        ("import ignite\ngetLogger('ignite.engine')", 2, "imports", "the string 'ignite.engine' is left as it is"),
+        ("import ignite\ns.set_epoch(3)", 2, "data", "set_epoch"),
+        (
+            "from ignite.contrib.engines import common\ncommon.setup_plx_logging(t)",
+            2,
+            "not-included",
+            "setup_plx_logging: is not included",
+        ),
+        (
+            "from ignite.engine import create_supervised_trainer as c\nc(m, deterministic=True)",
+            2,
+            "data",
+            "deterministic=True",
+        ),
+    ],
+)
+def test_differences_are_reported_where_they_occur(source, line, section, text):
+    [(found_line, found_section, found)] = notes(source)
+    assert (found_line, found_section) == (line, section)
+    assert re.search(text, found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from ignite.handlers import ModelCheckpoint\nModelCheckpoint('x', require_empty=False)",
+        "from ignite.engine import create_supervised_trainer as c\nc(m, deterministic=False, amp_mode=None)",
+        "from ignite.metrics import Accuracy\nAccuracy()",
+        "from other import ROC_AUC\nimport ignite\nROC_AUC()",
+        "import os\nos.listdir('ignite')",
+        "import ignite\nx = 'ignite.metrics'",
+    ],
+)
+def test_what_behaves_the_same_is_not_reported(source):
+    assert notes(source) == []
+
+
+def test_each_section_is_on_the_page():
+    headings = re.findall(r"^#+ (.*)", PAGE.read_text("utf-8"), flags=re.MULTILINE)
+    anchors = {re.sub(r"\W+", "-", heading.lower()).strip("-") for heading in headings}
+    assert {*(rule.section for rule in RULES), "imports", "not-included"} <= anchors
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("import ignite.distributed as idist\nidist.show_config()\n")
+    return path
+
+
+def test_without_write_a_diff_is_printed_and_nothing_changes(script, capsys):
+    before = script.read_bytes()
+    assert main([str(script)]) == 1
+    assert script.read_bytes() == before
+    printed = capsys.readouterr()
+    assert printed.out.splitlines() == [
+        f"--- {script}",
+        f"+++ {script}",
+        "@@ -1,2 +1,2 @@",
+        "-import ignite.distributed as idist",
+        "+import camshaft.distributed as idist",
+        " idist.show_config()",
+    ]
+    assert f"{script}:2: show_config: " in printed.err
+    assert "(docs/migrating/from-ignite.md#distributed)" in printed.err
+    assert "1 file would be rewritten" in printed.err
+
+
+def test_with_write_the_file_changes_once_and_keeps_its_permissions(script, capsys):
+    script.chmod(0o751)
+    link = script.with_name("link.py")
+    link.symlink_to(script)
+    assert main(["--write", str(link)]) == 0
+    assert script.read_text() == "import camshaft.distributed as idist\nidist.show_config()\n"
+    assert stat.S_IMODE(script.stat().st_mode) == 0o751
+    assert link.is_symlink()
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "1 file rewritten" in printed.err
+    assert main([str(script)]) == 0
+    assert "0 files would be rewritten" in capsys.readouterr().err
+    assert sorted(path.name for path in script.parent.iterdir()) == ["link.py", "train.py"]
+
+
+def test_notes_have_the_line_numbers_of_the_file_as_it_is_left(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text("from ignite import distributed, metrics\ndistributed.show_config()\n")
+    main([str(path)])
+    assert f"{path}:2: show_config" in capsys.readouterr().err
+    main(["--write", str(path)])
+    assert f"{path}:3: show_config" in capsys.readouterr().err
+
+
+def test_a_broken_file_is_reported_and_left_alone_and_the_others_are_rewritten(script, capsys):
+    broken = {"a.py": b"import ignite\nx = (\n", "b.py": b"x = '\0'; import ignite", "c.py": b"import ignite  # \xff",
+              "d.ipynb": b'{"import ignite": 3}', "e.ipynb": b"ignite"}  # fmt: skip
+    for name, content in broken.items():
+        script.with_name(name).write_bytes(content)
+    assert main(["--write", str(script.parent), str(script.with_name("missing.py"))]) == 2
+    assert {name: script.with_name(name).read_bytes() for name in broken} == broken
+    errors = capsys.readouterr().err
+    for name in (*broken, "missing.py"):
+        assert f"{script.with_name(name)}: left as it is: " in errors
+    assert script.read_text().startswith("import camshaft")
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="needs POSIX")
+def test_a_file_is_changed_completely_or_not_at_all(script, monkeypatch):
+    before = script.read_bytes()
+
+    def fail(*arguments):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("camshaft.files.os.fsync", fail)
+    assert main(["--write", str(script)]) == 2
+    assert script.read_bytes() == before
+    assert [path.name for path in script.parent.iterdir()] == ["train.py"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (b"\xef\xbb\xbfimport ignite\r\nx = 'a'\r\n", b"\xef\xbb\xbfimport camshaft\r\nx = 'a'\r\n"),
+        (b"# coding: latin-1\nx = '\xe9'; import ignite\n", b"# coding: latin-1\nx = '\xe9'; import camshaft\n"),
+        (b"x = '\xc3\xa9'; import ignite", b"x = '\xc3\xa9'; import camshaft"),
+    ],
+)
+def test_encodings_marks_and_ends_of_lines_are_kept(tmp_path, before, after):
+    path = tmp_path / "train.py"
+    path.write_bytes(before)
+    assert main(["--write", str(path)]) == 0
+    assert path.read_bytes() == after
+
+
+def test_folders_are_searched_except_for_hidden_ones_and_packages(script, capsys):
+    for folder in (".git", "venv", "inner"):
+        other = script.parent / folder / "other.py"
+        other.parent.mkdir()
+        other.write_text("import ignite\n")
+    (script.parent / "notes.txt").write_text("import ignite\n")
+    assert main([str(script.parent)]) == 1
+    shown = re.findall(r"^--- (.*)", capsys.readouterr().out, flags=re.MULTILINE)
+    assert shown == [str(script), str(script.parent / "inner" / "other.py")]
+
+
+def test_a_missing_newline_at_the_end_is_shown(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text("import ignite")
+    main([str(path)])
+    end = "\\ No newline at end of file"
+    assert capsys.readouterr().out.splitlines()[3:] == ["-import ignite", end, "+import camshaft", end]
+
+
+# --- notebooks ------------------------------------------------------------------------------------------------------
+
+NOTEBOOK = r"""{
+ "cells": [
+  {"cell_type": "markdown", "source": ["import ignite\n"], "metadata": {}},
+  {
+   "cell_type": "code",
+   "execution_count": null,
+   "source": [
+    "%matplotlib inline\n",
+    "!pip install \\\n",
+    "  pytorch-ignite\n",
+    "import ignite\n",
+    "from ignite import distributed as idist, metrics  # \u00e9\n",
+    "x = 'A\/B'"
+   ],
+   "outputs": [ {"text": ["import ignite"]} ]
+  },
+  {"cell_type": "code", "source": ["%%bash\n", "import ignite\n"]},
+  {"cell_type": "code", "source": []},
+  {"cell_type": "code", "source": "%%time\nif x:\n    !ls\n    ignite.engine.Engine\nidist.show_config()", "n": 1.50}
+ ],
+ "metadata" : {}
+}"""
+
+
+def test_cells_of_a_notebook_are_rewritten_and_other_json_keeps_its_form(tmp_path, capsys):
+    path = tmp_path / "train.ipynb"
+    path.write_text(NOTEBOOK, "utf-8")
+    assert main(["--write", str(path)]) == 0
+    expected = (
+        NOTEBOOK.replace('"import ignite\\n",\n    "from ignite import distributed as idist, metrics  # \\u00e9\\n",',
+                         '"import camshaft\\n",\n    "from camshaft import distributed as idist  # \\u00e9\\n",\n'
+                         '    "from ignite import metrics\\n",')
+        .replace("    ignite.engine.Engine", "    camshaft.engine.Engine")
+    )  # fmt: skip
+    assert path.read_text("utf-8") == expected
+    json.loads(expected)
+    assert f"{path}, cell 4, line 5: show_config: " in capsys.readouterr().err
+    assert main([str(path)]) == 0
+
+
+def test_a_new_line_in_a_source_of_one_line_is_an_element_of_its_own(tmp_path):
+    path = tmp_path / "train.ipynb"
+    path.write_text('{"cells": [{"cell_type": "code", "source": [ "from ignite import engine, metrics"]}]}')
+    main(["--write", str(path)])
+    assert json.loads(path.read_text())["cells"][0]["source"] == [
+        "from camshaft import engine\n",
+        "from ignite import metrics",
+    ]
+
+
+def test_a_broken_cell_is_named(tmp_path, capsys):
+    path = tmp_path / "train.ipynb"
+    path.write_text(json.dumps({"cells": [{"cell_type": "code", "source": ["import ignite\n", "x = (\n"]}]}))
+    assert main([str(path)]) == 2
+    assert "left as it is: cell 1: " in capsys.readouterr().err
