@@ -1,4 +1,4 @@
-"""Debug mode over MPI: a rank that waits for one that has ended learns how, also if that is rank 0, the store's host."""
+"""Debug mode over MPI: a rank that waits for one that has ended learns how, also if that is rank 0."""
 
 from __future__ import annotations
 
