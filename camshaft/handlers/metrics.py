@@ -20,6 +20,7 @@ from camshaft.engine.state import LazyNumber, Results
 from camshaft.errors import annotate, check_is_no_class, ignite_class
 from camshaft.handlers.base_logger import fetch, peek
 from camshaft.handlers.utils import check_callable, check_engine, check_type, identity, number, resumes_epoch, scalar
+from camshaft.sharding import whole
 
 __all__ = ["AttachedMetrics", "RunningAverage", "attach_metrics"]
 
@@ -33,8 +34,9 @@ def attach_metrics(
 
     They are reset when an epoch starts, updated with each output, and computed before the other handlers of
     ``EPOCH_COMPLETED``. The ranks exchange the states of all metrics in one collective, so that the results cover all
-    samples, however they are partitioned. Metrics are moved to the device of their arguments. Those of torchmetrics
-    synchronize with the device to check their arguments, unless made with ``validate_args=False``.
+    samples, however they are partitioned. Metrics are moved to the device of their arguments; arguments that are
+    DTensors are gathered first. Those of torchmetrics synchronize with the device to check their arguments, unless made
+    with ``validate_args=False``.
 
     Args:
         engine: usually an evaluator.
@@ -139,9 +141,9 @@ class AttachedMetrics(Serializable):
         positional: list[Any] = []
         named: dict[str, Any] = {}
         if isinstance(output, Mapping):
-            named = {name: peek(one) for name, one in output.items()}
+            named = {name: whole(peek(one)) for name, one in output.items()}
         else:
-            positional = [peek(one) for one in (output if isinstance(output, (tuple, list)) else (output,))]
+            positional = [whole(peek(one)) for one in (output if isinstance(output, (tuple, list)) else (output,))]
         if not self._is_placed:  # move the metrics to the device of the first arguments of the epoch
             self._is_placed = True
             arguments = (*positional, *named.values())
@@ -295,7 +297,7 @@ class RunningAverage(Serializable):
 
     The first value is the first average. A value on a GPU is averaged there without synchronizing: the number is
     fetched when a progress bar, a log record or your own code reads ``engine.state.metrics``. Each rank has its own
-    average.
+    average. If the value is a DTensor, it is first reduced over its mesh, so attach this on all ranks.
 
     Args:
         output_transform: called with the output of an iteration, returns a number or a tensor with one element. The
