@@ -73,7 +73,7 @@ def training(config: argparse.Namespace) -> dict[str, float]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
     trainer = Engine(step)
 

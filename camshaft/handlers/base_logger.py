@@ -25,6 +25,7 @@ from camshaft.engine.state import LazyNumber
 from camshaft.errors import described
 from camshaft.handlers.checkpoint import CheckpointEvents
 from camshaft.handlers.utils import StepOf, check_callable, check_engine, check_entries, check_text, check_type, joined
+from camshaft.sharding import needs_all_ranks, reshard, whole
 
 __all__ = [
     "BaseHandler",
@@ -222,8 +223,12 @@ class BaseOptimizerParamsHandler(BaseHandler):
 class BaseWeightsHandler(BaseHandler):
     """Writes something about the parameters of a model, or about their gradients.
 
+    Parameters of a sharded model (DTensors) are written whole. All ranks gather them, one after the other, so attach
+    this on all ranks, even if one of them writes. While the gradients of a window are accumulated without being
+    exchanged, sharded parameters have none.
+
     Args:
-        model: the model.
+        model: the model, after it was sharded.
         tag: first component of all names.
         whitelist: the parameters to write: prefixes of their names, or a predicate ``f(name, parameter)``, which is
             evaluated once. By default all.
@@ -244,6 +249,7 @@ class BaseWeightsHandler(BaseHandler):
             raise TypeError(f"whitelist must be a list of names or callable, got {whitelist!r}")
         self.model = model
         self.tag = tag
+        reshard(model)
         weights = model.named_parameters()
         if callable(whitelist):
             self.weights = tuple(pair for pair in weights if whitelist(*pair))
@@ -252,11 +258,16 @@ class BaseWeightsHandler(BaseHandler):
             self.weights = tuple(pair for pair in weights if pair[0].startswith(prefixes))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the parameters, or the gradients that exist, by name."""
+        """Yield the parameters, or the gradients that exist, by name. Sharded ones are gathered over the ranks."""
         for name, parameter in self.weights:
             tensor = parameter.grad if self.of_gradients else parameter
             if tensor is not None:
-                yield name, tensor.detach()
+                yield name, whole(tensor.detach())
+
+    @property
+    def needs_all_ranks(self) -> bool:
+        """Whether ranks that do not write have to call this handler too."""
+        return any(needs_all_ranks(parameter) for _, parameter in self.weights)
 
     @property
     def title(self) -> str:
@@ -311,7 +322,8 @@ class BaseWeightsScalarHandler(BaseWeightsHandler):
         self.check(logger)
         values: dict[Any, Any] = {self.path(name): self.reduction(tensor) for name, tensor in self.tensors()}
         fetch(values)
-        logger.write_new_values(values, self.global_step(engine, event_name))
+        if _writes_here(logger):
+            logger.write_new_values(values, self.global_step(engine, event_name))
 
 
 class BaseWeightsHistHandler(BaseWeightsHandler):
@@ -320,12 +332,19 @@ class BaseWeightsHistHandler(BaseWeightsHandler):
     def __call__(self, engine: Engine[Any, Any], logger: Any, event_name: Any) -> None:
         """Write the histograms."""
         self.check(logger)
-        tensors = {self.path(name): tensor for name, tensor in self.tensors()}
-        logger.write_histograms(tensors, self.global_step(engine, event_name))
+        writes, gathers = _writes_here(logger), self.needs_all_ranks
+        # one gathered parameter at a time is in the memory of the device
+        tensors = {self.path(name): one.cpu() if gathers else one for name, one in self.tensors() if writes}
+        if writes:
+            logger.write_histograms(tensors, self.global_step(engine, event_name))
 
 
 def _count_of(engine: Engine[Any, Any], event_name: Any) -> int:
     return engine.state.get_event_attrib_value(event_name)
+
+
+def _writes_here(logger: Any) -> bool:
+    return bool(getattr(logger, "writes_here", True))
 
 
 def _tagged(tag: str | None) -> Path:
@@ -348,6 +367,11 @@ def check_optimizer(optimizer: Any) -> None:
 
 def _flat(path: Path, value: Any, text: bool) -> Iterator[tuple[Path, Any]]:
     """Yield the numbers in nested containers with their paths."""
+    if needs_all_ranks(value):  # other ranks may not be here
+        where = "/".join(path)
+        warnings.warn(f"{where} is not logged because it is a sharded DTensor: return its full_tensor()", stacklevel=2)
+        return
+    value = whole(value)
     if isinstance(value, LazyNumber):
         yield path, value.read()
     elif isinstance(value, Number) or (text and isinstance(value, str)):
@@ -393,7 +417,9 @@ def fetch(values: dict[Any, Any]) -> None:
 class BaseLogger:
     """Writes what handlers read from engines; a context manager that closes the logger at its end.
 
-    One rank writes. On the others, a logger checks the arguments of each call and does nothing.
+    One rank writes. On the others, a logger checks the arguments of each call and does nothing, except that handlers of
+    the weights and gradients of a sharded model gather these on all ranks. Values that are DTensors are logged if each
+    rank has the whole; others are skipped with a warning, since the ranks that do not write would not take part.
 
     Attributes:
         ranks: the ranks that write, ``None`` for all; may be set by a subclass.
@@ -436,7 +462,8 @@ class BaseLogger:
         handles = [engine.add_event_handler(event, log_handler, self, event, *args, **kwargs) for event in events]
         handle = joined(handles, event_name, log_handler, engine)
         if not self.writes_here:
-            handle.remove()
+            if not getattr(log_handler, "needs_all_ranks", False):
+                handle.remove()
             return handle
         self._attached = [*self._attached, *handles]
         for source in (engine, engine_followed(log_handler)):

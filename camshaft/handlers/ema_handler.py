@@ -15,9 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from camshaft.base import Serializable
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import EventLike, Events
-from camshaft.handlers.checkpoint.state import unwrap
+from camshaft.handlers.checkpoint.state import load_state, unwrap
 from camshaft.handlers.state_param_scheduler import StateParamScheduler
-from camshaft.handlers.utils import check_choice, check_engine, check_is_no_counter, integer, number
+from camshaft.handlers.utils import check_choice, check_engine, check_is_no_counter, check_type, integer, number
+from camshaft.sharding import is_dtensor, local, outermost_sharded, reshard
 
 __all__ = ["EMAHandler", "EMAWarmUp"]
 
@@ -64,16 +65,20 @@ class EMAHandler(Serializable):
     separately.
 
     Args:
-        model: the model that is trained, already on its device. ``DistributedDataParallel`` is unwrapped.
+        model: the model that is trained, already on its device, and already sharded if it is to be. The average is
+            sharded in the same way. ``DistributedDataParallel`` is unwrapped.
         momentum: weight of the model in each update.
         momentum_warmup: momentum of the first update, from 0 to 1, if it should move from there to ``momentum``.
         warmup_iters: number of updates after which it is ``momentum``.
         handle_buffers: ``"copy"`` copies the buffers of the model; ``"update"`` averages those that are not integers,
             and copies the others; ``"ema_train"`` leaves them to ``ema_model``, which is then in train mode.
+        ema_model: a second model to hold the average, built and sharded like ``model``, whose weights it gets. By
+            default a copy of ``model``, which ``fully_shard`` does not allow.
 
     Raises:
-        TypeError: a momentum is not a number.
-        ValueError: an argument is out of range, or ``model`` is not a module.
+        TypeError: a momentum is not a number, or ``ema_model`` is not a module.
+        ValueError: an argument is out of range; ``model`` is not a module, or was sharded by ``fully_shard`` and
+            there is no ``ema_model``; or that has other parameters.
 
     Attributes:
         model: the model.
@@ -101,6 +106,8 @@ class EMAHandler(Serializable):
         momentum_warmup: float | None = None,
         warmup_iters: int | None = None,
         handle_buffers: str = "copy",
+        *,
+        ema_model: nn.Module | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"model must be a torch.nn.Module, got {model!r} of type {type(model).__name__}")
@@ -113,9 +120,24 @@ class EMAHandler(Serializable):
         if momentum_warmup is not None and warmup_iters is not None:
             self.momentum_scheduler = self._scheduler = EMAWarmUp(momentum_warmup, warmup_iters, momentum)
         self.handle_buffers = handle_buffers
-        self.model = model.module if isinstance(model, DistributedDataParallel) else model
-        self.ema_model = deepcopy(self.model).requires_grad_(False).train(handle_buffers == "ema_train")
+        self.model = _unwrapped(model)
+        if ema_model is not None:
+            check_type("ema_model", ema_model, nn.Module, "a torch.nn.Module")
+            if _layout(_unwrapped(ema_model)) != _layout(self.model):
+                raise ValueError("ema_model must have the parameters of model, sharded in the same way")
+        self.ema_model = self._copy() if ema_model is None else _unwrapped(ema_model)
+        self.ema_model.requires_grad_(False).train(handle_buffers == "ema_train")
         self._pair_tensors()
+        if ema_model is not None:
+            self.ema_model.load_state_dict(self.model.state_dict())
+
+    def _copy(self) -> nn.Module:
+        if any(outermost_sharded(self.model)):
+            raise ValueError(
+                "model was sharded by fully_shard, which does not allow copies: pass ema_model, another model that was "
+                "built and sharded in the same way"
+            )
+        return deepcopy(self.model)
 
     def attach(
         self,
@@ -172,7 +194,11 @@ class EMAHandler(Serializable):
         if (self._scheduler is None) != (warmup is None):
             kind = "without" if self._scheduler is None else "with"
             raise ValueError(f"state_dict must be that of an EMAHandler {kind} a warm-up; or load only its 'ema_model'")
-        unwrap(self.ema_model).load_state_dict(state_dict["ema_model"])
+        weights, average = state_dict["ema_model"], unwrap(self.ema_model)
+        if any(map(is_dtensor, weights.values())):  # sharded already
+            average.load_state_dict(weights)
+        else:
+            load_state(average, weights, {})
         if self._scheduler is not None:
             self._scheduler.load_state_dict(warmup)
 
@@ -186,16 +212,26 @@ class EMAHandler(Serializable):
         Args:
             momentum: how far, from 0 to 1.
         """
-        averages, values = self._averaged
+        if self._is_sharded:
+            reshard(self.ema_model)  # the full weights of an evaluation are outdated now
+        averages, values = map(self._local, self._averaged)
         if averages:  # as torch.optim.swa_utils.get_ema_multi_avg_fn does, where the momentum is fixed
             torch._foreach_lerp_(averages, values, momentum)
-        copies, values = self._copied
+        copies, values = map(self._local, self._copied)
         if copies:
             torch._foreach_copy_(copies, values)
 
+    def _local(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return the parts of tensors on this rank; not in advance, as ``fully_shard`` may move them."""
+        return [local(tensor) for tensor in tensors] if self._is_sharded else tensors
+
     def _pair_tensors(self) -> None:
         """Find the tensors of both models, again for each run since they may have been replaced."""
+        reshard(self.model)
+        reshard(self.ema_model)
+        pairs: list[tuple[Tensor, Tensor, bool]]
         pairs = [(*pair, True) for pair in zip(self.ema_model.parameters(), self.model.parameters(), strict=True)]
+        self._is_sharded = any(is_dtensor(parameter) for parameter in self.model.parameters())
         if self.handle_buffers != "ema_train":
             buffers = zip(self.ema_model.buffers(), self.model.buffers(), strict=True)
             pairs += [(*pair, self.handle_buffers == "update") for pair in buffers]
@@ -206,3 +242,17 @@ class EMAHandler(Serializable):
             targets, values = self._averaged if is_averaged and is_continuous else self._copied
             targets.append(ours)
             values.append(theirs)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+    return inner
+
+
+def _layout(model: nn.Module) -> list[Any]:
+    """Return the name and shape of each parameter, and where its parts are."""
+    reshard(model)
+    named = model.named_parameters()
+    return [
+        (name, one.shape, getattr(one, "device_mesh", None), getattr(one, "placements", None)) for name, one in named
+    ]

@@ -17,6 +17,7 @@ from camshaft.engine.events import Events
 from camshaft.engine.state import LazyNumber
 from camshaft.handlers.stopping import StopTogether
 from camshaft.handlers.utils import check_callable, check_engine
+from camshaft.sharding import local
 
 __all__ = ["TerminateOnNan"]
 
@@ -24,7 +25,8 @@ __all__ = ["TerminateOnNan"]
 class TerminateOnNan:
     """Terminate a run when its output is NaN or infinite, on all ranks after the same iteration.
 
-    It never waits for a GPU: tensors are checked there, and the result is read one iteration later.
+    It never waits for a GPU: tensors are checked there, and the result is read one iteration later. Of a DTensor, each
+    rank checks its own part.
 
     Args:
         output_transform: called with the output of the engine; returns numbers, tensors, NumPy arrays, and mappings
@@ -58,7 +60,7 @@ class TerminateOnNan:
         self._together.watch(engine)
         self._check_previous(engine)
         on_device: list[Tensor] = []
-        for value in _leaves(self._output_transform(engine.state._output)):
+        for value in map(local, _leaves(self._output_transform(engine.state._output))):
             if isinstance(value, Tensor) and value.device.type != "cpu":
                 on_device.append(value)
             elif not _is_finite(value):

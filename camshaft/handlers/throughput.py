@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from camshaft.distributed import all_reduce, device, get_world_size
+from camshaft.distributed import all_reduce, device, get_data_parallel_size, get_world_size
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import EventLike, Events, Order, RemovableEventHandle
 from camshaft.handlers.utils import check_engine, integer, joined, number
@@ -180,6 +180,8 @@ class Throughput:
         if size > 1:
             rates = all_reduce(torch.tensor(rates, dtype=torch.float64)).tolist()
             rates[0] /= size
+            peers = size / get_data_parallel_size()  # that process the same samples
+            rates[1:-1] = [rate / peers for rate in rates[1:-1]]
         engine.state.metrics.update(self._named(rates))
 
     def _named(self, rates: list[float]) -> dict[str, float]:

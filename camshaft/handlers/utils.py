@@ -17,6 +17,7 @@ from camshaft.engine.progress import Origin, derived_max_epochs
 from camshaft.engine.state import State
 from camshaft.errors import check_type as check_type
 from camshaft.errors import described
+from camshaft.sharding import whole
 
 __all__ = ["global_step_from_engine"]
 
@@ -104,6 +105,8 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 def scalar(name: str, value: Any) -> Tensor | float:
     """Return a number as a float, or the element of a tensor, detached, as a 0-d tensor on its device.
 
+    Of a DTensor this is the element over all ranks, which must all call this.
+
     >>> import torch
     >>> scalar("output_transform", torch.tensor([0.5])), scalar("output_transform", 2)
     (tensor(0.5000), 2.0)
@@ -111,7 +114,8 @@ def scalar(name: str, value: Any) -> Tensor | float:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{name} must return a number or one element, got a tensor of shape {tuple(value.shape)}")
-        return value.detach().reshape(())
+        element: Tensor = whole(value.detach()).reshape(())
+        return element
     if type(value) is float:  # saves the look-up of an abstract class
         return value
     if not isinstance(value, Real):

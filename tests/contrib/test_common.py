@@ -129,8 +129,8 @@ def test_the_cache_of_gpu_memory_is_emptied_after_each_epoch_if_wanted(clears, c
 @pytest.mark.parametrize(
     ("options", "events"),
     [
-        ({}, ["ITERATION_COMPLETED", "EPOCH_STARTED"]),
-        ({"with_pbar_on_iters": False}, ["EPOCH_STARTED"]),
+        ({}, [("ITERATION_COMPLETED", False), ("EPOCH_STARTED", True)]),
+        ({"with_pbar_on_iters": False}, [("EPOCH_STARTED", True)]),
         ({"with_pbars": False}, []),
     ],
 )
@@ -138,7 +138,7 @@ def test_progress_bars(options, events, monkeypatch):
     attached, attach = [], ProgressBar.attach
 
     def record(bar, engine, **arguments):
-        attached.append(arguments["event_name"].name)
+        attached.append((arguments["event_name"].name, bar.persist))
         return attach(bar, engine, **arguments)
 
     monkeypatch.setattr(ProgressBar, "attach", record)
@@ -148,7 +148,7 @@ def test_progress_bars(options, events, monkeypatch):
         trainer.run([1.0] * 4, max_epochs=2)
     assert attached == events
     assert bool(shown.getvalue()) == bool(events)
-    assert ("loss=1" in shown.getvalue()) == ("ITERATION_COMPLETED" in events)
+    assert ("loss=1" in shown.getvalue()) == (len(events) == 2)
 
 
 class Sampler:

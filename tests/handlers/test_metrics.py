@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from camshaft import distributed as idist
+from camshaft.distributed.run import current
 from camshaft.engine import Engine, Events, create_supervised_evaluator
 from camshaft.engine.state import LazyNumber
 from camshaft.handlers import attach_metrics
@@ -385,6 +387,16 @@ def test_metrics_are_restored_after_an_error():
         run({"sum": metric}, [1.0])
     assert metric.dist_sync_fn is None
     assert metric.distributed_available_fn is available
+
+
+@on_threads(4)
+def test_the_samples_of_ranks_that_share_them_count_once():
+    place = idist.get_rank() // 2
+    names = {"mesh_dim_names": ("dp_shard", "tp"), "size": [2, 2].__getitem__, "get_coordinate": lambda: [place, 0]}
+    current().job.mesh = SimpleNamespace(**names)
+    metrics = run({"sum": library.SumMetric(), "all": library.CatMetric()}, [1.0 + place, 3.0 + place])
+    assert metrics["sum"] == 10.0
+    assert metrics["all"].tolist() == [1.0, 3.0, 2.0, 4.0]
 
 
 @on_threads(2)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from camshaft.distributed import get_rank
+from camshaft.distributed import get_rank, make_mesh
 from camshaft.engine import Engine, Events
 from camshaft.handlers import ProgressBar, Throughput, throughput
 from tests.handlers.clocks import clock_in
@@ -243,3 +243,12 @@ def test_ranks_add_up():
             "mfu": 0.25,
         }
         assert meter.rates()["samples_per_second"] == 5 + get_rank() / 2
+
+
+@on_ranks(2)
+def test_the_samples_of_tensor_parallel_ranks_count_once():
+    make_mesh(tp=2)
+    with clock_in(Throughput) as clock:
+        engine = trainer(clock)
+        Throughput(samples=10).attach(engine, Events.ITERATION_COMPLETED(every=5))
+        assert engine.run(range(5)).metrics == {"steps_per_second": 0.5, "samples_per_second": 5}
