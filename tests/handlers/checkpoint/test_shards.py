@@ -190,6 +190,7 @@ def test_an_error_in_the_background_is_raised_on_all_ranks_during_the_run(tmp_pa
         engine.add_event_handler(Events.ITERATION_COMPLETED(once=1), checkpoint)
         with pytest.raises(OSError, match="No space left"):
             engine.run(range(2))
+        idist.barrier()  # no rank ends while another is in the exchange
 
 
 @on_ranks(2)
@@ -217,6 +218,7 @@ def test_a_score_function_that_raises_on_one_rank_raises_on_all(tmp_path):
     checkpoint = Checkpoint({"part": Part()}, tmp_path, score_function=score, sharded=True)
     with pytest.raises(ZeroDivisionError):
         checkpoint(at(1))
+    idist.barrier()
 
 
 @on_ranks(2)
@@ -227,6 +229,7 @@ def test_ranks_that_do_not_share_the_directory_are_reported(tmp_path):
     with pytest.raises(FileNotFoundError, match="needs a directory that all ranks share"):
         checkpoint(at(1))
     assert names(mine) == []
+    idist.barrier()
 
 
 @on_ranks(2)
