@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 
 import pytest
@@ -238,6 +239,29 @@ def test_a_save_on_one_rank_alone_raises_instead_of_waiting(tmp_path):
             checkpoint(at(1))
 
     save_alone()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_flipped_bit_anywhere_in_a_shard_is_detected(tmp_path, number):
+    run_on_ranks(2, save_plain, tmp_path)
+    path = tmp_path / "part_1.sharded"
+    shard = sorted(path.iterdir())[number]
+    content = shard.read_bytes()
+    part, chance = Part(), random.Random(number)
+    for _ in range(50):
+        position, bit = chance.randrange(len(content)), chance.randrange(8)
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << bit
+        shard.write_bytes(damaged)
+        with pytest.raises(DamagedCheckpointError, match=shard.name):
+            Checkpoint.load_objects({"part": part}, path)
+    shard.write_bytes(content)
+    Checkpoint.load_objects({"part": part}, path)
+    assert part.value == 7
+
+
+def save_plain(folder):
+    Checkpoint({"part": Part(7)}, folder, sharded=True)(at(1))
 
 
 # --- in one process -------------------------------------------------------------------------------------------------
