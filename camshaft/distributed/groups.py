@@ -68,7 +68,13 @@ class Call:
             if (clock := activity.own_clock) is not None:
                 clock.pause()
         if job.compares_collectives:
-            collective_check.compare(backend, self.group, self.ranks, self._collective, value, how, root, is_long)
+            try:
+                collective_check.compare(backend, self.group, self.ranks, self._collective, value, how, root)
+            except RankDivergenceError as error:
+                lost = error.__cause__  # the connection to the store
+                if lost is not None and (found := explained(lost, backend)) is not lost:
+                    raise found from found.__cause__
+                raise
 
     def require_member(self) -> None:
         """Raise ``RankDivergenceError`` on a rank that is not in the group."""

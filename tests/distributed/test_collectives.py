@@ -158,7 +158,7 @@ def test_only_errors_of_torch_point_to_the_debug_mode():
         with pytest.raises(error) as caught, Call("barrier", current(), None):
             raise error("here")
         assert any("CAMSHAFT_DEBUG=1" in note for note in caught.value.__notes__) is is_told
-    collective_check.enable(current(), 60.0)
+    collective_check.enable(current())
     with pytest.raises(RuntimeError) as caught, Call("barrier", current(), None):
         raise RuntimeError("the comparison is on already")
     assert len(caught.value.__notes__) == 1

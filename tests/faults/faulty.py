@@ -110,8 +110,9 @@ def end_or_stop(name: str) -> None:
     if name == "lost-node":
         time.sleep(FOREVER)  # until its host is lost
     if name == "gil":
-        while True:  # a signal ends a call
-            ctypes.PyDLL(None).sleep(int(FOREVER))  # FAULT gil
+        nothing, _ = os.pipe()
+        while True:  # a signal with a handler in Python ends the call, that of faulthandler does not
+            ctypes.PyDLL(None).read(nothing, ctypes.create_string_buffer(1), 1)  # FAULT gil
     os.kill(os.getpid(), getattr(signal, name))  # FAULT signal
     if name == "SIGINT":
         time.sleep(FOREVER)  # interrupted

@@ -79,7 +79,6 @@ ENDED = (
 DIVERGED = (r"RankDivergenceError", r"rank {rank} .*{line}")
 STOPPED = (r"RankDivergenceError: rank {rank} stopped alone",)
 STUCK = (r"rank {rank} has not run any Python",)
-HELD = (r"rank {rank} (has not run any Python|is at .* in end_or_stop)",)  # the request for its stack ends the call
 ABSENT = (r"missing: {rank}\b|rank {rank} did not connect|ranks came to make a group",)
 
 FAULTS = {
@@ -102,7 +101,7 @@ FAULTS = {
         Fault("SIGKILL", "SIGKILL", ENDED),
         Fault("SIGSEGV", "SIGSEGV", ENDED),
         Fault("SIGSTOP", "SIGSTOP", STUCK, timeout=20),
-        Fault("gil", "C call that holds the GIL", HELD, timeout=20),
+        Fault("gil", "C call that holds the GIL", STUCK, timeout=20),
         Fault("alone", "collective on one rank only", DIVERGED, "alone"),
         Fault("order", "collectives in another order", DIVERGED, "order"),
         Fault("shape", "another shape", DIVERGED, "shape"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -91,7 +90,6 @@ def wait_for(
     ranks: Sequence[int],
     rank: int,
     detail: Callable[[], str],
-    patience: float = math.inf,
 ) -> T:
     """Query the store until it holds a value, and return it.
 
@@ -102,7 +100,6 @@ def wait_for(
         ranks: the ranks to wait for.
         rank: of this process.
         detail: returns which ranks are missing, and the possible reasons.
-        patience: seconds to wait, if less than the store's timeout.
 
     Raises:
         RankDivergenceError: the timeout has passed, or no value can arrive.
@@ -111,7 +108,7 @@ def wait_for(
     try:
         while (answer := poll()) is None:
             check_all_present(what, ranks, rank)
-            timeout = min(patience, store.timeout.total_seconds())  # type: ignore[attr-defined]  # torch's stubs
+            timeout: float = store.timeout.total_seconds()  # type: ignore[attr-defined]  # torch's stubs
             waited = time.monotonic() - began
             if waited > SILENCE and not has_logged:
                 has_logged = True

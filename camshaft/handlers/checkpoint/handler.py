@@ -163,8 +163,8 @@ class Checkpoint(Serializable):
             time is in progress: the next one waits for it, its error is raised at the next iteration, and the run ends
             after it. A function as ``save_handler`` is called in another thread.
         sharded: every rank saves its part of the state: a checkpoint is a directory of shards, in a directory that all
-            ranks share. Sharded tensors are neither gathered nor copied, and load into any other layout. Everything
-            else is saved by ``save_on_rank``, whose score also decides. Create the handler on all ranks.
+            ranks share. Sharded tensors are not gathered, and load into any other layout. Everything else is saved by
+            ``save_on_rank``, whose score also decides. Create the handler on all ranks.
 
     Raises:
         TypeError: ``to_save`` is not a mapping of such objects, or another argument is of the wrong type.

@@ -17,8 +17,7 @@ import torch
 from camshaft import files
 from camshaft.engine import Engine, Events
 from camshaft.handlers import Checkpoint, DiskSaver
-from camshaft.handlers.checkpoint.savers import FOLDER
-from tests.handlers.parts import load
+from camshaft.handlers.checkpoint.savers import FOLDER, Manifest, names_in
 from tests.ranks import on_ranks
 
 # --- killed at every change of the disk -------------------------------------------------------------
@@ -110,14 +109,21 @@ MODES = {
     "two": {"n_saved": 2},
     "all": {"n_saved": None},
     "one name": {"filename_pattern": "last.pt"},
+    "sharded": {"n_saved": 2, "sharded": True},
+    "sharded, one name": {"filename_pattern": "last", "sharded": True},
     "best": {"n_saved": 2, "score_function": lambda engine: [3, 3, 2, 1][engine.state.iteration % 4]},
 }
 
 
+CASES = [*((mode, False) for mode in MODES), *((mode, True) for mode in ("two", "one name", "sharded"))]
+
+
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("mode", "asynchronous"), [*((mode, False) for mode in MODES), ("two", True), ("one name", True)]
+    ("mode", "asynchronous"),
+    [pytest.param(*case, marks=[pytest.mark.jobs] if MODES[case[0]].get("sharded") else []) for case in CASES],
 )
-@on_ranks(1)
+@on_ranks(1, limit=200)
 def test_a_kill_at_any_disk_change_loses_no_saved_checkpoint(tmp_path, mode, asynchronous):
     def note_saved():
         crashes.returned = max(crashes.returned, checkpoint_step(checkpoint))
@@ -142,7 +148,10 @@ def test_a_kill_at_any_disk_change_loses_no_saved_checkpoint(tmp_path, mode, asy
 def checkpoint_step(checkpoint):
     """Return the newest step that the handler keeps."""
     Crashes.current, current = None, Crashes.current
-    steps = [load(path)["counted"]["step"] for path in current.folder.glob("*.pt")]
+    steps = []
+    for file in names_in(current.folder):
+        Checkpoint.load_objects({"counted": (counted := Counted())}, current.folder / file)
+        steps.append(counted.step)
     Crashes.current = current
     return max(steps)
 
@@ -161,9 +170,11 @@ def check_resumes(folder, returned, what, **options):
         assert is_named == bool(list((folder / FOLDER).glob("*.json"))), what
     engine.run(range(4), max_epochs=2, epoch_length=4)
     n_saved = options.get("n_saved", 1)
-    assert n_saved is None or len(list(folder.glob("*.pt"))) <= n_saved + 1, what  # one was about to be removed
+    assert n_saved is None or len(names_in(folder)) <= n_saved + 1, what  # one was about to be removed
     assert checkpoint.last_checkpoint.exists()
     assert not [path for path in folder.rglob(".camshaft-*") if path.stat().st_size]
+    listed = {shard for entry in Manifest(folder).entries() for shard in entry.shards or ()}
+    assert {path.name for path in folder.rglob("*/*") if path.parent.name != FOLDER} == listed, what
 
 
 def run_kills(folder: Path, kills: int, mode: str) -> list[str]:

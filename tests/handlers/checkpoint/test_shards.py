@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 
 import pytest
@@ -189,6 +190,7 @@ def test_an_error_in_the_background_is_raised_on_all_ranks_during_the_run(tmp_pa
         engine.add_event_handler(Events.ITERATION_COMPLETED(once=1), checkpoint)
         with pytest.raises(OSError, match="No space left"):
             engine.run(range(2))
+        idist.barrier()  # no rank ends while another is in the exchange
 
 
 @on_ranks(2)
@@ -216,6 +218,7 @@ def test_a_score_function_that_raises_on_one_rank_raises_on_all(tmp_path):
     checkpoint = Checkpoint({"part": Part()}, tmp_path, score_function=score, sharded=True)
     with pytest.raises(ZeroDivisionError):
         checkpoint(at(1))
+    idist.barrier()
 
 
 @on_ranks(2)
@@ -226,6 +229,7 @@ def test_ranks_that_do_not_share_the_directory_are_reported(tmp_path):
     with pytest.raises(FileNotFoundError, match="needs a directory that all ranks share"):
         checkpoint(at(1))
     assert names(mine) == []
+    idist.barrier()
 
 
 @on_ranks(2)
@@ -238,6 +242,29 @@ def test_a_save_on_one_rank_alone_raises_instead_of_waiting(tmp_path):
             checkpoint(at(1))
 
     save_alone()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_flipped_bit_anywhere_in_a_shard_is_detected(tmp_path, number):
+    run_on_ranks(2, save_plain, tmp_path)
+    path = tmp_path / "part_1.sharded"
+    shard = sorted(path.iterdir())[number]
+    content = shard.read_bytes()
+    part, chance = Part(), random.Random(number)
+    for _ in range(50):
+        position, bit = chance.randrange(len(content)), chance.randrange(8)
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << bit
+        shard.write_bytes(damaged)
+        with pytest.raises(DamagedCheckpointError, match=shard.name):
+            Checkpoint.load_objects({"part": part}, path)
+    shard.write_bytes(content)
+    Checkpoint.load_objects({"part": part}, path)
+    assert part.value == 7
+
+
+def save_plain(folder):
+    Checkpoint({"part": Part(7)}, folder, sharded=True)(at(1))
 
 
 # --- in one process -------------------------------------------------------------------------------------------------
