@@ -68,10 +68,10 @@ test-browser:
 	@scripts/system_packages chromium:chromium
 	@$(ENVIRONMENT) loggers python -m pytest $(PATIENT) -m browser tests/loggers $(ARGS)
 
-# the code of every page of docs/ runs; the site is built, and opened in the browser
+# the code of every page of docs/ runs, for up to two minutes on two idle cores; the site is built, and opened in the browser
 test-docs:
 	@scripts/system_packages chromium:chromium
-	@$(ENVIRONMENT) docs python -m pytest $(PATIENT) $(TWO) tests/docs $(ARGS)
+	@$(ENVIRONMENT) docs python -m pytest -o timeout=400 -o faulthandler_timeout=460 $(TWO) tests/docs $(ARGS)
 
 # the pages of docs/ as a site in ./site
 site:
