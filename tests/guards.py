@@ -21,7 +21,7 @@ import numpy
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-GRACE = 2.0  # seconds for threads and processes that are about to end
+GRACE = 30.0  # seconds for what is about to happen, such as the end of a thread or process
 IGNORED = ("PYTEST_", "TORCHINDUCTOR_", "TRITON_")  # set by pytest and torch
 HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")  # used by the whole session
 

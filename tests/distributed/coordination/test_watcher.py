@@ -30,7 +30,7 @@ from camshaft.errors import RankDivergenceError, RankFailedError
 from camshaft.handlers import EarlyStopping, TerminateOnNan, TimeLimit
 from tests.distributed.coordination.stand_in import StoreOnly, watching
 from tests.guards import outlasting
-from tests.ranks import on_ranks
+from tests.ranks import await_watchers, on_ranks
 
 requests: Counter[str] = Counter()
 
@@ -71,8 +71,8 @@ def test_one_rank_per_node_sends_one_request_per_second_whatever_is_attached():
             Events.ITERATION_COMPLETED(once=1), lambda: watched.append(len(run.current().job.find(Watcher)._callbacks))
         )
         rank = idist.get_rank()  # which adopts the group
-        assert not outlasting(lambda: not requests)
-        time.sleep(0.5)  # both ranks know each other
+        await_watchers()
+        time.sleep(2.5)  # both ranks know each other
         before, began = requests.total(), time.monotonic()
         trainer.run(range(30))
         seconds = time.monotonic() - began
@@ -200,6 +200,7 @@ def test_all_callbacks_are_called_once_the_store_is_lost():
 
 @on_ranks(2)
 def test_folders_are_not_searched_once_the_records_of_all_ranks_are_known():
+    await_watchers()
     watcher = run.current().job.find(Watcher)
     assert not outlasting(lambda: len(watcher._paths) < 2)
     with mock.patch.object(module, "find", side_effect=module.find) as search:
@@ -331,6 +332,7 @@ def test_different_reductions_are_noticed_although_nobody_waits():
 
 @on_ranks(2)
 def test_each_long_wait_is_reported_once_with_what_the_other_rank_does():
+    await_watchers()
     run.current().job.find(Watcher)._report_after = 1.5
     idist.all_reduce(1)
     texts = logged()
@@ -448,6 +450,7 @@ def be_busy():
 @on_ranks(2)
 def test_the_stack_of_a_process_is_reported_also_if_no_python_runs_there():
     with mock.patch.object(diagnosis, "_STALE", 1.0):
+        await_watchers()
         run.current().job.find(Watcher)._report_after = 3.0
         idist.all_reduce(1)
         time.sleep(2)  # the ranks learn of each other
