@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import os
+import pickle
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,6 @@ from typing import Any
 
 import torch
 
-from camshaft.errors import DamagedCheckpointError
 from camshaft.files import write_atomically
 from camshaft.handlers.checkpoint.loading import read_checkpoint
 from camshaft.handlers.checkpoint.savers import MISSING, SAFETENSORS, Entry, Manifest, as_safetensors, names_in
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             is_verify = options.command == "verify"
             rows = checkpoints(options.directory, is_verify)
             is_good, nothing = not is_verify or not any(row["problem"] for row in rows), "no checkpoints"
-    except (DamagedCheckpointError, OSError, ValueError, TypeError) as error:
+    except (RuntimeError, OSError, ValueError, TypeError, ImportError, pickle.UnpicklingError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     if options.json:

@@ -406,16 +406,22 @@ class _Rewriting:
                 continue
             if any(spans_kept[index:]):  # up to the next name, or with its own line
                 following = spans[index + 1][0]
-                comma = self.source.index(",", end) + 1
+                comma = self._behind_comma(end)
                 deleted.append((start, following) if self._same_line(end, following) else self._with_line(start, comma))
                 continue
             last = spans[max(position for position, one in enumerate(spans_kept[:index]) if one)][1]
-            if self._same_line(last, start):
+            if self._same_line(last, start) or "\\" in self.source[last:start]:  # a line must follow a backslash
                 deleted.append((last, end))
             else:
                 comma_after = re.compile(r"\s*,").match(self.source, end)
                 deleted.append(self._with_line(start, comma_after.end() if comma_after else end))
         return _joined(deleted)
+
+    def _behind_comma(self, start: int) -> int:
+        """Return where the text after the next comma begins that is not in a comment."""
+        found = re.compile(r"(?:[^,#]|#.*)*,").match(self.source, start)
+        assert found is not None, "a comma separates two names"
+        return found.end()
 
     def _same_line(self, start: int, end: int) -> bool:
         return not re.search(r"[\r\n]", self.source[start:end])
@@ -514,7 +520,8 @@ def _imports(node: ast.AST, scope: ast.AST) -> Iterator[tuple[ast.AST, Import]]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.Import, ast.ImportFrom)):
             yield scope, child
-        yield from _imports(child, child if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) else scope)
+        if not isinstance(child, ast.expr):  # an expression holds no imports, and may be nested deeply
+            yield from _imports(child, child if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) else scope)
 
 
 def _bound(tree: ast.AST) -> set[str]:
@@ -595,8 +602,14 @@ def _blocks(tree: ast.Module, lines: list[str]) -> list[list[Import]]:
                 else:
                     blocks.append([statement])
                 previous = statement
-    alone = re.compile(r"\s*(import|from)\b")
-    return [block for block in blocks if all(alone.match(lines[one.lineno - 1]) for one in block)]
+    return [block for block in blocks if all(_is_alone(one, lines) for one in block)]
+
+
+def _is_alone(node: Import, lines: list[str]) -> bool:
+    """Return whether an import shares its lines with nothing but comments."""
+    before = lines[node.lineno - 1].encode()[: node.col_offset]
+    after = lines[(node.end_lineno or node.lineno) - 1].encode()[node.end_col_offset :]
+    return not before.strip() and not after.partition(b"#")[0].strip()
 
 
 # --- notes ----------------------------------------------------------------------------------------------------------
@@ -693,6 +706,8 @@ def migrate_file(path: Path, numbers_after: bool = False) -> Result:
         UnicodeError: it has another encoding than it says.
     """
     data = path.read_bytes()
+    if b"ignite" not in data:  # it may be a notebook in another language, or a script in another encoding
+        return Result(path, "", "", "utf-8", [])
     if path.suffix == ".ipynb":
         old, encoding = data.decode(), "utf-8"
         new, notes = _migrate_notebook(old)
@@ -760,7 +775,7 @@ def _migrate_notebook(text: str) -> tuple[str, list[tuple[str, Note]]]:
         if plain.strip():
             texts[number] = pieces
             whole += f"# {token} {number}\n{plain}\n"
-            places += [(f"cell {number}, line {line}", line) for line in range(len(_lines(plain)) + 1)]
+            places += [(f"cell {number}, line {line}", line) for line in range(len(_lines(f"{plain}\n")) + 1)]
     new, found = migrate(whole)
     notes = [(places[note.line][0], note) for note in found]
     edits: list[Edit] = []

@@ -16,6 +16,12 @@ def is_dtensor(value: Any) -> bool:
     return isinstance(value, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
 
 
+def any_dtensor(values: Iterable[Any]) -> bool:
+    """Return whether any of the values is a DTensor; reads them only if there can be one."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and any(isinstance(value, kind) for value in values)
+
+
 @torch.no_grad()
 def local(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this rank holds, which shares its memory; a plain tensor as it is.

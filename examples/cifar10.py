@@ -40,7 +40,8 @@ from camshaft.utils import manual_seed
 
 def write_files(folder: Path, count: int = 60) -> None:
     """Write files in the format of CIFAR-10, with fewer images."""
-    folder.mkdir(parents=True)
+    unfinished = folder.with_name(f"{folder.name}.unfinished")  # so that the folder is complete, or absent
+    unfinished.mkdir(parents=True, exist_ok=True)
     random = numpy.random.default_rng(0)
     for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
         labels = random.integers(0, 10, count)
@@ -49,7 +50,8 @@ def write_files(folder: Path, count: int = 60) -> None:
             color = numpy.array([label % 2, label // 2 % 2, label // 4])[:, None, None] * 110 + 20
             image[:, :8] = image[:, -8:] = color
         content = {b"data": images.reshape(count, -1), b"labels": labels.tolist()}
-        (folder / name).write_bytes(pickle.dumps(content))
+        (unfinished / name).write_bytes(pickle.dumps(content))
+    unfinished.rename(folder)
 
 
 def load(folder: Path, *names: str) -> TensorDataset:

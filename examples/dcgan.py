@@ -85,15 +85,17 @@ def training(config: argparse.Namespace) -> Tensor:
     @torch.no_grad()
     def draw(engine: Engine) -> None:
         generator.eval()
-        engine.state.drawings = generator(noise)
+        grid = as_grid(generator(noise))
         generator.train()
         file = config.output / f"epoch_{engine.state.epoch}.png"
-        pyplot.imsave(file, as_grid(engine.state.drawings).repeat_interleave(4, 0).repeat_interleave(4, 1), cmap="gray")
+        pyplot.imsave(file, grid.repeat_interleave(4, 0).repeat_interleave(4, 1), cmap="gray")
         losses = ", ".join(f"{name} loss {loss:.3f}" for name, loss in engine.state.metrics.items())
         print(f"epoch {engine.state.epoch}: {losses}, saved {file}")
 
     trainer.run(loader, max_epochs=config.epochs)
-    drawings: Tensor = trainer.state.drawings
+    generator.eval()
+    with torch.no_grad():
+        drawings: Tensor = generator(noise)
     return drawings
 
 

@@ -40,17 +40,18 @@ from camshaft.utils import manual_seed
 
 def draw_images(folder: Path, classes: int = 6, train: int = 40, val: int = 11) -> None:
     """Save small JPEG images in the layout of ImageNet: a class is the color and the place of a spot in noise."""
-    generator = torch.Generator().manual_seed(0)
+    generator, unfinished = torch.Generator().manual_seed(0), folder.with_name(f"{folder.name}.unfinished")
     for part, count in (("train", train), ("val", val)):
         for number in range(classes):
-            (folder / part / f"class{number}").mkdir(parents=True, exist_ok=True)
+            (unfinished / part / f"class{number}").mkdir(parents=True, exist_ok=True)
             for index in range(count):
                 image = torch.randint(0, 90, (3, 72, 72), generator=generator)
                 top = 8 + 32 * (number % 2)
                 image[number // 2, top : top + 24, 16:56] += 140
                 transforms.functional.to_pil_image(image.to(torch.uint8)).save(
-                    folder / part / f"class{number}" / f"{index}.jpg"
+                    unfinished / part / f"class{number}" / f"{index}.jpg"
                 )
+    unfinished.rename(folder)  # so that the folder is complete, or absent
 
 
 def load_data(folder: Path, size: int) -> tuple[datasets.ImageFolder, datasets.ImageFolder]:

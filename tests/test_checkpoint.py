@@ -99,6 +99,13 @@ def test_diff_prints_the_largest_difference_across_layouts(folder, capsys):
     assert [json.loads(line) for line in text.splitlines()] == [row]
 
 
+def test_what_may_not_be_unpickled_is_an_error_and_not_a_difference(tmp_path, capsys):
+    torch.save({"parser": run}, tmp_path / "code.pt")
+    code, text = run(capsys, "diff", tmp_path / "code.pt", tmp_path / "code.pt")
+    assert code == 2
+    assert text.startswith("error: ")
+
+
 def test_diff_prints_missing_keys_and_other_shapes_and_values(tmp_path, capsys):
     first = {"a": torch.ones(2), "b": 1, "c": float("nan"), "only": 0, "n": torch.tensor([float("nan")])}
     second = {"a": torch.ones(3), "b": 2, "c": float("nan"), "n": torch.tensor([float("nan")])}

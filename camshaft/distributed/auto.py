@@ -22,6 +22,7 @@ from camshaft.distributed.sharding import (
     Shard,
     check_not_adapted,
     has_distributed,
+    is_meta,
     is_wrapped,
     remember_optimizer,
 )
@@ -99,7 +100,7 @@ def auto_model(
     layout = Layout(shard, tensor_plan, {name: value for name, value in policies.items() if value is not None})
     if mesh is not None or layout != Layout():
         return _distributed(model, sync_bn, layout, mesh, backend, kwargs)
-    if has_distributed(model):
+    if has_distributed(model) or (backend.topology.world_size == 1 and is_meta(model)):
         return model
     device, tensors = backend.device, (*model.parameters(), *model.buffers())
     if any(one.device.type != device.type or device.index not in (None, one.device.index) for one in tensors):
@@ -126,8 +127,9 @@ def _distributed(
     if mesh is None and backend.name is not None:
         raise ValueError("mesh must be given to distribute the model: mesh = idist.make_mesh(dp_shard=-1)")
     if mesh is None:
-        return model.to(backend.device)
-    if layout.is_replicated(mesh) and not has_distributed(inner):
+        return model if is_meta(inner) else model.to(backend.device)
+    # DistributedDataParallel needs weights, but fully_shard over single ranks does not.
+    if layout.is_replicated(mesh) and not has_distributed(inner) and not is_meta(inner):
         return auto_model(model, sync_bn, **options)
     if sync_bn:
         raise ValueError("sync_bn must be False for a model that is sharded or parallelized, got True")

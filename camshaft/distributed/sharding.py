@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -17,6 +17,7 @@ from camshaft.distributed.backend import Backend
 from camshaft.distributed.groups import enter
 from camshaft.distributed.mesh import size_of
 from camshaft.errors import check_type
+from camshaft.sharding import any_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -38,6 +39,10 @@ class Layout:
     shard: Shard | None = None
     tensor_plan: Any = None
     policies: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.shard is not None and not callable(self.shard):  # an iterator can be read only once
+            object.__setattr__(self, "shard", tuple(self.shard))
 
     def check(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
         """Reject what does not fit a model, before anything is changed.
@@ -92,8 +97,10 @@ class Layout:
             parallelize_module(model, mesh["tp"], self.tensor_plan, src_data_rank=None)  # the weights are equal already
         if self._is_sharded(mesh):
             self._shard(model, mesh)
-        elif any(one.device.type != backend.device.type and not one.is_meta for one in model.parameters()):
-            model.to(backend.device)
+        else:
+            tensors = (*model.parameters(), *model.buffers())
+            if any(one.device.type != backend.device.type and not one.is_meta for one in tensors):
+                model.to(backend.device)
         kept = {id(parameter) for parameter in model.parameters()}
         for name, parameter in before.items():
             if id(parameter) not in kept:
@@ -118,7 +125,7 @@ class Layout:
         if self.shard is None:
             lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
             sizes = [sum(parameter.numel() for parameter in one.parameters()) for one in lists]
-            return list(dict.fromkeys(lists[sizes.index(max(sizes))])) if lists else []
+            return list(dict.fromkeys(_called(lists[sizes.index(max(sizes))]))) if lists else []
         if not isinstance(self.shard, type) and callable(self.shard):
             found = [module for module in inside if self.shard(module)]
         else:
@@ -157,8 +164,21 @@ def is_wrapped(model: nn.Module) -> bool:
 
 def has_distributed(model: nn.Module) -> bool:
     """Return whether a model has distributed parameters: it is sharded or parallelized, perhaps by hand."""
-    tensor = sys.modules.get("torch.distributed.tensor")
-    return tensor is not None and any(isinstance(one, tensor.DTensor) for one in model.parameters())
+    return any_dtensor(model.parameters())
+
+
+def is_meta(model: nn.Module) -> bool:
+    """Return whether a model has parameters without memory, which are initialized later."""
+    return any(one.is_meta for one in model.parameters())
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module that is called; of a list of modules, which is not, those in it."""
+    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        yield module
+        return
+    for one in module.children():
+        yield from _called(one)
 
 
 # --- optimizers of parameters that are replaced -------------------------------------------------------------------

@@ -356,7 +356,8 @@ class Engine(Serializable, Generic[Batch, Output]):
             progress = self._progress_for(request.data)
             if request.exceeds(progress.retry or progress, state):
                 self._resume(request, progress)
-            elif progress.origin is Origin.LOADED and has_target(state):  # a job that had finished was started again
+            # A job that had finished was started again. What another engine runs, such as an evaluator, is not a job.
+            elif progress.origin is Origin.LOADED and has_target(state) and outermost_engine() is None:
                 warnings.warn(
                     f"nothing was run: the loaded state has reached its target of {target_of(state)}; pass a larger "
                     "target to continue, or set engine.state.max_epochs = engine.state.max_iters = None first to start "

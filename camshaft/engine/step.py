@@ -19,6 +19,7 @@ from camshaft.engine.events import Events, Order
 from camshaft.engine.state import LazyNumber
 from camshaft.errors import annotate, check_type
 from camshaft.sharding import (
+    any_dtensor,
     discard_gradients,
     groups_of_gradients,
     groups_of_parts,
@@ -212,11 +213,11 @@ class Update:
         if factor is not None:
             self.multiply(factor)
         clips = self._clip_grad_norm is not None or self._clip_grad_value is not None
-        parts = _Parts(optimizer) if (clips or scaler is not None) and _has_dtensors(optimizer) else None
+        parts = _Parts(optimizer) if (clips or scaler is not None) and any_dtensor(_all_parameters(optimizer)) else None
         target: Any = optimizer if parts is None else parts
         if scaler is not None and (clips or parts is not None):
             scaler.unscale_(target)
-            if parts is not None:  # torch would reduce over the mesh of the first gradient only
+            if parts is not None and scaler.is_enabled():  # torch would reduce over the mesh of the first gradient only
                 parts.reduce_found_inf(scaler._found_inf_per_device(target))
         if clips:
             parameters = list(self.parameters()) if parts is None else parts.tensors
@@ -274,7 +275,8 @@ class _Parts:
         self.tensors = [tensor for tensors in self._by_groups.values() for tensor in tensors]
         self.param_groups = [{"params": self.tensors}]
         self._groups = list(dict.fromkeys(group for groups in self._by_groups for group in groups))
-        self._device = local(parameters[0]).device
+        # that of the mesh, where its groups work: CPUOffloadPolicy keeps the parts in host memory
+        self._device = torch.device(next(filter(is_dtensor, parameters)).device_mesh.device_type)
         self._dtype = torch.float64 if any(one.dtype is torch.float64 for one in parameters) else torch.float32
 
     def norm(self) -> Tensor:
@@ -297,16 +299,14 @@ class _Parts:
     def reduce_found_inf(self, found: Mapping[Any, Tensor]) -> None:
         """Let a scaler find what any rank has found."""
         for tensor in found.values():
+            reduced = tensor.to(self._device)
             for group in self._groups:
-                torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX, group)
+                torch.distributed.all_reduce(reduced, torch.distributed.ReduceOp.MAX, group)
+            tensor.copy_(reduced)
 
 
 def _all_parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _has_dtensors(optimizer: torch.optim.Optimizer) -> bool:
-    return any(map(is_dtensor, _all_parameters(optimizer)))
 
 
 # --- accumulated gradients --------------------------------------------------------------------------------------------
@@ -430,7 +430,9 @@ class Accumulation:
         if not groups and reduce is None:
             return 1 / self._weight
         parameter = next(iter(self._update.parameters()))
-        total = torch.as_tensor(self._weight, dtype=torch.float64).to(parameter.device, non_blocking=True).reshape(())
+        mesh = getattr(parameter, "device_mesh", None)  # CPUOffloadPolicy keeps parameters in host memory
+        device = parameter.device if mesh is None else mesh.device_type
+        total = torch.as_tensor(self._weight, dtype=torch.float64).to(device, non_blocking=True).reshape(())
         if not groups:
             assert reduce is not None, "returned above"
             mean: Tensor = reduce(total)
@@ -438,7 +440,7 @@ class Accumulation:
             for group in groups:
                 torch.distributed.all_reduce(total, group=group)
             mean = total / math.prod(group.size() for group in groups)  # gradients were averaged, not summed
-        return 1 / mean
+        return 1 / mean.to(parameter.device)
 
     def _groups_of_gradients(self) -> list[Any]:
         """Return the process groups that gradients are averaged over, one after the other."""

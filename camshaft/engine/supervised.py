@@ -438,7 +438,8 @@ def _check_holds_parameters(optimizer: Any, model: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         return
     reshard(model)
-    current, held = list(model.parameters()), [one for group in optimizer.param_groups for one in group["params"]]
+    groups = getattr(optimizer, "param_groups", ())  # which an optimizer that wraps others may lack
+    current, held = list(model.parameters()), [one for group in groups for one in group["params"]]
     missing = {one.shape for one in _without(current, held) if is_dtensor(one) and one.requires_grad}
     stale = [one for one in _without(held, current) if one.shape in missing]
     if stale:

@@ -195,10 +195,7 @@ class EMAHandler(Serializable):
             kind = "without" if self._scheduler is None else "with"
             raise ValueError(f"state_dict must be that of an EMAHandler {kind} a warm-up; or load only its 'ema_model'")
         weights, average = state_dict["ema_model"], unwrap(self.ema_model)
-        if any(map(is_dtensor, weights.values())):  # sharded already
-            average.load_state_dict(weights)
-        else:
-            load_state(average, weights, {})
+        load_state(average, weights, {})
         if self._scheduler is not None:
             self._scheduler.load_state_dict(warmup)
 

@@ -15,7 +15,7 @@ from camshaft.distributed.coordination import collective_check
 from camshaft.distributed.groups import Call
 from camshaft.distributed.run import current
 from camshaft.errors import RankDivergenceError
-from tests.ranks import on_ranks
+from tests.ranks import await_watchers, on_ranks
 
 MOVES = (
     "all_reduce", "all_gather", "all_gather_into", "broadcast", "barrier", "reduce", "gather", "scatter",
@@ -145,6 +145,7 @@ def test_queries_import_nothing():
 
 @on_ranks(2)
 def test_errors_of_torch_are_explained_by_the_calls_of_the_ranks():
+    await_watchers()
     if idist.get_rank() == 0:
         idist.all_reduce(torch.ones(2))  # gloo does not notice, and this rank ends
         return

@@ -84,8 +84,8 @@ def trained(sizes=None):
 
 
 @pytest.mark.jobs
-@pytest.mark.timeout(360)
-@on_ranks(4, limit=300)
+@pytest.mark.timeout(230)
+@on_ranks(4, limit=220)
 def test_every_layout_ends_with_the_weights_of_one_process():
     with idist.use_backend(SerialBackend()):
         alone = trained()

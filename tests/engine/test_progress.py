@@ -316,6 +316,20 @@ def test_a_loaded_state_that_is_done_runs_nothing_and_warns(target):
     assert not trace.words
 
 
+def test_a_loaded_evaluator_runs_again_and_again():
+    evaluator, trainer = Engine(lambda engine, batch: batch), Engine(lambda engine, batch: None)
+    evaluator.load_state_dict({"iteration": 3, "epoch_length": 3, "max_epochs": 1})
+    outputs = []
+
+    @trainer.on(Events.EPOCH_COMPLETED)
+    def evaluate():
+        evaluator.run(range(3))
+        outputs.append(evaluator.state.output)
+
+    trainer.run(range(2), max_epochs=2)
+    assert outputs == [2, 2]
+
+
 def test_a_loaded_number_of_iterations_that_is_reached_runs_nothing():
     engine, trace = after(fresh)
     engine.load_state_dict({"iteration": 7, "epoch_length": 5, "max_iters": 7})

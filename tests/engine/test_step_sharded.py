@@ -235,6 +235,22 @@ def test_blocks_may_be_compiled():
 
 
 @on_ranks(2, limit=80)
+def test_a_scaler_that_is_disabled_has_no_effect():
+    def weights_after(scaler):
+        model = made(Layout(dp_shard=2))
+        trainer = create_supervised_trainer(
+            model, adamw(model.parameters()), token_loss, amp_mode=scaler and "amp", scaler=scaler or False
+        )
+        trainer.run(data_of(Layout(dp_shard=2), SIZES)[0][:1])
+        return [parameter.full_tensor() for parameter in model.parameters()]
+
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    for one, other in zip(weights_after(scaler), weights_after(None), strict=True):
+        assert one.isfinite().all()
+        assert torch.allclose(one, other, atol=0.02)  # one of them was computed in lower precision
+
+
+@on_ranks(2, limit=80)
 def test_an_optimizer_that_was_created_before_the_model_was_sharded_is_rejected():
     for layout in (Layout(dp_shard=2), Layout(tp=2)):
         model = Net()

@@ -410,6 +410,28 @@ def test_a_scaler_of_the_user_is_used_but_not_kept_in_the_state():
     assert model.weight.tolist() == [[0.0] * 4]  # 1 - 0.125 * 8: the scale is not in the step
 
 
+def test_an_optimizer_may_be_anything_that_steps():
+    class Both:
+        """Two optimizers, as one."""
+
+        def __init__(self, *optimizers):
+            self.optimizers = optimizers
+
+        def zero_grad(self):
+            for one in self.optimizers:
+                one.zero_grad()
+
+        def step(self):
+            for one in self.optimizers:
+                one.step()
+
+    model = model_of()
+    before = model.weight.tolist()
+    optimizer = Both(torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1))
+    create_supervised_trainer(model, optimizer, nn.functional.mse_loss).run([BATCH_AMP])
+    assert model.weight.tolist() != before
+
+
 def test_a_scaler_that_is_requested_is_made_for_the_device_and_kept_in_the_state():
     model = model_of()
     trainer = scaled_trainer(model, True)

@@ -19,7 +19,7 @@ def train(folder: Path, epochs: int) -> float:
 
 
 @pytest.mark.jobs
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(225)
 def test_it_learns_on_two_ranks_and_a_finished_training_is_left_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

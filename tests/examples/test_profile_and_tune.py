@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import matplotlib
 import pytest
 import sklearn  # noqa: F401  # sets environment variables when it is first imported
 
@@ -12,8 +13,9 @@ from examples import profile_and_tune
 
 
 @pytest.mark.jobs
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(225)
 def test_it_suggests_a_rate_that_works_and_saves_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    matplotlib.use("agg")
     config = profile_and_tune.parse(["--epochs", "2", "--output", str(tmp_path)])
     assert profile_and_tune.training(config) > 0.4  # 0.1 by chance
     shown = capsys.readouterr().out

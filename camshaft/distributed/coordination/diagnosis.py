@@ -37,6 +37,7 @@ _AHEAD = (
     _DDP,
     "torch.distributed",
 )  # may have begun more than they wait for; the others wait for all, or the last
+_POINT_TO_POINT = ("send", "recv", "send_object_list", "recv_object_list")  # wait for one rank, not for a group
 _WAITING_IN_TORCH = re.compile(r"/torch/(distributed/|nn/parallel/distributed\.py)")
 
 _SETTLED = 0.5  # age in seconds from which a running entry of a job with dead processes is read
@@ -323,7 +324,7 @@ def _operation_in(stack: Sequence[str]) -> str:
             return _DDP
         if "/torch/distributed/distributed_c10d.py" in line and not function.startswith("_"):
             is_recorded = len(inner) < len(stack) and "/camshaft/distributed/" in stack[len(inner)]
-            return "" if is_recorded else f"torch.distributed.{function}"
+            return "" if is_recorded or function in _POINT_TO_POINT else f"torch.distributed.{function}"
     return "torch.distributed"
 
 

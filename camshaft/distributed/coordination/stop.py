@@ -123,7 +123,9 @@ class StopInStore(CommonStop):
                 self._step = step
                 return True
         self._is_known.wait()
-        return self._last is None or step <= self._last
+        if self._last is None:  # the store was lost: this rank obeys its own request, whenever it is made
+            return not self._is_wanted
+        return step <= self._last
 
     def settle(self) -> int:
         """Report that this rank has stopped, and wait for the others if a stop was announced before."""

@@ -224,7 +224,7 @@ class Checkpoint(Serializable):
         if isinstance(save_handler, (str, PathLike)):
             folder, filename_prefix = split_prefix(save_handler, filename_prefix)
             found = names_in(folder.expanduser()) if sharded or is_writer(save_on_rank) else []
-            is_foreign = not all(map(Manifest(folder.expanduser()).lists, found))
+            is_foreign = not {entry.file for entry in Manifest(folder.expanduser()).entries()}.issuperset(found)
             save_handler = DiskSaver(folder, create_dir=True, require_empty=is_foreign, save_on_rank=save_on_rank)
         if isinstance(save_handler, DiskSaver):
             check_is_name("filename_prefix", filename_prefix)
@@ -407,7 +407,11 @@ class Checkpoint(Serializable):
         self._background.settle()
         path = resume(self.to_save, saver.dirname, map_location=map_location, **kwargs)
         saved: dict[str, float] = {}
-        if path is not None:
+        if path is None:  # the run starts from the beginning, and so do handlers that are saved with this one
+            for _, one in walk(dict(self.to_save), "state_dict"):
+                if isinstance(one, Checkpoint):
+                    one._unresumed = 0
+        else:
             for (found,) in all_gather((self._saved_before(path) if get_local_rank() == 0 else {},)):
                 saved.update(found)
         self.load_state_dict(_record([Item(priority, file) for file, priority in saved.items()]))

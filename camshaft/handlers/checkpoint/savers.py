@@ -148,7 +148,7 @@ class DiskSaver(BaseSaveHandler):
         remove_leftovers(folder)
         for mark in self.dirname.glob(f"*/{_MARK}"):  # of a process that was killed, unless it is locked
             if is_regular(mark) and not mark.parent.is_symlink():
-                with suppress(OSError), open(mark, "rb") as file:
+                with suppress(OSError), open(mark, "rb+") as file:  # NFS locks only what is open for writing
                     if lock(file):
                         self._remove_unlisted(mark.parent)
 
@@ -169,12 +169,8 @@ class DiskSaver(BaseSaveHandler):
             check_save_on_rank(self.save_on_rank)  # the handler may be older than the job
             return
         path = self._path(filename)
-        try:
+        with _full_disk_named(path):
             self._save(path, checkpoint, metadata or {})
-        except RuntimeError as error:
-            if isinstance(cause := error.__context__, OSError):  # a full disk, which torch's writer hides
-                raise OSError(cause.errno, cause.strerror, str(path)) from error
-            raise
         if self._newest is None:
             _warn_if_unloadable(path)
         self._newest = path
@@ -199,8 +195,8 @@ class DiskSaver(BaseSaveHandler):
         with ExitStack() as stack:
 
             def begin() -> tuple[str | None, int, int]:
+                check_save_on_rank(self.save_on_rank)
                 if self.writes:
-                    check_save_on_rank(self.save_on_rank)
                     stack.enter_context(self._changing(path))
                 token = os.urandom(4).hex() if self.writes else None
                 return token, zlib.crc32(repr(shard["shapes"]).encode()), zlib.crc32(repr(regions).encode())
@@ -227,7 +223,8 @@ class DiskSaver(BaseSaveHandler):
                     torch.save({"state": shard["state"], "chunks": chunks}, file, **self.kwargs)
                     return name, flush_and_sum(file), file.tell()
 
-                return write_atomically(path / name, save)
+                with _full_disk_named(path / name):
+                    return write_atomically(path / name, save)
 
             files = agreed(write, gather)
 
@@ -260,7 +257,7 @@ class DiskSaver(BaseSaveHandler):
         path = self._path(filename)
         if not self.writes or path == self._protected:
             return
-        if any(entry.shards is not None for entry in self._manifest.entries(path.name)):
+        if not path.is_symlink() and any(entry.shards is not None for entry in self._manifest.entries(path.name)):
             with self._changing(path):
                 self._manifest.remove(path.name)
             return
@@ -475,6 +472,17 @@ def agreed(act: Callable[[], T], gather: Gather) -> list[T]:
     if failures:
         raise error or failures[0]
     return [result for result, _ in results]
+
+
+@contextmanager
+def _full_disk_named(path: Path) -> Iterator[None]:
+    """Raise the error of a full disk, which torch's writer hides."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(cause := error.__context__, OSError):
+            raise OSError(cause.errno, cause.strerror, str(path)) from error
+        raise
 
 
 def _compact(chunk: Chunk) -> Chunk:

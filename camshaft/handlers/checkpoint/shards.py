@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from camshaft.errors import DamagedCheckpointError
+from camshaft.sharding import is_dtensor
 
 Offset = tuple[int, ...]
 Chunk = tuple[Offset, Tensor]
@@ -57,11 +58,6 @@ class Chunks:
         if missing:
             raise DamagedCheckpointError(f"the shards lack {missing:,} elements of the tensor {self.name}")
         return out
-
-
-def sharded_type() -> Any:
-    """Return the type of sharded tensors; if its module is not imported, there are none."""
-    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
 
 
 def region(tensor: Any) -> Region:
@@ -118,8 +114,9 @@ def owners(regions: Sequence[Mapping[str, Region]], shapes: Mapping[str, Sequenc
 def like(own: Any, value: Any) -> Any:
     """Return a whole tensor, sharded as the one that it replaces, without communication; other values unchanged."""
     in_chunks = isinstance(value, Chunks)
-    kind = sharded_type()
-    if not kind or not isinstance(own, kind) or getattr(value, "shape", None) != own.shape:
+    if is_dtensor(value):  # a state in memory, which is sharded already
+        return value
+    if not is_dtensor(own) or getattr(value, "shape", None) != own.shape:
         return value.read() if in_chunks else value
     if own.device_mesh.get_coordinate() is None:  # the mesh has other ranks
         local = own.to_local().to(value.dtype)
@@ -128,6 +125,7 @@ def like(own: Any, value: Any) -> Any:
     else:
         local = value[tuple(slice(first, first + size) for first, size in zip(*region(own), strict=True))].clone()
     local = local.to(own.device)
-    return kind.from_local(
+    kind: Any = sys.modules["torch.distributed.tensor"]
+    return kind.DTensor.from_local(
         local, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
     )

@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from camshaft.errors import described
 from camshaft.handlers.checkpoint.savers import is_writer, writers
-from camshaft.handlers.checkpoint.shards import Chunk, Chunks, like, own_chunk, sharded_type
+from camshaft.handlers.checkpoint.shards import Chunk, Chunks, like, own_chunk
 from camshaft.handlers.utils import check_type
+from camshaft.sharding import any_dtensor, is_dtensor
 
 CHECKPOINTER = "checkpointer"
 """The key under which a checkpoint holds the record of the handler that saved it."""
@@ -118,8 +119,7 @@ def split(state: Any, is_first: bool) -> dict[str, Any]:
         ``chunks``, by path; ``shapes`` of the whole tensors; ``state``, with tensors without memory in place of the
         sharded ones, ``None`` on other ranks.
     """
-    kind = sharded_type()
-    sharded = {where: leaf for where, leaf in walk(state) if kind and isinstance(leaf, kind)}
+    sharded = {where: leaf for where, leaf in walk(state) if is_dtensor(leaf)}
     found = {where: own_chunk(leaf) for where, leaf in sharded.items()}
 
     def placeholder(where: str, leaf: Any) -> Any:
@@ -199,13 +199,12 @@ def _has_chunks(state: Any) -> bool:
 
 
 def _is_sharded(state: Any) -> bool:
-    kind = sharded_type()
-    return bool(kind) and any(isinstance(leaf, kind) for _, leaf in walk(state))
+    return any_dtensor(leaf for _, leaf in walk(state))
 
 
 def _gathered(leaf: Any, keep: bool) -> Any:
     """Gather a sharded tensor in host memory, or return an empty one where it is not needed."""
-    if not isinstance(leaf, sharded_type()):
+    if not is_dtensor(leaf):
         return leaf
     full = leaf.full_tensor()
     return full.cpu() if keep else torch.empty(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -42,6 +43,17 @@ def test_all_stop_after_the_furthest_step_and_leave_no_keys(wants, watcher_at):
     assert len(set(last)) == 1
     assert last[0] >= max(at for at in wants if at)
     assert store.num_keys() == 2  # the name of the job, and the announcement
+
+
+def test_a_stop_that_is_wanted_after_the_store_was_lost_stops_this_rank(watcher_at):
+    store = dist.HashStore()
+    stop = StopInStore(watcher_at(store, 0, 2), "stop", PrefixStore("stop", store), 0, 2, 0)
+    with mock.patch.object(stop, "_report", side_effect=dist.DistNetworkError("lost")):
+        stop._agree()
+    assert stop.may_begin(1)
+    stop.want()
+    assert not stop.may_begin(2)
+    stop.leave()
 
 
 def test_a_rank_that_has_left_is_not_waited_for(watcher_at):

@@ -114,7 +114,7 @@ def test_a_worker_whose_torchrun_was_killed_raises_and_else_exits(monkeypatch):
     watcher = Watcher(backend, None, agent=os.getppid())  # without a thread
     watcher.look(0.0)
     assert backend.job.verdict is None
-    monkeypatch.setattr(os, "getppid", lambda: 1)
+    monkeypatch.setattr(os, "getppid", lambda: -1)  # no process has this id
     watcher.watch("stop", ignore)
     watcher._news["stop"] = None
     watcher.look(1.0)  # the ranks are stopping, and may save

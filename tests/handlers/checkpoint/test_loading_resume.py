@@ -221,6 +221,23 @@ def test_the_latest_is_resumed_and_older_ones_are_pruned(tmp_path, options):
     assert names(again.save_handler.dirname)[:2] == names(uninterrupted.save_handler.dirname)
 
 
+def test_a_kill_between_the_first_best_and_the_first_latest_file_starts_again(tmp_path):
+    def handlers():
+        engine = Engine(lambda engine, batch: None)
+        best = Checkpoint({"part": Part()}, tmp_path / "best", n_saved=1)
+        latest = Checkpoint({"trainer": engine, "best": best}, tmp_path / "latest", n_saved=1)
+        for handler in (best, latest):
+            engine.add_event_handler(Events.EPOCH_COMPLETED, handler)
+        return engine, best, latest
+
+    _, best, _ = handlers()
+    best(at(3))  # and the process was killed
+    engine, best, latest = handlers()
+    assert latest.resume_latest() is None
+    engine.run(range(3), max_epochs=2)
+    assert names(tmp_path / "latest") == [file_of(6)]
+
+
 def test_a_run_that_forgets_to_resume_raises_at_its_start_and_saves_nothing(tmp_path):
     engine, _ = in_three_lines(tmp_path)
     engine.run(range(3), max_epochs=3)

@@ -112,13 +112,13 @@ def check_every_layout(folder, sizes_before, sizes_after):
         run_on_ranks(size, check_resume, folder, limit=120)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(88)
 def test_two_ranks_save_shards_that_one_process_loads(tmp_path):
     check_every_layout(tmp_path, [2], [1])
 
 
 @pytest.mark.jobs
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(230)
 def test_a_sharded_checkpoint_loads_into_every_layout(tmp_path):
     check_every_layout(tmp_path, [2, 4], SIZES)
 
