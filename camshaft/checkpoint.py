@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command, and return the exit code: 1 for damage or differences, 2 if it cannot be done.
+    """Run a command and return the exit code: 1 for damage or differences, 2 if the command fails.
 
     >>> import tempfile
     >>> from camshaft.handlers import DiskSaver
@@ -50,22 +50,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--json", action="store_true", help="print one JSON object per line")
     for name, text in {
-        "list": "print the checkpoints of a directory, the newest first, and whether they are complete",
+        "list": "print the checkpoints of a directory, newest first, and whether they are complete",
         "verify": "read all files and compare them with their checksums; exit with 1 if one is damaged or missing",
     }.items():
         command = commands.add_parser(name, help=text, description=text, parents=[shared])
         command.add_argument("directory", type=Path, help="where the checkpoints are")
-    text = "write a checkpoint to one file that torch.load, or the safetensors library, reads"
+    text = "write a checkpoint to a single file for torch.load or the safetensors library"
     command = commands.add_parser("consolidate", help=text, description=text)
     command.add_argument("checkpoint", type=Path, help="a directory of shards, or a file")
     command.add_argument(
-        "file", type=Path, help=f"the new file; the suffix {SAFETENSORS} is for the weights of a model"
+        "file", type=Path, help=f"the new file; use the suffix {SAFETENSORS} for the weights of a model"
     )
     command.add_argument("--object", help="only this object of the checkpoint, such as 'model'")
     text = "print the values that differ between two checkpoints; exit with 1 if there are any"
     command = commands.add_parser("diff", help=text, description=text, parents=[shared])
     command.add_argument("first", type=Path, help="a directory of shards, or a file")
-    command.add_argument("second", type=Path, help="another one, in any layout")
+    command.add_argument("second", type=Path, help="the other checkpoint, in any layout")
     options = parser.parse_args(arguments)
     try:
         if options.command == "consolidate":
@@ -91,11 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def checkpoints(directory: Path, is_verify: bool) -> list[Row]:
-    """Return what the manifest of a directory says of each checkpoint, the newest first, and what is wrong with it.
+    """Return what the manifest of a directory records about each checkpoint, newest first, and what is wrong with it.
 
     Args:
         directory: where the checkpoints are.
-        is_verify: compare the content of all files with the checksums; otherwise only look at their sizes.
+        is_verify: whether to compare the content of all files with their checksums, instead of only checking sizes.
 
     Raises:
         ValueError: it is not a directory, or it is a checkpoint itself.

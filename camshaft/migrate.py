@@ -1,7 +1,8 @@
-"""Move scripts and notebooks from PyTorch-Ignite: ``python -m camshaft.migrate [--write] PATHS``.
+"""Port scripts and notebooks from PyTorch-Ignite: ``python -m camshaft.migrate [--write] PATHS``.
 
-Imports are rewritten by the positions that Python's parser reports, so everything else keeps every byte. Metrics stay
-with ``ignite.metrics``, and so does what camshaft does not have. What behaves differently is reported line by line.
+Imports are rewritten at the positions that Python's parser reports, so everything else stays the same, byte for byte.
+Imports of ``ignite.metrics``, and of names that camshaft does not have, are left unchanged. What behaves differently is
+reported line by line.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ def _keyword(name: str) -> Callable[[ast.Call], bool]:
 
 @dataclass(frozen=True)
 class Rule:
-    """A difference that concerns the calls of some functions or classes.
+    """A difference that affects calls of certain functions or classes.
 
     Attributes:
-        names: of what is called, without its module; methods begin with a dot.
-        section: of the page on migrating.
+        names: their names, without the module; names of methods begin with a dot.
+        section: section of the migration page.
         text: what behaves differently, and why.
-        applies: whether it concerns a call.
+        applies: returns whether a call is affected.
     """
 
     names: tuple[str, ...]
@@ -85,11 +86,11 @@ RULES = (
     ),
     Rule(
         ("DistributedProxySampler",), "data",
-        "the order is that of PyTorch-Ignite, but the global random state is left as it is",
+        "the order is the same as in PyTorch-Ignite, but the global random state does not change",
     ),
     Rule(
         (".set_epoch",), "data",
-        "the engine calls set_epoch of the samplers of its loader by itself; a number set in EPOCH_STARTED is kept",
+        "the engine itself calls set_epoch on the samplers of its loader; a number set in EPOCH_STARTED is kept",
     ),
     Rule(
         ("DeterministicEngine",), "data",
@@ -104,13 +105,13 @@ RULES = (
     ),
     Rule(
         ("create_supervised_trainer", "supervised_training_step", "supervised_training_step_amp"), "training",
-        "gradient_accumulation_steps: the last, partial window of an epoch is stepped, too; its gradients were lost or "
-        "leaked into the next epoch",
+        "gradient_accumulation_steps: the optimizer also steps for the last, partial window of an epoch, whose "
+        "gradients were lost or leaked into the next epoch",
         _keyword("gradient_accumulation_steps"),
     ),
     Rule(
         ("create_supervised_trainer", "create_supervised_evaluator"), "training",
-        "amp_mode='amp' on a CPU computes in bfloat16, where PyTorch-Ignite warned and stayed in float32",
+        "amp_mode='amp' on a CPU computes in bfloat16, whereas PyTorch-Ignite warned and stayed in float32",
         _keyword("amp_mode"),
     ),
     Rule(
@@ -158,7 +159,8 @@ RULES = (
     ),
     Rule(
         ("BasicTimeProfiler", "HandlersTimeProfiler"), "handlers",
-        "samples belong to the event and the iteration in which they were measured; rejected calls are not counted",
+        "times belong to the event and the iteration in which they were measured; calls that a filter rejects are not "
+        "counted",
     ),
     Rule(
         ("ProgressBar",), "loggers",
@@ -167,8 +169,8 @@ RULES = (
     ),
     Rule(
         ("TensorboardLogger", "setup_tb_logging"), "loggers",
-        "writes with torch's writer, which needs tensorboard; tensorboardX, whose flush loses points, is used only "
-        "without it",
+        "uses torch's writer, which needs tensorboard; tensorboardX, whose flush loses points, is used only if "
+        "tensorboard is missing",
     ),
     Rule(
         ("ClearMLLogger", "setup_clearml_logging"), "loggers",
@@ -193,12 +195,13 @@ RULES = (
     ),
     Rule(
         ("RunningAverage",), "metrics",
-        "works; camshaft.handlers.RunningAverage does not wait for the GPU in each iteration; each rank has "
+        "works, but camshaft.handlers.RunningAverage does not wait for the GPU in each iteration; there, each rank has "
         "its own average",
     ),
     Rule(
         ("setup_common_training_handlers", "setup_common_distrib_training_handlers"), "handlers",
-        "output_names: running averages are those of this rank, because averaging over ranks waits in each iteration",
+        "output_names: each rank has its own running averages, because averaging over ranks would make them wait for "
+        "each other in each iteration",
         _keyword("output_names"),
     ),
     Rule(
@@ -223,7 +226,7 @@ _RULES_OF: dict[str, list[Rule]] = {
 
 @dataclass(frozen=True, order=True)
 class Note:
-    """A line that behaves differently, in the source before it is rewritten."""
+    """A line that behaves differently, with its number in the source before rewriting."""
 
     line: int
     text: str
@@ -235,7 +238,7 @@ class Note:
 
 @cache
 def moved(path: str) -> str | None:
-    """Return the name in camshaft of a module of PyTorch-Ignite, or of something in it; ``None`` if it has none.
+    """Return the camshaft name of a PyTorch-Ignite module, or of a name in it; ``None`` if camshaft does not have it.
 
     >>> moved("ignite.contrib.handlers.tqdm_logger"), moved("ignite.handlers.EarlyStopping"), moved("ignite.metrics")
     ('camshaft.handlers.tqdm_logger', 'camshaft.handlers.EarlyStopping', None)
@@ -323,7 +326,7 @@ def _applied(source: str, edits: Iterable[Edit]) -> str:
 
 @dataclass
 class _Use:
-    """A name in the code that leads to something in PyTorch-Ignite, such as ``ignite.engine.Engine``."""
+    """A name in the code that refers to something in PyTorch-Ignite, such as ``ignite.engine.Engine``."""
 
     head: ast.Name
     chain: list[ast.Attribute]  # inner first
@@ -350,7 +353,7 @@ class _Rewriting:
         self._newline = newline.group() if newline else "\n"
 
     def edits(self) -> list[Edit]:
-        """Return the edits of all imports, and of names that they bind."""
+        """Return the edits of all imports, and of the uses of names that they bind."""
         found: list[Edit] = []
         packages: dict[tuple[ast.AST, str], list[tuple[ast.Import, ast.alias]]] = {}
         for scope, node in _imports(self.tree, self.tree):
@@ -375,7 +378,7 @@ class _Rewriting:
         return found
 
     def _of_names(self, node: ast.ImportFrom) -> list[Edit]:
-        """Return the edits of ``from ignite... import ...``; names for different modules get lines of their own."""
+        """Return the edits of ``from ignite... import ...``, with one statement for each new module."""
         module = node.module or ""
         groups: dict[str, list[ast.alias]] = {}
         for alias in node.names:
@@ -397,7 +400,7 @@ class _Rewriting:
         return edits
 
     def _without(self, node: ast.ImportFrom, kept: list[ast.alias]) -> list[tuple[int, int]]:
-        """Return what to delete so that only some names of an import are left."""
+        """Return the spans to delete so that only some names of an import are left."""
         spans = [self._span(alias) for alias in node.names]
         spans_kept = [alias in kept for alias in node.names]
         deleted: list[tuple[int, int]] = []
@@ -437,7 +440,7 @@ class _Rewriting:
         return start, blanks.end() if blanks else end
 
     def _after(self, node: ast.stmt, statements: list[str]) -> Edit:
-        """Return the edit that adds statements after another one: on lines of their own if it has one."""
+        """Return the edit that adds statements after another one, on separate lines if that one has its own line."""
         start, end = self._span(node)
         indent = self._lines[node.lineno - 1][: start - self._starts[node.lineno - 1]]
         stop = self._starts[node.end_lineno or node.lineno]
@@ -449,7 +452,7 @@ class _Rewriting:
         return stop, stop, "".join(f"{indent}{one}{self._newline}" for one in statements)
 
     def _of_package(self, scope: ast.AST, head: str, binders: list[tuple[ast.Import, ast.alias]]) -> list[Edit]:
-        """Return the edits of ``import ignite...``, and of everything that is reached through that name."""
+        """Return the edits of ``import ignite...``, and of everything that is accessed through that name."""
         move: list[_Use] = []
         stay: list[_Use] = []
         edits: list[Edit] = []
@@ -495,7 +498,7 @@ class _Rewriting:
         return self._offset(node.lineno, node.col_offset), self._offset(node.end_lineno, node.end_col_offset)
 
     def _offset(self, line: int, column: int) -> int:
-        """Return the index of a position of the parser, which counts bytes."""
+        """Return the index in the source of a position from the parser, whose columns count bytes."""
         text = self._lines[line - 1] if line <= len(self._lines) else ""
         return self._starts[line - 1] + len(text.encode()[:column].decode(errors="ignore"))
 
@@ -516,7 +519,7 @@ def _is_ignite(module: str) -> bool:
 
 
 def _imports(node: ast.AST, scope: ast.AST) -> Iterator[tuple[ast.AST, Import]]:
-    """Yield all imports with the function or module that they bind names in."""
+    """Yield all imports, each with the function or module in which it binds names."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.Import, ast.ImportFrom)):
             yield scope, child
@@ -525,7 +528,7 @@ def _imports(node: ast.AST, scope: ast.AST) -> Iterator[tuple[ast.AST, Import]]:
 
 
 def _bound(tree: ast.AST) -> set[str]:
-    """Return all names that something else than an import binds."""
+    """Return all names that are bound by anything other than an import of PyTorch-Ignite."""
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     names |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
     for node in ast.walk(tree):
@@ -586,7 +589,7 @@ def _sorted_like(tree: ast.Module, old: str, new_tree: ast.Module, new: str) -> 
 
 
 def _blocks(tree: ast.Module, lines: list[str]) -> list[list[Import]]:
-    """Return the imports that stand together, each on its own lines, without comments or blank lines between them."""
+    """Return groups of consecutive imports, each on its own lines, without comments or blank lines between them."""
     blocks: list[list[Import]] = []
     for node in ast.walk(tree):
         for name in ("body", "orelse", "finalbody"):
@@ -676,14 +679,14 @@ def _of_call(node: ast.Call, names: dict[str, str]) -> Iterator[Note]:
 
 @dataclass(frozen=True)
 class Result:
-    """A file before and after.
+    """A file before and after rewriting.
 
     Attributes:
         path: the file.
         old: its content.
         new: its new content.
         encoding: of the content.
-        notes: where and what.
+        notes: pairs of a place in the file and a note.
     """
 
     path: Path
@@ -694,16 +697,16 @@ class Result:
 
 
 def migrate_file(path: Path, numbers_after: bool = False) -> Result:
-    """Read a script or a notebook, and rewrite it without writing it.
+    """Read a script or a notebook, and return its new content without changing the file.
 
     Args:
         path: the file.
-        numbers_after: whether notes on a script have the line numbers of the new source.
+        numbers_after: whether notes on a script use the line numbers of the new source.
 
     Raises:
         OSError: it cannot be read.
         SyntaxError: it is not valid.
-        UnicodeError: it has another encoding than it says.
+        UnicodeError: its encoding is not the one that it declares.
     """
     data = path.read_bytes()
     if b"ignite" not in data:  # it may be a notebook in another language, or a script in another encoding
@@ -721,7 +724,7 @@ def migrate_file(path: Path, numbers_after: bool = False) -> Result:
 
 
 def _line_after(old: str, new: str) -> Callable[[int], int]:
-    """Return a function that returns the number of a line in the new source."""
+    """Return a function that maps line numbers of the old source to those of the new one."""
     blocks = difflib.SequenceMatcher(None, _lines(old), _lines(new), autojunk=False).get_opcodes() if old != new else []
 
     def number(line: int) -> int:
@@ -789,7 +792,7 @@ def _migrate_notebook(text: str) -> tuple[str, list[tuple[str, Note]]]:
 
 
 def _without_commands(code: str, commands: list[str], token: str) -> str:
-    """Replace commands of IPython, such as ``%matplotlib inline``, by statements that name them; add them to a list.
+    """Replace IPython commands, such as ``%matplotlib inline``, with placeholder statements, and add them to a list.
 
     Raises:
         SyntaxError: the rest is not valid.
@@ -815,7 +818,7 @@ def _without_commands(code: str, commands: list[str], token: str) -> str:
 
 
 def _encoded(text: str, pieces: list[_Located], source: Any, new: str) -> str:
-    """Return a new source as JSON, in the form of the old one; lines that do not change keep their bytes."""
+    """Return the new source as JSON, formatted like the old one; unchanged lines stay the same, byte for byte."""
     literals = {str(piece): text[piece.start : piece.end] for piece in pieces}
     is_ascii = all(literal.isascii() for literal in literals.values())
     lines = [new] if isinstance(source, _Located) else re.findall(r"[^\n]*\n|[^\n]+", new)
@@ -828,7 +831,7 @@ def _encoded(text: str, pieces: list[_Located], source: Any, new: str) -> str:
 
 
 def _files(paths: Sequence[Path]) -> Iterator[Path]:
-    """Yield the files to look at: scripts and notebooks in folders, and any file that is named."""
+    """Yield the files to rewrite: scripts and notebooks in folders, and any file that is given explicitly."""
     for path in paths:
         if not path.is_dir():
             yield path
@@ -860,16 +863,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Rewrite files, or show what would change.
 
     Args:
-        arguments: of the command; by default those of the process.
+        arguments: command-line arguments; by default those of the process.
 
     Returns:
-        The exit code: 0 if nothing is left to change, 1 if ``--write`` would change something, 2 if a file was left
-        alone because of an error.
+        The exit code: 0 if nothing is left to change, 1 if ``--write`` would change something, 2 if a file was skipped
+        because of an error.
     """
     parser = argparse.ArgumentParser(
         prog="python -m camshaft.migrate",
-        description="Rewrite the imports of scripts and notebooks from PyTorch-Ignite to camshaft. Prints a unified "
-        "diff, and on standard error, line by line, what behaves differently. Metrics stay with ignite.metrics.",
+        description="Rewrite the imports of scripts and notebooks from PyTorch-Ignite to camshaft. Print a unified "
+        "diff, and report what behaves differently, line by line, on standard error. Imports of ignite.metrics stay.",
     )
     parser.add_argument("--write", action="store_true", help="change the files")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Tensors and modules that are sharded over ranks (DTensors, ``fully_shard``): the part on this rank, and the whole."""
+"""Tensors and modules that are sharded over ranks (DTensors, ``fully_shard``): local parts and full tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def is_dtensor(value: Any) -> bool:
-    """Return whether a value is a DTensor. Where nothing has imported ``torch.distributed.tensor``, there are none."""
+    """Return whether a value is a DTensor; if ``torch.distributed.tensor`` was never imported, no value is."""
     return isinstance(value, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
 
 
@@ -24,7 +24,7 @@ def any_dtensor(values: Iterable[Any]) -> bool:
 
 @torch.no_grad()
 def local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this rank holds, which shares its memory; a plain tensor as it is.
+    """Return the local part of a DTensor, which shares its memory, or a plain tensor unchanged.
 
     >>> tensor = torch.ones(2)
     >>> local(tensor) is tensor
@@ -35,7 +35,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(value: Any) -> Any:
-    """Return the full tensor of a DTensor, and any other value as it is.
+    """Return the full tensor of a DTensor, or any other value unchanged.
 
     This communicates if :func:`needs_all_ranks`, so all ranks of the mesh must call it.
     """
@@ -43,12 +43,12 @@ def whole(value: Any) -> Any:
 
 
 def needs_all_ranks(value: Any) -> bool:
-    """Return whether a value is a DTensor of which this rank does not hold the whole."""
+    """Return whether a value is a DTensor that this rank does not hold in full."""
     return is_dtensor(value) and bool(groups_of_parts(value))
 
 
 def groups_of_parts(tensor: Any) -> tuple[Any, ...]:
-    """Return the process groups over which the parts of a DTensor lie; none for a plain or a replicated tensor."""
+    """Return the process groups over which a DTensor is sharded or partial; none for a plain or replicated tensor."""
     if not is_dtensor(tensor):
         return ()
     mesh = tensor.device_mesh
@@ -59,8 +59,8 @@ def groups_of_parts(tensor: Any) -> tuple[Any, ...]:
 def groups_of_gradients(parameters: Iterable[Any]) -> list[Any]:
     """Return the process groups over which gradients of parameters are averaged.
 
-    These are the dimensions of their meshes but ``"tp"``, whose ranks have the same batches. Where tensor-parallel
-    ranks are found under another name, averaging over them too changes nothing.
+    These are the groups of all mesh dimensions except ``"tp"``, whose ranks have the same batches. If the dimension of
+    tensor parallelism has another name, averaging over it as well does not change the result.
     """
     meshes = [parameter.device_mesh for parameter in parameters if is_dtensor(parameter)]
     groups: dict[Any, None] = {}
@@ -75,10 +75,10 @@ def groups_of_gradients(parameters: Iterable[Any]) -> list[Any]:
 
 
 def reshard(model: Any) -> None:
-    """Make ``model.parameters()`` those of the optimizer.
+    """Make ``model.parameters()`` return the sharded parameters, which the optimizer holds.
 
-    After a forward pass without a backward pass, modules of ``fully_shard`` may show their full parameters instead, and
-    use them in the next pass although the sharded ones have changed meanwhile.
+    After a forward pass without a backward pass, modules of ``fully_shard`` may expose their full parameters instead,
+    and use them in the next pass even if the sharded ones have changed in the meantime.
     """
     for module in model.modules():
         if is_fully_sharded(module):
@@ -86,12 +86,12 @@ def reshard(model: Any) -> None:
 
 
 def is_fully_sharded(module: Any) -> bool:
-    """Return whether ``fully_shard`` has prepared a module."""
+    """Return whether ``fully_shard`` was applied to a module."""
     return callable(getattr(module, "set_requires_gradient_sync", None)) and callable(getattr(module, "reshard", None))
 
 
 def outermost_sharded(module: Any) -> Iterator[Any]:
-    """Yield the modules that ``fully_shard`` has prepared, without those inside of them.
+    """Yield the outermost modules that ``fully_shard`` was applied to.
 
     >>> list(outermost_sharded(torch.nn.Sequential(torch.nn.Linear(1, 1))))
     []
@@ -105,7 +105,7 @@ def outermost_sharded(module: Any) -> Iterator[Any]:
 
 @contextmanager
 def without_reduction(modules: Iterable[Any]) -> Iterator[None]:
-    """Let backward passes keep the full gradients on each rank instead of reducing them."""
+    """Make backward passes keep the full gradients on each rank instead of reducing them."""
     modules = list(modules)
     for module in modules:
         module.set_requires_gradient_sync(False)
@@ -122,7 +122,7 @@ def reduce_gradients(modules: Iterable[Any]) -> bool:
     Torch has no public function for this.
 
     Returns:
-        False if this version of torch cannot.
+        False if this version of torch does not support it.
     """
     states = [module._get_fsdp_state() for module in modules if hasattr(module, "_get_fsdp_state")]
     if not states or not all(hasattr(state, "_root_post_backward_final_callback") for state in states):
@@ -138,7 +138,7 @@ def reduce_gradients(modules: Iterable[Any]) -> bool:
 
 
 def discard_gradients(modules: Iterable[Any]) -> None:
-    """Drop the gradients kept by :func:`without_reduction`, which ``zero_grad`` does not see."""
+    """Drop the gradients kept by :func:`without_reduction`, which ``zero_grad`` does not clear."""
     for outer in modules:
         for module in filter(is_fully_sharded, outer.modules()):
             state = module._get_fsdp_state()

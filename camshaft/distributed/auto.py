@@ -55,22 +55,22 @@ def auto_model(
     With torch's backends it is wrapped in ``DistributedDataParallel``; with Horovod and XLA it receives the weights of
     rank 0. Without a distributed context, on a machine with several GPUs, it is wrapped in ``DataParallel``.
 
-    With a mesh, it is distributed in place by torch's ``parallelize_module`` along ``tp``, and ``fully_shard`` along
-    ``dp_shard`` and ``cp``, with replicas along ``dp_replicate``; if only the latter is larger than one, it is wrapped
-    in ``DistributedDataParallel``. All ranks first receive the weights of rank 0. The model need not fit on one device:
-    it is moved there block by block. One on the meta device stays there, and is initialized by you, after
-    ``model.to_empty(device=idist.device())``. The arguments for layouts have no effect in a single process.
+    With a mesh, it is distributed in place by torch's ``parallelize_module`` along ``tp``, and by ``fully_shard`` along
+    ``dp_shard`` and ``cp``, with replicas along ``dp_replicate``; if only ``dp_replicate`` is larger than one, it is
+    wrapped in ``DistributedDataParallel``. All ranks first receive the weights of rank 0. The model need not fit on one
+    device, because it is moved there block by block. A model on the meta device stays there: initialize it yourself,
+    after ``model.to_empty(device=idist.device())``. The layout arguments have no effect in a single process.
 
-    A model that is wrapped, sharded or parallelized already is returned as it is. With ``mesh``, one that is
-    tensor-parallel by hand is sharded along the other axes, if there are any.
+    A model that is already wrapped, sharded or parallelized is returned unchanged. With ``mesh``, a model that you have
+    made tensor-parallel is still sharded along the other axes, if there are any.
 
     Args:
         model: a module; it may be compiled.
         sync_bn: synchronize the statistics of batch norm over all ranks.
-        mesh: of :func:`make_mesh`; ``None``: that of :func:`get_mesh` if an argument below is given, else none.
-        shard: which modules are sharded each on its own, besides the model itself: classes of modules, or a function
-            of a module; ``None``: the modules in the largest ``ModuleList``.
-        tensor_plan: torch's ``ParallelStyle`` by name of a module, in which ``*`` matches one part.
+        mesh: a mesh from :func:`make_mesh`. If ``None``, :func:`get_mesh` is used if a layout argument below is given.
+        shard: the modules to shard individually, besides the model itself: module classes, or a predicate on a module;
+            by default, the modules in the largest ``ModuleList``.
+        tensor_plan: torch's ``ParallelStyle`` by module name; ``*`` matches one component of a name.
         mp_policy: torch's ``MixedPrecisionPolicy``.
         offload_policy: torch's ``OffloadPolicy``.
         reshard_after_forward: as for torch's ``fully_shard``.
@@ -80,10 +80,10 @@ def auto_model(
         The model, or its wrapper.
 
     Raises:
-        TypeError: an argument has a wrong type.
-        ValueError: the backend chooses an argument itself, or lacks synchronized batch norm. ``shard`` or a pattern of
-            the plan matches no module, the mesh lacks ranks or needs an argument, or an optimizer of :func:`auto_optim`
-            holds parameters that would be replaced.
+        TypeError: an argument has the wrong type.
+        ValueError: the backend chooses an argument itself, or lacks synchronized batch norm; ``shard`` or a pattern of
+            the plan matches no module; the mesh lacks ranks, or requires an argument that is missing; or an optimizer
+            passed to :func:`auto_optim` holds parameters that would be replaced.
         NotImplementedError: the backend does not support meshes.
 
     >>> auto_model(nn.Linear(2, 1))
@@ -150,7 +150,7 @@ def auto_optim(optimizer: AnyOptimizer, **kwargs: Any) -> AnyOptimizer:
 
     Raises:
         TypeError: ``optimizer`` is not a torch optimizer.
-        ValueError: it was created before :func:`auto_model` sharded the model, and holds parameters that are replaced.
+        ValueError: it was created before :func:`auto_model` sharded the model, which replaced its parameters.
 
     >>> import torch
     >>> auto_optim(torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.5)).defaults["lr"]
@@ -177,8 +177,8 @@ def auto_dataloader(dataset: Dataset[Any] | Sequence[Any], **kwargs: Any) -> Dat
     ``num_workers`` is that of a node, divided by its processes and rounded up; and the samples are **shuffled unless
     shuffle=False is given**. A batch sampler must yield different batches on each rank; in a single process it is drawn
     for a whole epoch. An iterable dataset that has ``shard(num_shards=..., index=...)``, as those of Hugging Face, is
-    sharded by rank and worker; any other must itself yield different data on each rank, and the same on peers. All
-    ranks end at the same step, that at which the first of them has run out.
+    sharded by rank and worker; any other must itself yield different data on each rank, and the same data on peers. All
+    ranks end at the same step, when the first of them runs out of data.
 
     Args:
         dataset: what to load.

@@ -86,7 +86,7 @@ class Job:
 
     Attributes:
         groups: the groups created from lists of ranks.
-        mesh: the mesh of the job, if the user has made one.
+        mesh: the mesh of the job, if the user has created one.
         compares_collectives: whether the debug mode is on.
         number: of the job in this process, for keys in a store that may outlive it; 0 until the job has started.
         record: the flight record of this rank, ``None`` in a single process.
@@ -270,7 +270,7 @@ class Backend(ABC):
     def new_mesh(self, axes: Mapping[str, int]) -> Any:
         """Create a mesh of all ranks with axes of these sizes, the last of which varies fastest; all ranks call this.
 
-        ``dp_shard`` and ``cp`` together are another axis of it, ``dp_shard_cp``, over which models are sharded.
+        With ``cp``, it also has the flattened axis ``dp_shard_cp`` of ``dp_shard`` and ``cp``, for sharding models.
         """
         self.lack("device meshes")
 
@@ -303,9 +303,9 @@ class Backend(ABC):
         return model
 
     def broadcast_model(self, model: nn.Module) -> None:
-        """Overwrite the parameters and buffers of a model, in any layout and on any device, by those of rank 0.
+        """Overwrite the parameters and buffers of a model, in any layout and on any device, with those of rank 0.
 
-        Those without data, on the meta device, and those distributed over ranks are left as they are.
+        Tensors on the meta device, which have no data, and distributed tensors are left unchanged.
         """
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.is_meta or hasattr(tensor, "device_mesh"):

@@ -120,7 +120,8 @@ def torch_variables(launch: Launch) -> dict[str, str]:
 def torchrun_agent(environ: Mapping[str, str]) -> int | None:
     """Return the process id of the torchrun that started this process as a worker; ``None`` if anything else did.
 
-    The parent's command line decides, on Linux: a script that a worker starts inherits the worker's variables.
+    On Linux, the command line of the parent process is checked, because a script that a worker starts inherits the
+    worker's variables.
     """
     parent = os.getppid()
     if "TORCHELASTIC_RUN_ID" in environ:

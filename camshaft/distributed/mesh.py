@@ -1,4 +1,4 @@
-"""The mesh of a job: its ranks along named axes, and this rank's place among those that divide the data."""
+"""The device mesh of a job: its ranks along named axes, and this rank's share of the data."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ _DATA_AXES = AXES[:2]
 
 
 def make_mesh(dp_replicate: int = 1, dp_shard: int = 1, cp: int = 1, tp: int = 1) -> DeviceMesh | None:
-    """Arrange the ranks of the job along axes, in torch's ``DeviceMesh``; all ranks call this.
+    """Arrange the ranks of the job along the axes of a torch ``DeviceMesh``; all ranks must call this.
 
-    The mesh becomes that of :func:`get_mesh`, by which data are distributed: ranks that differ only along ``cp`` or
-    ``tp`` get the same samples. Make it before loaders and samplers. Neighbors along ``tp`` have consecutive ranks, so
-    that they are on one node.
+    :func:`get_mesh` then returns this mesh, and data are distributed by it: ranks that differ only along ``cp`` or
+    ``tp`` get the same samples. Create it before loaders and samplers. Neighbors along ``tp`` have consecutive ranks,
+    so that they are on one node.
 
     Args:
-        dp_replicate: ranks that hold the same part of the model and divide the data.
-        dp_shard: ranks that hold different parts of the model and divide the data.
-        cp: ranks that divide each sequence (context parallelism); the model is also sharded over them.
-        tp: ranks that divide layers (tensor parallelism), and process the same samples together.
-            One of these may be -1, for the remaining ranks.
+        dp_replicate: number of ranks that hold the same part of the model and get different samples.
+        dp_shard: number of ranks that hold different parts of the model and get different samples.
+        cp: number of ranks that divide each sequence (context parallelism); the model is also sharded over them.
+        tp: number of ranks that divide layers (tensor parallelism) and process the same samples together.
+            One of these sizes may be -1, for the remaining ranks.
 
     Returns:
         The mesh, with ``dp_shard`` and all axes larger than one; ``None`` in a single process.
 
     Raises:
         TypeError: a size is not an integer.
-        ValueError: a size is out of range, or the sizes do not multiply to the number of ranks.
+        ValueError: a size is out of range, or the product of the sizes is not the number of ranks.
         NotImplementedError: the backend does not support meshes.
 
     >>> make_mesh(dp_shard=-1) is None
@@ -56,7 +56,7 @@ def make_mesh(dp_replicate: int = 1, dp_shard: int = 1, cp: int = 1, tp: int = 1
 
 
 def get_mesh() -> DeviceMesh | None:
-    """Return the mesh of the job: the latest of :func:`make_mesh`, ``None`` without one.
+    """Return the mesh of the job, which is the latest one from :func:`make_mesh`, or ``None`` if there is none.
 
     >>> get_mesh() is None
     True
@@ -66,9 +66,10 @@ def get_mesh() -> DeviceMesh | None:
 
 
 def get_data_parallel_rank() -> int:
-    """Return which share of the data this rank processes: its place along ``dp_replicate`` and ``dp_shard``.
+    """Return the index of the share of the data that this rank processes.
 
-    Ranks with the same one process the same samples. Without a mesh, this is :func:`get_rank`.
+    It is the rank's position along ``dp_replicate`` and ``dp_shard``. Ranks with the same index process the same
+    samples. Without a mesh, this is :func:`get_rank`.
 
     >>> get_data_parallel_rank()
     0
@@ -77,7 +78,7 @@ def get_data_parallel_rank() -> int:
 
 
 def get_data_parallel_size() -> int:
-    """Return into how many shares the data are divided; without a mesh, this is :func:`get_world_size`.
+    """Return the number of shares into which the data are divided; without a mesh, this is :func:`get_world_size`.
 
     >>> get_data_parallel_size()
     1
@@ -93,7 +94,7 @@ def data_place() -> tuple[int, int]:
 
 
 def data_place_in(mesh: DeviceMesh) -> tuple[int, int]:
-    """Return this rank's place among those of a mesh that divide the data, and their number."""
+    """Return the index of this rank's share of the data in a mesh, and the number of shares."""
     names, coordinate = mesh.mesh_dim_names or (), mesh.get_coordinate() or ()
     place, total = 0, 1
     for axis in _DATA_AXES:
@@ -104,22 +105,22 @@ def data_place_in(mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def size_of(mesh: DeviceMesh, axis: str) -> int:
-    """Return the size of an axis, 1 for one that a mesh lacks."""
+    """Return the size of an axis of a mesh, or 1 if the mesh lacks it."""
     names = mesh.mesh_dim_names or ()
     return mesh.size(names.index(axis)) if axis in names else 1
 
 
 def use_mesh(backend: Backend, mesh: DeviceMesh) -> None:
-    """Check a mesh of the user, and make it that of the job if there is none.
+    """Check a mesh that the user passes, and make it the mesh of the job if there is none yet.
 
     Raises:
-        ValueError: other axes, not all ranks, or another division of the data than that of the job's mesh.
+        ValueError: it has other axes, lacks ranks, or divides the data differently from the mesh of the job.
     """
     names, size = mesh.mesh_dim_names or (), backend.topology.world_size
     if not names or not set(names) <= set(AXES):
         raise ValueError(f"mesh must have axes named as in {AXES}, got {names}: use make_mesh")
     if mesh.size() != size:
-        raise ValueError(f"mesh must have all {size} ranks, got one of {mesh.size()}")
+        raise ValueError(f"mesh must contain all {size} ranks, got a mesh of {mesh.size()} ranks")
     if backend.job.mesh is None:
         backend.job.mesh = mesh
     ours, its = data_place(), data_place_in(mesh)
@@ -146,5 +147,5 @@ def _checked(sizes: dict[str, int], world_size: int) -> dict[str, int]:
     if open_axes:
         raise ValueError(f"the {world_size} ranks cannot be divided by the other sizes, {given}, got {product}")
     if given != world_size:
-        raise ValueError(f"the sizes must multiply to the number of ranks, {world_size}, got {product} = {given}")
+        raise ValueError(f"the product of the sizes must be the number of ranks, {world_size}, got {product} = {given}")
     return sizes

@@ -254,7 +254,7 @@ class Record:
             os.utime(self._file)  # writing to a mapped file does not update its time everywhere
 
     def close(self, keep: bool = False) -> None:
-        """Stop recording, and remove the file unless ``keep``; that of the stacks is removed in any case."""
+        """Stop recording, and remove the file unless ``keep``; the file of stacks is always removed."""
         with self._lock:
             if self._file >= 0:
                 _own.pop(_identity(os.fstat(self._file)), None)
@@ -398,7 +398,7 @@ def remove(path: Path, keep: bool = False) -> None:
     """Remove the file of stacks beside a record and, unless ``keep``, the record.
 
     Raises:
-        OSError: one of them cannot be removed; that it does not exist is no error.
+        OSError: one of them exists but cannot be removed.
     """
     path.with_suffix(STACKS).unlink(missing_ok=True)
     if not keep:

@@ -33,7 +33,7 @@ class Layout:
     """How a model is distributed over a mesh; see :func:`camshaft.distributed.auto_model` for all but the last.
 
     Args:
-        policies: ``mp_policy``, ``offload_policy`` and ``reshard_after_forward``, where they are given.
+        policies: those of ``mp_policy``, ``offload_policy`` and ``reshard_after_forward`` that are given.
     """
 
     shard: Shard | None = None
@@ -45,11 +45,11 @@ class Layout:
             object.__setattr__(self, "shard", tuple(self.shard))
 
     def check(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
-        """Reject what does not fit a model, before anything is changed.
+        """Reject a layout that does not fit a model, before anything is changed.
 
         Raises:
-            TypeError: an argument has a wrong type.
-            ValueError: the plan or ``shard`` matches no module, or an axis of the mesh needs an argument.
+            TypeError: an argument has the wrong type.
+            ValueError: the plan or ``shard`` matches no module, or an argument that the mesh requires is missing.
         """
         self._blocks(model)
         names = [name for name, _ in model.named_modules()]
@@ -77,15 +77,15 @@ class Layout:
             raise ValueError(f"mesh must have an axis 'dp_shard' to shard over, got {mesh}: use make_mesh")
 
     def is_replicated(self, mesh: DeviceMesh | None) -> bool:
-        """Return whether all ranks hold the whole model, so that ``DistributedDataParallel`` is what it needs."""
+        """Return whether all ranks hold the full model, so that ``DistributedDataParallel`` is sufficient."""
         alone = mesh is None or not any(size_of(mesh, axis) > 1 for axis in ("dp_shard", "cp", "tp"))
         return alone and mesh is not None and size_of(mesh, "dp_replicate") > 1 and not self.policies
 
     def apply(self, model: nn.Module, mesh: DeviceMesh, backend: Backend) -> None:
-        """Distribute a model in place; all ranks call this, and get the weights of rank 0.
+        """Distribute a model in place, with the weights of rank 0; all ranks must call this.
 
-        Where there are replicas and tensor parallelism, but no sharding, ``fully_shard`` shards over one rank: torch's
-        ``DistributedDataParallel`` does not support parameters that are distributed.
+        With replicas and tensor parallelism, but no sharding, ``fully_shard`` shards over one rank, because torch's
+        ``DistributedDataParallel`` does not support distributed parameters.
         """
         before = dict(model.named_parameters())
         with enter("auto_model", backend, None, how=f"mesh {mesh.mesh_dim_names}"):
@@ -120,7 +120,7 @@ class Layout:
             fully_shard(block, mesh=over, **options)
 
     def _blocks(self, model: nn.Module) -> list[nn.Module]:
-        """Return the modules that are sharded each on its own, besides the model itself."""
+        """Return the modules that are sharded individually, besides the model itself."""
         inside = [module for module in model.modules() if module is not model]
         if self.shard is None:
             lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
@@ -144,7 +144,7 @@ class Layout:
         return found
 
     def _broadcast_shards(self, model: nn.Module, mesh: DeviceMesh, backend: Backend) -> None:
-        """Make replicas of what is tensor-parallel already equal: along each axis, to those of its first rank."""
+        """Broadcast tensors that are already tensor-parallel along each other axis, from the first rank of the axis."""
         for tensor in (*model.parameters(), *model.buffers()):
             if not hasattr(tensor, "device_mesh") or tensor.is_meta:
                 continue
@@ -156,7 +156,7 @@ class Layout:
 
 
 def is_wrapped(model: nn.Module) -> bool:
-    """Return whether a model, or a part of it, is sharded or wrapped already; FSDP is imported only by its users."""
+    """Return whether a model, or a part of it, is already sharded or wrapped. This does not import FSDP."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kinds = () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
     return any(isinstance(module, (nn.parallel.DistributedDataParallel, *kinds)) for module in model.modules())
@@ -185,7 +185,7 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def check_not_adapted(model: nn.Module) -> None:
-    """Raise ``ValueError`` if an optimizer of ``auto_optim`` holds parameters of a model that is to be sharded."""
+    """Raise ``ValueError`` if an optimizer passed to ``auto_optim`` holds parameters of a model to be sharded."""
     mine = {id(parameter): name for name, parameter in model.named_parameters()}
     for optimizer in _adapted:
         held = [mine[id(one)] for group in optimizer.param_groups for one in group["params"] if id(one) in mine]
@@ -194,7 +194,7 @@ def check_not_adapted(model: nn.Module) -> None:
 
 
 def remember_optimizer(optimizer: Optimizer) -> None:
-    """Raise ``ValueError`` if an optimizer holds parameters that sharding has replaced; else remember it."""
+    """Raise ``ValueError`` if an optimizer holds parameters that sharding has replaced; otherwise remember it."""
     held = [
         vars(one)[_REPLACED] for group in optimizer.param_groups for one in group["params"] if _REPLACED in vars(one)
     ]
@@ -212,7 +212,7 @@ def _stale(optimizer: Optimizer, names: list[str]) -> str:
 
 
 def _sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the axes of a mesh for ``fully_shard``: that of replicas, if there is one, and that of shards."""
+    """Return the part of a mesh for ``fully_shard``: the axis of replicas, if there is one, and the axis of shards."""
     if size_of(mesh, "cp") == 1:
         return mesh["dp_replicate", "dp_shard"] if size_of(mesh, "dp_replicate") > 1 else mesh["dp_shard"]
     shards = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")  # exists; see Backend.new_mesh

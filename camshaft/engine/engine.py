@@ -315,7 +315,7 @@ class Engine(Serializable, Generic[Batch, Output]):
 
         A new run starts if no target is set yet, or if the last one is reached and no larger one is given. Otherwise
         the run resumes from the state. An interrupted run continues with the very next event. If a loaded state has
-        reached the target, as that of a finished job, nothing is run: a warning says so, and no event fires.
+        reached the target, as after a finished job, ``run`` warns and returns without firing any event.
 
         Args:
             data: batches; any iterable. ``None`` for none: the process function is then called with ``None``, and

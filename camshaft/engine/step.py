@@ -154,8 +154,8 @@ class Update:
 
     Optimizers of Horovod exchange gradients during ``backward``; ``synchronize`` waits for them.
 
-    Parameters may be DTensors, on different meshes. Gradients are clipped by their norm over all ranks, and a scaler
-    skips the step on all ranks. Each of these takes one collective for each mesh dimension that shards parameters.
+    Parameters may be DTensors, on different meshes. Gradients are clipped by their norm over all ranks, and if a scaler
+    skips a step, all ranks skip it. Each of these takes one collective per mesh dimension that shards parameters.
 
     Args:
         optimizer: the optimizer.
@@ -250,12 +250,12 @@ class Update:
 
 
 class _Parts:
-    """The parts of DTensor gradients on this rank, which share their memory, and gradients that are plain tensors.
+    """The local parts of DTensor gradients, which share their memory, and gradients that are plain tensors.
 
-    For a scaler, this is an optimizer with these gradients, whose step is that of the original.
+    To a scaler, this looks like an optimizer with these gradients; its ``step`` is that of the original optimizer.
 
     Attributes:
-        tensors: one for each gradient, which is its ``grad``.
+        tensors: one tensor for each gradient, which has the gradient as its ``grad``.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -297,7 +297,7 @@ class _Parts:
         return torch.stack([norm.to(self._device) for norm in norms]).square().sum()
 
     def reduce_found_inf(self, found: Mapping[Any, Tensor]) -> None:
-        """Let a scaler find what any rank has found."""
+        """Make a scaler see the infinite and NaN gradients that any rank has found."""
         for tensor in found.values():
             reduced = tensor.to(self._device)
             for group in self._groups:

@@ -70,7 +70,7 @@ def supervised_training_step(
 
     Args:
         model: the model, plain, compiled, wrapped for several ranks, or sharded by ``fully_shard`` or
-            ``parallelize_module``, on one mesh or several. It is not moved.
+            ``parallelize_module``, on one or several meshes. It is not moved.
         optimizer: optimizer of its parameters, created after they were sharded.
         loss_fn: ``loss_fn(y_pred, y)`` returns the loss, a tensor with one element.
         device: device that batches are moved to; ``None`` leaves them where they are.
@@ -80,9 +80,9 @@ def supervised_training_step(
         output_transform: ``output_transform(x, y, y_pred, loss)`` returns the output of the step; by default the loss
             as a number, which waits for the device only when it is read.
         gradient_accumulation_steps: batches whose gradients make up one step of the optimizer. Ranks exchange gradients
-            once per step; until then, models of ``fully_shard`` keep full gradients on each rank.
+            once per step; until then, models sharded by ``fully_shard`` keep full gradients on each rank.
         model_fn: ``model_fn(model, x)`` calls the model.
-        clip_grad_norm: maximum norm of all gradients together, those of all shards included.
+        clip_grad_norm: maximum norm of all gradients together, including those of all shards.
         clip_grad_value: maximum absolute value of any element of a gradient.
         batch_weight: ``batch_weight(x, y)`` returns the weight of a batch among those of one step and of all ranks,
             given what ``prepare_batch`` returned: the number of samples (``lambda x, y: len(y)``) or tokens that the
@@ -434,7 +434,7 @@ def _check_parts(model: Any, **functions: Any) -> None:
 
 
 def _check_holds_parameters(optimizer: Any, model: Any) -> None:
-    """Reject an optimizer created before the model was sharded, which replaces its parameters."""
+    """Reject an optimizer that was created before the model was sharded, since sharding replaces the parameters."""
     if not isinstance(model, torch.nn.Module):
         return
     reshard(model)

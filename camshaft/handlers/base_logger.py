@@ -223,12 +223,12 @@ class BaseOptimizerParamsHandler(BaseHandler):
 class BaseWeightsHandler(BaseHandler):
     """Writes something about the parameters of a model, or about their gradients.
 
-    Parameters of a sharded model (DTensors) are written whole. All ranks gather them, one after the other, so attach
-    this on all ranks, even if one of them writes. While the gradients of a window are accumulated without being
-    exchanged, sharded parameters have none.
+    Parameters of a sharded model (DTensors) are written in full. All ranks gather them, one at a time, so attach this
+    on all ranks, even though only one of them writes. While gradients are accumulated without being exchanged, sharded
+    parameters have no gradients.
 
     Args:
-        model: the model, after it was sharded.
+        model: the model, already sharded if it is to be.
         tag: first component of all names.
         whitelist: the parameters to write: prefixes of their names, or a predicate ``f(name, parameter)``, which is
             evaluated once. By default all.
@@ -258,7 +258,7 @@ class BaseWeightsHandler(BaseHandler):
             self.weights = tuple(pair for pair in weights if pair[0].startswith(prefixes))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the parameters, or the gradients that exist, by name. Sharded ones are gathered over the ranks."""
+        """Yield the parameters, or the gradients that exist, by name. Sharded ones are gathered from all ranks."""
         for name, parameter in self.weights:
             tensor = parameter.grad if self.of_gradients else parameter
             if tensor is not None:
@@ -419,7 +419,8 @@ class BaseLogger:
 
     One rank writes. On the others, a logger checks the arguments of each call and does nothing, except that handlers of
     the weights and gradients of a sharded model gather these on all ranks. Values that are DTensors are logged if each
-    rank has the whole; others are skipped with a warning, since the ranks that do not write would not take part.
+    rank holds the full tensor; other DTensors are skipped with a warning, since only the rank that writes would gather
+    them.
 
     Attributes:
         ranks: the ranks that write, ``None`` for all; may be set by a subclass.

@@ -72,13 +72,13 @@ class EMAHandler(Serializable):
         warmup_iters: number of updates after which it is ``momentum``.
         handle_buffers: ``"copy"`` copies the buffers of the model; ``"update"`` averages those that are not integers,
             and copies the others; ``"ema_train"`` leaves them to ``ema_model``, which is then in train mode.
-        ema_model: a second model to hold the average, built and sharded like ``model``, whose weights it gets. By
-            default a copy of ``model``, which ``fully_shard`` does not allow.
+        ema_model: a second model to hold the average, built and sharded like ``model``; it receives the weights of
+            ``model``. By default a copy of ``model``, which is not possible after ``fully_shard``.
 
     Raises:
         TypeError: a momentum is not a number, or ``ema_model`` is not a module.
         ValueError: an argument is out of range; ``model`` is not a module, or was sharded by ``fully_shard`` and
-            there is no ``ema_model``; or that has other parameters.
+            there is no ``ema_model``; or the parameters of ``ema_model`` do not match.
 
     Attributes:
         model: the model.
@@ -219,7 +219,7 @@ class EMAHandler(Serializable):
             torch._foreach_copy_(copies, values)
 
     def _local(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the parts of tensors on this rank; not in advance, as ``fully_shard`` may move them."""
+        """Return the local parts of tensors, which are looked up each time because ``fully_shard`` may move them."""
         return [local(tensor) for tensor in tensors] if self._is_sharded else tensors
 
     def _pair_tensors(self) -> None:
@@ -247,7 +247,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _layout(model: nn.Module) -> list[Any]:
-    """Return the name and shape of each parameter, and where its parts are."""
+    """Return the name and shape of each parameter, and how it is sharded."""
     reshard(model)
     named = model.named_parameters()
     return [

@@ -165,7 +165,7 @@ class AttachedMetrics(Serializable):
         engine.state.metrics.update(_as_numbers(results))
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """Return the states of the metrics within the epoch; empty with several ranks that divide the data."""
+        """Return the states of the metrics within the epoch; empty if several ranks divide the data."""
         complete = get_data_parallel_size() == 1 and all(
             hasattr(metric, "state_dict") for metric in self.metrics.values()
         )

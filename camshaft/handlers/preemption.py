@@ -239,8 +239,11 @@ class _Shield:
 
     @contextmanager
     def blocked(self) -> Iterator[None]:
-        """Block the signals in this thread, as a new interpreter inherits this: before it can do so, it has imported
-        libraries that start threads, and a signal to any thread ends the process."""
+        """Block the signals in this thread, so that a new interpreter inherits the block.
+
+        Before it could block them itself, it would have imported libraries that start threads, and a signal to any
+        thread ends the process.
+        """
         before = signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
         try:
             resource_tracker.ensure_running()  # unblocks SIGTERM

@@ -25,8 +25,8 @@ __all__ = ["TerminateOnNan"]
 class TerminateOnNan:
     """Terminate a run when its output is NaN or infinite, on all ranks after the same iteration.
 
-    It never waits for a GPU: tensors are checked there, and the result is read one iteration later. Of a DTensor, each
-    rank checks its own part.
+    It never waits for a GPU: tensors are checked there, and the result is read one iteration later. Each rank checks
+    its own part of a DTensor.
 
     Args:
         output_transform: called with the output of the engine; returns numbers, tensors, NumPy arrays, and mappings

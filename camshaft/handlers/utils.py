@@ -105,7 +105,7 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 def scalar(name: str, value: Any) -> Tensor | float:
     """Return a number as a float, or the element of a tensor, detached, as a 0-d tensor on its device.
 
-    Of a DTensor this is the element over all ranks, which must all call this.
+    For a DTensor, this is the element of the full tensor, and all ranks must call this.
 
     >>> import torch
     >>> scalar("output_transform", torch.tensor([0.5])), scalar("output_transform", 2)

@@ -69,20 +69,21 @@ def setup_common_training_handlers(
 ) -> None:
     """Attach the usual handlers to a trainer, in one process or in each process of a job.
 
-    These are, in this order: :class:`TerminateOnNan <camshaft.handlers.TerminateOnNan>`, the schedule of the learning
-    rate, emptying torch's cache of GPU memory after each epoch, a :class:`Checkpoint <camshaft.handlers.Checkpoint>`,
-    GPU statistics, running averages of the output, and two progress bars.
+    These are, in this order: :class:`TerminateOnNan <camshaft.handlers.TerminateOnNan>`, the learning rate schedule, a
+    handler that empties torch's cache of GPU memory after each epoch, a
+    :class:`Checkpoint <camshaft.handlers.Checkpoint>`, GPU statistics, running averages of the output, and two progress
+    bars.
 
     Args:
         trainer: the trainer, whose step returns a mapping, a sequence or a single value.
-        train_sampler: a sampler with ``set_epoch``. The engine calls it for the samplers of its loader by itself, and
-            this function for a sampler that is not one of them.
+        train_sampler: a sampler whose ``set_epoch`` is called when an epoch starts. Samplers of the loader need not be
+            passed, because the engine itself calls their ``set_epoch``.
         to_save: what to save, by name; needs ``output_path`` or ``save_handler``.
         save_every_iters: iterations between two checkpoints.
         output_path: directory of the checkpoints, ``training_checkpoint_<iteration>.pt``.
-        lr_scheduler: a scheduler of torch, which makes a step after each iteration, or one of ``camshaft.handlers``.
-        with_gpu_stats: whether to add memory and utilization of this process's GPU in percent to ``state.metrics``, as
-            ``gpu:0 mem(%)`` and ``gpu:0 util(%)``; needs nvidia-ml-py.
+        lr_scheduler: a torch scheduler, which steps after each iteration, or a scheduler of ``camshaft.handlers``.
+        with_gpu_stats: whether to add the memory use and utilization of this process's GPU, in percent, to
+            ``state.metrics``, as ``gpu:0 mem(%)`` and ``gpu:0 util(%)``; needs nvidia-ml-py.
         output_names: names of the running averages in ``state.metrics``: keys of the output, or of its elements in
             their order, or of the single value.
         with_pbars: whether to show a progress bar over the epochs.
@@ -90,8 +91,8 @@ def setup_common_training_handlers(
         log_every_iters: iterations between two updates of GPU statistics and of the bar over iterations.
         stop_on_nan: whether to stop the run when the output is NaN or infinite.
         clear_cuda_cache: whether to call ``torch.cuda.empty_cache()`` after each epoch.
-        save_handler: what saves the checkpoints, instead of ``output_path``: see ``Checkpoint``.
-        kwargs: for ``Checkpoint``.
+        save_handler: what saves the checkpoints, instead of ``output_path``; see ``Checkpoint``.
+        kwargs: passed to ``Checkpoint``.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -177,10 +178,10 @@ def save_best_model_by_val_score(
     score_sign: float = 1.0,
     **kwargs: Any,
 ) -> Checkpoint:
-    """Save a model in a directory whenever a metric of an evaluator is among its best.
+    """Save a model in a directory whenever a metric of an evaluator is among the best so far.
 
     Args:
-        output_path: the directory, of files such as ``best_model_3_val_accuracy=0.9000.pt``.
+        output_path: the directory for files such as ``best_model_3_val_accuracy=0.9000.pt``.
         model: the model.
 
     The other arguments and the return value are those of :func:`gen_save_best_models_by_val_score`.
@@ -202,18 +203,18 @@ def gen_save_best_models_by_val_score(
     score_sign: float = 1.0,
     **kwargs: Any,
 ) -> Checkpoint:
-    """Save models whenever a metric of an evaluator is among its best.
+    """Save models whenever a metric of an evaluator is among the best so far.
 
     Args:
-        save_handler: what saves them: see :class:`Checkpoint <camshaft.handlers.Checkpoint>`.
-        evaluator: the evaluator, at the end of whose runs the models are saved.
+        save_handler: what saves the models; see :class:`Checkpoint <camshaft.handlers.Checkpoint>`.
+        evaluator: the evaluator; models are saved at the end of its runs.
         models: a model, or objects with ``state_dict()`` by name.
         metric_name: name of the metric in ``evaluator.state.metrics``.
-        n_saved: how many of the best to keep.
-        trainer: the engine whose epoch is in the file names; by default they have none.
-        tag: prefix of the name of the metric in the file names.
+        n_saved: number of checkpoints to keep.
+        trainer: the engine whose epoch is part of the file names; by default they contain no epoch.
+        tag: prefix of the metric name in the file names.
         score_sign: -1.0 if lower is better, otherwise 1.0.
-        kwargs: for ``Checkpoint``.
+        kwargs: passed to ``Checkpoint``.
 
     Returns:
         The handler.
@@ -252,7 +253,7 @@ def add_early_stopping_by_val_score(
     metric_name: str,
     score_sign: float = 1.0,
 ) -> EarlyStopping:
-    """Stop a trainer when a metric of an evaluator has not improved for some evaluations.
+    """Stop a trainer when a metric of an evaluator has not improved for ``patience`` evaluations.
 
     Args:
         patience: number of evaluations without improvement before stopping.
@@ -287,9 +288,9 @@ def setup_any_logging(
     evaluators: Any = None,
     log_every_iters: int | None = 100,
 ) -> None:
-    """Attach a logger to a trainer, its optimizers and its evaluators; deprecated.
+    """Attach a logger to a trainer, its optimizers and its evaluators.
 
-    Use the function for the kind of logger, such as :func:`setup_tb_logging`.
+    Deprecated: use the function for this kind of logger, such as :func:`setup_tb_logging`.
 
     Args:
         logger: the logger.
@@ -308,7 +309,7 @@ def setup_any_logging(
 
 
 def _discontinued(name: str, instead: str) -> Callable[..., NoReturn]:
-    """Return a function that raises: scripts may import it for a service that they do not select."""
+    """Return a function that raises when it is called, since scripts may import it without using the service."""
 
     def setup(*args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(f"{name} is not supported: use {instead}, from the same module")
@@ -325,12 +326,12 @@ setup_plx_logging = _discontinued("setup_plx_logging", _HOSTED)
 
 
 def _saver(output_path: Any, options: Mapping[str, Any]) -> DiskSaver:
-    """Return a saver for a directory, which may contain the checkpoints of the run that is resumed."""
+    """Return a saver for a directory that may already contain the checkpoints of the run to resume."""
     return DiskSaver(output_path, require_empty=False, save_on_rank=options.get("save_on_rank", 0))
 
 
 def _set_epoch(engine: Engine[Any, Any], sampler: Any) -> None:
-    """Announce the epoch to a sampler that the engine does not find in its data."""
+    """Call ``set_epoch`` on a sampler that is not part of the engine's data."""
     if all(one is not sampler for one in samplers_of(engine.state.dataloader)):
         sampler.set_epoch(engine.state.epoch - 1)
 

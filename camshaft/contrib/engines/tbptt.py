@@ -25,7 +25,7 @@ class Tbptt_Events(EventEnum):  # the name that scripts import
 
     Attributes:
         TIME_ITERATION_STARTED: the trainer starts a chunk.
-        TIME_ITERATION_COMPLETED: the optimizer has made its step for a chunk; ``state.output`` is the chunk's loss.
+        TIME_ITERATION_COMPLETED: the optimizer has stepped for a chunk; ``state.output`` is the loss of the chunk.
     """
 
     TIME_ITERATION_STARTED = "time_iteration_started"
@@ -45,21 +45,22 @@ def create_supervised_tbptt_trainer(
     """Return an engine that trains a recurrent model on chunks of long sequences.
 
     Each batch, of sequences and a target per time step, is split along the time dimension. For each chunk, the model is
-    called, and the optimizer makes a step: ``model(x)`` for the first one, ``model(x, hidden)`` for the others. It
-    returns predictions and its hidden state, which reaches the next chunk detached, so that gradients do not.
+    called, as ``model(x)`` for the first chunk and ``model(x, hidden)`` for the others, and the optimizer steps. The
+    model returns predictions and its hidden state, which is detached before it is passed to the next chunk, so that
+    gradients do not flow between chunks.
 
     Args:
         model: the model, plain, compiled or wrapped for several ranks. It is not moved.
         optimizer: optimizer of its parameters.
         loss_fn: ``loss_fn(y_pred, y)`` returns the loss of a chunk, a tensor with one element.
-        tbtt_step: time steps in a chunk; the last chunk may be smaller.
+        tbtt_step: number of time steps in a chunk; the last chunk may be shorter.
         dim: the time dimension of inputs and targets.
         device: device that batches are moved to; ``None`` leaves them where they are.
         non_blocking: whether to move them asynchronously where that is possible.
         prepare_batch: ``prepare_batch(batch, device=..., non_blocking=...)`` returns ``x, y``.
 
     Returns:
-        A trainer with the events of :class:`Tbptt_Events`, whose output is the mean loss of the chunks.
+        A trainer that also fires :class:`Tbptt_Events`. Its output is the mean loss of the chunks.
 
     Raises:
         TypeError: ``tbtt_step`` is not an integer, or ``loss_fn`` is a class.

@@ -1,7 +1,7 @@
 """Debug mode: before each collective the ranks compare their calls, and raise if they differ.
 
-For each call, a rank writes a row to the store, and reads those of the others. Ranks that never call it are left to the
-watcher, as without the debug mode.
+For each call, a rank writes a row to the store, and reads the rows of the others. Ranks that never make the call are
+left to the watcher, as outside debug mode.
 """
 
 from __future__ import annotations

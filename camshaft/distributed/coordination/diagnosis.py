@@ -67,7 +67,7 @@ class Report(NamedTuple):
         text: for the log.
         is_alarm: whether nothing that takes long by itself explains the wait.
         missing: the ranks that have not arrived. If there are none, the last one may have just done so.
-        call: tells this wait from a later one.
+        call: distinguishes this wait from a later one.
     """
 
     text: str
@@ -92,7 +92,7 @@ class _Wait:
 
     @property
     def is_rooted(self) -> bool:
-        """Whether not every rank waits for every other one."""
+        """Whether this is a collective in which not every rank waits for every other one."""
         return self.what in _ROOTED or self.operation in _ROOTED or _ROOTED_IN_TORCH.search(self.what) is not None
 
     def __str__(self) -> str:
@@ -199,11 +199,11 @@ def _purpose(path: str, function: str) -> int | None:
 
 
 def _torch_groups(previous: Mapping[str, Any], is_idle: bool) -> dict[str, Any]:
-    """Return how many collectives torch's process groups have begun, and number and name of those not completed.
+    """Return how many collectives torch's process groups have started, and numbers and names of the unfinished ones.
 
-    Groups are named as in ``"0: all"`` and ``"1: [0, 2]"``. What has not completed is ``None`` where torch does not
-    tell; which collectives these are is known only for a process that waits, since reading all of torch's flight
-    recorder takes a while. Without it, sends and receives over gloo count as collectives, so that there may be fewer.
+    Groups are named as in ``"0: all"`` and ``"1: [0, 2]"``. The unfinished collectives are ``None`` if torch does not
+    report them, and are listed only for a process that waits, since reading all of torch's flight recorder takes a
+    while. Without the recorder, sends and receives over gloo are counted, too, so the real number may be lower.
     """
     if not (dist.is_available() and dist.is_initialized()):  # a rank that has left began no more than before
         return {"torch": previous.get("torch", {}), "unfinished": {}}
@@ -240,11 +240,11 @@ def _torch_groups(previous: Mapping[str, Any], is_idle: bool) -> dict[str, Any]:
 
 
 def _recorded(names: Mapping[str, str], begun: Mapping[str, int]) -> tuple[dict[str, int], dict[str, list[Any]]]:
-    """Return what groups have begun according to torch's flight recorder, and number and name of what is not complete.
+    """Return what torch's flight recorder says groups have started, and numbers and names of what is unfinished.
 
     Args:
-        names: the names of the groups in the result, by those in the recorder.
-        begun: how many operations they have begun, with sends and receives.
+        names: the names of the groups in the result, by their names in the recorder.
+        begun: how many operations the groups have started, including sends and receives.
     """
     counts = dict(begun)
     unfinished: defaultdict[str, list[Any]] = defaultdict(list)
@@ -309,7 +309,7 @@ def _waits(one: Snapshot, now: float, patience: float) -> list[_Wait]:
 
 
 def _operation_in(stack: Sequence[str]) -> str:
-    """Return in what of torch, without a record, a stack ends that may wait for other ranks; otherwise ``""``."""
+    """Return the unrecorded torch operation in which a stack may be waiting for other ranks, or ``""``."""
     inner = list(takewhile(lambda line: "/torch/" in line, stack))
     if any("/torch/autograd/" in line and line.endswith(" in _engine_run_backward") for line in inner):
         return BACKWARD
@@ -377,7 +377,7 @@ def _has_begun_in_torch(other: Snapshot, wait: _Wait) -> bool | None:
 
 
 def _is_in_recorded(one: Snapshot, ranks: Sequence[int]) -> bool:
-    """Return whether the last operation of a rank among some ranks belongs to a collective with a record."""
+    """Return whether a rank is waiting in a recorded collective of exactly these ranks."""
     stack = one.status.get("stack", ())
     return any(
         entry.ended is None and entry.line in stack and list(_members(entry.group, one) or ()) == list(ranks)

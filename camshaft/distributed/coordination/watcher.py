@@ -86,7 +86,7 @@ class Watcher(Resource):
         backend: of the job.
         record: of this rank; ``None`` if there is no space for it, then nothing is known of the ranks of this node.
         report_after: seconds that a rank waits in a collective until the log names the ranks that have not arrived.
-        agent: process id of the torchrun that started this process, without which it ends; ``None`` for none.
+        agent: process id of the torchrun that started this process, if any; this process ends if torchrun has ended.
 
     Attributes:
         has_connected: set once the record names the job, so that the other ranks find it, even if this one then dies.
@@ -463,7 +463,7 @@ class Watcher(Resource):
         self._suspicion = text
 
     def _end_without_agent(self, now: float) -> None:
-        """Announce that torchrun has ended before its workers, and end this process if that does not."""
+        """Announce that torchrun has ended before its workers; if this process is still running later, end it."""
         self._end_at = min(self._end_at, now + _ORPHANED)
         if now >= self._end_at:
             logger.error("rank %d exits: torchrun has ended %g s ago, and this process has not", self._rank, _ORPHANED)

@@ -66,8 +66,8 @@ def make_loader(
         dataset: what to load.
         options: of the user.
         topology: the place of this process in the job.
-        place: its number among the ranks that divide the data, and how many these are.
-        logger: for what is chosen.
+        place: the index of its share of the data, and the number of shares.
+        logger: reports the options that are chosen.
     """
     options = dict(options)
     (rank, size), local_size, is_alone = place, topology.local_world_size, topology.world_size == 1

@@ -39,7 +39,7 @@ class DistributedProxySampler(DistributedSampler[Any]):
         sampler: has a length, and is not distributed already.
         num_replicas: number of ranks that divide the data; :func:`camshaft.distributed.get_data_parallel_size` if
             ``None``.
-        rank: number of this one among them; :func:`camshaft.distributed.get_data_parallel_rank` if ``None``.
+        rank: index of this rank among them; :func:`camshaft.distributed.get_data_parallel_rank` if ``None``.
 
     Raises:
         TypeError: ``sampler`` is not a torch sampler, has no length, or is distributed already.
@@ -145,7 +145,7 @@ class ExactBatchSampler(BatchSampler):
             position that a run resumes from.
         num_replicas: number of ranks that divide the data; :func:`camshaft.distributed.get_data_parallel_size` if
             ``None``.
-        rank: number of this one among them; :func:`camshaft.distributed.get_data_parallel_rank` if ``None``.
+        rank: index of this rank among them; :func:`camshaft.distributed.get_data_parallel_rank` if ``None``.
 
     Attributes:
         dataset: what the indices refer to, set by :func:`camshaft.distributed.auto_dataloader`, so that indices beyond

@@ -90,7 +90,7 @@ class StateCopier:
 
 
 class Exchange:
-    """Exchanges values between all ranks in a process group of its own, so that a thread may do it during training."""
+    """Exchanges values between all ranks in its own process group, so that a thread can do this during training."""
 
     def __init__(self) -> None:
         self._job: Any = None
@@ -101,7 +101,7 @@ class Exchange:
 
         Raises:
             RuntimeError: the backend of the job is not one of ``torch.distributed``.
-            RankDivergenceError: not all ranks are here.
+            RankDivergenceError: not all ranks call this.
         """
         job, size = current().job, get_world_size()
         check_all_present("Checkpoint(sharded=True)", range(size), get_rank())

@@ -144,7 +144,7 @@ class Checkpoint(Serializable):
             Modules are taken out of ``DataParallel``, ``DistributedDataParallel`` and ``torch.compile``.
         save_handler: a directory, for a :class:`DiskSaver`; or a ``BaseSaveHandler``; or a function that is
             called with the checkpoint, the file name and, if it accepts it, the metadata. If the directory holds
-            checkpoints of an earlier run, call :meth:`resume_latest` before this one.
+            checkpoints of an earlier run, call :meth:`resume_latest` before the run.
         filename_prefix: first component of the file names; that for a directory may begin with a folder in it.
         score_function: called with the engine, returns a number; higher is better.
         score_name: of the score, for the file names. Without ``score_function``, the metric of this name is the score.
@@ -162,9 +162,9 @@ class Checkpoint(Serializable):
         asynchronous: save in the background: the state is copied to host memory, and the run continues. One save at a
             time is in progress: the next one waits for it, its error is raised at the next iteration, and the run ends
             after it. A function as ``save_handler`` is called in another thread.
-        sharded: every rank saves its part of the state: a checkpoint is a directory of shards, in a directory that all
-            ranks share. Sharded tensors are not gathered, and load into any other layout. Everything else is saved by
-            ``save_on_rank``, whose score also decides. Create the handler on all ranks.
+        sharded: let every rank save its part of the state: a checkpoint is a directory of shards, inside a directory
+            that all ranks share. Sharded tensors are not gathered, and can be loaded into any other layout. Everything
+            else is saved by ``save_on_rank``, whose score is the one that counts. Create the handler on all ranks.
 
     Raises:
         TypeError: ``to_save`` is not a mapping of such objects, or another argument is of the wrong type.
@@ -367,11 +367,11 @@ class Checkpoint(Serializable):
         return step, score, score
 
     def resume_latest(self, *, map_location: Any = None, **kwargs: Any) -> Path | None:
-        """Load what this handler saves, from the newest complete checkpoint of its directory; see :meth:`resume`.
+        """Load the objects that this handler saves from the newest complete checkpoint in its directory.
 
-        The handler also takes over the checkpoints that it saved there before, so that it prunes them; the manifest of
-        the directory lists them. Call this on all ranks, after the handler and what it saves have been created, and
-        before the run.
+        The handler also takes over the checkpoints that it saved there before, as listed in the manifest of the
+        directory, so that it prunes them, too. Call this on all ranks before the run, once the handler and the objects
+        that it saves have been created. See also :meth:`resume`.
 
         Args:
             map_location: for ``torch.load``; by default tensors are loaded to the CPU first, and from there to where
@@ -383,7 +383,7 @@ class Checkpoint(Serializable):
 
         Raises:
             AttributeError: the save handler is not a ``DiskSaver``.
-            RuntimeError: this is a :class:`ModelCheckpoint` that has not been called, and does not know what it saves.
+            RuntimeError: this is a :class:`ModelCheckpoint` that was not called yet, so it does not know what it saves.
             DamagedCheckpointError: there are checkpoints, and none of them can be loaded.
 
         >>> import tempfile
@@ -495,7 +495,7 @@ class Checkpoint(Serializable):
         return self.save_handler
 
     def _check_is_resumed(self, *, is_over: bool = False) -> None:
-        """Raise if checkpoints of another run are about to be mixed with those of this one; if it is over, warn."""
+        """Raise if this run is about to mix its checkpoints with those of another run; warn if this run is over."""
         if not self._unresumed or not isinstance(saver := self.save_handler, DiskSaver):
             return
         problem = f"'{saver.dirname}' contains {self._unresumed} checkpoints of an earlier run, which were not resumed"

@@ -202,7 +202,7 @@ def _entry_of_shards(path: Path) -> Entry | None:
 
 
 def _read_shards(path: Path, entry: Entry) -> Any:
-    """Return the state in a sharded checkpoint, from whose tensors only what is used will be read."""
+    """Return the state in a sharded checkpoint; of its tensors, only the parts that are used will be read."""
     return joined(_read(path / name, mmap=True) for name in entry.shards or ())
 
 

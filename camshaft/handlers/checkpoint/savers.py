@@ -178,7 +178,7 @@ class DiskSaver(BaseSaveHandler):
     def save_shard(self, shard: Mapping[str, Any], filename: str, metadata: Mapping[str, Any], gather: Gather) -> None:
         """Save a sharded checkpoint as a directory ``filename``; all ranks call this, and it fails on all or none.
 
-        The entry of the manifest, written when all shards are on disk, makes it a checkpoint.
+        It becomes a checkpoint when its entry in the manifest is written, after all shards are on disk.
 
         Args:
             shard: what this rank holds, as ``split`` returns it.
@@ -205,7 +205,7 @@ class DiskSaver(BaseSaveHandler):
             tokens, tensors, layout = zip(*agreed(begin, gather), strict=True)
             if len({*tensors}) > 1:
                 raise ValueError(
-                    f"to_save must hold sharded tensors of the same names and shapes on all ranks: '{path}'"
+                    f"to_save must hold sharded tensors with the same names and shapes on all ranks: '{path}'"
                 )
             if self._owned is None or self._owned[0] != layout:
                 self._owned = layout, owners(gather(regions), shard["shapes"])[rank]
@@ -249,7 +249,7 @@ class DiskSaver(BaseSaveHandler):
     def remove(self, filename: str) -> None:
         """Delete a checkpoint of the directory; a missing file is not an error.
 
-        Only regular files that the manifest lists are deleted, and shards. Others are left alone, with a warning.
+        Only shards and regular files that the manifest lists are deleted. Others are left alone, with a warning.
 
         Raises:
             ValueError: ``filename`` contains a folder.
@@ -287,7 +287,7 @@ class DiskSaver(BaseSaveHandler):
 
     @contextmanager
     def _changing(self, path: Path) -> Iterator[None]:
-        """Mark a directory while its shards change; whoever finds the mark of a killed process, cleans up."""
+        """Mark a directory while its shards change; a process that finds the mark of a killed process cleans up."""
         if path.is_symlink():
             raise FileExistsError(f"'{path}' is a link, which checkpoints do not follow: remove it")
         path.mkdir(exist_ok=True)
@@ -299,7 +299,7 @@ class DiskSaver(BaseSaveHandler):
                 self._remove_unlisted(path)
 
     def _remove_unlisted(self, path: Path) -> None:
-        """Remove the shards of a directory that no entry lists, its mark and, if it is empty, the directory."""
+        """Remove shards that no entry lists, the mark and, if nothing is left in it, the directory."""
         listed = {shard for entry in self._manifest.entries(path.name) for shard in entry.shards or ()}
         remove_leftovers(path)
         for shard in path.glob("shard-*.pt"):
@@ -357,7 +357,7 @@ class Entry:
     unreadable: str | None = None
 
     def problem(self, path: Path, part: slice = slice(None)) -> str | None:
-        """Return what is wrong with a file or, of a sharded checkpoint, with this part of the shards, or ``None``."""
+        """Return what is wrong with a file, or with this part of the shards of a sharded checkpoint, or ``None``."""
         if self.shards is None:
             return _problem(path, self.checksum, self.size)
         if path.is_symlink() or not path.is_dir():
@@ -460,7 +460,7 @@ class Manifest:
 
 
 def agreed(act: Callable[[], T], gather: Gather) -> list[T]:
-    """Return what a function returns on each rank; if it raises on one, raise the error on all."""
+    """Call a function on all ranks and return their results; if it raises on one rank, raise the error on all."""
     outcome, error = None, None
     try:
         outcome = act()
@@ -486,7 +486,7 @@ def _full_disk_named(path: Path) -> Iterator[None]:
 
 
 def _compact(chunk: Chunk) -> Chunk:
-    """Return a chunk whose memory holds nothing else, as torch saves whole storages; uneven parts are padded."""
+    """Return a chunk with memory of its own, because torch saves whole storages, in which uneven parts are padded."""
     offset, tensor = chunk
     return (offset, tensor.clone()) if tensor.untyped_storage().nbytes() > tensor.nbytes else chunk
 
@@ -544,7 +544,7 @@ def checkpoints_in(directory: Path) -> list[os.DirEntry[str]]:
 
 
 def names_in(directory: Path) -> list[str]:
-    """Return the names of the checkpoints of a directory, sharded ones too."""
+    """Return the names of the checkpoints in a directory, including sharded ones."""
     sharded = {entry.file for entry in Manifest(directory).entries() if entry.shards is not None}
     return sorted({*sharded, *(entry.name for entry in checkpoints_in(directory))})
 

@@ -1,4 +1,4 @@
-"""Tensors in parts: the region of a sharded tensor on this rank, and tensors whose chunks are in several files."""
+"""Parts of tensors: the region of a sharded tensor on this rank, and tensors whose chunks are in several files."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Chunks:
     """A tensor whose chunks are in the shards of a checkpoint; only the chunks that a region needs are read.
 
     Args:
-        name: for errors.
-        whole: a tensor without memory that has the shape and dtype.
+        name: its name in error messages.
+        whole: a tensor without data that has its shape and dtype.
         chunks: its parts.
 
     >>> parts = Chunks("w", torch.empty(4, device="meta"), [((0,), torch.ones(3)), ((3,), torch.zeros(1))])
@@ -79,7 +79,7 @@ def own_chunk(tensor: Any) -> Chunk | None:
 
 
 def owners(regions: Sequence[Mapping[str, Region]], shapes: Mapping[str, Sequence[int]]) -> list[set[str]]:
-    """Decide which rank saves which tensors: each region is saved once, by the one of its ranks that has least to save.
+    """Decide which rank saves which tensors: each region once, by the rank that holds it and has the least to save.
 
     Args:
         regions: of each rank, by the name of the tensor.
@@ -101,9 +101,7 @@ def owners(regions: Sequence[Mapping[str, Region]], shapes: Mapping[str, Sequenc
             if name in mine:
                 ranks[mine[name]].append(rank)
         if (found := sum(prod(size) for _, size in ranks)) != prod(shape):
-            raise ValueError(
-                f"the ranks hold {found:,} elements of {name}, which has {prod(shape):,}: it is not sharded"
-            )
+            raise ValueError(f"the shards of {name} must have {prod(shape):,} elements in total, got {found:,}")
         for (_, size), holders in ranks.items():
             saver = min(holders, key=num_elements.__getitem__)
             owned[saver].add(name)
@@ -112,7 +110,7 @@ def owners(regions: Sequence[Mapping[str, Region]], shapes: Mapping[str, Sequenc
 
 
 def like(own: Any, value: Any) -> Any:
-    """Return a whole tensor, sharded as the one that it replaces, without communication; other values unchanged."""
+    """Shard a full tensor like the one that it replaces, without communication; return other values unchanged."""
     in_chunks = isinstance(value, Chunks)
     if is_dtensor(value):  # a state in memory, which is sharded already
         return value

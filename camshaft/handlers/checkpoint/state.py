@@ -116,8 +116,8 @@ def split(state: Any, is_first: bool) -> dict[str, Any]:
     """Return what this rank holds of a state: its chunks of sharded tensors and, on one rank, everything else.
 
     Returns:
-        ``chunks``, by path; ``shapes`` of the whole tensors; ``state``, with tensors without memory in place of the
-        sharded ones, ``None`` on other ranks.
+        ``chunks``, by path; ``shapes`` of the full tensors; ``state``, with tensors without data in place of the
+        sharded ones, or ``None`` on the other ranks.
     """
     sharded = {where: leaf for where, leaf in walk(state) if is_dtensor(leaf)}
     found = {where: own_chunk(leaf) for where, leaf in sharded.items()}
@@ -168,7 +168,7 @@ def _map(function: Callable[[Any], Any], value: Any, attribute: str = "") -> Any
 
 
 def _replaced(function: Callable[[str, Any], Any], value: Any, where: str = "") -> Any:
-    """Apply a function to paths and values of :func:`walk`; keep containers in which nothing changes."""
+    """Apply a function to the paths and values that :func:`walk` yields; keep containers in which nothing changes."""
     if not is_container(value):
         return function(where, value)
     items = value.items() if isinstance(value, Mapping) else enumerate(value)
