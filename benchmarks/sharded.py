@@ -18,6 +18,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from itertools import count, repeat
 from pathlib import Path
 from time import perf_counter
@@ -47,6 +48,8 @@ TARGETS = {  # ratio to torch; the second asynchronous save is compared with tor
     CLIPPED_STEP: 1.05,
 }
 
+Sharded = tuple[nn.Module, torch.optim.Optimizer]
+
 
 class Block(nn.Module):
     """The feed-forward part of a transformer."""
@@ -56,7 +59,8 @@ class Block(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
+        output: Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
+        return output
 
 
 def make_network(options: argparse.Namespace) -> nn.Module:
@@ -64,7 +68,7 @@ def make_network(options: argparse.Namespace) -> nn.Module:
     return nn.Sequential(*(Block(options.width) for _ in range(options.blocks)))
 
 
-def by_hand(options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer]:
+def by_hand(options: argparse.Namespace) -> Sharded:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -74,7 +78,7 @@ def by_hand(options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimiz
     return model, torch.optim.AdamW(model.parameters())
 
 
-def ours(options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer]:
+def ours(options: argparse.Namespace) -> Sharded:
     model = idist.auto_model(make_network(options), mesh=idist.make_mesh(dp_shard=2), shard=[Block])
     return model, idist.auto_optim(torch.optim.AdamW(model.parameters()))
 
@@ -146,7 +150,7 @@ class Saves:
 
 
 def torch_saves(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, asynchronous: bool) -> Saves:
-    import torch.distributed.checkpoint as dcp
+    dcp: Any = import_module("torch.distributed.checkpoint")
 
     numbers = count()
     current = folder
@@ -178,7 +182,9 @@ def our_saves(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, 
     return Saves(save)
 
 
-def measured_steps(options: argparse.Namespace, bare: Any, engine: Any) -> dict[str, tuple[list[float], list[float]]]:
+def measured_steps(
+    options: argparse.Namespace, bare: Sharded, engine: Sharded
+) -> dict[str, tuple[list[float], list[float]]]:
     """Return the seconds per step of torch and of camshaft in each round."""
     torch.manual_seed(dist.get_rank())
     x, y = torch.randn(2, options.batch_size, options.width)
@@ -191,7 +197,7 @@ def measured_steps(options: argparse.Namespace, bare: Any, engine: Any) -> dict[
 
 
 def measured_saves(
-    options: argparse.Namespace, folder: Path, bare: Any, engine: Any
+    options: argparse.Namespace, folder: Path, bare: Sharded, engine: Sharded
 ) -> dict[str, tuple[list[float], list[float]]]:
     """Return the seconds of torch and of camshaft in each round."""
     saves = {
