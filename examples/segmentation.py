@@ -3,10 +3,10 @@
     python examples/segmentation.py
     torchrun --nproc_per_node 2 examples/segmentation.py --backend gloo
 
-The images are drawn here: shapes of random colors, sizes, and places on a noisy background. After each epoch you see the
-mean IoU on 101 images that are not trained on: the overlap of predicted and true pixels divided by their union, averaged
-over the four classes. It is computed from the counts of all pixels on all processes, so it is the same on any number of
-them, although 101 images cannot be divided evenly. At the end, an image is printed as text: on the left the truth, on
+The images are drawn here: shapes of random colors, sizes, and places on a noisy background. After each epoch you see
+the mean IoU on 101 images that are not trained on: the overlap of predicted and true pixels divided by their union,
+averaged over the four classes. It is computed from the counts of all pixels on all processes, so each image counts
+once, although 101 images cannot be divided evenly. At the end, an image is printed as text: on the left the truth, on
 the right the prediction.
 """
 
@@ -48,7 +48,7 @@ def draw(count: int, seed: int) -> TensorDataset:
 
 
 class UNet(nn.Module):
-    """Halves the resolution twice and doubles it again; each level also sees what the same level saw on the way down."""
+    """Halves the resolution twice and doubles it again, and passes the features of each level on to the way up."""
 
     def __init__(self, width: int = 16, classes: int = len(SYMBOLS)) -> None:
         super().__init__()
