@@ -85,6 +85,7 @@ bench:
 	@$(ENVIRONMENT) bench python benchmarks/handlers.py
 	@$(ENVIRONMENT) bench python benchmarks/watching.py
 	@$(ENVIRONMENT) bench python benchmarks/checkpoint.py
+	@$(ENVIRONMENT) bench python benchmarks/sharded.py
 	@$(ENVIRONMENT) bench python benchmarks/resnet.py
 	@$(ENVIRONMENT) bench python benchmarks/features.py
 

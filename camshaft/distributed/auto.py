@@ -100,9 +100,10 @@ def auto_model(
     layout = Layout(shard, tensor_plan, {name: value for name, value in policies.items() if value is not None})
     if mesh is not None or layout != Layout():
         return _distributed(model, sync_bn, layout, mesh, backend, kwargs)
-    if has_distributed(model) or (backend.topology.world_size == 1 and is_meta(model)):
-        return model
     device, tensors = backend.device, (*model.parameters(), *model.buffers())
+    is_uninitialized = device.type != "meta" and backend.topology.world_size == 1 and is_meta(model)
+    if has_distributed(model) or is_uninitialized:
+        return model
     if any(one.device.type != device.type or device.index not in (None, one.device.index) for one in tensors):
         model.to(device)
     return cast(Model, backend.wrap_model(model, sync_bn, **kwargs))

@@ -197,8 +197,12 @@ def work(
                 raise
         finalize()
     except BaseException as error:  # KeyboardInterrupt, too
-        found = failing(error, current())
-        report(Failure.of(found, rank))
+        try:
+            found = failing(error, current())
+            report(Failure.of(found, rank))
+        except BaseException as later:  # torch's handler of SIGCHLD raises anywhere if a data loader worker was killed
+            report(Failure.of(later, rank))
+            raise
         if found is error:
             raise
         raise found from found.__cause__

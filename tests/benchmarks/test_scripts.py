@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import engine_overhead, handlers
+from benchmarks import engine_overhead, handlers, sharded
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 pytestmark = pytest.mark.jobs
@@ -105,6 +105,26 @@ def test_checkpoint_measures_both_modes(tmp_path: Path) -> None:
         assert set(row["seconds"]) == {"torch.save and fsync", "camshaft", "camshaft, asynchronous", *peers}
         assert all(set(spread) == SPREAD for spread in (*row["seconds"].values(), *row["times"].values()))
         assert len(row["verdicts"]) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(225)
+def test_sharded_measures_saves_and_steps(tmp_path: Path) -> None:
+    few = ("--repetitions", "2", "--iterations", "1", "--blocks", "2", "--width", "32", "--batch_size", "2")
+    result = result_of(run("sharded.py", *few, "--folder", str(tmp_path), folder=tmp_path))
+    assert result["benchmark"] == "sharded"
+    assert {row["what"]: row["target"] for row in result["rows"]} == sharded.TARGETS
+    for row in result["rows"]:
+        assert set(row["ms"]) == {"torch", "camshaft"}
+        assert all(set(spread) == SPREAD and spread["median"] > 0 for spread in (*row["ms"].values(), row["times"]))
+        assert row["verdict"] in (("reached", "missed") if row["target"] else ("",))
+    blocking, complete = (
+        next(row["ms"] for row in result["rows"] if row["what"] == f"asynchronous save, {what}")
+        for what in ("blocking", "until complete")
+    )
+    for name in ("torch", "camshaft"):
+        assert blocking[name]["high"] <= complete[name]["high"]
+    assert result["megabytes"] == 0.2
     assert list(tmp_path.iterdir()) == []
 
 

@@ -417,6 +417,23 @@ def test_a_process_that_leaves_without_an_error_while_others_wait_for_it_is_name
         start("gloo", leave, (how, what), nproc_per_node=2)
 
 
+def test_an_error_of_a_signal_handler_during_the_report_is_reported_with_the_first_one():
+    reports = []
+
+    def load():
+        raise EOFError
+
+    def report(failure):
+        reports.append(failure)
+        if len(reports) == 1:
+            raise RuntimeError("DataLoader worker is killed")  # as torch's handler of SIGCHLD does, at any moment
+
+    with pytest.raises(RuntimeError, match="worker is killed"):
+        launch.work(0, load, None, report)
+    assert "EOFError" in reports[-1].text
+    assert "worker is killed" in reports[-1].text
+
+
 def test_the_others_learn_what_a_process_failed_with(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "_SETTLE", 30.0)  # they may be slow to learn, but this is not what is tested
     with pytest.raises(ProcessRaisedException, match="process 1 failed"):

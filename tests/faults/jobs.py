@@ -88,7 +88,9 @@ FAULTS = {
         Fault("handler", "exception in a handler", RAISED, "handler"),
         Fault("worker", "exception in a data loader worker", RAISED, "worker"),
         Fault(
-            "worker-killed", "data loader worker killed", (r"DataLoader worker .*(is killed|exited)|ConnectionReset",)
+            "worker-killed",
+            "data loader worker killed",
+            (r"DataLoader worker .*(is killed|exited)|ConnectionReset|EOFError",),  # whichever torch notices first
         ),
         Fault("collate", "exception in the collate function", RAISED, "collate"),
         Fault("save", "exception while saving", RAISED, "save"),
