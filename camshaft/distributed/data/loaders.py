@@ -204,7 +204,9 @@ def _over_stream(
 ) -> DataLoader[Any]:
     (rank, size), kind = place, type(dataset).__name__
     if is_alone:
-        return PlainLoader(dataset, **options)
+        workers, shards = options.get("num_workers", 0), getattr(dataset, "num_shards", None)
+        has_shards = callable(getattr(dataset, "shard", None)) and not (isinstance(shards, int) and shards < workers)
+        return PlainLoader(ShardedStream(dataset, 0, 1) if workers and has_shards else dataset, **options)
     if callable(getattr(dataset, "shard", None)):
         return EvenLoader(ShardedStream(dataset, rank, size), **options)
     logger.info("using an iterable dataset as it is: it must yield different samples on each rank")
