@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+import camshaft.distributed as idist
 from camshaft.distributed.data.streams import ShardedStream
 from camshaft.types import Stateful
 
@@ -52,6 +53,16 @@ class Endless(IterableDataset):
         return itertools.count(self.start, self.step)
 
 
+class Counted(Endless):
+    """The first samples of such a dataset."""
+
+    def shard(self, *, num_shards, index):
+        return Counted(self.start + index * self.step, self.step * num_shards)
+
+    def __iter__(self):
+        return iter(range(self.start, 20, self.step))
+
+
 class Saved(Files):
     """Knows where it is."""
 
@@ -72,6 +83,13 @@ def test_every_sample_is_read_once(size, workers):
     parts = [read(ShardedStream(Files(range(7)), rank, size), workers) for rank in range(size)]
     assert sorted(itertools.chain(*parts)) == list(range(70))
     assert all(parts)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("dataset", [Counted(), Files(range(2))], ids=["samples", "two files"])
+def test_a_single_process_reads_every_sample_once_with_any_number_of_workers(dataset, workers):
+    loader = idist.auto_dataloader(dataset, batch_size=None, num_workers=workers)
+    assert sorted(map(int, loader)) == list(range(20))
 
 
 def test_num_shards_is_optional():
