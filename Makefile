@@ -68,7 +68,7 @@ test-browser:
 	@scripts/system_packages chromium:chromium
 	@$(ENVIRONMENT) loggers python -m pytest $(PATIENT) -m browser tests/loggers $(ARGS)
 
-# the code of every page of docs/ runs, for up to two minutes on two idle cores; the site is built, and opened in the browser
+# the code of every page of docs/ runs, and the site is built and opened in the browser; jobs on some pages hang on purpose
 test-docs:
 	@scripts/system_packages chromium:chromium
 	@$(ENVIRONMENT) docs python -m pytest -o timeout=400 -o faulthandler_timeout=460 $(TWO) tests/docs $(ARGS)
