@@ -45,25 +45,30 @@ function open(page, width) {
 
 async function search(words) {
     const field = content().querySelector("[data-md-component=search-query]");
+    const links = () => [...content().querySelectorAll("[data-md-component=search-result] a")].map(link => link.href);
+    const before = String(links());
     for (;;) {
         field.value = words;
         ["focus", "input", "keyup"].forEach(name => field.dispatchEvent(new Event(name, {bubbles: true})));
         await wait(500);
-        const results = [...content().querySelectorAll("[data-md-component=search-result] a")];
-        if (results.length) return results.map(link => link.href);
+        if (links().length && String(links()) !== before) return links();
     }
 }
 
-async function visit({pages, words, width}) {
-    const seen = {widths: {}};
+async function visit({pages, searches, widths}) {
+    const seen = {widths: {}, found: []};
+    for (const width of widths) seen.widths[width] = {};
     for (const page of pages) {
-        await open(page, width);
-        seen.widths[page] = content().scrollingElement.scrollWidth;
+        await open(page, widths[0]);
+        for (const width of widths) {
+            frame.style.width = `${width}px`;
+            seen.widths[width][page] = content().scrollingElement.scrollWidth;
+        }
     }
     await open("/index.html", 1200);
     seen.title = content().querySelector("article h1").firstChild.textContent;
     seen.pictures = [...content().querySelectorAll("article img")].map(picture => picture.naturalWidth);
-    seen.found = await search(words);
+    for (const words of searches) seen.found.push(await search(words));
     return seen;
 }
 
@@ -109,11 +114,11 @@ class Handler(SimpleHTTPRequestHandler):
         pass
 
 
-def visit(site: Path, scratch: Path, *, search: str, width: int) -> Report:
-    """Open all pages of a site at this width, type a search on the start page, and return the browser's report."""
+def visit(site: Path, scratch: Path, *, searches: list[str], widths: list[int]) -> Report:
+    """Open all pages of a site at these widths, type searches on the start page, and return the browser's report."""
     pages = [f"/{file.relative_to(site)}" for file in sorted(site.rglob("*.html"))]
     posts: queue.Queue[tuple[str, Any]] = queue.Queue()
-    task = {"pages": pages, "words": search, "width": width}
+    task = {"pages": pages, "searches": searches, "widths": widths}
     refused = []
     with (
         served(partial(Handler, task=task, posts=posts, directory=str(site))) as address,
