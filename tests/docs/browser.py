@@ -62,6 +62,7 @@ async function visit({pages, searches, widths}) {
         await open(page, widths[0]);
         for (const width of widths) {
             frame.style.width = `${width}px`;
+            await Promise.all(content().getAnimations().map(one => one.finished));  // the menu moves out of the way
             seen.widths[width][page] = content().scrollingElement.scrollWidth;
         }
     }
