@@ -17,7 +17,7 @@ from camshaft.distributed.values import decode, encode
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, Order, RemovableEventHandle
 from camshaft.engine.state import LazyNumber, Results
-from camshaft.errors import annotate, check_is_no_class, ignite_class
+from camshaft.errors import annotate, check_is_no_class, described, ignite_class
 from camshaft.handlers.base_logger import fetch, peek
 from camshaft.handlers.utils import check_callable, check_engine, check_type, identity, number, resumes_epoch, scalar
 from camshaft.sharding import whole
@@ -78,7 +78,7 @@ def attach_metrics(
         if not all(callable(getattr(metric, method, None)) for method in ("reset", "update", "compute")):
             raise TypeError(
                 f"metrics[{name!r}] must have reset(), update() and compute(), as those of torchmetrics, got "
-                f"{metric!r}; an object with attach(engine, name) attaches itself"
+                f"{described(metric)}; an object with attach(engine, name) attaches itself"
             )
     return AttachedMetrics(engine, dict(metrics), output_transform)
 

@@ -240,7 +240,7 @@ def test_reduce_lr_on_plateau_is_rejected_with_a_hint():
 
 @pytest.mark.parametrize("wrong", [None, 1, "lr", sgd(), native.ExponentialLR])
 def test_anything_but_a_torch_scheduler_is_rejected(wrong):
-    with pytest.raises(TypeError, match="must be one of torch.optim.lr_scheduler"):
+    with pytest.raises(TypeError, match="must be a scheduler of torch.optim.lr_scheduler"):
         LRScheduler(wrong)
 
 

@@ -125,7 +125,7 @@ def test_checkpoints_of_other_objects_are_skipped_with_a_warning_if_there_are_no
     save(tmp_path, 1)
     Checkpoint({"best": Part(7)}, DiskSaver(tmp_path, require_empty=False))(at(2))
     assert resume(tmp_path) == (1, file_of(1))
-    with pytest.warns(UserWarning, match=r"nothing was loaded: none of the 2 checkpoints in .* holds \['part', 'x'\]"):
+    with pytest.warns(UserWarning, match=r"nothing was loaded: no checkpoint in .* holds \['part', 'x'\]"):
         assert Checkpoint.resume({"part": Part(), "x": Part()}, tmp_path) is None
 
 
@@ -242,7 +242,7 @@ def test_a_run_that_forgets_to_resume_raises_at_its_start_and_saves_nothing(tmp_
     engine, _ = in_three_lines(tmp_path)
     engine.run(range(3), max_epochs=3)
     engine, _ = in_three_lines(tmp_path)
-    with pytest.raises(ValueError, match=r"contains 2 checkpoints of an earlier run.*: call resume_latest\(\) before"):
+    with pytest.raises(ValueError, match=r"contains checkpoints of an earlier run.*: call resume_latest\(\) before"):
         engine.run(range(3), max_epochs=4)
     assert engine.state.iteration == 0
     part = Checkpoint({"part": Part()}, tmp_path)
