@@ -215,7 +215,7 @@ def test_reloading_passes_options_and_rejects_invalid_arguments(tmp_path):
         checkpoint.reload_objects({"model": target}, global_step=2)
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'step'"):
         checkpoint.reload_objects({"model": target}, step=2)
-    with pytest.raises(AttributeError, match="needs a DiskSaver"):
+    with pytest.raises(AttributeError, match="reload_objects needs a directory"):
         Checkpoint({"model": Part()}, Memory()).reload_objects({"model": Part()}, global_step=1)
 
 
