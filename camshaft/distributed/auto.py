@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DistributedProxySampler", "auto_dataloader", "auto_model", "auto_optim"]
 
+_NO_SYNC_BN = "sync_bn must be False for a model that is sharded or parallelized, got True"
+
 Model = TypeVar("Model", bound=nn.Module)
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
@@ -66,7 +68,8 @@ def auto_model(
 
     Args:
         model: a module; it may be compiled.
-        sync_bn: synchronize the statistics of batch norm over all ranks.
+        sync_bn: synchronize the statistics of batch norm over all ranks. Not for models that are sharded or
+            parallelized.
         mesh: a mesh from :func:`make_mesh`. If ``None``, :func:`get_mesh` is used if a layout argument below is given.
         shard: the modules to shard individually, besides the model itself: module classes, or a predicate on a module;
             by default, the modules in the largest ``ModuleList``.
@@ -98,6 +101,8 @@ def auto_model(
         "reshard_after_forward": reshard_after_forward,
     }
     layout = Layout(shard, tensor_plan, {name: value for name, value in policies.items() if value is not None})
+    if sync_bn and has_distributed(model):
+        raise ValueError(_NO_SYNC_BN)
     if mesh is not None or layout != Layout():
         return _distributed(model, sync_bn, layout, mesh, backend, kwargs)
     device, tensors = backend.device, (*model.parameters(), *model.buffers())
@@ -133,7 +138,7 @@ def _distributed(
     if layout.is_replicated(mesh) and not has_distributed(inner) and not is_meta(inner):
         return auto_model(model, sync_bn, **options)
     if sync_bn:
-        raise ValueError("sync_bn must be False for a model that is sharded or parallelized, got True")
+        raise ValueError(_NO_SYNC_BN)
     check_not_adapted(inner)
     layout.apply(inner, mesh, backend)
     return model
