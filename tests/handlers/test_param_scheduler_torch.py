@@ -323,7 +323,9 @@ def test_history_is_kept_by_the_engine_without_a_trainer():
 def test_a_missing_metric_is_reported_by_name():
     scheduler = ReduceLROnPlateauScheduler(sgd(), "loss", **OPTIONS)
     before = scheduler.state_dict()
-    with pytest.raises(ValueError, match=r"metric_name needs the metric 'loss', but engine.state.metrics has \['accuracy'\]"):
+    with pytest.raises(
+        ValueError, match=r"metric_name needs the metric 'loss', but engine.state.metrics has \['accuracy'\]"
+    ):
         scheduler(at(accuracy=1.0))
     assert scheduler.state_dict() == before
 

@@ -655,9 +655,7 @@ def test_objects_that_cannot_be_saved_are_rejected(tmp_path, to_save, error, mes
 
 
 def test_without_objects_it_cannot_be_registered(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"it requires to_save: add_event_handler\(event, handler, to_save=\.\.\.\)"
-    ):
+    with pytest.raises(ValueError, match=r"it requires to_save: add_event_handler\(event, handler, to_save=\.\.\.\)"):
         at().add_event_handler(Events.EPOCH_COMPLETED, ModelCheckpoint(tmp_path))
 
 

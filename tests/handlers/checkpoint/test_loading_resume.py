@@ -308,7 +308,9 @@ def test_other_handlers_cannot_resume():
 
 
 def test_a_handler_that_does_not_know_what_it_saves_cannot_resume(tmp_path):
-    with pytest.raises(RuntimeError, match=r"unknown before the first call: use Checkpoint, or Checkpoint.resume\(to_load"):
+    with pytest.raises(
+        RuntimeError, match=r"unknown before the first call: use Checkpoint, or Checkpoint.resume\(to_load"
+    ):
         ModelCheckpoint(tmp_path).resume_latest()
 
 
