@@ -212,8 +212,14 @@ def test_a_watcher_connects_again_once_the_host_of_the_store_answers_or_notices_
         assert first._store is None
         first.announce("stop")
         assert called.wait(30)
-        del server
-        second._lose_store(silence)
+        is_served = module._is_served
+        with mock.patch.object(
+            module, "_is_served", return_value=None
+        ):  # the host is silent until the process has ended
+            second._lose_store(silence)
+            del server
+            assert not outlasting(lambda: is_served(store))
+            assert not second._is_lost
         assert not outlasting(lambda: not second._is_lost)
 
 
