@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, islice, takewhile
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
@@ -172,8 +172,9 @@ def _awaited(frame: FrameType | None) -> tuple[str, int | None] | None:
             while frame is not None and "/torch/" in frame.f_code.co_filename:
                 found, frame = frame if frame.f_code.co_name in _POINT_TO_POINT else found, frame.f_back
             return None if found is None else (f"torch.distributed.{found.f_code.co_name}", _peer(found.f_locals))
-        work: Any = _receiver_of_wait(frame)
-        return (_WORK, None) if isinstance(work, dist.Work) and work._get_op_type() not in _MESSAGES else None
+        work = _receiver_of_wait(frame)
+        is_collective = isinstance(work, dist.Work) and cast(Any, work)._get_op_type() not in _MESSAGES  # torch's stubs
+        return (_WORK, None) if is_collective else None
     except Exception:  # the thread runs on meanwhile, and the line may contain anything
         return None
 
@@ -185,7 +186,8 @@ def _peer(arguments: Mapping[str, Any]) -> int | None:
         for names in (("src", "dst"), ("group_src", "group_dst"))
     )
     if rank is None and in_group is not None:
-        rank = dist.get_global_rank(arguments.get("group") or dist.group.WORLD, in_group)
+        group: Any = arguments.get("group") or dist.group.WORLD
+        rank = dist.get_global_rank(group, in_group)
     return rank
 
 

@@ -217,6 +217,8 @@ def test_a_watcher_connects_again_once_the_host_of_the_store_answers_or_notices_
             module, "_is_served", return_value=None
         ):  # the host is silent until the process has ended
             second._lose_store(silence)
+            began = time.monotonic()
+            assert not outlasting(lambda: second._status["time"] < began)  # its last request has ended
             del server
             assert not outlasting(lambda: is_served(store))
             assert not second._is_lost
