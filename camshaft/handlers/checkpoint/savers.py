@@ -224,7 +224,8 @@ class DiskSaver(BaseSaveHandler):
                     # The checksums of records take longer than writing them, and the manifest has one of the file.
                     # Earlier versions of torch would omit them in all threads.
                     is_local = torch.__version__ >= "2.13"  # compared as versions, not as text
-                    with config.patch("save.compute_crc32", False) if is_local else nullcontext():
+                    options: Any = config  # torch's stubs lack patch()
+                    with options.patch("save.compute_crc32", False) if is_local else nullcontext():
                         torch.save({"state": shard["state"], "chunks": chunks}, file, **self.kwargs)
                     return name, flush_and_sum(file), file.tell()
 
