@@ -136,13 +136,14 @@ class DiskSaver(BaseSaveHandler):
         if create_dir and not self.dirname.exists():
             self.dirname.mkdir(parents=True, exist_ok=True)
         if not self.dirname.is_dir():
-            raise ValueError(f"dirname must be an existing directory, got '{self.dirname}'")
+            hint = ", which is a file" if self.dirname.exists() else ": create it, or pass create_dir=True"
+            raise ValueError(f"dirname must be an existing directory, got '{self.dirname}'{hint}")
         if not os.access(self.dirname, os.W_OK | os.X_OK):
             raise PermissionError(f"dirname must be a writable directory, got '{self.dirname}'")
         if require_empty and (found := names_in(self.dirname)):
             hint = "DiskSaver(dirname, require_empty=False) or ModelCheckpoint(dirname, require_empty=False)"
-            problem = f"contains {len(found)} checkpoints, such as {found[0]}"
-            raise ValueError(f"'{self.dirname}' {problem}; to save beside them, for example to resume, use {hint}")
+            problem = f"must not contain checkpoints, got '{self.dirname}' with '{found[0]}'"
+            raise ValueError(f"dirname {problem}: use another directory; to save beside them or to resume, use {hint}")
         if (folder := self._manifest.folder).is_symlink() or (folder.exists() and not folder.is_dir()):
             raise NotADirectoryError(f"the manifest of the checkpoints, '{folder}', is a link or a file: remove it")
         remove_leftovers(self.dirname)
