@@ -14,12 +14,13 @@ import zipfile
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import torch
+from torch.utils.serialization import config
 
 from camshaft.distributed import all_gather, get_local_rank, get_rank, get_world_size
 from camshaft.errors import annotate
@@ -221,7 +222,12 @@ class DiskSaver(BaseSaveHandler):
                     )
 
                 def save(file: BinaryIO) -> tuple[str, str, int]:
-                    torch.save({"state": shard["state"], "chunks": chunks}, file, **self.kwargs)
+                    # The checksums of records take longer than writing them, and the manifest has one of the file.
+                    # Earlier versions of torch would omit them in all threads.
+                    is_local = torch.__version__ >= "2.13"  # compared as versions, not as text
+                    options: Any = config  # torch's stubs lack patch()
+                    with options.patch("save.compute_crc32", False) if is_local else nullcontext():
+                        torch.save({"state": shard["state"], "chunks": chunks}, file, **self.kwargs)
                     return name, flush_and_sum(file), file.tell()
 
                 with _full_disk_named(path / name):
