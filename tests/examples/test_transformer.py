@@ -59,8 +59,8 @@ def test_it_learns_and_resumes_on_two_ranks_of_four_that_were_killed_and_then_on
     with ranks(4, "dp_shard=2,tp=2", 2) as run:
         wait_for(run, "epoch 2: ")
         first = run.output
-    with ranks(2, "tp=2", EPOCHS - 1) as run:
-        assert run.wait(SECONDS) == 0, run.output
+    with ranks(2, "tp=2", 5) as run:
+        wait_for(run, "epoch 5: ")
         second = run.output
     third, whole = alone(folder), alone(tmp_path / "whole")
 
@@ -68,11 +68,11 @@ def test_it_learns_and_resumes_on_two_ranks_of_four_that_were_killed_and_then_on
     assert list(wanted) == [1, 2, 3, 4, 5, 6]
     assert wanted[6] < 2 < wanted[1] < 8
     found = [losses(shown) for shown in (first, second, third)]
-    assert [set(found[0]), set(found[1]) - {2}, set(found[2])] == [
+    assert [set(found[0]), set(found[1]) - {2}, set(found[2]) - {5}] == [
         {1, 2},
         {3, 4, 5},
         {6},
-    ]  # killed before or after a save
+    ]  # -: killed before a save
     for epoch, bits in (pair for part in found for pair in part.items()):
         assert bits == pytest.approx(wanted[epoch], abs=2e-3)
     assert "to be or not" in third
