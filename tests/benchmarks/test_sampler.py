@@ -25,6 +25,7 @@ def test_each_contender_reads_the_shard_of_one_rank(name: str) -> None:
     assert first != second
 
 
+@pytest.mark.jobs
 def test_all_figures_are_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sampler, "memory_of", lambda name, length: 0.5)
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)

@@ -253,6 +253,7 @@ def test_over_gloo_metrics_that_collect_samples_are_rejected():
     rejects_metrics_that_collect_samples()
 
 
+@pytest.mark.jobs
 def test_over_mpi_metrics_that_collect_samples_are_rejected():
     code = (
         "import camshaft.distributed as idist; from tests.handlers import test_metrics_of_ignite as tests\n"

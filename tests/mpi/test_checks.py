@@ -10,7 +10,7 @@ import pytest
 
 from tests.mpi.checking import mpirun
 
-pytestmark = pytest.mark.timeout(88)  # MPI ranks poll while they wait, which is slow on a busy machine
+pytestmark = pytest.mark.timeout(140)  # MPI ranks poll while they wait, which is slow on a busy machine
 
 # read, not imported: the test process must not import the torch modules that the checks use
 FILES = sorted(Path(__file__).parent.glob("check_*.py"))
@@ -19,7 +19,7 @@ NAMES = [name for file in FILES for name in re.findall(r"^@check\ndef (\w+)", fi
 
 @pytest.fixture(
     scope="module",
-    params=[(2, 80), pytest.param((4, 160), marks=[pytest.mark.jobs, pytest.mark.timeout(170)])],
+    params=[(2, 130), pytest.param((4, 160), marks=[pytest.mark.jobs, pytest.mark.timeout(170)])],
     ids=["2_ranks", "4_ranks"],
 )
 def run(request: pytest.FixtureRequest) -> CompletedProcess[str]:

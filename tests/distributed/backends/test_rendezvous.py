@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,3 +147,28 @@ def test_only_one_of_two_processes_with_the_same_rank_is_confirmed(monkeypatch: 
     (error,) = (future.exception() for future in coming if future.exception())
     assert "another process has joined as rank 1" in str(error)
     assert len(names([future for future in coming if not future.exception()])) == 1
+
+
+@pytest.mark.jobs
+def test_no_file_is_left_however_close_to_each_other_the_last_two_ranks_end(tmp_path: Path) -> None:
+    turns = multiprocessing.RawArray("i", 2)
+    ranks = [
+        multiprocessing.get_context("fork").Process(target=open_and_close, args=(tmp_path, r, turns)) for r in (0, 1)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    assert [process.exitcode for process in ranks] == [0, 0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def open_and_close(folder: Path, rank: int, turns: Any) -> None:
+    for turn in range(1, 1001):
+        store = rendezvous._new_file(folder / "meeting", str(turn), rank, 2, time.monotonic() + PATIENCE)
+        turns[rank] = turn
+        while turns[1 - rank] < turn:
+            pass
+        for _ in range(turn % 50 if rank else 25):  # microseconds
+            pass
+        del store

@@ -125,13 +125,15 @@ def _host_and_port(method: str) -> tuple[str, int]:
 def _new_file(path: Path, name: str, rank: int, size: int, deadline: float) -> Store:
     """Open a second file, beside that of the meeting, which rank 0 then removes.
 
-    torch removes a file when as many processes as there are ranks have closed it. One that already opens it again,
-    for the next run, would be left with a file that is gone; this one has a name that is never used again.
+    torch removes a file when as many processes as it was told have closed it. One that already opens it again, for the
+    next run, would be left with a file that is gone; this one has a name that is never used again.
     """
-    store = FileStore(f"{path}.{name}", size)
+    # torch counts what is open and what was closed in two steps: told the size, it keeps the file if two processes
+    # close it at once. Told 1, it removes it with the last, and nobody closes it before all have opened it.
+    store = FileStore(f"{path}.{name}", 1)
     store.add("opened", 1)
     for _ in _attempts(deadline):
-        if rank != 0 or store.add("opened", 0) == size:
+        if store.add("opened", 0) == size:
             break
     if rank == 0:
         path.unlink(missing_ok=True)
