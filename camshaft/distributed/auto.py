@@ -26,7 +26,7 @@ from camshaft.distributed.sharding import (
     is_wrapped,
     remember_optimizer,
 )
-from camshaft.errors import check_type
+from camshaft.errors import check_type, described
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -93,7 +93,7 @@ def auto_model(
     Linear(in_features=2, out_features=1, bias=True)
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {model!r}")
+        raise TypeError(f"model must be a torch.nn.Module, got {described(model)}")
     backend = current()
     policies = {
         "mp_policy": mp_policy,
@@ -163,7 +163,7 @@ def auto_optim(optimizer: AnyOptimizer, **kwargs: Any) -> AnyOptimizer:
     0.5
     """
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {described(optimizer)}")
     remember_optimizer(optimizer)
     return cast(AnyOptimizer, current().wrap_optimizer(optimizer, **kwargs))
 
@@ -209,8 +209,8 @@ def auto_dataloader(dataset: Dataset[Any] | Sequence[Any], **kwargs: Any) -> Dat
     """
     if isinstance(dataset, DataLoader):
         raise TypeError(
-            f"dataset must be a dataset, got the DataLoader {dataset!r}: pass loader.dataset, and the arguments of the "
-            "loader (batch_size, shuffle, collate_fn, ...) as keywords of auto_dataloader"
+            "dataset must be a dataset, got a DataLoader: pass loader.dataset, and the arguments of the loader "
+            "(batch_size, shuffle, collate_fn, ...) as keywords of auto_dataloader"
         )
     backend = current()
     logger = logging.getLogger(f"{__name__}.auto_dataloader")

@@ -159,5 +159,6 @@ def _checked(sizes: dict[str, int], world_size: int) -> dict[str, int]:
     if open_axes:
         raise ValueError(f"the {world_size} ranks cannot be divided by the other sizes, {given}, got {product}")
     if given != world_size:
-        raise ValueError(f"the product of the sizes must be the number of ranks, {world_size}, got {product} = {given}")
+        problem = f"the product of the sizes must be the number of ranks, {world_size}, got {product} = {given}"
+        raise ValueError(f"{problem}; -1 stands for the remaining ranks")
     return sizes

@@ -17,17 +17,17 @@ from torch import Tensor, nn
 
 from camshaft.engine.events import Events, Order
 from camshaft.engine.state import LazyNumber
-from camshaft.errors import annotate, check_type
+from camshaft.errors import annotate, check_type, described
 from camshaft.sharding import (
     any_dtensor,
     discard_gradients,
+    full_value,
     groups_of_gradients,
     groups_of_parts,
     is_dtensor,
     local,
     outermost_sharded,
     reduce_gradients,
-    whole,
     without_reduction,
 )
 from camshaft.tree import convert_tensor
@@ -44,10 +44,13 @@ def prepare_batch(batch: Any, device: DeviceLike | None = None, non_blocking: bo
     >>> prepare_batch((torch.ones(2), torch.zeros(2)))
     (tensor([1., 1.]), tensor([0., 0.]))
     """
+    if isinstance(batch, Mapping):  # which would be unpacked into two of its keys
+        hint = "pass prepare_batch=..., a function that returns inputs and targets"
+        raise TypeError(f"a batch must be a pair of inputs and targets, got one with the keys {list(batch)}: {hint}")
     try:
         x, y = batch
     except (TypeError, ValueError) as error:
-        annotate(error, "a batch must be a pair of inputs and targets, or prepare_batch must make one of it")
+        annotate(error, "a batch must be a pair of inputs and targets; pass prepare_batch=... to make one of it")
         raise
     return (
         x if device is None and isinstance(x, Tensor) else convert_tensor(x, device, non_blocking),
@@ -57,7 +60,7 @@ def prepare_batch(batch: Any, device: DeviceLike | None = None, non_blocking: bo
 
 def loss_value(x: Any, y: Any, y_pred: Any, loss: Tensor) -> Any:
     """Return the loss as a number, which on devices other than the CPU is read on first use."""
-    loss = whole(loss)  # here, where all ranks are; the number may be read on one of them
+    loss = full_value(loss)  # here, where all ranks are; the number may be read on one of them
     return loss.item() if loss.is_cpu else LazyNumber(loss)
 
 
@@ -183,7 +186,7 @@ class Update:
         backward: Callable[[Tensor], Any] | None = None,
     ) -> None:
         if not callable(getattr(optimizer, "zero_grad", None)) or not callable(getattr(optimizer, "step", None)):
-            raise TypeError(f"optimizer must have zero_grad() and step(), got {optimizer!r}")
+            raise TypeError(f"optimizer must have zero_grad() and step(), got {described(optimizer)}")
         for name, limit in (("clip_grad_norm", clip_grad_norm), ("clip_grad_value", clip_grad_value)):
             if limit is not None and not isinstance(limit, Real):
                 raise TypeError(f"{name} must be a number or None, got {limit!r}")

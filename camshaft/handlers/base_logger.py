@@ -25,7 +25,7 @@ from camshaft.engine.state import LazyNumber
 from camshaft.errors import described
 from camshaft.handlers.checkpoint import CheckpointEvents
 from camshaft.handlers.utils import StepOf, check_callable, check_engine, check_entries, check_text, check_type, joined
-from camshaft.sharding import needs_all_ranks, reshard, whole
+from camshaft.sharding import full_value, needs_all_ranks, reshard
 
 __all__ = [
     "BaseHandler",
@@ -105,7 +105,7 @@ class BaseOutputHandler(BaseHandler):
         if metric_names is not None and metric_names != "all":
             check_type("metric_names", metric_names, list, "a list of names or 'all'")
         check_callable("output_transform", output_transform)
-        check_callable("global_step_transform", global_step_transform)
+        check_callable("global_step_transform", global_step_transform, "(engine, event_name)")
         if isinstance(state_attributes, str):
             raise TypeError(f"state_attributes must be a list of names, got {state_attributes!r}")
         if metric_names is None and output_transform is None and state_attributes is None:
@@ -169,7 +169,9 @@ class BaseOutputHandler(BaseHandler):
             if name in state.metrics:
                 yield name, state.metrics[name]
             else:
-                warnings.warn(f"metric {name!r} is not logged: state.metrics has {list(state.metrics)}", stacklevel=2)
+                hint = "attach it to this engine, or correct metric_names"
+                text = f"metric {name!r} is not logged, as engine.state.metrics has {list(state.metrics)}: {hint}"
+                warnings.warn(text, stacklevel=2)
         if self.output_transform is not None:
             output = self.output_transform(state.output)
             yield from output.items() if isinstance(output, Mapping) else [("output", output)]
@@ -262,7 +264,7 @@ class BaseWeightsHandler(BaseHandler):
         for name, parameter in self.weights:
             tensor = parameter.grad if self.of_gradients else parameter
             if tensor is not None:
-                yield name, whole(tensor.detach())
+                yield name, full_value(tensor.detach())
 
     @property
     def needs_all_ranks(self) -> bool:
@@ -371,7 +373,7 @@ def _flat(path: Path, value: Any, text: bool) -> Iterator[tuple[Path, Any]]:
         where = "/".join(path)
         warnings.warn(f"{where} is not logged because it is a sharded DTensor: return its full_tensor()", stacklevel=2)
         return
-    value = whole(value)
+    value = full_value(value)
     if isinstance(value, LazyNumber):
         yield path, value.read()
     elif isinstance(value, Number) or (text and isinstance(value, str)):

@@ -18,10 +18,10 @@ from camshaft.distributed.values import decode, encode
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, Order, RemovableEventHandle
 from camshaft.engine.state import LazyNumber, Results
-from camshaft.errors import annotate, check_is_no_class, ignite_class
+from camshaft.errors import annotate, check_is_no_class, described, ignite_class
 from camshaft.handlers.base_logger import fetch, peek
 from camshaft.handlers.utils import check_callable, check_engine, check_type, identity, number, resumes_epoch, scalar
-from camshaft.sharding import whole
+from camshaft.sharding import full_value
 
 __all__ = ["AttachedMetrics", "RunningAverage", "attach_metrics"]
 
@@ -80,7 +80,7 @@ def attach_metrics(
         if not all(callable(getattr(metric, method, None)) for method in ("reset", "update", "compute")):
             raise TypeError(
                 f"metrics[{name!r}] must have reset(), update() and compute(), as those of torchmetrics, got "
-                f"{metric!r}; an object with attach(engine, name) attaches itself"
+                f"{described(metric)}; an object with attach(engine, name) attaches itself"
             )
     return AttachedMetrics(engine, dict(metrics), output_transform)
 
@@ -143,9 +143,9 @@ class AttachedMetrics(Serializable):
         positional: list[Any] = []
         named: dict[str, Any] = {}
         if isinstance(output, Mapping):
-            named = {name: whole(peek(one)) for name, one in output.items()}
+            named = {name: full_value(peek(one)) for name, one in output.items()}
         else:
-            positional = [whole(peek(one)) for one in (output if isinstance(output, (tuple, list)) else (output,))]
+            positional = [full_value(peek(one)) for one in (output if isinstance(output, (tuple, list)) else (output,))]
         if not self._is_placed:  # move the metrics to the device of the first arguments of the epoch
             self._is_placed = True
             arguments = (*positional, *named.values())
