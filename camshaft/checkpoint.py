@@ -24,7 +24,7 @@ from camshaft.files import write_atomically
 from camshaft.handlers.checkpoint.loading import read_checkpoint
 from camshaft.handlers.checkpoint.savers import MISSING, SAFETENSORS, Entry, Manifest, as_safetensors, names_in
 from camshaft.handlers.checkpoint.shards import Chunks
-from camshaft.handlers.checkpoint.state import walk, whole
+from camshaft.handlers.checkpoint.state import read_chunks, walk
 from camshaft.text import aligned
 
 Row = dict[str, Any]
@@ -143,7 +143,7 @@ def consolidate(checkpoint: Path, file: Path, name: str | None = None) -> None:
             held = list(state) if isinstance(state, Mapping) else type(state).__name__
             raise ValueError(f"--object must be one of {held}, got {name!r}")
         state = state[name]
-    state = whole(state)
+    state = read_chunks(state)
     if file.suffix == SAFETENSORS:
         content = as_safetensors(state)
         write_atomically(file, lambda opened: opened.write(content))

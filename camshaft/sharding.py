@@ -34,7 +34,7 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
-def whole(value: Any) -> Any:
+def full_value(value: Any) -> Any:
     """Return the full tensor of a DTensor, or any other value unchanged.
 
     This communicates if :func:`needs_all_ranks`, so all ranks of the mesh must call it.

@@ -80,7 +80,7 @@ def bench(on_gpu: bool) -> int:
 def benchmarks(on_gpu: bool) -> list[tuple[str, str]]:
     """Return the names of the benchmarks, and their arguments."""
     rounds = "--repetitions 8 --iterations 20 --seconds 45" if on_gpu else "--repetitions 1 --iterations 1"
-    images = "--model resnet50 " + ("--size 224 --batch_size 128" if on_gpu else "--size 32 --batch_size 2")
+    images = "--model resnet50 " + ("--size 224 --batch_size 128" if on_gpu else "--size 32 --batch_size 2 --no_amp")
     tokens = "--model transformer " + ("--size 512 --batch_size 32" if on_gpu else "--size 8 --batch_size 2 --layers 1")
     compiled = f"{images} --compile" if on_gpu else "--model small --batch_size 2 --compile eager"
     return [

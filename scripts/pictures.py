@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/images: a run in a terminal, curves of real runs, schedules, collectives, and events.
+"""Draw the pictures of docs/images: a run in a terminal, curves, schedules, collectives, events, and layouts.
 
     python scripts/pictures.py [FOLDER]
 
@@ -20,6 +20,7 @@ import termios
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from html import escape
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ import torch
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 from torch import Tensor, nn
 
 from camshaft.engine import Engine, Events, create_supervised_trainer
@@ -39,6 +40,7 @@ from camshaft.handlers import (
     LinearCyclicalScheduler,
     PiecewiseLinear,
 )
+from tests.docs.titled import titled
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
@@ -75,6 +77,8 @@ COLLECTIVES: dict[str, tuple[list[list[str]], list[list[str]]]] = {
         [[f"{letter}{part}" for letter in ALL] for part in range(RANKS)],
     ),
 }
+# sizes along dp_replicate, dp_shard, and tp
+LAYOUTS = {"ddp": (4, 1, 1), "fsdp": (1, 4, 1), "hsdp": (2, 2, 1), "tp": (1, 1, 4), "fsdp-tp": (1, 2, 2)}
 
 
 def main(folder: Path) -> None:
@@ -152,6 +156,9 @@ def pictures() -> Iterator[tuple[str, Callable[[], Figure]]]:
     yield "ring-all_reduce", ring
     for name, (before, after) in COLLECTIVES.items():
         yield f"collective-{name}", partial(collective, name, before, after)
+    for name, sizes in LAYOUTS.items():
+        yield f"layout-{name}", partial(layout, *sizes)
+    yield "layout-costs", layout_costs
 
 
 def make_trainer(lr: float) -> tuple[Engine[tuple[Tensor, Tensor], float], dict[str, Any]]:
@@ -234,6 +241,58 @@ def row(axes: Axes, x: float, y: float, values: Sequence[str]) -> None:
             box(axes, x, y, 4, 0.8, value, MIXED)
         else:
             box(axes, x + index, y, 1, 0.8, value, COLORS["abcd".index(value[0])])
+
+
+def layout(dp_replicate: int, dp_shard: int, tp: int) -> Figure:
+    """Draw the samples of each rank, and its parts of two weights, which tp splits by rows and by columns."""
+    figure, axes = canvas(width=11, height=6.1, scale=0.6)
+    names = (("samples", 5.35), ("up", 3.2), ("down", 0.5))
+    for name, y in names:
+        axes.text(-0.2, y, name, ha="right", va="center", color=DARK)
+    for rank in range(RANKS):
+        x, split, share = 0.2 + 2.8 * rank, rank % tp, rank // tp
+        shard = share % dp_shard
+        axes.text(x + 1.1, 6.0, f"rank {rank}", ha="center", va="bottom", color=DARK)
+        samples, rows, columns = RANKS // (dp_replicate * dp_shard), RANKS // dp_shard, RANKS // tp
+        part = COLORS[shard * tp + split]
+        cells(axes, (x, 5.1), (2.2, 0.5), (1, 4), (0, samples * share), (1, samples), COLORS[share])
+        cells(
+            axes, (x + 0.4, 1.8), (1.4, 2.8), (4, 1), (columns * split + shard * rows // tp, 0), (rows // tp, 1), part
+        )
+        cells(axes, (x, 0.0), (2.2, 1.0), (4, 4), (rows * shard, columns * split), (rows, columns), part)
+    return figure
+
+
+def cells(
+    axes: Axes, place: tuple[float, float], size: tuple[float, float], shape: tuple[int, int],
+    start: tuple[int, int], held: tuple[int, int], color: str,
+) -> None:  # fmt: skip
+    """Draw a tensor as rows and columns of cells, and color those that a rank holds."""
+    height, width = size[1] / shape[0], size[0] / shape[1]
+    for row, column in product(range(shape[0]), range(shape[1])):
+        is_held = 0 <= row - start[0] < held[0] and 0 <= column - start[1] < held[1]
+        corner = place[0] + width * column, place[1] + size[1] - height * (row + 1)
+        axes.add_patch(Rectangle(corner, width, height, facecolor=color if is_held else PALE, edgecolor="white"))
+
+
+def layout_costs() -> Figure:
+    """Plot the costs that the page on layouts computes."""
+    costs: dict[str, Any] = {"__name__": "costs"}
+    exec(titled("how-to/choosing-a-layout.md", "costs.py"), costs)
+    figure, (above, below) = pyplot.subplots(2, figsize=(6, 6), layout="constrained", height_ratios=(1, 2))
+    names = list(costs["LAYOUTS"])
+    above.bar(names, [costs["memory"](**sizes) / 1e9 for sizes in costs["LAYOUTS"].values()], color=COLORS[0])
+    above.set(ylabel="memory per rank, GB")
+    batches = [2**power for power in range(8)]
+    for name, color in zip(names, (*COLORS, DARK), strict=True):
+        sent = [costs["traffic"](sequences, **costs["LAYOUTS"][name]) / 1e9 for sequences in batches]
+        below.plot(batches, sent, color=color, label=name, marker="o", markersize=3)
+    below.set(xlabel="sequences per step", ylabel="sent per rank and step, GB", xscale="log", yscale="log")
+    below.set_xticks(batches, list(map(str, batches)))
+    below.set_yticks(ticks := [1, 3, 10, 30, 100], list(map(str, ticks)))
+    below.minorticks_off()
+    below.legend(frameon=False)
+    return figure
 
 
 def ring() -> Figure:

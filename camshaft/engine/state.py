@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
 
-from camshaft.sharding import whole
+from camshaft.sharding import full_value
 
 if TYPE_CHECKING:
     from camshaft.engine.events import CallableEventWithFilter
@@ -145,7 +145,7 @@ class LazyNumber:
 
     def __init__(self, tensor: Tensor) -> None:
         # of a DTensor the whole: all ranks may be here, but not where the number is read
-        self._tensor: Tensor | None = whole(tensor.detach())
+        self._tensor: Tensor | None = full_value(tensor.detach())
         self._value: Any = None
 
     def read(self) -> Any:

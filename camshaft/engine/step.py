@@ -21,13 +21,13 @@ from camshaft.errors import annotate, check_type, described
 from camshaft.sharding import (
     any_dtensor,
     discard_gradients,
+    full_value,
     groups_of_gradients,
     groups_of_parts,
     is_dtensor,
     local,
     outermost_sharded,
     reduce_gradients,
-    whole,
     without_reduction,
 )
 from camshaft.tree import convert_tensor
@@ -60,7 +60,7 @@ def prepare_batch(batch: Any, device: DeviceLike | None = None, non_blocking: bo
 
 def loss_value(x: Any, y: Any, y_pred: Any, loss: Tensor) -> Any:
     """Return the loss as a number, which on devices other than the CPU is read on first use."""
-    loss = whole(loss)  # here, where all ranks are; the number may be read on one of them
+    loss = full_value(loss)  # here, where all ranks are; the number may be read on one of them
     return loss.item() if loss.is_cpu else LazyNumber(loss)
 
 

@@ -25,7 +25,7 @@ from camshaft.engine.state import LazyNumber
 from camshaft.errors import described
 from camshaft.handlers.checkpoint import CheckpointEvents
 from camshaft.handlers.utils import StepOf, check_callable, check_engine, check_entries, check_text, check_type, joined
-from camshaft.sharding import needs_all_ranks, reshard, whole
+from camshaft.sharding import full_value, needs_all_ranks, reshard
 
 __all__ = [
     "BaseHandler",
@@ -264,7 +264,7 @@ class BaseWeightsHandler(BaseHandler):
         for name, parameter in self.weights:
             tensor = parameter.grad if self.of_gradients else parameter
             if tensor is not None:
-                yield name, whole(tensor.detach())
+                yield name, full_value(tensor.detach())
 
     @property
     def needs_all_ranks(self) -> bool:
@@ -373,7 +373,7 @@ def _flat(path: Path, value: Any, text: bool) -> Iterator[tuple[Path, Any]]:
         where = "/".join(path)
         warnings.warn(f"{where} is not logged because it is a sharded DTensor: return its full_tensor()", stacklevel=2)
         return
-    value = whole(value)
+    value = full_value(value)
     if isinstance(value, LazyNumber):
         yield path, value.read()
     elif isinstance(value, Number) or (text and isinstance(value, str)):

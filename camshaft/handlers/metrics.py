@@ -21,7 +21,7 @@ from camshaft.engine.state import LazyNumber, Results
 from camshaft.errors import annotate, check_is_no_class, described, ignite_class
 from camshaft.handlers.base_logger import fetch, peek
 from camshaft.handlers.utils import check_callable, check_engine, check_type, identity, number, resumes_epoch, scalar
-from camshaft.sharding import whole
+from camshaft.sharding import full_value
 
 __all__ = ["AttachedMetrics", "RunningAverage", "attach_metrics"]
 
@@ -143,9 +143,9 @@ class AttachedMetrics(Serializable):
         positional: list[Any] = []
         named: dict[str, Any] = {}
         if isinstance(output, Mapping):
-            named = {name: whole(peek(one)) for name, one in output.items()}
+            named = {name: full_value(peek(one)) for name, one in output.items()}
         else:
-            positional = [whole(peek(one)) for one in (output if isinstance(output, (tuple, list)) else (output,))]
+            positional = [full_value(peek(one)) for one in (output if isinstance(output, (tuple, list)) else (output,))]
         if not self._is_placed:  # move the metrics to the device of the first arguments of the epoch
             self._is_placed = True
             arguments = (*positional, *named.values())

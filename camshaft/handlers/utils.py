@@ -17,7 +17,7 @@ from camshaft.engine.progress import Origin, derived_max_epochs
 from camshaft.engine.state import State
 from camshaft.errors import check_takes, described
 from camshaft.errors import check_type as check_type
-from camshaft.sharding import whole
+from camshaft.sharding import full_value
 
 __all__ = ["global_step_from_engine"]
 
@@ -119,7 +119,7 @@ def scalar(name: str, value: Any) -> Tensor | float:
             raise ValueError(
                 f"{name} must return a number, or a tensor with one element, got one of shape {tuple(value.shape)}"
             )
-        element: Tensor = whole(value.detach()).reshape(())
+        element: Tensor = full_value(value.detach()).reshape(())
         return element
     if type(value) is float:  # saves the look-up of an abstract class
         return value

@@ -155,7 +155,7 @@ def joined(shards: Iterable[Mapping[str, Any]]) -> Any:
     return _replaced(in_chunks, state)
 
 
-def whole(state: Any) -> Any:
+def read_chunks(state: Any) -> Any:
     """Return a state with all :class:`Chunks` read."""
     return _replaced(lambda where, leaf: like(None, leaf), state)
 

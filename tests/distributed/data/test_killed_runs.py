@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 import camshaft.distributed as idist
 from camshaft.engine import Engine, Events, create_supervised_evaluator, create_supervised_trainer
 from camshaft.handlers import Checkpoint, DiskSaver
-from camshaft.sharding import whole
+from camshaft.sharding import full_value
 from camshaft.utils import manual_seed
 from tests.ranks import kill_on_ranks, run_on_ranks
 
@@ -193,7 +193,7 @@ def train_sharded(folder: Path, job: int, replicas: int, kill_at: int | None = N
         if kill_at is not None:
             trainer.add_event_handler(Events.ITERATION_COMPLETED(once=kill_at), kill_all_of_this_rank)
         trainer.run(idist.auto_dataloader(Numbered(), batch_size=8, shuffle=True, seed=4), max_epochs=EPOCHS)
-    return [whole(parameter.detach()).clone() for parameter in model.parameters()]
+    return [full_value(parameter.detach()).clone() for parameter in model.parameters()]
 
 
 @pytest.mark.jobs
