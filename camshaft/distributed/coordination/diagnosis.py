@@ -150,7 +150,7 @@ def _stack(frame: FrameType | None) -> tuple[list[str], str]:
     lines: list[str] = []
     doing, place = "", None
     for _ in range(1000):
-        if frame is None:
+        if not isinstance(frame, FrameType):  # None; CPython 3.11 may find anything if the thread runs on meanwhile
             break
         code = frame.f_code
         if len(lines) < _MOST_FRAMES:
