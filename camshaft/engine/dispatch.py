@@ -164,10 +164,10 @@ def _alternative(handler: Any) -> str:
         return "; wrap it in camshaft.handlers.LRScheduler"
     if handler is None:
         return "; pass a function, not what it returns"
-    if callable(getattr(handler, "run", None)):
-        return "; call its method run(data, ...) in a function"
     if callable(getattr(handler, "attach", None)):
         return "; it registers its handlers itself: call its method attach(engine, ...)"
+    if callable(getattr(handler, "run", None)):
+        return "; call its method run(data, ...) in a function"
     return ""
 
 

@@ -205,7 +205,7 @@ def test_a_loss_is_a_number_or_a_tensor_with_one_element(output):
 
 @pytest.mark.parametrize(
     ("output", "error", "message"),
-    [(torch.zeros(2), ValueError, r"shape \(2,\)"), ("2", TypeError, "got '2'"), (None, TypeError, "NoneType")],
+    [(torch.zeros(2), ValueError, r"shape \(2,\)"), ("2", TypeError, "got '2'"), (None, TypeError, "got None")],
 )
 def test_other_outputs_are_rejected(output, error, message):
     with pytest.raises(error, match=message):

@@ -159,9 +159,9 @@ def test_the_average_is_saved_and_restored():
 @pytest.mark.parametrize(
     ("output", "error", "message"),
     [
-        (torch.zeros(2), ValueError, r"one element, got a tensor of shape \(2,\)"),
+        (torch.zeros(2), ValueError, r"one element, got one of shape \(2,\)"),
         ("0.5", TypeError, "got '0.5' of type str"),
-        (None, TypeError, "NoneType"),
+        (None, TypeError, "got None"),
     ],
 )
 def test_outputs_must_be_numbers(output, error, message):

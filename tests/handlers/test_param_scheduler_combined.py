@@ -124,7 +124,7 @@ def test_simulating_a_chain_of_groups_lists_the_requested_parameters():
         ("abc", TypeError, "param_names must be a list or a tuple, got 'abc' of type str"),
         (3, TypeError, "param_names must be a list or a tuple, got 3"),
         ([1], ValueError, r"param_names must hold strings, got \[1\]"),
-        (["rl"], ValueError, "must be a parameter that all groups have, got 'rl'"),
+        (["rl"], ValueError, "must be a parameter of all groups of the optimizer, got 'rl'"),
     ],
 )
 def test_invalid_param_names_are_rejected(names, error, message):
@@ -514,7 +514,7 @@ def test_warm_up_and_main_phase_may_use_different_events():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"lr_scheduler": 1}, TypeError, "lr_scheduler must be a ParamScheduler or one of torch"),
+        ({"lr_scheduler": 1}, TypeError, "lr_scheduler must be a ParamScheduler, or a scheduler of torch"),
         ({"lr_scheduler": ParamGroupScheduler([ramp(sgd())])}, TypeError, "lr_scheduler must be a ParamScheduler"),
         ({"lr_scheduler": native.ReduceLROnPlateau(sgd())}, TypeError, "ReduceLROnPlateauScheduler"),
         ({"warmup_duration": 2.0}, TypeError, "warmup_duration must be an integer"),
