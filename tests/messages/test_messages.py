@@ -1026,7 +1026,7 @@ MISTAKES = [
         "MLflowLogger needs 'mlflow': pip install 'camshaft[mlflow]'",
     ),
     (
-        ('without("matplotlib")\nPiecewiseLinear.plot_values(3, param_name="lr", milestones_values=[(0, 0.1)])'),
+        ('without("matplotlib.pyplot")\nPiecewiseLinear.plot_values(3, param_name="lr", milestones_values=[(0, 0.1)])'),
         ModuleNotFoundError,
         "PiecewiseLinear.plot_values needs 'matplotlib.pyplot': pip install 'camshaft[plot]'",
     ),
