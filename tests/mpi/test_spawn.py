@@ -153,21 +153,21 @@ def test_an_error_before_the_processes_connect_is_raised() -> None:
             TypeError,
             r"spawn on backend 'mpi' got unknown options \['master_port'\]; .*device",
         ),
-        (lambda rank: None, {}, TypeError, "fn and its arguments must be importable and picklable"),
+        (lambda rank, how: None, {}, TypeError, "fn and its arguments must be importable and picklable"),
     ],
 )
 def test_bad_arguments_are_refused(
     function: Callable[..., None], options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        spawn(function, **options)
+        spawn(function, "raise", **options)
 
 
 def test_without_mpiexec_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RuntimeError, match=r"needs mpiexec .* pip install 'camshaft\[mpi\]'"):
-        spawn(fail)
+        spawn(fail, "raise")
 
 
 # --- scripts ---------------------------------------------------------------------------------------------------
