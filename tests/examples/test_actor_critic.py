@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from examples import actor_critic
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Compute in one thread: on a busy machine, several wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.jobs
 @pytest.mark.timeout(225)
+@pytest.mark.usefixtures("one_thread")
 def test_the_game_is_won(capsys: pytest.CaptureFixture[str]) -> None:
-    torch.set_num_threads(1)  # several wait for each other on a busy machine
     history = actor_critic.training(actor_critic.parse([]))
     assert history[0] < 200
     assert history[-1] > 10 * actor_critic.LONGEST
