@@ -12,7 +12,7 @@ PATIENT = -o timeout=180 -o faulthandler_timeout=240  # each of these tests star
 TWO = -n 2 --dist worksteal  # at a time, as they mostly wait
 MANY = -n $$(($$(getconf _NPROCESSORS_ONLN) + 2)) --dist loadfile  # as in scripts/check
 
-.PHONY: demo test test-torch test-jobs test-openmpi test-xla test-horovod test-hosts test-slurm test-restarts test-loggers test-browser test-docs site bench format clean
+.PHONY: demo test test-torch test-gpu test-jobs test-openmpi test-xla test-horovod test-hosts test-slurm test-restarts test-loggers test-browser test-docs site bench bench-gpu format clean
 
 demo:
 	@$(ENVIRONMENT) dev python examples/mnist.py $(ARGS)
@@ -25,6 +25,10 @@ test:
 test-torch:
 	@$(if $(VERSION),,$(error which torch? make test-torch VERSION=2.15.0))
 	@OMP_NUM_THREADS=1 $(ENVIRONMENT) torch-$(VERSION) python -m pytest $(MANY) --ignore tests/engine/test_typing.py $(ARGS)
+
+# tests on all GPUs of this machine, with the torch and pytest of $(PYTHON) as they are, which may have no network
+test-gpu:
+	@$(PYTHON) scripts/gpu.py test $(ARGS)
 
 # what starts Python several times: jobs of torchrun and mpirun that fail, end early or are killed, and benchmarks
 # (a file stays in one process: all tests of a file may share one job)
@@ -86,8 +90,12 @@ bench:
 	@$(ENVIRONMENT) bench python benchmarks/watching.py
 	@$(ENVIRONMENT) bench python benchmarks/checkpoint.py
 	@$(ENVIRONMENT) bench python benchmarks/sharded.py
-	@$(ENVIRONMENT) bench python benchmarks/resnet.py
+	@$(ENVIRONMENT) bench python benchmarks/networks.py
 	@$(ENVIRONMENT) bench python benchmarks/features.py
+
+# on a GPU, at most eight minutes, with the torch of $(PYTHON)
+bench-gpu:
+	@$(PYTHON) scripts/gpu.py bench $(ARGS)
 
 format:
 	@$(ENVIRONMENT) dev ruff format .

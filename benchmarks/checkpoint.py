@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How long does saving a checkpoint interrupt training?
+"""How long does saving a checkpoint interrupt training, of a state on the GPU if there is one?
 
 python benchmarks/checkpoint.py --sizes 0.1 1 4
 """
@@ -24,6 +24,7 @@ from benchmarks.measuring import Contender, Spread, importable, interleave, repo
 from camshaft.engine import Engine
 from camshaft.handlers import Checkpoint, DiskSaver
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TENSORS = 50  # in a state
 PEERS = {"pytorch-ignite": "ignite", "lightning": "lightning"}
 TARGETS = {"camshaft": 1.1, "camshaft, asynchronous": 0.15}
@@ -36,20 +37,30 @@ class Weights:
 
     def __init__(self, gigabytes: float) -> None:
         count = round(gigabytes * 1e9 / 4 / TENSORS)
-        self.state = {f"tensor_{number}": torch.full((count,), float(number)) for number in range(TENSORS)}
+        self.state = {
+            f"tensor_{number}": torch.full((count,), float(number), device=DEVICE) for number in range(TENSORS)
+        }
 
     def state_dict(self) -> State:
         return self.state
 
 
 def time_saves(save: Callable[[], object], afterwards: Callable[[], object] = lambda: None) -> Callable[[int], float]:
-    """Time saves, without the work in the background afterwards and without pending writes of other contenders."""
+    """Time saves, without the work in the background afterwards and without pending writes of other contenders.
+
+    A save that queues copies from the GPU interrupts training until they are made.
+    """
+
+    def interrupt() -> None:
+        save()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
 
     def run(saves: int) -> float:
         seconds = 0.0
         for _ in range(saves):
             os.sync()
-            seconds += seconds_of(save)
+            seconds += seconds_of(interrupt)
             afterwards()
         return seconds
 
@@ -126,9 +137,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cells = [str(spreads[BASELINE]), *(f"{spreads[name]}: {times[name].median:.2f} x" for name in columns[1:])]
         lines.append([f"{size:g}", *cells, ", ".join(verdicts)])
         results.append({"gigabytes": size, "seconds": spreads, "times": times, "verdicts": verdicts})
-    print("seconds that a save interrupts training, and the ratio to torch.save and fsync")
+    print(f"seconds that a save of a state on {DEVICE} interrupts training, and the ratio to torch.save and fsync")
     print(f"medians of {options.repetitions}, and quartiles; targets {list(TARGETS.values())} times")
-    report("checkpoint", ["GB", *columns, "camshaft"], lines, skipped, rows=results)
+    report("checkpoint", ["GB", *columns, "camshaft"], lines, skipped, device=DEVICE, rows=results)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 import threading
+from collections.abc import Iterable, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 _LIBRARIES = tuple(os.path.join(os.path.dirname(file), "") for file in (__file__, torch.__file__))
+_LONGEST = 80  # characters of a value in a message
 _STANDARD_LIBRARY = ("<frozen ", os.path.join(os.path.dirname(threading.__file__), ""))
 
 
@@ -64,16 +68,31 @@ def annotate(error: BaseException, text: str) -> None:
 def described(value: Any) -> str:
     """Describe ``value`` and its type for an error message; for objects of PyTorch-Ignite, add what to import instead.
 
-    >>> described(3)
-    '3 of type int'
+    >>> described(3), described(None), described(int), described(lambda: 3)
+    ('3 of type int', 'None', 'the class int', 'the function <lambda>')
     """
-    text = f"{value!r} of type {type(value).__name__}"
+    if isinstance(value, type):
+        text = f"the class {value.__name__}"
+    elif isinstance(value, (BuiltinFunctionType, FunctionType, MethodType)):
+        text = f"the function {value.__qualname__}"
+    else:
+        text = "None" if value is None else f"{shortened(value)} of type {type(value).__name__}"
     foreign = ignite_class(value)
     if foreign is None:
         return text
     package = foreign.__module__.partition(".")[2].partition(".")[0]
     instead = f": use the one from camshaft.{package}" if package in ("distributed", "engine", "handlers") else ""
     return f"{text}; {foreign.__name__} comes from PyTorch-Ignite{instead}"
+
+
+def shortened(value: Any) -> str:
+    """Return the ``repr`` of a value on one line, cut to a length that fits into a message.
+
+    >>> shortened(torch.zeros(2, 2))
+    'tensor([[0., 0.], [0., 0.]])'
+    """
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def check_type(name: str, value: Any, kind: type[Any] | tuple[type[Any], ...], expected: str) -> None:
@@ -92,10 +111,49 @@ def check_is_no_class(name: str, value: Any) -> None:
 
     >>> check_is_no_class("metrics['mean']", float)
     Traceback (most recent call last):
-    TypeError: metrics['mean'] must be an object, got the class <class 'float'>: pass float(...) instead
+    TypeError: metrics['mean'] must be an object, got the class float: pass float(...) instead
     """
     if isinstance(value, type):
-        raise TypeError(f"{name} must be an object, got the class {value!r}: pass {value.__name__}(...) instead")
+        raise TypeError(f"{name} must be an object, got {described(value)}: pass {value.__name__}(...) instead")
+
+
+def check_takes(
+    name: str, function: Any, arguments: str, args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> None:
+    """Raise an error unless a function can be called with arguments.
+
+    Args:
+        name: of the function, for the message.
+        function: the function.
+        arguments: what it must take; those that end in ``=...`` are passed by name.
+        args: values for the arguments, if the text leaves open how many there are.
+        kwargs: values of those passed by name, in this case.
+
+    >>> check_takes("score_function", lambda: 0.5, "(engine)")
+    Traceback (most recent call last):
+    ValueError: score_function must take (engine), got the function <lambda>, which takes ()
+    """
+    if not callable(function):
+        raise TypeError(f"{name} must be callable, got {described(function)}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some builtins have none
+        return
+    if kwargs is None:
+        names = arguments.strip("()").split(", ")
+        kwargs = {one.removesuffix("=..."): None for one in names if one.endswith("=...")}
+        args = names[len(kwargs) :]
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        takes = without_annotations(signature)
+        raise ValueError(f"{name} must take {arguments}, got {described(function)}, which takes {takes}") from error
+
+
+def without_annotations(signature: inspect.Signature) -> inspect.Signature:
+    """Return a signature as it is shown in messages."""
+    parameters = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
+    return signature.replace(parameters=parameters, return_annotation=signature.empty)
 
 
 def line_of_caller(folder: str = "") -> str:

@@ -1,15 +1,25 @@
-"""Draw the pictures of docs/images: curves of real runs, schedules, collectives, and the events of a run.
+"""Draw the pictures of docs/images: a run in a terminal, curves of real runs, schedules, collectives, and events.
 
     python scripts/pictures.py [FOLDER]
 
-The pictures are the same each time, except for the last digits of computed numbers on other machines.
+The pictures are the same each time, except for the times in the terminal, and on other machines the last digits of
+computed numbers.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
 import sys
+import tempfile
+import termios
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +40,8 @@ from camshaft.handlers import (
     PiecewiseLinear,
 )
 
-IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
+ROOT = Path(__file__).resolve().parent.parent
+IMAGES = ROOT / "docs" / "images"
 COLORS = ("#7aa6c2", "#e0a458", "#8fb37a", "#c98bb9")  # one per rank
 MIXED, DARK, PALE = "#d9d9d9", "#333333", "#f4f4f4"
 SETTINGS: dict[Any, Any] = {
@@ -41,6 +52,7 @@ SETTINGS: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
+COMMAND, COLUMNS = "python examples/mnist.py --epochs 3", 88  # the run in the terminal
 RANKS = 4
 OWN = [[letter] for letter in "abcd"]
 ALL = list("abcd")
@@ -72,6 +84,63 @@ def main(folder: Path) -> None:
             figure = draw()
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None}, bbox_inches="tight")
             pyplot.close(figure)
+    (folder / "terminal.svg").write_text(terminal(output_in_terminal(COMMAND)), "utf-8")
+
+
+def output_in_terminal(command: str) -> str:
+    """Run a command of the examples in a terminal and return what is on the screen in the end."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
+    script, *options = command.split()[1:]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    written = b""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [sys.executable, str(ROOT / script), *options]
+        with subprocess.Popen(arguments, cwd=folder, env=environment, stdout=follower, stderr=follower) as process:
+            os.close(follower)
+            while chunk := read(leader):
+                written += chunk
+    os.close(leader)
+    if process.returncode:
+        raise RuntimeError(f"{command} failed:\n{written.decode()}")
+    lines = written.decode().replace("\r\n", "\n").split("\n")
+    return "\n".join(line.rpartition("\r")[2].rstrip() for line in lines).rstrip()  # \r redraws the line
+
+
+def read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 65536)
+    except OSError:  # on Linux, the end of a terminal
+        return b""
+
+
+def terminal(output: str) -> str:
+    """Draw a terminal that shows a command and its output, with the bars of tqdm as rectangles."""
+    width, height, size = 8, 20, 13  # of a character, of a line, and of the font
+    shapes = []
+    for row, line in enumerate([f"$ {COMMAND}", *output.split("\n")]):
+        y = 56 + row * height
+        for part in re.finditer(r"█+|[^█\s](?:[^█]*[^█\s])?", line):
+            x, length = 20 + part.start() * width, len(part[0]) * width
+            if part[0][0] == "█":
+                shapes.append(f'<rect class="bar" x="{x}" y="{y - 11}" width="{length}" height="14"/>')
+            else:
+                kind = ' class="command"' if row == 0 else ""
+                shapes.append(f'<text{kind} x="{x}" y="{y}" textLength="{length}">{escape(part[0])}</text>')
+    size_of_image = f'width="{COLUMNS * width + 40}" height="{y + 24}"'
+    buttons = "".join(f'<circle cx="{22 + 18 * n}" cy="20" r="5.5" fill="#4a5c69"/>' for n in range(3))
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" {size_of_image} viewBox="0 0 {COLUMNS * width + 40} {y + 24}">
+<title>A run in a terminal</title>
+<style>
+text {{ font: {size}px ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; fill: #d8e1e7; white-space: pre }}
+.command {{ fill: #8fc98a }}
+.bar {{ fill: #e0902c }}
+</style>
+<rect width="100%" height="100%" rx="8" fill="#17222b"/>
+{buttons}
+{chr(10).join(shapes)}
+</svg>
+"""
 
 
 def pictures() -> Iterator[tuple[str, Callable[[], Figure]]]:

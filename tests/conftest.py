@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import settings
 
 from tests.guards import GUARDS
@@ -26,10 +25,8 @@ collect_ignore = [
     for name, module in (("xla", "torch_xla"), ("horovod", "horovod"), ("loggers", "mlflow"), ("docs", "mkdocs"))
     if not importlib.util.find_spec(module)
 ]
-if not torch.cuda.is_available():
-    collect_ignore.append("gpu")
-# these need root to create hosts, and a system package for Slurm: make test-hosts, make test-slurm
-SEPARATE = tuple(Path(__file__).parent / name for name in ("hosts", "slurm"))
+# these need root to create hosts, a system package for Slurm, and GPUs: make test-hosts, make test-slurm, make test-gpu
+SEPARATE = tuple(Path(__file__).parent / name for name in ("hosts", "slurm", "gpu"))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

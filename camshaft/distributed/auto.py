@@ -26,13 +26,15 @@ from camshaft.distributed.sharding import (
     is_wrapped,
     remember_optimizer,
 )
-from camshaft.errors import check_type
+from camshaft.errors import check_type, described
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
     from torch.distributed.tensor.parallel import ParallelStyle
 
 __all__ = ["DistributedProxySampler", "auto_dataloader", "auto_model", "auto_optim"]
+
+_NO_SYNC_BN = "sync_bn must be False for a model that is sharded or parallelized, got True"
 
 Model = TypeVar("Model", bound=nn.Module)
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
@@ -66,7 +68,8 @@ def auto_model(
 
     Args:
         model: a module; it may be compiled.
-        sync_bn: synchronize the statistics of batch norm over all ranks.
+        sync_bn: synchronize the statistics of batch norm over all ranks. Not for models that are sharded or
+            parallelized.
         mesh: a mesh from :func:`make_mesh`. If ``None``, :func:`get_mesh` is used if a layout argument below is given.
         shard: the modules to shard individually, besides the model itself: module classes, or a predicate on a module;
             by default, the modules in the largest ``ModuleList``.
@@ -90,7 +93,7 @@ def auto_model(
     Linear(in_features=2, out_features=1, bias=True)
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {model!r}")
+        raise TypeError(f"model must be a torch.nn.Module, got {described(model)}")
     backend = current()
     policies = {
         "mp_policy": mp_policy,
@@ -98,6 +101,8 @@ def auto_model(
         "reshard_after_forward": reshard_after_forward,
     }
     layout = Layout(shard, tensor_plan, {name: value for name, value in policies.items() if value is not None})
+    if sync_bn and has_distributed(model):
+        raise ValueError(_NO_SYNC_BN)
     if mesh is not None or layout != Layout():
         return _distributed(model, sync_bn, layout, mesh, backend, kwargs)
     device, tensors = backend.device, (*model.parameters(), *model.buffers())
@@ -133,7 +138,7 @@ def _distributed(
     if layout.is_replicated(mesh) and not has_distributed(inner) and not is_meta(inner):
         return auto_model(model, sync_bn, **options)
     if sync_bn:
-        raise ValueError("sync_bn must be False for a model that is sharded or parallelized, got True")
+        raise ValueError(_NO_SYNC_BN)
     check_not_adapted(inner)
     layout.apply(inner, mesh, backend)
     return model
@@ -158,7 +163,7 @@ def auto_optim(optimizer: AnyOptimizer, **kwargs: Any) -> AnyOptimizer:
     0.5
     """
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {described(optimizer)}")
     remember_optimizer(optimizer)
     return cast(AnyOptimizer, current().wrap_optimizer(optimizer, **kwargs))
 
@@ -204,8 +209,8 @@ def auto_dataloader(dataset: Dataset[Any] | Sequence[Any], **kwargs: Any) -> Dat
     """
     if isinstance(dataset, DataLoader):
         raise TypeError(
-            f"dataset must be a dataset, got the DataLoader {dataset!r}: pass loader.dataset, and the arguments of the "
-            "loader (batch_size, shuffle, collate_fn, ...) as keywords of auto_dataloader"
+            "dataset must be a dataset, got a DataLoader: pass loader.dataset, and the arguments of the loader "
+            "(batch_size, shuffle, collate_fn, ...) as keywords of auto_dataloader"
         )
     backend = current()
     logger = logging.getLogger(f"{__name__}.auto_dataloader")

@@ -48,6 +48,7 @@ from camshaft.distributed.record import find, read
 from camshaft.distributed.registry import module_of
 from camshaft.distributed.run import abandon, current, finalize, install
 from camshaft.distributed.topology import Launch, Topology
+from camshaft.errors import check_takes, check_type
 
 GRACE = 5.0
 """Seconds a process has to exit after SIGTERM before it is killed."""
@@ -104,10 +105,8 @@ def spawn(
         torch.multiprocessing.ProcessExitedException: a process was killed, or exited with another code than 0.
     """
     module_of(backend)  # raises if it is not available
-    if not callable(fn):
-        raise TypeError(f"fn must be callable, got {fn!r}")
-    if not isinstance(args, (tuple, list)):
-        raise TypeError(f"args must be a tuple, got {args!r}")
+    check_type("args", args, (tuple, list), "a tuple")
+    check_takes("fn", fn, "(local_rank, *args, **kwargs_dict)", (0, *args), kwargs_dict or {})
     check_positive("nproc_per_node", nproc_per_node)
     starters: dict[str, Any] = {"mpi": _spawn_mpi, "horovod": _spawn_horovod, "xla-tpu": _spawn_xla}
     start = starters.get(backend, _spawn)

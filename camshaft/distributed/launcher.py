@@ -16,6 +16,7 @@ from camshaft.distributed.launch import check_nodes, check_positive, spawn
 from camshaft.distributed.ranks import get_local_rank, get_rank, get_world_size
 from camshaft.distributed.registry import available_backends, choose, module_of
 from camshaft.distributed.run import abandon, current, finalize, initialize
+from camshaft.errors import check_takes
 
 __all__ = ["Parallel"]
 
@@ -132,6 +133,7 @@ class Parallel:
         """
         if not self._entered:
             raise RuntimeError("run must be called within the block: with Parallel(...) as parallel: parallel.run(...)")
+        check_takes("func", func, "(local_rank, *args, **kwargs)", (0, *args), kwargs)
         if self.backend is None or self._nproc_per_node is None:
             self._log("%s starts in %d processes", func, get_world_size())
             result = func(get_local_rank(), *args, **kwargs)

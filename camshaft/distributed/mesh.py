@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
-_DATA_AXES = AXES[:2]
+_DATA_AXES, _OUTPUT_AXES = AXES[:2], AXES[:3]
 
 
 def make_mesh(dp_replicate: int = 1, dp_shard: int = 1, cp: int = 1, tp: int = 1) -> DeviceMesh | None:
@@ -88,16 +88,28 @@ def get_data_parallel_size() -> int:
 
 def data_place() -> tuple[int, int]:
     """Return :func:`get_data_parallel_rank` and :func:`get_data_parallel_size`."""
+    return _place(_DATA_AXES)
+
+
+def output_place() -> tuple[int, int]:
+    """Return the index of this rank's part of the outputs, and the number of parts: only peers along ``tp`` share one.
+
+    Peers along ``cp`` get the same samples, and process different parts of each sequence.
+    """
+    return _place(_OUTPUT_AXES)
+
+
+def _place(axes: tuple[str, ...]) -> tuple[int, int]:
     backend = current()
     mesh = backend.job.mesh
-    return (backend.topology.rank, backend.topology.world_size) if mesh is None else data_place_in(mesh)
+    return (backend.topology.rank, backend.topology.world_size) if mesh is None else _place_in(mesh, axes)
 
 
-def data_place_in(mesh: DeviceMesh) -> tuple[int, int]:
-    """Return the index of this rank's share of the data in a mesh, and the number of shares."""
+def _place_in(mesh: DeviceMesh, axes: tuple[str, ...]) -> tuple[int, int]:
+    """Return the position of this rank along some axes of a mesh, as one index, and the number of positions."""
     names, coordinate = mesh.mesh_dim_names or (), mesh.get_coordinate() or ()
     place, total = 0, 1
-    for axis in _DATA_AXES:
+    for axis in axes:
         if axis in names:
             size = mesh.size(names.index(axis))
             place, total = place * size + coordinate[names.index(axis)], total * size
@@ -123,7 +135,7 @@ def use_mesh(backend: Backend, mesh: DeviceMesh) -> None:
         raise ValueError(f"mesh must contain all {size} ranks, got a mesh of {mesh.size()} ranks")
     if backend.job.mesh is None:
         backend.job.mesh = mesh
-    ours, its = data_place(), data_place_in(mesh)
+    ours, its = data_place(), _place_in(mesh, _DATA_AXES)
     if ours != its:
         raise ValueError(
             f"mesh divides the data among {its[1]} ranks, of which this is number {its[0]}, but that of the job "
@@ -147,5 +159,6 @@ def _checked(sizes: dict[str, int], world_size: int) -> dict[str, int]:
     if open_axes:
         raise ValueError(f"the {world_size} ranks cannot be divided by the other sizes, {given}, got {product}")
     if given != world_size:
-        raise ValueError(f"the product of the sizes must be the number of ranks, {world_size}, got {product} = {given}")
+        problem = f"the product of the sizes must be the number of ranks, {world_size}, got {product} = {given}"
+        raise ValueError(f"{problem}; -1 stands for the remaining ranks")
     return sizes

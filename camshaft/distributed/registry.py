@@ -88,7 +88,7 @@ def known_backends() -> tuple[str, ...]:
 def lack_of(name: str) -> str | None:
     """Return what a backend lacks, ``"needs pip install 'camshaft[mpi]'"``, or ``None`` if it is available."""
     if name not in known_backends():
-        return "is not registered"
+        return "does not exist"
     if name in NEEDS:
         has_mpi = dist.is_mpi_available() or find_spec("mpi4py") is not None
         has_it = {"mpi": has_mpi, "xla-tpu": has_xla_support, "horovod": has_hvd_support}[name]

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from camshaft.distributed.backend import Backend
 from camshaft.distributed.groups import enter
 from camshaft.distributed.mesh import size_of
-from camshaft.errors import check_type
+from camshaft.errors import check_type, described
 from camshaft.sharding import any_dtensor
 
 if TYPE_CHECKING:
@@ -137,8 +137,8 @@ class Layout:
             if not kinds:
                 return []
         if not found:
-            names = sorted({type(module).__name__ for module in inside})
-            raise ValueError(f"shard matches no module, got {self.shard!r}: the model has {_listed(names)}")
+            names = _listed(sorted({type(module).__name__ for module in inside})) or "no submodules"
+            raise ValueError(f"shard matches no module, got {described(self.shard)}: the model has {names}")
         if any(isinstance(module, (nn.ModuleList, nn.ModuleDict)) for module in found):
             raise ValueError(f"shard must match modules that are called, not lists of them, got {self.shard!r}")
         return found

@@ -25,7 +25,7 @@ from camshaft.engine.events import (
     translated,
 )
 from camshaft.engine.state import State
-from camshaft.errors import annotate, check_metric, check_type, described
+from camshaft.errors import annotate, check_metric, check_type, described, shortened, without_annotations
 
 Invocation = Callable[[Any], Any]
 Wrapper = Callable[[Any, "Registration", Invocation], Invocation]
@@ -123,6 +123,9 @@ def _find_form(
     """Return whether a handler takes the engine, and whether it takes the keywords of the event."""
     if not callable(handler):
         raise TypeError(f"handler must be callable, got {described(handler)}{_alternative(handler)}")
+    if isinstance(owner := getattr(handler, "__self__", None), LRScheduler):  # its epoch would be the engine
+        problem = f"handler must not be a method of a torch scheduler, got {described(handler)}"
+        raise TypeError(f"{problem}{_alternative(owner)}")
     try:
         signature = inspect.signature(handler)
     except (TypeError, ValueError) as error:
@@ -136,7 +139,9 @@ def _find_form(
             except TypeError:
                 continue
             return takes_engine, takes_keywords
-    given = [*("the exception" for _ in extra), *map(repr, args), *(f"{name}={kwargs[name]!r}" for name in kwargs)]
+    if isinstance(handler, type):
+        raise ValueError(f"handler must be an object, got {described(handler)}: pass {handler.__name__}(...) instead")
+    given = [*("exception" for _ in extra), *map(shortened, args), *(f"{name}=..." for name in kwargs)]
     missing = [
         name
         for name, parameter in list(signature.parameters.items())[1 + len(extra) + len(args) :]
@@ -144,10 +149,10 @@ def _find_form(
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     ]
     passed = ", ".join(f"{name}=..." for name in missing)
-    hint = f"; it also requires {', '.join(missing)}: add_event_handler(event, handler, {passed})" if missing else ""
+    hint = f"; it requires {', '.join(missing)}: add_event_handler(event, handler, {passed})" if missing else ""
     raise ValueError(
-        f"handler {handler!r} with the signature {signature} cannot be called on {event!r}: it is given the engine "
-        f"(or not, if it does not take it) and {', '.join(given) or 'nothing more'}{hint}"
+        f"handler {name_of(handler)}{without_annotations(signature)} cannot be called on {event!r}, which passes "
+        f"({', '.join(['engine', *given])}) or ({', '.join(given)}){hint}"
     )
 
 
@@ -157,6 +162,10 @@ def _alternative(handler: Any) -> str:
         return "; use camshaft.handlers.ReduceLROnPlateauScheduler, or write a function that calls step(metric)"
     if isinstance(handler, LRScheduler):
         return "; wrap it in camshaft.handlers.LRScheduler"
+    if handler is None:
+        return "; pass a function, not what it returns"
+    if callable(getattr(handler, "run", None)):
+        return "; call its method run(data, ...) in a function"
     if callable(getattr(handler, "attach", None)):
         return "; it registers its handlers itself: call its method attach(engine, ...)"
     return ""
@@ -370,7 +379,7 @@ class Dispatcher:
             ValueError: there are none.
         """
         if not self.has(handler, events):
-            raise ValueError(f"handler {handler!r} is not registered on {events!r}")
+            raise ValueError(f"handler is not registered on {events!r}, got {described(handler)}")
         for plan in self._plans_of(events):
             plan.remove(lambda one: one.handler == handler)
 

@@ -21,13 +21,13 @@ from camshaft.engine.events import (
     Events,
     EventsList,
     RemovableEventHandle,
-    check_takes_two,
 )
 from camshaft.engine.loop import Run, Stop, StopFlag
 from camshaft.engine.progress import (
     Origin,
     Progress,
     Request,
+    check_iterable,
     derived_max_epochs,
     has_target,
     positive,
@@ -35,7 +35,7 @@ from camshaft.engine.progress import (
     target_of,
 )
 from camshaft.engine.state import Batch, Output, State
-from camshaft.errors import check_type
+from camshaft.errors import check_takes
 
 __all__ = ["CallableEventWithFilter", "Engine", "EventEnum", "Events", "EventsList", "RemovableEventHandle"]
 
@@ -90,7 +90,7 @@ class Engine(Serializable, Generic[Batch, Output]):
     def __init__(self, process_function: Callable[[Engine[Batch, Output], Batch], Output]) -> None:
         if process_function is None:
             raise ValueError("process_function must be given, got None")
-        check_takes_two("process_function", process_function, "(engine, batch)")
+        check_takes("process_function", process_function, "(engine, batch)")
         super().__init__()
         self.last_event_name: Any = None
         self.logger = logging.getLogger(f"{__name__}.{type(self).__name__}")
@@ -559,7 +559,7 @@ class Engine(Serializable, Generic[Batch, Output]):
         Raises:
             TypeError: ``data`` is not iterable.
         """
-        check_type("data", data, Iterable, "iterable")
+        check_iterable(data)
         if self._run is None:
             self._next_data = data
         else:

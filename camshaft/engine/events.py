@@ -5,7 +5,6 @@ An event is a value: calling it returns a new event with a filter, and ``|`` ret
 
 from __future__ import annotations
 
-import inspect
 import sys
 import warnings
 import weakref
@@ -16,7 +15,7 @@ from enum import Enum, IntEnum
 from typing import Any
 
 from camshaft.engine.state import State
-from camshaft.errors import ignite_class
+from camshaft.errors import check_takes, ignite_class
 from camshaft.types import is_integer
 
 __all__ = ["CallableEventWithFilter", "EventEnum", "Events", "EventsList", "RemovableEventHandle", "State"]
@@ -203,7 +202,7 @@ class CallableEventWithFilter(_Joinable):
             )
         chosen: EventFilter | None
         if event_filter is not None:
-            check_takes_two("event_filter", event_filter, "(engine, count)")
+            check_takes("event_filter", event_filter, "(engine, count)")
             chosen = event_filter
         elif once is not None:
             chosen = self.once_event_filter(once)
@@ -378,16 +377,6 @@ def _events_of(events: Any) -> tuple[CallableEventWithFilter | str, ...]:
     if all(isinstance(event, (CallableEventWithFilter, str)) for event in found):
         return found
     raise TypeError(f"| joins events, names of events, and lists of events, got {events!r}")
-
-
-def check_takes_two(name: str, function: Any, arguments: str) -> None:
-    """Raise an error unless a function can be called with two arguments."""
-    if not callable(function):
-        raise TypeError(f"{name} must be callable, got {function!r}")
-    try:
-        inspect.signature(function).bind(None, None)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} must take {arguments}, got {function!r}: {error}") from error
 
 
 class Order(IntEnum):

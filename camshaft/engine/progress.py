@@ -10,7 +10,7 @@ from typing import Any
 
 from camshaft.engine.data import Position, length_of
 from camshaft.engine.state import State
-from camshaft.errors import check_type
+from camshaft.errors import check_type, described
 from camshaft.types import is_integer
 
 
@@ -104,7 +104,7 @@ def read(state_dict: Mapping[str, Any]) -> tuple[Progress, dict[str, int | None]
 
 def _integer(name: str, value: Any, least: int) -> int:
     if not is_integer(value) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer of at least {least}, got {value!r} of type {type(value).__name__}")
+        raise TypeError(f"{name} must be an integer of at least {least}, got {described(value)}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
     return int(value)
@@ -147,6 +147,13 @@ def derived_max_epochs(state: State[Any, Any]) -> int | None:
 # --- the arguments of run ----------------------------------------------------------------------------------------
 
 
+def check_iterable(data: Any) -> None:
+    """Raise ``TypeError`` unless data can be iterated over."""
+    if not isinstance(data, Iterable):
+        hint = ": pass it to a torch.utils.data.DataLoader" if hasattr(data, "__getitem__") else ""
+        raise TypeError(f"data must be iterable, got {described(data)}{hint}")
+
+
 class Request:
     """The arguments of one call of ``run``.
 
@@ -163,9 +170,9 @@ class Request:
 
     def __init__(self, data: Any, max_epochs: int | None, max_iters: int | None, epoch_length: int | None) -> None:
         if data is not None:
-            check_type("data", data, Iterable, "iterable")
+            check_iterable(data)
         if max_epochs is not None and max_iters is not None:
-            raise ValueError(f"give max_epochs or max_iters, not both, got {max_epochs!r} and {max_iters!r}")
+            raise ValueError(f"pass max_epochs or max_iters, not both, got {max_epochs!r} and {max_iters!r}")
         self.data = data
         self.max_epochs = positive("max_epochs", max_epochs)
         self.max_iters = positive("max_iters", max_iters)
@@ -235,9 +242,9 @@ class Request:
         inferred = length_of(self.data) if self.epoch_length is None else None
         length = self.epoch_length or (left if inferred is None else inferred)
         if self.data is None and length is None:
-            raise ValueError("data or epoch_length must be given: without data the length of an epoch is not known")
+            raise ValueError("data must be given, got None; to run without data, pass epoch_length")
         if length is not None and length < 1:
-            raise ValueError(f"data must hold at least one batch, got {self.data!r} of length {length}")
+            raise ValueError(f"data must hold at least one batch, got an empty {type(self.data).__name__}")
         return length, inferred
 
     def _set_target(self, state: State[Any, Any]) -> None:

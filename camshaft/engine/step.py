@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from camshaft.engine.events import Events, Order
 from camshaft.engine.state import LazyNumber
-from camshaft.errors import annotate, check_type
+from camshaft.errors import annotate, check_type, described
 from camshaft.sharding import (
     any_dtensor,
     discard_gradients,
@@ -44,10 +44,13 @@ def prepare_batch(batch: Any, device: DeviceLike | None = None, non_blocking: bo
     >>> prepare_batch((torch.ones(2), torch.zeros(2)))
     (tensor([1., 1.]), tensor([0., 0.]))
     """
+    if isinstance(batch, Mapping):  # which would be unpacked into two of its keys
+        hint = "pass prepare_batch=..., a function that returns inputs and targets"
+        raise TypeError(f"a batch must be a pair of inputs and targets, got one with the keys {list(batch)}: {hint}")
     try:
         x, y = batch
     except (TypeError, ValueError) as error:
-        annotate(error, "a batch must be a pair of inputs and targets, or prepare_batch must make one of it")
+        annotate(error, "a batch must be a pair of inputs and targets; pass prepare_batch=... to make one of it")
         raise
     return (
         x if device is None and isinstance(x, Tensor) else convert_tensor(x, device, non_blocking),
@@ -183,7 +186,7 @@ class Update:
         backward: Callable[[Tensor], Any] | None = None,
     ) -> None:
         if not callable(getattr(optimizer, "zero_grad", None)) or not callable(getattr(optimizer, "step", None)):
-            raise TypeError(f"optimizer must have zero_grad() and step(), got {optimizer!r}")
+            raise TypeError(f"optimizer must have zero_grad() and step(), got {described(optimizer)}")
         for name, limit in (("clip_grad_norm", clip_grad_norm), ("clip_grad_value", clip_grad_value)):
             if limit is not None and not isinstance(limit, Real):
                 raise TypeError(f"{name} must be a number or None, got {limit!r}")

@@ -29,7 +29,7 @@ from camshaft.engine.step import (
     scaled_to_all_ranks,
 )
 from camshaft.engine.step import prepare_batch as _prepare_batch
-from camshaft.errors import check_is_no_class
+from camshaft.errors import check_is_no_class, check_takes, check_type, described
 from camshaft.sharding import is_dtensor, reshard
 from camshaft.types import DeviceLike
 
@@ -109,7 +109,10 @@ def supervised_training_step(
     True
     """
     update = _update(optimizer, clip_grad_norm, clip_grad_value)
-    _check_parts(model, loss_fn=loss_fn, model_transform=model_transform, output_transform=output_transform)
+    _check_parts(model, prepare_batch, model_transform, output_transform, "(x, y, y_pred, loss)")
+    check_takes("loss_fn", loss_fn, "(y_pred, y)")
+    for name, part in (("optimizer", optimizer), ("loss_fn", loss_fn)):
+        check_is_no_class(name, part)
     _check_holds_parameters(optimizer, model)
     accumulation: Accumulation | None = Accumulation(model, update, gradient_accumulation_steps, batch_weight)
     if gradient_accumulation_steps == 1 and batch_weight is None:
@@ -119,7 +122,10 @@ def supervised_training_step(
 
     def forward(x: Any, y: Any) -> tuple[Any, Tensor]:
         y_pred = model_transform(model_fn(model, x))
-        return y_pred, loss_fn(y_pred, y)
+        loss = loss_fn(y_pred, y)
+        if not hasattr(loss, "backward"):
+            raise TypeError(f"loss_fn must return a tensor, got {described(loss)}")
+        return y_pred, loss
 
     def forward_in_context(x: Any, y: Any) -> tuple[Any, Tensor]:
         with context():  # type: ignore[misc]  # chosen only if it is given
@@ -250,7 +256,7 @@ def supervised_evaluation_step(
     >>> step(None, (torch.ones(1), torch.zeros(1)))
     (tensor([1.]), tensor([0.]))
     """
-    _check_parts(model, model_transform=model_transform, output_transform=output_transform)
+    _check_parts(model, prepare_batch, model_transform, output_transform, "(x, y, y_pred)")
     batch_of, set_mode = _preparing(prepare_batch, device, non_blocking), Mode(model, training=False)
 
     @torch.no_grad()
@@ -391,11 +397,12 @@ def create_supervised_evaluator(
     evaluator: Engine[Any, Any] = Engine(
         builder(model, device, non_blocking, prepare_batch, model_transform, output_transform, model_fn)
     )
+    check_type("metrics", metrics or {}, Mapping, "a mapping of names to metrics")
     for name, metric in (metrics or {}).items():
         check_is_no_class(f"metrics[{name!r}]", metric)
         if not callable(getattr(metric, "attach", None)):
             hint = ": use camshaft.handlers.attach_metrics" if hasattr(metric, "compute") else ""
-            raise TypeError(f"metrics[{name!r}] must have attach(engine, name), got {metric!r}{hint}")
+            raise TypeError(f"metrics[{name!r}] must have attach(engine, name), got {described(metric)}{hint}")
         metric.attach(evaluator, name)
     return evaluator
 
@@ -404,7 +411,10 @@ def _mode(device: DeviceLike | None, amp_mode: str | None, scaler: Any, amp_dtyp
     """Return the kind of step; reject arguments that contradict each other."""
     kind = None if device is None else torch.device(device).type
     if amp_mode not in _AMP_MODES:
-        raise ValueError(f"amp_mode must be one of {_AMP_MODES}, got {amp_mode!r}")
+        hint = "; for mixed precision, pass amp_mode='amp', amp_dtype=torch.bfloat16"
+        raise ValueError(f"amp_mode must be one of {_AMP_MODES}, got {amp_mode!r}{hint}")
+    if amp_dtype is not None:
+        check_type("amp_dtype", amp_dtype, torch.dtype, "a torch.dtype")
     if kind in ("mps", "xla") and amp_mode is not None:
         raise ValueError(f"amp_mode must be None on {kind}, got {amp_mode!r}")
     if kind == "xla" and find_spec("torch_xla") is None:
@@ -424,13 +434,14 @@ def _preparing(
     return lambda batch: prepare(batch, device=device, non_blocking=non_blocking)
 
 
-def _check_parts(model: Any, **functions: Any) -> None:
-    """Reject arguments of the wrong kind, such as two in the wrong order."""
+def _check_parts(model: Any, prepare: Any, model_transform: Any, output_transform: Any, outputs: str) -> None:
+    """Reject arguments of the wrong kind, such as two in the wrong order, and functions that take other arguments."""
+    check_is_no_class("model", model)
     if not callable(getattr(model, "train", None)) or not callable(getattr(model, "eval", None)):
-        raise TypeError(f"model must be a module, or have train() and eval(), got {model!r}")
-    for name, function in functions.items():
-        if not callable(function):
-            raise TypeError(f"{name} must be callable, got {function!r}")
+        raise TypeError(f"model must be a module, or have train() and eval(), got {described(model)}")
+    check_takes("prepare_batch", prepare, "(batch, device=..., non_blocking=...)")
+    check_takes("model_transform", model_transform, "(y_pred)")
+    check_takes("output_transform", output_transform, outputs)
 
 
 def _check_holds_parameters(optimizer: Any, model: Any) -> None:

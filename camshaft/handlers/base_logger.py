@@ -105,7 +105,7 @@ class BaseOutputHandler(BaseHandler):
         if metric_names is not None and metric_names != "all":
             check_type("metric_names", metric_names, list, "a list of names or 'all'")
         check_callable("output_transform", output_transform)
-        check_callable("global_step_transform", global_step_transform)
+        check_callable("global_step_transform", global_step_transform, "(engine, event_name)")
         if isinstance(state_attributes, str):
             raise TypeError(f"state_attributes must be a list of names, got {state_attributes!r}")
         if metric_names is None and output_transform is None and state_attributes is None:
@@ -169,7 +169,9 @@ class BaseOutputHandler(BaseHandler):
             if name in state.metrics:
                 yield name, state.metrics[name]
             else:
-                warnings.warn(f"metric {name!r} is not logged: state.metrics has {list(state.metrics)}", stacklevel=2)
+                hint = "attach it to this engine, or correct metric_names"
+                text = f"metric {name!r} is not logged, as engine.state.metrics has {list(state.metrics)}: {hint}"
+                warnings.warn(text, stacklevel=2)
         if self.output_transform is not None:
             output = self.output_transform(state.output)
             yield from output.items() if isinstance(output, Mapping) else [("output", output)]

@@ -12,6 +12,7 @@ from typing import Any
 from camshaft.base import ResettableHandler, Serializable
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import EventLike, Events
+from camshaft.errors import check_takes
 from camshaft.handlers.stopping import StopTogether
 from camshaft.handlers.utils import check_choice, check_engine, check_type, integer, number, scalar
 
@@ -92,8 +93,7 @@ class EarlyStopping(Serializable, ResettableHandler):
         min_delta_mode: str | None = None,
         cumulative_delta: bool | None = None,
     ) -> None:
-        if not callable(score_function):
-            raise TypeError(f"score_function must be callable, got {score_function!r}")
+        check_takes("score_function", score_function, "(engine)")
         check_engine("trainer", trainer)
         self.patience = patience
         self.score_function = score_function

@@ -120,7 +120,8 @@ class FileLogger(base_logger.BaseLogger, ABC):
             self._read(content)
         except (ValueError, KeyError, TypeError) as error:
             self.close()
-            raise ValueError(f"path must be a new file or one of {type(self).__name__}, got '{self.path}'") from error
+            kind = type(self).__name__
+            raise ValueError(f"path must be a new file, or one that a {kind} wrote, got '{self.path}'") from error
         self._file.truncate(content.rfind(b"\n") + 1)  # a kill may have cut off the last line
 
     def _replace(self, records: Iterable[Record]) -> None:

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from camshaft.base import Serializable
-from camshaft.distributed import all_gather, get_data_parallel_rank, get_data_parallel_size, get_world_size
+from camshaft.distributed import all_gather, get_world_size
+from camshaft.distributed.mesh import output_place
 from camshaft.distributed.values import decode, encode
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, Order, RemovableEventHandle
 from camshaft.engine.state import LazyNumber, Results
-from camshaft.errors import annotate, check_is_no_class, ignite_class
+from camshaft.errors import annotate, check_is_no_class, described, ignite_class
 from camshaft.handlers.base_logger import fetch, peek
 from camshaft.handlers.utils import check_callable, check_engine, check_type, identity, number, resumes_epoch, scalar
 from camshaft.sharding import whole
@@ -34,9 +35,10 @@ def attach_metrics(
 
     They are reset when an epoch starts, updated with each output, and computed before the other handlers of
     ``EPOCH_COMPLETED``. The ranks exchange the states of all metrics in one collective, so that the results cover all
-    samples, however they are partitioned. Metrics are moved to the device of their arguments; arguments that are
-    DTensors are gathered first. Those of torchmetrics synchronize with the device to check their arguments, unless made
-    with ``validate_args=False``.
+    samples, however they are partitioned. With a mesh, ranks that differ only along ``tp`` count once; those along
+    ``cp`` each count, with their part of the sequences. Metrics are moved to the device of their arguments; arguments
+    that are DTensors are gathered first. Those of torchmetrics synchronize with the device to check their arguments,
+    unless made with ``validate_args=False``.
 
     Args:
         engine: usually an evaluator.
@@ -78,7 +80,7 @@ def attach_metrics(
         if not all(callable(getattr(metric, method, None)) for method in ("reset", "update", "compute")):
             raise TypeError(
                 f"metrics[{name!r}] must have reset(), update() and compute(), as those of torchmetrics, got "
-                f"{metric!r}; an object with attach(engine, name) attaches itself"
+                f"{described(metric)}; an object with attach(engine, name) attaches itself"
             )
     return AttachedMetrics(engine, dict(metrics), output_transform)
 
@@ -165,10 +167,8 @@ class AttachedMetrics(Serializable):
         engine.state.metrics.update(_as_numbers(results))
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """Return the states of the metrics within the epoch; empty if several ranks divide the data."""
-        complete = get_data_parallel_size() == 1 and all(
-            hasattr(metric, "state_dict") for metric in self.metrics.values()
-        )
+        """Return the states of the metrics within the epoch; empty if several ranks share the work."""
+        complete = output_place()[1] == 1 and all(hasattr(metric, "state_dict") for metric in self.metrics.values())
         states = {name: metric.state_dict() for name, metric in self.metrics.items()} if complete else {}
         return OrderedDict(epoch=self._epoch, iteration=self._iteration, metrics=states)
 
@@ -189,7 +189,7 @@ class AttachedMetrics(Serializable):
         self._epoch, self._iteration = (state_dict["epoch"] if states else None), state_dict["iteration"]
         for name, metric in self.metrics.items():
             metric.reset()
-            if states and get_data_parallel_rank() == 0:  # the other ranks start empty, so that the total is right
+            if states and output_place()[0] == 0:  # the other ranks start empty, so that the total is right
                 metric.load_state_dict(states[name])
 
 
@@ -221,8 +221,8 @@ def _over_all_ranks(metrics: Mapping[str, Any]) -> Iterator[None]:
         return
     encoded: dict[int, bytes] = {}  # tensors that several metrics share are sent once
     mine = (list(metrics), [_encoded(one.metric_state, encoded) for one in members])
-    gathered = all_gather((get_data_parallel_rank(), mine))
-    ranks = list(dict(reversed(gathered)).values())[::-1]  # of peers that had the same samples, the first
+    gathered = all_gather((output_place()[0], mine))
+    ranks = list(dict(reversed(gathered)).values())[::-1]  # of tensor-parallel peers, which have the same, the first
     if any(names != mine[0] or len(states) != len(members) for _, (names, states) in gathered):
         raise RuntimeError(f"all ranks must have the same metrics, got {[names for _, (names, _) in gathered]}")
     with ExitStack() as stack:
@@ -297,7 +297,8 @@ class RunningAverage(Serializable):
 
     The first value is the first average. A value on a GPU is averaged there without synchronizing: the number is
     fetched when a progress bar, a log record or your own code reads ``engine.state.metrics``. Each rank has its own
-    average. If the value is a DTensor, it is first reduced over its mesh, so attach this on all ranks.
+    average, of its own samples, and along ``cp`` of its own part of the sequences. If the value is a DTensor, it is
+    first reduced over its mesh, so attach this on all ranks.
 
     Args:
         output_transform: called with the output of an iteration, returns a number or a tensor with one element. The

@@ -29,7 +29,15 @@ from camshaft.handlers.base_scheduler import (
     whole,
 )
 from camshaft.handlers.batch_size_scheduler import BatchSizeScheduler
-from camshaft.handlers.utils import check_entries, check_sequence, check_text, check_type, integer, number
+from camshaft.handlers.utils import (
+    check_entries,
+    check_sequence,
+    check_text,
+    check_type,
+    integer,
+    missing_metric,
+    number,
+)
 
 __all__ = [
     "BaseParamScheduler",
@@ -373,7 +381,7 @@ class LRScheduler(ParamScheduler):
     def __init__(self, lr_scheduler: Any, save_history: bool = False, use_legacy: bool = False) -> None:
         if isinstance(lr_scheduler, native.ReduceLROnPlateau):
             raise TypeError("lr_scheduler must not be a ReduceLROnPlateau: use ReduceLROnPlateauScheduler instead")
-        check_type("lr_scheduler", lr_scheduler, native.LRScheduler, "one of torch.optim.lr_scheduler")
+        check_type("lr_scheduler", lr_scheduler, native.LRScheduler, "a scheduler of torch.optim.lr_scheduler")
         super().__init__(lr_scheduler.optimizer, "lr", save_history)
         self.lr_scheduler = lr_scheduler
         self._steps_from = 0 if use_legacy else 1
@@ -515,7 +523,7 @@ class ReduceLROnPlateauScheduler(ParamScheduler):
         """
         metrics = {} if engine is None else engine.state.metrics
         if self.metric_name not in metrics:
-            raise ValueError(f"metric_name must be a metric of the engine, {list(metrics)}, got {self.metric_name!r}")
+            raise ValueError(missing_metric("metric_name", self.metric_name, metrics))
         self.scheduler.step(metrics[self.metric_name])
         super().__call__(self.trainer or engine, name)
 
@@ -837,7 +845,7 @@ def create_lr_scheduler_with_warmup(
     [[0, 0.0], [1, 0.5], [2, 1.0], [3, 0.5], [4, 0.25]]
     """
     kinds = (ParamScheduler, native.LRScheduler)
-    check_type("lr_scheduler", lr_scheduler, kinds, "a ParamScheduler or one of torch.optim.lr_scheduler")
+    check_type("lr_scheduler", lr_scheduler, kinds, "a ParamScheduler, or a scheduler of torch.optim.lr_scheduler")
     duration = integer("warmup_duration", warmup_duration, least=2)
     check_type("output_simulated_values", output_simulated_values, (list, NoneType), "a list")
     start = number("warmup_start_value", warmup_start_value)

@@ -82,7 +82,11 @@ class TorchProfiler:
         for name, count in counts.items():
             integer(name, count, least=1 if name == "active" else 0)
         check_callable("on_trace_ready", on_trace_ready)
-        inspect.signature(profile).bind(schedule=None, **options)
+        try:
+            inspect.signature(profile).bind(schedule=None, **options)
+        except TypeError as error:
+            expected = "arguments of torch.profiler.profile"
+            raise TypeError(f"options must be {expected}, got {list(options)}: {error}") from error
         self.directory = Path(directory)
         self.traces: list[Path] = []
         # A profile is open for a cycle only: outside of cycles an iteration costs next to nothing.

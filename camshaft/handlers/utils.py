@@ -15,8 +15,8 @@ from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, RemovableEventHandle, translated
 from camshaft.engine.progress import Origin, derived_max_epochs
 from camshaft.engine.state import State
+from camshaft.errors import check_takes, described
 from camshaft.errors import check_type as check_type
-from camshaft.errors import described
 from camshaft.sharding import whole
 
 __all__ = ["global_step_from_engine"]
@@ -74,10 +74,12 @@ def may_repeat_iteration(engine: Engine[Any, Any]) -> bool:
     return is_resumed and engine.state.iteration == progress.iteration + 1
 
 
-def check_callable(name: str, value: Any) -> None:
-    """Raise ``TypeError`` unless ``value`` is callable or ``None``."""
-    if value is not None and not callable(value):
-        raise TypeError(f"{name} must be callable, got {value!r}")
+def check_callable(name: str, value: Any, arguments: str | None = None) -> None:
+    """Raise an error unless ``value`` is ``None`` or callable, with arguments if they are given as in "(engine)"."""
+    if value is not None and arguments is not None:
+        check_takes(name, value, arguments)
+    elif value is not None and not callable(value):
+        raise TypeError(f"{name} must be callable, got {described(value)}")
 
 
 def check_engine(name: str, value: Any) -> None:
@@ -88,7 +90,7 @@ def check_engine(name: str, value: Any) -> None:
 def check_text(name: str, value: Any, optional: bool = False) -> None:
     """Raise ``TypeError`` unless ``value`` is a string, or ``None`` where that is allowed."""
     if not (isinstance(value, str) or (optional and value is None)):
-        raise TypeError(f"{name} must be a str, got {value!r} of type {type(value).__name__}")
+        raise TypeError(f"{name} must be a str, got {described(value)}")
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
@@ -99,7 +101,8 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     ValueError: mode must be 'max' or 'min', got 'best'
     """
     if value not in choices:
-        raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}")
+        *others, last = map(repr, choices)
+        raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {value!r}")
 
 
 def scalar(name: str, value: Any) -> Tensor | float:
@@ -113,13 +116,15 @@ def scalar(name: str, value: Any) -> Tensor | float:
     """
     if isinstance(value, Tensor):
         if value.numel() != 1:
-            raise ValueError(f"{name} must return a number or one element, got a tensor of shape {tuple(value.shape)}")
+            raise ValueError(
+                f"{name} must return a number, or a tensor with one element, got one of shape {tuple(value.shape)}"
+            )
         element: Tensor = whole(value.detach()).reshape(())
         return element
     if type(value) is float:  # saves the look-up of an abstract class
         return value
     if not isinstance(value, Real):
-        raise TypeError(f"{name} must return a number or a tensor, got {described(value)}")
+        raise TypeError(f"{name} must return a number, or a tensor with one element, got {described(value)}")
     return float(value)
 
 
@@ -134,19 +139,24 @@ def check_is_no_counter(argument: str, name: str, state: State[Any, Any]) -> Non
         raise ValueError(f"{argument} must not be {name!r}, which is a counter of the engine; choose another name")
 
 
+def missing_metric(needed_by: str, name: str, metrics: Mapping[str, Any]) -> str:
+    """Return the message that a metric, which an argument needs, does not exist."""
+    hint = "attach it to the engine on which this handler is registered"
+    return f"{needed_by} needs the metric {name!r}, but engine.state.metrics has {list(metrics)}: {hint}"
+
+
 def check_entries(param_name: str, groups: Iterable[Mapping[str, Any]]) -> None:
     """Raise ``ValueError`` unless all parameter groups have the parameter.
 
     >>> check_entries("rl", [{"params": [], "lr": 0.1}])
     Traceback (most recent call last):
-    ValueError: param_name must be a parameter that all groups have, got 'rl'; one has ['lr']. Add custom ...
+    ValueError: param_name must be a parameter of all groups of the optimizer, got 'rl': there are ['lr']
     """
     for group in groups:
         known = [name for name in group if name != "params"]
         if param_name not in known:
             raise ValueError(
-                f"param_name must be a parameter that all groups have, got {param_name!r}; one has {known}. Add custom "
-                "parameters to the groups first"
+                f"param_name must be a parameter of all groups of the optimizer, got {param_name!r}: there are {known}"
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -125,6 +126,39 @@ def test_sharded_measures_saves_and_steps(tmp_path: Path) -> None:
     for name in ("torch", "camshaft"):
         assert blocking[name]["high"] <= complete[name]["high"]
     assert result["megabytes"] == 0.2
+    assert list(tmp_path.iterdir()) == []
+
+
+def rehearse(what: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run scripts/gpu.py on the CPU, as on a machine that has torch and pytest only."""
+    absent = ("numpy", "hypothesis", "torchvision", "tqdm", "ignite", "lightning")
+    script = f"import runpy, sys; sys.modules.update(dict.fromkeys({absent})); sys.argv = ['gpu.py', *sys.argv[1:]]; "
+    script += f"runpy.run_path({str(ROOT / 'scripts' / 'gpu.py')!r}, run_name='__main__')"
+    command = [sys.executable, "-c", script, what, "--device", "cpu"]
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.timeout(225)
+def test_the_tests_for_gpus_are_rehearsed_on_the_cpu(tmp_path: Path) -> None:
+    finished = rehearse("test", tmp_path)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert " 14 passed, 2 skipped" in finished.stdout.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(225)
+def test_the_benchmarks_for_gpus_are_rehearsed_on_the_cpu(tmp_path: Path) -> None:
+    finished = rehearse("bench", tmp_path)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    result = json.loads(finished.stdout.splitlines()[-1])
+    assert (result["benchmark"], result["device"]) == ("gpu", "cpu")
+    networks = [one for one in result["results"] if one["benchmark"] == "networks"]
+    assert [(one["unit"], one["options"]["compile"]) for one in networks] == [
+        ("images", None), ("tokens", None), ("images", "eager"),
+    ]  # fmt: skip
+    assert all({"bare loop", "camshaft"} == one["per_second"].keys() for one in networks)
+    assert [one["device"] for one in result["results"]] == ["cpu"] * 4  # which have no errors
     assert list(tmp_path.iterdir()) == []
 
 

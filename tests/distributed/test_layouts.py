@@ -64,22 +64,26 @@ def token_loss(scores, classes):
     return nn.functional.cross_entropy(scores, classes.flatten())
 
 
-def trained(sizes=None):
+def trained(sizes=None, batch_size=8, num_steps=STEPS):
     """Train on the ranks of a mesh, or in one process; return the whole weights."""
     mesh = None if sizes is None else idist.make_mesh(**sizes)
     torch.manual_seed(7 + (0 if sizes is None else idist.get_rank()))  # rank 0 has the weights of one process
     model = idist.auto_model(Tagger(), mesh=mesh, tensor_plan=PLAN if sizes and "tp" in sizes else None)
     optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
-    loader = idist.auto_dataloader(data(), batch_size=8, shuffle=True, seed=3)
+    loader = idist.auto_dataloader(data(), batch_size=batch_size, shuffle=True, seed=3)
     trainer = create_supervised_trainer(
-        model, optimizer, token_loss, clip_grad_norm=0.4, gradient_accumulation_steps=2,
+        model, optimizer, token_loss, idist.device(), clip_grad_norm=0.4, gradient_accumulation_steps=2,
         batch_weight=lambda x, y: (y != -100).sum(),
     )  # fmt: skip
     steps = []
     optimizer.register_step_post_hook(lambda *_: steps.append(1))
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: len(steps) == STEPS and trainer.terminate())
-    trainer.run(loader, max_epochs=STEPS)
-    assert len(steps) == STEPS
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: len(steps) == num_steps and trainer.terminate())
+    trainer.run(loader, max_epochs=num_steps)
+    assert len(steps) == num_steps
+    return whole_weights(model)
+
+
+def whole_weights(model):
     return [getattr(one, "full_tensor", one.clone)() for one in (tensor.detach() for tensor in model.parameters())]
 
 

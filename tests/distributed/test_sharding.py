@@ -241,6 +241,9 @@ def test_what_was_distributed_by_hand_is_left_as_it_is():
     assert idist.auto_model(model) is model
     assert idist.auto_model(model, mesh=mesh) is model
     assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
+    for options in ({}, {"mesh": mesh}):
+        with pytest.raises(ValueError, match="sync_bn must be False for a model that is sharded or parallelized"):
+            idist.auto_model(model, sync_bn=True, **options)
     with pytest.raises(ValueError, match="tensor_plan must be None for a model that is parallelized already"):
         idist.auto_model(model, mesh=mesh, tensor_plan=PLAN)
     mesh = idist.make_mesh(dp_shard=2)

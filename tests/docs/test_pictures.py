@@ -20,6 +20,8 @@ def test_the_script_draws_all_pictures(tmp_path: Path) -> None:
     assert made.keys() == {file.name for file in IMAGES.glob("*.svg")}
     drawn = {name: content for name, content in made.items() if name.startswith(("collective", "events", "ring"))}
     assert {name: (IMAGES / name).read_text("utf-8") for name in drawn} == drawn  # those without floating-point results
+    for picture in (made["terminal.svg"], (IMAGES / "terminal.svg").read_text("utf-8")):
+        assert picture.count('class="bar"') == picture.count("validation accuracy") == 3  # one per epoch
 
 
 def test_pictures_are_small() -> None:

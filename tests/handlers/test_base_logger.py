@@ -112,7 +112,7 @@ def test_metrics_come_before_outputs_and_attributes():
 
 
 def test_missing_metrics_and_attributes_are_skipped_with_a_warning():
-    with pytest.warns(UserWarning, match=r"metric 'acc' is not logged: state.metrics has \['loss'\]"):
+    with pytest.warns(UserWarning, match=r"metric 'acc' is not logged, as engine.state.metrics has \['loss'\]"):
         assert read(at(loss=1), metric_names=["acc", "loss"]) == {("tag", "loss"): 1}
     with pytest.warns(UserWarning, match="speed is not logged because it is a NoneType"):
         assert read(at(), state_attributes=["speed"]) == {}

@@ -160,7 +160,7 @@ def test_invalid_arguments_are_rejected(options, error, message):
 
 def test_a_score_that_is_not_a_number_is_reported():
     trainer = Engine(lambda engine, batch: None)
-    with pytest.raises(TypeError, match="score_function must return a number or a tensor, got None of type NoneType"):
+    with pytest.raises(TypeError, match="score_function must return a number, or a tensor with one element, got None$"):
         EarlyStopping(1, lambda engine: None, trainer)(trainer)
 
 

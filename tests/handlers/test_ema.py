@@ -313,7 +313,7 @@ def test_the_warm_up_can_be_simulated():
         ({"momentum_warmup": 2, "warmup_iters": 3}, "momentum_warmup must be at least 0 and at most 1, got 2"),
         ({"momentum_warmup": -0.1, "warmup_iters": 3}, "momentum_warmup must be"),
         ({"momentum_warmup": float("nan"), "warmup_iters": 3}, "momentum_warmup must be"),
-        ({"handle_buffers": "share"}, "handle_buffers must be 'copy' or 'update' or 'ema_train', got 'share'"),
+        ({"handle_buffers": "share"}, "handle_buffers must be 'copy', 'update' or 'ema_train', got 'share'"),
         ({"model": lambda x: x}, "model must be a torch.nn.Module"),
     ],
 )

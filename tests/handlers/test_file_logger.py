@@ -359,7 +359,7 @@ def test_a_truncated_record_is_dropped(kind, tmp_path):
 def test_foreign_files_are_rejected_and_unchanged(kind, tmp_path, content):
     path = tmp_path / f"metrics{kind.suffix}"
     path.write_bytes(content.encode("latin1"))
-    with pytest.raises(ValueError, match=f"path must be a new file or one of {kind.__name__}, got"):
+    with pytest.raises(ValueError, match=f"path must be a new file, or one that a {kind.__name__} wrote, got"):
         kind(tmp_path)
     assert path.read_bytes() == content.encode("latin1")
 

@@ -399,6 +399,18 @@ def test_the_samples_of_ranks_that_share_them_count_once():
     assert metrics["all"].tolist() == [1.0, 3.0, 2.0, 4.0]
 
 
+@on_threads(4)
+def test_ranks_that_divide_sequences_all_count():
+    rank = idist.get_rank()
+    names = {
+        "mesh_dim_names": ("dp_shard", "cp"),
+        "size": [2, 2].__getitem__,
+        "get_coordinate": lambda: divmod(rank, 2),
+    }
+    current().job.mesh = SimpleNamespace(**names)
+    assert run({"sum": library.SumMetric()}, [1.0 + rank]) == {"sum": 10.0}
+
+
 @on_threads(2)
 def test_a_state_of_one_process_is_loaded_by_one_rank():
     engine = Engine(echo)

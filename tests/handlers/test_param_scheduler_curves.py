@@ -419,7 +419,7 @@ def test_invalid_milestones_are_rejected(milestones, error, message):
 @pytest.mark.parametrize("name", ["rl", "params"])
 def test_a_missing_parameter_is_rejected_and_not_created(name):
     optimizer = sgd(0.1, 0.2)
-    with pytest.raises(ValueError, match=f"param_name must be .*, got '{name}'; one has .*'lr'"):
+    with pytest.raises(ValueError, match=f"param_name must be .*, got '{name}': there are .*'lr'"):
         PiecewiseLinear(optimizer, name, [(0, 1.0)])
     assert name == "params" or all(name not in group for group in optimizer.param_groups)
 

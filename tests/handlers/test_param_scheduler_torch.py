@@ -240,7 +240,7 @@ def test_reduce_lr_on_plateau_is_rejected_with_a_hint():
 
 @pytest.mark.parametrize("wrong", [None, 1, "lr", sgd(), native.ExponentialLR])
 def test_anything_but_a_torch_scheduler_is_rejected(wrong):
-    with pytest.raises(TypeError, match="must be one of torch.optim.lr_scheduler"):
+    with pytest.raises(TypeError, match="must be a scheduler of torch.optim.lr_scheduler"):
         LRScheduler(wrong)
 
 
@@ -323,7 +323,9 @@ def test_history_is_kept_by_the_engine_without_a_trainer():
 def test_a_missing_metric_is_reported_by_name():
     scheduler = ReduceLROnPlateauScheduler(sgd(), "loss", **OPTIONS)
     before = scheduler.state_dict()
-    with pytest.raises(ValueError, match=r"must be a metric of the engine, \['accuracy'\], got 'loss'"):
+    with pytest.raises(
+        ValueError, match=r"metric_name needs the metric 'loss', but engine.state.metrics has \['accuracy'\]"
+    ):
         scheduler(at(accuracy=1.0))
     assert scheduler.state_dict() == before
 

@@ -46,8 +46,8 @@ def torchrun(host: Machine, node: int, workers: int = 1, master: str = FIRST, **
     return train(host, *launcher, **options)
 
 
-def tcp(host: Machine, node: int, workers: int = 1) -> Program:
-    return train(host, init_method=f"tcp://{FIRST}:29500", rank=node, world_size=2)
+def tcp(host: Machine, node: int, workers: int = 1, **options: object) -> Program:
+    return train(host, init_method=f"tcp://{FIRST}:29500", rank=node, world_size=2, **options)
 
 
 def spawn(host: Machine, node: int, workers: int = 1) -> Program:
@@ -131,3 +131,14 @@ def test_a_dead_host_ends_the_run_on_the_other(hosts, dead):
         wait_for_training(programs)
         hosts[dead].run("kill", "-KILL", "-1")
         check_error(programs[1 - dead], 1 - dead, "Connection (reset|closed) by peer")
+
+
+def test_a_host_without_power_is_named_by_the_others_even_if_it_serves_the_store(hosts):
+    """It closes no connections, so requests would be repeated for a quarter of an hour."""
+    first, second = (tcp(host, node, last=10_000, timeout=600) for node, host in enumerate(hosts))
+    with first, second:
+        second.wait_for("rank 1 did iteration 100\n")  # some rounds of its watcher
+        hosts[0].check("ip", "link", "set", "eth0", "down")
+        output = second.wait().output
+    assert second.returncode == 1
+    assert "RankFailedError: rank 0 does not answer, nor does its node; rank 1 waits for it in all_reduce" in output

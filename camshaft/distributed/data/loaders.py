@@ -20,7 +20,7 @@ from camshaft.distributed.data.read_ahead import end_together
 from camshaft.distributed.data.samplers import DistributedProxySampler, ExactBatchSampler, check_length, length_of
 from camshaft.distributed.data.streams import ShardedStream
 from camshaft.distributed.topology import Topology
-from camshaft.errors import check_type
+from camshaft.errors import check_type, described
 
 
 class PlainLoader(DataLoader[Any]):
@@ -88,6 +88,9 @@ def make_loader(
     per_rank = batch_size // size if isinstance(batch_size, int) and batch_size >= size else batch_size
     if isinstance(dataset, IterableDataset):
         return _over_stream(dataset, {**options, "batch_size": per_rank}, place, is_alone, logger)
+    if not hasattr(dataset, "__getitem__"):
+        expected = "a dataset with __getitem__() and __len__(), or an IterableDataset"
+        raise TypeError(f"dataset must be {expected}, got {described(dataset)}")
     sampler = options.pop("sampler", None)
     if isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) != place:
         among = "" if size == topology.world_size else ", of those that divide the data"

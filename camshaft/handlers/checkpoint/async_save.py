@@ -51,8 +51,11 @@ class StateCopier:
         storages: dict[tuple[torch.device, int, int], UntypedStorage] = {}
         copies: dict[int, Any] = {}
         for _, tensor in walk(state):
-            if _is_plain(tensor) and id(tensor) not in copies:
-                copies[id(tensor)] = self._copied(tensor, storages)
+            if isinstance(tensor, Tensor) and id(tensor) not in copies:
+                if _is_plain(tensor):
+                    copies[id(tensor)] = self._copied(tensor, storages)
+                elif tensor.is_meta:  # there is nothing in it to copy
+                    copies[id(tensor)] = tensor
         del self._buffers[len(storages) :]
         events = []
         for device in {device for device, *_ in storages if device.type == "cuda"}:

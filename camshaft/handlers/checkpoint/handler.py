@@ -21,7 +21,7 @@ from camshaft.distributed import all_gather, get_local_rank
 from camshaft.engine.engine import Engine, outermost_engine
 from camshaft.engine.events import Events, HandlerEvents, Order
 from camshaft.engine.state import LazyNumber
-from camshaft.errors import described
+from camshaft.errors import check_is_no_class, check_type, described
 from camshaft.handlers.checkpoint.async_save import BackgroundSave, Exchange
 from camshaft.handlers.checkpoint.loading import load_objects, resume
 from camshaft.handlers.checkpoint.savers import (
@@ -38,7 +38,7 @@ from camshaft.handlers.checkpoint.savers import (
     names_in,
 )
 from camshaft.handlers.checkpoint.state import CHECKPOINTER, check_to_save, is_container, split, take_state, walk
-from camshaft.handlers.utils import check_callable, check_text
+from camshaft.handlers.utils import check_callable, check_text, missing_metric
 
 ScoreFunction = Callable[[Engine[Any, Any]], Any]
 StepTransform = Callable[[Engine[Any, Any], Any], Any]
@@ -75,7 +75,7 @@ def score_of_metric(metric_name: str, score_sign: float = 1.0) -> ScoreFunction:
     def score(engine: Engine[Any, Any]) -> Any:
         metrics = engine.state.metrics
         if metric_name not in metrics:
-            raise KeyError(f"there is no metric {metric_name!r} to use as score, but only {list(metrics)}")
+            raise KeyError(missing_metric("the score", metric_name, metrics))
         return metrics[metric_name] * score_sign
 
     return score
@@ -207,10 +207,10 @@ class Checkpoint(Serializable):
         sharded: bool = False,
     ) -> None:
         check_to_save(to_save, include_self)
-        check_callable("score_function", score_function)
-        check_callable("global_step_transform", global_step_transform)
+        check_callable("score_function", score_function, "(engine)")
+        check_callable("global_step_transform", global_step_transform, "(engine, event_name)")
         if n_saved is not None and (not isinstance(n_saved, int) or n_saved < 1):
-            raise ValueError(f"n_saved must be None or at least 1, got {n_saved!r}")
+            raise ValueError(f"n_saved must be None, for all, or an integer of at least 1, got {n_saved!r}")
         check_text("filename_prefix", filename_prefix)
         check_text("score_name", score_name, optional=True)
         check_text("filename_pattern", filename_pattern, optional=True)
@@ -403,7 +403,7 @@ class Checkpoint(Serializable):
         saver = self._disk_saver("resume_latest")
         if not self.to_save:
             hint = "use Checkpoint, or Checkpoint.resume(to_load, directory)"
-            raise RuntimeError(f"resume_latest needs what is saved, and this handler has not been called: {hint}")
+            raise RuntimeError(f"resume_latest needs to_save, which is unknown before the first call: {hint}")
         self._background.settle()
         path = resume(self.to_save, saver.dirname, map_location=map_location, **kwargs)
         saved: dict[str, float] = {}
@@ -491,18 +491,18 @@ class Checkpoint(Serializable):
 
     def _disk_saver(self, method: str) -> DiskSaver:
         if not isinstance(self.save_handler, DiskSaver):
-            raise AttributeError(f"{method} needs a DiskSaver as save_handler, got {self.save_handler!r}")
+            raise AttributeError(f"{method} needs a directory as save_handler, got {described(self.save_handler)}")
         return self.save_handler
 
     def _check_is_resumed(self, *, is_over: bool = False) -> None:
         """Raise if this run is about to mix its checkpoints with those of another run; warn if this run is over."""
         if not self._unresumed or not isinstance(saver := self.save_handler, DiskSaver):
             return
-        problem = f"'{saver.dirname}' contains {self._unresumed} checkpoints of an earlier run, which were not resumed"
+        problem = f"'{saver.dirname}' contains checkpoints of an earlier run, which were not resumed"
         hint = "call resume_latest() before the run, save this handler with the one that does, or use another directory"
         if not is_over:
             raise ValueError(f"{problem}: {hint}")
-        warnings.warn(f"{problem}, and the run is over: saving beside them. {hint}", stacklevel=5)
+        warnings.warn(f"{problem}, and the run is over, so new ones are saved beside them: {hint}", stacklevel=5)
         self._unresumed = 0
 
     def _saved_before(self, newest: Path) -> dict[str, float]:
@@ -684,6 +684,7 @@ def split_prefix(dirname: str | PathLike[str], filename_prefix: str) -> tuple[Pa
     >>> split_prefix("checkpoints", "best/model")
     (PosixPath('checkpoints/best'), 'model')
     """
+    check_type("dirname", dirname, (str, PathLike), "a str or a Path")
     check_text("filename_prefix", filename_prefix)
     check_is_inside("filename_prefix", filename_prefix)
     folder, prefix = os.path.split(filename_prefix)
@@ -713,6 +714,7 @@ def takes_metadata(save_handler: Any) -> bool:
     Raises:
         TypeError: it cannot be called as a save handler.
     """
+    check_is_no_class("save_handler", save_handler)
     for count in (3, 2):
         try:
             inspect.signature(save_handler).bind(*range(count))
@@ -737,7 +739,7 @@ def _as_priority(value: Any, source: str) -> int | float:
     if isinstance(value, Number) and not isinstance(value, complex):
         return int(value) if isinstance(value, Integral) else float(value)  # type: ignore[arg-type]  # real, or a Decimal
     hint = "; return score.item()" if hasattr(value, "item") else ""
-    raise ValueError(f"{source} must return a real number, got {value!r} of type {type(value).__name__}{hint}")
+    raise ValueError(f"{source} must return a real number, got {described(value)}{hint}")
 
 
 def _comparable(priority: float) -> tuple[bool, float]:

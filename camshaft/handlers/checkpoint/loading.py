@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from camshaft.distributed import all_gather, get_local_rank, get_rank, get_world_size
-from camshaft.errors import DamagedCheckpointError, annotate
+from camshaft.errors import DamagedCheckpointError, annotate, described
 from camshaft.handlers.checkpoint.savers import MISSING, SAFETENSORS, Entry, Manifest, checkpoints_in, safetensors
 from camshaft.handlers.checkpoint.state import CHECKPOINTER, check_objects, is_container, joined, load_state, walk
 from camshaft.types import PathLike
@@ -58,7 +58,7 @@ def load_objects(
         _warn([entry.unreadable for entry in Manifest(path.parent).entries(path.name) if entry.unreadable])
         content = read_checkpoint(path, map_location)
     elif not isinstance(checkpoint, Mapping):
-        raise TypeError(f"checkpoint must be a mapping, a str or a Path, got one of type {type(checkpoint).__name__}")
+        raise TypeError(f"checkpoint must be a mapping, a str or a Path, got {described(checkpoint)}")
     for where, target, state in list(_pairs(to_load, _by_name(to_load, content), "checkpoint")):  # all before the first
         try:
             load_state(target, state, kwargs)
@@ -139,7 +139,8 @@ def resume(to_load: Mapping[str, Any], directory: PathLike, *, map_location: Any
     if texts:
         _warn(["nothing was loaded, as there is no checkpoint to resume from: " + "; ".join(texts)])
     elif found:
-        _warn([f"nothing was loaded: none of the {len(found)} checkpoints in '{folder}' holds {wanted}"])
+        held = next((f", but one holds {entry.objects}" for entry in found.values() if entry.objects), "")
+        _warn([f"nothing was loaded: no checkpoint in '{folder}' holds {wanted}{held}"])
     return None
 
 

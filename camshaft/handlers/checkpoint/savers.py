@@ -14,12 +14,13 @@ import zipfile
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import torch
+from torch.utils.serialization import config
 
 from camshaft.distributed import all_gather, get_local_rank, get_rank, get_world_size
 from camshaft.errors import annotate
@@ -135,13 +136,14 @@ class DiskSaver(BaseSaveHandler):
         if create_dir and not self.dirname.exists():
             self.dirname.mkdir(parents=True, exist_ok=True)
         if not self.dirname.is_dir():
-            raise ValueError(f"dirname must be an existing directory, got '{self.dirname}'")
+            hint = ", which is a file" if self.dirname.exists() else ": create it, or pass create_dir=True"
+            raise ValueError(f"dirname must be an existing directory, got '{self.dirname}'{hint}")
         if not os.access(self.dirname, os.W_OK | os.X_OK):
             raise PermissionError(f"dirname must be a writable directory, got '{self.dirname}'")
         if require_empty and (found := names_in(self.dirname)):
             hint = "DiskSaver(dirname, require_empty=False) or ModelCheckpoint(dirname, require_empty=False)"
-            problem = f"contains {len(found)} checkpoints, such as {found[0]}"
-            raise ValueError(f"'{self.dirname}' {problem}; to save beside them, for example to resume, use {hint}")
+            problem = f"must not contain checkpoints, got '{self.dirname}' with '{found[0]}'"
+            raise ValueError(f"dirname {problem}: use another directory; to save beside them or to resume, use {hint}")
         if (folder := self._manifest.folder).is_symlink() or (folder.exists() and not folder.is_dir()):
             raise NotADirectoryError(f"the manifest of the checkpoints, '{folder}', is a link or a file: remove it")
         remove_leftovers(self.dirname)
@@ -220,7 +222,12 @@ class DiskSaver(BaseSaveHandler):
                     )
 
                 def save(file: BinaryIO) -> tuple[str, str, int]:
-                    torch.save({"state": shard["state"], "chunks": chunks}, file, **self.kwargs)
+                    # The checksums of records take longer than writing them, and the manifest has one of the file.
+                    # Earlier versions of torch would omit them in all threads.
+                    is_local = torch.__version__ >= "2.13"  # compared as versions, not as text
+                    options: Any = config  # torch's stubs lack patch()
+                    with options.patch("save.compute_crc32", False) if is_local else nullcontext():
+                        torch.save({"state": shard["state"], "chunks": chunks}, file, **self.kwargs)
                     return name, flush_and_sum(file), file.tell()
 
                 with _full_disk_named(path / name):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from camshaft.errors import DamagedCheckpointError
-from camshaft.sharding import is_dtensor
+from camshaft.sharding import is_dtensor, local
 
 Offset = tuple[int, ...]
 Chunk = tuple[Offset, Tensor]
@@ -72,10 +72,10 @@ def own_chunk(tensor: Any) -> Chunk | None:
     if any(placement.is_partial() for placement in tensor.placements):
         replicate: Any = sys.modules["torch.distributed.tensor"].Replicate()
         tensor = tensor.redistribute(placements=[replicate if one.is_partial() else one for one in tensor.placements])
-    local = tensor.detach().to_local()
-    if tensor.device_mesh.get_coordinate() is None or local.numel() == 0:  # the mesh has other ranks
+    part = local(tensor).detach()
+    if tensor.device_mesh.get_coordinate() is None or part.numel() == 0:  # the mesh has other ranks
         return None
-    return region(tensor)[0], local
+    return region(tensor)[0], part
 
 
 def owners(regions: Sequence[Mapping[str, Region]], shapes: Mapping[str, Sequence[int]]) -> list[set[str]]:
@@ -117,13 +117,13 @@ def like(own: Any, value: Any) -> Any:
     if not is_dtensor(own) or getattr(value, "shape", None) != own.shape:
         return value.read() if in_chunks else value
     if own.device_mesh.get_coordinate() is None:  # the mesh has other ranks
-        local = own.to_local().to(value.dtype)
+        part = own.to_local().to(value.dtype)
     elif in_chunks:
-        local = value.read(*region(own))
+        part = value.read(*region(own))
     else:
-        local = value[tuple(slice(first, first + size) for first, size in zip(*region(own), strict=True))].clone()
-    local = local.to(own.device)
+        part = value[tuple(slice(first, first + size) for first, size in zip(*region(own), strict=True))].clone()
+    part = part.to(own.device)
     kind: Any = sys.modules["torch.distributed.tensor"]
     return kind.DTensor.from_local(
-        local, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
+        part, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
     )

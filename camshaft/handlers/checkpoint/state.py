@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parallel import DistributedDataParallel
 
-from camshaft.errors import described
+from camshaft.errors import check_is_no_class, described
 from camshaft.handlers.checkpoint.savers import is_writer, writers
 from camshaft.handlers.checkpoint.shards import Chunk, Chunks, like, own_chunk
 from camshaft.handlers.utils import check_type
@@ -43,10 +43,12 @@ def is_container(value: Any) -> bool:
 
 def check_objects(objects: Any, attribute: str, argument: str) -> None:
     """Raise ``TypeError`` if this is not a mapping of objects with an attribute."""
-    check_type(argument, objects, Mapping, "a mapping")
+    check_type(argument, objects, Mapping, "a mapping of names to objects, such as {'model': model}")
     for where, one in walk(dict(objects), attribute, argument):
+        check_is_no_class(where, one)
         if not hasattr(one, attribute):
-            raise TypeError(f"{where} must have {attribute}(), got {described(one)}")
+            hint = ": pass the object itself, not its state_dict()" if isinstance(one, torch.Tensor) else ""
+            raise TypeError(f"{where} must have {attribute}(), as models and optimizers do, got {described(one)}{hint}")
 
 
 def check_to_save(to_save: Any, include_self: bool) -> None:

@@ -198,6 +198,33 @@ def test_all_callbacks_are_called_once_the_store_is_lost():
         assert called.wait(10)
 
 
+@pytest.mark.usefixtures("fast")
+def test_a_watcher_connects_again_once_the_host_of_the_store_answers_or_notices_that_its_process_has_ended():
+    silence = dist.DistNetworkError("recvValue failed: Connection timed out")
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    called = threading.Event()
+    with watching(store) as first, watching(store, 1) as second:
+        second.watch("stop", lambda: (called.set(), math.inf)[1])
+        assert not outlasting(lambda: "beside store" not in second._news)
+        for watcher in (first, second):
+            watcher._lose_store(silence)
+        assert first._store is None
+        first.announce("stop")
+        assert called.wait(30)
+        is_served = module._is_served
+        with mock.patch.object(
+            module, "_is_served", return_value=None
+        ):  # the host is silent until the process has ended
+            second._lose_store(silence)
+            began = time.monotonic()
+            assert not outlasting(lambda: second._status["time"] < began)  # its last request has ended
+            del server
+            assert not outlasting(lambda: is_served(store))
+            assert not second._is_lost
+        assert not outlasting(lambda: not second._is_lost)
+
+
 @on_ranks(2)
 def test_folders_are_not_searched_once_the_records_of_all_ranks_are_known():
     await_watchers()

@@ -104,6 +104,12 @@ def test_host_memory_is_reused():
     assert torch.equal(second["a"], torch.zeros(1000))
 
 
+def test_tensors_without_data_are_not_copied():
+    shape = torch.empty(3, device="meta")
+    copied, _ = StateCopier().copy({"shape": shape})
+    assert copied["shape"] is shape
+
+
 kinds = st.sampled_from(
     [
         torch.tensor(3),

@@ -177,10 +177,10 @@ def check_resumes(folder, returned, what, **options):
     assert {path.name for path in folder.rglob("*/*") if path.parent.name != FOLDER} == listed, what
 
 
-def run_kills(folder: Path, kills: int, mode: str) -> list[str]:
-    program = Path(__file__).with_name("kill_loop.py")
+def run_kills(folder: Path, *arguments: object, name: str = "kill_loop.py") -> list[str]:
+    program = Path(__file__).with_name(name)
     result = subprocess.run(
-        [sys.executable, str(program), str(folder), str(kills), mode],
+        [sys.executable, str(program), str(folder), *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": str(program.parents[3])},
         capture_output=True,
         text=True,
@@ -199,3 +199,11 @@ def test_a_killed_process_resumes_from_the_last_reported_checkpoint(tmp_path, mo
 @pytest.mark.parametrize("part", range(4))
 def test_killed_processes_resume_two_hundred_times(tmp_path, mode, part):
     assert len(run_kills(tmp_path, 50 + part, mode)) == 50 + part  # the number seeds the moments too
+
+
+@pytest.mark.jobs
+@pytest.mark.timeout(290)
+def test_killed_ranks_resume_from_the_newest_sharded_checkpoint(tmp_path):
+    lines = run_kills(tmp_path / "checkpoints", 5, 6, name="kill_ranks.py")
+    assert sum("before operation" in line for line in lines) >= 4
+    assert sum("before operation" not in line for line in lines) == 5

@@ -44,13 +44,13 @@ def scored(scores, **options):
     ("options", "error", "message"),
     [
         ({"to_save": [Part()]}, TypeError, "to_save must be a mapping"),
-        ({"to_save": {"model": 3}}, TypeError, r"to_save\['model'\] must have state_dict\(\), got 3"),
+        ({"to_save": {"model": 3}}, TypeError, r"to_save\['model'\] must have state_dict\(\), as .* do, got 3"),
         ({"to_save": {"a": {"b": [Part(), "text"]}}}, TypeError, r"to_save\['a'\]\['b'\]\[1\] must have state_dict"),
         ({"save_handler": 12}, TypeError, "save_handler must be a str, a Path, or a callable that takes .*, got 12"),
-        ({"save_handler": lambda checkpoint: None}, TypeError, r"takes \(checkpoint, filename.*, got <function"),
+        ({"save_handler": lambda checkpoint: None}, TypeError, r"takes \(checkpoint, filename.*, got the function"),
         ({"score_function": 0.5}, TypeError, "score_function must be callable, got 0.5"),
         ({"global_step_transform": 3}, TypeError, "global_step_transform must be callable, got 3"),
-        ({"n_saved": 0}, ValueError, "n_saved must be None or at least 1, got 0"),
+        ({"n_saved": 0}, ValueError, "n_saved must be None, for all, or an integer of at least 1, got 0"),
         ({"filename_prefix": 3}, TypeError, "filename_prefix must be a str, got 3"),
         ({"filename_pattern": 3}, TypeError, "filename_pattern must be a str, got 3"),
         ({"score_name": 3}, TypeError, "score_name must be a str, got 3"),
@@ -655,9 +655,7 @@ def test_objects_that_cannot_be_saved_are_rejected(tmp_path, to_save, error, mes
 
 
 def test_without_objects_it_cannot_be_registered(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"it also requires to_save: add_event_handler\(event, handler, to_save=\.\.\.\)"
-    ):
+    with pytest.raises(ValueError, match=r"it requires to_save: add_event_handler\(event, handler, to_save=\.\.\.\)"):
         at().add_event_handler(Events.EPOCH_COMPLETED, ModelCheckpoint(tmp_path))
 
 

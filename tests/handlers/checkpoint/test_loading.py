@@ -57,7 +57,7 @@ def test_a_checkpoint_of_one_object_is_its_state(tmp_path, to_save, to_load):
     ("to_load", "checkpoint", "error", "message"),
     [
         ([Part()], {}, TypeError, "to_load must be a mapping"),
-        ({"a": Part()}, 3, TypeError, "checkpoint must be a mapping, a str or a Path, got one of type int"),
+        ({"a": Part()}, 3, TypeError, "checkpoint must be a mapping, a str or a Path, got 3 of type int"),
         ({"a": [Part(), 3]}, {}, TypeError, r"to_load\['a'\]\[1\] must have load_state_dict\(\), got 3"),
         ({"a": Part(), "b": Part()}, {"a": {"value": 1}}, ValueError, r"lacks the key 'b' of to_load, it has \['a'\]"),
         ({"a": Part(), "b": {"c": Part()}}, {"a": {"value": 1}, "b": {}}, ValueError, r"\['b'\] lacks the key 'c'"),
@@ -215,7 +215,7 @@ def test_reloading_passes_options_and_rejects_invalid_arguments(tmp_path):
         checkpoint.reload_objects({"model": target}, global_step=2)
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'step'"):
         checkpoint.reload_objects({"model": target}, step=2)
-    with pytest.raises(AttributeError, match="needs a DiskSaver"):
+    with pytest.raises(AttributeError, match="reload_objects needs a directory"):
         Checkpoint({"model": Part()}, Memory()).reload_objects({"model": Part()}, global_step=1)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import resnet
+from benchmarks import networks as benchmark
 from tests.benchmarks.test_scripts import SPREAD, result_of, run
 
 SMALL = ("--batch_size", "4", "--size", "16", "--iterations", "3", "--repetitions", "1")
@@ -17,14 +17,14 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("options", [(), pytest.param(("--no_amp", "--compile", "aot_eager"), marks=pytest.mark.jobs)])
 def test_both_give_the_same_weights(options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resnet, "HORIZON", 30)  # short enough for the schedule and the average to have an effect
+    monkeypatch.setattr(benchmark, "HORIZON", 30)  # short enough for the schedule and the average to have an effect
     networks: list[Any] = []
-    make = resnet.make_network
-    monkeypatch.setattr(resnet, "make_network", lambda *given: networks.append(make(*given)) or networks[-1])
-    config = resnet.parse([*SMALL, *options])
-    ready = resnet.make_ready(config, CPU)
-    assert len(ready) == resnet.READY
-    contenders = [resnet.bare(config, ready, CPU), resnet.engine("camshaft", config, ready, CPU, ahead=False)]
+    make = benchmark.make_network
+    monkeypatch.setattr(benchmark, "make_network", lambda *given: networks.append(make(*given)) or networks[-1])
+    config = benchmark.parse([*SMALL, *options])
+    ready = benchmark.make_ready(config, CPU)
+    assert len(ready) == benchmark.READY
+    contenders = [benchmark.bare(config, ready, CPU), benchmark.engine("camshaft", config, ready, CPU, ahead=False)]
     before = [one.clone() for one in networks[0].parameters()]
     for contender in contenders:
         assert contender.run(6) > 0
@@ -35,16 +35,16 @@ def test_both_give_the_same_weights(options: tuple[str, ...], monkeypatch: pytes
 
 @pytest.mark.jobs
 def test_it_measures_both_trainings(tmp_path: Path) -> None:
-    result = result_of(run("resnet.py", *SMALL, folder=tmp_path))
-    assert result["benchmark"] == "resnet"
-    assert {"bare loop", "camshaft"} <= result["images_per_second"].keys()
-    assert result["times"].keys() == result["verdicts"].keys() == result["images_per_second"].keys() - {"bare loop"}
-    assert all(set(one) == SPREAD for one in (*result["images_per_second"].values(), *result["times"].values()))
+    result = result_of(run("networks.py", *SMALL, folder=tmp_path))
+    assert result["benchmark"] == "networks"
+    assert {"bare loop", "camshaft"} <= result["per_second"].keys()
+    assert result["times"].keys() == result["verdicts"].keys() == result["per_second"].keys() - {"bare loop"}
+    assert all(set(one) == SPREAD for one in (*result["per_second"].values(), *result["times"].values()))
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("arguments", [("--repetitions", "0"), ("--iterations", "0"), ("--batch_size", "0")])
 def test_invalid_options_are_refused(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        resnet.main(arguments)
+        benchmark.main(arguments)
     assert arguments[0] in capsys.readouterr().err
