@@ -59,7 +59,7 @@ def training(config: argparse.Namespace) -> list[float]:
         network = transformers.AutoModelForCausalLM.from_pretrained(config.model)
     ids = torch.tensor(tokenizer(text, truncation=False)["input_ids"])
     blocks = ids[: len(ids) // config.length * config.length].split(config.length)
-    samples = [{"input_ids": block, "labels": block} for block in blocks]  # the model predicts each next label
+    samples: Any = [{"input_ids": block, "labels": block} for block in blocks]  # the model shifts the labels
     count = len(samples) // 10
     loader = DataLoader(samples[count:], batch_size=config.batch_size, shuffle=True)
     validation_loader = DataLoader(samples[:count], batch_size=config.batch_size)
@@ -67,7 +67,11 @@ def training(config: argparse.Namespace) -> list[float]:
     device = idist.device()
     model = network.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr)
-    translate = {"device": device, "prepare_batch": prepare_batch, "model_fn": lambda model, x: model(**x)}
+    translate: dict[str, Any] = {
+        "device": device,
+        "prepare_batch": prepare_batch,
+        "model_fn": lambda model, x: model(**x),
+    }
     trainer = create_supervised_trainer(model, optimizer, lambda output, y: output.loss, **translate)
     evaluator = create_supervised_evaluator(model, output_transform=lambda x, y, output: output.loss, **translate)
     history: list[float] = []
