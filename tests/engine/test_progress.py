@@ -651,7 +651,7 @@ class Stateful(list):
 
 
 class EpochStream:
-    """Data that resume in the epoch in which they were saved and start the others anew, as Hugging Face's streams do."""
+    """Data that resume in the epoch in which they were saved and start others anew, as streams of Hugging Face do."""
 
     epoch = given = 0
     saved = None
