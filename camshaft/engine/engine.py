@@ -36,6 +36,7 @@ from camshaft.engine.progress import (
 )
 from camshaft.engine.state import Batch, Output, State
 from camshaft.errors import check_takes
+from camshaft.text import counted
 
 __all__ = ["CallableEventWithFilter", "Engine", "EventEnum", "Events", "EventsList", "RemovableEventHandle"]
 
@@ -436,11 +437,12 @@ class Engine(Serializable, Generic[Batch, Output]):
         epoch = progress.epoch + number - progress.position["epoch"]
         self.state.epoch_length = length
         iteration, target = epoch * length + done, self.state.max_iters
-        self.logger.info("The loader now makes %d batches per epoch: iterations are recounted", length)
+        self.logger.info("The loader now makes %s per epoch: iterations are recounted", counted(length, "batch"))
         if target is not None and iteration >= target:
             warnings.warn(
-                f"the loader now makes {length} batches per epoch, so {iteration} iterations count as completed, which "
-                f"reaches the target of {target}: pass a larger max_iters",
+                f"the loader now makes {counted(length, 'batch')} per epoch, so the run counts "
+                f"{counted(iteration, 'iteration')} as completed, which reaches the target of {target}: "
+                "pass a larger max_iters",
                 stacklevel=4,
             )
         return replace(progress, epoch=epoch, done=done, iteration=iteration)

@@ -267,9 +267,9 @@ def test_the_log_tells_what_happens(caplog):
     with idist.Parallel("gloo") as parallel:
         parallel.run(give)
     begin, starts, has_ended, end = lines(caplog)
-    assert begin == "'gloo' is initialized, with 1 processes"
+    assert begin == "'gloo' is initialized, with 1 process"
     assert "give" in starts
-    assert "starts in 1 processes" in starts
+    assert "starts in 1 process" in starts
     assert "give" in has_ended
     assert end == "'gloo' is finalized"
 
@@ -302,7 +302,7 @@ HOROVODRUN = {
 ALL = ("nccl", "gloo", "mpi", "xla-tpu", "horovod")
 WITHOUT_NCCL = ("gloo", "mpi")
 ONE_MPS = (
-    "there are 1 mps devices for 1 processes"
+    "there is 1 mps device for 1 process"
     if "mps" in torch.distributed.Backend.default_device_backend_map
     else "torch has no backend for mps"  # 2.7
 )
@@ -314,14 +314,14 @@ ONE_MPS = (
         ({}, None, None, ALL, None, "no launcher started this process, and nproc_per_node is not given"),
         ({}, 2, None, ALL, "gloo", "there is no accelerator"),
         ({}, 2, ("cuda", 2), ALL, "nccl", "there are 2 cuda devices for 2 processes"),
-        ({}, 2, ("cuda", 1), ALL, "gloo", "there are 1 cuda devices for 2 processes"),
+        ({}, 2, ("cuda", 1), ALL, "gloo", "there is 1 cuda device for 2 processes"),
         ({}, 2, ("cuda", 2), WITHOUT_NCCL, "gloo", "'nccl' is not available for cuda"),
         ({}, 1, ("mps", 1), ALL, "gloo", ONE_MPS),
-        ({}, 1, ("xpu", 4), (*ALL, "xccl"), "xccl", "there are 4 xpu devices for 1 processes"),
+        ({}, 1, ("xpu", 4), (*ALL, "xccl"), "xccl", "there are 4 xpu devices for 1 process"),
         ({}, 1, ("vulkan", 1), ALL, "gloo", "torch has no backend for vulkan"),
         (TORCHRUN, None, None, ALL, "gloo", "there is no accelerator"),
         (TORCHRUN, None, ("cuda", 8), ALL, "nccl", "there are 8 cuda devices for 2 processes"),
-        (TORCHRUN, None, ("cuda", 1), ALL, "gloo", "there are 1 cuda devices for 2 processes"),
+        (TORCHRUN, None, ("cuda", 1), ALL, "gloo", "there is 1 cuda device for 2 processes"),
         (OPEN_MPI, None, None, ALL, "mpi", "openmpi started this process, for MPI"),
         (OPEN_MPI, None, None, ("gloo",), "gloo", "there is no accelerator"),
         (OPEN_MPI, 2, None, ALL, "gloo", "there is no accelerator"),

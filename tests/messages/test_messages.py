@@ -305,7 +305,7 @@ MISTAKES = [
         "trainer.run((batch for batch in batches), epoch_length=10)",
         UserWarning,
         (
-            "the data ran out in epoch 1 after 4 iterations, before the target of 1 epochs: pass data that "
+            "the data ran out in epoch 1 after 4 iterations, before the target of 1 epoch: pass data that "
             "can be iterated over again, or assign a new iterator to engine.state.dataloader in a handler of "
             "DATALOADER_STOP_ITERATION"
         ),
