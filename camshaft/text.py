@@ -36,7 +36,7 @@ def counted(number: int, noun: str) -> str:
     >>> counted(1, "epoch"), counted(0, "epoch"), counted(2, "batch"), counted(1000, "process")
     ('1 epoch', '0 epochs', '2 batches', '1000 processes')
     """
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith(('ch', 's')) else 's'}"
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith(('tch', 's')) else 's'}"
 
 
 def to_str_list(data: Any) -> list[str]:

@@ -12,9 +12,9 @@ from typing import Any
 
 from camshaft.distributed.environments import detect
 from camshaft.distributed.groups import failing
-from camshaft.distributed.launch import check_nodes, check_positive, spawn
+from camshaft.distributed.launch import check_nodes, check_options, check_positive, spawn
 from camshaft.distributed.ranks import get_local_rank, get_rank, get_world_size
-from camshaft.distributed.registry import available_backends, choose, module_of
+from camshaft.distributed.registry import available_backends, choose
 from camshaft.distributed.run import abandon, current, finalize, initialize
 from camshaft.errors import check_takes
 from camshaft.text import counted
@@ -47,6 +47,7 @@ class Parallel:
 
     Raises:
         ValueError: an argument is out of range, or is given without those that it needs.
+        TypeError: the backend does not know an option.
 
     >>> def training(local_rank, epochs):
     ...     return f"{epochs} epochs on local rank {local_rank}"
@@ -87,7 +88,7 @@ class Parallel:
             if launch is None or launch.topology.rank == 0:
                 self._logger.info("backend 'auto' is %r: %s", backend, why)
         if backend is not None:
-            module_of(backend)  # raises if it is not available
+            check_options(backend, options, nproc_per_node)
         self.backend = backend
         self.init_method = init_method
         self._nproc_per_node = nproc_per_node

@@ -1,8 +1,9 @@
 """Backends by name; the module of each is imported when it is first used.
 
-Such a module has ``create(name, launch, local_rank, **options)``, which joins a job, and, unless it is for MPI,
-``adopt(infer)``, which returns the backend of a job that the user has joined, without communication, or ``None``. The
-module of torch's backends also has ``check_options(name, options)``, which is called before processes are started.
+Such a module has ``create(name, launch, local_rank, **options)``, which joins a job, ``OPTIONS``, the names of these
+options, and, unless it is for MPI, ``adopt(infer)``, which returns the backend of a job that the user has joined,
+without communication, or ``None``. The module of torch's backends also has ``check_options(name, options)``, which is
+called before processes are started.
 """
 
 from __future__ import annotations

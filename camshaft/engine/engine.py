@@ -50,6 +50,30 @@ def outermost_engine() -> Engine[Any, Any] | None:
     return next(iter(activity.in_thread()), None)
 
 
+class _Decorator:
+    """What :meth:`Engine.on` returns: ``engine.on(event, handler)`` as a plain call would silently register nothing.
+
+    The handler cannot be told from an argument that a decorated function would get, but nobody calls the decorator.
+    """
+
+    def __init__(self, register: Callable[[Any], Any], event_name: EventLike) -> None:
+        self._register = register
+        self._event_name = event_name
+        self._is_used = False
+
+    def __call__(self, handler: Any) -> Any:
+        self._is_used = True
+        return self._register(handler)
+
+    def __del__(self) -> None:
+        if not self._is_used:
+            warnings.warn(
+                f"on({self._event_name!r}, ...) registered nothing, because it decorates no function: for a plain "
+                "call, use add_event_handler(event, handler)",
+                stacklevel=2,
+            )
+
+
 class Engine(Serializable, Generic[Batch, Output]):
     """Runs a process function over data, in epochs of iterations, and fires events.
 
@@ -237,7 +261,7 @@ class Engine(Serializable, Generic[Batch, Output]):
             self.add_event_handler(event_name, handler, *args, order=order, **kwargs)
             return handler
 
-        return register
+        return _Decorator(register, event_name)
 
     def has_event_handler(self, handler: Callable[..., object], event_name: EventLike | None = None) -> bool:
         """Return whether a handler is registered on an event, on any of several, or (``None``) on any event."""

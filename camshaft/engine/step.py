@@ -467,7 +467,7 @@ class Accumulation:
         if not isinstance(self._model, torch.nn.parallel.DistributedDataParallel) or group is None:
             warnings.warn(
                 f"the epoch ended inside a window of {self._size} batches, and {type(self._model).__name__} cannot "
-                f"average the gradients of its ranks afterwards: those of {counted(self._pending, 'batch')} are dropped",
+                f"average gradients over its ranks afterwards: those of {counted(self._pending, 'batch')} are dropped",
                 stacklevel=2,
             )
             return False

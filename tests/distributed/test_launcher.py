@@ -98,8 +98,8 @@ def test_run_is_for_the_block_only():
 
 
 def test_a_block_that_could_not_be_entered_is_not_entered():
-    parallel = idist.Parallel("gloo", unknown=1)
-    with pytest.raises(TypeError, match=r"backend 'gloo' got unknown options \['unknown'\]"), parallel:
+    parallel = idist.Parallel("gloo", rank=0)
+    with pytest.raises(ValueError, match="rank and world_size must be given together"), parallel:
         pass
     with pytest.raises(RuntimeError, match="within the block"):
         parallel.run(give)
@@ -247,6 +247,20 @@ def test_nodes_that_cannot_be_are_refused_at_once(arguments, message):
     for backend in ("gloo", "auto"):
         with pytest.raises(ValueError, match=message):
             idist.Parallel(backend, **{"nproc_per_node": 1, **arguments})
+
+
+@pytest.mark.parametrize("arguments", [{}, {"nproc_per_node": 1}])
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_an_unknown_option_is_refused_at_once(backend, arguments):
+    if backend not in idist.available_backends():
+        pytest.skip(f"{backend} is not installed")
+    message = (
+        rf"Parallel on backend '{backend}' got unknown options \['nproc'\]; it accepts .*'nproc_per_node'.*'timeout'"
+    )
+    with pytest.raises(TypeError, match=message):
+        idist.Parallel(backend, nproc=2, **arguments)
+    known = {"debug": True, "hang_report_after": 3.0, "timeout": timedelta(seconds=3), "device": "cpu"}
+    idist.Parallel(backend, **known, **arguments)
 
 
 def test_what_is_for_new_processes_is_ignored_with_a_warning_that_names_the_line():

@@ -736,7 +736,7 @@ def test_a_state_loaded_in_started_is_recounted_for_another_batch_size_too(whole
 def test_a_target_in_iterations_that_a_smaller_batch_size_reaches_at_once_warns():
     first = Recorder()
     first.engine.run(loader(batch_size=4), max_iters=8)
-    with pytest.warns(UserWarning, match="counts 8 iterations as completed, which reaches the target of 8: pass"):
+    with pytest.warns(UserWarning, match="counts 14 iterations as completed, which reaches the target of 8: pass"):
         assert Recorder().resumed(first.states[7], loader(batch_size=2)) == []
 
 
