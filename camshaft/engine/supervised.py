@@ -461,7 +461,7 @@ def _check_holds_parameters(optimizer: Any, model: Any, model_fn: Any) -> None:
     groups = getattr(optimizer, "param_groups", ())  # which an optimizer that wraps others may lack
     current, held = list(model.parameters()), [one for group in groups for one in group["params"]]
     missing = {one.shape for one in _without(current, held) if is_dtensor(one) and one.requires_grad}
-    stale = [one for one in _without(held, current) if one.shape in missing]
+    stale = [one for one in _without(held, current) if not is_lazy(one) and one.shape in missing]
     if stale:
         raise ValueError(
             f"optimizer must hold the parameters of model, got {len(stale)} that are no longer in it, the first of "
