@@ -43,9 +43,9 @@ def length_of(data: Any) -> int | None:
 
 
 def announce_epoch(data: Any, number: int) -> None:
-    """Call ``set_epoch(number)`` once on each sampler and batch sampler of a loader that has the method."""
-    for sampler in samplers_of(data):
-        if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+    """Call ``set_epoch(number)`` on the dataset, the samplers, and the batch samplers of a loader that have it."""
+    for part in (getattr(data, "dataset", None), *samplers_of(data)):
+        if callable(set_epoch := getattr(part, "set_epoch", None)):
             set_epoch(number)
 
 
@@ -268,7 +268,7 @@ class DataIterator:
             self.announce()
 
     def announce(self) -> None:
-        """Announce the number of the next pass to the samplers, once."""
+        """Announce the number of the next pass to the dataset and the samplers, once."""
         data = self.engine.state.dataloader
         if self._announced is not data:
             announce_epoch(data, self._next_number())
@@ -304,7 +304,9 @@ class DataIterator:
             position: Position = self._exact.position(batches, over=over, **self._pass)
             return position
         if isinstance(data, Stateful):
-            return {"batches": batches, "state": data.state_dict()} if batches and not over else None
+            if over or not batches:
+                return None
+            return {"epoch": self._number, "batches": batches, "state": data.state_dict()}
         is_skipped = self.skips_forward or getattr(data, "is_skipped_forward", False)
         if not is_skipped or (self._length is None and not batches):
             return None
