@@ -30,6 +30,7 @@ from camshaft.sharding import (
     reduce_gradients,
     without_reduction,
 )
+from camshaft.text import counted
 from camshaft.tree import convert_tensor
 from camshaft.types import DeviceLike
 
@@ -467,7 +468,7 @@ class Accumulation:
         if not isinstance(self._model, torch.nn.parallel.DistributedDataParallel) or group is None:
             warnings.warn(
                 f"the epoch ended inside a window of {self._size} batches, and {type(self._model).__name__} cannot "
-                f"average the gradients of its ranks afterwards: those of the last {self._pending} batches are dropped",
+                f"average gradients over its ranks afterwards: those of {counted(self._pending, 'batch')} are dropped",
                 stacklevel=2,
             )
             return False

@@ -48,7 +48,8 @@ _MOVED_AS_BYTES = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_PASSED_ON = frozenset(inspect.signature(dist.init_process_group).parameters) - {"backend", "store", "group_name"}
+_PASSED_ON = {one for one in inspect.signature(dist.init_process_group).parameters if not one.startswith("_")}
+OPTIONS = (_PASSED_ON | {"device"}) - {"backend", "store", "group_name"}
 
 
 class NativeBackend(Backend):
@@ -336,8 +337,7 @@ def check_options(name: str, options: dict[str, Any]) -> None:
         TypeError: an option is unknown.
         RuntimeError: there is no device for the backend.
     """
-    known = {option for option in _PASSED_ON if not option.startswith("_")} | {"device"}
-    check_known(options, known, f"backend {name!r}")
+    check_known(options, OPTIONS, f"backend {name!r}")
     kinds = dist.Backend.backend_capability.get(name, ["cpu"])
     here = accelerator()
     if "cpu" not in kinds and (here is None or here.type not in kinds):
