@@ -17,6 +17,7 @@ from torch.utils.data import (
 
 from camshaft.engine.dispatch import Plan
 from camshaft.engine.events import Events
+from camshaft.text import counted
 from camshaft.types import Stateful
 
 if TYPE_CHECKING:
@@ -42,9 +43,9 @@ def length_of(data: Any) -> int | None:
 
 
 def announce_epoch(data: Any, number: int) -> None:
-    """Call ``set_epoch(number)`` once on each sampler and batch sampler of a loader that has the method."""
-    for sampler in samplers_of(data):
-        if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+    """Call ``set_epoch(number)`` on the dataset, the samplers, and the batch samplers of a loader that have it."""
+    for part in (getattr(data, "dataset", None), *samplers_of(data)):
+        if callable(set_epoch := getattr(part, "set_epoch", None)):
             set_epoch(number)
 
 
@@ -92,8 +93,8 @@ def open_at(data: Any, position: Position) -> tuple[Iterator[Any], int]:
     if not batches or not getattr(data, "is_skipped_forward", False):
         return iter(data), 0
     warnings.warn(
-        f"the data cannot seek; skipping {batches} batches to resume. Unless the data come in the same order again, "
-        "they are not the batches that the run had before. Loaders of auto_dataloader over a sized dataset, and "
+        f"the data cannot seek; skipping {counted(batches, 'batch')} to resume. Unless the data come in the same order "
+        "again, they are not the batches that the run had before. Loaders of auto_dataloader over a sized dataset, and "
         "loaders with state_dict and load_state_dict, need no skipping",
         stacklevel=2,
     )
@@ -114,9 +115,9 @@ def warn_of_new_pass(data: Any, done: int) -> None:
     else:
         return
     warnings.warn(
-        f"the run resumes after {done} iterations of an epoch, but its {type(data).__name__} is read {place}: in this "
-        "epoch some samples are seen twice or never; make the loader with auto_dataloader and load a state with its "
-        "position, use a loader with state_dict and load_state_dict, or a DeterministicEngine",
+        f"the run resumes after {counted(done, 'iteration')} of an epoch, but its {type(data).__name__} is read "
+        f"{place}: in this epoch some samples are seen twice or never; make the loader with auto_dataloader and "
+        "load a state with its position, use a loader with state_dict and load_state_dict, or a DeterministicEngine",
         stacklevel=2,
     )
 
@@ -267,7 +268,7 @@ class DataIterator:
             self.announce()
 
     def announce(self) -> None:
-        """Announce the number of the next pass to the samplers, once."""
+        """Announce the number of the next pass to the dataset and the samplers, once."""
         data = self.engine.state.dataloader
         if self._announced is not data:
             announce_epoch(data, self._next_number())
@@ -303,7 +304,9 @@ class DataIterator:
             position: Position = self._exact.position(batches, over=over, **self._pass)
             return position
         if isinstance(data, Stateful):
-            return {"batches": batches, "state": data.state_dict()} if batches and not over else None
+            if over or not batches:
+                return None
+            return {"epoch": self._number, "batches": batches, "state": data.state_dict()}
         is_skipped = self.skips_forward or getattr(data, "is_skipped_forward", False)
         if not is_skipped or (self._length is None and not batches):
             return None

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, TensorDataset
 
+import camshaft.distributed as idist
 from camshaft.engine import DeterministicEngine, Engine, Events
 from tests.engine.traces import IT, IT_AGAIN, IT_BARE, SHORT, at, at_position, echo, flat, traced, unsized
 
@@ -230,6 +231,15 @@ def test_a_sampler_gets_the_number_of_each_pass_once(kind, arguments, numbers):
     loader, sampler = loader_with(kind, 4)
     Engine(echo).run(loader, **arguments)
     assert sampler.calls == sampler.passes == numbers
+
+
+def test_a_dataset_gets_the_number_of_each_pass_once():
+    class Data(IterableDataset):
+        __init__, __iter__, set_epoch = Epochs.__init__, Epochs.__iter__, Epochs.set_epoch
+
+    dataset = Data(4)
+    Engine(echo).run(idist.auto_dataloader(dataset, batch_size=2), max_epochs=3)
+    assert dataset.calls == dataset.passes == [0, 1, 2]
 
 
 def test_a_new_run_begins_at_0_again():

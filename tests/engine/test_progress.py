@@ -650,6 +650,33 @@ class Stateful(list):
         self.begin = state_dict["given"]
 
 
+class EpochStream:
+    """Data that resume in the epoch in which they were saved and start others anew, as streams of Hugging Face do."""
+
+    epoch = given = 0
+    saved = None
+
+    @property
+    def dataset(self):
+        return self
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        resumes = self.saved is not None and self.saved["epoch"] == self.epoch
+        self.given = self.saved["given"] if resumes else 0
+        for number in range(self.given, 5):
+            self.given += 1
+            yield torch.tensor(10 * self.epoch + number)
+
+    def state_dict(self):
+        return {"given": self.given, "epoch": self.epoch}
+
+    def load_state_dict(self, state_dict):
+        self.saved = state_dict
+
+
 @pytest.fixture(scope="module")
 def whole():
     recorder = Recorder()
@@ -736,7 +763,7 @@ def test_a_state_loaded_in_started_is_recounted_for_another_batch_size_too(whole
 def test_a_target_in_iterations_that_a_smaller_batch_size_reaches_at_once_warns():
     first = Recorder()
     first.engine.run(loader(batch_size=4), max_iters=8)
-    with pytest.warns(UserWarning, match="count as completed, which reaches the target of 8: pass a larger max_iters"):
+    with pytest.warns(UserWarning, match="counts 14 iterations as completed, which reaches the target of 8: pass"):
         assert Recorder().resumed(first.states[7], loader(batch_size=2)) == []
 
 
@@ -883,6 +910,16 @@ def test_a_kept_batch_survives_a_second_error_and_a_state_saved_before_it_counts
     assert seen == [0, 1, 2, 3, 4]
     if make is Stateful:
         assert (states[0]["iteration"], states[0]["position"]["lost"]) == (3, 1)
+
+
+@pytest.mark.parametrize("epoch_length", [None, 3, 5, 7])
+def test_data_with_a_state_resume_in_the_pass_in_which_they_were_saved(epoch_length):
+    recorder = Recorder()
+    recorder.engine.run(EpochStream(), max_epochs=4, epoch_length=epoch_length)
+    assert recorder.seen[:10] == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14]
+    for iteration in range(1, len(recorder.seen)):
+        seen = Recorder().resumed(recorder.states[iteration], EpochStream())
+        assert seen == recorder.seen[iteration:], iteration
 
 
 def test_a_kept_batch_is_freed_when_it_has_been_repeated():
@@ -1167,7 +1204,7 @@ def test_a_loader_of_torch_that_restarts_an_epoch_warns():
     data = DataLoader(range(4), batch_size=2)
     first = Recorder()
     first.engine.run(data, max_epochs=2)
-    with pytest.warns(UserWarning, match=r"after 1 iterations of an epoch.*or a DeterministicEngine"):
+    with pytest.warns(UserWarning, match=r"after 1 iteration of an epoch.*or a DeterministicEngine"):
         Recorder().resumed(first.states[3], data)
     assert len(Recorder().resumed(first.states[2], data)) == 2  # at the end of an epoch nothing is lost
 

@@ -9,8 +9,10 @@ makes the second after the first. If such facts form a cycle, then the ranks cal
 
 from __future__ import annotations
 
+import ast
 import functools
 import json
+import linecache
 import re
 import socket
 import sys
@@ -20,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, islice, takewhile
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
@@ -32,11 +34,10 @@ from camshaft.text import aligned
 PATIENCE = 3.0  # seconds that a rank waits before its wait is evidence
 BACKWARD = "backward (gradient reduction)"
 _FSDP, _DDP = "FSDP (parameters or gradients)", "DistributedDataParallel (parameters or buffers)"
-_AHEAD = (
-    _FSDP,
-    _DDP,
-    "torch.distributed",
-)  # may have begun more than they wait for; the others wait for all, or the last
+_WORK = "torch.distributed.Work.wait"
+_MESSAGES = (12, 13, 14)  # of torch's c10d::OpType: SEND, RECV, RECVANYSOURCE
+# may have begun more than they wait for; the others wait for all, or the last
+_AHEAD = (_FSDP, _DDP, "torch.distributed", _WORK)
 _POINT_TO_POINT = ("send", "recv", "send_object_list", "recv_object_list")  # wait for one rank, not for a group
 _WAITING_IN_TORCH = re.compile(r"/torch/(distributed/|nn/parallel/distributed\.py)")
 
@@ -114,7 +115,8 @@ def describe(main_thread: int, previous: Mapping[str, Any]) -> dict[str, Any]:
     if previous:
         cpu, seconds = used - previous["cpu_total"], now - previous["time"]
         idle_for = previous["idle_for"] + seconds if cpu <= _IDLE * seconds else 0.0
-    stack, doing = _stack(sys._current_frames().get(main_thread))
+    frame = sys._current_frames().get(main_thread)
+    stack, doing = _stack(frame)
     status: dict[str, Any] = {
         "time": now,
         "host": _HERE,
@@ -126,6 +128,8 @@ def describe(main_thread: int, previous: Mapping[str, Any]) -> dict[str, Any]:
         "cpu_total": used,
         "idle_for": idle_for,
         **_torch_groups(previous, idle_for > _REST),
+        # not before it is evidence: up to Python 3.12, the locals of a frame stay referenced once they have been read
+        "awaited": _awaited(frame) if idle_for > PATIENCE else None,
     }
     is_same = previous and all(status[key] == previous[key] for key in ("stack", "engines", "torch"))
     return {**status, "since": previous["since"] if is_same else now}
@@ -157,6 +161,53 @@ def _stack(frame: FrameType | None) -> tuple[list[str], str]:
             place, doing = found, _PURPOSES[found][1]
         frame = frame.f_back
     return lines, doing
+
+
+def _awaited(frame: FrameType | None) -> tuple[str, int | None] | None:
+    """Return what of torch a thread waits in that its stack does not tell, and for which rank, if it is one."""
+    try:
+        if frame is None:
+            return None
+        if frame.f_code.co_filename.endswith("/torch/distributed/distributed_c10d.py"):
+            found = None
+            while frame is not None and "/torch/" in frame.f_code.co_filename:
+                found, frame = frame if frame.f_code.co_name in _POINT_TO_POINT else found, frame.f_back
+            return None if found is None else (f"torch.distributed.{found.f_code.co_name}", _peer(found.f_locals))
+        work = _receiver_of_wait(frame)
+        is_collective = isinstance(work, dist.Work) and cast(Any, work)._get_op_type() not in _MESSAGES  # torch's stubs
+        return (_WORK, None) if is_collective else None
+    except Exception:  # the thread runs on meanwhile, and the line may contain anything
+        return None
+
+
+def _peer(arguments: Mapping[str, Any]) -> int | None:
+    """Return the rank at the other end of a message, from the arguments; ``None`` for any rank."""
+    rank, in_group = (
+        next((arguments[name] for name in names if arguments.get(name) is not None), None)
+        for names in (("src", "dst"), ("group_src", "group_dst"))
+    )
+    if rank is None and in_group is not None:
+        group: Any = arguments.get("group") or dist.group.WORLD
+        rank = dist.get_global_rank(group, in_group)
+    return rank
+
+
+def _receiver_of_wait(frame: FrameType) -> Any:
+    """Return the object of a call such as ``work.wait()`` or ``self.work.wait()`` that a frame is in, else ``None``."""
+    code = frame.f_code
+    if not hasattr(code, "co_positions"):  # Python 3.10
+        return None
+    first, last, start, end = next(islice(code.co_positions(), frame.f_lasti // 2, None))
+    if first is None or first != last:
+        return None
+    line = linecache.getline(code.co_filename, first).encode()
+    match ast.parse(line[start:end].decode(), mode="eval").body:
+        case ast.Call(func=ast.Attribute(value=receiver, attr="wait")):
+            names = ast.unparse(receiver).split(".")
+    found = {**frame.f_globals, **frame.f_locals}[names[0]]
+    for name in names[1:]:
+        found = vars(found)[name]  # without the code of a property
+    return found
 
 
 # paths, or "path:function", with what runs there and whether that explains a long wait; the first match counts
@@ -293,11 +344,21 @@ def _waits(one: Snapshot, now: float, patience: float) -> list[_Wait]:
             for entry in running
         ]
     what = "" if running else _operation_in(stack)
+    awaited, peer = status.get("awaited") or ("", None)
+    if not running and not what:
+        what = awaited
     since = max(status.get("time", 0.0) - status.get("idle_for", 0.0), status.get("since", 0.0))
     if not what or status["time"] - since <= patience:
         return []
     begun, unfinished = status.get("torch", {}), status.get("unfinished")
     line = _user_line(stack)
+    if what == awaited and what != _WORK:
+        ranks = range(one.world_size) if peer is None else sorted({one.rank, peer})
+        return [_Wait(one.rank, what, "", ranks, 0, since, line, None)]
+    if (
+        what == _WORK and unfinished is None
+    ):  # torch 2.9 only tells how many it has begun; it may wait for an earlier one
+        return []
     waits = []
     for group in begun if unfinished is None else unfinished:
         if group in begun:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from torch import nn
 
 from camshaft import activity
 from camshaft.distributed import get_rank
+from camshaft.distributed.coordination import diagnosis
 from camshaft.distributed.coordination.diagnosis import (
     BACKWARD,
     _operation_in,
@@ -604,6 +606,42 @@ def test_ranks_that_do_not_wait_in_torch_have_no_report(status):
     assert hang_report([direct(0, **status), snapshot(1, torch={"0: all": 6})], 0, NOW) is None
 
 
+def waiting_for_message(rank, peer, **status):
+    stack = [DIRECT.replace(" in barrier", " in recv"), OWN]
+    return direct(rank, **{"stack": stack, "unfinished": {}, "awaited": ["torch.distributed.recv", peer], **status})
+
+
+def test_the_report_of_a_hang_names_the_rank_that_a_message_is_to_come_from():
+    others = [snapshot(1, torch={"0: all": 6}, size=3), snapshot(2, torch={"0: all": 6}, size=3)]
+    report = hang_report([waiting_for_message(0, 2, size=3), *others], 0, NOW)
+    assert report.missing == [2]
+    assert report.text.startswith(f"rank 0 has been waiting for 10 s in torch.distributed.recv at {OWN}, for rank 2:\n")
+    assert hang_report([waiting_for_message(0, None, size=3), *others], 0, NOW).missing == [1, 2]
+
+
+@pytest.mark.parametrize("other", [waiting_for_message(1, 0), snapshot(1, call()), direct(1)])
+def test_no_verdict_on_ranks_that_wait_for_messages_which_may_have_been_sent(other):
+    assert verdicts_on([waiting_for_message(0, 1), other]) == []
+
+
+@pytest.mark.parametrize(
+    ("status", "is_found"),
+    [
+        ({}, True),
+        ({"awaited": None}, False),  # it may sleep, with an operation in progress
+        ({"unfinished": {}}, False),
+        ({"unfinished": None}, False),  # of torch 2.9, which does not tell how many have ended
+        ({"unfinished": {"0: all": [[6, "all_reduce"], [7, "all_reduce"]]}}, False),  # it may wait for the sixth
+    ],
+)
+def test_a_rank_that_waits_for_an_asynchronous_operation(status, is_found):
+    waiting = direct(0, **{"stack": [OWN], "awaited": ["torch.distributed.Work.wait", None], **status})
+    other = snapshot(1, call(how="SUM"), torch={"0: all": 6}, unfinished={})
+    text = divergence([waiting, other], NOW)
+    assert (text is not None) == is_found
+    assert not is_found or "rank 0  torch.distributed.Work.wait  all    -    /job/train.py:9 in step  rank 1" in text
+
+
 def test_a_collective_of_torch_on_one_rank_and_a_recorded_one_on_the_other():
     behind = snapshot(1, call(how="SUM"), torch={"0: all": 6}, unfinished={})
     text = divergence([direct(0), behind], NOW)
@@ -936,3 +974,45 @@ def test_a_rank_that_waits_for_reductions_inside_backward():
     assert numbers[1][1] in (None, {})
     if rank == 0:
         assert _operation_in(found[0]["stack"]) == BACKWARD
+
+
+class Holder:
+    """An object with an operation."""
+
+
+@pytest.mark.jobs
+@on_ranks(2)
+def test_what_a_rank_waits_in_that_its_stack_does_not_tell():
+    main, tensor, found, holder = threading.get_ident(), torch.ones(3), [], Holder()
+    store = dist.PrefixStore("look", dist.distributed_c10d._get_default_store()).clone()
+
+    def look():
+        status = {}
+        with mock.patch.object(diagnosis, "PATIENCE", 1.0):
+            while status.get("idle_for", 0.0) < 1.5:
+                time.sleep(0.4)
+                status = describe(main, status)
+        found.append(status["awaited"])
+        store.set(f"seen/{len(found)}", "")
+
+    def wait_for_collective():
+        holder.work = dist.all_reduce(tensor, async_op=True)
+        holder.work.wait()
+
+    def wait_for_message():
+        work = dist.irecv(tensor, 1)
+        work.wait()
+
+    waits = [wait_for_collective, wait_for_message, lambda: dist.recv(tensor, 1), lambda: dist.recv(tensor)]
+    for number, wait in enumerate(waits, 1):
+        if get_rank() == 0:
+            thread = threading.Thread(target=look)
+            thread.start()
+            wait()
+            thread.join()
+        else:
+            store.wait([f"seen/{number}"])
+            dist.all_reduce(tensor) if number == 1 else dist.send(tensor, 0)
+    if get_rank() == 0:
+        work = ("torch.distributed.Work.wait", None) if sys.version_info >= (3, 11) else None
+        assert found == [work, None, ("torch.distributed.recv", 1), ("torch.distributed.recv", None)]
