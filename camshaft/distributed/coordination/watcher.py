@@ -90,6 +90,8 @@ class Watcher(Resource):
 
     Attributes:
         has_connected: set once the record names the job, so that the other ranks find it, even if this one then dies.
+        is_everywhere: whether every rank has a watcher, as in a job that is initialized; of a group that was adopted,
+            some ranks may never use this package.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class Watcher(Resource):
         self._agent, self._end_at = agent, math.inf
         self._store: Store | None = None
         self._is_lost = self._is_closed = False
-        self.has_connected = Event()
+        self.has_connected, self.is_everywhere = Event(), False
         self._callbacks: dict[str, Callback] = {}
         self._exchanges: dict[str, Exchange] = {}
         self._place = ""  # of this node's values in the store
@@ -315,7 +317,7 @@ class Watcher(Resource):
     def _must_stay(self) -> bool:
         """Return True if this rank leaves, and the store with it, before all others know the name of the job."""
         store = self._store
-        if self._left is None or self._rank != 0 or self._record is None or store is None or self._is_lost:
+        if self._left is None or self._rank != 0 or not self.is_everywhere or store is None or self._is_lost:
             return False
         try:
             return store.add("connected", 0) < self._size

@@ -205,7 +205,7 @@ def test_rank_0_leaves_its_record_once_all_know_the_name_of_the_job(two_ranks):
     """Its process may serve the store, and only the record then tells how it has left."""
     first, second = two_ranks
     first._connect()
-    first._left = "has left"
+    first._left, first.is_everywhere = "has left", True
     first.look(0.0)
     assert not first._has_told.is_set()
     second._connect()
