@@ -127,7 +127,7 @@ def supervised_training_step(
     def forward(x: Any, y: Any) -> tuple[Any, Tensor]:
         y_pred = model_transform(model_fn(model, x))
         loss = loss_fn(y_pred, y)
-        if not hasattr(loss, "backward"):
+        if not isinstance(loss, Tensor):
             raise TypeError(f"loss_fn must return a tensor, got {described(loss)}")
         return y_pred, loss
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import socket
-import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ from camshaft.distributed.backends.native import gloo
 from camshaft.distributed.backends.native.release import connections_to, release_groups
 from camshaft.distributed.backends.native.rendezvous import open_store
 from camshaft.distributed.topology import Launch, Topology
+from camshaft.sharding import is_wrapped
 
 _CPU = torch.device("cpu")
 _NO_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
@@ -262,7 +262,7 @@ class NativeBackend(Backend):
 
     def wrap_model(self, model: nn.Module, sync_bn: bool, **options: Any) -> nn.Module:
         """Wrap in ``DistributedDataParallel``."""
-        if self.topology.world_size == 1 or _is_wrapped(model):
+        if self.topology.world_size == 1 or is_wrapped(model):
             return model
         if sync_bn:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch's
@@ -286,14 +286,6 @@ class NativeBackend(Backend):
 
 def _movable(tensor: Tensor) -> Tensor:
     return as_bytes(tensor) if tensor.dtype in _MOVED_AS_BYTES else tensor
-
-
-def _is_wrapped(model: nn.Module) -> bool:
-    """Return True if a model, compiled or not, reduces its gradients already; FSDP is imported only by its users."""
-    inner = getattr(model, "_orig_mod", model)
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    sharded = () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
-    return isinstance(inner, (nn.parallel.DistributedDataParallel, *sharded))
 
 
 # --- starting a run, and adopting one --------------------------------------------------------------------------
