@@ -37,7 +37,15 @@ from camshaft.handlers.checkpoint.savers import (
     is_writer,
     names_in,
 )
-from camshaft.handlers.checkpoint.state import CHECKPOINTER, check_to_save, differs_by_rank, is_container, split, take_state, walk
+from camshaft.handlers.checkpoint.state import (
+    CHECKPOINTER,
+    check_to_save,
+    differs_by_rank,
+    is_container,
+    split,
+    take_state,
+    walk,
+)
 from camshaft.handlers.utils import check_callable, check_text, missing_metric
 
 ScoreFunction = Callable[[Engine[Any, Any]], Any]
