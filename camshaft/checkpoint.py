@@ -25,7 +25,7 @@ from camshaft.handlers.checkpoint.loading import read_checkpoint
 from camshaft.handlers.checkpoint.savers import MISSING, SAFETENSORS, Entry, Manifest, as_safetensors, names_in
 from camshaft.handlers.checkpoint.shards import Chunks
 from camshaft.handlers.checkpoint.state import read_chunks, walk
-from camshaft.text import aligned
+from camshaft.text import RED, Look, aligned
 
 Row = dict[str, Any]
 """What is printed about a checkpoint or a value; the keys are those of ``--json``."""
@@ -79,14 +79,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows = checkpoints(options.directory, is_verify)
             is_good, nothing = not is_verify or not any(row["problem"] for row in rows), "no checkpoints"
     except (RuntimeError, OSError, ValueError, TypeError, ImportError, pickle.UnpicklingError) as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"{Look.of(sys.stderr).styled('error:', RED)} {error}\n")
         return 2
     if options.json:
         sys.stdout.write("".join(f"{json.dumps(row)}\n" for row in rows))
     else:
         columns = list(rows[0]) if rows else []
         cells = [[_text(row[name]) for name in columns] for row in rows]
-        sys.stdout.write(f"{aligned([columns, *cells]) if rows else nothing}\n")
+        text = aligned([columns, *cells], Look.of(sys.stdout), {"problem": RED}) if rows else nothing
+        sys.stdout.write(f"{text}\n")
     return 0 if is_good else 1
 
 

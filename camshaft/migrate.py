@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import Any
 
 from camshaft.files import write_atomically
-from camshaft.text import counted
+from camshaft.text import BOLD, CYAN, GREEN, RED, Look, counted
 
 PAGE = "docs/migrating/from-ignite.md"
 Edit = tuple[int, int, str]  # start, end, replacement
@@ -842,10 +842,16 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
             yield from (Path(folder, name) for name in sorted(names) if name.endswith((".py", ".ipynb")))
 
 
-def _diff(result: Result) -> str:
+def _diff(result: Result, look: Look) -> str:
+    """Return the differences, in the colors of ``git diff``."""
     lines = difflib.unified_diff(_lines(result.old), _lines(result.new), str(result.path), str(result.path))
-    ends = ("\n", "\r")
-    return "".join(line if line.endswith(ends) else f"{line}\n\\ No newline at end of file\n" for line in lines)
+    styles = {"@": CYAN, "-": RED, "+": GREEN}
+    text = ""
+    for number, line in enumerate(lines):
+        content = line.rstrip("\r\n")
+        end = line[len(content) :] or "\n\\ No newline at end of file\n"
+        text += look.styled(content, BOLD if number < 2 else styles.get(line[0])) + end
+    return text
 
 
 def _write(result: Result) -> None:
@@ -888,7 +894,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if options.write:
                     _write(result)
                 else:
-                    sys.stdout.write(_diff(result))
+                    sys.stdout.write(_diff(result, Look.of(sys.stdout)))
                 changed += 1
         except (OSError, SyntaxError, UnicodeError) as error:
             sys.stderr.write(f"{path}: left as it is: {error}\n")

@@ -1,18 +1,74 @@
-"""Format values as text: numbers and tensors for log lines, and tables."""
+"""Format values as text: numbers and tensors for log lines, and tables for terminals and files."""
 
 from __future__ import annotations
 
+import os
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 from numbers import Number, Real
 from typing import Any
 
 import torch
 
+BOLD, RED, GREEN, CYAN = "1", "31", "32", "36"  # styles, by their numbers in ANSI escape codes
+
 _MOST_ELEMENTS = 10
+_USUAL_WIDTH = 80
+_NARROWEST = 8  # characters of a column that is wrapped
 
 
-def table(columns: Mapping[str, Mapping[str, str]]) -> str:
-    """Return a table with a column per mapping, and a row per key of any of them.
+@dataclass(frozen=True)
+class Look:
+    """How text is shown: by default as in a file, whose lines are not wrapped.
+
+    Attributes:
+        width: characters that fit in a line; ``None`` for any number.
+        has_colors: whether ANSI escape codes may be used.
+    """
+
+    width: int | None = None
+    has_colors: bool = False
+
+    @classmethod
+    def of(cls, stream: Any) -> Look:
+        """Return the look of a terminal if ``stream`` is one.
+
+        The environment decides about colors as it does for Python's own output: ``PYTHON_COLORS=0`` or ``1`` comes
+        first, then ``NO_COLOR``, ``FORCE_COLOR``, and ``TERM=dumb``.
+        """
+        is_terminal = getattr(stream, "isatty", bool)()
+        has_colors = is_terminal and os.environ.get("TERM") != "dumb"
+        if (wish := os.environ.get("PYTHON_COLORS")) in ("0", "1"):
+            has_colors = wish == "1"
+        elif os.environ.get("NO_COLOR"):
+            has_colors = False
+        elif os.environ.get("FORCE_COLOR"):
+            has_colors = True
+        return cls(_columns(stream) if is_terminal else None, has_colors)
+
+    def styled(self, text: str, style: str | None) -> str:
+        """Return text in a style, or unchanged if there are no colors.
+
+        >>> Look().styled("error", RED), Look(has_colors=True).styled("error", RED)
+        ('error', '\\x1b[31merror\\x1b[0m')
+        """
+        return f"\x1b[{style}m{text}\x1b[0m" if style and self.has_colors else text
+
+
+_FILE = Look()
+
+
+def _columns(terminal: Any) -> int:
+    try:
+        return os.get_terminal_size(terminal.fileno()).columns or _USUAL_WIDTH
+    except (AttributeError, OSError):  # such as the one of an IDE
+        return _USUAL_WIDTH
+
+
+def table(columns: Mapping[str, Mapping[str, str]], look: Look = _FILE, styles: Mapping[str, str] | None = None) -> str:
+    """Return a table with a column per mapping, and a row per key of any of them; see :func:`aligned`.
 
     >>> print(table({"horovodrun": {"rank": "HOROVOD_RANK=0"}, "environment": {"rank": "RANK=1", "world_size": "3"}}))
                 horovodrun      environment
@@ -21,13 +77,45 @@ def table(columns: Mapping[str, Mapping[str, str]]) -> str:
     """
     keys = list(dict.fromkeys(key for column in columns.values() for key in column))
     rows = [["", *columns], *([key, *(column.get(key, "-") for column in columns.values())] for key in keys)]
-    return aligned(rows)
+    return aligned(rows, look, styles)
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of cells as text, with columns of the same width."""
+def aligned(rows: Sequence[Sequence[str]], look: Look = _FILE, styles: Mapping[str, str] | None = None) -> str:
+    """Return rows of cells as text, with columns of the same width.
+
+    Args:
+        rows: the cells; the first row are the headings, which are left out if all of them are empty.
+        look: if it has a width, the widest columns are made narrower until a row fits, and their cells are wrapped, so
+            that nothing is lost.
+        styles: styles of cells, by their text or by the heading of their column.
+
+    >>> print(aligned([["line", "state"], ["train.py:12 in train_model", "waits"]], Look(width=20)))
+    line           state
+    train.py:12    waits
+    in
+    train_model
+    """
+    headings, styles = rows[0], styles or {}
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    while look.width and sum(widths) + 2 * (len(widths) - 1) > look.width and max(widths) > _NARROWEST:
+        widths[widths.index(max(widths))] -= 1
+    lines = []
+    for row in rows if any(headings) else rows[1:]:
+        cells = [
+            [cell] if len(cell) <= width else textwrap.wrap(cell, width, break_on_hyphens=False)
+            for cell, width in zip(row, widths, strict=True)
+        ]
+        styles_here = [
+            BOLD if row is headings else styles.get(cell, "" if cell == "-" else styles.get(heading))
+            for cell, heading in zip(row, headings, strict=True)
+        ]
+        for parts in zip_longest(*cells, fillvalue=""):
+            padded = (
+                look.styled(part, part and style) + " " * (width - len(part))
+                for part, style, width in zip(parts, styles_here, widths, strict=True)
+            )
+            lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
 
 
 def counted(number: int, noun: str) -> str:

@@ -96,7 +96,7 @@ def output_in_terminal(command: str) -> str:
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
     script, *options = command.split()[1:]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "NO_COLOR": "1"}  # the picture has its own
     written = b""
     with tempfile.TemporaryDirectory() as folder:
         arguments = [sys.executable, str(ROOT / script), *options]

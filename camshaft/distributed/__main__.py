@@ -32,7 +32,7 @@ from camshaft.distributed.record import Snapshot, find, read, state_of
 from camshaft.distributed.registry import NEEDS, choose, known_backends, lack_of
 from camshaft.distributed.run import current, finalize, initialize
 from camshaft.distributed.topology import Topology
-from camshaft.text import counted, table
+from camshaft.text import BOLD, GREEN, RED, Look, counted, table
 from camshaft.version import __version__
 
 Report = dict[str, Any]
@@ -41,6 +41,7 @@ Report = dict[str, Any]
 _LIMIT = 30  # seconds for an MPI library to report its version
 _GIB = 2**30
 _STACK = 5  # innermost lines of a stack to show
+_STYLES = {"yes": GREEN, "alive": GREEN, "dead": RED}
 _LIBRARIES = {"xla-tpu": "torch_xla", "horovod": "horovod"}
 
 
@@ -61,13 +62,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=60, help="seconds that --backend may take (default: 60)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per rank and line")
     options = parser.parse_args(arguments)
+    look = Look.of(sys.stdout)
     if options.inspect:
         snapshots = [found for path in find() if (found := read(path)) is not None]
-        sys.stdout.write(as_json(snapshots) if options.json else jobs_text(snapshots))
+        sys.stdout.write(as_json(snapshots) if options.json else jobs_text(snapshots, look))
         return 0
 
     def show(reports: Sequence[Report]) -> None:  # in one write, as the ranks share the output
-        sys.stdout.write("".join(f"{json.dumps(one) if options.json else as_text(one)}\n" for one in reports))
+        sys.stdout.write("".join(f"{json.dumps(one) if options.json else as_text(one, look)}\n" for one in reports))
         sys.stdout.flush()
 
     def fail(reason: str) -> NoReturn:
@@ -141,8 +143,8 @@ def try_backend(report: Report, name: str) -> list[Report]:
     return reports or []
 
 
-def as_text(report: Report) -> str:
-    """Return a report as lines and tables."""
+def as_text(report: Report, look: Look) -> str:
+    """Return a report as tables."""
     place, backends = report["topology"], report["backends"]
     who = f"rank {place['rank']} of {place['world_size']}" if place else "a process"
     title = f"{who} on {report['host']}"
@@ -151,9 +153,12 @@ def as_text(report: Report) -> str:
         "launcher": f"{report['launcher'] or 'none found'}{where}" if place else None,
         "backend 'auto'": report["auto"],
         "tried": report["proof"],
-        "error": report["error"],
     }
-    lines = [title, "-" * len(title), *(f"{what}: {text}" for what, text in remarks.items() if text)]
+    texts = [look.styled(title, BOLD), "-" * len(title)]
+    if known := {what: text for what, text in remarks.items() if text}:
+        texts.append(table({"": known}, look))
+    if report["error"]:
+        texts.append(f"{look.styled('error:', RED)} {report['error']}")
     numbers = {name: str(value) for name, value in (place or {}).items()}
     tables = [{"value": numbers, "from": report["sources"]}] if place else []
     tables += [{"version": report["versions"]}, {"device": report["devices"]}]
@@ -164,7 +169,8 @@ def as_text(report: Report) -> str:
             "missing": {name: one["missing"] or "-" for name, one in backends.items()},
         }
     )
-    return "\n\n".join(["\n".join(lines), *map(table, tables)]) + "\n"
+    shown = [table(one, look, _STYLES) for one in tables]
+    return "\n\n".join(["\n".join(texts), *shown]) + "\n"
 
 
 def as_json(snapshots: Iterable[Snapshot]) -> str:
@@ -172,27 +178,27 @@ def as_json(snapshots: Iterable[Snapshot]) -> str:
     return "".join(f"{json.dumps({**asdict(one), 'path': os.fspath(one.path)})}\n" for one in snapshots)
 
 
-def jobs_text(snapshots: Iterable[Snapshot]) -> str:
+def jobs_text(snapshots: Iterable[Snapshot], look: Look) -> str:
     """Return for each job the table of its ranks on this machine and their stacks; the latest job is the last one."""
     jobs = defaultdict[str, list[Snapshot]](list)
     for one in sorted(snapshots, key=lambda one: one.rank):
         jobs[one.job or f"not known yet to process {one.pid}"].append(one)
     latest = sorted(jobs, key=lambda job: max(one.status.get("time", 0) for one in jobs[job]))
-    texts = [_job_text(job, jobs[job]) for job in latest]
+    texts = [_job_text(job, jobs[job], look) for job in latest]
     return "\n".join(texts) or f"no rank on {socket.gethostname()} is running, or was killed in the last 24 hours\n"
 
 
-def _job_text(job: str, ranks: Sequence[Snapshot]) -> str:
+def _job_text(job: str, ranks: Sequence[Snapshot], look: Look) -> str:
     title = f"job {job}: {len(ranks)} of {counted(ranks[0].world_size, 'rank')} ran on {ranks[0].host}"
     rows = {f"rank {one.rank}": _facts(one) for one in ranks}
     names = dict.fromkeys(name for row in rows.values() for name in row)
     columns = {name: {rank: row.get(name) or "-" for rank, row in rows.items()} for name in names}
-    parts = [f"{title}\n{'-' * len(title)}\n{table(columns)}"]
+    parts = [f"{look.styled(title, BOLD)}\n{'-' * len(title)}\n{table(columns, look, _STYLES)}"]
     for one in ranks:
         status = one.status
         if failure := status.get("failure"):
             texts = (failure.get("error"), failure.get("where"))
-            parts.append(f"rank {one.rank} failed: {', '.join(filter(None, texts))}")
+            parts.append(f"{look.styled(f'rank {one.rank} failed:', RED)} {', '.join(filter(None, texts))}")
         elif left := status.get("left"):
             parts.append(f"rank {one.rank} {left}")
     stacks = defaultdict[tuple[str, ...], list[int]](list)  # most ranks do the same

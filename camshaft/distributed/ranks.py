@@ -96,7 +96,7 @@ def hostname() -> str:
 
 
 def show_config() -> None:
-    """Log the distributed configuration in ten records; ``unknown`` where a query would raise."""
+    """Log the distributed configuration in ten records, with aligned values; ``unknown`` where a query would raise."""
     topology, assumed = current().topology, current().assumed
     known = {name: "unknown" if name in assumed else value for name, value in vars(topology).items()}
     lines = {
@@ -112,7 +112,7 @@ def show_config() -> None:
         "node rank": known["node_rank"],
     }
     for name, value in lines.items():
-        logger.info("%s: %s", name, value)
+        logger.info("%-26s %s", f"{name}:", value)
 
 
 def _known(number: str) -> int:

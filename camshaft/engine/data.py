@@ -66,6 +66,11 @@ def exact_batches(data: Any) -> Any:
     return sampler if callable(getattr(kind, "position", None)) and callable(getattr(kind, "seek", None)) else None
 
 
+def has_own_state(data: Any) -> bool:
+    """Return whether data save their position themselves, which is always the present one."""
+    return isinstance(data, Stateful) and exact_batches(data) is None
+
+
 def can_start_anywhere(data: Any) -> bool:
     """Return whether data can start at a position, including one that was saved of other data."""
     is_exact = exact_batches(data) is not None
@@ -274,12 +279,6 @@ class DataIterator:
             announce_epoch(data, self._next_number())
             self._announced = data
 
-    @property
-    def has_own_state(self) -> bool:
-        """Whether the data save their position themselves, which is always the present one."""
-        data = self.engine.state.dataloader
-        return isinstance(data, Stateful) and exact_batches(data) is None
-
     def can_return(self, batches: int, fetched: int) -> bool:
         """Return whether a resumed run can get the last batches again.
 
@@ -289,7 +288,7 @@ class DataIterator:
         """
         if not self.has_started or self.engine.state.dataloader is None:
             return True
-        if self.has_own_state:
+        if has_own_state(self.engine.state.dataloader):
             return batches == 0 and (not fetched or self._given() == 0)
         return batches <= self._given()
 

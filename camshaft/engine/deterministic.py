@@ -125,7 +125,7 @@ class SeededDataIterator(DataIterator):
         assert self.start is not None, "the run has started"
         position, state = self.start.position, self.engine.state
         if self.start.batches is not None or (position is not None and "state" in position):
-            return super().open_first_pass()
+            return self._with_saved_random_state(*super().open_first_pass())
         data = state.dataloader = _with_reproducible_batches(state.dataloader)
         exact, sampler = exact_batches(data), getattr(data, "batch_sampler", None)
         if exact is None:
@@ -144,11 +144,7 @@ class SeededDataIterator(DataIterator):
             sampler._draw()
         else:
             iterator = self._skip(data, skipped)
-        random_state = getattr(state, "rng_states", None)
-        if skipped and random_state is not None:
-            restore_random_state(random_state)
-        state.rng_states = None
-        return iterator, skipped
+        return self._with_saved_random_state(iterator, skipped)
 
     def open_pass(self, number: int, cut_after: int | None) -> Iterator[Any]:
         """Open a later pass, seeded."""
@@ -162,6 +158,13 @@ class SeededDataIterator(DataIterator):
         if isinstance(sampler, ReproducibleBatchSampler):
             sampler._draw()
         return iterator
+
+    def _with_saved_random_state(self, iterator: Iterator[Any], skipped: int) -> tuple[Iterator[Any], int]:
+        state = self.engine.state
+        if skipped and (random_state := getattr(state, "rng_states", None)) is not None:
+            restore_random_state(random_state)
+        state.rng_states = None
+        return iterator, skipped
 
     def _find_pass(self, length: int | None) -> tuple[int, int]:
         """Return the number of the pass in which the run starts, and its batches that the run already had."""
@@ -212,7 +215,8 @@ class DeterministicEngine(Engine[Batch, Output]):
     (``camshaft.utils.manual_seed``) the same way before the first run and before a resumed one.
 
     Resuming at the start of a pass reproduces everything. Resuming in the middle reproduces the samples of each batch,
-    without loading those before, and augmentation unless it draws from the generators of the main process. During a run
+    without loading those before, and augmentation unless it draws from the generators of the main process. Dropout
+    continues with the random states that were saved; :class:`.Checkpoint` saves those of all ranks. During a run
     on a machine with CUDA, torch prefers deterministic algorithms.
 
     Args:
@@ -239,6 +243,10 @@ class DeterministicEngine(Engine[Batch, Output]):
         super().__init__(process_function)
         self.state_dict_user_keys.append("rng_states")
         self.state.rng_states = None
+
+    @property
+    def _keys_of_ranks(self) -> tuple[str, ...]:
+        return (*super()._keys_of_ranks, "rng_states")
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return what :meth:`Engine.state_dict` returns, and the current random states as ``rng_states``."""

@@ -12,7 +12,7 @@ from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overl
 
 from camshaft import activity
 from camshaft.base import Serializable
-from camshaft.engine.data import DataIterator, can_start_anywhere, seek_with_new_length
+from camshaft.engine.data import DataIterator, can_start_anywhere, has_own_state, seek_with_new_length
 from camshaft.engine.dispatch import Dispatcher
 from camshaft.engine.events import (
     CallableEventWithFilter,
@@ -592,6 +592,11 @@ class Engine(Serializable, Generic[Batch, Output]):
             self._run.data.replace(data)
 
     # --- saving and loading --------------------------------------------------------------------------------
+
+    @property
+    def _keys_of_ranks(self) -> tuple[str, ...]:
+        """Keys of the state that are different on each rank: a checkpoint holds them for every rank."""
+        return ("position",) if has_own_state(self.state.dataloader) else ()
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return the progress, the target, and the attributes that ``state_dict_user_keys`` names.

@@ -29,6 +29,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from camshaft import activity
+from camshaft.engine.data import has_own_state
 from camshaft.engine.events import Events, FailureEvents
 from camshaft.engine.progress import Origin, Progress, is_done, target_of
 from camshaft.errors import annotate, line_of_caller, line_of_error
@@ -317,7 +318,7 @@ class Run:
             return self.engine._progress
         done = self.completed if self.window is None else min(self.window, self.completed)
         back = self.begun - done if self.in_epoch else 0
-        fetched = int(self.data.has_own_state and self._has_fetched())
+        fetched = int(has_own_state(self.engine.state.dataloader) and self._has_fetched())
         if self.data.can_return(back, fetched):
             return self._progress(back)
         return self._progress(-fetched, lost=back + fetched)
@@ -334,7 +335,7 @@ class Run:
             return self.progress()
         retry = replace(self._progress(self.begun - self.completed), origin=Origin.FAILED)
         if not isinstance(self.engine.state.dataloader, Iterator):
-            if not self.data.has_own_state:
+            if not has_own_state(self.engine.state.dataloader):
                 return replace(self.progress(), origin=Origin.FAILED)
             if retry.position is None:  # the pass is read from its beginning
                 return retry

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import sys
 import weakref
 from array import array
 from collections import OrderedDict
@@ -19,7 +20,7 @@ from camshaft.engine.dispatch import Invocation, Registration, name_of
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, FailureEvents, Order, RemovableEventHandle
 from camshaft.handlers.utils import check_engine
-from camshaft.text import aligned
+from camshaft.text import Look, aligned
 
 __all__ = ["BasicTimeProfiler", "HandlersTimeProfiler"]
 
@@ -410,9 +411,9 @@ class HandlersTimeProfiler(_Profiler):
     def print_results(results: Sequence[Sequence[Any]]) -> str:
         """Print what :meth:`get_results` returned as a table, and return the text."""
         titles = ("Handler", "Event Name", "Total(s)", "Min(s)/IDX", "Max(s)/IDX", "Mean(s)", "Std(s)")
-        text = aligned([titles, *(list(map(_cell, row)) for row in results)])
-        print(text)  # noqa: T201  # its purpose
-        return text
+        rows = [titles, *(list(map(_cell, row)) for row in results)]
+        print(aligned(rows, Look.of(sys.stdout)))  # noqa: T201  # its purpose
+        return aligned(rows)
 
 
 def _tensor(seconds: array[float]) -> Tensor:

@@ -15,6 +15,7 @@ from camshaft.engine.events import EventLike, Events, FailureEvents, RemovableEv
 from camshaft.engine.state import State
 from camshaft.handlers.base_logger import BaseLogger, BaseOutputHandler
 from camshaft.handlers.utils import check_engine, global_step_from_engine, joined, load_optional, num_epochs
+from camshaft.text import Look
 
 __all__ = ["ProgressBar", "global_step_from_engine"]
 
@@ -148,10 +149,11 @@ class ProgressBar(BaseLogger):
     def _make_bar(self, desc: str, **options: Any) -> Any:
         own = {"leave": self.persist, "bar_format": self.bar_format}
         options = {**own, **options, **self.tqdm_kwargs, "desc": desc}
-        is_terminal = getattr(options.get("file") or sys.stderr, "isatty", bool)()
-        is_notebook = any("notebook" in base.__module__ for base in self._tqdm.__mro__)
-        if is_terminal or is_notebook:
+        look = Look.of(options.get("file") or sys.stderr)
+        if any("notebook" in base.__module__ for base in self._tqdm.__mro__):
             return self._tqdm(**options)
+        if look.width is not None:
+            return self._tqdm(**{"colour": "green" if look.has_colors else None, **options})
         # with a delay, tqdm writes no line for the beginning
         return _line_writer(self._tqdm)(**{"mininterval": 10.0, "delay": 1e-9, **options, "leave": True})
 

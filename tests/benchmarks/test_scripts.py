@@ -110,20 +110,22 @@ def test_checkpoint_measures_both_modes(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(225)
-def test_sharded_measures_saves_and_steps(tmp_path: Path) -> None:
+def test_sharded_measures_saves_and_steps_of_each_layout(tmp_path: Path) -> None:
     few = ("--repetitions", "2", "--iterations", "1", "--blocks", "2", "--width", "32", "--batch_size", "2")
-    result = result_of(run("sharded.py", *few, "--folder", str(tmp_path), folder=tmp_path))
-    assert result["benchmark"] == "sharded"
-    assert {row["what"]: row["target"] for row in result["rows"]} == sharded.TARGETS
-    for row in result["rows"]:
-        assert set(row["ms"]) == {"torch", "camshaft"}
+    result = result_of(run("sharded.py", "--ranks", "4", *few, "--folder", str(tmp_path), folder=tmp_path))
+    assert (result["benchmark"], result["ranks"]) == ("sharded", 4)
+    rows = {(row["what"], row["other"]): row for row in result["rows"]}
+    absent = {other for library, other in sharded.PEERS.items() if library in result["skipped"]}
+    saves = {key: target for key, target in sharded.SAVES.items() if key[1] not in absent}
+    names = ("ddp", "fsdp", "tp", "hsdp", "fsdp+tp")
+    steps = [(f"step, {name}{clip}", "torch") for name in names for clip in ("", ", clipped gradients")]
+    assert {key: row["target"] for key, row in rows.items()} == saves | dict.fromkeys(steps, 1.05)
+    for row in rows.values():
+        assert set(row["ms"]) == {"other", "camshaft"}
         assert all(set(spread) == SPREAD and spread["median"] > 0 for spread in (*row["ms"].values(), row["times"]))
         assert row["verdict"] in (("reached", "missed") if row["target"] else ("",))
-    blocking, complete = (
-        next(row["ms"] for row in result["rows"] if row["what"] == f"asynchronous save, {what}")
-        for what in ("blocking", "until complete")
-    )
-    for name in ("torch", "camshaft"):
+    blocking, complete = (rows[what, sharded.TORCH_ASYNC]["ms"] for what in (sharded.BLOCKING, sharded.COMPLETE))
+    for name in ("other", "camshaft"):
         assert blocking[name]["high"] <= complete[name]["high"]
     assert result["megabytes"] == 0.2
     assert list(tmp_path.iterdir()) == []

@@ -77,8 +77,9 @@ def show_config_logs_where_the_rank_stands() -> None:
     with recorded("camshaft.distributed.utils") as messages:
         idist.show_config()
     assert len(messages) == 10, messages
-    for line in (f"backend: {idist.backend()}", f"rank: {rank}", f"world size: {size}"):
-        assert line in messages
+    values = {"backend": idist.backend(), "rank": rank, "world size": size}
+    for name, value in values.items():  # aligned
+        assert f"{name + ':':26} {value}" in messages
 
 
 @check

@@ -22,6 +22,7 @@ from camshaft.distributed import __main__ as program
 from camshaft.distributed import registry
 from camshaft.distributed.__main__ import backends, devices, inspect, jobs_text, main
 from camshaft.distributed.record import Snapshot, find, read
+from camshaft.text import Look
 from tests.mpi.checking import ROOT, mpirun
 
 MODULE = ("-m", "camshaft.distributed")
@@ -42,7 +43,7 @@ def objects(output: str) -> list[dict[str, Any]]:
 def test_a_single_process_reports_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     said = capsys.readouterr().out
-    assert re.match(r"rank 0 of 1 on \S+\n-+\nlauncher: none found\n", said)
+    assert re.match(r"rank 0 of 1 on \S+\n-+\nlauncher +none found\nbackend 'auto' +a single process, as ", said)
     assert re.search(rf"\ntorch +{re.escape(torch.__version__)}\n", said)
     assert re.search(r"\ncpu +\d+ cores, of which torch uses \d+\n", said)
     assert re.search(rf"\ngloo +yes +torch {re.escape(torch.__version__)} +-\n", said)
@@ -76,7 +77,7 @@ def test_with_a_backend_rank_0_reports_all_ranks_in_order() -> None:
     done = python(*TORCHRUN, *MODULE, "--backend", "gloo")
     assert done.returncode == 0, done.stderr
     assert re.findall(r"^rank \d of \d", done.stdout, re.MULTILINE) == ["rank 0 of 2", "rank 1 of 2"]
-    assert done.stdout.count("tried: gloo, all_reduce of 1 over 2 ranks gave 2, on cpu\n") == 2
+    assert done.stdout.count("tried           gloo, all_reduce of 1 over 2 ranks gave 2, on cpu\n") == 2
     assert re.findall(r"^rank +\d +RANK=\d", done.stdout, re.MULTILINE) == [
         "rank              0      RANK=0",
         "rank              1      RANK=1",
@@ -140,7 +141,7 @@ def test_missing_libraries_are_reported_with_what_to_install(monkeypatch: pytest
     missing["xla-tpu"] = "needs pip install 'camshaft[xla]'"
     for name, text in missing.items():
         assert report["backends"][name] == {"available": False, "version": None, "missing": text}
-    assert re.search(r"\nxla-tpu +no +- +needs pip install 'camshaft\[xla\]'\n", program.as_text(report))
+    assert re.search(r"\nxla-tpu +no +- +needs pip install 'camshaft\[xla\]'\n", program.as_text(report, Look()))
 
 
 def test_versions_are_reported_without_importing_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +258,7 @@ def test_inspect_shows_failures_departures_and_different_stacks_of_each_job() ->
     failed = replace(one, rank=1, status={"time": 5.0, "failure": failure, "stack": ["b.py:2 in g"]})
     left = replace(one, job="second", status={"time": 3.0, "left": "has left the run without an error"})
     unnamed = replace(one, job="", status={}, pid=12)
-    text = jobs_text([one, failed, left, unnamed, replace(unnamed, pid=13)])
+    text = jobs_text([one, failed, left, unnamed, replace(unnamed, pid=13)], Look())
     assert re.findall(r"^job .*", text, re.MULTILINE) == [
         "job not known yet to process 12: 1 of 2 ranks ran on here",
         "job not known yet to process 13: 1 of 2 ranks ran on here",

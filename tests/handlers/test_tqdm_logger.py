@@ -137,7 +137,8 @@ def test_all_metrics_are_shown_as_of_the_end_of_the_epoch(terminal):
     assert terminal.lines == ["Epoch [1/2]: 5/5, loss=1", "Epoch [2/2]: 5/5, loss=2", ""]
 
 
-def test_the_default_format(terminal):
+def test_the_default_format(monkeypatch, terminal):
+    monkeypatch.setenv("NO_COLOR", "1")
     trainer = trainer_of(0.5)
     ProgressBar(persist=True, file=terminal, ncols=80, ascii=False).attach(
         trainer, output_transform=lambda loss: {"loss": loss}
@@ -477,7 +478,8 @@ def read_all(controller):
     return seen
 
 
-def test_in_a_terminal_the_bar_is_redrawn_in_its_line():
+def test_in_a_terminal_the_bar_is_redrawn_in_its_line(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
     controller, controlled = os.openpty()
     fcntl.ioctl(controlled, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
     with os.fdopen(controlled, "w", encoding="utf-8") as terminal:

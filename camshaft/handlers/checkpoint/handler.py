@@ -37,7 +37,15 @@ from camshaft.handlers.checkpoint.savers import (
     is_writer,
     names_in,
 )
-from camshaft.handlers.checkpoint.state import CHECKPOINTER, check_to_save, is_container, split, take_state, walk
+from camshaft.handlers.checkpoint.state import (
+    CHECKPOINTER,
+    check_to_save,
+    differs_by_rank,
+    is_container,
+    split,
+    take_state,
+    walk,
+)
 from camshaft.handlers.utils import check_callable, check_text, missing_metric
 
 ScoreFunction = Callable[[Engine[Any, Any]], Any]
@@ -297,9 +305,13 @@ class Checkpoint(Serializable):
         save_on_rank = saver.save_on_rank if isinstance(saver, DiskSaver) else self.save_on_rank
         if self.sharded:
             self._exchange.prepare()
-        if self.sharded and not (self.score_function is None and self.global_step_transform is None):
+        last = (outermost_engine() or engine).last_event_name
+        is_over = last in _ENDS
+        of_ranks = last != Events.EXCEPTION_RAISED and differs_by_rank(self.to_save)  # other ranks may not have failed
+        if (self.sharded or of_ranks) and not (self.score_function is None and self.global_step_transform is None):
             # The ranks may disagree, and must not wait for each other in vain.
-            proposals = agreed(lambda: (is_writer(save_on_rank), self._ranking(engine)), self._exchange)
+            gather = self._exchange if self.sharded else all_gather
+            proposals = agreed(lambda: (is_writer(save_on_rank), self._ranking(engine)), gather)
             step, score, priority = next(values for writes, values in proposals if writes)
         else:
             step, score, priority = self._ranking(engine)
@@ -312,9 +324,8 @@ class Checkpoint(Serializable):
         dropped = kept.pop(0).filename if is_full and len(kept) == len(self._saved) else None
         saved = _sorted([*kept, Item(priority, filename)])
 
-        is_over = (outermost_engine() or engine).last_event_name in _ENDS
         self._check_is_resumed(is_over=is_over)
-        state = take_state(self.to_save, save_on_rank, gather=not self.sharded)
+        state = take_state(self.to_save, save_on_rank, gather=not self.sharded, of_ranks=of_ranks)
         checkpoint = next(iter(state.values())) if len(state) == 1 else state
         if self.include_self:
             # The state may be the object's own, so the key goes into a copy.

@@ -12,12 +12,14 @@ from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parallel import DistributedDataParallel
 
+from camshaft.distributed import all_gather, get_rank, get_world_size
 from camshaft.errors import check_is_no_class, described
 from camshaft.handlers.checkpoint.savers import is_writer, writers
 from camshaft.handlers.checkpoint.shards import Chunk, Chunks, like, own_chunk
 from camshaft.handlers.utils import check_type
 from camshaft.sharding import any_dtensor, is_dtensor
 
+_RANKS = "ranks"  # the key of the state of an engine that holds what is different on each rank
 CHECKPOINTER = "checkpointer"
 """The key under which a checkpoint holds the record of the handler that saved it."""
 _COMPILED = "_orig_mod"  # under which a module made by torch.compile holds the original
@@ -77,11 +79,16 @@ def unwrap(target: Any) -> Any:
     return target
 
 
-def take_state(objects: Any, save_on_rank: int | str, gather: bool = True) -> Any:
+def differs_by_rank(objects: Any) -> bool:
+    """Return whether nested containers hold an engine whose state is different on each rank."""
+    return get_world_size() > 1 and any(getattr(one, "_keys_of_ranks", ()) for _, one in walk(objects, "state_dict"))
+
+
+def take_state(objects: Any, save_on_rank: int | str, gather: bool = True, of_ranks: bool = False) -> Any:
     """Replace every object in nested containers by its state.
 
     Sharded state is gathered where it is written, unless ``gather`` is false; all ranks take part, and the others
-    return placeholders.
+    return placeholders. With ``of_ranks``, engines whose state :func:`differs_by_rank` have that of all ranks.
     """
     keep = is_writer(save_on_rank)
 
@@ -91,6 +98,8 @@ def take_state(objects: Any, save_on_rank: int | str, gather: bool = True) -> An
                 one.consolidate_state_dict(to=rank)
             return one.state_dict() if keep else {}
         state = unwrap(one).state_dict()
+        if of_ranks and (keys := getattr(one, "_keys_of_ranks", ())):
+            state[_RANKS] = all_gather({key: state.get(key) for key in keys})
         return _map(lambda leaf: _gathered(leaf, keep), state) if gather and _is_sharded(state) else state
 
     return _map(state_of, objects, "state_dict")
@@ -99,6 +108,10 @@ def take_state(objects: Any, save_on_rank: int | str, gather: bool = True) -> An
 def load_state(target: Any, state: Any, module_options: Mapping[str, Any]) -> None:
     """Load the state of an object; a tensor goes where it is needed, sharded as the one that it replaces."""
     target = unwrap(target)
+    if hasattr(target, "_keys_of_ranks") and isinstance(state, Mapping) and state.get(_RANKS):
+        ranks, rank = state[_RANKS], get_rank()
+        # A rank that is new starts its pass anew: with the random numbers of another one it would only repeat them.
+        state = {**state, **(ranks[rank] if rank < len(ranks) else {**ranks[0], "rng_states": None})}
     if isinstance(target, nn.Module):
         state, own = _without_prefix(state), target.state_dict()
         if _is_sharded(own) or _has_chunks(state):

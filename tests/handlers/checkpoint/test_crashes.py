@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from unittest import mock
 
@@ -18,7 +18,7 @@ from camshaft import files
 from camshaft.engine import Engine, Events
 from camshaft.handlers import Checkpoint, DiskSaver
 from camshaft.handlers.checkpoint.savers import FOLDER, Manifest, names_in
-from tests.ranks import on_ranks
+from tests.ranks import context, on_ranks
 
 # --- killed at every change of the disk -------------------------------------------------------------
 
@@ -177,8 +177,8 @@ def check_resumes(folder, returned, what, **options):
     assert {path.name for path in folder.rglob("*/*") if path.parent.name != FOLDER} == listed, what
 
 
-def run_kills(folder: Path, *arguments: object, name: str = "kill_loop.py") -> list[str]:
-    program = Path(__file__).with_name(name)
+def run_kills(folder: Path, *arguments: object) -> list[str]:
+    program = Path(__file__).with_name("kill_loop.py")
     result = subprocess.run(
         [sys.executable, str(program), str(folder), *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": str(program.parents[3])},
@@ -201,9 +201,22 @@ def test_killed_processes_resume_two_hundred_times(tmp_path, mode, part):
     assert len(run_kills(tmp_path, 50 + part, mode)) == 50 + part  # the number seeds the moments too
 
 
+def kill_ranks_and_note(notes, *arguments):
+    from tests.handlers.checkpoint import kill_ranks
+
+    with open(notes, "w") as file, redirect_stdout(file):
+        kill_ranks.main(*arguments)
+
+
 @pytest.mark.jobs
 @pytest.mark.timeout(290)
 def test_killed_ranks_resume_from_the_newest_sharded_checkpoint(tmp_path):
-    lines = run_kills(tmp_path / "checkpoints", 5, 6, name="kill_ranks.py")
+    # from the server of the ranks, which has imported torch: another import takes as long as all of the kills
+    notes = tmp_path / "notes"
+    process = context.Process(target=kill_ranks_and_note, args=(notes, tmp_path / "checkpoints", 5, 6), daemon=True)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    lines = notes.read_text().splitlines()
     assert sum("before operation" in line for line in lines) >= 4
     assert sum("before operation" not in line for line in lines) == 5

@@ -19,11 +19,13 @@ from torch import nn
 
 from camshaft import distributed as idist
 from camshaft.engine import Engine, Events
+from camshaft.engine.deterministic import DeterministicEngine
 from camshaft.errors import DamagedCheckpointError
 from camshaft.files import checksum_of
 from camshaft.handlers import Checkpoint, DiskSaver, ModelCheckpoint
 from camshaft.handlers.checkpoint import loading, savers
 from camshaft.handlers.checkpoint.savers import FOLDER, Entry, Manifest
+from camshaft.seeding import capture_random_state
 from tests.handlers.parts import Part, at, linear, names, weight
 from tests.ranks import on_ranks
 
@@ -219,6 +221,73 @@ def test_the_latest_is_resumed_and_older_ones_are_pruned(tmp_path, options):
     whole, uninterrupted = in_three_lines(tmp_path / "whole", **options)
     whole.run(range(3), max_epochs=5)
     assert names(again.save_handler.dirname)[:2] == names(uninterrupted.save_handler.dirname)
+
+
+class Rows:
+    """Data of one rank that know their position, which is another one on each rank."""
+
+    def __init__(self):
+        self.first = self.row = 100 * idist.get_rank()
+
+    def __iter__(self):
+        while self.row < self.first + 4:
+            self.row += 1
+            yield self.row
+        self.row = self.first
+
+    def state_dict(self):
+        return {"row": self.row}
+
+    def load_state_dict(self, state):
+        self.row = state["row"]
+
+
+def drawn_by(kind, folder, data, score_function=None, **options):
+    """Train; return the batches, each with a random number, and where the run resumed."""
+    drawn = []
+    torch.manual_seed(idist.get_rank())
+    trainer = kind(lambda engine, batch: drawn.append((batch, torch.rand(()).item())))
+    saving = Checkpoint({"trainer": trainer}, folder, score_function=score_function, **options)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(event_filter=lambda engine, number: number in (3, 6)), saving)
+    saving.resume_latest()
+    resumed_at = trainer.state.iteration
+    trainer.run(data, max_epochs=2, epoch_length=4)
+    return drawn, resumed_at
+
+
+@pytest.mark.parametrize("options", [{}, {"sharded": True, "asynchronous": True}, {"save_on_rank": 1}], ids=str)
+@on_ranks(2)
+def test_each_rank_resumes_with_its_own_random_numbers_and_data(tmp_path, options):
+    """Also if the ranks disagree about a score: that of the rank that writes counts."""
+    drawn, _ = drawn_by(DeterministicEngine, tmp_path, Rows(), **options)
+    rest, resumed_at = drawn_by(DeterministicEngine, tmp_path, Rows(), **options)
+    assert resumed_at == 6
+    assert rest == drawn[6:]
+    assert len(set(idist.all_gather(rest[0]))) == 2
+
+    of_data, _ = drawn_by(Engine, tmp_path / "engine", Rows(), **options)
+    assert [batch for batch, _ in drawn_by(Engine, tmp_path / "engine", Rows(), **options)[0]] == [
+        batch for batch, _ in of_data[6:]
+    ]
+
+    def score(engine):
+        return engine.state.iteration * (1 if idist.get_rank() == options.get("save_on_rank", 0) else -1)
+
+    drawn, _ = drawn_by(DeterministicEngine, tmp_path / "scores", range(4), score, **options)
+    rest, resumed_at = drawn_by(DeterministicEngine, tmp_path / "scores", range(4), score, **options)
+    assert (resumed_at, rest) == (6, drawn[6:])
+
+
+@on_ranks(2)
+def test_a_rank_that_is_new_does_not_repeat_the_random_numbers_of_another():
+    state = {"iteration": 2, "epoch_length": 4, "max_epochs": 2, "rng_states": list(capture_random_state().values())}
+    torch.manual_seed(idist.get_rank())
+    drawn = []
+    trainer = DeterministicEngine(lambda engine, batch: drawn.append(torch.rand(()).item()))
+    state["ranks"] = [{"rng_states": state["rng_states"]}]  # saved by a single process
+    Checkpoint.load_objects({"trainer": trainer}, {"trainer": state})
+    trainer.run(range(4))
+    assert len(set(idist.all_gather(drawn[0]))) == 2
 
 
 def test_a_kill_between_the_first_best_and_the_first_latest_file_starts_again(tmp_path):
