@@ -75,6 +75,7 @@ def open_store(launch: Launch | None, method: str | None, rank: int, size: int, 
                 f"rank {rank} lost the connection to {place} while waiting: the process that hosts it has ended"
             ) from error
     if method.startswith("file://"):
+        del store  # a file that rank 0 removes meanwhile, closing it would create again
         store = _new_file(_path(method), name, rank, size, deadline)
     store.set_timeout(timeout)
     return PrefixStore(f"camshaft/{name}", store)
