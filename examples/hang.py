@@ -4,7 +4,8 @@
     python examples/hang.py --bug shapes --backend gloo --nproc_per_node 2
     torchrun --nproc_per_node 2 examples/hang.py --bug terminate --backend gloo
 
-Without camshaft, most of these runs would hang until PyTorch's timeout of 30 minutes.
+Without camshaft, most of these runs would hang until PyTorch's timeout of 30 minutes. gloo aborts the process where a
+reduction of DDP meets another collective; with CAMSHAFT_DEBUG=1, the calls are compared first.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def different(trainer: Engine) -> None:
 
 
 def alone(trainer: Engine) -> None:
-    """Only rank 0 calls a collective, and the others continue to train: RankDivergenceError."""
+    """Only rank 0 calls a collective: gloo aborts, the last calls are named; with debugging, RankDivergenceError."""
     if idist.get_rank() == 0:
         print(idist.all_reduce(trainer.state.output))
 
@@ -64,7 +65,7 @@ def swallowed(trainer: Engine) -> None:
 
 
 def skipped(trainer: Engine) -> None:
-    """The last rank skips a step, so that gradients are reduced with what is not theirs: RankDivergenceError."""
+    """The last rank skips a step: gloo aborts, the last calls are named; with debugging, RankDivergenceError."""
 
 
 def fails(trainer: Engine) -> None:
