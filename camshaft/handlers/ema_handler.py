@@ -153,7 +153,8 @@ class EMAHandler(Serializable):
             name: attribute of ``engine.state`` that holds the momentum, which is created if missing. Any scheduler of
                 the state may set it.
             warn_if_exists: whether to warn if it exists, in which case its value is used.
-            event: when to update; ``Events.ITERATION_COMPLETED(every=n)`` if the optimizer steps every n iterations.
+            event: when to update. If the optimizer steps once in n iterations, ``Events.ITERATION_COMPLETED(every=n)``
+                where n divides the length of the epoch, otherwise an event that a hook of the optimizer fires.
 
         Raises:
             ValueError: ``name`` is a counter of the engine.

@@ -36,6 +36,18 @@ def gradients_are_averaged() -> None:
 
 
 @check
+def hooks_run_once_per_step() -> None:
+    model = linear(1.0)
+    optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=1.0))
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    equal(calls, ["before", "after"])
+
+
+@check
 def wrapping_changes_neither_weights_nor_state() -> None:
     """Horovod's broadcast_optimizer_state takes a step, which applies weight decay and advances Adam's step count."""
     model = linear(1.0)

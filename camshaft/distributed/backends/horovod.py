@@ -357,7 +357,8 @@ def _adapt(hvd: Any, optimizer: Any, name: str, await_end: Callable[[Any, str], 
     does not synchronize again.
     """
     kind: Any = type(optimizer)
-    horovod_synchronize, horovod_step = kind.synchronize, kind.step
+    # without torch's wrapper, which runs the hooks of a step: the step of the original class, called inside, has it too
+    horovod_synchronize, horovod_step = kind.synchronize, inspect.unwrap(kind.step)
 
     def synchronize(self: Any) -> None:
         """Wait until the gradients are those of all ranks."""
