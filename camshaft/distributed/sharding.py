@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Shard: TypeAlias = type[nn.Module] | Iterable[type[nn.Module]] | Callable[[nn.Module], bool]
-_MOST_NAMES = 20  # of modules in an error
+_MOST_NAMES = 20  # of modules in an error, to find the right one
 _REPLACED = "_camshaft_replaced_in_model"  # set on a parameter for which the model now has a distributed one
 _adapted: WeakSet[Optimizer] = WeakSet()
 
@@ -197,7 +197,7 @@ def remember_optimizer(optimizer: Optimizer) -> None:
 def _stale(optimizer: Optimizer, names: list[str]) -> str:
     return (
         f"optimizer {type(optimizer).__name__} was created before the model was sharded: {len(names)} of its "
-        f"parameters ({_listed(names)}) are not those of the sharded model, and would never change; create it after "
+        f"parameters ({_listed(names, 3)}) are not those of the sharded model, and would never change; create it after "
         "auto_model, from model.parameters()"
     )
 
@@ -220,6 +220,6 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
-def _listed(names: Iterable[str]) -> str:
+def _listed(names: Iterable[str], most: int = _MOST_NAMES) -> str:
     names = [name for name in names if name]
-    return ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")

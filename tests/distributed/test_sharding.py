@@ -278,7 +278,9 @@ def test_an_optimizer_created_before_sharding_raises_whichever_is_adapted_first(
     optimizer = SGD(net.parameters(), lr=0.1)
     idist.auto_model(net, mesh=mesh)
     message = (
-        r"optimizer SGD was created before the model was sharded: 14 of its parameters \(heads.0.weight, .*after auto"
+        r"^optimizer SGD was created before the model was sharded: 14 of its parameters \(heads.0.weight, "
+        r"heads.0.bias, blocks.0.up.weight, \.\.\.\) are not those of the sharded model, and would never change; "
+        r"create it after auto_model, from model.parameters\(\)$"
     )
     with pytest.raises(ValueError, match=message):
         idist.auto_optim(optimizer)

@@ -1196,6 +1196,24 @@ MISTAKES = [
         ),
     ),
     (
+        "idist.make_mesh(fsdp=2)",
+        TypeError,
+        "the axes of a mesh are dp_replicate, dp_shard, cp, tp, got 'fsdp': did you mean dp_shard?",
+    ),
+    (
+        "idist.make_mesh(replicate=2)",
+        TypeError,
+        "the axes of a mesh are dp_replicate, dp_shard, cp, tp, got 'replicate': did you mean dp_replicate?",
+    ),
+    (
+        "launched(4)\nidist.make_mesh(dp_shard=-1)",
+        RuntimeError,
+        (
+            "make_mesh needs a backend, as 4 processes were launched and none is initialized: call "
+            "camshaft.distributed.initialize first, or use Parallel with a backend"
+        ),
+    ),
+    (
         "idist.make_mesh(dp_shard=-1, tp=-1)",
         ValueError,
         "only one axis can take the remaining ranks, got -1 for dp_shard and tp",
@@ -1262,7 +1280,13 @@ def names_of_a_script(monkeypatch):
         """Hide an optional package, as if it were not installed."""
         monkeypatch.setitem(sys.modules, package, None)
 
+    def launched(world_size):
+        """Set the variables of a launcher."""
+        for name, value in {"RANK": 0, "WORLD_SIZE": world_size, "LOCAL_RANK": 0}.items():
+            monkeypatch.setenv(name, str(value))
+
     script = {
+        "launched": launched,
         "model": model,
         "optimizer": optimizer,
         "loss_fn": loss_fn,
