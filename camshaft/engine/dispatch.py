@@ -342,8 +342,9 @@ class Dispatcher:
             raise ValueError(
                 f"event must be an event of camshaft, its name, or several joined by |, got {described(event)}"
             )
-        names = {name.casefold(): name for name in (str(getattr(one, "name", one)) for one in self.plans)}
-        close = get_close_matches(str(getattr(event, "name", event)).casefold(), names, n=1)
+        public = (one for one in self.plans if one is not FailureEvents.ERROR_MET)
+        names = {name.casefold(): name for name in sorted(str(getattr(one, "name", one)) for one in public)}
+        close = get_close_matches(str(getattr(event, "name", event)).casefold(), names, n=1, cutoff=0.75)
         hint = f"did you mean {names[close[0]]}?" if close else "register it with register_events first."
         raise ValueError(f"unknown event {event!r}: {hint} Known are {', '.join(names.values())}")
 

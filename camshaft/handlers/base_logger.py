@@ -25,7 +25,16 @@ from camshaft.engine.events import EventLike, Events, Order, RemovableEventHandl
 from camshaft.engine.state import LazyNumber
 from camshaft.errors import described
 from camshaft.handlers.checkpoint import CheckpointEvents
-from camshaft.handlers.utils import StepOf, check_callable, check_engine, check_entries, check_text, check_type, joined
+from camshaft.handlers.utils import (
+    StepOf,
+    check_callable,
+    check_engine,
+    check_entries,
+    check_has_output,
+    check_text,
+    check_type,
+    joined,
+)
 from camshaft.sharding import full_value, needs_all_ranks, reshard
 
 __all__ = [
@@ -174,8 +183,18 @@ class BaseOutputHandler(BaseHandler):
                 text = f"metric {name!r} is not logged, as engine.state.metrics has {list(state.metrics)}: {hint}"
                 warnings.warn(text, stacklevel=2)
         if self.output_transform is not None:
-            output = self.output_transform(state.output)
-            yield from output.items() if isinstance(output, Mapping) else [("output", output)]
+            try:
+                output = self.output_transform(state.output)
+            except Exception as error:
+                check_has_output("output_transform", engine, error)
+                raise
+            for name, value in output.items() if isinstance(output, Mapping) else [("output", output)]:
+                if value is not None or state._output is not None:
+                    yield name, value
+                    continue
+                hint = "return a value from the process function, and log after it has returned"
+                text = f"{self.tag}/{name} is not logged because engine.state.output is None: {hint}"
+                warnings.warn(text, stacklevel=2)
         for name in self.state_attributes or ():
             yield name, getattr(state, name, None)
 

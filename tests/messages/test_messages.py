@@ -73,20 +73,20 @@ MISTAKES = [
         'trainer.add_event_handler("epoch_completd", print)',
         ValueError,
         (
-            "unknown event 'epoch_completd': did you mean EPOCH_COMPLETED? Known are EPOCH_STARTED, "
-            "EPOCH_COMPLETED, STARTED, COMPLETED, ITERATION_STARTED, ITERATION_COMPLETED, EXCEPTION_RAISED, "
-            "GET_BATCH_STARTED, GET_BATCH_COMPLETED, DATALOADER_STOP_ITERATION, TERMINATE, "
-            "TERMINATE_SINGLE_EPOCH, INTERRUPT, ERROR_MET"
+            "unknown event 'epoch_completd': did you mean EPOCH_COMPLETED? Known are COMPLETED, "
+            "DATALOADER_STOP_ITERATION, EPOCH_COMPLETED, EPOCH_STARTED, EXCEPTION_RAISED, GET_BATCH_COMPLETED, "
+            "GET_BATCH_STARTED, INTERRUPT, ITERATION_COMPLETED, ITERATION_STARTED, STARTED, TERMINATE, "
+            "TERMINATE_SINGLE_EPOCH"
         ),
     ),
     (
         'trainer.on("end_of_epoch")(lambda: None)',
         ValueError,
         (
-            "unknown event 'end_of_epoch': register it with register_events first. Known are EPOCH_STARTED, "
-            "EPOCH_COMPLETED, STARTED, COMPLETED, ITERATION_STARTED, ITERATION_COMPLETED, EXCEPTION_RAISED, "
-            "GET_BATCH_STARTED, GET_BATCH_COMPLETED, DATALOADER_STOP_ITERATION, TERMINATE, "
-            "TERMINATE_SINGLE_EPOCH, INTERRUPT, ERROR_MET"
+            "unknown event 'end_of_epoch': register it with register_events first. Known are COMPLETED, "
+            "DATALOADER_STOP_ITERATION, EPOCH_COMPLETED, EPOCH_STARTED, EXCEPTION_RAISED, GET_BATCH_COMPLETED, "
+            "GET_BATCH_STARTED, INTERRUPT, ITERATION_COMPLETED, ITERATION_STARTED, STARTED, TERMINATE, "
+            "TERMINATE_SINGLE_EPOCH"
         ),
     ),
     (
@@ -124,7 +124,7 @@ MISTAKES = [
         "trainer.add_event_handler(Events.EPOCH_COMPLETED, evaluator)",
         TypeError,
         (
-            "handler must be callable, got <camshaft.engine.engine.Engine object at 0x...> of type Engine; "
+            "handler must be callable, got an object of type Engine; "
             "call its method run(data, ...) in a function"
         ),
     ),
@@ -137,7 +137,7 @@ MISTAKES = [
         "trainer.add_event_handler(Events.ITERATION_COMPLETED, ProgressBar())",
         TypeError,
         (
-            "handler must be callable, got <camshaft.handlers.tqdm_logger.ProgressBar object at 0x...> of "
+            "handler must be callable, got an object of "
             "type ProgressBar; it registers its handlers itself: call its method attach(engine, ...)"
         ),
     ),
@@ -153,7 +153,7 @@ MISTAKES = [
         "trainer.add_event_handler(Events.ITERATION_COMPLETED, StepLR(optimizer, 3))",
         TypeError,
         (
-            "handler must be callable, got <torch.optim.lr_scheduler.StepLR object at 0x...> of type StepLR; "
+            "handler must be callable, got an object of type StepLR; "
             "wrap it in camshaft.handlers.LRScheduler"
         ),
     ),
@@ -174,10 +174,10 @@ MISTAKES = [
         'trainer.fire_event("backward_completed")',
         ValueError,
         (
-            "unknown event 'backward_completed': did you mean GET_BATCH_COMPLETED? Known are EPOCH_STARTED, "
-            "EPOCH_COMPLETED, STARTED, COMPLETED, ITERATION_STARTED, ITERATION_COMPLETED, EXCEPTION_RAISED, "
-            "GET_BATCH_STARTED, GET_BATCH_COMPLETED, DATALOADER_STOP_ITERATION, TERMINATE, "
-            "TERMINATE_SINGLE_EPOCH, INTERRUPT, ERROR_MET"
+            "unknown event 'backward_completed': register it with register_events first. Known are COMPLETED, "
+            "DATALOADER_STOP_ITERATION, EPOCH_COMPLETED, EPOCH_STARTED, EXCEPTION_RAISED, GET_BATCH_COMPLETED, "
+            "GET_BATCH_STARTED, INTERRUPT, ITERATION_COMPLETED, ITERATION_STARTED, STARTED, TERMINATE, "
+            "TERMINATE_SINGLE_EPOCH"
         ),
     ),
     (
@@ -266,7 +266,7 @@ MISTAKES = [
         "trainer.run(TensorDataset(torch.ones(4, 3), torch.ones(4, 1)))",
         TypeError,
         (
-            "data must be iterable, got <torch.utils.data.dataset.TensorDataset object at 0x...> of type "
+            "data must be iterable, got an object of type "
             "TensorDataset: pass it to a torch.utils.data.DataLoader"
         ),
     ),
@@ -526,7 +526,42 @@ MISTAKES = [
             "trainer.run(batches)"
         ),
         TypeError,
-        "output_transform must return a number, or a tensor with one element, got None",
+        (
+            "RunningAverage 'loss' needs engine.state.output, which is None: return a value from the process function"
+        ),
+    ),
+    (
+        (
+            "trainer = Engine(lambda engine, batch: None)\n"
+            'attach_metrics(trainer, {"mean": Mean()})\n'
+            "trainer.run(batches)"
+        ),
+        TypeError,
+        (
+            "attach_metrics of ['mean'] needs engine.state.output, which is None: return a value from the process "
+            "function"
+        ),
+    ),
+    (
+        (
+            "trainer = Engine(lambda engine, batch: None)\n"
+            'ProgressBar(mininterval=0).attach(trainer, output_transform=lambda output: output["loss"])\n'
+            "trainer.run(batches)"
+        ),
+        TypeError,
+        "output_transform needs engine.state.output, which is None: return a value from the process function",
+    ),
+    (
+        (
+            "trainer = Engine(lambda engine, batch: None)\n"
+            'ProgressBar(mininterval=0).attach(trainer, output_transform=lambda loss: {"loss": loss})\n'
+            "trainer.run(batches[:2])"
+        ),
+        UserWarning,
+        (
+            "bar/loss is not logged because engine.state.output is None: return a value from the process function, "
+            "and log after it has returned"
+        ),
     ),
     (
         (
@@ -684,6 +719,33 @@ MISTAKES = [
         (
             "nothing was saved: the step is smaller than those of all checkpoints kept; call reset() before "
             "an engine is restarted from 0"
+        ),
+    ),
+    (
+        (
+            'evaluator.add_event_handler(Events.COMPLETED, Checkpoint({"model": model}, "checkpoints"))\n'
+            "trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(batches))\n"
+            "trainer.run(batches, max_epochs=2)"
+        ),
+        UserWarning,
+        (
+            "nothing was saved: the step of this engine is 4 in each of its runs; pass score_name or score_function to "
+            "keep the best, or global_step_transform=global_step_from_engine(trainer) to keep the newest"
+        ),
+    ),
+    (
+        (
+            "evaluator.add_event_handler(\n"
+            '    Events.ITERATION_COMPLETED(every=4) | Events.COMPLETED, Checkpoint({"model": model}, "checks", n_saved=2)\n'
+            ")\n"
+            "trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(batches))\n"
+            "trainer.run(batches, max_epochs=2)"
+        ),
+        UserWarning,
+        (
+            "the last checkpoint was overwritten: the step of this engine is 4 in each of its runs; pass score_name "
+            "or score_function to keep the best, or global_step_transform=global_step_from_engine(trainer) to keep the "
+            "newest"
         ),
     ),
     (
@@ -898,7 +960,7 @@ MISTAKES = [
     (
         'ConcatScheduler([PiecewiseLinear(optimizer, "lr", [(0, 0.1)])], [])',
         ValueError,
-        "schedulers must hold at least two, got 1",
+        "schedulers must hold at least two schedulers, got 1: attach a single one itself",
     ),
     (
         (
@@ -1022,8 +1084,7 @@ MISTAKES = [
         ValueError,
         (
             "handler <lambda>(engine) cannot be called on Events.EPOCH_COMPLETED, which passes (engine, "
-            "<camshaft.handlers.file_logger.CSVLogger object at 0x...>, Events.EPOCH_COMPLETED) or "
-            "(<camshaft.handlers.file_logger.CSVLogger object at 0x...>, Events.EPOCH_COMPLETED)"
+            "<CSVLogger object>, Events.EPOCH_COMPLETED) or (<CSVLogger object>, Events.EPOCH_COMPLETED)"
         ),
     ),
     (
@@ -1218,7 +1279,7 @@ MISTAKES = [
     (
         "idist.one_rank_only(rank=1)(print)()",
         ValueError,
-        "rank must be in [0, 1), got 1",
+        "rank must be at least 0 and below 1, the number of processes, got 1",
     ),
     # === utilities ===
     (

@@ -267,6 +267,7 @@ class Checkpoint(Serializable):
         self._background = BackgroundSave()
         self._saved: list[Item] = []
         self._last_save: tuple[Any, int] | None = None  # its event and iteration
+        self._last_run: tuple[str, int] | None = None  # the run of an engine in which this handler was called last
         # A handler may overwrite what others saved before it was made, or got its record, as a resumed run does; but of
         # two handlers that write the same file at the same time, each would remove that of the other.
         self._may_overwrite = _owners.copy()
@@ -315,6 +316,7 @@ class Checkpoint(Serializable):
             step, score, priority = next(values for writes, values in proposals if writes)
         else:
             step, score, priority = self._ranking(engine)
+        self._warn_of_repeated_step(engine, priority)
         if not always and not self._is_wanted(priority):
             return
         name = name_of(self.to_save)
@@ -542,6 +544,17 @@ class Checkpoint(Serializable):
             text = "nothing was saved: the step is smaller than those of all checkpoints kept"
             warnings.warn(f"{text}; call reset() before an engine is restarted from 0", stacklevel=4)
         return new > lowest or (self.greater_or_equal and new == lowest)
+
+    def _warn_of_repeated_step(self, engine: Engine[Any, Any], step: float) -> None:
+        """Warn if an engine that is run again and again, as an evaluator is, arrives at a step that it saved before."""
+        before, self._last_run = self._last_run, (engine.run_line, engine.run_number)
+        is_plain = self.score_function is None and self.global_step_transform is None and not self.greater_or_equal
+        is_repeated = before != self._last_run and step in (item.priority for item in self._saved)
+        if is_plain and is_repeated and outermost_engine() not in (None, engine):
+            what = "nothing was saved" if len(self._saved) == self.n_saved else "the last checkpoint was overwritten"
+            hint = "the best, or global_step_transform=global_step_from_engine(trainer) to keep the newest"
+            text = f"{what}: the step of this engine is {step} in each of its runs; pass score_name or score_function"
+            warnings.warn(f"{text} to keep {hint}", stacklevel=5)
 
     def _filename(self, name: str, score: Any = None, global_step: Any = None) -> str:
         """Return the name of a file: ``[prefix_]name[_step][_score_name=score].pt``, or that of the pattern."""
