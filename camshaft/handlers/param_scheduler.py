@@ -906,7 +906,9 @@ def _checked_durations(schedulers: Any, durations: Any) -> list[int]:
     """Check the arguments of a ``ConcatScheduler``, and return the durations."""
     _check_members(schedulers, (ParamScheduler, ParamGroupScheduler), TypeError)
     if len(schedulers) < 2:
-        raise ValueError(f"schedulers must hold at least two schedulers, got {len(schedulers)}: attach a single one itself")
+        raise ValueError(
+            f"schedulers must hold at least two schedulers, got {len(schedulers)}: attach a single one itself"
+        )
     check_type("durations", durations, (list, tuple), "a list or a tuple")
     if len(durations) != len(schedulers) - 1:
         raise ValueError(f"durations must hold one for each scheduler but the last, got {durations!r}")

@@ -123,10 +123,7 @@ MISTAKES = [
     (
         "trainer.add_event_handler(Events.EPOCH_COMPLETED, evaluator)",
         TypeError,
-        (
-            "handler must be callable, got an object of type Engine; "
-            "call its method run(data, ...) in a function"
-        ),
+        ("handler must be callable, got an object of type Engine; call its method run(data, ...) in a function"),
     ),
     (
         "trainer.add_event_handler(Events.ITERATION_COMPLETED, EarlyStopping)",
@@ -152,10 +149,7 @@ MISTAKES = [
     (
         "trainer.add_event_handler(Events.ITERATION_COMPLETED, StepLR(optimizer, 3))",
         TypeError,
-        (
-            "handler must be callable, got an object of type StepLR; "
-            "wrap it in camshaft.handlers.LRScheduler"
-        ),
+        ("handler must be callable, got an object of type StepLR; wrap it in camshaft.handlers.LRScheduler"),
     ),
     (
         "trainer.add_event_handler(Events.ITERATION_COMPLETED, StepLR(optimizer, 3).step)",
@@ -265,10 +259,7 @@ MISTAKES = [
     (
         "trainer.run(TensorDataset(torch.ones(4, 3), torch.ones(4, 1)))",
         TypeError,
-        (
-            "data must be iterable, got an object of type "
-            "TensorDataset: pass it to a torch.utils.data.DataLoader"
-        ),
+        ("data must be iterable, got an object of type TensorDataset: pass it to a torch.utils.data.DataLoader"),
     ),
     (
         "trainer.run([])",
@@ -526,9 +517,7 @@ MISTAKES = [
             "trainer.run(batches)"
         ),
         TypeError,
-        (
-            "RunningAverage 'loss' needs engine.state.output, which is None: return a value from the process function"
-        ),
+        ("RunningAverage 'loss' needs engine.state.output, which is None: return a value from the process function"),
     ),
     (
         (
@@ -735,9 +724,8 @@ MISTAKES = [
     ),
     (
         (
-            "evaluator.add_event_handler(\n"
-            '    Events.ITERATION_COMPLETED(every=4) | Events.COMPLETED, Checkpoint({"model": model}, "checks", n_saved=2)\n'
-            ")\n"
+            'checkpoint = Checkpoint({"model": model}, "checkpoints", n_saved=2)\n'
+            "evaluator.add_event_handler(Events.ITERATION_COMPLETED(every=4) | Events.COMPLETED, checkpoint)\n"
             "trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(batches))\n"
             "trainer.run(batches, max_epochs=2)"
         ),
