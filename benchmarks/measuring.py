@@ -99,8 +99,8 @@ def importable(peers: dict[str, str]) -> tuple[list[str], dict[str, str]]:
             import_module(module)
             present.append(name)
         except Exception as error:  # a broken peer must not prevent the comparison of the others
-            absent = isinstance(error, ModuleNotFoundError) and error.name == module
-            skipped[name] = "not installed" if absent else f"{type(error).__name__}: {error}"
+            absent = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
+            skipped[name] = "not installed" if absent else f"broken: {type(error).__name__}: {error}"
     return present, skipped
 
 

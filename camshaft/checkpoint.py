@@ -3,7 +3,7 @@
 python -m camshaft.checkpoint list checkpoints
 python -m camshaft.checkpoint verify checkpoints
 python -m camshaft.checkpoint consolidate checkpoints/checkpoint_30.sharded model.safetensors --object model
-python -m camshaft.checkpoint diff checkpoints/checkpoint_20.sharded checkpoints/checkpoint_30.pt
+python -m camshaft.checkpoint diff checkpoints/checkpoint_20.sharded checkpoints/checkpoint_30.pt --tolerance 1e-6
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import os
 import pickle
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +66,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = commands.add_parser("diff", help=text, description=text, parents=[shared])
     command.add_argument("first", type=Path, help="a directory of shards, or a file")
     command.add_argument("second", type=Path, help="the other checkpoint, in any layout")
+    command.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.0,
+        help="leave out tensors and floating-point numbers that differ by at most this (default: 0)",
+    )
     options = parser.parse_args(arguments)
+    summary: Row = {}
     try:
         if options.command == "consolidate":
             consolidate(options.checkpoint, options.file, options.object)
             return 0
         if options.command == "diff":
-            rows = list(differences(options.first, options.second))
+            rows, summary = differences(options.first, options.second, options.tolerance)
             is_good, nothing = not rows, "no differences"
         else:
             is_verify = options.command == "verify"
@@ -82,12 +89,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{Look.of(sys.stderr).styled('error:', RED)} {error}\n")
         return 2
     if options.json:
-        sys.stdout.write("".join(f"{json.dumps(row)}\n" for row in rows))
-    else:
-        columns = list(rows[0]) if rows else []
-        cells = [[_text(row[name]) for name in columns] for row in rows]
-        text = aligned([columns, *cells], Look.of(sys.stdout), {"problem": RED}) if rows else nothing
-        sys.stdout.write(f"{text}\n")
+        sys.stdout.write("".join(f"{json.dumps(row)}\n" for row in (*rows, summary) if row))
+        return 0 if is_good else 1
+    columns = list(rows[0]) if rows else []
+    cells = [[_text(row[name]) for name in columns] for row in rows]
+    lines = [aligned([columns, *cells], Look.of(sys.stdout), {"problem": RED})] if rows else []
+    if summary and (rows or summary["largest"]):
+        beyond = f" by more than {options.tolerance:g}" if options.tolerance else ""
+        values, different, largest, relative = map(_text, summary.values())
+        lines.append(
+            f"values that differ{beyond}: {different} of {values}; largest difference: {largest}, relative: {relative}"
+        )
+    sys.stdout.write("\n".join(lines or [nothing]) + "\n")
     return 0 if is_good else 1
 
 
@@ -152,25 +165,60 @@ def consolidate(checkpoint: Path, file: Path, name: str | None = None) -> None:
         write_atomically(file, lambda opened: torch.save(state, opened))
 
 
-def differences(first: Path, second: Path) -> Iterator[Row]:
-    """Yield the values that differ between two checkpoints, whatever their layouts, with the largest difference."""
+def differences(first: Path, second: Path, tolerance: float = 0.0) -> tuple[list[Row], Row]:
+    """Compare two checkpoints, whatever their layouts.
+
+    The difference of two tensors or floating-point numbers is the largest among their elements. It is relative to the
+    largest absolute value in both of them.
+
+    Args:
+        first: a directory of shards, or a file.
+        second: the other checkpoint.
+        tolerance: the difference up to which two tensors or floating-point numbers are considered equal.
+
+    Returns:
+        A row for each value that differs, and a summary.
+
+    Raises:
+        ValueError: the tolerance is negative.
+    """
+    if not tolerance >= 0:
+        raise ValueError(f"--tolerance must be 0 or more, got {tolerance}")
     states = [dict(walk(read_checkpoint(path))) for path in (first, second)]
-    for where in dict.fromkeys([*states[0], *states[1]]):
+    values, rows, largest = dict.fromkeys([*states[0], *states[1]]), [], {"largest": 0.0, "relative": 0.0}
+    for where in values:
+        numbers: dict[str, float] | None = None
         if not all(where in state for state in states):
-            yield {"value": where, "difference": f"only in {first if where in states[0] else second}", "largest": None}
+            text = f"only in {first if where in states[0] else second}"
+        elif (found := _difference(*(_read(state[where]) for state in states))) is None:
             continue
-        a, b = (_read(state[where]) for state in states)
-        if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-            if type(a) is not type(b) or (a != b and not (a != a and b != b)):  # NaN is not equal to itself
-                yield {"value": where, "difference": f"{a!r:.40} and {b!r:.40}", "largest": None}
-        elif a.shape != b.shape or a.dtype != b.dtype:
-            shapes = (f"{tuple(one.shape)} {str(one.dtype).removeprefix('torch.')}" for one in (a, b))
-            yield {"value": where, "difference": " and ".join(shapes), "largest": None}
-        elif num_different := int(((a != b) & ~((a != a) & (b != b))).sum()):
-            kind = torch.complex128 if a.is_complex() else torch.float64
-            distance = (a.to(kind) - b.to(kind)).abs().nan_to_num(nan=0.0, posinf=math.inf)
-            text = f"{num_different:,} of {a.numel():,} elements"
-            yield {"value": where, "difference": text, "largest": distance.max().item()}
+        else:
+            text, numbers = found
+            largest = {name: max(one, (numbers or largest)[name]) for name, one in largest.items()}
+        if numbers is None or tolerance == 0 or numbers["largest"] > tolerance:
+            rows.append({"value": where, "difference": text, **(numbers or dict.fromkeys(largest))})
+    return rows, {"values": len(values), "different": len(rows), **largest}
+
+
+def _difference(a: Any, b: Any) -> tuple[str, dict[str, float] | None] | None:
+    """Describe how two values differ, with numbers where there are any; return ``None`` if they are equal."""
+    text = f"{a!r:.40} and {b!r:.40}"
+    is_float = isinstance(a, float) and isinstance(b, float)
+    if is_float:
+        a, b = (torch.tensor(one, dtype=torch.float64) for one in (a, b))
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return (text, None) if type(a) is not type(b) or a != b else None
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return " and ".join(f"{tuple(one.shape)} {str(one.dtype).removeprefix('torch.')}" for one in (a, b)), None
+    is_same = (a == b) | ((a != a) & (b != b))  # NaN is not equal to itself
+    if is_same.all():
+        return None
+    if not is_float:
+        text = f"{int((~is_same).sum()):,} of {a.numel():,} elements"
+    a, b = (one.to(torch.complex128 if one.is_complex() else torch.float64) for one in (a, b))
+    distance = (a - b).abs().nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(is_same, 0.0).max().item()
+    scale = max(one.abs().nan_to_num(nan=0.0, posinf=0.0).max().item() for one in (a, b))
+    return text, {"largest": distance, "relative": distance / scale if scale else math.inf}
 
 
 def _read(value: Any) -> Any:

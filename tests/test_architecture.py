@@ -68,7 +68,7 @@ IN_DISTRIBUTED: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], 
         (),
     ),
     (
-        inside("data", "data.*", "auto", "__main__"),
+        inside("data", "data.*", "auto", "mesh", "__main__"),
         (*DISTRIBUTED, *LEAVES),
         (*inside("backends.*"), *LAUNCH),
     ),

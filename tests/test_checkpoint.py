@@ -95,8 +95,18 @@ def test_diff_prints_the_largest_difference_across_layouts(folder, capsys):
     assert run(capsys, "diff", sharded, sharded) == (0, "no differences\n")
     code, text = run(capsys, "diff", sharded, whole, "--json")
     assert code == 1
-    row = {"value": "['model']['weight']", "difference": "2 of 2 elements", "largest": 0.5}
-    assert [json.loads(line) for line in text.splitlines()] == [row]
+    largest = {"largest": 0.5, "relative": 1 / 3}  # 1.0 and 1.5
+    row = {"value": "['model']['weight']", "difference": "2 of 2 elements", **largest}
+    assert [json.loads(line) for line in text.splitlines()] == [row, {"values": 3, "different": 1, **largest}]
+    code, text = run(capsys, "diff", sharded, whole, "--tolerance", "0.4")
+    assert code == 1
+    summary = "values that differ by more than 0.4: 1 of 3; largest difference: 0.5, relative: 0.333333"
+    assert text.splitlines()[1:] == ["['model']['weight']  2 of 2 elements  0.5      0.333333", summary]
+    code, text = run(capsys, "diff", sharded, whole, "--tolerance", "0.5")
+    assert code == 0
+    assert text == "values that differ by more than 0.5: 0 of 3; largest difference: 0.5, relative: 0.333333\n"
+    code, text = run(capsys, "diff", sharded, whole, "--tolerance", "0.5", "--json")
+    assert (code, json.loads(text)) == (0, {"values": 3, "different": 0, **largest})
 
 
 def test_what_may_not_be_unpickled_is_an_error_and_not_a_difference(tmp_path, capsys):
@@ -107,17 +117,32 @@ def test_what_may_not_be_unpickled_is_an_error_and_not_a_difference(tmp_path, ca
 
 
 def test_diff_prints_missing_keys_and_other_shapes_and_values(tmp_path, capsys):
-    first = {"a": torch.ones(2), "b": 1, "c": float("nan"), "only": 0, "n": torch.tensor([float("nan")])}
-    second = {"a": torch.ones(3), "b": 2, "c": float("nan"), "n": torch.tensor([float("nan")])}
+    nan, inf = float("nan"), float("inf")
+    first = {"a": torch.ones(2), "b": 1, "c": nan, "only": 0, "n": torch.tensor([nan, inf]), "lr": 0.5, "s": "a"}
+    second = {"a": torch.ones(3), "b": 2, "c": nan, "n": torch.tensor([nan, inf]), "lr": 0.25, "s": "a"}
     for name, state in (("first.pt", first), ("second.pt", second)):
         torch.save(state, tmp_path / name)
     code, text = run(capsys, "diff", tmp_path / "first.pt", tmp_path / "second.pt")
     assert code == 1
-    rows = [line.split("  ") for line in text.splitlines()]
-    assert [row[0] for row in rows] == ["value", "['a']", "['b']", "['only']"]
+    *table, summary = text.splitlines()
+    rows = [line.split("  ") for line in table]
+    assert [row[0] for row in rows] == ["value", "['a']", "['b']", "['only']", "['lr']"]
+    assert table[-1].split()[-2:] == ["0.25", "0.5"]
+    assert summary == "values that differ: 4 of 7; largest difference: 0.25, relative: 0.5"
     assert "(2,) float32 and (3,) float32" in text
     assert "1 and 2" in text
     assert f"only in {tmp_path / 'first.pt'}" in text
+
+
+def test_diff_tolerates_no_number_that_is_not_finite_in_one_checkpoint_only(tmp_path, capsys):
+    nan, inf = float("nan"), float("inf")
+    for name, values in (("first.pt", [nan, 0.0, inf]), ("second.pt", [1.0, 0.0, inf])):
+        torch.save({"weight": torch.tensor(values), "loss": values[0]}, tmp_path / name)
+    code, text = run(capsys, "diff", tmp_path / "first.pt", tmp_path / "second.pt", "--tolerance", "9", "--json")
+    assert code == 1
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert [row["difference"] for row in rows[:2]] == ["1 of 3 elements", "nan and 1.0"]
+    assert all((row["largest"], row["relative"]) == (inf, inf) for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +155,7 @@ def test_diff_prints_missing_keys_and_other_shapes_and_values(tmp_path, capsys):
         (["consolidate", "checkpoints/checkpoint_10.sharded", "x.pt", "--object", "y"], "--object must be one of"),
         (["consolidate", "checkpoints/killed", "x.pt"], "lists no shards"),
         (["diff", "checkpoints/checkpoint_20.pt", "nowhere.pt"], "nowhere.pt"),
+        (["diff", "a.pt", "b.pt", "--tolerance", "-1"], "--tolerance must be 0 or more, got -1.0"),
     ],
 )
 def test_what_cannot_be_done_is_explained(folder, monkeypatch, capsys, command, message):

@@ -124,11 +124,6 @@ class Job:
         """Return True if the job has a resource of a kind."""
         return kind in self._resources
 
-    def release(self, kind: type[Resource]) -> None:
-        """Close the resource of a kind, if there is one."""
-        if kind in self._resources:
-            self._resources.pop(kind).close()
-
     def finish(self) -> None:
         """Wait for what is in progress."""
         for resource in tuple(self._resources.values()):

@@ -1,15 +1,16 @@
 """The flight record of a process: its last collectives and its status, in a mapped file that outlives it.
 
 Sibling ranks, the parent process, and ``python -m camshaft.distributed --inspect`` read it, also after the process was
-killed. The file has a header, the status, a ring of the last collectives, which consists of numbers only, and the texts
-that these refer to: what a line of the user calls is the same from step to step, so it is written once. A record is
-alive as long as its process holds a lock on the file; the kernel releases it however the process ends.
+killed. The file has a header, the status, and a ring of the last collectives, each of which consists of numbers and a
+text: what a line of the user calls is the same from step to step, so the text is kept, and copied. A record is alive as
+long as its process holds a lock on the file; the kernel releases it however the process ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import json
 import logging
@@ -34,8 +35,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from camshaft.text import table as text_table
-
 try:
     import fcntl
 except ImportError:  # Windows
@@ -47,19 +46,18 @@ _MEMORY = Path("/dev/shm")
 _PREFIX, _SUFFIX = "camshaft-", ".record"
 STACKS = ".stacks"  # suffix of a file beside a record
 _MAX_AGE, _MAX_DEAD = 24 * 3600.0, 64  # seconds, and number, of records to keep of processes that have ended
-_MAGIC = b"camshaft record 1"
+_MAGIC = b"camshaft record 2"
 _STAMP = struct.Struct("=Q")
 _AREA = struct.Struct("=QII")  # before JSON: stamp, odd while it is written; size and CRC-32 of the JSON
-_ENTRY = struct.Struct("@QQddQQ")  # number, sequence, began, ended or 0, stamp of the text, number
-_NUM_ENTRIES, _NUM_TEXTS = 64, 512
-_HEADER_BYTES, _STATUS_BYTES, _TEXT_BYTES = 1024, 24 * 1024, 512
+_NUM_ENTRIES, _HEADER_BYTES, _STATUS_BYTES, _TEXT_BYTES = 64, 1024, 24 * 1024, 472
+_ENTRY = struct.Struct(
+    f"@QQddQ{_TEXT_BYTES}sQ"
+)  # number, sequence, began, ended or 0, CRC-32 of the text, text, number
 _HEADER = 64
 _STATUS = _HEADER + _HEADER_BYTES
 _ENTRIES = _STATUS + _STATUS_BYTES
-_TEXTS = _ENTRIES + _NUM_ENTRIES * _ENTRY.size
-_SIZE = _TEXTS + _NUM_TEXTS * _TEXT_BYTES
+_SIZE = _ENTRIES + _NUM_ENTRIES * _ENTRY.size
 _ENTRY_BYTES, _ENTRY_WORDS, _ENDED = _ENTRY.size, _ENTRY.size // 8, 3  # of an entry; the last is a place in it
-_FIRST_STAMP = 1 << 60  # of texts: nothing else in an entry has these bytes
 _ATTEMPTS, _PAUSE = 20, 0.001  # to read an area that is being written; seconds between them
 _MANY = 1024  # entries after which a cache starts anew
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, RecursionError, struct.error)  # raised by damaged content
@@ -158,14 +156,13 @@ class Record:
         self._all = _Counted("all")
         self._counted = {tuple(range(world_size)): self._all}  # by ranks
         self._groups: dict[int, tuple[Sequence[int], _Counted]] = {}  # by the id of the group that the user holds
-        self._slots: list[tuple[int, _Counted, tuple[Any, ...], CodeType] | None] = [None] * _NUM_TEXTS
-        self._text_stamps, self._stamps = itertools.count(_FIRST_STAMP, 2), itertools.count(2, 2)
+        self._stamps = itertools.count(2, 2)
         self._facts = {"rank": rank, "world_size": world_size, "pid": os.getpid(), "host": socket.gethostname()}
         self._job = ""
         temporary, self._file = _created(_folders() if folder is None else [folder])
         self._map = mmap.mmap(self._file, _SIZE)
         self._map[: len(_MAGIC)] = _MAGIC
-        self._entries = memoryview(self._map)[_ENTRIES:_TEXTS]
+        self._entries = memoryview(self._map)[_ENTRIES:]
         self._words, self._times = self._entries.cast("Q"), self._entries.cast("d")
         self.job = ""
         self.path = temporary.with_suffix("")
@@ -181,7 +178,7 @@ class Record:
     @job.setter
     def job(self, name: str) -> None:
         self._job = name
-        self._write(_HEADER, _HEADER_BYTES, {**self._facts, "job": name}, self._stamps)
+        self._write(_HEADER, _HEADER_BYTES, {**self._facts, "job": name})
 
     def begin(
         self,
@@ -225,14 +222,18 @@ class Record:
                 code = frame.f_code
             try:
                 if value is None or not isinstance(value, Tensor):
-                    text = counted.texts[collective, None, None, how, root, is_long, id(code), frame.f_lasti]
+                    checksum, text, _ = counted.texts[
+                        collective, None, None, how, root, is_long, id(code), frame.f_lasti
+                    ]
                 else:
                     dtype, shape = value.dtype, value.shape
-                    text = counted.texts[collective, dtype, shape, how, root, is_long, id(code), frame.f_lasti]
+                    checksum, text, _ = counted.texts[
+                        collective, dtype, shape, how, root, is_long, id(code), frame.f_lasti
+                    ]
             except Exception:  # it is new, or odd
-                text = self._text(counted, collective, value, how, root, is_long, frame)
+                checksum, text, _ = counted.add_text(collective, value, how, root, is_long, frame)
             start = number % _NUM_ENTRIES * _ENTRY_BYTES
-            _write_entry(self._entries, start, number, sequence, _now(), 0.0, text, number)
+            _write_entry(self._entries, start, number, sequence, _now(), 0.0, checksum, text, number)
             return number
         except Exception as error:
             logger.debug("no flight record of %s: %r", collective, error)
@@ -249,7 +250,7 @@ class Record:
 
     def write_status(self, status: Mapping[str, Any]) -> None:
         """Replace the status, which JSON must be able to represent; beyond 24 KB, its longest texts are shortened."""
-        self._write(_STATUS, _STATUS_BYTES, status, self._stamps)
+        self._write(_STATUS, _STATUS_BYTES, status)
         with suppress(OSError, ValueError):
             os.utime(self._file)  # writing to a mapped file does not update its time everywhere
 
@@ -278,37 +279,12 @@ class Record:
             self._groups[id(group)] = found = (ranks[:], counted)
             return found
 
-    def _text(
-        self, counted: _Counted, collective: str, value: Any, how: Any, root: Any, is_long: bool, frame: FrameType
-    ) -> int:
-        """Return the stamp of a text; write it into the next slot that no entry refers to, if it is new."""
-        dtype, shape, layout = _layout(value)
-        code, how, root = frame.f_code, _plain(how), _plain(root)  # a tensor must not become a key, or stay alive
-        key = (collective, dtype, shape, how, root, is_long, id(code), frame.f_lasti)
-        with self._lock:
-            if key in counted.texts:
-                return counted.texts[key]
-            while True:
-                stamp = next(self._text_stamps)
-                old = self._slots[_slot(stamp)]
-                if old is None or self._map.find(_STAMP.pack(old[0]), _ENTRIES, _TEXTS) < 0:
-                    break
-            if old is not None:
-                del old[1].texts[old[2]]
-            line = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
-            root = "" if root is None else str(root)
-            content = [stamp, counted.group, str(collective), str(how), root, layout, line, bool(is_long)]
-            self._write(_TEXTS + _slot(stamp) * _TEXT_BYTES, _TEXT_BYTES, content, iter([stamp]))
-            self._slots[_slot(stamp)] = (stamp, counted, key, code)  # while the code is alive, no other has its id
-            counted.texts[key] = stamp
-            return stamp
-
-    def _write(self, start: int, size: int, content: Any, stamps: Iterator[int]) -> None:
+    def _write(self, start: int, size: int, content: Any) -> None:
         """Write content as JSON to an area, shortened as far as necessary."""
         try:
             data = _fitting(content, size - _AREA.size)
             with self._lock:
-                stamp = next(stamps)
+                stamp = next(self._stamps)
                 _STAMP.pack_into(self._map, start, stamp + 1)
                 self._map[start + _AREA.size : start + _AREA.size + len(data)] = data
                 _AREA.pack_into(self._map, start, stamp + 1, len(data), zlib.crc32(data))
@@ -318,16 +294,38 @@ class Record:
 
 
 class _Counted:
-    """The calls of the ranks of a group, with the stamps of their texts."""
+    """The calls of the ranks of a group, with their texts."""
 
     __slots__ = ("group", "sequence", "texts")
 
     def __init__(self, group: str) -> None:
         self.group = group
         self.sequence = itertools.count(1)
-        self.texts: dict[tuple[Any, ...], int] = {}
+        self.texts: dict[tuple[Any, ...], _Text] = {}
+
+    def add_text(self, collective: str, value: Any, how: Any, root: Any, is_long: bool, frame: FrameType) -> _Text:
+        """Return the text of a call, and remember it for the next call of the same code."""
+        dtype, shape, layout = layout_of(value)
+        code, how, root = frame.f_code, _plain(how), _plain(root)  # a tensor must not become a key, or stay alive
+        line = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+        content = [
+            self.group,
+            str(collective),
+            str(how),
+            "" if root is None else str(root),
+            layout,
+            line,
+            bool(is_long),
+        ]
+        text = _fitting(content, _TEXT_BYTES).ljust(_TEXT_BYTES)
+        if len(self.texts) >= _MANY:
+            self.texts.clear()
+        key = (collective, dtype, shape, how, root, is_long, id(code), frame.f_lasti)
+        self.texts[key] = found = zlib.crc32(text), text, code
+        return found
 
 
+_Text = tuple[int, bytes, CodeType]  # its CRC-32, the text, and the code: while that is alive, no other has its id
 _inner_files: set[str] = set()  # of this folder, and what is between them and the user's
 _own: dict[tuple[int, int], Record] = {}  # of this process: to open and close such a file would release its lock
 
@@ -364,7 +362,7 @@ def read(path: Path, with_entries: bool = True) -> Snapshot | None:
                 return None
             status = _read_area(file, _STATUS, _STATUS_BYTES)
             rows = os.pread(file, _NUM_ENTRIES * _ENTRY.size, _ENTRIES)
-            running = [row[2] for row in _ENTRY.iter_unpack(rows) if not row[3] and row[0] == row[5] != 0]
+            running = [row[2] for row in _ENTRY.iter_unpack(rows) if not row[3] and row[0] == row[-1] != 0]
             return Snapshot(
                 path=path,
                 job=str(header["job"]),
@@ -374,24 +372,22 @@ def read(path: Path, with_entries: bool = True) -> Snapshot | None:
                 is_alive=is_alive,
                 host=str(header["host"]),
                 status=status if isinstance(status, dict) else {},
-                entries=_entries(file, rows) if with_entries else (),
+                entries=_entries(rows) if with_entries else (),
                 running_since=min(running, default=math.inf),
             )
     except _UNREADABLE:
         return None
 
 
-def find(job: str | None = None, folder: Path | None = None) -> list[Path]:
-    """Return the records on this machine, or those of a job; including processes that ended without removing theirs.
+def find(folder: Path | None = None) -> list[Path]:
+    """Return the records on this machine, including those of processes that ended without removing theirs.
 
     Args:
-        job: name of a job.
         folder: where to look; by default, wherever records are created by default.
     """
     folders = _folders() if folder is None else [folder]
     names = [(one, name) for one in folders for name in os.listdir(one) if name.startswith(_PREFIX)]  # faster than glob
-    paths = [one / name for one, name in sorted(names) if name.endswith(_SUFFIX)]
-    return paths if job is None else [path for path in paths if (found := read(path)) is not None and found.job == job]
+    return [one / name for one, name in sorted(names) if name.endswith(_SUFFIX)]
 
 
 def remove(path: Path, keep: bool = False) -> None:
@@ -403,24 +399,6 @@ def remove(path: Path, keep: bool = False) -> None:
     path.with_suffix(STACKS).unlink(missing_ok=True)
     if not keep:
         path.unlink(missing_ok=True)
-
-
-def table(snapshots: Iterable[Snapshot]) -> str:
-    """Return a table of what each rank called last, from which line, and whether it still waits there."""
-    rows = {f"rank {one.rank}": _row(one) for one in sorted(snapshots, key=lambda one: one.rank)}
-    columns = {name: {rank: row.get(name) or "-" for rank, row in rows.items()} for name in _COLUMNS}
-    return text_table({name: cells for name, cells in columns.items() if set(cells.values()) != {"-"}})
-
-
-_COLUMNS = ("collective", "ranks", "how", "root", "value", "state", "line")
-
-
-def _row(snapshot: Snapshot) -> dict[str, str]:
-    entry = snapshot.last
-    if entry is None:
-        return {"collective": "no call yet"}
-    texts = {"collective": entry.collective, "ranks": entry.group, "how": entry.how, "root": entry.root}
-    return {**texts, "value": entry.value, "state": state_of(snapshot, entry), "line": entry.line}
 
 
 def state_of(snapshot: Snapshot, entry: Entry) -> str:
@@ -442,26 +420,24 @@ def _created(folders: Sequence[Path]) -> tuple[Path, int]:
     """Create and lock a temporary file of the size of a record in the first folder that has space for it."""
     if fcntl is None:
         raise OSError(errno.ENOTSUP, "flight records need the locks of POSIX")
+    failure: OSError = FileNotFoundError(errno.ENOENT, "there is no folder for flight records")
     for folder in folders:
         path = folder / f"{_PREFIX}{os.getpid()}-{os.urandom(8).hex()}{_SUFFIX}.tmp"
         try:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except OSError:
-            if folder is folders[-1]:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # All of it: writing to a mapped page that the file system has no space for would kill the process.
+                if os.write(file, bytes(_SIZE)) < _SIZE:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(path))
+                return path, file
+            except OSError:
+                os.close(file)
+                path.unlink()
                 raise
-            continue
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # All of it: writing to a mapped page that the file system has no space for would kill the process.
-            if os.write(file, bytes(_SIZE)) < _SIZE:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(path))
-            return path, file
-        except OSError:
-            os.close(file)
-            path.unlink()
-            if folder is folders[-1]:
-                raise
-    raise FileNotFoundError(errno.ENOENT, "there is no folder for flight records")
+        except OSError as error:
+            failure = error
+    raise failure
 
 
 def _remove_old(folder: Path) -> None:
@@ -512,9 +488,9 @@ def _can_lock(file: int) -> bool:
     return True
 
 
-def _read_area(file: int, start: int, size: int, attempts: int = _ATTEMPTS) -> Any:
+def _read_area(file: int, start: int, size: int) -> Any:
     """Return the content of an area; ``None`` if it is empty, damaged, or still being written."""
-    for _ in range(attempts):
+    for _ in range(_ATTEMPTS):
         data = os.pread(file, size, start)
         stamp, length, checksum = _AREA.unpack_from(data)
         text = data[_AREA.size : _AREA.size + length]
@@ -527,27 +503,20 @@ def _read_area(file: int, start: int, size: int, attempts: int = _ATTEMPTS) -> A
     return None
 
 
-def _entries(file: int, rows: bytes) -> tuple[Entry, ...]:
-    """Return the entries whose texts are still there."""
+def _entries(rows: bytes) -> tuple[Entry, ...]:
     entries = []
-    texts: dict[int, tuple[str, tuple[str, str, str, str, str], bool] | None] = {}
-    for number, sequence, began, ended, stamp, again in _ENTRY.iter_unpack(rows):
-        if number != again or number == 0:  # it is being replaced
-            continue
-        if stamp not in texts:
-            texts[stamp] = None
-            match _read_area(file, _TEXTS + _slot(stamp) * _TEXT_BYTES, _TEXT_BYTES, attempts=1):
-                case [found, str(group), str(collective), str(how), str(root), str(value), str(line), bool(is_long)]:
-                    if found == stamp:
-                        texts[stamp] = _ranks(group), (collective, how, root, value, line), is_long
-        if (text := texts[stamp]) is not None:
-            group, call, is_long = text
+    for number, sequence, began, ended, checksum, text, again in _ENTRY.iter_unpack(rows):
+        if number == again != 0 and zlib.crc32(text) == checksum:  # otherwise, it is being replaced
+            group, collective, how, root, value, line, is_long = _decoded(text)
+            call = collective, how, root, value, line
             entries.append(Entry(number, group, sequence, *call, began, ended or None, is_long))
     return tuple(sorted(entries, key=lambda entry: entry.number))
 
 
-def _slot(stamp: int) -> int:
-    return stamp // 2 % _NUM_TEXTS
+@functools.lru_cache(_MANY)
+def _decoded(text: bytes) -> tuple[Any, ...]:
+    group, *others = json.loads(text)
+    return _ranks(group), *others
 
 
 def _mask(ranks: Iterable[int]) -> str:
@@ -582,7 +551,7 @@ def _plain(value: Any) -> Any:
         return type(value).__name__
 
 
-def _layout(value: Any) -> tuple[Any, Any, str]:
+def layout_of(value: Any) -> tuple[Any, Any, str]:
     """Return dtype and shape of a tensor, and both as text; of other values, ``(None, None, "")``."""
     if not isinstance(value, Tensor):
         return None, None, ""

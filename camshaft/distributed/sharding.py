@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Shard: TypeAlias = type[nn.Module] | Iterable[type[nn.Module]] | Callable[[nn.Module], bool]
-_MOST_NAMES = 20  # of modules in an error
+_MOST_NAMES = 20  # of modules in an error, to find the right one
 _REPLACED = "_camshaft_replaced_in_model"  # set on a parameter for which the model now has a distributed one
 _adapted: WeakSet[Optimizer] = WeakSet()
 
@@ -84,8 +84,11 @@ class Layout:
 
         With replicas and tensor parallelism, but no sharding, ``fully_shard`` shards over one rank, because torch's
         ``DistributedDataParallel`` does not support distributed parameters.
+
+        Raises:
+            ValueError: modules that shared a weight no longer do.
         """
-        before = dict(model.named_parameters())
+        before = dict(model.named_parameters(remove_duplicate=False))
         with enter("auto_model", backend, None, how=f"mesh {mesh.mesh_dim_names}"):
             backend.broadcast_model(model)
             self._broadcast_shards(model, mesh, backend)
@@ -99,10 +102,18 @@ class Layout:
             tensors = (*model.parameters(), *model.buffers())
             if any(one.device.type != backend.device.type and not one.is_meta for one in tensors):
                 model.to(backend.device)
-        kept = {id(parameter) for parameter in model.parameters()}
+        after = dict(model.named_parameters(remove_duplicate=False))
+        kept = {id(parameter) for parameter in after.values()}
+        names: dict[Tensor, str] = {}
         for name, parameter in before.items():
+            first = names.setdefault(parameter, name)
+            if after[name] is not after[first]:  # by a plan, or by fully_shard before torch 2.13
+                raise ValueError(
+                    f"{first} and {name} were tied, and would be trained separately: tensor_plan and shard must not "
+                    "match the modules that hold them"
+                )
             if id(parameter) not in kept:
-                setattr(parameter, _REPLACED, name)
+                setattr(parameter, _REPLACED, first)
 
     def _is_sharded(self, mesh: DeviceMesh) -> bool:
         alone = all(size_of(mesh, axis) == 1 for axis in ("dp_replicate", "dp_shard", "cp"))
@@ -197,7 +208,7 @@ def remember_optimizer(optimizer: Optimizer) -> None:
 def _stale(optimizer: Optimizer, names: list[str]) -> str:
     return (
         f"optimizer {type(optimizer).__name__} was created before the model was sharded: {len(names)} of its "
-        f"parameters ({_listed(names)}) are not those of the sharded model, and would never change; create it after "
+        f"parameters ({_listed(names, 3)}) are not those of the sharded model, and would never change; create it after "
         "auto_model, from model.parameters()"
     )
 
@@ -220,6 +231,6 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
-def _listed(names: Iterable[str]) -> str:
+def _listed(names: Iterable[str], most: int = _MOST_NAMES) -> str:
     names = [name for name in names if name]
-    return ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")

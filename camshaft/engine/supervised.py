@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -33,7 +32,7 @@ from camshaft.engine.step import (
     scaled_to_all_ranks,
 )
 from camshaft.engine.step import prepare_batch as _prepare_batch
-from camshaft.errors import check_is_no_class, check_takes, check_type, described
+from camshaft.errors import check_is_no_class, check_takes, check_type, described, level_of_caller
 from camshaft.sharding import is_dtensor, reshard
 from camshaft.types import DeviceLike
 
@@ -72,33 +71,13 @@ def supervised_training_step(
 ) -> Step:
     """Return a step that trains in the precision of the model.
 
-    Args:
-        model: the model, plain, compiled, wrapped for several ranks, or sharded by ``fully_shard`` or
-            ``parallelize_module``, on one or several meshes. It is not moved.
-        optimizer: optimizer of its parameters, created after they were sharded.
-        loss_fn: ``loss_fn(y_pred, y)`` returns the loss, a tensor with one element.
-        device: device that batches are moved to; ``None`` leaves them where they are.
-        non_blocking: whether to move them asynchronously where that is possible.
-        prepare_batch: ``prepare_batch(batch, device=..., non_blocking=...)`` returns ``x, y``.
-        model_transform: applied to the output of the model.
-        output_transform: ``output_transform(x, y, y_pred, loss)`` returns the output of the step; by default the loss
-            as a number, which waits for the device only when it is read.
-        gradient_accumulation_steps: batches whose gradients make up one step of the optimizer. Ranks exchange gradients
-            once per step; until then, models sharded by ``fully_shard`` keep full gradients on each rank.
-        model_fn: ``model_fn(model, x)`` calls the model.
-        clip_grad_norm: maximum norm of all gradients together, including those of all shards.
-        clip_grad_value: maximum absolute value of any element of a gradient.
-        batch_weight: ``batch_weight(x, y)`` returns the weight of a batch among those of one step and of all ranks,
-            given what ``prepare_batch`` returned: the number of samples (``lambda x, y: len(y)``) or tokens that the
-            loss is a mean over, or the sum of the weights in a weighted loss. By default, the batches of a step have
-            equal weights, and those of different ranks are weighted by their samples. Ranks along a mesh dimension
-            named ``"tp"`` have the same batches, which count once.
+    The arguments are those of :func:`create_supervised_trainer`.
 
     Returns:
         A function of an engine and a batch.
 
     Raises:
-        ValueError: a number is out of range, or the optimizer was created before the model was sharded.
+        ValueError: as for :func:`create_supervised_trainer`.
 
     >>> model = torch.nn.Linear(1, 1)
     >>> step = supervised_training_step(model, torch.optim.SGD(model.parameters(), 0.1), torch.nn.MSELoss())
@@ -182,12 +161,7 @@ def supervised_training_step_amp(
 ) -> Step:
     """Return a step that trains in mixed precision, on any device that torch has autocast for.
 
-    Args:
-        scaler: scales the loss, which float16 needs.
-        amp_dtype: the lower precision; by default that of torch for the device.
-
-    The other arguments are those of :func:`supervised_training_step`. With a scaler, torch waits for the device in each
-    step unless the optimizer is fused.
+    The arguments are those of :func:`create_supervised_trainer`; ``scaler`` is a ``GradScaler`` or ``None``.
 
     >>> model = torch.nn.Linear(1, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -206,7 +180,7 @@ def supervised_training_step_amp(
 def supervised_training_step_apex(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Step:
     """Return a step for a model and an optimizer that were prepared by ``apex.amp.initialize``.
 
-    The arguments are those of :func:`supervised_training_step`.
+    The arguments are those of :func:`create_supervised_trainer`.
 
     Raises:
         ModuleNotFoundError: apex is not installed.
@@ -224,7 +198,7 @@ def supervised_training_step_apex(model: Any, optimizer: Any, *args: Any, **kwar
 def supervised_training_step_tpu(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Step:
     """Return a step that trains on XLA devices.
 
-    The arguments are those of :func:`supervised_training_step`.
+    The arguments are those of :func:`create_supervised_trainer`.
 
     Raises:
         ModuleNotFoundError: torch_xla is not installed.
@@ -254,7 +228,7 @@ def supervised_evaluation_step(
     Args:
         output_transform: ``output_transform(x, y, y_pred)`` returns the output; by default ``y_pred, y``.
 
-    The other arguments are those of :func:`supervised_training_step`.
+    The other arguments are those of :func:`create_supervised_trainer`.
 
     >>> step = supervised_evaluation_step(torch.nn.Identity())
     >>> step(None, (torch.ones(1), torch.zeros(1)))
@@ -286,7 +260,7 @@ def supervised_evaluation_step_amp(
 ) -> Step:
     """Return a step that evaluates in mixed precision: the model and ``model_transform`` run under autocast.
 
-    The arguments are those of :func:`supervised_evaluation_step` and :func:`supervised_training_step_amp`.
+    The arguments are those of :func:`create_supervised_evaluator`.
 
     >>> step = supervised_evaluation_step_amp(torch.nn.Linear(1, 1))
     >>> y_pred, y = step(None, (torch.ones(1), torch.zeros(1)))
@@ -325,15 +299,35 @@ def create_supervised_trainer(
     """Return an engine that trains a model on batches of inputs and targets.
 
     Args:
+        model: the model, plain, compiled, wrapped for several ranks, or sharded by ``fully_shard`` or
+            ``parallelize_module``, on one or several meshes. It is not moved.
+        optimizer: optimizer of its parameters, created after they were sharded.
+        loss_fn: ``loss_fn(y_pred, y)`` returns the loss, a tensor with one element.
+        device: device that batches are moved to; ``None`` leaves them where they are.
+        non_blocking: whether to move them asynchronously where that is possible.
+        prepare_batch: ``prepare_batch(batch, device=..., non_blocking=...)`` returns ``x, y``.
+        model_transform: applied to the output of the model.
+        output_transform: ``output_transform(x, y, y_pred, loss)`` returns the output of the step; by default the loss
+            as a number, which waits for the device only when it is read.
         deterministic: whether to return a :class:`DeterministicEngine`.
         amp_mode: ``None`` for the precision of the model, ``"amp"`` for the mixed precision of torch, ``"apex"``.
-        scaler: gradient scaler for ``"amp"``; ``True`` creates one and stores it as ``state.scaler``.
+        scaler: gradient scaler for ``"amp"``, which float16 needs; ``True`` creates one and stores it as
+            ``state.scaler``. Torch then waits for the device in each step unless the optimizer is fused.
+        gradient_accumulation_steps: batches whose gradients make up one step of the optimizer. Ranks exchange gradients
+            once per step; until then, models sharded by ``fully_shard`` keep full gradients on each rank.
+        model_fn: ``model_fn(model, x)`` calls the model.
         amp_dtype: the lower precision of ``"amp"``; by default that of torch for the device.
-
-    The other arguments are those of :func:`supervised_training_step`.
+        clip_grad_norm: maximum norm of all gradients together, including those of all shards.
+        clip_grad_value: maximum absolute value of any element of a gradient.
+        batch_weight: ``batch_weight(x, y)`` returns the weight of a batch among those of one step and of all ranks,
+            given what ``prepare_batch`` returned: the number of samples (``lambda x, y: len(y)``) or tokens that the
+            loss is a mean over, or the sum of the weights in a weighted loss. By default, the batches of a step have
+            equal weights, and those of different ranks are weighted by their samples. Ranks along a mesh dimension
+            named ``"tp"`` have the same batches, which count once.
 
     Raises:
-        ValueError: the arguments contradict each other, or a number is out of range.
+        ValueError: the arguments contradict each other, a number is out of range, or the optimizer was created before
+            the model was sharded.
         RuntimeError: ``device`` is ``"xla"`` and torch_xla is not installed.
         ModuleNotFoundError: ``amp_mode`` is ``"apex"`` and apex is not installed.
 
@@ -383,8 +377,9 @@ def create_supervised_evaluator(
         metrics: by name, objects with ``attach(engine, name)``; their results appear in ``state.metrics``.
         amp_mode: ``"amp"`` for the mixed precision of torch; otherwise the precision of the model, which for ``"apex"``
             apex has changed already.
+        output_transform: ``output_transform(x, y, y_pred)`` returns the output; by default ``y_pred, y``.
 
-    The other arguments are those of :func:`supervised_evaluation_step`.
+    The other arguments are those of :func:`create_supervised_trainer`.
 
     Raises:
         ValueError: the arguments contradict each other.
@@ -470,13 +465,10 @@ def _check_holds_parameters(optimizer: Any, model: Any, model_fn: Any) -> None:
     trainable = [one for one in current if one.requires_grad]
     is_foreign = bool(trainable and held) and len(_without(held, current)) == len(held)
     if is_foreign and model_fn is call_model and _kinds(held) in (_kinds(current), _kinds(trainable)):
-        frame, level = sys._getframe(), 1
-        while frame.f_code.co_filename == __file__ and frame.f_back is not None:
-            frame, level = frame.f_back, level + 1
         warnings.warn(
             "optimizer holds the parameters of another model with the same shapes, so this model will not be trained: "
             "create the optimizer with model.parameters() after the model was created, moved, or replaced",
-            stacklevel=level,
+            stacklevel=level_of_caller(),
         )
 
 

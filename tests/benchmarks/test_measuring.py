@@ -89,12 +89,20 @@ def test_peers_that_cannot_be_imported_are_listed_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "broken_library.py").write_text("import no_such_need\n")
+    (tmp_path / "half_removed").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    present, skipped = importable({"here": "json", "absent": "no_such_library", "broken": "broken_library"})
+    peers = {
+        "here": "json",
+        "absent": "no_such_library.part",
+        "broken": "broken_library",
+        "incomplete": "half_removed.part",
+    }
+    present, skipped = importable(peers)
     assert present == ["here"]
     assert skipped == {
         "absent": "not installed",
-        "broken": "ModuleNotFoundError: No module named 'no_such_need'",
+        "broken": "broken: ModuleNotFoundError: No module named 'no_such_need'",
+        "incomplete": "broken: ModuleNotFoundError: No module named 'half_removed.part'",
     }
 
 

@@ -192,6 +192,10 @@ time.sleep(60)
 """
 
 
+def records_of(job: str) -> list[Path]:
+    return [path for path in find() if (found := read(path)) is not None and found.job == job]
+
+
 @pytest.fixture
 def job() -> Iterator[str]:
     """A job of three processes that wrote records; rank 1 was killed, and rank 2 aborted."""
@@ -210,7 +214,7 @@ def job() -> Iterator[str]:
         for process in processes:
             process.kill()
             process.communicate()
-        for path in find(name):
+        for path in records_of(name):
             path.unlink()
 
 
@@ -238,7 +242,7 @@ def test_inspect_prints_snapshots_as_json(job: str, capsys: pytest.CaptureFixtur
     assert [one["is_alive"] for one in found] == [True, False, False]
     assert [one["entries"][-1]["collective"] for one in found] == ["all_reduce", "all_reduce", "broadcast"]
     assert found[0]["entries"][-1]["ended"] is None
-    assert {Path(one["path"]) for one in found} == set(find(job))
+    assert {Path(one["path"]) for one in found} == set(records_of(job))
     assert all((again := read(Path(one["path"]))) is not None and again.pid == one["pid"] for one in found)
 
 

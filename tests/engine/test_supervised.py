@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import types
 from contextlib import contextmanager
@@ -115,6 +116,11 @@ def test_arguments_have_the_order_and_the_defaults_that_users_know(name):
             assert callable(one.default)
     others = [one for one in parameters if one not in positional and one.name != "_update"]
     assert all(one.kind is one.KEYWORD_ONLY and one.default is None for one in others)
+
+
+def test_the_help_of_a_trainer_describes_every_argument():
+    described = re.findall(r"^    (\w+): ", inspect.getdoc(create_supervised_trainer), re.MULTILINE)
+    assert described[: described.index("ValueError")] == [*inspect.signature(create_supervised_trainer).parameters]
 
 
 def test_the_default_functions_do_what_the_documentation_reports():

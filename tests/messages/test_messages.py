@@ -73,20 +73,44 @@ MISTAKES = [
         'trainer.add_event_handler("epoch_completd", print)',
         ValueError,
         (
-            "unknown event 'epoch_completd': did you mean EPOCH_COMPLETED? Known are COMPLETED, "
-            "DATALOADER_STOP_ITERATION, EPOCH_COMPLETED, EPOCH_STARTED, EXCEPTION_RAISED, GET_BATCH_COMPLETED, "
-            "GET_BATCH_STARTED, INTERRUPT, ITERATION_COMPLETED, ITERATION_STARTED, STARTED, TERMINATE, "
-            "TERMINATE_SINGLE_EPOCH"
+            "unknown event 'epoch_completd': did you mean EPOCH_COMPLETED? Known are EPOCH_STARTED, "
+            "EPOCH_COMPLETED, STARTED, COMPLETED, ITERATION_STARTED, ITERATION_COMPLETED, EXCEPTION_RAISED, "
+            "GET_BATCH_STARTED, GET_BATCH_COMPLETED, DATALOADER_STOP_ITERATION, TERMINATE, "
+            "TERMINATE_SINGLE_EPOCH, INTERRUPT"
         ),
     ),
     (
         'trainer.on("end_of_epoch")(lambda: None)',
         ValueError,
         (
-            "unknown event 'end_of_epoch': register it with register_events first. Known are COMPLETED, "
-            "DATALOADER_STOP_ITERATION, EPOCH_COMPLETED, EPOCH_STARTED, EXCEPTION_RAISED, GET_BATCH_COMPLETED, "
-            "GET_BATCH_STARTED, INTERRUPT, ITERATION_COMPLETED, ITERATION_STARTED, STARTED, TERMINATE, "
-            "TERMINATE_SINGLE_EPOCH"
+            "unknown event 'end_of_epoch': did you mean EPOCH_COMPLETED? Known are EPOCH_STARTED, "
+            "EPOCH_COMPLETED, STARTED, COMPLETED, ITERATION_STARTED, ITERATION_COMPLETED, EXCEPTION_RAISED, "
+            "GET_BATCH_STARTED, GET_BATCH_COMPLETED, DATALOADER_STOP_ITERATION, TERMINATE, "
+            "TERMINATE_SINGLE_EPOCH, INTERRUPT"
+        ),
+    ),
+    (
+        'trainer.on("validated")(lambda: None)',
+        ValueError,
+        (
+            "unknown event 'validated': register it with register_events first. Known are EPOCH_STARTED, "
+            "EPOCH_COMPLETED, STARTED, COMPLETED, ITERATION_STARTED, ITERATION_COMPLETED, EXCEPTION_RAISED, "
+            "GET_BATCH_STARTED, GET_BATCH_COMPLETED, DATALOADER_STOP_ITERATION, TERMINATE, "
+            "TERMINATE_SINGLE_EPOCH, INTERRUPT"
+        ),
+    ),
+    (
+        "trainer.on(Events.EPOCH_END)",
+        AttributeError,
+        "Events has no event 'EPOCH_END': did you mean Events.EPOCH_COMPLETED?",
+    ),
+    (
+        "trainer.on(Events.VALIDATED)",
+        AttributeError,
+        (
+            "Events has no event 'VALIDATED': it has EPOCH_STARTED, EPOCH_COMPLETED, STARTED, COMPLETED, "
+            "ITERATION_STARTED, ITERATION_COMPLETED, EXCEPTION_RAISED, GET_BATCH_STARTED, GET_BATCH_COMPLETED, "
+            "DATALOADER_STOP_ITERATION, TERMINATE, TERMINATE_SINGLE_EPOCH, INTERRUPT"
         ),
     ),
     (
@@ -168,10 +192,10 @@ MISTAKES = [
         'trainer.fire_event("backward_completed")',
         ValueError,
         (
-            "unknown event 'backward_completed': register it with register_events first. Known are COMPLETED, "
-            "DATALOADER_STOP_ITERATION, EPOCH_COMPLETED, EPOCH_STARTED, EXCEPTION_RAISED, GET_BATCH_COMPLETED, "
-            "GET_BATCH_STARTED, INTERRUPT, ITERATION_COMPLETED, ITERATION_STARTED, STARTED, TERMINATE, "
-            "TERMINATE_SINGLE_EPOCH"
+            "unknown event 'backward_completed': did you mean GET_BATCH_COMPLETED? Known are EPOCH_STARTED, "
+            "EPOCH_COMPLETED, STARTED, COMPLETED, ITERATION_STARTED, ITERATION_COMPLETED, EXCEPTION_RAISED, "
+            "GET_BATCH_STARTED, GET_BATCH_COMPLETED, DATALOADER_STOP_ITERATION, TERMINATE, "
+            "TERMINATE_SINGLE_EPOCH, INTERRUPT"
         ),
     ),
     (
@@ -548,8 +572,8 @@ MISTAKES = [
         ),
         UserWarning,
         (
-            "bar/loss is not logged because engine.state.output is None: return a value from the process function, "
-            "and log after it has returned"
+            "bar/loss is not logged because it is a NoneType: engine.state.output is None, so return a value from the "
+            "process function, and log after that"
         ),
     ),
     (
@@ -677,7 +701,7 @@ MISTAKES = [
         KeyError,
         (
             "the score needs the metric 'accuracy', but engine.state.metrics has []: attach it to the engine "
-            "on which this handler is registered"
+            "on which this handler is registered, or correct the name"
         ),
     ),
     (
@@ -706,8 +730,36 @@ MISTAKES = [
         ),
         UserWarning,
         (
-            "nothing was saved: the step is smaller than those of all checkpoints kept; call reset() before "
-            "an engine is restarted from 0"
+            "nothing was saved on Events.COMPLETED: step 1 is below 4, the smallest step kept in 'checkpoints'; "
+            "call reset() before an engine is restarted from 0"
+        ),
+    ),
+    (
+        (
+            'evaluator.add_event_handler(Events.COMPLETED, Checkpoint({"model": model}, "checkpoints"))\n'
+            "trainer.add_event_handler(Events.EPOCH_STARTED, lambda: evaluator.run(batches))\n"
+            "trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(batches[:1]))\n"
+            "trainer.run(batches, max_epochs=2)"
+        ),
+        UserWarning,
+        (
+            "nothing was saved on Events.COMPLETED: step 1 is below 4, the smallest step kept in 'checkpoints'; this "
+            "engine counts from 0 in each run, so pass global_step_transform=global_step_from_engine(trainer)"
+        ),
+    ),
+    (
+        (
+            "trainer.run(batches)\n"
+            'Checkpoint({"model": model}, "checkpoints")(trainer)\n'
+            'checkpoint = Checkpoint({"model": model}, "checkpoints")\n'
+            "checkpoint.resume_latest()\n"
+            "evaluator.add_event_handler(Events.ITERATION_COMPLETED, checkpoint)\n"
+            "evaluator.run(batches[:2])"
+        ),
+        UserWarning,
+        (
+            "nothing was saved on Events.ITERATION_COMPLETED: step 1 is below 4, the smallest step kept in "
+            "'checkpoints'; add the engine to to_save, so that a resumed run continues with the step of its checkpoint"
         ),
     ),
     (
@@ -718,8 +770,8 @@ MISTAKES = [
         ),
         UserWarning,
         (
-            "nothing was saved: the step of this engine is 4 in each of its runs; pass score_name or score_function to "
-            "keep the best, or global_step_transform=global_step_from_engine(trainer) to keep the newest"
+            "nothing was saved on Events.COMPLETED: this engine counts from 0 in each run, to step 4 again; pass "
+            "score_name or score_function to keep the best, or a global_step_transform to keep the newest"
         ),
     ),
     (
@@ -731,9 +783,9 @@ MISTAKES = [
         ),
         UserWarning,
         (
-            "the last checkpoint was overwritten: the step of this engine is 4 in each of its runs; pass score_name "
-            "or score_function to keep the best, or global_step_transform=global_step_from_engine(trainer) to keep the "
-            "newest"
+            "the last checkpoint was overwritten on Events.ITERATION_COMPLETED: this engine counts from 0 in each run, "
+            "to step 4 again; pass score_name or score_function to keep the best, or a global_step_transform to keep "
+            "the newest"
         ),
     ),
     (
@@ -958,7 +1010,7 @@ MISTAKES = [
         ValueError,
         (
             "metric_name needs the metric 'loss', but engine.state.metrics has []: attach it to the engine "
-            "on which this handler is registered"
+            "on which this handler is registered, or correct the name"
         ),
     ),
     (
@@ -1129,7 +1181,7 @@ MISTAKES = [
     (
         "idist.Parallel(nproc_per_node=2)",
         ValueError,
-        "backend must be given with nproc_per_node, got None and {'nproc_per_node': 2}",
+        ("backend must be given with nproc_per_node, got None and {'nproc_per_node': 2}: pass 'auto' or one of (...)"),
     ),
     (
         'idist.Parallel("gloo", nproc_per_node="2")',
@@ -1245,6 +1297,24 @@ MISTAKES = [
         ),
     ),
     (
+        "idist.make_mesh(fsdp=2)",
+        TypeError,
+        "the axes of a mesh are dp_replicate, dp_shard, cp, tp, got 'fsdp': did you mean dp_shard?",
+    ),
+    (
+        "idist.make_mesh(replicate=2)",
+        TypeError,
+        "the axes of a mesh are dp_replicate, dp_shard, cp, tp, got 'replicate': did you mean dp_replicate?",
+    ),
+    (
+        "launched(4)\nidist.make_mesh(dp_shard=-1)",
+        RuntimeError,
+        (
+            "make_mesh needs a backend, as 4 processes were launched and none is initialized: call "
+            "camshaft.distributed.initialize first, or use Parallel with a backend"
+        ),
+    ),
+    (
         "idist.make_mesh(dp_shard=-1, tp=-1)",
         ValueError,
         "only one axis can take the remaining ranks, got -1 for dp_shard and tp",
@@ -1311,7 +1381,13 @@ def names_of_a_script(monkeypatch):
         """Hide an optional package, as if it were not installed."""
         monkeypatch.setitem(sys.modules, package, None)
 
+    def launched(world_size):
+        """Set the variables of a launcher."""
+        for name, value in {"RANK": 0, "WORLD_SIZE": world_size, "LOCAL_RANK": 0}.items():
+            monkeypatch.setenv(name, str(value))
+
     script = {
+        "launched": launched,
         "model": model,
         "optimizer": optimizer,
         "loss_fn": loss_fn,

@@ -12,12 +12,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from camshaft.distributed.backend import Backend, Group, Resource
 from camshaft.distributed.coordination.waiting import store_at, wait_for
+from camshaft.distributed.record import layout_of
 from camshaft.distributed.values import all_gather_values
 from camshaft.errors import RankDivergenceError, line_of_caller
 from camshaft.text import table
@@ -31,7 +30,6 @@ _COLUMNS = (*_COMPARED, "line")
 
 def enable(backend: Backend) -> None:
     """Compare all collectives of a job from now on; all ranks call this."""
-    disable(backend)
     store = store_at(backend, backend.job.unique_name("collectives"))
     if store is not None:
         backend.job.resource(CollectiveCheck, backend, store)
@@ -44,12 +42,6 @@ def enable_if(wanted: bool | None, backend: Backend) -> None:
         wanted = os.environ.get("CAMSHAFT_DEBUG", "").lower() not in ("", "0", "false", "off", "no")
     if wanted:
         enable(backend)
-
-
-def disable(backend: Backend) -> None:
-    """Stop comparing the collectives of a job."""
-    backend.job.compares_collectives = False
-    backend.job.release(CollectiveCheck)
 
 
 def compare(
@@ -81,11 +73,11 @@ def compare(
         "ranks": "all" if len(ranks) == backend.topology.world_size else str(list(ranks)),
         "how": how,
         "root": "" if root is None else str(root),
-        "value": _layout(value) if isinstance(value, Tensor) else "",
+        "value": layout_of(value)[2],
         "line": line_of_caller("distributed"),
     }
-    if backend.job.has(CollectiveCheck):
-        rows = backend.job.resource(CollectiveCheck).exchange(ranks, mine)
+    if (check := backend.job.find(CollectiveCheck)) is not None:
+        rows = check.exchange(ranks, mine)
     else:
         rows = dict(zip(ranks, all_gather_values(backend, mine, group), strict=True))
     if _differ(rows, mine):
@@ -141,11 +133,6 @@ class CollectiveCheck(Resource):
 
 def _differ(rows: Mapping[int, Row], mine: Row) -> bool:
     return any(row.get(field) != mine[field] for row in rows.values() for field in _COMPARED)
-
-
-def _layout(tensor: Tensor) -> str:
-    layout = [] if tensor.layout is torch.strided else [str(tensor.layout).removeprefix("torch.")]
-    return " ".join([*layout, str(tensor.dtype), str(list(tensor.shape))])
 
 
 def _table(rows: Mapping[int, Row]) -> str:

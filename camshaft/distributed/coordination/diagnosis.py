@@ -333,20 +333,18 @@ def _waits(one: Snapshot, now: float, patience: float) -> list[_Wait]:
         return [
             _Wait(
                 one.rank,
-                entry.collective,
-                entry.group,
-                _members(entry.group, one) or (),
-                entry.sequence,
-                entry.began,
-                entry.line,
-                entry,
+                call.collective,
+                call.group,
+                _members(call.group, one) or (),
+                call.sequence,
+                call.began,
+                call.line,
+                call,
             )
-            for entry in running
+            for call in running
         ]
-    what = "" if running else _operation_in(stack)
     awaited, peer = status.get("awaited") or ("", None)
-    if not running and not what:
-        what = awaited
+    what = "" if running else _operation_in(stack) or awaited
     since = max(status.get("time", 0.0) - status.get("idle_for", 0.0), status.get("since", 0.0))
     if not what or status["time"] - since <= patience:
         return []
@@ -355,9 +353,7 @@ def _waits(one: Snapshot, now: float, patience: float) -> list[_Wait]:
     if what == awaited and what != _WORK:
         ranks = range(one.world_size) if peer is None else sorted({one.rank, peer})
         return [_Wait(one.rank, what, "", ranks, 0, since, line, None)]
-    if (
-        what == _WORK and unfinished is None
-    ):  # torch 2.9 only tells how many it has begun; it may wait for an earlier one
+    if what == _WORK and unfinished is None:  # torch 2.9 only counts what it has begun; it may wait for an earlier one
         return []
     waits = []
     for group in begun if unfinished is None else unfinished:
@@ -616,7 +612,8 @@ def stopped(snapshots: Iterable[Snapshot], now: float, patience: float = PATIENC
 def _stop_text(rank: int, end: Mapping[str, Any], waiting: Sequence[_Wait]) -> str:
     where = f"epoch {end['epoch']}, iteration {end['iteration']} of the run at {end['line']}"
     others = _named([wait.rank for wait in waiting])
-    text = f"rank {rank} stopped alone in {where}: {end['how']}; {others} still {_verb(waiting)} for it in {waiting[0]}"
+    verb = "waits" if len({wait.rank for wait in waiting}) == 1 else "wait"
+    text = f"rank {rank} stopped alone in {where}: {end['how']}; {others} still {verb} for it in {waiting[0]}"
     if end["how"].startswith("terminate"):
         return f"{text}. To stop all ranks after the same iteration, call camshaft.handlers.stop_together(engine)"
     return f"{text}. The error ended the loop of this rank only: raise it, or handle it inside the step"
@@ -789,7 +786,3 @@ def _spans(ranks: Sequence[int]) -> Iterator[str]:
     for _, group in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
         span = [rank for _, rank in group]
         yield str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}"
-
-
-def _verb(waiting: Sequence[_Wait]) -> str:
-    return "waits" if len({wait.rank for wait in waiting}) == 1 else "wait"

@@ -27,7 +27,7 @@ REPORT_AFTER = 10.0  # seconds until the log names the ranks that are missing
 _MEETING = "camshaft/meeting"
 _LONGEST_PAUSE = 0.5
 _PATIENCE = 2.0  # seconds for a store that does not answer, perhaps because its machine is gone
-_LENGTH = 200  # characters of an error that the other ranks see
+
 _DEFAULT_PORT = 15000
 _last = ""  # the last meeting of this process
 T = TypeVar("T")
@@ -146,9 +146,7 @@ def _connect(host: str, port: int, place: str, has_agent: bool, rank: int, size:
     listens = rank == 0 and not has_agent
     limit = timeout.total_seconds()
     # in a thread, as torch waits forever for the answer of a program that is not a store
-    _, opened = _in_thread(
-        lambda: TCPStore(host, port, size, listens, timeout, wait_for_workers=False, multi_tenant=True)
-    )
+    opened = _in_thread(lambda: TCPStore(host, port, size, listens, timeout, wait_for_workers=False, multi_tenant=True))
     try:
         if not listens and not has_agent and limit > REPORT_AFTER:
             concurrent.futures.wait([opened], REPORT_AFTER)
@@ -243,7 +241,7 @@ def _join(store: Store, rank: int, size: int, deadline: float, where: str) -> st
     raise DistStoreError(f"rank 0 did not connect {where}, or another process has joined as rank {rank}")
 
 
-def _in_thread(function: Callable[[], T]) -> tuple[Thread, Future[T]]:
+def _in_thread(function: Callable[[], T]) -> Future[T]:
     result: Future[T] = Future()
 
     def run() -> None:
@@ -257,7 +255,7 @@ def _in_thread(function: Callable[[], T]) -> tuple[Thread, Future[T]]:
         thread.start()
     except RuntimeError:  # Python 3.12.0 and 3.12.1 start no threads in atexit handlers
         run()
-    return thread, result
+    return result
 
 
 def _attempts(deadline: float, report: Callable[[], None] | None = None) -> Iterator[None]:
