@@ -20,24 +20,15 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from camshaft.distributed.backend import Backend, Group, check_ddp_options, check_known, variable_set
-from camshaft.distributed.backends.dtypes import as_bytes, check_reducible, reduced_as
+from camshaft.distributed.backend import Backend, Group, check_known, variable_set
+from camshaft.distributed.backends.dtypes import WIDER, as_bytes, check_reducible, reduced_wider
 from camshaft.distributed.topology import Launch, Topology
 
 _REDUCTIONS = {"SUM": "Sum", "AVERAGE": "Average", "ADASUM": "Adasum", "MIN": "Min", "MAX": "Max", "PRODUCT": "Product"}
-_REDUCED_AS = {
-    torch.bool: torch.int32,
-    torch.uint8: torch.int32,
-    torch.int8: torch.int32,
-    torch.int16: torch.int32,
-    torch.uint16: torch.int32,
-    torch.uint32: torch.int64,
-    torch.uint64: torch.int64,
-    torch.bfloat16: torch.float32,
-}
+
 OPTIONS = {"comm", "process_sets", "timeout"}
 _TIMEOUT = timedelta(minutes=30)  # torch's for gloo
 _PAUSE = 1e-4  # seconds, of an exchange that takes Horovod ten times as long
@@ -70,9 +61,8 @@ class HorovodBackend(Backend):
         """Reduce in place, or in a wider dtype and back."""
         if op == "ADASUM":
             self._check_adasum()
-        if tensor.dtype in _REDUCED_AS:
-            wider = _REDUCED_AS[tensor.dtype]
-            return reduced_as(wider, tensor, op, lambda other, op: self.all_reduce(other, op, group))
+        if tensor.dtype in WIDER:
+            return reduced_wider(tensor, op, lambda wide, op: self.all_reduce(wide, op, group))
         check_reducible(tensor, op)
         flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
         is_mean_of_integers = op == "AVERAGE" and not flat.is_floating_point()  # Horovod would convert them to float64
@@ -152,16 +142,6 @@ class HorovodBackend(Backend):
         """Shut Horovod down; ranks that still wait for this one get an error."""
         self._hvd.shutdown()
         HorovodBackend.has_ended = True
-
-    def wrap_model(self, model: nn.Module, sync_bn: bool, **options: Any) -> nn.Module:
-        """Broadcast the parameters and buffers of rank 0; arguments of torch's wrapper have no meaning here."""
-        check_ddp_options(options)
-        if self.topology.world_size == 1:
-            return model
-        if sync_bn:
-            raise ValueError("sync_bn must be False on 'horovod'; backend 'nccl' synchronizes batch norm")
-        self.broadcast_model(model)
-        return model
 
     def wrap_optimizer(self, optimizer: Optimizer, **options: Any) -> Optimizer:
         """Make a ``DistributedOptimizer`` with the state of rank 0.

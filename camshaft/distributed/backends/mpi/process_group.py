@@ -53,6 +53,9 @@ _REDUCED = {
 _MOVED = {1: "BYTE", 2: "INT16_T", 4: "INT32_T", 8: "INT64_T", 16: "C_DOUBLE_COMPLEX"}
 _OPERATIONS = {"AVG": "SUM", "PRODUCT": "PROD"}  # the others have one name in torch and in MPI
 
+Tensors = list[Tensor]
+Counts = list[int] | None
+
 _SPIN = 2e-4  # seconds in which we poll again and again; MPI itself would do so forever, and take a whole core
 _LONGEST_NAP = 1e-3
 _PATIENCE = 5.0  # seconds in which a message that was sent before its sender left must have arrived
@@ -211,7 +214,7 @@ class Operation(dist.Work):
         group: MPIGroup,
         name: str,
         transfers: list[Transfer],
-        results: list[Any],
+        results: list[Tensor],
         number: int | None = None,
         timeout: timedelta = _NOT_SET,
     ) -> None:
@@ -271,7 +274,7 @@ class Operation(dist.Work):
         without waiting here, DDP would wait forever.
         """
         self.wait()
-        devices = {tensor.device for tensor in _tensors(self._results) if tensor.is_cuda}
+        devices = {tensor.device for tensor in self._results if tensor.is_cuda}
         future: torch.futures.Future[Any] = torch.futures.Future(devices=list(devices))
         future.set_result(self._results)
         return future
@@ -349,10 +352,6 @@ def _remember(operation: Operation) -> None:
         _sweep_at = max(64, 2 * len(_in_flight))
 
 
-def _tensors(results: list[Any]) -> list[Tensor]:
-    return [tensor for item in results for tensor in (_tensors(item) if isinstance(item, list) else [item])]
-
-
 # --- the group -------------------------------------------------------------------------------------------------
 
 
@@ -403,10 +402,6 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
-
-    def get_group_store(self) -> Store:
-        """Return what the ranks share beside the communicator."""
-        return self.store
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long an operation may take."""
@@ -465,7 +460,7 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
 
     # --- collectives ---------------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = _DEFAULTS) -> dist.Work:
+    def allreduce(self, tensors: Tensors, opts: Any = _DEFAULTS) -> dist.Work:
         """Reduce tensors over all ranks, in place."""
 
         def transfer(tensor: Tensor) -> Transfer:
@@ -477,44 +472,32 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
 
     allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: list[Tensor], opts: Any = _DEFAULTS) -> dist.Work:
+    def reduce(self, tensors: Tensors, opts: Any = _DEFAULTS) -> dist.Work:
         """Reduce tensors over all ranks, in place on one rank; elsewhere they stay as they are."""
-        is_root = self.rank() == opts.rootRank
+        (tensor,), is_root = tensors, self.rank() == opts.rootRank
+        (op, divisor), buffer = _reduction(opts.reduceOp, tensor.dtype, self.size()), _widened(tensor)
+        messages = (mpi().IN_PLACE, _reduced(buffer)) if is_root else (_reduced(buffer), None)
+        begin = functools.partial(self.comm.Ireduce, *messages, op, opts.rootRank)
+        return self._collective("reduce", [Transfer(begin, buffer, tensors if is_root else [], divisor)], tensors, opts)
 
-        def transfer(tensor: Tensor) -> Transfer:
-            (op, divisor), buffer = _reduction(opts.reduceOp, tensor.dtype, self.size()), _widened(tensor)
-            messages = (mpi().IN_PLACE, _reduced(buffer)) if is_root else (_reduced(buffer), None)
-            begin = functools.partial(self.comm.Ireduce, *messages, op, opts.rootRank)
-            return Transfer(begin, buffer, [tensor] if is_root else [], divisor)
-
-        return self._collective("reduce", map(transfer, tensors), tensors, opts)
-
-    def broadcast(self, tensors: list[Tensor], opts: Any = _DEFAULTS) -> dist.Work:
+    def broadcast(self, tensors: Tensors, opts: Any = _DEFAULTS) -> dist.Work:
         """Overwrite tensors by those of one rank."""
         is_root = self.rank() == opts.rootRank
+        buffer, targets = (_sendable(*tensors), []) if is_root else (_receivable(*tensors), tensors)
+        transfer = Transfer(lambda: self.comm.Ibcast(_moved(buffer), opts.rootRank), buffer, targets)
+        return self._collective("broadcast", [transfer], tensors, opts)
 
-        def transfer(tensor: Tensor) -> Transfer:
-            buffer, targets = (_sendable(tensor), []) if is_root else (_receivable(tensor), [tensor])
-            return Transfer(lambda: self.comm.Ibcast(_moved(buffer), opts.rootRank), buffer, targets)
-
-        return self._collective("broadcast", map(transfer, tensors), tensors, opts)
-
-    def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any = _DEFAULTS) -> dist.Work:
-        """Fill each list with the tensor of each rank; the sizes may differ over the ranks."""
-
-        def transfer(parts: list[Tensor], tensor: Tensor) -> Transfer:
-            return self._transfer(self.comm.Iallgatherv, [tensor], parts, receives=_sizes(parts))
-
-        transfers = map(transfer, outputs, tensors)
-        return self._collective("all_gather", transfers, outputs[0] if len(outputs) == 1 else outputs, opts)
+    def allgather(self, outputs: list[Tensors], tensors: Tensors, opts: Any = _DEFAULTS) -> dist.Work:
+        """Fill the list with the tensor of each rank; the sizes may differ over the ranks."""
+        (parts,) = outputs
+        transfer = self._transfer(self.comm.Iallgatherv, tensors, parts, receives=_sizes(parts))
+        return self._collective("all_gather", [transfer], parts, opts)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = _DEFAULTS) -> dist.Work:
         """Fill a tensor with those of all ranks."""
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
-    def all_gather_single_coalesced(
-        self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = _DEFAULTS
-    ) -> dist.Work:
+    def all_gather_single_coalesced(self, outputs: Tensors, tensors: Tensors, opts: Any = _DEFAULTS) -> dist.Work:
         """Fill tensors with those of all ranks; functional collectives call this."""
 
         def transfer(output: Tensor, tensor: Tensor) -> Transfer:
@@ -522,19 +505,19 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
 
         return self._collective("all_gather_into_tensor", map(transfer, outputs, tensors), outputs, opts)
 
-    def gather(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any = _DEFAULTS) -> dist.Work:
+    def gather(self, outputs: list[Tensors], tensors: Tensors, opts: Any = _DEFAULTS) -> dist.Work:
         """Fill the list on one rank with the tensor of each rank; the other ranks have no list."""
         parts = outputs[0] if outputs else []
         transfer = self._transfer(self.comm.Igatherv, tensors, parts, opts.rootRank, receives=_sizes(parts))
         return self._collective("gather", [transfer], parts, opts)
 
-    def scatter(self, outputs: list[Tensor], tensors: list[list[Tensor]], opts: Any = _DEFAULTS) -> dist.Work:
+    def scatter(self, outputs: Tensors, tensors: list[Tensors], opts: Any = _DEFAULTS) -> dist.Work:
         """Fill a tensor with this rank's one of the list on one rank; the other ranks have no list."""
         parts = tensors[0] if tensors else []
         transfer = self._transfer(self.comm.Iscatterv, parts, outputs, opts.rootRank, sends=_sizes(parts))
         return self._collective("scatter", [transfer], outputs, opts)
 
-    def alltoall(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = _DEFAULTS) -> dist.Work:
+    def alltoall(self, outputs: Tensors, tensors: Tensors, opts: Any = _DEFAULTS) -> dist.Work:
         """Send each rank one tensor, and fill others with what each rank sends."""
         counts = {"sends": _sizes(tensors), "receives": _sizes(outputs)}
         transfer = self._transfer(self.comm.Ialltoallv, tensors, outputs, **counts)
@@ -553,21 +536,17 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         transfer = self._transfer(self.comm.Ialltoallv, [tensor], [output], **counts)
         return self._collective("all_to_all_single", [transfer], [output], opts)
 
-    def reduce_scatter(self, outputs: list[Tensor], tensors: list[list[Tensor]], opts: Any = _DEFAULTS) -> dist.Work:
+    def reduce_scatter(self, outputs: Tensors, tensors: list[Tensors], opts: Any = _DEFAULTS) -> dist.Work:
         """Reduce the tensors of a list over the ranks, and fill a tensor with this rank's one."""
-
-        def transfer(output: Tensor, parts: list[Tensor]) -> Transfer:
-            return self._reduced_parts(output, parts, _sizes(parts), opts)
-
-        return self._collective("reduce_scatter", map(transfer, outputs, tensors), outputs, opts)
+        (output,), (parts,) = outputs, tensors
+        transfer = self._reduced_parts(output, parts, _sizes(parts), opts)
+        return self._collective("reduce_scatter", [transfer], outputs, opts)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = _DEFAULTS) -> dist.Work:
         """Reduce a tensor over the ranks, and fill another with this rank's part."""
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
-    def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = _DEFAULTS
-    ) -> dist.Work:
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, tensors: Tensors, opts: Any = _DEFAULTS) -> dist.Work:
         """Reduce tensors over the ranks, and fill others with this rank's parts; functional collectives call this."""
 
         def transfer(output: Tensor, tensor: Tensor) -> Transfer:
@@ -588,25 +567,25 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
 
     # --- messages ------------------------------------------------------------------------------------------
 
-    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> dist.Work:
+    def send(self, tensors: Tensors, peer: int, tag: int = 0) -> dist.Work:
         """Begin to send a tensor to one rank; as with gloo, it is sent when that rank receives it, however short."""
         source = _sendable(tensors[0])
         transfer = Transfer(lambda: self.comm.Issend(_moved(source), peer, tag), peer=peer)
         return Operation(self, "send", [transfer], tensors)
 
-    def recv(self, tensors: list[Tensor], peer: int | None, tag: int = 0) -> dist.Work:
+    def recv(self, tensors: Tensors, peer: int | None, tag: int = 0) -> dist.Work:
         """Begin to receive a tensor from one rank, or from any."""
         source, buffer = mpi().ANY_SOURCE if peer is None else peer, _receivable(*tensors)
         transfer = Transfer(lambda: self.comm.Irecv(_moved(buffer), source, tag), buffer, tensors, peer=peer)
         return Operation(self, "recv", [transfer], tensors)
 
-    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         """Begin to receive a tensor from any rank."""
         return self.recv(tensors, None, tag)
 
     # --- how they begin ------------------------------------------------------------------------------------
 
-    def _collective(self, name: str, transfers: Iterable[Transfer], results: list[Any], opts: Any) -> dist.Work:
+    def _collective(self, name: str, transfers: Iterable[Transfer], results: Tensors, opts: Any) -> dist.Work:
         prepared = list(transfers)  # may find something wrong with the arguments
         self._collectives += 1
         return Operation(self, name, prepared, results, self._collectives, opts.timeout)
@@ -614,11 +593,11 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
     def _transfer(
         self,
         call: Callable[..., Any],
-        tensors: list[Tensor],
-        outputs: list[Tensor],
+        tensors: Tensors,
+        outputs: Tensors,
         *root: int,
-        sends: list[int] | None = None,
-        receives: list[int] | None = None,
+        sends: Counts = None,
+        receives: Counts = None,
     ) -> Transfer:
         """Prepare a call that sends tensors, one after the other, and fills others.
 
@@ -635,7 +614,7 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         source = _disjoint(_sendable(*tensors), buffer) if tensors else None
         return Transfer(lambda: call(_moved(source, sends), _moved(buffer, receives), *root), buffer, outputs)
 
-    def _reduced_parts(self, output: Tensor, tensors: list[Tensor], counts: list[int], opts: Any) -> Transfer:
+    def _reduced_parts(self, output: Tensor, tensors: Tensors, counts: list[int], opts: Any) -> Transfer:
         self._check_parts(tensors, [output], counts, None)
         op, divisor = _reduction(opts.reduceOp, output.dtype, self.size())
         source, buffer = _widened(*tensors), _receivable(output)
@@ -650,9 +629,7 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         rows = rows or [len(tensor) // self.size()] * self.size()
         return [count * tensor[:1].numel() for count in rows]
 
-    def _check_parts(
-        self, tensors: list[Tensor], outputs: list[Tensor], sends: list[int] | None, receives: list[int] | None
-    ) -> None:
+    def _check_parts(self, tensors: Tensors, outputs: Tensors, sends: Counts, receives: Counts) -> None:
         """Refuse parts that do not fit: what a rank sends to itself must be what it receives from itself."""
         own = []
         for side, counts in ((tensors, sends), (outputs, receives)):
