@@ -247,8 +247,12 @@ def create(name: str, launch: Launch | None, local_rank: int | None = None, **op
     with variable_set("HOROVOD_DYNAMIC_PROCESS_SETS", "1"):  # groups may be made later
         hvd.init(**{option: value for option, value in options.items() if value is not None})
     try:
-        if options.get("comm") is None:
-            _check_size(hvd, launch)
+        started = 1 if launch is None or launch.launcher == "horovodrun" else launch.topology.world_size
+        if launch is not None and options.get("comm") is None and hvd.size() == 1 < started:
+            raise RuntimeError(  # of processes of another launcher, Horovod makes many jobs of one process each
+                f"{launch.launcher} started {started} processes, but Horovod joined only this one: start them with "
+                "horovodrun, or use camshaft.distributed.spawn"
+            )
         topology = _topology(hvd)
         if not hvd.mpi_ops.is_homogeneous():
             host = (launch and launch.host) or socket.gethostname()
@@ -272,15 +276,6 @@ def adopt(infer: object) -> HorovodBackend | None:
     if not hvd.mpi_ops.is_homogeneous():  # Horovod's "cross" numbers count only the nodes that have this local rank
         backend.assumed = ("node_rank", "num_nodes")
     return backend
-
-
-def _check_size(hvd: Any, launch: Launch | None) -> None:
-    """Reject processes of another launcher, of which Horovod makes many jobs of one process each."""
-    if launch is not None and hvd.size() == 1 < launch.topology.world_size and launch.launcher != "horovodrun":
-        raise RuntimeError(
-            f"{launch.launcher} started {launch.topology.world_size} processes, but Horovod joined only this one: "
-            "start them with horovodrun, or use camshaft.distributed.spawn"
-        )
 
 
 def _topology(hvd: Any) -> Topology:

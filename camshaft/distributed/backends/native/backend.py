@@ -93,12 +93,7 @@ class NativeBackend(Backend):
 
     def all_reduce(self, tensor: Tensor, op: str, group: Group | None) -> Tensor:
         """Reduce in place."""
-
-        def reduce(tensor: Tensor, op: str) -> Tensor:
-            dist.all_reduce(tensor, _REDUCTIONS[op], group)
-            return tensor
-
-        return self._reduced(tensor, op, reduce)
+        return self._reduced(tensor, op, lambda own, op: dist.all_reduce(own, _REDUCTIONS[op], group))
 
     def all_gather(self, tensor: Tensor, group: Group | None) -> Tensor:
         """Gather into one tensor."""
@@ -123,12 +118,7 @@ class NativeBackend(Backend):
 
     def reduce(self, tensor: Tensor, dst: int, op: str, group: Group | None) -> Tensor:
         """Reduce in place."""
-
-        def reduce(tensor: Tensor, op: str) -> Tensor:
-            dist.reduce(tensor, dst, _REDUCTIONS[op], group)
-            return tensor
-
-        return self._reduced(tensor, op, reduce)
+        return self._reduced(tensor, op, lambda own, op: dist.reduce(own, dst, _REDUCTIONS[op], group))
 
     def gather(self, tensor: Tensor, dst: int, group: Group | None) -> Tensor:
         """Gather into the rows of one tensor."""
@@ -265,13 +255,20 @@ class NativeBackend(Backend):
             options["device_ids"] = [self.device.index]
         return nn.parallel.DistributedDataParallel(model, **options)
 
-    def _reduced(self, tensor: Tensor, op: str, reduce: Callable[[Tensor, str], Tensor]) -> Tensor:
-        """Reduce a tensor, in another dtype if torch does not reduce its own."""
+    def _reduced(self, tensor: Tensor, op: str, reduce: Callable[[Tensor, str], Any]) -> Tensor:
+        """Reduce a tensor, in another dtype if torch does not reduce its own.
+
+        Args:
+            tensor: the tensor.
+            op: the name of the reduction.
+            reduce: returns the result, or ``None`` if it works in place.
+        """
         if tensor.dtype in _REDUCED_WIDER:
-            return reduced_wider(tensor, op, reduce)
+            return reduced_wider(tensor, op, lambda wide, op: self._reduced(wide, op, reduce))
         if tensor.dtype in self._not_always_reducible:
             check_reducible(tensor, op)
-        return reduce(tensor, op)
+        result = reduce(tensor, op)
+        return tensor if result is None else result
 
 
 def _movable(tensor: Tensor) -> Tensor:
