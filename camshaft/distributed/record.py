@@ -303,20 +303,13 @@ class _Counted:
         self.sequence = itertools.count(1)
         self.texts: dict[tuple[Any, ...], _Text] = {}
 
-    def add_text(self, collective: str, value: Any, how: Any, root: Any, is_long: bool, frame: FrameType) -> _Text:
+    def add_text(self, collective: str, value: Any, how: str, root: Any, is_long: bool, frame: FrameType) -> _Text:
         """Return the text of a call, and remember it for the next call of the same code."""
         dtype, shape, layout = layout_of(value)
-        code, how, root = frame.f_code, _plain(how), _plain(root)  # a tensor must not become a key, or stay alive
+        root = root if root is None or type(root) is int else str(root)  # a tensor must not become a key, or stay alive
+        code, root_text = frame.f_code, "" if root is None else str(root)
         line = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
-        content = [
-            self.group,
-            str(collective),
-            str(how),
-            "" if root is None else str(root),
-            layout,
-            line,
-            bool(is_long),
-        ]
+        content = [self.group, collective, how, root_text, layout, line, is_long]
         text = _fitting(content, _TEXT_BYTES).ljust(_TEXT_BYTES)
         if len(self.texts) >= _MANY:
             self.texts.clear()
@@ -532,16 +525,6 @@ def _ranks(group: str) -> str:
     except ValueError:  # "all", or shortened
         return group
     return str([rank for rank in range(mask.bit_length()) if mask >> rank & 1])
-
-
-def _plain(value: Any) -> Any:
-    """Return a value that can be a key: the value, or its text."""
-    if value is None or type(value) in (int, str):
-        return value
-    try:
-        return str(value)
-    except Exception:
-        return type(value).__name__
 
 
 def layout_of(value: Any) -> tuple[Any, Any, str]:
