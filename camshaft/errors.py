@@ -165,6 +165,15 @@ def line_of_caller(folder: str = "") -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
+def level_of_caller() -> int:
+    """Return the ``stacklevel`` with which the caller's warning points to the line that called into this package."""
+    inner = os.path.join(os.path.dirname(__file__), "")
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inner):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 def line_of_error(error: BaseException) -> str:
     """Return the innermost line of the user's that an error passed through, like :func:`line_of_caller`, or ``""``."""
     found, traceback = "", error.__traceback__

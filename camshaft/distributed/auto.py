@@ -85,8 +85,8 @@ def auto_model(
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: the backend chooses an argument itself, or lacks synchronized batch norm; ``shard`` or a pattern of
-            the plan matches no module; the mesh lacks ranks, or requires an argument that is missing; or an optimizer
-            passed to :func:`auto_optim` holds parameters that would be replaced.
+            the plan matches no module, or unties weights; the mesh lacks ranks, or requires an argument that is
+            missing; or an optimizer passed to :func:`auto_optim` holds parameters that would be replaced.
         NotImplementedError: the backend does not support meshes.
 
     >>> auto_model(nn.Linear(2, 1))

@@ -84,8 +84,11 @@ class Layout:
 
         With replicas and tensor parallelism, but no sharding, ``fully_shard`` shards over one rank, because torch's
         ``DistributedDataParallel`` does not support distributed parameters.
+
+        Raises:
+            ValueError: modules that shared a weight no longer do.
         """
-        before = dict(model.named_parameters())
+        before = dict(model.named_parameters(remove_duplicate=False))
         with enter("auto_model", backend, None, how=f"mesh {mesh.mesh_dim_names}"):
             backend.broadcast_model(model)
             self._broadcast_shards(model, mesh, backend)
@@ -99,10 +102,18 @@ class Layout:
             tensors = (*model.parameters(), *model.buffers())
             if any(one.device.type != backend.device.type and not one.is_meta for one in tensors):
                 model.to(backend.device)
-        kept = {id(parameter) for parameter in model.parameters()}
+        after = dict(model.named_parameters(remove_duplicate=False))
+        kept = {id(parameter) for parameter in after.values()}
+        names: dict[Tensor, str] = {}
         for name, parameter in before.items():
+            first = names.setdefault(parameter, name)
+            if after[name] is not after[first]:  # by a plan, or by fully_shard before torch 2.13
+                raise ValueError(
+                    f"{first} and {name} were tied, and would be trained separately: tensor_plan and shard must not "
+                    "match the modules that hold them"
+                )
             if id(parameter) not in kept:
-                setattr(parameter, _REPLACED, name)
+                setattr(parameter, _REPLACED, first)
 
     def _is_sharded(self, mesh: DeviceMesh) -> bool:
         alone = all(size_of(mesh, axis) == 1 for axis in ("dp_replicate", "dp_shard", "cp"))

@@ -43,7 +43,8 @@ class FileLogger(base_logger.BaseLogger, ABC):
 
     Each record is written in one piece. A resumed run continues the file and first removes the records after the point
     from which it resumes; a new job renames an existing file. A record after :meth:`close` reopens the file; several
-    loggers may write to the same file. If the disk is full, records are lost with one warning.
+    loggers may write to the same file. If the disk is full, records are lost with one warning. A handler that is
+    attached to two events writes one record if both have the same step and the same values.
 
     Args:
         path: the file, or a directory for it. A path with the suffix of the logger is a file.
@@ -61,6 +62,7 @@ class FileLogger(base_logger.BaseLogger, ABC):
         is_file = given.suffix == self.suffix and not given.is_dir()
         self.path = given if is_file else given / f"metrics{self.suffix}"
         self._file: FileIO | None = None
+        self._latest: dict[tuple[str, ...], Record] = {}  # by the names in it
         self._has_failed = False
         if self.writes_here:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,12 +72,15 @@ class FileLogger(base_logger.BaseLogger, ABC):
         """Append a record."""
         if not (values and self.writes_here):
             return
-        named = {"/".join(path): plain(value) for path, value in values.items()}
+        named = {STEP: step, **{"/".join(path): plain(value) for path, value in values.items()}}
         try:
             if self._file is None or os.fstat(self._file.fileno()).st_nlink == 0:  # closed, removed, or replaced
                 self.close()
                 self._open()
+            if self._latest.get(tuple(named)) == named:
+                return
             self._append({STEP: step, TIME: round(time.time(), 3), **named})
+            self._latest[tuple(named)] = named
         except (OSError, ValueError) as error:
             if not self._has_failed:
                 warnings.warn(f"cannot write to {self.path}, records are lost: {error}", stacklevel=2)
@@ -113,6 +118,7 @@ class FileLogger(base_logger.BaseLogger, ABC):
 
     def _open(self) -> None:
         self._file = FileIO(self.path, "ab")
+        self._latest.clear()
         content = self.path.read_bytes()
         try:
             if content and b"\n" not in content:
@@ -130,6 +136,7 @@ class FileLogger(base_logger.BaseLogger, ABC):
         write_atomically(self.path, lambda file: file.write(content))
         self.close()
         self._file = FileIO(self.path, "ab")
+        self._latest.clear()
 
     def _rewind(self, reached: Reached) -> set[tuple[str, int]]:
         records = self._records()
@@ -152,7 +159,8 @@ class FileLogger(base_logger.BaseLogger, ABC):
 class CSVLogger(FileLogger):
     """Writes a table with the columns ``step``, ``time`` and one for each value, such as ``training/loss``.
 
-    Cells are empty where a handler did not write. A value without a column rewrites the file with one more column.
+    Each handler writes rows of its own, and the cells of the others are empty there; ``frame.groupby("step").first()``
+    of pandas merges the rows of a step. A value without a column rewrites the file with one more column.
     See :class:`~camshaft.handlers.file_logger.FileLogger` for resuming and errors.
 
     Args:

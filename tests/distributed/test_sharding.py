@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -57,7 +58,8 @@ def of_rank_0(seed):
 
 
 def sharded_modules(model):
-    return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    found = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    return [name.replace("._checkpoint_wrapped_module", "") for name in found]
 
 
 def close(got, wanted):
@@ -136,6 +138,10 @@ def test_each_layout_starts_with_the_weights_of_rank_0_and_trains_alike():
         mesh = idist.make_mesh(**sizes)
         net, wanted = of_rank_0(10 * number)
         model = idist.auto_model(net, mesh=mesh, tensor_plan=PLAN if "tp" in sizes else None)
+        if is_recomputed := "dp_shard" in sizes:  # as on the page about sharding
+            apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+        forwards = []
+        net.blocks[0].up.register_forward_pre_hook(lambda *of_hook, forwards=forwards: forwards.append(1))
         assert isinstance(model, DistributedDataParallel) == (sizes == {"dp_replicate": 4})
         close(weights(model), wanted)
         with torch.no_grad():
@@ -151,6 +157,8 @@ def test_each_layout_starts_with_the_weights_of_rank_0_and_trains_alike():
             optimizer.step()
             optimizer.zero_grad()
         close(weights(model), weights(alone))
+        assert len(forwards) == (2 if is_recomputed else 1)
+        assert net.state_dict().keys() == alone.state_dict().keys()
         placements["+".join(sizes)] = sharded_modules(net), getattr(net.blocks[0].up.weight, "placements", None)
     blocks = ["", "blocks.0", "blocks.1"]
     assert placements["dp_replicate"] == ([], None)
@@ -210,6 +218,26 @@ def test_what_is_sharded_and_how_is_up_to_the_user():
     replicated = idist.make_mesh(dp_replicate=2)
     low = idist.auto_model(Net(), mesh=replicated, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     assert low(INPUTS).dtype == torch.bfloat16
+
+
+@on_ranks(2, limit=80)
+def test_tied_weights_stay_tied_or_raise():
+    def tied():
+        net = Net()
+        net.heads.append(nn.Linear(8, 4))
+        net.heads[1].weight = net.heads[0].weight
+        net.blocks.append(net.blocks[0])  # the same module twice
+        return net
+
+    for sizes in {"dp_shard": 2}, {"tp": 2}:
+        mesh = idist.make_mesh(**sizes)
+        model = idist.auto_model(tied(), mesh=mesh, tensor_plan=PLAN if "tp" in sizes else None)
+        assert model.heads[0].weight is model.heads[1].weight
+        assert model.blocks[0].up.weight is model.blocks[2].up.weight
+    with pytest.raises(ValueError, match=r"^heads.0.weight and heads.1.weight were tied, and would be trained separat"):
+        idist.auto_model(tied(), mesh=mesh, tensor_plan={"heads.0": ColwiseParallel()})
+    with pytest.raises(ValueError, match="were tied|is shared with"):  # since 2.13, torch itself notices
+        idist.auto_model(tied(), mesh=idist.make_mesh(dp_shard=2), shard=nn.Linear)
 
 
 @pytest.mark.parametrize("options", [{}, {"shard": Block}])

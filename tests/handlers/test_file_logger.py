@@ -108,6 +108,25 @@ def test_each_event_writes_a_record_with_step_time_and_names(kind, tmp_path):
 
 
 @both
+def test_two_events_of_the_same_step_write_one_record(kind, tmp_path):
+    with kind(tmp_path) as logger:
+        trainer = Engine(lambda engine, batch: 0.5)
+        step = global_step_from_engine(trainer, Events.ITERATION_COMPLETED)
+        for tag, events in (
+            ("both", Events.ITERATION_COMPLETED(every=2) | Events.EPOCH_COMPLETED),
+            ("other", Events.ITERATION_COMPLETED(every=2)),
+        ):
+            logger.attach_output_handler(
+                trainer, events, tag, output_transform=lambda loss: {"loss": loss}, global_step_transform=step
+            )
+        trainer.run(range(4), max_epochs=2)
+        assert curve(logger.path, "both/loss") == [(one, 0.5) for one in (2, 4, 6, 8)]
+        trainer.load_state_dict({"iteration": 7, "epoch_length": 4, "max_epochs": 2})
+        trainer.run(range(4))  # writes again what it has removed
+    assert curve(logger.path, "both/loss") == [(one, 0.5) for one in (2, 4, 6, 8)]
+
+
+@both
 def test_a_path_with_the_suffix_is_a_file(kind, tmp_path):
     with kind(str(tmp_path / f"run{kind.suffix}")) as logger:
         assert logger.path == tmp_path / f"run{kind.suffix}"

@@ -83,10 +83,34 @@ MISTAKES = [
         'trainer.on("end_of_epoch")(lambda: None)',
         ValueError,
         (
-            "unknown event 'end_of_epoch': register it with register_events first. Known are EPOCH_STARTED, "
+            "unknown event 'end_of_epoch': did you mean EPOCH_COMPLETED? Known are EPOCH_STARTED, "
             "EPOCH_COMPLETED, STARTED, COMPLETED, ITERATION_STARTED, ITERATION_COMPLETED, EXCEPTION_RAISED, "
             "GET_BATCH_STARTED, GET_BATCH_COMPLETED, DATALOADER_STOP_ITERATION, TERMINATE, "
             "TERMINATE_SINGLE_EPOCH, INTERRUPT, ERROR_MET"
+        ),
+    ),
+    (
+        'trainer.on("validated")(lambda: None)',
+        ValueError,
+        (
+            "unknown event 'validated': register it with register_events first. Known are EPOCH_STARTED, "
+            "EPOCH_COMPLETED, STARTED, COMPLETED, ITERATION_STARTED, ITERATION_COMPLETED, EXCEPTION_RAISED, "
+            "GET_BATCH_STARTED, GET_BATCH_COMPLETED, DATALOADER_STOP_ITERATION, TERMINATE, "
+            "TERMINATE_SINGLE_EPOCH, INTERRUPT, ERROR_MET"
+        ),
+    ),
+    (
+        "trainer.on(Events.EPOCH_END)",
+        AttributeError,
+        "Events has no event 'EPOCH_END': did you mean Events.EPOCH_COMPLETED?",
+    ),
+    (
+        "trainer.on(Events.VALIDATED)",
+        AttributeError,
+        (
+            "Events has no event 'VALIDATED': it has EPOCH_STARTED, EPOCH_COMPLETED, STARTED, COMPLETED, "
+            "ITERATION_STARTED, ITERATION_COMPLETED, EXCEPTION_RAISED, GET_BATCH_STARTED, GET_BATCH_COMPLETED, "
+            "DATALOADER_STOP_ITERATION, TERMINATE, TERMINATE_SINGLE_EPOCH, INTERRUPT"
         ),
     ),
     (
@@ -653,7 +677,7 @@ MISTAKES = [
         KeyError,
         (
             "the score needs the metric 'accuracy', but engine.state.metrics has []: attach it to the engine "
-            "on which this handler is registered"
+            "on which this handler is registered, or correct the name"
         ),
     ),
     (
@@ -682,8 +706,36 @@ MISTAKES = [
         ),
         UserWarning,
         (
-            "nothing was saved: the step is smaller than those of all checkpoints kept; call reset() before "
-            "an engine is restarted from 0"
+            "nothing was saved on Events.COMPLETED: step 1 is below 4, the smallest step kept in 'checkpoints'; "
+            "call reset() before an engine is restarted from 0"
+        ),
+    ),
+    (
+        (
+            'evaluator.add_event_handler(Events.COMPLETED, Checkpoint({"model": model}, "checkpoints"))\n'
+            "trainer.add_event_handler(Events.EPOCH_STARTED, lambda: evaluator.run(batches))\n"
+            "trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(batches[:1]))\n"
+            "trainer.run(batches, max_epochs=2)"
+        ),
+        UserWarning,
+        (
+            "nothing was saved on Events.COMPLETED: step 1 is below 4, the smallest step kept in 'checkpoints'; this "
+            "engine counts from 0 in each run, so pass global_step_transform=global_step_from_engine(trainer)"
+        ),
+    ),
+    (
+        (
+            "trainer.run(batches)\n"
+            'Checkpoint({"model": model}, "checkpoints")(trainer)\n'
+            'checkpoint = Checkpoint({"model": model}, "checkpoints")\n'
+            "checkpoint.resume_latest()\n"
+            "evaluator.add_event_handler(Events.ITERATION_COMPLETED, checkpoint)\n"
+            "evaluator.run(batches[:2])"
+        ),
+        UserWarning,
+        (
+            "nothing was saved on Events.ITERATION_COMPLETED: step 1 is below 4, the smallest step kept in "
+            "'checkpoints'; add the engine to to_save, so that a resumed run continues with the step of its checkpoint"
         ),
     ),
     (
@@ -908,7 +960,7 @@ MISTAKES = [
         ValueError,
         (
             "metric_name needs the metric 'loss', but engine.state.metrics has []: attach it to the engine "
-            "on which this handler is registered"
+            "on which this handler is registered, or correct the name"
         ),
     ),
     (
@@ -1080,7 +1132,7 @@ MISTAKES = [
     (
         "idist.Parallel(nproc_per_node=2)",
         ValueError,
-        "backend must be given with nproc_per_node, got None and {'nproc_per_node': 2}",
+        ("backend must be given with nproc_per_node, got None and {'nproc_per_node': 2}: pass 'auto' or one of (...)"),
     ),
     (
         'idist.Parallel("gloo", nproc_per_node="2")',
