@@ -342,7 +342,7 @@ class Dispatcher:
             raise ValueError(
                 f"event must be an event of camshaft, its name, or several joined by |, got {described(event)}"
             )
-        names = [str(getattr(one, "name", one)) for one in self.plans]
+        names = [str(getattr(one, "name", one)) for one in self.plans if one is not FailureEvents.ERROR_MET]
         close = meant(str(getattr(event, "name", event)), names)
         hint = f"did you mean {close}?" if close else "register it with register_events first."
         raise ValueError(f"unknown event {event!r}: {hint} Known are {', '.join(names)}")

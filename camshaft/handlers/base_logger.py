@@ -25,7 +25,16 @@ from camshaft.engine.events import EventLike, Events, Order, RemovableEventHandl
 from camshaft.engine.state import LazyNumber
 from camshaft.errors import described, level_of_caller
 from camshaft.handlers.checkpoint import CheckpointEvents
-from camshaft.handlers.utils import StepOf, check_callable, check_engine, check_entries, check_text, check_type, joined
+from camshaft.handlers.utils import (
+    StepOf,
+    check_callable,
+    check_engine,
+    check_entries,
+    check_has_output,
+    check_text,
+    check_type,
+    joined,
+)
 from camshaft.sharding import full_value, needs_all_ranks, reshard
 
 __all__ = [
@@ -178,13 +187,16 @@ class BaseOutputHandler(BaseHandler):
                     f"{text}: attach it to this engine, or correct metric_names", stacklevel=level_of_caller()
                 )
         if self.output_transform is not None:
-            output = self.output_transform(state.output)
+            try:
+                output = self.output_transform(state.output)
+            except Exception as error:
+                check_has_output("output_transform", engine, error)
+                raise
+            hint = "in output_transform, reduce it to a number, for example with .mean(), or leave it out"
+            if state._output is None:
+                hint = "engine.state.output is None, so return a value from the process function, and log after that"
             for name, value in output.items() if isinstance(output, Mapping) else [("output", output)]:
-                yield (
-                    name,
-                    value,
-                    "in output_transform, reduce it to a number, for example with .mean(), or leave it out",
-                )
+                yield name, value, hint
         for name in self.state_attributes or ():
             hint = f"set engine.state.{name} to a number, or remove it from state_attributes"
             yield name, getattr(state, name, None), hint

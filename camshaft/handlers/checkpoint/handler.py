@@ -267,7 +267,8 @@ class Checkpoint(Serializable):
         self._background = BackgroundSave()
         self._saved: list[Item] = []
         self._last_save: tuple[Any, int] | None = None  # its event and iteration
-        self._has_warned = False  # of smaller steps, since the last save
+        self._last_run: tuple[str, int] | None = None  # the run of an engine in which this handler was called last
+        self._has_warned = False  # of smaller or repeated steps, since the last save
         # A handler may overwrite what others saved before it was made, or got its record, as a resumed run does; but of
         # two handlers that write the same file at the same time, each would remove that of the other.
         self._may_overwrite = _owners.copy()
@@ -316,8 +317,11 @@ class Checkpoint(Serializable):
             step, score, priority = next(values for writes, values in proposals if writes)
         else:
             step, score, priority = self._ranking(engine)
+        warns = is_writer(0 if save_on_rank == "node" else save_on_rank)
+        if warns:
+            self._warn_of_repeated_step(priority, engine)
         if not always and not self._is_wanted(priority):
-            if is_writer(0 if save_on_rank == "node" else save_on_rank):
+            if warns:
                 self._warn_of_smaller_step(priority, engine)
             return
         name = name_of(self.to_save)
@@ -546,6 +550,19 @@ class Checkpoint(Serializable):
             return True
         new, lowest = _comparable(priority), _comparable(self._saved[0].priority)
         return new > lowest or (self.greater_or_equal and new == lowest)
+
+    def _warn_of_repeated_step(self, step: float, engine: Engine[Any, Any]) -> None:
+        """Warn once if an engine that is run again and again, as an evaluator is, arrives at a step saved before."""
+        before, self._last_run = self._last_run, (engine.run_line, engine.run_number)
+        is_plain = self.score_function is None and self.global_step_transform is None and not self.greater_or_equal
+        is_repeated = before != self._last_run and step in (item.priority for item in self._saved)
+        if not (is_plain and is_repeated) or self._has_warned or (outermost_engine() or engine) is engine:
+            return
+        self._has_warned = True
+        what = "nothing was saved" if len(self._saved) == self.n_saved else "the last checkpoint was overwritten"
+        hint = "pass score_name or score_function to keep the best, or a global_step_transform to keep the newest"
+        text = f"{what} on {engine.last_event_name!r}: this engine counts from 0 in each run, to step {step} again"
+        warnings.warn(f"{text}; {hint}", stacklevel=level_of_caller())
 
     def _warn_of_smaller_step(self, step: float, engine: Engine[Any, Any]) -> None:
         """Warn once if nothing is saved because the steps have become smaller than those of the checkpoints kept."""
