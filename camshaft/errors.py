@@ -75,12 +75,15 @@ def described(value: Any) -> str:
     >>> described(3), described(None), described(int), described(lambda: 3)
     ('3 of type int', 'None', 'the class int', 'the function <lambda>')
     """
+    kind: Any = type(value)
     if isinstance(value, type):
         text = f"the class {value.__name__}"
     elif isinstance(value, (BuiltinFunctionType, FunctionType, MethodType)):
         text = f"the function {value.__qualname__}"
+    elif kind.__repr__ is object.__repr__:  # which shows an address
+        text = f"an object of type {kind.__name__}"
     else:
-        text = "None" if value is None else f"{shortened(value)} of type {type(value).__name__}"
+        text = "None" if value is None else f"{shortened(value)} of type {kind.__name__}"
     foreign = ignite_class(value)
     if foreign is None:
         return text
@@ -90,11 +93,14 @@ def described(value: Any) -> str:
 
 
 def shortened(value: Any) -> str:
-    """Return the ``repr`` of a value on one line, cut to a length that fits into a message.
+    """Return the ``repr`` of a value on one line, without an address, cut to a length that fits into a message.
 
-    >>> shortened(torch.zeros(2, 2))
-    'tensor([[0., 0.], [0., 0.]])'
+    >>> shortened(torch.zeros(2, 2)), shortened(object())
+    ('tensor([[0., 0.], [0., 0.]])', '<object object>')
     """
+    kind: Any = type(value)
+    if kind.__repr__ is object.__repr__:
+        return f"<{kind.__name__} object>"
     text = " ".join(repr(value).split())
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
@@ -167,6 +173,15 @@ def line_of_caller(folder: str = "") -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inner):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def level_of_caller() -> int:
+    """Return the ``stacklevel`` with which the caller's warning points to the line that called into this package."""
+    inner = os.path.join(os.path.dirname(__file__), "")
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inner):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def line_of_error(error: BaseException) -> str:

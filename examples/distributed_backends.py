@@ -76,7 +76,8 @@ def training(local_rank: int, config: argparse.Namespace) -> None:
     @idist.one_rank_only()
     def show() -> None:
         print(
-            f"{idist.get_world_size()} processes on {idist.device()} with {idist.backend()}, this is rank 0", flush=True
+            f"world size {idist.get_world_size()} on {idist.device()} with {idist.backend()}, this is rank 0",
+            flush=True,
         )
 
     @trainer.on(Events.ITERATION_COMPLETED(every=config.log_interval))

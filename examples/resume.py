@@ -84,7 +84,7 @@ def training(local_rank: int, config: argparse.Namespace) -> None:
     trainer.add_event_handler(Events.ITERATION_COMPLETED(every=config.save_every), checkpoint)
     newest = checkpoint.resume_latest()
     if newest is not None:
-        idist.one_rank_only()(print)(f"{idist.get_world_size()} processes resume from {newest}", flush=True)
+        idist.one_rank_only()(print)(f"world size {idist.get_world_size()}, resuming from {newest}", flush=True)
     if config.kill_at:
         trainer.add_event_handler(
             Events.ITERATION_COMPLETED(once=config.kill_at), lambda: os.kill(os.getpid(), signal.SIGKILL)

@@ -71,7 +71,8 @@ class Parallel:
         nodes = _given(nnodes=nnodes, node_rank=node_rank, master_addr=master_addr, master_port=master_port)
         needing_backend = _given(nproc_per_node=nproc_per_node) | nodes
         if backend is None and needing_backend:
-            raise ValueError(f"backend must be given with {', '.join(needing_backend)}, got None and {needing_backend}")
+            problem = f"must be given with {', '.join(needing_backend)}, got None and {needing_backend}"
+            raise ValueError(f"backend {problem}: pass 'auto' or one of {available_backends()}")
         if nproc_per_node is not None:
             check_positive("nproc_per_node", nproc_per_node)
             check_nodes(**nodes, init_method=init_method)

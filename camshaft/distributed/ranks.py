@@ -210,7 +210,8 @@ def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
     is_first = mine == rank
     if not is_first:
         _synchronize(backend, "one_rank_first", rank, is_long=True)
-    _check_exists(rank, size)  # not earlier: nodes that have such a rank wait for this one
+    # not earlier: nodes that have such a rank wait for this one
+    _check_exists(rank, size, " on this node" if local else "")
     what = f"the body of one_rank_first(rank={rank}, local={local})"
     try:
         with only([topology.rank], what, line_of_caller("distributed"), (rank, local)):
@@ -227,6 +228,6 @@ def _synchronize(backend: Backend, where: str, rank: int, is_long: bool = False)
         backend.barrier(None)
 
 
-def _check_exists(rank: int, size: int) -> None:
+def _check_exists(rank: int, size: int, where: str = "") -> None:
     if not 0 <= rank < size:
-        raise ValueError(f"rank must be in [0, {size}), got {rank}")
+        raise ValueError(f"rank must be at least 0 and below {size}, the number of processes{where}, got {rank}")

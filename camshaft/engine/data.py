@@ -188,7 +188,8 @@ class DataIterator:
         self.warns = False
         self.batches: list[Any] = []
         self._cut_after: int | None = None  # iterations of the last epoch, if it was cut short
-        self._announced: Any = None
+        self._announced: tuple[Any, int] | None = None  # the data, and the number
+        self._usual_length: int | None = None  # batches of the last pass over data without a length
         self._number = -1
         self._first_iteration = 0
         self._length: int | None = None
@@ -238,7 +239,7 @@ class DataIterator:
     def ran_out(self) -> None:
         """Record the length of the pass, for data without a length."""
         if self._length is None:
-            self._length = self._given()
+            self._length = self._usual_length = self._given()
 
     def cut(self, done: int) -> None:
         """Abandon the pass; the next epoch starts another one."""
@@ -250,6 +251,7 @@ class DataIterator:
         """Continue with other data, at once if a pass is live; with the previous ones if they cannot be opened."""
         state = self.engine.state
         previous, state.dataloader = state.dataloader, data
+        self._usual_length = None
         if self.iterator is not None:
             self.announce()
             number = self._next_number()
@@ -265,19 +267,21 @@ class DataIterator:
         self._first_iteration += iterations
 
     def announce_if_over(self) -> None:
-        """Announce the number of the next pass if the next fetch is known to start one.
+        """Announce the number of the next pass if the next fetch starts one, for all that is known.
 
-        This precedes ``EPOCH_STARTED``, so that a handler may call ``set_epoch`` with another number.
+        This precedes ``EPOCH_STARTED``, so that a handler may call ``set_epoch`` with another number. Data without a
+        length are assumed to yield as many batches as in the pass before.
         """
-        if self.iterator is None or (self._length is not None and self._given() >= self._length):
+        length = self._usual_length if self._length is None else self._length
+        if self.iterator is None or (length is not None and self._given() >= length):
             self.announce()
 
     def announce(self) -> None:
         """Announce the number of the next pass to the dataset and the samplers, once."""
-        data = self.engine.state.dataloader
-        if self._announced is not data:
-            announce_epoch(data, self._next_number())
-            self._announced = data
+        data, number = self.engine.state.dataloader, self._next_number()
+        if self._announced is None or self._announced[0] is not data or self._announced[1] != number:
+            announce_epoch(data, number)
+            self._announced = data, number
 
     def can_return(self, batches: int, fetched: int) -> bool:
         """Return whether a resumed run can get the last batches again.

@@ -7,7 +7,6 @@ import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -22,6 +21,7 @@ from camshaft.engine.events import (
     FailureEvents,
     HandlerEvents,
     events_in,
+    meant,
     translated,
 )
 from camshaft.engine.state import State
@@ -342,10 +342,10 @@ class Dispatcher:
             raise ValueError(
                 f"event must be an event of camshaft, its name, or several joined by |, got {described(event)}"
             )
-        names = {name.casefold(): name for name in (str(getattr(one, "name", one)) for one in self.plans)}
-        close = get_close_matches(str(getattr(event, "name", event)).casefold(), names, n=1)
-        hint = f"did you mean {names[close[0]]}?" if close else "register it with register_events first."
-        raise ValueError(f"unknown event {event!r}: {hint} Known are {', '.join(names.values())}")
+        names = [str(getattr(one, "name", one)) for one in self.plans if one is not FailureEvents.ERROR_MET]
+        close = meant(str(getattr(event, "name", event)), names)
+        hint = f"did you mean {close}?" if close else "register it with register_events first."
+        raise ValueError(f"unknown event {event!r}: {hint} Known are {', '.join(names)}")
 
     def add(
         self, events: EventLike, handler: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], order: int

@@ -11,8 +11,9 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum, IntEnum
-from typing import Any
+from difflib import get_close_matches
+from enum import Enum, EnumMeta, IntEnum
+from typing import TYPE_CHECKING, Any
 
 from camshaft.engine.state import State
 from camshaft.errors import check_takes, ignite_class
@@ -267,7 +268,44 @@ class CallableEventWithFilter(_Joinable):
         return f"{name}({'' if isinstance(self._filter, CountFilter) else 'event_filter='}{self._filter!r})"
 
 
-class EventEnum(CallableEventWithFilter, Enum):
+# How other libraries name what the built-in events stand for.
+_MEANT = {
+    **dict.fromkeys(("begin", "start"), "started"),
+    **dict.fromkeys(("complete", "done", "end", "ended", "finished"), "completed"),
+    **dict.fromkeys(("batch", "step"), "iteration"),
+    **dict.fromkeys(("of", "on", "fit", "train", "training"), ""),
+}
+
+
+def meant(name: str, names: Iterable[str]) -> str | None:
+    """Return the name of an event that resembles another name, or ``None``.
+
+    >>> [meant(name, Events.__members__) for name in ("epoch_end", "on_train_batch_start", "EPOCH_STRTED", "forward")]
+    ['EPOCH_COMPLETED', 'ITERATION_STARTED', 'EPOCH_STARTED', None]
+    """
+
+    def words(one: str) -> set[str]:
+        return {_MEANT.get(word, word) for word in one.split("_")} - {""}
+
+    known, name = {one.casefold(): one for one in names}, name.casefold()
+    close = [one for one in known if words(one) == words(name)] or get_close_matches(name, known, n=1)
+    return known[close[0]] if close else None
+
+
+class _EventEnumType(EnumMeta):
+    if not TYPE_CHECKING:  # for which a metaclass with this method has every attribute
+
+        def __getattr__(cls, name):
+            if not name.startswith("_"):  # of Python's own look-ups, some before there are members
+                if name in cls._member_map_:  # before Python 3.11
+                    return cls._member_map_[name]
+                close = meant(name, cls._member_map_)
+                hint = f"did you mean {cls.__name__}.{close}?" if close else f"it has {', '.join(cls._member_map_)}"
+                raise AttributeError(f"{cls.__name__} has no event {name!r}: {hint}")
+            raise AttributeError(name)
+
+
+class EventEnum(CallableEventWithFilter, Enum, metaclass=_EventEnumType):
     """Base class of enums of events, both built-in and user-defined.
 
     >>> class BackpropEvents(EventEnum):

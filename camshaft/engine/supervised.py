@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -33,7 +32,7 @@ from camshaft.engine.step import (
     scaled_to_all_ranks,
 )
 from camshaft.engine.step import prepare_batch as _prepare_batch
-from camshaft.errors import check_is_no_class, check_takes, check_type, described
+from camshaft.errors import check_is_no_class, check_takes, check_type, described, level_of_caller
 from camshaft.sharding import is_dtensor, reshard
 from camshaft.types import DeviceLike
 
@@ -466,13 +465,10 @@ def _check_holds_parameters(optimizer: Any, model: Any, model_fn: Any) -> None:
     trainable = [one for one in current if one.requires_grad]
     is_foreign = bool(trainable and held) and len(_without(held, current)) == len(held)
     if is_foreign and model_fn is call_model and _kinds(held) in (_kinds(current), _kinds(trainable)):
-        frame, level = sys._getframe(), 1
-        while frame.f_code.co_filename == __file__ and frame.f_back is not None:
-            frame, level = frame.f_back, level + 1
         warnings.warn(
             "optimizer holds the parameters of another model with the same shapes, so this model will not be trained: "
             "create the optimizer with model.parameters() after the model was created, moved, or replaced",
-            stacklevel=level,
+            stacklevel=level_of_caller(),
         )
 
 

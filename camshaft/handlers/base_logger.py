@@ -23,9 +23,18 @@ from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import EventLike, Events, Order, RemovableEventHandle, events_in
 from camshaft.engine.state import LazyNumber
-from camshaft.errors import described
+from camshaft.errors import described, level_of_caller
 from camshaft.handlers.checkpoint import CheckpointEvents
-from camshaft.handlers.utils import StepOf, check_callable, check_engine, check_entries, check_text, check_type, joined
+from camshaft.handlers.utils import (
+    StepOf,
+    check_callable,
+    check_engine,
+    check_entries,
+    check_has_output,
+    check_text,
+    check_type,
+    joined,
+)
 from camshaft.sharding import full_value, needs_all_ranks, reshard
 
 __all__ = [
@@ -159,25 +168,38 @@ class BaseOutputHandler(BaseHandler):
         {('t', 'loss'): 0.5, ('t', 'size', '0'): 2, ('t', 'size', '1'): 3}
         """
         values: dict[Path, Any] = {}
-        for name, value in self._named_values(engine):
-            values.update(_flat((self.tag, str(name)), value, log_text))
+        for name, value, hint in self._named_values(engine):
+            values.update(_flat((self.tag, str(name)), value, log_text, hint))
         fetch(values)
         return values if key_tuple else {"/".join(path): value for path, value in values.items()}
 
-    def _named_values(self, engine: Engine[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    def _named_values(self, engine: Engine[Any, Any]) -> Iterator[tuple[Any, Any, str]]:
+        """Yield names and values, and what to do about a value that cannot be logged."""
         state = engine.state
-        for name in state.metrics if self.metric_names == "all" else self.metric_names or ():
+        is_all = self.metric_names == "all"
+        hint = "list the metrics to log in metric_names" if is_all else "remove it from metric_names"
+        for name in state.metrics if is_all else self.metric_names or ():
             if name in state.metrics:
-                yield name, state.metrics[name]
+                yield name, state.metrics[name], hint
             else:
-                hint = "attach it to this engine, or correct metric_names"
-                text = f"metric {name!r} is not logged, as engine.state.metrics has {list(state.metrics)}: {hint}"
-                warnings.warn(text, stacklevel=2)
+                text = f"metric {name!r} is not logged, as engine.state.metrics has {list(state.metrics)}"
+                warnings.warn(
+                    f"{text}: attach it to this engine, or correct metric_names", stacklevel=level_of_caller()
+                )
         if self.output_transform is not None:
-            output = self.output_transform(state.output)
-            yield from output.items() if isinstance(output, Mapping) else [("output", output)]
+            try:
+                output = self.output_transform(state.output)
+            except Exception as error:
+                check_has_output("output_transform", engine, error)
+                raise
+            hint = "in output_transform, reduce it to a number, for example with .mean(), or leave it out"
+            if state._output is None:
+                hint = "engine.state.output is None, so return a value from the process function, and log after that"
+            for name, value in output.items() if isinstance(output, Mapping) else [("output", output)]:
+                yield name, value, hint
         for name in self.state_attributes or ():
-            yield name, getattr(state, name, None)
+            hint = f"set engine.state.{name} to a number, or remove it from state_attributes"
+            yield name, getattr(state, name, None), hint
 
 
 class BaseOptimizerParamsHandler(BaseHandler):
@@ -368,11 +390,11 @@ def check_optimizer(optimizer: Any) -> None:
 # --- values ------------------------------------------------------------------------------------------------------
 
 
-def _flat(path: Path, value: Any, text: bool) -> Iterator[tuple[Path, Any]]:
-    """Yield the numbers in nested containers with their paths."""
+def _flat(path: Path, value: Any, text: bool, hint: str) -> Iterator[tuple[Path, Any]]:
+    """Yield the numbers in nested containers with their paths; the hint says what to do about other values."""
     if needs_all_ranks(value):  # other ranks may not be here
-        where = "/".join(path)
-        warnings.warn(f"{where} is not logged because it is a sharded DTensor: return its full_tensor()", stacklevel=2)
+        problem = f"{'/'.join(path)} is not logged because it is a sharded DTensor: return its full_tensor()"
+        warnings.warn(problem, stacklevel=level_of_caller())
         return
     value = full_value(value)
     if isinstance(value, LazyNumber):
@@ -383,14 +405,15 @@ def _flat(path: Path, value: Any, text: bool) -> Iterator[tuple[Path, Any]]:
         yield path, value.detach()  # fetched together with the others
     elif isinstance(value, Mapping):
         for key, one in value.items():
-            yield from _flat((*path, str(key)), one, text)
+            yield from _flat((*path, str(key)), one, text, hint)
     elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        yield from _flat(path, dict(enumerate(value)), text)
+        yield from _flat(path, dict(enumerate(value)), text, hint)
     elif isinstance(value, torch.Tensor) and value.ndim == 1:
-        yield from _flat(path, value.tolist(), text)
+        yield from _flat(path, value.tolist(), text, hint)
     else:
         kind = f"tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        warnings.warn(f"{'/'.join(path)} is not logged because it is a {kind}", stacklevel=2)
+        problem = f"{'/'.join(path)} is not logged because it is a {kind}: {hint}"
+        warnings.warn(problem, stacklevel=level_of_caller())
 
 
 def peek(value: Any) -> Any:

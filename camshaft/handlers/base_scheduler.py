@@ -19,7 +19,8 @@ from camshaft.engine.events import EventLike, Events, RemovableEventHandle
 from camshaft.handlers import utils
 
 # looking up a member of an enumeration on each call is slow
-_EPOCH_STARTED, _ITERATION_STARTED = Events.EPOCH_STARTED, Events.ITERATION_STARTED
+_EPOCH_STARTED = Events.EPOCH_STARTED
+_ITERATION_STARTED, _ITERATION_COMPLETED = Events.ITERATION_STARTED, Events.ITERATION_COMPLETED
 
 
 class BaseParamScheduler(Serializable, ABC):
@@ -47,6 +48,7 @@ class BaseParamScheduler(Serializable, ABC):
         self.event_index = 0
         self.save_history = save_history
         self._last_iteration: int | None = None  # in which it was called
+        self._first_repeated: int | None = None  # where a run that was saved in that iteration resumes
 
     @abstractmethod
     def get_param(self) -> Any:
@@ -89,7 +91,7 @@ class BaseParamScheduler(Serializable, ABC):
         memo = _memo(self)
         keys = self._state_dict_all_req_keys
         state = OrderedDict((name, copy.deepcopy(_state_of(getattr(self, name)), memo)) for name in keys)
-        state["last_iteration"] = self._last_iteration
+        state.update(self._last_call())
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -119,7 +121,7 @@ class BaseParamScheduler(Serializable, ABC):
 
     def _restore(self, state_dict: Mapping[str, Any]) -> None:
         memo = _memo(self)
-        self._last_iteration = state_dict.get("last_iteration")  # older states do not have it
+        self._restore_last_call(state_dict)
         for name in self._state_dict_all_req_keys:
             value, saved = getattr(self, name), copy.deepcopy(state_dict[name], memo)
             if hasattr(value, "load_state_dict"):
@@ -131,11 +133,32 @@ class BaseParamScheduler(Serializable, ABC):
                 setattr(self, name, saved)
 
     def _was_counted(self, engine: Engine[Any, Any]) -> bool:
-        """Return whether a resumed run continues an epoch, or repeats an iteration, in which it was called."""
-        event = engine.last_event_name
-        if event is _ITERATION_STARTED:
-            return engine._state.iteration == self._last_iteration and utils.may_repeat_iteration(engine)
+        """Return whether a resumed run continues an epoch, or repeats an iteration, in which it was called.
+
+        In the middle of a window of accumulated gradients, a run resumes from the start of the window. The optimizer
+        steps at its end, so until then it does not matter that its parameters are those of the last call.
+        """
+        event, last, first = engine.last_event_name, self._last_iteration, self._first_repeated
+        if event is _ITERATION_STARTED or event is _ITERATION_COMPLETED:
+            if last is None or first is None or engine._state.iteration > last:
+                return False
+            return utils.may_repeat_iteration(engine, first)
         return event is _EPOCH_STARTED and self.event_index > 0 and utils.resumes_epoch(engine)
+
+    def _remember_call(self, engine: Engine[Any, Any]) -> None:
+        """Remember the iteration of a call."""
+        self._last_iteration = self._first_repeated = iteration = engine._state.iteration
+        run = engine._run
+        if run is not None and run.window is not None:
+            self._first_repeated = iteration - (run.begun - run.window) + 1
+
+    def _last_call(self) -> dict[str, int | None]:
+        """Return the part of the state that :meth:`_was_counted` needs."""
+        return {"last_iteration": self._last_iteration, "first_repeated": self._first_repeated}
+
+    def _restore_last_call(self, state_dict: Mapping[str, Any]) -> None:
+        self._last_iteration = state_dict.get("last_iteration")  # older states have neither, or only this one
+        self._first_repeated = state_dict.get("first_repeated", self._last_iteration)
 
     def _record(self, engine: Engine[Any, Any], name: str, entry: Any) -> None:
         """Append an entry to the history."""
@@ -183,7 +206,7 @@ class SteppedScheduler(BaseParamScheduler):
             return
         self._apply(engine)
         if engine is not None:
-            self._last_iteration = engine._state.iteration
+            self._remember_call(engine)
             if self.save_history:
                 self._record(engine, name or self.param_name, self._written())
         self.event_index += 1

@@ -20,7 +20,16 @@ from camshaft.engine.events import Events, Order, RemovableEventHandle
 from camshaft.engine.state import LazyNumber, Results
 from camshaft.errors import annotate, check_is_no_class, described, ignite_class
 from camshaft.handlers.base_logger import fetch, peek
-from camshaft.handlers.utils import check_callable, check_engine, check_type, identity, number, resumes_epoch, scalar
+from camshaft.handlers.utils import (
+    check_callable,
+    check_engine,
+    check_has_output,
+    check_type,
+    identity,
+    number,
+    resumes_epoch,
+    scalar,
+)
 from camshaft.sharding import full_value
 
 __all__ = ["AttachedMetrics", "RunningAverage", "attach_metrics"]
@@ -138,8 +147,14 @@ class AttachedMetrics(Serializable):
 
     def _update(self, engine: Engine[Any, Any]) -> None:
         output = engine.state._output  # `state.output` synchronizes
-        if self._output_transform is not None:
-            output = self._output_transform(output)
+        try:
+            self._update_with(output if self._output_transform is None else self._output_transform(output))
+        except Exception as error:
+            check_has_output(f"attach_metrics of {list(self.metrics)}", engine, error)
+            raise
+        self._iteration = engine.state.iteration
+
+    def _update_with(self, output: Any) -> None:
         positional: list[Any] = []
         named: dict[str, Any] = {}
         if isinstance(output, Mapping):
@@ -159,7 +174,6 @@ class AttachedMetrics(Serializable):
         except TypeError as error:
             annotate(error, f"in update() of the metrics {list(self.metrics)}; output_transform makes its arguments")
             raise
-        self._iteration = engine.state.iteration
 
     def _finish(self, engine: Engine[Any, Any]) -> None:
         with _over_all_ranks(self.metrics):
@@ -351,7 +365,11 @@ class RunningAverage(Serializable):
             engine.state.metrics = Results(engine.state.metrics)
 
     def _update(self, engine: Engine[Any, Any], name: str) -> None:
-        value = scalar("output_transform", peek(self._output_transform(engine.state._output)))  # without synchronizing
+        try:
+            value = scalar("output_transform", peek(self._output_transform(engine.state._output)))  # no synchronization
+        except Exception as error:
+            check_has_output(f"RunningAverage {name!r}", engine, error)
+            raise
         if isinstance(value, Tensor) and value.dtype is not torch.float64:
             value = value.float()
         before, average = self._average, value

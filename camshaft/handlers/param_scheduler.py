@@ -762,7 +762,7 @@ class ConcatScheduler(_Combination, ParamScheduler):
             self._current_duration -= 1
         self.event_index += 1
         if engine is not None:
-            self._last_iteration = engine._state.iteration
+            self._remember_call(engine)
 
     def _check_entries(self) -> None:
         """Leave the check to the schedulers, which may have other parameters in other groups."""
@@ -906,7 +906,9 @@ def _checked_durations(schedulers: Any, durations: Any) -> list[int]:
     """Check the arguments of a ``ConcatScheduler``, and return the durations."""
     _check_members(schedulers, (ParamScheduler, ParamGroupScheduler), TypeError)
     if len(schedulers) < 2:
-        raise ValueError(f"schedulers must hold at least two, got {len(schedulers)}")
+        raise ValueError(
+            f"schedulers must hold at least two schedulers, got {len(schedulers)}: attach a single one itself"
+        )
     check_type("durations", durations, (list, tuple), "a list or a tuple")
     if len(durations) != len(schedulers) - 1:
         raise ValueError(f"durations must hold one for each scheduler but the last, got {durations!r}")

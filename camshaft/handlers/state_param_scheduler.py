@@ -90,7 +90,7 @@ class StateParamScheduler(BaseParamScheduler):
         """
         if is_new := not self._was_counted(engine):
             self.event_index += 1
-            self._last_iteration = engine._state.iteration
+            self._remember_call(engine)
         value = self.get_param()
         setattr(engine._state, self.param_name, value)  # the property takes as long as all of this
         if is_new and self.save_history:
@@ -154,7 +154,7 @@ class LambdaStateScheduler(StateParamScheduler):
             event_index=self.event_index,
             param_name=self.param_name,
             lambda_obj=copy.deepcopy(self._attributes()),
-            last_iteration=self._last_iteration,
+            **self._last_call(),
         )
 
     def _restore(self, state_dict: Mapping[str, Any]) -> None:
@@ -162,7 +162,7 @@ class LambdaStateScheduler(StateParamScheduler):
         if attributes is not None and state_dict["lambda_obj"] is not None:
             attributes.update(copy.deepcopy(state_dict["lambda_obj"]))
         self.event_index, self.param_name = state_dict["event_index"], state_dict["param_name"]
-        self._last_iteration = state_dict.get("last_iteration")
+        self._restore_last_call(state_dict)
 
     def _attributes(self) -> dict[str, Any] | None:
         """Return the attributes of a callable object; functions could not be loaded safely."""

@@ -67,11 +67,11 @@ def resumes_epoch(engine: Engine[Any, Any]) -> bool:
     return engine.last_event_name is Events.EPOCH_STARTED and engine.iteration_in_epoch > 0
 
 
-def may_repeat_iteration(engine: Engine[Any, Any]) -> bool:
-    """Return whether a run that resumes from a loaded state, or after an error, is in its first iteration."""
+def may_repeat_iteration(engine: Engine[Any, Any], first: int) -> bool:
+    """Return whether a run resumed from a loaded state, or after an error, in iteration ``first`` or later."""
     progress = engine._progress.retry or engine._progress
     is_resumed = progress.origin in (Origin.LOADED, Origin.FAILED)
-    return is_resumed and engine.state.iteration == progress.iteration + 1
+    return is_resumed and first <= progress.iteration + 1 <= engine.state.iteration
 
 
 def check_callable(name: str, value: Any, arguments: str | None = None) -> None:
@@ -128,6 +128,13 @@ def scalar(name: str, value: Any) -> Tensor | float:
     return float(value)
 
 
+def check_has_output(reader: str, engine: Engine[Any, Any], error: Exception) -> None:
+    """Raise a ``TypeError`` that says so if ``error`` was raised because there is no output to read."""
+    if engine.state._output is None:
+        problem = "needs engine.state.output, which is None: return a value from the process function"
+        raise TypeError(f"{reader} {problem}") from error
+
+
 def check_is_no_counter(argument: str, name: str, state: State[Any, Any]) -> None:
     """Raise ``ValueError`` if ``name`` is an attribute that the engine uses as a counter.
 
@@ -141,7 +148,7 @@ def check_is_no_counter(argument: str, name: str, state: State[Any, Any]) -> Non
 
 def missing_metric(needed_by: str, name: str, metrics: Mapping[str, Any]) -> str:
     """Return the message that a metric, which an argument needs, does not exist."""
-    hint = "attach it to the engine on which this handler is registered"
+    hint = "attach it to the engine on which this handler is registered, or correct the name"
     return f"{needed_by} needs the metric {name!r}, but engine.state.metrics has {list(metrics)}: {hint}"
 
 

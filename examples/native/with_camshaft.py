@@ -30,7 +30,7 @@ def training(local_rank: int, weights: str | None) -> None:
     correct = idist.all_reduce(correct)
     if idist.get_rank() == 0:
         size, backend = idist.get_world_size(), idist.backend()
-        print(f"{size} processes with {backend}: {correct / len(images):.1%} correct")
+        print(f"world size {size}, backend {backend}: {correct / len(images):.1%} correct")
         if weights:
             torch.save([parameter.detach().cpu() for parameter in model.parameters()], weights)
 

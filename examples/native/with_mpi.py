@@ -38,6 +38,6 @@ with torch.no_grad():
         correct += int((model(x).argmax(1) == y).sum())
 correct = world.allreduce(correct)
 if world.rank == 0:
-    print(f"{world.size} processes with mpi: {correct / len(images):.1%} correct")
+    print(f"world size {world.size}, backend mpi: {correct / len(images):.1%} correct")
     if sys.argv[1:]:
         torch.save([parameter.detach() for parameter in model.parameters()], sys.argv[1])

@@ -42,7 +42,7 @@ def train(index: int) -> None:
     weights = [parameter.detach().cpu() for parameter in model.parameters()]
     if rank == 0:
         accuracy = correct.item() / len(images)
-        print(f"{world_size} processes with xla-tpu: {accuracy:.1%} correct")
+        print(f"world size {world_size}, backend xla-tpu: {accuracy:.1%} correct")
         if sys.argv[1:]:
             torch.save(weights, sys.argv[1])
 

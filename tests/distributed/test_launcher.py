@@ -218,7 +218,9 @@ def test_a_backend_that_is_not_there_is_refused_at_once(backend, arguments):
 
 @pytest.mark.parametrize("name", ["nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port"])
 def test_without_a_backend_there_is_nothing_to_start(name):
-    with pytest.raises(ValueError, match=f"backend must be given with {name}, got None and {{'{name}': 0}}"):
+    with pytest.raises(
+        ValueError, match=f"backend must be given with {name}, got None and {{'{name}': 0}}: pass 'auto'"
+    ):
         idist.Parallel(**{name: 0})
 
 

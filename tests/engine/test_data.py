@@ -233,13 +233,33 @@ def test_a_sampler_gets_the_number_of_each_pass_once(kind, arguments, numbers):
     assert sampler.calls == sampler.passes == numbers
 
 
-def test_a_dataset_gets_the_number_of_each_pass_once():
-    class Data(IterableDataset):
-        __init__, __iter__, set_epoch = Epochs.__init__, Epochs.__iter__, Epochs.set_epoch
+class EpochData(IterableDataset):
+    """The same as a dataset without a length; ``sizes`` are those of its passes if they differ."""
 
-    dataset = Data(4)
-    Engine(echo).run(idist.auto_dataloader(dataset, batch_size=2), max_epochs=3)
-    assert dataset.calls == dataset.passes == [0, 1, 2]
+    def __init__(self, *sizes):
+        self.sizes, self.calls, self.passes, self.epoch = sizes, [], [], None
+
+    set_epoch = Epochs.set_epoch
+
+    def __iter__(self):
+        self.passes.append(self.epoch)
+        return iter(range(self.sizes[self.epoch % len(self.sizes)]))
+
+
+@pytest.mark.parametrize("make", [DataLoader, idist.auto_dataloader])
+def test_a_dataset_gets_the_number_of_each_pass_once_before_its_epoch_starts(make):
+    dataset, seen = EpochData(4), []
+    engine = Engine(echo)
+    engine.add_event_handler(Events.EPOCH_STARTED, lambda: seen.append(dataset.epoch))
+    engine.run(make(dataset, batch_size=2), max_epochs=4)
+    assert dataset.calls == dataset.passes == seen == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (2, 5, 1)], ids=str)
+def test_each_pass_of_a_dataset_gets_a_larger_number_also_if_their_lengths_differ(sizes):
+    dataset = EpochData(*sizes)
+    Engine(echo).run(DataLoader(dataset, batch_size=1), max_iters=12)
+    assert dataset.passes == sorted({*dataset.passes})
 
 
 def test_a_new_run_begins_at_0_again():
@@ -287,12 +307,16 @@ def test_the_numbers_are_right_after_a_pause(position):
     assert sampler.passes == [0, 1, 2]
 
 
-def test_a_number_set_by_the_user_when_the_epoch_starts_wins():
-    loader, sampler = loader_with(Epochs, 2)
+@pytest.mark.parametrize("has_length", [False, True])
+def test_a_number_set_by_the_user_when_the_epoch_starts_wins(has_length):
+    loader, part = loader_with(Epochs, 2)
+    if not has_length:
+        part = EpochData(2)
+        loader = DataLoader(part)
     engine = Engine(echo)
-    engine.add_event_handler(Events.EPOCH_STARTED, lambda: sampler.set_epoch(100 + engine.state.epoch))
-    engine.run(loader, max_epochs=3)
-    assert sampler.passes == [101, 102, 103]
+    engine.add_event_handler(Events.EPOCH_STARTED, lambda: part.set_epoch(100 + engine.state.epoch))
+    engine.run(loader, max_epochs=4)
+    assert part.passes == [101, 102, 103, 104]
 
 
 def test_a_number_set_by_the_user_where_the_data_ran_out_wins():

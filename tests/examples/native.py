@@ -25,7 +25,7 @@ def run(launch: Sequence[str], script: str, *arguments: str, **variables: str) -
 def train_on_one_process() -> list[Tensor]:
     """Return the weights of camshaft's script in one process; assert that it has learned."""
     output, weights = run([sys.executable], "with_camshaft.py")
-    (accuracy,) = re.findall(r"^1 processes with None: ([0-9.]+)% correct$", output, re.MULTILINE)
+    (accuracy,) = re.findall(r"^world size 1, backend None: ([0-9.]+)% correct$", output, re.MULTILINE)
     assert float(accuracy) > 80, output
     return weights
 

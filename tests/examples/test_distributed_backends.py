@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.jobs, pytest.mark.timeout(170)]
 @pytest.mark.parametrize(("ranks", "backend"), [(2, "gloo"), (4, "auto")])
 def test_training_in_spawned_processes_matches_one_process(ranks, backend):
     arguments = ("--backend", backend, "--nproc_per_node", str(ranks))
-    assert_ten_steps([sys.executable], *arguments, shows=f"{ranks} processes on cpu with gloo")
+    assert_ten_steps([sys.executable], *arguments, shows=f"world size {ranks} on cpu with gloo")
 
 
 def test_training_changes_the_weights():
@@ -31,17 +31,17 @@ def test_training_changes_the_weights():
 
 def test_torchrun():
     launch = [command("torchrun"), "--standalone", "--nproc_per_node", "2"]
-    assert_ten_steps(launch, *GLOO, shows="2 processes on cpu with gloo")
+    assert_ten_steps(launch, *GLOO, shows="world size 2 on cpu with gloo")
 
 
 def test_the_launch_module_of_torch():
     launch = [sys.executable, "-m", "torch.distributed.launch", "--standalone", "--nproc_per_node", "2", "--use_env"]
-    assert_ten_steps(launch, *GLOO, shows="2 processes on cpu with gloo")
+    assert_ten_steps(launch, *GLOO, shows="world size 2 on cpu with gloo")
 
 
 def test_mpirun():
     launch = [command("mpirun"), "-np", "2", sys.executable]
-    assert_ten_steps(launch, "--backend", "mpi", shows="2 processes on cpu with mpi", environment=OPEN_MPI)
+    assert_ten_steps(launch, "--backend", "mpi", shows="world size 2 on cpu with mpi", environment=OPEN_MPI)
 
 
 def test_a_wide_residual_network_of_torchvision(tmp_path):

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(170)
 def test_torch_alone():
     for attempt in range(1, 4):  # without camshaft, gloo's threads may abort a process when Python shuts down
         try:
-            return assert_same_weights(TORCHRUN, "with_ddp.py", shows="2 processes with gloo")
+            return assert_same_weights(TORCHRUN, "with_ddp.py", shows="world size 2, backend gloo")
         except AssertionError as error:
             if attempt == 3 or "SIGABRT" not in str(error):
                 raise
@@ -31,23 +31,23 @@ def test_torch_alone():
 
 @pytest.mark.jobs
 def test_mpi4py_alone():
-    assert_same_weights(MPIRUN, "with_mpi.py", shows="2 processes with mpi", **OPEN_MPI)
+    assert_same_weights(MPIRUN, "with_mpi.py", shows="world size 2, backend mpi", **OPEN_MPI)
 
 
 @pytest.mark.jobs
 def test_camshaft_over_gloo():
-    assert_same_weights(TORCHRUN, "with_camshaft.py", "--backend", "gloo", shows="2 processes with gloo")
+    assert_same_weights(TORCHRUN, "with_camshaft.py", "--backend", "gloo", shows="world size 2, backend gloo")
 
 
 @pytest.mark.jobs
 def test_camshaft_over_mpi():
-    assert_same_weights(MPIRUN, "with_camshaft.py", "--backend", "mpi", shows="2 processes with mpi", **OPEN_MPI)
+    assert_same_weights(MPIRUN, "with_camshaft.py", "--backend", "mpi", shows="world size 2, backend mpi", **OPEN_MPI)
 
 
 @pytest.mark.jobs
 def test_camshaft_in_new_processes():
     arguments = ("--backend", "gloo", "--nproc_per_node", "2")
-    assert_same_weights([sys.executable], "with_camshaft.py", *arguments, shows="2 processes with gloo")
+    assert_same_weights([sys.executable], "with_camshaft.py", *arguments, shows="world size 2, backend gloo")
 
 
 @pytest.mark.parametrize("script", sorted(FOLDER.glob("*.py")), ids=lambda script: script.name)

@@ -29,5 +29,5 @@ def test_the_cells_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert any(line.startswith("epoch 5, iteration 150, accuracy ") for line in shown)
     assert "there is no metric 'accuracy'" in shown
     assert [line.partition(":")[0] for line in shown if ": accuracy" in line] == ["epoch 7"]
-    assert shown[-2] == "2 processes, 150 iterations"
+    assert shown[-2] == "world size 2, 150 iterations"
     assert float(shown[-1].removeprefix("accuracy ").rstrip("%")) > 75  # 10 by chance

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import socket
 import socketserver
 import threading
@@ -92,6 +93,23 @@ def test_nested_values_are_flattened_with_their_paths(value, expected):
 def test_other_values_are_skipped_with_a_warning(value, kind):
     with pytest.warns(UserWarning, match=f"a/b is not logged because it is a {kind}"):
         assert read(at(a={"b": value, "c": 1}), metric_names="all") == {("tag", "a", "c"): 1}
+
+
+def test_the_warning_says_what_to_do_where_the_value_comes_from_and_points_to_the_line_of_the_user():
+    table, engine = torch.zeros(2, 3), at(table=torch.zeros(2, 3))
+    engine.state.output = engine.state.speeds = table
+    for remedy, options in {
+        "list the metrics to log in metric_names": {"metric_names": "all"},
+        "remove it from metric_names": {"metric_names": ["table"]},
+        "in output_transform, reduce it to a number, for example with .mean(), or leave it out": {
+            "output_transform": lambda output: output
+        },
+        "set engine.state.speeds to a number, or remove it from state_attributes": {"state_attributes": ["speeds"]},
+    }.items():
+        with pytest.warns(UserWarning, match=rf"shape \(2, 3\): {re.escape(remedy)}$") as seen:
+            assert read(engine, **options) == {}
+        assert [one.filename for one in seen] == [__file__]
+    assert read(engine, output_transform=lambda output: output.mean()) == {("tag", "output"): 0.0}
 
 
 def test_text_is_kept_for_loggers_that_support_it():

@@ -161,7 +161,7 @@ def test_the_average_is_saved_and_restored():
     [
         (torch.zeros(2), ValueError, r"one element, got one of shape \(2,\)"),
         ("0.5", TypeError, "got '0.5' of type str"),
-        (None, TypeError, "got None"),
+        (None, TypeError, "needs engine.state.output, which is None"),
     ],
 )
 def test_outputs_must_be_numbers(output, error, message):

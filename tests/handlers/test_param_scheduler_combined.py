@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler as native
 
-from camshaft.engine import Engine, Events
+from camshaft.engine import Engine, Events, create_supervised_trainer
 from camshaft.handlers import (
     ConcatScheduler,
     CosineAnnealingScheduler,
@@ -173,7 +174,7 @@ def test_history_of_a_chain():
         (lambda one, two: (None, [1]), TypeError, "schedulers must be a list"),
         (lambda one, two: ([ramp(one), None], [1]), TypeError, "ParamScheduler and ParamGroupScheduler"),
         (lambda one, two: ([native.StepLR(one, 1)] * 2, [1]), TypeError, "of type StepLR; wrap it in LRScheduler"),
-        (lambda one, two: ([ramp(one)], []), ValueError, "at least two, got 1"),
+        (lambda one, two: ([ramp(one)], []), ValueError, "at least two schedulers, got 1"),
         (lambda one, two: ([], []), ValueError, "at least one, got none"),
         (lambda one, two: ([ramp(one), saw(one)], 1), TypeError, "durations must be a list or a tuple"),
         (lambda one, two: ([ramp(one), saw(one)], {1}), TypeError, "durations must be a list or a tuple"),
@@ -279,6 +280,40 @@ def by_iteration(make, fail_at=None, order=0, save=False, target=9):
 @pytest.mark.parametrize("make", [decay, saw, lambda one: ConcatScheduler([ramp(one), decay(one)], [2])])
 def test_a_repeated_iteration_is_not_counted_twice(make, fail_at, order, save):
     assert by_iteration(make, fail_at, order, save) == by_iteration(make)
+
+
+@pytest.mark.parametrize(
+    "event", [Events.ITERATION_STARTED, Events.ITERATION_COMPLETED, Events.ITERATION_STARTED(every=2)], ids=str
+)
+@pytest.mark.parametrize("make", [decay, saw, lambda one: ConcatScheduler([ramp(one), decay(one)], [2])])
+def test_a_repeated_window_of_accumulated_gradients_is_not_counted_twice(make, event):
+    def run(save_at=None, states=()):
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        scheduler = make(optimizer)
+        rates, saved = [], []
+        trainer = create_supervised_trainer(
+            model, optimizer, torch.nn.functional.mse_loss, gradient_accumulation_steps=3
+        )
+        parts = [trainer, scheduler, optimizer]
+        optimizer.register_step_pre_hook(lambda *_: rates.append((trainer.state.iteration, lr(optimizer))))
+        scheduler.attach(trainer, event)
+
+        @trainer.on(Events.ITERATION_COMPLETED)
+        def save():
+            if trainer.state.iteration == save_at:
+                saved.extend(reread([one.state_dict() for one in parts]))
+
+        for one, state in zip(parts, states, strict=False):
+            one.load_state_dict(state)
+        trainer.run([(torch.ones(1, 1), torch.ones(1, 1))] * 7, max_epochs=2)
+        return rates, saved
+
+    expected, _ = run()
+    for save_at in range(1, 14):
+        _, states = run(save_at)
+        done = [row for row in expected if row[0] <= states[0]["iteration"]]
+        assert done + run(states=states)[0] == expected, save_at
 
 
 def test_each_iteration_of_a_new_run_is_counted():

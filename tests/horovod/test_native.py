@@ -15,4 +15,4 @@ from tests.examples.ten_steps import command
 )
 def test_training_on_two_ranks_matches_one_process(script, arguments):
     launch = [command("horovodrun"), "-np", "2", sys.executable]
-    assert_same_weights(launch, script, *arguments, shows="2 processes with horovod")
+    assert_same_weights(launch, script, *arguments, shows="world size 2, backend horovod")

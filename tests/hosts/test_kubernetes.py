@@ -38,6 +38,6 @@ def test_failed_pods_restart_and_resume(tmp_path):
         with start(zero, 0, str(tmp_path)) as first, start(one, 1, str(tmp_path)) as second:
             output = first.wait(LIMIT).output
             assert second.wait(LIMIT).returncode == first.returncode == 0, output + second.output
-    printed = re.findall(r"^(.*): 2 processes, 2 nodes$", output, re.MULTILINE)
+    printed = re.findall(r"^(.*): world size 2, nodes 2$", output, re.MULTILINE)
     assert printed == ["started at iteration 0", "resumed at iteration 40", "finished at iteration 80"]
     assert "simulated failure" in second.output

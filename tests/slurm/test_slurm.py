@@ -189,7 +189,7 @@ def test_the_conformance_checks_pass(cluster, nodes):
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_the_example_matches_one_process(cluster, nodes):
     launch = [*cluster.entrance, "srun", f"--nodes={nodes}", "--ntasks=2", PYTHON[0]]
-    shows = "2 processes on cpu with gloo"
+    shows = "world size 2 on cpu with gloo"
     assert_ten_steps(launch, "--backend", "gloo", shows=shows, environment=DEFAULTS | cluster.variables)
 
 
@@ -202,7 +202,7 @@ def test_the_job_of_the_clusters_page_resumes_after_a_failure(cluster, tmp_path)
     jobs = f"{submit} failing.sh && {submit} --dependency=singleton job.sh"
     run = cluster.run("bash", "-c", f"cd {tmp_path} && {jobs} && {last} && until [ -s {status} ]; do sleep 0.1; done")
     assert run.returncode == 0, run.output
-    lines = re.findall(r"^(.*): 4 processes, 2 nodes$", log.read_text(), re.MULTILINE)
+    lines = re.findall(r"^(.*): world size 4, nodes 2$", log.read_text(), re.MULTILINE)
     assert lines == ["started at iteration 0", "resumed at iteration 40", "finished at iteration 80"], log.read_text()
 
 

@@ -15,4 +15,4 @@ CAMSHAFT = ("--backend", "xla-tpu", "--nproc_per_node", "1")
 
 @pytest.mark.parametrize(("script", "arguments"), [("with_xla.py", ()), ("with_camshaft.py", CAMSHAFT)])
 def test_training_on_a_device_matches_one_process_on_the_cpu(script, arguments):
-    assert_same_weights([sys.executable], script, *arguments, shows="1 processes with xla-tpu", PJRT_DEVICE="CPU")
+    assert_same_weights([sys.executable], script, *arguments, shows="world size 1, backend xla-tpu", PJRT_DEVICE="CPU")

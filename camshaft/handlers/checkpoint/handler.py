@@ -21,7 +21,7 @@ from camshaft.distributed import all_gather, get_local_rank
 from camshaft.engine.engine import Engine, outermost_engine
 from camshaft.engine.events import Events, HandlerEvents, Order
 from camshaft.engine.state import LazyNumber
-from camshaft.errors import check_is_no_class, check_type, described
+from camshaft.errors import check_is_no_class, check_type, described, level_of_caller
 from camshaft.handlers.checkpoint.async_save import BackgroundSave, Exchange
 from camshaft.handlers.checkpoint.loading import load_objects, resume
 from camshaft.handlers.checkpoint.savers import (
@@ -267,6 +267,8 @@ class Checkpoint(Serializable):
         self._background = BackgroundSave()
         self._saved: list[Item] = []
         self._last_save: tuple[Any, int] | None = None  # its event and iteration
+        self._last_run: tuple[str, int] | None = None  # the run of an engine in which this handler was called last
+        self._has_warned = False  # of smaller or repeated steps, since the last save
         # A handler may overwrite what others saved before it was made, or got its record, as a resumed run does; but of
         # two handlers that write the same file at the same time, each would remove that of the other.
         self._may_overwrite = _owners.copy()
@@ -315,7 +317,12 @@ class Checkpoint(Serializable):
             step, score, priority = next(values for writes, values in proposals if writes)
         else:
             step, score, priority = self._ranking(engine)
+        warns = is_writer(0 if save_on_rank == "node" else save_on_rank)
+        if warns:
+            self._warn_of_repeated_step(priority, engine)
         if not always and not self._is_wanted(priority):
+            if warns:
+                self._warn_of_smaller_step(priority, engine)
             return
         name = name_of(self.to_save)
         filename = self._filename(name, score, step)
@@ -366,6 +373,7 @@ class Checkpoint(Serializable):
             save(checkpoint)
             announce()
         self._last_save = engine.last_event_name, engine.state.iteration
+        self._has_warned = False
 
     def _ranking(self, engine: Engine[Any, Any]) -> tuple[Any, int | float | None, int | float]:
         """Return the step and the score of a checkpoint, and its priority."""
@@ -459,6 +467,7 @@ class Checkpoint(Serializable):
         """Forget what was saved, to restart a run from 0. The files stay."""
         self._background.settle()
         self._saved = []
+        self._has_warned = False
         self._may_overwrite = _owners.copy()
 
     def state_dict(self) -> OrderedDict[str, Any]:
@@ -513,7 +522,9 @@ class Checkpoint(Serializable):
         hint = "call resume_latest() before the run, save this handler with the one that does, or use another directory"
         if not is_over:
             raise ValueError(f"{problem}: {hint}")
-        warnings.warn(f"{problem}, and the run is over, so new ones are saved beside them: {hint}", stacklevel=5)
+        warnings.warn(
+            f"{problem}, and the run is over, so new ones are saved beside them: {hint}", stacklevel=level_of_caller()
+        )
         self._unresumed = 0
 
     def _saved_before(self, newest: Path) -> dict[str, float]:
@@ -538,10 +549,39 @@ class Checkpoint(Serializable):
         if self.n_saved is None or len(self._saved) < self.n_saved:
             return True
         new, lowest = _comparable(priority), _comparable(self._saved[0].priority)
-        if new < lowest and self.score_function is None:
-            text = "nothing was saved: the step is smaller than those of all checkpoints kept"
-            warnings.warn(f"{text}; call reset() before an engine is restarted from 0", stacklevel=4)
         return new > lowest or (self.greater_or_equal and new == lowest)
+
+    def _warn_of_repeated_step(self, step: float, engine: Engine[Any, Any]) -> None:
+        """Warn once if an engine that is run again and again, as an evaluator is, arrives at a step saved before."""
+        before, self._last_run = self._last_run, (engine.run_line, engine.run_number)
+        is_plain = self.score_function is None and self.global_step_transform is None and not self.greater_or_equal
+        is_repeated = before != self._last_run and step in (item.priority for item in self._saved)
+        if not (is_plain and is_repeated) or self._has_warned or (outermost_engine() or engine) is engine:
+            return
+        self._has_warned = True
+        what = "nothing was saved" if len(self._saved) == self.n_saved else "the last checkpoint was overwritten"
+        hint = "pass score_name or score_function to keep the best, or a global_step_transform to keep the newest"
+        text = f"{what} on {engine.last_event_name!r}: this engine counts from 0 in each run, to step {step} again"
+        warnings.warn(f"{text}; {hint}", stacklevel=level_of_caller())
+
+    def _warn_of_smaller_step(self, step: float, engine: Engine[Any, Any]) -> None:
+        """Warn once if nothing is saved because the steps have become smaller than those of the checkpoints kept."""
+        lowest = self._saved[0].priority
+        if self.score_function is not None or step >= lowest or self._has_warned:
+            return
+        self._has_warned = True
+        saves_engine = any(isinstance(one, Engine) for _, one in walk(dict(self.to_save), "state_dict"))
+        if self.global_step_transform is None and (outermost_engine() or engine) is not engine:
+            hint = (
+                "this engine counts from 0 in each run, so pass global_step_transform=global_step_from_engine(trainer)"
+            )
+        elif self._last_save is None and not saves_engine:
+            hint = "add the engine to to_save, so that a resumed run continues with the step of its checkpoint"
+        else:
+            hint = "call reset() before an engine is restarted from 0"
+        where = f" in '{saver.dirname}'" if isinstance(saver := self.save_handler, DiskSaver) else ""
+        text = f"nothing was saved on {engine.last_event_name!r}: step {step} is below {lowest}"
+        warnings.warn(f"{text}, the smallest step kept{where}; {hint}", stacklevel=level_of_caller())
 
     def _filename(self, name: str, score: Any = None, global_step: Any = None) -> str:
         """Return the name of a file: ``[prefix_]name[_step][_score_name=score].pt``, or that of the pattern."""
@@ -578,7 +618,7 @@ class Checkpoint(Serializable):
             problem = f"two Checkpoints write the same file '{path}': {hint}"
             if not is_over:
                 raise ValueError(problem)
-            warnings.warn(f"{problem}. The run is over, so the file is overwritten", stacklevel=4)
+            warnings.warn(f"{problem}. The run is over, so the file is overwritten", stacklevel=level_of_caller())
         if (owner := _owners.get(path, self)) is not self:
             owner._background.wait()
         _owners[path] = self

@@ -7,6 +7,7 @@ import inspect
 import math
 import warnings
 from collections import OrderedDict
+from contextlib import nullcontext
 from types import MappingProxyType
 
 import pytest
@@ -173,8 +174,10 @@ def test_a_smaller_step_saves_nothing_and_warns_until_reset():
     checkpoint = Checkpoint({"model": Part()}, memory)
     checkpoint(at(10))
     checkpoint(at(10))  # the same step again, as on EPOCH_COMPLETED and COMPLETED, is accepted
-    with pytest.warns(UserWarning, match="reset"):
+    with pytest.warns(UserWarning, match="step 5 is below 10, the smallest step kept; call reset") as seen:
         checkpoint(at(5))
+    checkpoint(at(6))  # which is reported once
+    assert [one.filename for one in seen] == [__file__]
     assert list(memory.files) == ["model_10.pt"]
     checkpoint.reset()
     assert checkpoint.last_checkpoint is None
@@ -426,6 +429,8 @@ def test_one_rank_writes_the_file_and_every_rank_keeps_the_record(tmp_path):
     torch.distributed.barrier()
     assert names(tmp_path) == ["m_2.pt"]
     assert load(checkpoint.last_checkpoint) == {"value": 1}
+    with pytest.warns(UserWarning, match="step 1 is below 2") if torch.distributed.get_rank() == 1 else nullcontext():
+        checkpoint(at(1))
 
 
 @pytest.mark.parametrize("name", ["../model.pt", "/tmp/model.pt", "a/model.pt", "..", "a\0b.pt"])
