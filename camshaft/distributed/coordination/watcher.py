@@ -208,10 +208,13 @@ class Watcher(Resource):
         self._has_mismatch = isinstance(error, MismatchError)
         if not (isinstance(error, RuntimeError) or self._has_mismatch) or isinstance(error, OUR_OWN) or self._is_closed:
             return error
-        if job.verdict is None and (self._may_differ() if self._has_mismatch else _LOST.search(str(error))):
+        if job.verdict is None and (self._has_mismatch or _LOST.search(str(error))):
+            until = time.monotonic() + _LEARNING
             self._num_waits += 1
             self._wake()
-            self._has_verdict.wait(_LEARNING)
+            while time.monotonic() < until and (not self._has_mismatch or self._may_differ()):
+                if self._has_verdict.wait(URGENT):
+                    break
             self._num_waits -= 1
             if job.verdict is None and self._last_report is not None:
                 annotate(error, self._last_report.text)
