@@ -245,6 +245,13 @@ class ExactBatchSampler(BatchSampler):
             self._epoch += 1  # there are no other ranks to diverge from
         this: _Pass = self.next_pass()
         if self._consistency is not None:
+            backend = self._consistency.backend()
+            has_mesh = backend is not None and backend.job.mesh is not None  # it ends with the job
+            if has_mesh and (now := data_place(backend)) != (self.rank, self.num_replicas):
+                raise RuntimeError(
+                    f"this loader was created for part {self.rank} of {self.num_replicas} of the data, but with the "
+                    f"mesh, this rank reads part {now[0]} of {now[1]}: call make_mesh before auto_dataloader"
+                )
             if self._is_announced:
                 self._consistency.place(this.epoch, self._begin)
             source: dict[str, Any] = {"seed": this.seed, "order": self._describe()}
