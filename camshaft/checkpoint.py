@@ -14,7 +14,9 @@ import math
 import os
 import pickle
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,12 @@ import torch
 
 from camshaft.files import write_atomically
 from camshaft.handlers.checkpoint.loading import read_checkpoint
-from camshaft.handlers.checkpoint.savers import MISSING, SAFETENSORS, Entry, Manifest, as_safetensors, names_in
+from camshaft.handlers.checkpoint.savers import MISSING, SAFETENSORS, Entry, Manifest, as_safetensors, checkpoints_in
 from camshaft.handlers.checkpoint.shards import Chunks
 from camshaft.handlers.checkpoint.state import read_chunks, walk
 from camshaft.text import RED, Look, aligned
 
+_UNLISTED = "is not in the manifest, and cannot be verified"
 Row = dict[str, Any]
 """What is printed about a checkpoint or a value; the keys are those of ``--json``."""
 
@@ -74,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     summary: Row = {}
+    remark = ""
     try:
         if options.command == "consolidate":
             consolidate(options.checkpoint, options.file, options.object)
@@ -84,7 +88,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             is_verify = options.command == "verify"
             rows = checkpoints(options.directory, is_verify)
-            is_good, nothing = not is_verify or not any(row["problem"] for row in rows), "no checkpoints"
+            is_good = not is_verify or not any(row["problem"] for row in rows)
+            nothing = f"no checkpoints in '{options.directory}': no .pt or .safetensors files, and no shards"
+            if any(row["problem"] == _UNLISTED for row in rows):
+                remark = "files that are not in the manifest were saved by another library, such as PyTorch-Ignite, or "
+                remark += "copied without the folder .manifest; Checkpoint.load_objects loads them"
     except (RuntimeError, OSError, ValueError, TypeError, ImportError, pickle.UnpicklingError) as error:
         sys.stderr.write(f"{Look.of(sys.stderr).styled('error:', RED)} {error}\n")
         return 2
@@ -94,6 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     columns = list(rows[0]) if rows else []
     cells = [[_text(row[name]) for name in columns] for row in rows]
     lines = [aligned([columns, *cells], Look.of(sys.stdout), {"problem": RED})] if rows else []
+    if remark:
+        lines.append(textwrap.fill(remark, 80))
     if summary and (rows or summary["largest"]):
         beyond = f" by more than {options.tolerance:g}" if options.tolerance else ""
         values, different, largest, relative = map(_text, summary.values())
@@ -128,14 +138,21 @@ def checkpoints(directory: Path, is_verify: bool) -> list[Row]:
             row |= {"score": entry.score, "size": entry.size, "ranks": ranks}
         if entry.file not in rows or problem is None:  # the save that replaces it may have been interrupted
             rows[entry.file] = {**row, "problem": problem}
-    unlisted = "is not in the manifest, and cannot be verified"
-    files = dict.fromkeys(names_in(directory), unlisted)
+    unlisted: dict[str, os.stat_result] = {}
+    for file in checkpoints_in(directory):
+        with suppress(FileNotFoundError):  # removed meanwhile
+            unlisted[file.name] = file.stat()
+    newest_first = sorted(unlisted, key=lambda name: unlisted[name].st_mtime_ns, reverse=True)
+    others = [(name, unlisted[name].st_size, _UNLISTED) for name in newest_first]
     with os.scandir(directory) as found:
         folders = [one.name for one in found if one.is_dir(follow_symlinks=False) and any(Path(one).glob("shard-*.pt"))]
-    for name, problem in {**files, **dict.fromkeys(folders, "is incomplete: its save was interrupted")}.items():
+    for name, size, problem in (
+        *others,
+        *((name, None, "is incomplete: its save was interrupted") for name in folders),
+    ):
         if name not in rows:
-            keys = ("step",) if is_verify else ("step", "score", "size", "ranks")
-            rows[name] = {"checkpoint": name, **dict.fromkeys(keys), "problem": problem}
+            columns = {"step": None} if is_verify else {"step": None, "score": None, "size": size, "ranks": None}
+            rows[name] = {"checkpoint": name, **columns, "problem": problem}
     return list(rows.values())
 
 

@@ -40,6 +40,14 @@ _PYTHON_CELLS = re.compile(r"%%(time|timeit|capture|prun|python3?|writefile\s.*\
 # --- what behaves differently ---------------------------------------------------------------------------------------
 
 
+def _is_resuming(call: ast.Call) -> bool:
+    """Return whether a call loads a training state: by ``load_objects``, or into what is named like an engine."""
+    function = call.func
+    if isinstance(function, ast.Attribute) and function.attr == "load_state_dict":
+        return bool(re.search("trainer|engine", ast.unparse(function.value), re.IGNORECASE))
+    return True
+
+
 def _keyword(name: str) -> Callable[[ast.Call], bool]:
     """Return a condition: the call passes a keyword whose value is not ``None`` or ``False``."""
 
@@ -138,10 +146,16 @@ RULES = (
         "reached its target",
     ),
     Rule(
+        ("load_objects", ".load_objects", ".load_state_dict"), "loading-the-checkpoint-of-a-running-job",
+        "once the job has saved with camshaft, checkpoint.resume_latest() replaces this: it finds and loads the newest "
+        "complete checkpoint, the same on all ranks",
+        _is_resuming,
+    ),
+    Rule(
         ("LRScheduler", "ReduceLROnPlateauScheduler", "ConcatScheduler", "create_lr_scheduler_with_warmup"),
         "schedules",
-        "its state in a checkpoint of PyTorch-Ignite is rejected, because it counts calls differently: finish the job "
-        "first, or create the schedule so that it starts at the next iteration",
+        "its state in a checkpoint of PyTorch-Ignite is rejected, because it counts calls differently: leave it out, "
+        "and repeat its calls (ReduceLROnPlateauScheduler: finish the job first)",
     ),
     Rule(
         ("EMAHandler",), "handlers",
@@ -900,7 +914,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stderr.write(f"{path}: left as it is: {error}\n")
             failed += 1
             continue
-        for place, note in result.notes:
+        # What an earlier --write left unchanged was reported then.
+        is_migrated = options.write and result.new == result.old and "camshaft" in result.old
+        for place, note in () if is_migrated else result.notes:
             separator = ", " if place.startswith("cell") else ":"
             sys.stderr.write(f"{path}{separator}{place}: {note.text} ({PAGE}#{note.section})\n")
     files = counted(changed, "file")

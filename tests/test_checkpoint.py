@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -56,6 +57,30 @@ def test_list_notices_missing_and_truncated_files(folder, capsys):
     rows = {row["checkpoint"]: row for row in map(json.loads, text.splitlines())}
     assert "has 5 bytes instead of" in rows["checkpoint_10.sharded"]["problem"]
     assert "is not there" in rows["checkpoint_20.pt"]["problem"]
+
+
+def test_files_of_another_library_are_listed_newest_first_and_explained(tmp_path, capsys):
+    code, text = run(capsys, "list", tmp_path)
+    assert (code, text) == (0, f"no checkpoints in '{tmp_path}': no .pt or .safetensors files, and no shards\n")
+    for number in (5, 10):  # as PyTorch-Ignite names them
+        torch.save({}, file := tmp_path / f"model_{number}.pt")
+        os.utime(file, (number, number))
+    code, text = run(capsys, "list", tmp_path)
+    assert code == 0
+    _, newer, older, *remark = text.splitlines()
+    problem = "is not in the manifest, and cannot be verified"
+    for line, name in ((newer, "model_10.pt"), (older, "model_5.pt")):
+        size = f"{(tmp_path / name).stat().st_size:,}"
+        assert line.split(maxsplit=5) == [name, "-", "-", size, "-", problem]
+    assert " ".join(remark) == (
+        "files that are not in the manifest were saved by another library, such as PyTorch-Ignite, or copied without "
+        "the folder .manifest; Checkpoint.load_objects loads them"
+    )
+    code, verified = run(capsys, "verify", tmp_path)
+    assert code == 1
+    assert verified.splitlines()[1:] == [f"model_10.pt  -     {problem}", f"model_5.pt   -     {problem}", *remark]
+    code, text = run(capsys, "list", tmp_path, "--json")
+    assert [json.loads(line)["checkpoint"] for line in text.splitlines()] == ["model_10.pt", "model_5.pt"]
 
 
 def test_verify_finds_a_flipped_bit_in_a_shard(folder, capsys):

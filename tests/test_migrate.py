@@ -110,6 +110,11 @@ MOVES = {
         "import ignite.contrib.handlers\nignite.contrib.handlers.ProgressBar()\n",
         "import camshaft.handlers\ncamshaft.handlers.ProgressBar()\n",
     ),
+    "uses joined by |": (
+        "import ignite\nx: int | None\ne = ignite.engine.Events.STARTED | ignite.engine.Events.COMPLETED(every=2)\n",
+        "import camshaft\nx: int | None\n"
+        "e = camshaft.engine.Events.STARTED | camshaft.engine.Events.COMPLETED(every=2)\n",
+    ),
     "uses in f-strings": (
         "import ignite\nx = f'é {ignite.engine.Engine!r:>{9}} ignite' f'''\n{ignite.__version__}'''\n",
         "import camshaft\nx = f'é {camshaft.engine.Engine!r:>{9}} ignite' f'''\n{camshaft.__version__}'''\n",
@@ -261,6 +266,18 @@ def test_a_package_whose_name_is_reused_is_reported_and_stays():
         ("import ignite\ngetLogger('ignite.engine')", 2, "imports", "the string 'ignite.engine' is left as it is"),
         ("import ignite\ns.set_epoch(3)", 2, "data", "set_epoch"),
         (
+            "import ignite\nself.trainer.load_state_dict(x)",
+            2,
+            "loading-the-checkpoint-of-a-running-job",
+            r"load_state_dict: .*resume_latest\(\)",
+        ),
+        (
+            "import ignite\nsaving.load_objects(x, y)",
+            2,
+            "loading-the-checkpoint-of-a-running-job",
+            r"load_objects: .*resume_latest\(\)",
+        ),
+        (
             "from ignite.contrib.engines import common\ncommon.setup_plx_logging(t)",
             2,
             "not-included",
@@ -289,6 +306,8 @@ def test_differences_are_reported_where_they_occur(source, line, section, text):
         "from other import ROC_AUC\nimport ignite\nROC_AUC()",
         "import os\nos.listdir('ignite')",
         "import ignite\nx = 'ignite.metrics'",
+        "import ignite\nmodel.load_state_dict(x)",
+        "from ignite.engine import Events\nt.add_event_handler(Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED, f)",
     ],
 )
 def test_what_behaves_the_same_is_not_reported(source):
@@ -343,6 +362,18 @@ def test_with_write_the_file_changes_once_and_keeps_its_permissions(script, caps
     assert main([str(script)]) == 0
     assert "0 files would be rewritten" in capsys.readouterr().err
     assert sorted(path.name for path in script.parent.iterdir()) == ["link.py", "train.py"]
+
+
+def test_what_was_left_unchanged_is_reported_when_the_file_is_written_and_not_again(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text("from ignite.engine import Engine\nfrom ignite.metrics import RunningAverage\nRunningAverage()\n")
+    note = f"{path}:3: RunningAverage: works, but "
+    for arguments, is_reported in ((["--write"], True), (["--write"], False), ([], True)):
+        assert main([*arguments, str(path)]) == 0
+        assert (note in capsys.readouterr().err) == is_reported
+    path.write_text("from ignite.metrics import RunningAverage\nRunningAverage()  # no line of which was rewritten\n")
+    main(["--write", str(path)])
+    assert f"{path}:2: RunningAverage" in capsys.readouterr().err
 
 
 def test_notes_have_the_line_numbers_of_the_file_as_it_is_left(tmp_path, capsys):

@@ -151,6 +151,7 @@ class Backend(ABC):
         device: where tensors are moved from and to.
         reductions: names of the reductions that it supports.
         has_meshes: whether it supports device meshes.
+        instead_of_sync_bn: what the error for synchronized batch norm recommends, if the backend lacks it.
         assumed: the numbers of :attr:`topology` that are guesses. Ranks may guess differently, so a query for one of
             them raises.
     """
@@ -162,13 +163,14 @@ class Backend(ABC):
     assumed: tuple[str, ...] = ()
     reductions: tuple[str, ...] = ("SUM", "PRODUCT", "MIN", "MAX", "AND", "OR")
     has_meshes: bool = False
+    instead_of_sync_bn: str = "; backend 'nccl' synchronizes batch norm"
 
     @cached_property
     def job(self) -> Job:
         """The state of the job that this backend carries; backends leave it alone."""
         return Job()
 
-    @property
+    @cached_property
     def carrier(self) -> torch.device:
         """The device for numbers and bytes: the CPU, if the backend also moves tensors from there."""
         return self.device
@@ -294,7 +296,15 @@ class Backend(ABC):
     # --- what users wrap -----------------------------------------------------------------------------------
 
     def wrap_model(self, model: nn.Module, sync_bn: bool, **options: Any) -> nn.Module:
-        """Return a model that trains together with those of the other ranks; it is already on :attr:`device`."""
+        """Return a model that trains together with those of the other ranks; it is already on :attr:`device`.
+
+        By default, it gets the parameters and buffers of rank 0, and arguments of torch's wrapper have no meaning.
+        """
+        check_ddp_options(options)
+        if self.topology.world_size > 1:
+            if sync_bn:
+                raise ValueError(f"sync_bn must be False on {self.name!r}{self.instead_of_sync_bn}")
+            self.broadcast_model(model)
         return model
 
     def broadcast_model(self, model: nn.Module) -> None:

@@ -114,9 +114,9 @@ def get_data_parallel_size() -> int:
     return data_place()[1]
 
 
-def data_place() -> tuple[int, int]:
-    """Return :func:`get_data_parallel_rank` and :func:`get_data_parallel_size`."""
-    return _place(_DATA_AXES)
+def data_place(backend: Backend | None = None) -> tuple[int, int]:
+    """Return :func:`get_data_parallel_rank` and :func:`get_data_parallel_size`, by default of the current backend."""
+    return _place(_DATA_AXES, backend or current())
 
 
 def output_place() -> tuple[int, int]:
@@ -124,11 +124,10 @@ def output_place() -> tuple[int, int]:
 
     Peers along ``cp`` get the same samples, and process different parts of each sequence.
     """
-    return _place(_OUTPUT_AXES)
+    return _place(_OUTPUT_AXES, current())
 
 
-def _place(axes: tuple[str, ...]) -> tuple[int, int]:
-    backend = current()
+def _place(axes: tuple[str, ...], backend: Backend) -> tuple[int, int]:
     mesh = backend.job.mesh
     return (backend.topology.rank, backend.topology.world_size) if mesh is None else _place_in(mesh, axes)
 

@@ -167,7 +167,7 @@ class Record:
         self.job = ""
         self.path = temporary.with_suffix("")
         os.rename(temporary, self.path)  # it appears complete, and locked
-        _own[_identity(os.fstat(self._file))] = self
+        _open_records.add(self)
         _remove_old(self.path.parent)
 
     @property
@@ -258,7 +258,7 @@ class Record:
         """Stop recording, and remove the file unless ``keep``; the file of stacks is always removed."""
         with self._lock:
             if self._file >= 0:
-                _own.pop(_identity(os.fstat(self._file)), None)
+                _open_records.discard(self)
                 self._release()
                 with suppress(OSError):
                     remove(self.path, keep)
@@ -303,20 +303,13 @@ class _Counted:
         self.sequence = itertools.count(1)
         self.texts: dict[tuple[Any, ...], _Text] = {}
 
-    def add_text(self, collective: str, value: Any, how: Any, root: Any, is_long: bool, frame: FrameType) -> _Text:
+    def add_text(self, collective: str, value: Any, how: str, root: Any, is_long: bool, frame: FrameType) -> _Text:
         """Return the text of a call, and remember it for the next call of the same code."""
         dtype, shape, layout = layout_of(value)
-        code, how, root = frame.f_code, _plain(how), _plain(root)  # a tensor must not become a key, or stay alive
+        root = root if root is None or type(root) is int else str(root)  # a tensor must not become a key, or stay alive
+        code, root_text = frame.f_code, "" if root is None else str(root)
         line = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
-        content = [
-            self.group,
-            str(collective),
-            str(how),
-            "" if root is None else str(root),
-            layout,
-            line,
-            bool(is_long),
-        ]
+        content = [self.group, collective, how, root_text, layout, line, is_long]
         text = _fitting(content, _TEXT_BYTES).ljust(_TEXT_BYTES)
         if len(self.texts) >= _MANY:
             self.texts.clear()
@@ -327,18 +320,15 @@ class _Counted:
 
 _Text = tuple[int, bytes, CodeType]  # its CRC-32, the text, and the code: while that is alive, no other has its id
 _inner_files: set[str] = set()  # of this folder, and what is between them and the user's
-_own: dict[tuple[int, int], Record] = {}  # of this process: to open and close such a file would release its lock
-
-
-def _identity(facts: os.stat_result) -> tuple[int, int]:
-    return facts.st_dev, facts.st_ino
+_open_records: set[Record] = set()  # of this process
 
 
 def _forget_after_fork() -> None:
-    for record in _own.values():
+    """Close the files in a forked child, which would otherwise hold the locks of its parent."""
+    for record in _open_records:
         record._lock = threading.RLock()  # another thread of the parent may have held it
         record._release()
-    _own.clear()
+    _open_records.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -355,8 +345,8 @@ def read(path: Path, with_entries: bool = True) -> Snapshot | None:
         with_entries: whether to read the collectives, which takes longer than the rest.
     """
     try:
-        with _opened(path) as (file, is_own):
-            is_alive = is_own or not _can_lock(file)  # first: what a dead process has written is complete
+        with _opened(path) as file:
+            is_alive = not _can_lock(file)  # first: what a dead process has written is complete
             header = _read_area(file, _HEADER, _HEADER_BYTES)
             if os.pread(file, len(_MAGIC), 0) != _MAGIC or not isinstance(header, dict):
                 return None
@@ -419,14 +409,14 @@ def _folders() -> list[Path]:
 def _created(folders: Sequence[Path]) -> tuple[Path, int]:
     """Create and lock a temporary file of the size of a record in the first folder that has space for it."""
     if fcntl is None:
-        raise OSError(errno.ENOTSUP, "flight records need the locks of POSIX")
+        raise OSError(errno.ENOTSUP, "flight records need flock")
     failure: OSError = FileNotFoundError(errno.ENOENT, "there is no folder for flight records")
     for folder in folders:
         path = folder / f"{_PREFIX}{os.getpid()}-{os.urandom(8).hex()}{_SUFFIX}.tmp"
         try:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # All of it: writing to a mapped page that the file system has no space for would kill the process.
                 if os.write(file, bytes(_SIZE)) < _SIZE:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(path))
@@ -448,8 +438,8 @@ def _remove_old(folder: Path) -> None:
             found.append((time.time() - path.lstat().st_mtime, path))
     for index, (age, path) in enumerate(sorted(found)):
         if age > _MAX_AGE or index >= _MAX_DEAD:
-            with suppress(OSError), _opened(path) as (file, is_own):
-                if not is_own and _can_lock(file):
+            with suppress(OSError), _opened(path) as file:
+                if _can_lock(file):
                     remove(path)
     for path in folder.glob(f"{_PREFIX}*{STACKS}"):
         if not path.with_suffix(_SUFFIX).exists():  # it is created after the record, and removed before
@@ -458,33 +448,29 @@ def _remove_old(folder: Path) -> None:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[int, bool]]:
-    """Open a file that can be a record of this user; yield its descriptor, and whether this process writes it.
+def _opened(path: Path) -> Iterator[int]:
+    """Open a file that can be a record of this user, and yield its descriptor.
 
     Raises:
         OSError: it is something else, to which anyone may have given such a name.
     """
-    facts = os.lstat(path)
-    if own := _own.get(_identity(facts)):
-        yield own._file, True
-        return
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         facts = os.fstat(file)
         if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_size != _SIZE:
             raise OSError(errno.EINVAL, "not a record of this user", os.fspath(path))
-        yield file, False
+        yield file
     finally:
         os.close(file)
 
 
 def _can_lock(file: int) -> bool:
-    """Return whether no process holds the lock of a record."""
+    """Return whether no process holds the lock of a record, not even this one."""
     try:
-        fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return False
-    fcntl.lockf(file, fcntl.LOCK_UN)
+    fcntl.flock(file, fcntl.LOCK_UN)
     return True
 
 
@@ -506,15 +492,18 @@ def _read_area(file: int, start: int, size: int) -> Any:
 def _entries(rows: bytes) -> tuple[Entry, ...]:
     entries = []
     for number, sequence, began, ended, checksum, text, again in _ENTRY.iter_unpack(rows):
-        if number == again != 0 and zlib.crc32(text) == checksum:  # otherwise, it is being replaced
-            group, collective, how, root, value, line, is_long = _decoded(text)
+        if number == again != 0 and (found := _decoded(text, checksum)):  # otherwise, it is being replaced
+            group, collective, how, root, value, line, is_long = found
             call = collective, how, root, value, line
             entries.append(Entry(number, group, sequence, *call, began, ended or None, is_long))
     return tuple(sorted(entries, key=lambda entry: entry.number))
 
 
 @functools.lru_cache(_MANY)
-def _decoded(text: bytes) -> tuple[Any, ...]:
+def _decoded(text: bytes, checksum: int) -> tuple[Any, ...]:
+    """Return the content of a text, and nothing if it was read while it was written."""
+    if zlib.crc32(text) != checksum:
+        return ()
     group, *others = json.loads(text)
     return _ranks(group), *others
 
@@ -539,16 +528,6 @@ def _ranks(group: str) -> str:
     except ValueError:  # "all", or shortened
         return group
     return str([rank for rank in range(mask.bit_length()) if mask >> rank & 1])
-
-
-def _plain(value: Any) -> Any:
-    """Return a value that can be a key: the value, or its text."""
-    if value is None or type(value) in (int, str):
-        return value
-    try:
-        return str(value)
-    except Exception:
-        return type(value).__name__
 
 
 def layout_of(value: Any) -> tuple[Any, Any, str]:

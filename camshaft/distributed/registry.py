@@ -26,7 +26,7 @@ has_native_dist_support = dist.is_available()
 has_xla_support = find_spec("torch_xla") is not None
 has_hvd_support = find_spec("horovod") is not None
 
-_MODULES = {"mpi": "mpi.start", "xla-tpu": "xla", "horovod": "horovod"}  # all others are torch's
+_MODULES = {"mpi": "mpi", "xla-tpu": "xla", "horovod": "horovod"}  # all others are torch's
 NEEDS = {
     "mpi": "pip install 'camshaft[mpi]'",
     "xla-tpu": "pip install 'camshaft[xla]'",

@@ -40,7 +40,7 @@ class BaseParamScheduler(Serializable, ABC):
     """
 
     _state_dict_all_req_keys: ClassVar[tuple[str, ...]] = ("event_index", "param_name")
-    _loads_ignite = True  # whether the state of PyTorch-Ignite's scheduler of this name has the same meaning
+    _instead_of_ignite: str | None = None  # what to do if PyTorch-Ignite's state of this name has another meaning
 
     def __init__(self, param_name: str, save_history: bool = False) -> None:
         utils.check_text("param_name", param_name)
@@ -105,10 +105,10 @@ class BaseParamScheduler(Serializable, ABC):
             ValueError: a key is missing, or a value does not fit; the scheduler is unchanged.
         """
         super().load_state_dict(state_dict)
-        if "save_history" in state_dict and not self._loads_ignite:  # a key of PyTorch-Ignite only
+        if "save_history" in state_dict and self._instead_of_ignite:  # a key of PyTorch-Ignite only
             raise ValueError(
                 f"state_dict must be that of a {type(self).__name__} of camshaft, got that of PyTorch-Ignite, which "
-                "counts calls differently: create a scheduler that starts where the job was stopped"
+                f"counts calls differently: {self._instead_of_ignite}"
             )
         before = self.state_dict()
         try:

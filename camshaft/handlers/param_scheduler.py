@@ -55,6 +55,11 @@ __all__ = [
     "create_lr_scheduler_with_warmup",
 ]
 
+_REPEAT_CALLS = (
+    "leave it out and, after loading the rest, repeat its calls: "
+    "for _ in range(trainer.state.iteration): scheduler(None)"
+)
+
 
 class ParamScheduler(SteppedScheduler):
     """Base class of schedulers of an optimizer's parameter, such as the learning rate.
@@ -377,7 +382,7 @@ class LRScheduler(ParamScheduler):
     """
 
     _state_dict_all_req_keys = (*ParamScheduler._state_dict_all_req_keys, "lr_scheduler")
-    _loads_ignite = False
+    _instead_of_ignite = _REPEAT_CALLS
 
     def __init__(self, lr_scheduler: Any, save_history: bool = False, use_legacy: bool = False) -> None:
         if isinstance(lr_scheduler, native.ReduceLROnPlateau):
@@ -483,7 +488,9 @@ class ReduceLROnPlateauScheduler(ParamScheduler):
     """
 
     _state_dict_all_req_keys = (*ParamScheduler._state_dict_all_req_keys, "metric_name", "scheduler")
-    _loads_ignite = False
+    _instead_of_ignite = (
+        "finish the job with PyTorch-Ignite, or leave it out and start anew from the rate of the optimizer"
+    )
 
     def __init__(
         self,
@@ -727,7 +734,7 @@ class ConcatScheduler(_Combination, ParamScheduler):
         *ParamScheduler._state_dict_all_req_keys,
         *("durations", "_current_duration", "_scheduler_index", "schedulers"),
     )
-    _loads_ignite = False
+    _instead_of_ignite = _REPEAT_CALLS
 
     def __init__(
         self,

@@ -184,7 +184,10 @@ def test_samplers_take_the_place_in_the_data():
 
 @on_ranks(2, limit=80)
 def test_peers_that_read_other_data_are_found():
+    early = idist.auto_dataloader(range(8), batch_size=2)
     idist.make_mesh(tp=2)
+    with pytest.raises(RuntimeError, match=r"created for part . of 2 of the data, .* part 0 of 1: call make_mesh bef"):
+        next(iter(early))
     loader = idist.auto_dataloader(range(8 + idist.get_rank()), batch_size=2, seed=0)
     idist.barrier()
     raised = False

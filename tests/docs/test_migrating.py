@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import warnings
 
+import pytest
 import torch
 from torch import nn
 
@@ -33,6 +34,38 @@ def test_the_checkpoint_of_a_running_job_of_ignite_is_continued(tmp_path, monkey
             trainer.add_event_handler(theirs[0].Events.EPOCH_COMPLETED, saving, to_save)
             trainer.run(batches, max_epochs=2)
     assert steps == list(range(9, 17))
+
+
+def test_the_warm_up_of_a_running_job_of_ignite_is_continued(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = [importlib.import_module(f"ignite.{name}") for name in ("engine", "handlers")]
+    batches = [(torch.rand(4, 2), torch.rand(4, 1)) for _ in range(4)]
+
+    def rates(create, train):
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer, seen = create(model, optimizer, nn.functional.mse_loss), []
+        trainer.add_event_handler("ITERATION_COMPLETED", lambda: seen.append(optimizer.param_groups[0]["lr"]))
+        train({"model": model, "optimizer": optimizer, "trainer": trainer})
+        return seen
+
+    def train(to_save):
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(to_save["optimizer"], T_max=16)
+        schedule = theirs[1].create_lr_scheduler_with_warmup(cosine, 0.0, 4)
+        to_save["trainer"].add_event_handler(theirs[0].Events.ITERATION_STARTED, schedule)
+        saving = theirs[1].ModelCheckpoint("models", n_saved=None)
+        to_save["trainer"].add_event_handler(theirs[0].Events.EPOCH_COMPLETED, saving, to_save)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it steps the schedule before the optimizer
+            to_save["trainer"].run(batches, max_epochs=4)
+
+    def resume(to_save):
+        exec(titled("migrating/from-ignite.md", "warm_up.py"), {**to_save, "batches": batches})
+
+    expected = rates(theirs[0].create_supervised_trainer, train)
+    assert rates(create_supervised_trainer, resume) == pytest.approx(expected[8:])
 
 
 def test_weights_of_lightning_are_loaded(tmp_path, monkeypatch):

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import camshaft.distributed as idist
-from camshaft.distributed.backends.mpi import process_group
-from camshaft.distributed.backends.mpi.process_group import MPIGroup
+from camshaft.distributed.backends import mpi
+from camshaft.distributed.backends.mpi import MPIGroup
 from tests.mpi.checking import check, place, same
 
 SHORT = timedelta(seconds=0.3)
@@ -176,10 +176,10 @@ def a_message_from_a_rank_that_left_fails_at_once() -> None:
     if rank == 1:
         dist.destroy_process_group(group)
     elif rank == 0:
-        patience, process_group._PATIENCE = process_group._PATIENCE, 0.1
+        patience, mpi._PATIENCE = mpi._PATIENCE, 0.1
         with pytest.raises(dist.DistBackendError, match="recv cannot complete: rank 1 left after 0 collectives"):
             dist.recv(torch.ones(1), 1, group=group)
-        process_group._PATIENCE = patience
+        mpi._PATIENCE = patience
 
 
 @check

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from camshaft.distributed.backends.mpi.start import initialize_mpi
+from camshaft.distributed.backends.mpi import initialize_mpi
 from tests.mpi import check_collectives, check_devices, check_groups, check_messages, check_training
 from tests.mpi.checking import CHECKS
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from camshaft.distributed.backends.mpi.start import check_launcher
+from camshaft.distributed.backends.mpi import check_launcher
 from tests.mpi.checking import mpirun
 
 pytestmark = pytest.mark.jobs
@@ -14,7 +14,7 @@ import os, sys, threading, time
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from camshaft.distributed.backends.mpi.start import initialize_mpi, register_mpi
+from camshaft.distributed.backends.mpi import initialize_mpi, register_mpi
 
 initialize_mpi(timedelta(seconds=40))
 rank = dist.get_rank()
@@ -119,14 +119,14 @@ if rank == 1:
     while not dist.group.WORLD.departures():
         time.sleep(0.01)
     time.sleep(0.5)  # until rank 0 has exited
-    start.create_group([1], timedelta(seconds=5))
+    mpi.create_group([1], timedelta(seconds=5))
     print("rank 1 has created a group")
 dist.destroy_process_group()
 """
 
 
 def test_the_store_outlives_rank_0_while_others_need_it() -> None:
-    begin = BEGIN + "from camshaft.distributed.backends.mpi import start\n"
+    begin = BEGIN + "from camshaft.distributed.backends import mpi\n"
     run = mpirun(2, "-c", begin + NEW_GROUP_AFTER_RANK_0_HAS_LEFT, seconds=60)
     assert run.returncode == 0, run.stdout
     assert "rank 1 has created a group" in run.stdout
@@ -150,7 +150,7 @@ def test_an_error_ends_the_job_while_rank_0_waits_for_the_others_to_leave() -> N
 WITHOUT_GUARD = """
 import time
 import torch, torch.distributed as dist
-from camshaft.distributed.backends.mpi.start import register_mpi
+from camshaft.distributed.backends.mpi import register_mpi
 
 register_mpi()
 dist.init_process_group("mpi")

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from camshaft.distributed.backends.mpi.process_group import WIDER
-from camshaft.distributed.backends.mpi.start import initialize_mpi, register_mpi
+from camshaft.distributed.backends.mpi import WIDER, initialize_mpi, register_mpi
 
 
 @pytest.fixture

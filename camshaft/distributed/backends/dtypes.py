@@ -13,6 +13,18 @@ from torch import Tensor
 
 _SIGN_BIT = -(2**63)
 
+WIDER = {
+    torch.bool: torch.int32,  # sums of bytes would leave a 2 in a bool, or wrap around to false
+    torch.int8: torch.int32,
+    torch.uint8: torch.int32,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+    torch.bfloat16: torch.float32,
+}
+"""What tensors of a dtype are reduced as by a library that does not reduce the dtype itself."""
+
 FLOAT8 = frozenset(getattr(torch, name) for name in dir(torch) if name.startswith("float8_"))
 """Floating point dtypes of eight bits, which are moved but not reduced, except by nccl on some GPUs."""
 
@@ -32,23 +44,22 @@ def from_bytes(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.view(dtype).squeeze(-1)
 
 
-def reduced_as(dtype: torch.dtype, tensor: Tensor, op: str, reduce: Callable[[Tensor, str], Tensor]) -> Tensor:
-    """Reduce a tensor in another dtype.
+def reduced_wider(tensor: Tensor, op: str, reduce: Callable[[Tensor, str], Tensor]) -> Tensor:
+    """Reduce a tensor in the dtype that :data:`WIDER` has for its own.
 
     Args:
-        dtype: a dtype that holds the values of the tensor; ``int64`` for ``uint64``.
         tensor: overwritten if the result has its shape.
         op: the name of the reduction.
-        reduce: reduces a tensor of ``dtype`` and returns the result.
+        reduce: reduces a tensor of the wider dtype and returns the result.
 
-    >>> reduced_as(torch.int32, torch.tensor([True, False]), "SUM", lambda other, op: other * 2)
+    >>> reduced_wider(torch.tensor([True, False]), "SUM", lambda wide, op: wide * 2)
     tensor([ True, False])
     """
     if tensor.dtype is torch.uint64:  # as signed integers, which differ in their order only: flip the sign for it
         flip = _SIGN_BIT if op in ("MIN", "MAX") else 0
         result = (reduce(tensor.view(torch.int64) ^ flip, op) ^ flip).view(torch.uint64)
     else:
-        result = reduce(tensor.to(dtype), op).to(tensor.dtype)
+        result = reduce(tensor.to(WIDER[tensor.dtype]), op).to(tensor.dtype)
     return tensor.copy_(result) if result.shape == tensor.shape else result
 
 

@@ -20,24 +20,15 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from camshaft.distributed.backend import Backend, Group, check_ddp_options, check_known, variable_set
-from camshaft.distributed.backends.dtypes import as_bytes, check_reducible, reduced_as
+from camshaft.distributed.backend import Backend, Group, check_known, variable_set
+from camshaft.distributed.backends.dtypes import WIDER, as_bytes, check_reducible, reduced_wider
 from camshaft.distributed.topology import Launch, Topology
 
 _REDUCTIONS = {"SUM": "Sum", "AVERAGE": "Average", "ADASUM": "Adasum", "MIN": "Min", "MAX": "Max", "PRODUCT": "Product"}
-_REDUCED_AS = {
-    torch.bool: torch.int32,
-    torch.uint8: torch.int32,
-    torch.int8: torch.int32,
-    torch.int16: torch.int32,
-    torch.uint16: torch.int32,
-    torch.uint32: torch.int64,
-    torch.uint64: torch.int64,
-    torch.bfloat16: torch.float32,
-}
+
 OPTIONS = {"comm", "process_sets", "timeout"}
 _TIMEOUT = timedelta(minutes=30)  # torch's for gloo
 _PAUSE = 1e-4  # seconds, of an exchange that takes Horovod ten times as long
@@ -70,9 +61,8 @@ class HorovodBackend(Backend):
         """Reduce in place, or in a wider dtype and back."""
         if op == "ADASUM":
             self._check_adasum()
-        if tensor.dtype in _REDUCED_AS:
-            wider = _REDUCED_AS[tensor.dtype]
-            return reduced_as(wider, tensor, op, lambda other, op: self.all_reduce(other, op, group))
+        if tensor.dtype in WIDER:
+            return reduced_wider(tensor, op, lambda wide, op: self.all_reduce(wide, op, group))
         check_reducible(tensor, op)
         flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
         is_mean_of_integers = op == "AVERAGE" and not flat.is_floating_point()  # Horovod would convert them to float64
@@ -152,16 +142,6 @@ class HorovodBackend(Backend):
         """Shut Horovod down; ranks that still wait for this one get an error."""
         self._hvd.shutdown()
         HorovodBackend.has_ended = True
-
-    def wrap_model(self, model: nn.Module, sync_bn: bool, **options: Any) -> nn.Module:
-        """Broadcast the parameters and buffers of rank 0; arguments of torch's wrapper have no meaning here."""
-        check_ddp_options(options)
-        if self.topology.world_size == 1:
-            return model
-        if sync_bn:
-            raise ValueError("sync_bn must be False on 'horovod'; backend 'nccl' synchronizes batch norm")
-        self.broadcast_model(model)
-        return model
 
     def wrap_optimizer(self, optimizer: Optimizer, **options: Any) -> Optimizer:
         """Make a ``DistributedOptimizer`` with the state of rank 0.
@@ -267,8 +247,12 @@ def create(name: str, launch: Launch | None, local_rank: int | None = None, **op
     with variable_set("HOROVOD_DYNAMIC_PROCESS_SETS", "1"):  # groups may be made later
         hvd.init(**{option: value for option, value in options.items() if value is not None})
     try:
-        if options.get("comm") is None:
-            _check_size(hvd, launch)
+        started = 1 if launch is None or launch.launcher == "horovodrun" else launch.topology.world_size
+        if launch is not None and options.get("comm") is None and hvd.size() == 1 < started:
+            raise RuntimeError(  # of processes of another launcher, Horovod makes many jobs of one process each
+                f"{launch.launcher} started {started} processes, but Horovod joined only this one: start them with "
+                "horovodrun, or use camshaft.distributed.spawn"
+            )
         topology = _topology(hvd)
         if not hvd.mpi_ops.is_homogeneous():
             host = (launch and launch.host) or socket.gethostname()
@@ -292,15 +276,6 @@ def adopt(infer: object) -> HorovodBackend | None:
     if not hvd.mpi_ops.is_homogeneous():  # Horovod's "cross" numbers count only the nodes that have this local rank
         backend.assumed = ("node_rank", "num_nodes")
     return backend
-
-
-def _check_size(hvd: Any, launch: Launch | None) -> None:
-    """Reject processes of another launcher, of which Horovod makes many jobs of one process each."""
-    if launch is not None and hvd.size() == 1 < launch.topology.world_size and launch.launcher != "horovodrun":
-        raise RuntimeError(
-            f"{launch.launcher} started {launch.topology.world_size} processes, but Horovod joined only this one: "
-            "start them with horovodrun, or use camshaft.distributed.spawn"
-        )
 
 
 def _topology(hvd: Any) -> Topology:

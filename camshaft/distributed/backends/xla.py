@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from camshaft.distributed.backend import Backend, Group, check_ddp_options, check_known
+from camshaft.distributed.backend import Backend, Group, check_known
 from camshaft.distributed.topology import Launch, Topology
 
 OPTIONS = {"spmd"}
@@ -49,6 +49,10 @@ class XlaBackend(Backend):
 
     name = "xla-tpu"
     model_name = "xla-dist"
+    instead_of_sync_bn = (
+        " with a process for each device; backend 'nccl' supports it, and so does "
+        "initialize('xla-tpu', spmd=True), where batch norm uses the whole batch"
+    )
     has_ended = False
     """Whether the run of this process has ended; the runtime lives on, and must not be adopted then."""
 
@@ -116,18 +120,9 @@ class XlaBackend(Backend):
         """End the run; the runtime lives as long as the process."""
         XlaBackend.has_ended = True
 
-    def wrap_model(self, model: nn.Module, sync_bn: bool, **options: Any) -> nn.Module:
-        """Broadcast the parameters and buffers of rank 0; arguments of torch's wrapper have no meaning here."""
-        check_ddp_options(options)
-        if self.topology.world_size == 1:
-            return model
-        if sync_bn:
-            raise ValueError(
-                "sync_bn must be False on 'xla-tpu' with a process for each device; backend 'nccl' supports it, and so "
-                "does initialize('xla-tpu', spmd=True), where batch norm uses the whole batch"
-            )
+    def broadcast_model(self, model: nn.Module) -> None:
+        """Broadcast the parameters and buffers in one program."""
         self._spread([tensor.detach() for tensor in (*model.parameters(), *model.buffers())], 0)
-        return model
 
     def wrap_optimizer(self, optimizer: Optimizer, **options: Any) -> Optimizer:
         """Average the gradients in each step."""

@@ -47,7 +47,7 @@ class DataConsistency:
 
     def __init__(self) -> None:
         backend = current()
-        self._backend = weakref.ref(backend)
+        self.backend = weakref.ref(backend)  # of the thread that creates the sampler; another thread may read it
         self._name = backend.job.unique_name(f"data/{_calls()}")
         self._passes, self._place, self._is_over, self._num_ended = 0, (0, 0), False, 0
 
@@ -77,7 +77,7 @@ class DataConsistency:
         Raises:
             ValueError: there is a difference.
         """
-        backend = self._backend()  # of the thread that created the loader; another thread may read it
+        backend = self.backend()
         store = store_at(backend, self._name)
         if backend is None or store is None:
             return

@@ -199,7 +199,7 @@ class ExactBatchSampler(BatchSampler):
         )
         self._epoch = 0
         self.sampler: Any = source if self.num_replicas == 1 and isinstance(source, Sampler) else ExactSampler(self)
-        self._begin = self._left_out = 0  # where the next pass starts, and how many steps it leaves out
+        self._begin = 0  # where the next pass starts
         self._is_announced: bool | None = None  # whether set_epoch was called for it; None before the first pass
         self._pass: _Pass | None = None
         self._drawn: _DrawnEpoch | None = None
@@ -221,7 +221,7 @@ class ExactBatchSampler(BatchSampler):
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next pass, which starts at its first sample."""
         self._enter(epoch)
-        self._begin, self._left_out, self._is_announced = 0, 0, True
+        self._begin, self._is_announced = 0, True
 
     def _enter(self, epoch: int) -> None:
         """Move to an epoch, together with the samplers inside."""
@@ -245,13 +245,20 @@ class ExactBatchSampler(BatchSampler):
             self._epoch += 1  # there are no other ranks to diverge from
         this: _Pass = self.next_pass()
         if self._consistency is not None:
+            backend = self._consistency.backend()
+            has_mesh = backend is not None and backend.job.mesh is not None  # it ends with the job
+            if has_mesh and (now := data_place(backend)) != (self.rank, self.num_replicas):
+                raise RuntimeError(
+                    f"this loader was created for part {self.rank} of {self.num_replicas} of the data, but with the "
+                    f"mesh, this rank reads part {now[0]} of {now[1]}: call make_mesh before auto_dataloader"
+                )
             if self._is_announced:
                 self._consistency.place(this.epoch, self._begin)
             source: dict[str, Any] = {"seed": this.seed, "order": self._describe()}
             source |= {"batch_size": self.total_batch_size, "drop_last": self.drop_last}
             self._consistency.check(source, None if this.drawn is None else this.drawn.fingerprint)
         self._pass = this
-        self._begin, self._left_out, self._is_announced = 0, 0, False
+        self._begin, self._is_announced = 0, False
         steps, step, most = this.partition.steps, 0, _FIRST
         while step < steps:
             count = min(max(1, most // self.batch_size), steps - step)
@@ -289,7 +296,9 @@ class ExactBatchSampler(BatchSampler):
 
     def next_pass(self) -> Any:
         """Return the pass that starts next, for ``share`` and ``position``."""
-        return _Pass(self.seed, self.epoch, self._left_out, self._partition(self._begin), self._drawn)
+        partition = self._partition(self._begin)
+        left_out = len(self) - partition.steps if self._begin else 0
+        return _Pass(self.seed, self.epoch, left_out, partition, self._drawn)
 
     def current_pass(self) -> Any:
         """Return the pass that started last, or else the next one: a value for ``share`` and ``position``.
@@ -361,10 +370,9 @@ class ExactBatchSampler(BatchSampler):
             raise
         if left == 0:  # too little for a step of this size, and drop_last
             self._enter(self._epoch + 1)
-            begin, left = 0, len(self)
-        self._begin, self._left_out, self._is_announced = begin, len(self) - left, True
-        self._pass = None
-        return self.epoch, self._left_out
+            begin = 0
+        self._begin, self._is_announced, self._pass = begin, True, None
+        return self.epoch, self.next_pass().left_out
 
     def _check_position(self, position: Mapping[str, Any]) -> None:
         """Raise unless a position is one in these data, with this seed."""

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import camshaft.distributed as idist
-from camshaft.distributed.data.streams import ShardedStream
+from camshaft.distributed.data.loaders import ShardedStream
 from camshaft.types import Stateful
 
 

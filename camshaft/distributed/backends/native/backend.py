@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from camshaft.distributed.backend import Backend, Group, Work, accelerator, check_known
-from camshaft.distributed.backends.dtypes import FLOAT8, as_bytes, check_reducible, from_bytes, reduced_as
+from camshaft.distributed.backends.dtypes import FLOAT8, as_bytes, check_reducible, from_bytes, reduced_wider
 from camshaft.distributed.backends.native import gloo
 from camshaft.distributed.backends.native.release import connections_to, release_groups
 from camshaft.distributed.backends.native.rendezvous import open_store
@@ -35,15 +35,10 @@ _REDUCTIONS = {
     "AND": dist.ReduceOp.BAND,
     "OR": dist.ReduceOp.BOR,
 }
-_REDUCED_AS = {
-    torch.bool: torch.int32,  # gloo adds them as bytes, which leaves a 2 in a bool
-    torch.int16: torch.int32,
-    torch.uint16: torch.int32,
-    torch.uint32: torch.int64,
-    torch.uint64: torch.int64,
-}
+_UNKNOWN_TO_GLOO = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})
+_REDUCED_WIDER = _UNKNOWN_TO_GLOO | {torch.bool}
 _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
-_MOVED_AS_BYTES = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64}) | FLOAT8 | _COMPLEX
+_MOVED_AS_BYTES = _UNKNOWN_TO_GLOO | FLOAT8 | _COMPLEX
 # the first name is that of newer torch, which deprecates the second
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -81,7 +76,7 @@ class NativeBackend(Backend):
         self.device = device
         if "nccl" in config and device.type == "cuda":
             self.reductions = tuple(op for op in _REDUCTIONS if op not in ("AND", "OR"))  # nccl has none of bits
-        self._carrier = _CPU if "cpu:" in config else device
+        self.carrier = _CPU if "cpu:" in config else device  # also on a machine with GPUs
         self._not_always_reducible = _COMPLEX if "nccl" in config else _COMPLEX | FLOAT8
         self._interface = interface
         self._timeout = timeout
@@ -89,11 +84,6 @@ class NativeBackend(Backend):
         self._send_waiters: defaultdict[int, gloo.SendWaiter] = defaultdict(gloo.SendWaiter)
         self._connections = connections_to(self.store())  # without those of its clones, which are made later
         gloo.drain_at_exit(self._world)
-
-    @property
-    def carrier(self) -> torch.device:
-        """The CPU, also on a machine with GPUs, if the process group works there."""
-        return self._carrier
 
     def messages_at(self, group: Group | None) -> torch.device:
         """Return the CPU: nccl ignores tags, and two ranks that send to each other would wait forever."""
@@ -103,12 +93,7 @@ class NativeBackend(Backend):
 
     def all_reduce(self, tensor: Tensor, op: str, group: Group | None) -> Tensor:
         """Reduce in place."""
-
-        def reduce(tensor: Tensor, op: str) -> Tensor:
-            dist.all_reduce(tensor, _REDUCTIONS[op], group)
-            return tensor
-
-        return self._reduced(tensor, op, reduce)
+        return self._reduced(tensor, op, lambda own, op: dist.all_reduce(own, _REDUCTIONS[op], group))
 
     def all_gather(self, tensor: Tensor, group: Group | None) -> Tensor:
         """Gather into one tensor."""
@@ -133,12 +118,7 @@ class NativeBackend(Backend):
 
     def reduce(self, tensor: Tensor, dst: int, op: str, group: Group | None) -> Tensor:
         """Reduce in place."""
-
-        def reduce(tensor: Tensor, op: str) -> Tensor:
-            dist.reduce(tensor, dst, _REDUCTIONS[op], group)
-            return tensor
-
-        return self._reduced(tensor, op, reduce)
+        return self._reduced(tensor, op, lambda own, op: dist.reduce(own, dst, _REDUCTIONS[op], group))
 
     def gather(self, tensor: Tensor, dst: int, group: Group | None) -> Tensor:
         """Gather into the rows of one tensor."""
@@ -275,13 +255,20 @@ class NativeBackend(Backend):
             options["device_ids"] = [self.device.index]
         return nn.parallel.DistributedDataParallel(model, **options)
 
-    def _reduced(self, tensor: Tensor, op: str, reduce: Callable[[Tensor, str], Tensor]) -> Tensor:
-        """Reduce a tensor, in another dtype if torch does not reduce its own."""
-        if tensor.dtype in _REDUCED_AS:
-            return reduced_as(_REDUCED_AS[tensor.dtype], tensor, op, reduce)
+    def _reduced(self, tensor: Tensor, op: str, reduce: Callable[[Tensor, str], Any]) -> Tensor:
+        """Reduce a tensor, in another dtype if torch does not reduce its own.
+
+        Args:
+            tensor: the tensor.
+            op: the name of the reduction.
+            reduce: returns the result, or ``None`` if it works in place.
+        """
+        if tensor.dtype in _REDUCED_WIDER:
+            return reduced_wider(tensor, op, lambda wide, op: self._reduced(wide, op, reduce))
         if tensor.dtype in self._not_always_reducible:
             check_reducible(tensor, op)
-        return reduce(tensor, op)
+        result = reduce(tensor, op)
+        return tensor if result is None else result
 
 
 def _movable(tensor: Tensor) -> Tensor:

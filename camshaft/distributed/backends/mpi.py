@@ -1,4 +1,4 @@
-"""A process group for torch.distributed that moves tensors with MPI, through mpi4py.
+"""MPI, through torch.distributed: torch's own where torch was built with one, else a process group over mpi4py.
 
 All calls are MPI's nonblocking ones, since those that block take a whole core and have no timeout. What is wrong with
 the arguments is found before anything begins. Waiting ends when a rank that is needed has left, which MPI does not
@@ -10,21 +10,27 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import socket
+import sys
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from types import SimpleNamespace
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import distributed_c10d as c10d
 
+from camshaft.distributed.backends.native.backend import NativeBackend
+from camshaft.distributed.topology import Launch, Topology
 from camshaft.text import counted
 
 # MPI does not add these up (Open MPI adds the bits of two bfloat16 as integers): they are reduced as wider ones.
@@ -52,6 +58,19 @@ _REDUCED = {
 # by the size of an element: some MPI libraries count no further than 2**31, so elements are counted, not bytes
 _MOVED = {1: "BYTE", 2: "INT16_T", 4: "INT32_T", 8: "INT64_T", 16: "C_DOUBLE_COMPLEX"}
 _OPERATIONS = {"AVG": "SUM", "PRODUCT": "PROD"}  # the others have one name in torch and in MPI
+
+Tensors = list[Tensor]
+Counts = list[int] | None
+
+OPTIONS = {"device", "timeout"}
+_ROOM = 1024  # bytes for the address of the store
+# what the launchers of Open MPI and of MPICH and Intel MPI set, and srun if it started us itself
+_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+_TIME_TO_END = 5.0  # seconds that a failed process gets to end by itself
+_COURTESY = 1.0  # seconds in which one that failed because another one left lets that one report why
+
+_registered = False
+_made: Counter[tuple[int, ...]] = Counter()  # groups of these ranks since the default group was made
 
 _SPIN = 2e-4  # seconds in which we poll again and again; MPI itself would do so forever, and take a whole core
 _LONGEST_NAP = 1e-3
@@ -211,7 +230,7 @@ class Operation(dist.Work):
         group: MPIGroup,
         name: str,
         transfers: list[Transfer],
-        results: list[Any],
+        results: list[Tensor],
         number: int | None = None,
         timeout: timedelta = _NOT_SET,
     ) -> None:
@@ -271,7 +290,7 @@ class Operation(dist.Work):
         without waiting here, DDP would wait forever.
         """
         self.wait()
-        devices = {tensor.device for tensor in _tensors(self._results) if tensor.is_cuda}
+        devices = {tensor.device for tensor in self._results if tensor.is_cuda}
         future: torch.futures.Future[Any] = torch.futures.Future(devices=list(devices))
         future.set_result(self._results)
         return future
@@ -349,10 +368,6 @@ def _remember(operation: Operation) -> None:
         _sweep_at = max(64, 2 * len(_in_flight))
 
 
-def _tensors(results: list[Any]) -> list[Tensor]:
-    return [tensor for item in results for tensor in (_tensors(item) if isinstance(item, list) else [item])]
-
-
 # --- the group -------------------------------------------------------------------------------------------------
 
 
@@ -403,10 +418,6 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
-
-    def get_group_store(self) -> Store:
-        """Return what the ranks share beside the communicator."""
-        return self.store
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long an operation may take."""
@@ -469,7 +480,7 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
 
     # --- collectives ---------------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = _DEFAULTS) -> dist.Work:
+    def allreduce(self, tensors: Tensors, opts: Any = _DEFAULTS) -> dist.Work:
         """Reduce tensors over all ranks, in place."""
 
         def transfer(tensor: Tensor) -> Transfer:
@@ -481,44 +492,32 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
 
     allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: list[Tensor], opts: Any = _DEFAULTS) -> dist.Work:
+    def reduce(self, tensors: Tensors, opts: Any = _DEFAULTS) -> dist.Work:
         """Reduce tensors over all ranks, in place on one rank; elsewhere they stay as they are."""
-        is_root = self.rank() == opts.rootRank
+        (tensor,), is_root = tensors, self.rank() == opts.rootRank
+        (op, divisor), buffer = _reduction(opts.reduceOp, tensor.dtype, self.size()), _widened(tensor)
+        messages = (mpi().IN_PLACE, _reduced(buffer)) if is_root else (_reduced(buffer), None)
+        begin = functools.partial(self.comm.Ireduce, *messages, op, opts.rootRank)
+        return self._collective("reduce", [Transfer(begin, buffer, tensors if is_root else [], divisor)], tensors, opts)
 
-        def transfer(tensor: Tensor) -> Transfer:
-            (op, divisor), buffer = _reduction(opts.reduceOp, tensor.dtype, self.size()), _widened(tensor)
-            messages = (mpi().IN_PLACE, _reduced(buffer)) if is_root else (_reduced(buffer), None)
-            begin = functools.partial(self.comm.Ireduce, *messages, op, opts.rootRank)
-            return Transfer(begin, buffer, [tensor] if is_root else [], divisor)
-
-        return self._collective("reduce", map(transfer, tensors), tensors, opts)
-
-    def broadcast(self, tensors: list[Tensor], opts: Any = _DEFAULTS) -> dist.Work:
+    def broadcast(self, tensors: Tensors, opts: Any = _DEFAULTS) -> dist.Work:
         """Overwrite tensors by those of one rank."""
         is_root = self.rank() == opts.rootRank
+        buffer, targets = (_sendable(*tensors), []) if is_root else (_receivable(*tensors), tensors)
+        transfer = Transfer(lambda: self.comm.Ibcast(_moved(buffer), opts.rootRank), buffer, targets)
+        return self._collective("broadcast", [transfer], tensors, opts)
 
-        def transfer(tensor: Tensor) -> Transfer:
-            buffer, targets = (_sendable(tensor), []) if is_root else (_receivable(tensor), [tensor])
-            return Transfer(lambda: self.comm.Ibcast(_moved(buffer), opts.rootRank), buffer, targets)
-
-        return self._collective("broadcast", map(transfer, tensors), tensors, opts)
-
-    def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any = _DEFAULTS) -> dist.Work:
-        """Fill each list with the tensor of each rank; the sizes may differ over the ranks."""
-
-        def transfer(parts: list[Tensor], tensor: Tensor) -> Transfer:
-            return self._transfer(self.comm.Iallgatherv, [tensor], parts, receives=_sizes(parts))
-
-        transfers = map(transfer, outputs, tensors)
-        return self._collective("all_gather", transfers, outputs[0] if len(outputs) == 1 else outputs, opts)
+    def allgather(self, outputs: list[Tensors], tensors: Tensors, opts: Any = _DEFAULTS) -> dist.Work:
+        """Fill the list with the tensor of each rank; the sizes may differ over the ranks."""
+        (parts,) = outputs
+        transfer = self._transfer(self.comm.Iallgatherv, tensors, parts, receives=_sizes(parts))
+        return self._collective("all_gather", [transfer], parts, opts)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = _DEFAULTS) -> dist.Work:
         """Fill a tensor with those of all ranks."""
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
-    def all_gather_single_coalesced(
-        self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = _DEFAULTS
-    ) -> dist.Work:
+    def all_gather_single_coalesced(self, outputs: Tensors, tensors: Tensors, opts: Any = _DEFAULTS) -> dist.Work:
         """Fill tensors with those of all ranks; functional collectives call this."""
 
         def transfer(output: Tensor, tensor: Tensor) -> Transfer:
@@ -526,19 +525,19 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
 
         return self._collective("all_gather_into_tensor", map(transfer, outputs, tensors), outputs, opts)
 
-    def gather(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any = _DEFAULTS) -> dist.Work:
+    def gather(self, outputs: list[Tensors], tensors: Tensors, opts: Any = _DEFAULTS) -> dist.Work:
         """Fill the list on one rank with the tensor of each rank; the other ranks have no list."""
         parts = outputs[0] if outputs else []
         transfer = self._transfer(self.comm.Igatherv, tensors, parts, opts.rootRank, receives=_sizes(parts))
         return self._collective("gather", [transfer], parts, opts)
 
-    def scatter(self, outputs: list[Tensor], tensors: list[list[Tensor]], opts: Any = _DEFAULTS) -> dist.Work:
+    def scatter(self, outputs: Tensors, tensors: list[Tensors], opts: Any = _DEFAULTS) -> dist.Work:
         """Fill a tensor with this rank's one of the list on one rank; the other ranks have no list."""
         parts = tensors[0] if tensors else []
         transfer = self._transfer(self.comm.Iscatterv, parts, outputs, opts.rootRank, sends=_sizes(parts))
         return self._collective("scatter", [transfer], outputs, opts)
 
-    def alltoall(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = _DEFAULTS) -> dist.Work:
+    def alltoall(self, outputs: Tensors, tensors: Tensors, opts: Any = _DEFAULTS) -> dist.Work:
         """Send each rank one tensor, and fill others with what each rank sends."""
         counts = {"sends": _sizes(tensors), "receives": _sizes(outputs)}
         transfer = self._transfer(self.comm.Ialltoallv, tensors, outputs, **counts)
@@ -557,21 +556,17 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         transfer = self._transfer(self.comm.Ialltoallv, [tensor], [output], **counts)
         return self._collective("all_to_all_single", [transfer], [output], opts)
 
-    def reduce_scatter(self, outputs: list[Tensor], tensors: list[list[Tensor]], opts: Any = _DEFAULTS) -> dist.Work:
+    def reduce_scatter(self, outputs: Tensors, tensors: list[Tensors], opts: Any = _DEFAULTS) -> dist.Work:
         """Reduce the tensors of a list over the ranks, and fill a tensor with this rank's one."""
-
-        def transfer(output: Tensor, parts: list[Tensor]) -> Transfer:
-            return self._reduced_parts(output, parts, _sizes(parts), opts)
-
-        return self._collective("reduce_scatter", map(transfer, outputs, tensors), outputs, opts)
+        (output,), (parts,) = outputs, tensors
+        transfer = self._reduced_parts(output, parts, _sizes(parts), opts)
+        return self._collective("reduce_scatter", [transfer], outputs, opts)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = _DEFAULTS) -> dist.Work:
         """Reduce a tensor over the ranks, and fill another with this rank's part."""
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
-    def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = _DEFAULTS
-    ) -> dist.Work:
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, tensors: Tensors, opts: Any = _DEFAULTS) -> dist.Work:
         """Reduce tensors over the ranks, and fill others with this rank's parts; functional collectives call this."""
 
         def transfer(output: Tensor, tensor: Tensor) -> Transfer:
@@ -592,25 +587,25 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
 
     # --- messages ------------------------------------------------------------------------------------------
 
-    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> dist.Work:
+    def send(self, tensors: Tensors, peer: int, tag: int = 0) -> dist.Work:
         """Begin to send a tensor to one rank; as with gloo, it is sent when that rank receives it, however short."""
         source = _sendable(tensors[0])
         transfer = Transfer(lambda: self.comm.Issend(_moved(source), peer, tag), peer=peer)
         return Operation(self, "send", [transfer], tensors)
 
-    def recv(self, tensors: list[Tensor], peer: int | None, tag: int = 0) -> dist.Work:
+    def recv(self, tensors: Tensors, peer: int | None, tag: int = 0) -> dist.Work:
         """Begin to receive a tensor from one rank, or from any."""
         source, buffer = mpi().ANY_SOURCE if peer is None else peer, _receivable(*tensors)
         transfer = Transfer(lambda: self.comm.Irecv(_moved(buffer), source, tag), buffer, tensors, peer=peer)
         return Operation(self, "recv", [transfer], tensors)
 
-    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         """Begin to receive a tensor from any rank."""
         return self.recv(tensors, None, tag)
 
     # --- how they begin ------------------------------------------------------------------------------------
 
-    def _collective(self, name: str, transfers: Iterable[Transfer], results: list[Any], opts: Any) -> dist.Work:
+    def _collective(self, name: str, transfers: Iterable[Transfer], results: Tensors, opts: Any) -> dist.Work:
         prepared = list(transfers)  # may find something wrong with the arguments
         self._collectives += 1
         return Operation(self, name, prepared, results, self._collectives, opts.timeout)
@@ -618,11 +613,11 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
     def _transfer(
         self,
         call: Callable[..., Any],
-        tensors: list[Tensor],
-        outputs: list[Tensor],
+        tensors: Tensors,
+        outputs: Tensors,
         *root: int,
-        sends: list[int] | None = None,
-        receives: list[int] | None = None,
+        sends: Counts = None,
+        receives: Counts = None,
     ) -> Transfer:
         """Prepare a call that sends tensors, one after the other, and fills others.
 
@@ -639,7 +634,7 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         source = _disjoint(_sendable(*tensors), buffer) if tensors else None
         return Transfer(lambda: call(_moved(source, sends), _moved(buffer, receives), *root), buffer, outputs)
 
-    def _reduced_parts(self, output: Tensor, tensors: list[Tensor], counts: list[int], opts: Any) -> Transfer:
+    def _reduced_parts(self, output: Tensor, tensors: Tensors, counts: list[int], opts: Any) -> Transfer:
         self._check_parts(tensors, [output], counts, None)
         op, divisor = _reduction(opts.reduceOp, output.dtype, self.size())
         source, buffer = _widened(*tensors), _receivable(output)
@@ -654,9 +649,7 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         rows = rows or [len(tensor) // self.size()] * self.size()
         return [count * tensor[:1].numel() for count in rows]
 
-    def _check_parts(
-        self, tensors: list[Tensor], outputs: list[Tensor], sends: list[int] | None, receives: list[int] | None
-    ) -> None:
+    def _check_parts(self, tensors: Tensors, outputs: Tensors, sends: Counts, receives: Counts) -> None:
         """Refuse parts that do not fit: what a rank sends to itself must be what it receives from itself."""
         own = []
         for side, counts in ((tensors, sends), (outputs, receives)):
@@ -712,3 +705,248 @@ def _farewell_tag() -> int:
     tag: int | None = mpi().COMM_WORLD.Get_attr(mpi().TAG_UB)
     assert tag is not None, "MPI attaches it to the world communicator"
     return tag
+
+
+# --- the start of a run, and its end -----------------------------------------------------------------------------
+
+
+def create(
+    name: str,
+    launch: Launch | None,
+    local_rank: int | None = None,
+    timeout: timedelta | None = None,
+    device: Any = None,
+) -> NativeBackend:
+    """Start a run over MPI; all processes that mpirun started call this.
+
+    Args:
+        name: ``"mpi"``.
+        launch: ignored, as MPI knows the ranks.
+        local_rank: ignored, as the ranks exchange their hosts.
+        timeout: how long an operation may take; torch's default if ``None``.
+        device: where tensors are moved from and to; the CPU if ``None``.
+
+    Raises:
+        ModuleNotFoundError: mpi4py or an MPI library is missing.
+        RuntimeError: a default process group exists, or the processes were started by another MPI's launcher.
+    """
+    initialize_mpi(timeout)
+    try:
+        hosts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(hosts, socket.gethostname())
+        topology = Topology.from_hosts(dist.get_rank(), hosts)
+        return NativeBackend(topology, torch.device("cpu" if device is None else device))
+    except BaseException:
+        dist.destroy_process_group()
+        raise
+
+
+def initialize_mpi(timeout: timedelta | None = None) -> None:
+    """Create a default process group over MPI; all processes that mpirun started call this.
+
+    From here to the end of the group, an uncaught error ends all processes of the job.
+
+    Args:
+        timeout: how long an operation may take; torch's default if ``None``.
+
+    Raises:
+        ModuleNotFoundError: mpi4py or an MPI library is missing.
+        RuntimeError: a default process group already exists, or the processes were started by the launcher of
+            another MPI library.
+        DistBackendError: not all processes joined in time.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("a default process group already exists: destroy it first")
+    register_mpi()
+    if not _registered:  # torch's own
+        dist.init_process_group("mpi", timeout=timeout)
+        return
+    guard = JobGuard()
+    dist.init_process_group("mpi", timeout=timeout)
+    world = dist.group.WORLD
+    assert isinstance(world, MPIGroup)
+    # torch has no store for this backend; code that looks up the default one finds ours
+    c10d._world.pg_map[world] = (dist.get_backend(world), world.store)
+    world.when_shut_down = guard.stop
+
+
+def register_mpi() -> None:
+    """Register the ``mpi`` backend with a torch that was built without MPI.
+
+    This initializes MPI, as any import of mpi4py does, until the process ends. Does nothing if torch already has a
+    backend of that name.
+
+    Raises:
+        ModuleNotFoundError: mpi4py or an MPI library is missing.
+        RuntimeError: the processes were started by the launcher of another MPI library.
+    """
+    global _registered
+    if _registered or dist.is_mpi_available():
+        return
+    try:
+        world_size = mpi().COMM_WORLD.size
+    except (ImportError, RuntimeError) as error:  # mpi4py raises the latter when it finds no MPI library
+        raise ModuleNotFoundError(
+            "backend 'mpi' needs mpi4py and an MPI library: pip install 'camshaft[mpi]'"
+        ) from error
+    check_launcher(os.environ, world_size)
+    if torch.__version__ >= "2.14":  # compared as versions, not as text
+        dist.Backend.register_backend(
+            "mpi",
+            lambda options, _: create_group(options.global_ranks_in_group, options.timeout),
+            extended_api=True,
+            devices=["cpu", "cuda"],
+        )
+    else:
+        _replace_built_in()
+    _registered = True
+
+
+def check_launcher(environ: Mapping[str, str], world_size: int) -> None:
+    """Reject a start as many jobs of one process, as when mpirun and mpi4py belong to different MPI libraries.
+
+    Raises:
+        RuntimeError: the launcher started several processes, MPI sees one.
+
+    >>> check_launcher({"PMI_SIZE": "2"}, world_size=2)
+    """
+    name = next((name for name in _SIZES if name in environ), None)
+    if world_size == 1 and name is not None and environ[name] != "1":
+        raise RuntimeError(
+            f"MPI sees 1 process, but the launcher started {environ[name]} ({name}): start with the mpirun of the "
+            "MPI library that mpi4py uses (python -m mpi4py --mpi-library), or under Slurm with srun --mpi=pmi2 "
+            "(MPICH) or --mpi=pmix (Open MPI)"
+        )
+
+
+def create_group(ranks: Sequence[int], timeout: timedelta) -> MPIGroup:
+    """Create a process group; only its members call this, for the default group all ranks.
+
+    Args:
+        ranks: global ranks, in the order of their rank in the group; none for the default group.
+        timeout: how long an operation may take.
+
+    Raises:
+        DistBackendError: not all members joined within ``timeout``.
+        RuntimeError: the default group is not over MPI.
+    """
+    free_unused()
+    if not ranks:
+        _made.clear()
+        host_store = _connect(timeout)
+        _wait_for_members(PrefixStore("world", host_store), mpi().COMM_WORLD.size, timeout)
+        return MPIGroup(mpi().COMM_WORLD.Dup(), host_store, timeout)
+    world = dist.group.WORLD
+    if not isinstance(world, MPIGroup):
+        raise RuntimeError(
+            f"a group over MPI requires the default group to be over MPI, got backend {dist.get_backend()!r}"
+        )
+    _made[tuple(ranks)] += 1  # the same on all members
+    store = PrefixStore(f"{list(ranks)}/{_made[tuple(ranks)]}", world.store)
+    _wait_for_members(store, len(ranks), timeout)
+    everybody = world.comm.Get_group()
+    members = everybody.Incl(list(ranks))
+    try:
+        return MPIGroup(world.comm.Create_group(members), store, timeout)
+    finally:
+        members.Free()
+        everybody.Free()
+
+
+def _connect(timeout: timedelta) -> TCPStore:
+    """Open a store on rank 0 and connect all ranks to it; MPI broadcasts its address.
+
+    ``MASTER_ADDR`` names the host of rank 0 where its own name does not reach it.
+
+    Raises:
+        DistBackendError: rank 0 did not join within ``timeout``.
+        DistNetworkError: the host of rank 0 cannot be reached.
+    """
+    world, here, seconds = mpi().COMM_WORLD, mpi().Get_processor_name(), timeout.total_seconds()
+    buffer = bytearray(_ROOM)
+    if world.rank == 0:
+        store = TCPStore("localhost", 0, world.size, True, timeout, wait_for_workers=False)
+        buffer = bytearray(f"{here} {store.port}".encode().ljust(_ROOM))
+
+    def check(waited: float) -> None:
+        if waited > seconds:
+            raise dist.DistBackendError(
+                f"creating a group over MPI timed out after {seconds:g} s: not all ranks joined"
+            )
+
+    wait_for(world.Ibcast([buffer, mpi().BYTE], 0), None, check)
+    if world.rank == 0:
+        return store
+    first, port = buffer.decode().split()
+    host = os.environ.get("MASTER_ADDR") or ("localhost" if first == here else first)
+    return TCPStore(host, int(port), world.size, False, timeout, wait_for_workers=False)
+
+
+def _wait_for_members(store: Store, size: int, timeout: timedelta) -> None:
+    """Wait until all are here, asleep: MPI would take a whole core for it, and has no timeout."""
+    if store.add("present", 1) == size:
+        store.set("complete", "yes")
+    try:
+        store.wait(["complete"], timeout)
+    except RuntimeError as error:
+        present = store.add("present", 0)
+        raise dist.DistBackendError(
+            f"creating a group over MPI timed out after {timeout.total_seconds():g} s: {present} of {size} ranks joined"
+        ) from error
+
+
+def _replace_built_in() -> None:
+    """Replace the MPI group of torch, which the name always stands for before torch 2.14.
+
+    Torch passes the ranks to it but no timeout, which is recorded on its way.
+    """
+    make_group = c10d._new_process_group_helper
+    recorded = SimpleNamespace(timeout=c10d.default_pg_timeout)
+
+    @functools.wraps(make_group)
+    def make_group_and_record(*args: Any, **kwargs: Any) -> Any:
+        recorded.timeout = kwargs.get("timeout") or c10d.default_pg_timeout
+        return make_group(*args, **kwargs)
+
+    vars(c10d).update(
+        _MPI_AVAILABLE=True,
+        ProcessGroupMPI=SimpleNamespace(create=lambda ranks: create_group(ranks, recorded.timeout)),
+        _new_process_group_helper=make_group_and_record,
+    )
+
+
+class JobGuard:
+    """Ends all processes of the job with this one, if an uncaught error ends it.
+
+    A process that leaves while others still count on it waits for them in ``MPI_Finalize``, and they wait for it. So
+    such an error ends the job, after its traceback is written and the exit handlers of the program have run. A process
+    that ends without an error leaves its groups, so that those that wait for it learn that it will not join them.
+    """
+
+    def __init__(self) -> None:
+        self._process: int | None = os.getpid()
+        self._previous, sys.excepthook = sys.excepthook, self._on_error
+
+    def stop(self) -> None:
+        """Stop guarding; during an error, only after that error has ended the process.
+
+        So an error that leaves a ``with`` block which finalizes still ends the job.
+        """
+        if sys.exc_info()[0] is None:
+            if sys.excepthook == self._on_error:
+                sys.excepthook = self._previous
+            self._process = None  # torch has put a hook before ours, and still calls it
+
+    def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._previous(kind, error, trace)
+        if os.getpid() == self._process:  # not in a forked child
+            from mpi4py.run import set_abort_status
+
+            forget_all()
+            if isinstance(error, dist.DistBackendError):
+                time.sleep(_COURTESY)
+            code = 130 if issubclass(kind, KeyboardInterrupt) else 1
+            set_abort_status(code)  # the job ends when Python exits, or soon if a thread or an exit handler hangs
+            watchdog = threading.Timer(_TIME_TO_END, mpi().COMM_WORLD.Abort, (code,))
+            watchdog.daemon = True
+            watchdog.start()
