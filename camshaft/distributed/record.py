@@ -492,15 +492,18 @@ def _read_area(file: int, start: int, size: int) -> Any:
 def _entries(rows: bytes) -> tuple[Entry, ...]:
     entries = []
     for number, sequence, began, ended, checksum, text, again in _ENTRY.iter_unpack(rows):
-        if number == again != 0 and zlib.crc32(text) == checksum:  # otherwise, it is being replaced
-            group, collective, how, root, value, line, is_long = _decoded(text)
+        if number == again != 0 and (found := _decoded(text, checksum)):  # otherwise, it is being replaced
+            group, collective, how, root, value, line, is_long = found
             call = collective, how, root, value, line
             entries.append(Entry(number, group, sequence, *call, began, ended or None, is_long))
     return tuple(sorted(entries, key=lambda entry: entry.number))
 
 
 @functools.lru_cache(_MANY)
-def _decoded(text: bytes) -> tuple[Any, ...]:
+def _decoded(text: bytes, checksum: int) -> tuple[Any, ...]:
+    """Return the content of a text, and nothing if it was read while it was written."""
+    if zlib.crc32(text) != checksum:
+        return ()
     group, *others = json.loads(text)
     return _ranks(group), *others
 

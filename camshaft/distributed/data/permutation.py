@@ -8,7 +8,7 @@ integers that wrap around: the results are the same on every machine and with ev
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable
 from hashlib import sha256
 
 import torch
@@ -99,11 +99,18 @@ class Permutation:
             members: which permutation of the family each position is in: int64 from 0 on, of shape (k,); ``None``:
                 all are in one.
         """
-        if self._network is None:
+        network = self._network
+        if network is None:
             return self._look_up(positions, torch.zeros_like(positions) if members is None else members)
-        return self._walk(self._network, positions, members)
-
-    # Indexing with brackets would start threads, which cost much on busy cores; index_select does not.
+        values = network(positions, members)
+        # Indexing with brackets would start threads, which cost much on busy cores; index_select does not.
+        outside = (values >= self.n).nonzero().squeeze(1)
+        while len(outside):
+            their_members = None if members is None else members.index_select(0, outside)
+            again = network(values.index_select(0, outside), their_members)
+            values.index_copy_(0, outside, again)
+            outside = outside.index_select(0, (again >= self.n).nonzero().squeeze(1))
+        return values
 
     def _look_up(self, positions: Tensor, members: Tensor) -> Tensor:
         distinct, rows, counts = torch.unique_consecutive(members, return_inverse=True, return_counts=True)
@@ -117,16 +124,6 @@ class Permutation:
             found.append(permutations.index_select(0, places[done : done + count] - first * self.n))
             done += count
         return torch.cat(found) if found else positions.clone()
-
-    def _walk(self, network: FeistelNetwork, positions: Tensor, members: Tensor | None) -> Tensor:
-        values = network(positions, members)
-        outside = (values >= self.n).nonzero().squeeze(1)
-        while len(outside):
-            their_members = None if members is None else members.index_select(0, outside)
-            again = network(values.index_select(0, outside), their_members)
-            values.index_copy_(0, outside, again)
-            outside = outside.index_select(0, (again >= self.n).nonzero().squeeze(1))
-        return values
 
 
 # Two rounds leave a bias in the differences of neighbours that a million orders show. Three leave none that they show,
@@ -176,7 +173,12 @@ class FeistelNetwork:
         right = ((values & (2 * half - 1)) - half).to(torch.int32)
         hashed, spare = torch.empty_like(right), torch.empty_like(right)
         scaled = torch.empty_like(right, dtype=torch.float64)
-        for right_key, left_key in self._round_keys(members):
+        keys: Iterable[tuple[Tensor, Tensor]] = self._keys  # two per double round: scalars, or one for each value
+        if members is not None:
+            bits = random_bits(self.key, members)
+            high, low = (bits >> 32).to(torch.int32), (bits << 32 >> 32).to(torch.int32)
+            keys = ((one + high, other + low) for one, other in self._keys)
+        for right_key, left_key in keys:
             _hash(right, right_key, hashed, spare)
             hashed.bitwise_or_(_SIGN)  # below 0 ...
             torch.mul(hashed, self._scale, out=scaled)
@@ -186,15 +188,6 @@ class FeistelNetwork:
             _hash(left, left_key, hashed, spare)
             right.bitwise_xor_(hashed.bitwise_right_shift_(self._surplus))
         return (left.to(torch.int64) << self._num_bits).add_(right).add_(half)
-
-    def _round_keys(self, members: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield two keys per double round: scalars, or one for each value."""
-        if members is None:
-            yield from self._keys
-            return
-        bits = random_bits(self.key, members)
-        high, low = (bits >> 32).to(torch.int32), (bits << 32 >> 32).to(torch.int32)
-        yield from ((one + high, other + low) for one, other in self._keys)
 
 
 def _hash(half: Tensor, key: Tensor, hashed: Tensor, spare: Tensor) -> None:
