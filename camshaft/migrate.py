@@ -28,6 +28,7 @@ from types import ModuleType
 from typing import Any
 
 from camshaft.files import write_atomically
+from camshaft.text import counted
 
 PAGE = "docs/migrating/from-ignite.md"
 Edit = tuple[int, int, str]  # start, end, replacement
@@ -896,7 +897,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for place, note in result.notes:
             separator = ", " if place.startswith("cell") else ":"
             sys.stderr.write(f"{path}{separator}{place}: {note.text} ({PAGE}#{note.section})\n")
-    files = f"{changed} file{'' if changed == 1 else 's'}"
+    files = counted(changed, "file")
     sys.stderr.write(f"{files} {'rewritten' if options.write else 'would be rewritten; --write does it'}\n")
     return 2 if failed else int(changed > 0 and not options.write)
 

@@ -90,6 +90,21 @@ def is_fully_sharded(module: Any) -> bool:
     return callable(getattr(module, "set_requires_gradient_sync", None)) and callable(getattr(module, "reshard", None))
 
 
+def is_wrapped(model: Any) -> bool:
+    """Return whether a model, compiled or not, reduces its gradients already.
+
+    That is, it is wrapped in ``DistributedDataParallel``, or it or a part of it is sharded. This does not import FSDP.
+
+    >>> is_wrapped(torch.nn.Linear(1, 1))
+    False
+    """
+    inner = getattr(model, "_orig_mod", model)
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    return isinstance(inner, torch.nn.parallel.DistributedDataParallel) or any(
+        isinstance(module, kind) or is_fully_sharded(module) for module in inner.modules()
+    )
+
+
 def outermost_sharded(module: Any) -> Iterator[Any]:
     """Yield the outermost modules that ``fully_shard`` was applied to.
 

@@ -30,6 +30,15 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, in the singular or the plural.
+
+    >>> counted(1, "epoch"), counted(0, "epoch"), counted(2, "batch"), counted(1000, "process")
+    ('1 epoch', '0 epochs', '2 batches', '1000 processes')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith(('tch', 's')) else 's'}"
+
+
 def to_str_list(data: Any) -> list[str]:
     """Format ``data`` as a flat list of texts.
 

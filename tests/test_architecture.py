@@ -51,7 +51,7 @@ WAITING, CHECK = inside("coordination.waiting"), inside("coordination.collective
 IN_DISTRIBUTED: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     (inside("topology"), (), ()),
     (inside("backend"), CONTRACT, ()),
-    (inside("registry"), inside("backend", "topology"), ()),
+    (inside("registry"), (*inside("backend", "topology"), "camshaft.text"), ()),
     (ENVIRONMENTS, (*inside("topology"), *LEAVES), ()),
     (LAUNCH, (*DISTRIBUTED, *LEAVES), inside("backends.*")),
     (RECORD, (*inside("topology"), *LEAVES), ()),

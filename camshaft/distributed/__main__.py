@@ -32,7 +32,7 @@ from camshaft.distributed.record import Snapshot, find, read, state_of
 from camshaft.distributed.registry import NEEDS, choose, known_backends, lack_of
 from camshaft.distributed.run import current, finalize, initialize
 from camshaft.distributed.topology import Topology
-from camshaft.text import table
+from camshaft.text import counted, table
 from camshaft.version import __version__
 
 Report = dict[str, Any]
@@ -133,8 +133,8 @@ def try_backend(report: Report, name: str) -> list[Report]:
     topology = current().topology
     size = topology.world_size
     if (total := all_reduce(1)) != size:
-        raise RuntimeError(f"the sum of 1 over {size} ranks must be {size}, got {total}")
-    proof = f"{name}, all_reduce of 1 over {size} ranks gave {total}, on {current().device}"
+        raise RuntimeError(f"the sum of 1 over {counted(size, 'rank')} must be {size}, got {total}")
+    proof = f"{name}, all_reduce of 1 over {counted(size, 'rank')} gave {total}, on {current().device}"
     sources = {number: report["sources"].get(number, f"found by {name}") for number in asdict(topology)}
     reports = gather({**report, "topology": asdict(topology), "sources": sources, "proof": proof})
     finalize()
@@ -183,7 +183,7 @@ def jobs_text(snapshots: Iterable[Snapshot]) -> str:
 
 
 def _job_text(job: str, ranks: Sequence[Snapshot]) -> str:
-    title = f"job {job}: {len(ranks)} of {ranks[0].world_size} ranks ran on {ranks[0].host}"
+    title = f"job {job}: {len(ranks)} of {counted(ranks[0].world_size, 'rank')} ran on {ranks[0].host}"
     rows = {f"rank {one.rank}": _facts(one) for one in ranks}
     names = dict.fromkeys(name for row in rows.values() for name in row)
     columns = {name: {rank: row.get(name) or "-" for rank, row in rows.items()} for name in names}

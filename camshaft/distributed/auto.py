@@ -23,10 +23,10 @@ from camshaft.distributed.sharding import (
     check_not_adapted,
     has_distributed,
     is_meta,
-    is_wrapped,
     remember_optimizer,
 )
 from camshaft.errors import check_type, described
+from camshaft.sharding import is_wrapped
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy

@@ -18,6 +18,7 @@ from camshaft.distributed.coordination.waiting import alone, check_all_present
 from camshaft.distributed.coordination.watcher import OUR_OWN, Watcher
 from camshaft.distributed.record import Record
 from camshaft.errors import RankDivergenceError, annotate, check_type
+from camshaft.text import counted
 
 _SEQUENCES = (list, tuple, range)
 _OPTIONS = tuple(inspect.signature(dist.new_group).parameters)[1:]
@@ -100,7 +101,7 @@ class Call:
         except TypeError:  # not a container
             pass
         got = f"{reprlib.repr(values)} of type {type(values).__name__}"
-        return [None] * size, ValueError(f"{name} must hold one value for each of {size} ranks, got {got}")
+        return [None] * size, ValueError(f"{name} must hold {counted(size, 'value')}, one for each rank, got {got}")
 
     def __enter__(self) -> Call:
         return self

@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
@@ -108,10 +108,30 @@ def spawn(
     check_type("args", args, (tuple, list), "a tuple")
     check_takes("fn", fn, "(local_rank, *args, **kwargs_dict)", (0, *args), kwargs_dict or {})
     check_positive("nproc_per_node", nproc_per_node)
-    starters: dict[str, Any] = {"mpi": _spawn_mpi, "horovod": _spawn_horovod, "xla-tpu": _spawn_xla}
-    start = starters.get(backend, _spawn)
+    start = _starter_of(backend)
     common = {name: kwargs.pop(name) for name in ("debug", "hang_report_after") if name in kwargs}
     return start(backend, (fn, tuple(args), dict(kwargs_dict or {}), common), nproc_per_node, **kwargs)
+
+
+def _starter_of(backend: str) -> Any:
+    starters = {"mpi": _spawn_mpi, "horovod": _spawn_horovod, "xla-tpu": _spawn_xla}
+    return starters.get(backend, _spawn)
+
+
+def check_options(backend: str, options: Iterable[str], nproc_per_node: int | None) -> None:
+    """Reject options of :class:`Parallel` that ``initialize`` or, with ``nproc_per_node``, ``spawn`` does not know.
+
+    Raises:
+        ValueError: the backend is not available.
+        TypeError: an option is unknown.
+    """
+    known = {*module_of(backend).OPTIONS, "debug", "hang_report_after", "nproc_per_node"}
+    if nproc_per_node is not None:
+        start = _starter_of(backend)
+        functions = [start, import_module("horovod").run] if start is _spawn_horovod else [start]
+        parameters = [one for function in functions for one in inspect.signature(function).parameters.values()]
+        known |= {one.name for one in parameters if one.default is not one.empty}
+    check_known(options, known, f"Parallel on backend {backend!r}")
 
 
 # --- what each process does ------------------------------------------------------------------------------------------

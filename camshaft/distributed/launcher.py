@@ -12,11 +12,12 @@ from typing import Any
 
 from camshaft.distributed.environments import detect
 from camshaft.distributed.groups import failing
-from camshaft.distributed.launch import check_nodes, check_positive, spawn
+from camshaft.distributed.launch import check_nodes, check_options, check_positive, spawn
 from camshaft.distributed.ranks import get_local_rank, get_rank, get_world_size
-from camshaft.distributed.registry import available_backends, choose, module_of
+from camshaft.distributed.registry import available_backends, choose
 from camshaft.distributed.run import abandon, current, finalize, initialize
 from camshaft.errors import check_takes
+from camshaft.text import counted
 
 __all__ = ["Parallel"]
 
@@ -46,6 +47,7 @@ class Parallel:
 
     Raises:
         ValueError: an argument is out of range, or is given without those that it needs.
+        TypeError: the backend does not know an option.
 
     >>> def training(local_rank, epochs):
     ...     return f"{epochs} epochs on local rank {local_rank}"
@@ -86,7 +88,7 @@ class Parallel:
             if launch is None or launch.topology.rank == 0:
                 self._logger.info("backend 'auto' is %r: %s", backend, why)
         if backend is not None:
-            module_of(backend)  # raises if it is not available
+            check_options(backend, options, nproc_per_node)
         self.backend = backend
         self.init_method = init_method
         self._nproc_per_node = nproc_per_node
@@ -96,7 +98,7 @@ class Parallel:
     def __enter__(self) -> Parallel:
         if self.backend is not None and self._nproc_per_node is None:
             initialize(self.backend, **self._options)
-            self._log("%r is initialized, with %d processes", self.backend, get_world_size())
+            self._log("%r is initialized, with %s", self.backend, counted(get_world_size(), "process"))
         elif self.backend is not None:
             self._log("processes will be started for %r:", self.backend)
             for name, value in {"nproc_per_node": self._nproc_per_node, **self._options}.items():
@@ -135,10 +137,11 @@ class Parallel:
             raise RuntimeError("run must be called within the block: with Parallel(...) as parallel: parallel.run(...)")
         check_takes("func", func, "(local_rank, *args, **kwargs)", (0, *args), kwargs)
         if self.backend is None or self._nproc_per_node is None:
-            self._log("%s starts in %d processes", func, get_world_size())
+            self._log("%s starts in %s", func, counted(get_world_size(), "process"))
             result = func(get_local_rank(), *args, **kwargs)
         else:
-            self._log("%s starts in %d new processes", func, self._nproc_per_node * self._options.get("nnodes", 1))
+            size = self._nproc_per_node * self._options.get("nnodes", 1)
+            self._log("%s starts in %s", func, counted(size, "new process"))
             result = spawn(self.backend, func, args, kwargs, self._nproc_per_node, **self._options)
         self._log("%s has ended", func)
         return result

@@ -9,6 +9,7 @@ from camshaft.distributed.backend import Backend
 from camshaft.distributed.groups import enter
 from camshaft.distributed.run import current
 from camshaft.errors import check_type
+from camshaft.text import counted
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -157,7 +158,9 @@ def _checked(sizes: dict[str, int], world_size: int) -> dict[str, int]:
     if open_axes and not world_size % given:
         return {**sizes, open_axes[0]: world_size // given}
     if open_axes:
-        raise ValueError(f"the {world_size} ranks cannot be divided by the other sizes, {given}, got {product}")
+        raise ValueError(
+            f"the {counted(world_size, 'rank')} cannot be divided by the other sizes, {given}, got {product}"
+        )
     if given != world_size:
         problem = f"the product of the sizes must be the number of ranks, {world_size}, got {product} = {given}"
         raise ValueError(f"{problem}; -1 stands for the remaining ranks")

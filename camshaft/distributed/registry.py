@@ -1,8 +1,9 @@
 """Backends by name; the module of each is imported when it is first used.
 
-Such a module has ``create(name, launch, local_rank, **options)``, which joins a job, and, unless it is for MPI,
-``adopt(infer)``, which returns the backend of a job that the user has joined, without communication, or ``None``. The
-module of torch's backends also has ``check_options(name, options)``, which is called before processes are started.
+Such a module has ``create(name, launch, local_rank, **options)``, which joins a job, ``OPTIONS``, the names of these
+options, and, unless it is for MPI, ``adopt(infer)``, which returns the backend of a job that the user has joined,
+without communication, or ``None``. The module of torch's backends also has ``check_options(name, options)``, which is
+called before processes are started.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from camshaft.distributed.backend import Backend, accelerator
 from camshaft.distributed.topology import Launch, Topology
+from camshaft.text import counted
 
 has_native_dist_support = dist.is_available()
 has_xla_support = find_spec("torch_xla") is not None
@@ -133,7 +135,8 @@ def choose(
         return "gloo", f"{name!r} is not available for {here.type}"
     count = torch.accelerator.device_count()
     local_size = nproc_per_node or (launch.topology.local_world_size if launch else 1)
-    why = f"there are {count} {here.type} devices for {local_size} processes"
+    devices = f"there {'is' if count == 1 else 'are'} {counted(count, f'{here.type} device')}"
+    why = f"{devices} for {counted(local_size, 'process')}"
     return "gloo" if count < local_size else name, why
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -76,10 +75,9 @@ class Layout:
         if self._is_sharded(mesh) and "dp_shard" not in (mesh.mesh_dim_names or ()):
             raise ValueError(f"mesh must have an axis 'dp_shard' to shard over, got {mesh}: use make_mesh")
 
-    def is_replicated(self, mesh: DeviceMesh | None) -> bool:
+    def is_replicated(self, mesh: DeviceMesh) -> bool:
         """Return whether all ranks hold the full model, so that ``DistributedDataParallel`` is sufficient."""
-        alone = mesh is None or not any(size_of(mesh, axis) > 1 for axis in ("dp_shard", "cp", "tp"))
-        return alone and mesh is not None and size_of(mesh, "dp_replicate") > 1 and not self.policies
+        return 1 < size_of(mesh, "dp_replicate") == mesh.size() and not self.policies
 
     def apply(self, model: nn.Module, mesh: DeviceMesh, backend: Backend) -> None:
         """Distribute a model in place, with the weights of rank 0; all ranks must call this.
@@ -153,13 +151,6 @@ class Layout:
                 if size_of(mesh, axis) > 1:
                     group = mesh[axis].get_group()
                     local.copy_(backend.broadcast(local.contiguous(), backend.members(group)[0], group))
-
-
-def is_wrapped(model: nn.Module) -> bool:
-    """Return whether a model, or a part of it, is already sharded or wrapped. This does not import FSDP."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    kinds = () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
-    return any(isinstance(module, (nn.parallel.DistributedDataParallel, *kinds)) for module in model.modules())
 
 
 def has_distributed(model: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from torch.utils.data import (
 
 from camshaft.engine.dispatch import Plan
 from camshaft.engine.events import Events
+from camshaft.text import counted
 from camshaft.types import Stateful
 
 if TYPE_CHECKING:
@@ -92,8 +93,8 @@ def open_at(data: Any, position: Position) -> tuple[Iterator[Any], int]:
     if not batches or not getattr(data, "is_skipped_forward", False):
         return iter(data), 0
     warnings.warn(
-        f"the data cannot seek; skipping {batches} batches to resume. Unless the data come in the same order again, "
-        "they are not the batches that the run had before. Loaders of auto_dataloader over a sized dataset, and "
+        f"the data cannot seek; skipping {counted(batches, 'batch')} to resume. Unless the data come in the same order "
+        "again, they are not the batches that the run had before. Loaders of auto_dataloader over a sized dataset, and "
         "loaders with state_dict and load_state_dict, need no skipping",
         stacklevel=2,
     )
@@ -114,9 +115,9 @@ def warn_of_new_pass(data: Any, done: int) -> None:
     else:
         return
     warnings.warn(
-        f"the run resumes after {done} iterations of an epoch, but its {type(data).__name__} is read {place}: in this "
-        "epoch some samples are seen twice or never; make the loader with auto_dataloader and load a state with its "
-        "position, use a loader with state_dict and load_state_dict, or a DeterministicEngine",
+        f"the run resumes after {counted(done, 'iteration')} of an epoch, but its {type(data).__name__} is read "
+        f"{place}: in this epoch some samples are seen twice or never; make the loader with auto_dataloader and "
+        "load a state with its position, use a loader with state_dict and load_state_dict, or a DeterministicEngine",
         stacklevel=2,
     )
 

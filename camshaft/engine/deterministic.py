@@ -23,6 +23,7 @@ from camshaft.seeding import (
     preserved_random_state,
     restore_random_state,
 )
+from camshaft.text import counted
 
 __all__ = ["DeterministicEngine", "ReproducibleBatchSampler", "keep_random_state", "update_dataloader"]
 
@@ -195,8 +196,9 @@ class SeededDataIterator(DataIterator):
     def _warn_if_epochs_drift(self, data: Any) -> None:
         length, epoch_length = length_of(data), self.engine.state.epoch_length
         if hasattr(getattr(data, "sampler", None), "epoch") and length != epoch_length:
+            batches = "unknown length" if length is None else counted(length, "batch")
             warnings.warn(
-                f"the sampler of the data has epochs of its own, of {length} batches, but epoch_length is "
+                f"the sampler of the data has epochs of its own, of {batches}, but epoch_length is "
                 f"{epoch_length}: its epochs and the engine's will drift apart",
                 stacklevel=2,
             )

@@ -36,6 +36,7 @@ from camshaft.engine.progress import (
 )
 from camshaft.engine.state import Batch, Output, State
 from camshaft.errors import check_takes
+from camshaft.text import counted
 
 __all__ = ["CallableEventWithFilter", "Engine", "EventEnum", "Events", "EventsList", "RemovableEventHandle"]
 
@@ -47,6 +48,30 @@ Plain = TypeVar("Plain", bound="Callable[[Engine[Any, Any]], object] | Callable[
 def outermost_engine() -> Engine[Any, Any] | None:
     """Return the engine of this thread that does not run in a handler of another one, or ``None`` if none runs."""
     return next(iter(activity.in_thread()), None)
+
+
+class _Decorator:
+    """What :meth:`Engine.on` returns: ``engine.on(event, handler)`` as a plain call would silently register nothing.
+
+    The handler cannot be told from an argument that a decorated function would get, but nobody calls the decorator.
+    """
+
+    def __init__(self, register: Callable[[Any], Any], event_name: EventLike) -> None:
+        self._register = register
+        self._event_name = event_name
+        self._is_used = False
+
+    def __call__(self, handler: Any) -> Any:
+        self._is_used = True
+        return self._register(handler)
+
+    def __del__(self) -> None:
+        if not self._is_used:
+            warnings.warn(
+                f"on({self._event_name!r}, ...) registered nothing, because it decorates no function: for a plain "
+                "call, use add_event_handler(event, handler)",
+                stacklevel=2,
+            )
 
 
 class Engine(Serializable, Generic[Batch, Output]):
@@ -236,7 +261,7 @@ class Engine(Serializable, Generic[Batch, Output]):
             self.add_event_handler(event_name, handler, *args, order=order, **kwargs)
             return handler
 
-        return register
+        return _Decorator(register, event_name)
 
     def has_event_handler(self, handler: Callable[..., object], event_name: EventLike | None = None) -> bool:
         """Return whether a handler is registered on an event, on any of several, or (``None``) on any event."""
@@ -436,11 +461,12 @@ class Engine(Serializable, Generic[Batch, Output]):
         epoch = progress.epoch + number - progress.position["epoch"]
         self.state.epoch_length = length
         iteration, target = epoch * length + done, self.state.max_iters
-        self.logger.info("The loader now makes %d batches per epoch: iterations are recounted", length)
+        self.logger.info("The loader now makes %s per epoch: iterations are recounted", counted(length, "batch"))
         if target is not None and iteration >= target:
             warnings.warn(
-                f"the loader now makes {length} batches per epoch, so {iteration} iterations count as completed, which "
-                f"reaches the target of {target}: pass a larger max_iters",
+                f"the loader now makes {counted(length, 'batch')} per epoch, so the run counts "
+                f"{counted(iteration, 'iteration')} as completed, which reaches the target of {target}: "
+                "pass a larger max_iters",
                 stacklevel=4,
             )
         return replace(progress, epoch=epoch, done=done, iteration=iteration)

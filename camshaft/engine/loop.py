@@ -32,6 +32,7 @@ from camshaft import activity
 from camshaft.engine.events import Events, FailureEvents
 from camshaft.engine.progress import Origin, Progress, is_done, target_of
 from camshaft.errors import annotate, line_of_caller, line_of_error
+from camshaft.text import counted
 
 if TYPE_CHECKING:
     from camshaft.engine.engine import Engine
@@ -296,8 +297,8 @@ class Run:
         state = self.engine.state
         activity.left_early(self.engine, "the data ran out")
         warnings.warn(
-            f"the data ran out in epoch {state.epoch} after {state.iteration} iterations, before the target of "
-            f"{target_of(state)}: pass data that can be iterated over again, or assign a new iterator to "
+            f"the data ran out in epoch {state.epoch} after {counted(state.iteration, 'iteration')}, before the "
+            f"target of {target_of(state)}: pass data that can be iterated over again, or assign a new iterator to "
             "engine.state.dataloader in a handler of DATALOADER_STOP_ITERATION",
             stacklevel=2,
         )

@@ -11,6 +11,7 @@ from typing import Any
 from camshaft.engine.data import Position, length_of
 from camshaft.engine.state import State
 from camshaft.errors import check_type, described
+from camshaft.text import counted
 from camshaft.types import is_integer
 
 
@@ -136,7 +137,9 @@ def has_target(state: State[Any, Any]) -> bool:
 
 def target_of(state: State[Any, Any]) -> str:
     """Return the target of a state in words."""
-    return f"{state.max_epochs} epochs" if state.max_iters is None else f"{state.max_iters} iterations"
+    if state.max_iters is not None:
+        return counted(state.max_iters, "iteration")
+    return counted(state.max_epochs or 0, "epoch")  # never without a target
 
 
 def derived_max_epochs(state: State[Any, Any]) -> int | None:

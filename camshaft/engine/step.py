@@ -30,6 +30,7 @@ from camshaft.sharding import (
     reduce_gradients,
     without_reduction,
 )
+from camshaft.text import counted
 from camshaft.tree import convert_tensor
 from camshaft.types import DeviceLike
 
@@ -44,7 +45,8 @@ def prepare_batch(batch: Any, device: DeviceLike | None = None, non_blocking: bo
     >>> prepare_batch((torch.ones(2), torch.zeros(2)))
     (tensor([1., 1.]), tensor([0., 0.]))
     """
-    if isinstance(batch, Mapping):  # which would be unpacked into two of its keys
+    # A mapping would be unpacked into two of its keys; the check of the usual types is the faster one.
+    if not isinstance(batch, (list, tuple)) and isinstance(batch, Mapping):
         hint = "pass prepare_batch=..., a function that returns inputs and targets"
         raise TypeError(f"a batch must be a pair of inputs and targets, got one with the keys {list(batch)}: {hint}")
     try:
@@ -466,7 +468,7 @@ class Accumulation:
         if not isinstance(self._model, torch.nn.parallel.DistributedDataParallel) or group is None:
             warnings.warn(
                 f"the epoch ended inside a window of {self._size} batches, and {type(self._model).__name__} cannot "
-                f"average the gradients of its ranks afterwards: those of the last {self._pending} batches are dropped",
+                f"average gradients over its ranks afterwards: those of {counted(self._pending, 'batch')} are dropped",
                 stacklevel=2,
             )
             return False

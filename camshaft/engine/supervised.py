@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
@@ -11,6 +14,7 @@ from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from camshaft.engine.deterministic import DeterministicEngine
 from camshaft.engine.engine import Engine
@@ -113,7 +117,7 @@ def supervised_training_step(
     check_takes("loss_fn", loss_fn, "(y_pred, y)")
     for name, part in (("optimizer", optimizer), ("loss_fn", loss_fn)):
         check_is_no_class(name, part)
-    _check_holds_parameters(optimizer, model)
+    _check_holds_parameters(optimizer, model, model_fn)
     accumulation: Accumulation | None = Accumulation(model, update, gradient_accumulation_steps, batch_weight)
     if gradient_accumulation_steps == 1 and batch_weight is None:
         accumulation = None
@@ -123,7 +127,7 @@ def supervised_training_step(
     def forward(x: Any, y: Any) -> tuple[Any, Tensor]:
         y_pred = model_transform(model_fn(model, x))
         loss = loss_fn(y_pred, y)
-        if not hasattr(loss, "backward"):
+        if not isinstance(loss, Tensor):
             raise TypeError(f"loss_fn must return a tensor, got {described(loss)}")
         return y_pred, loss
 
@@ -444,20 +448,40 @@ def _check_parts(model: Any, prepare: Any, model_transform: Any, output_transfor
     check_takes("output_transform", output_transform, outputs)
 
 
-def _check_holds_parameters(optimizer: Any, model: Any) -> None:
-    """Reject an optimizer that was created before the model was sharded, since sharding replaces the parameters."""
+def _check_holds_parameters(optimizer: Any, model: Any, model_fn: Any) -> None:
+    """Reject an optimizer that was created before the model was sharded, since sharding replaces the parameters.
+
+    Warn if it was created for another model of the same shapes, such as this one before a cell of a notebook created it
+    again. That they share no parameter proves nothing: an optimizer can hold those of a loss, or copies in another
+    precision; nor do equal shapes if another ``model_fn`` replaces the parameters in its calls.
+    """
     if not isinstance(model, torch.nn.Module):
         return
     reshard(model)
     groups = getattr(optimizer, "param_groups", ())  # which an optimizer that wraps others may lack
     current, held = list(model.parameters()), [one for group in groups for one in group["params"]]
     missing = {one.shape for one in _without(current, held) if is_dtensor(one) and one.requires_grad}
-    stale = [one for one in _without(held, current) if one.shape in missing]
+    stale = [one for one in _without(held, current) if not is_lazy(one) and one.shape in missing]
     if stale:
         raise ValueError(
             f"optimizer must hold the parameters of model, got {len(stale)} that are no longer in it, the first of "
             f"shape {tuple(stale[0].shape)}: create the optimizer after the model was sharded or parallelized"
         )
+    trainable = [one for one in current if one.requires_grad]
+    is_foreign = bool(trainable and held) and len(_without(held, current)) == len(held)
+    if is_foreign and model_fn is call_model and _kinds(held) in (_kinds(current), _kinds(trainable)):
+        frame, level = sys._getframe(), 1
+        while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+            frame, level = frame.f_back, level + 1
+        warnings.warn(
+            "optimizer holds the parameters of another model with the same shapes, so this model will not be trained: "
+            "create the optimizer with model.parameters() after the model was created, moved, or replaced",
+            stacklevel=level,
+        )
+
+
+def _kinds(parameters: list[Any]) -> Counter[Any]:
+    return Counter((None if is_lazy(one) else one.shape, one.dtype) for one in parameters)
 
 
 def _without(parameters: list[Any], others: list[Any]) -> list[Any]:

@@ -18,6 +18,7 @@ from camshaft.engine.events import Events, Order
 from camshaft.handlers import utils
 from camshaft.handlers.param_scheduler import plain, write
 from camshaft.seeding import preserved_random_state
+from camshaft.text import counted
 
 __all__ = ["FastaiLRFinder"]
 
@@ -131,7 +132,9 @@ class FastaiLRFinder:
                 best = min(best, loss)
             if not math.isfinite(loss) or loss > best + (diverge_th - 1) * abs(best):
                 diverged = True
-                self.logger.info("The loss diverged after %d iterations; stopping the search", len(self._rates))
+                self.logger.info(
+                    "The loss diverged after %s; stopping the search", counted(len(self._rates), "iteration")
+                )
                 engine._terminate_together()
 
         def complete() -> None:

@@ -38,6 +38,7 @@ from camshaft.handlers.utils import (
     missing_metric,
     number,
 )
+from camshaft.text import counted
 
 __all__ = [
     "BaseParamScheduler",
@@ -126,7 +127,7 @@ class ParamScheduler(SteppedScheduler):
                 write(group, name, value)
             return
         if len(value) != len(groups):
-            raise ValueError(f"get_param must return one value for each of {len(groups)} groups, got {value}")
+            raise ValueError(f"get_param must return {counted(len(groups), 'value')}, one for each group, got {value}")
         for group, one in zip(groups, value, strict=True):
             write(group, name, one)
 

@@ -86,7 +86,7 @@ def scatter_gives_every_rank_its_own_value() -> None:
 def scatter_refuses_another_number_of_values_than_ranks() -> None:
     if idist.get_world_size() == 1:
         for values in (None, [], [1, 2]):
-            with pytest.raises(ValueError, match="values must hold one value for each of 1 ranks"):
+            with pytest.raises(ValueError, match="values must hold 1 value, one for each rank"):
                 idist.scatter(values)
 
 
@@ -147,5 +147,5 @@ def all_to_all_exchanges_values() -> None:
 def all_to_all_refuses_another_number_of_values_than_ranks() -> None:
     size = idist.get_world_size()
     for count in {0, size - 1, size + 1}:
-        with pytest.raises(ValueError, match=f"values must hold one value for each of {size} ranks"):
+        with pytest.raises(ValueError, match=f"values must hold {size} values?, one for each rank"):
             idist.all_to_all([1] * count)

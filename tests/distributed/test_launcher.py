@@ -98,8 +98,8 @@ def test_run_is_for_the_block_only():
 
 
 def test_a_block_that_could_not_be_entered_is_not_entered():
-    parallel = idist.Parallel("gloo", unknown=1)
-    with pytest.raises(TypeError, match=r"backend 'gloo' got unknown options \['unknown'\]"), parallel:
+    parallel = idist.Parallel("gloo", rank=0)
+    with pytest.raises(ValueError, match="rank and world_size must be given together"), parallel:
         pass
     with pytest.raises(RuntimeError, match="within the block"):
         parallel.run(give)
@@ -249,6 +249,20 @@ def test_nodes_that_cannot_be_are_refused_at_once(arguments, message):
             idist.Parallel(backend, **{"nproc_per_node": 1, **arguments})
 
 
+@pytest.mark.parametrize("arguments", [{}, {"nproc_per_node": 1}])
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_an_unknown_option_is_refused_at_once(backend, arguments):
+    if backend not in idist.available_backends():
+        pytest.skip(f"{backend} is not installed")
+    message = (
+        rf"Parallel on backend '{backend}' got unknown options \['nproc'\]; it accepts .*'nproc_per_node'.*'timeout'"
+    )
+    with pytest.raises(TypeError, match=message):
+        idist.Parallel(backend, nproc=2, **arguments)
+    known = {"debug": True, "hang_report_after": 3.0, "timeout": timedelta(seconds=3), "device": "cpu"}
+    idist.Parallel(backend, **known, **arguments)
+
+
 def test_what_is_for_new_processes_is_ignored_with_a_warning_that_names_the_line():
     with pytest.warns(UserWarning, match="nnodes, master_port, start_method ignored without nproc_per_node") as caught:
         parallel = idist.Parallel(
@@ -267,9 +281,9 @@ def test_the_log_tells_what_happens(caplog):
     with idist.Parallel("gloo") as parallel:
         parallel.run(give)
     begin, starts, has_ended, end = lines(caplog)
-    assert begin == "'gloo' is initialized, with 1 processes"
+    assert begin == "'gloo' is initialized, with 1 process"
     assert "give" in starts
-    assert "starts in 1 processes" in starts
+    assert "starts in 1 process" in starts
     assert "give" in has_ended
     assert end == "'gloo' is finalized"
 
@@ -302,7 +316,7 @@ HOROVODRUN = {
 ALL = ("nccl", "gloo", "mpi", "xla-tpu", "horovod")
 WITHOUT_NCCL = ("gloo", "mpi")
 ONE_MPS = (
-    "there are 1 mps devices for 1 processes"
+    "there is 1 mps device for 1 process"
     if "mps" in torch.distributed.Backend.default_device_backend_map
     else "torch has no backend for mps"  # 2.7
 )
@@ -314,14 +328,14 @@ ONE_MPS = (
         ({}, None, None, ALL, None, "no launcher started this process, and nproc_per_node is not given"),
         ({}, 2, None, ALL, "gloo", "there is no accelerator"),
         ({}, 2, ("cuda", 2), ALL, "nccl", "there are 2 cuda devices for 2 processes"),
-        ({}, 2, ("cuda", 1), ALL, "gloo", "there are 1 cuda devices for 2 processes"),
+        ({}, 2, ("cuda", 1), ALL, "gloo", "there is 1 cuda device for 2 processes"),
         ({}, 2, ("cuda", 2), WITHOUT_NCCL, "gloo", "'nccl' is not available for cuda"),
         ({}, 1, ("mps", 1), ALL, "gloo", ONE_MPS),
-        ({}, 1, ("xpu", 4), (*ALL, "xccl"), "xccl", "there are 4 xpu devices for 1 processes"),
+        ({}, 1, ("xpu", 4), (*ALL, "xccl"), "xccl", "there are 4 xpu devices for 1 process"),
         ({}, 1, ("vulkan", 1), ALL, "gloo", "torch has no backend for vulkan"),
         (TORCHRUN, None, None, ALL, "gloo", "there is no accelerator"),
         (TORCHRUN, None, ("cuda", 8), ALL, "nccl", "there are 8 cuda devices for 2 processes"),
-        (TORCHRUN, None, ("cuda", 1), ALL, "gloo", "there are 1 cuda devices for 2 processes"),
+        (TORCHRUN, None, ("cuda", 1), ALL, "gloo", "there is 1 cuda device for 2 processes"),
         (OPEN_MPI, None, None, ALL, "mpi", "openmpi started this process, for MPI"),
         (OPEN_MPI, None, None, ("gloo",), "gloo", "there is no accelerator"),
         (OPEN_MPI, 2, None, ALL, "gloo", "there is no accelerator"),

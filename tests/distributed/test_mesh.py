@@ -64,7 +64,7 @@ def test_a_single_process_needs_no_mesh():
         ({"tp": 2.0}, TypeError, "tp must be an integer, got 2.0"),
         ({"dp_shard": 0}, ValueError, "dp_shard must be positive, or -1 for the remaining ranks, got 0"),
         ({"dp_shard": -1, "tp": -1}, ValueError, "got -1 for dp_shard and tp"),
-        ({"dp_shard": -1, "tp": 3}, ValueError, "the 1 ranks cannot be divided by the other sizes, 3"),
+        ({"dp_shard": -1, "tp": 3}, ValueError, "the 1 rank cannot be divided by the other sizes, 3"),
     ],
 )
 def test_sizes_are_checked(sizes, error, message):

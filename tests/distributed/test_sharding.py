@@ -255,6 +255,8 @@ def test_what_was_distributed_by_hand_is_left_as_it_is():
     assert sharded_modules(model) == ["blocks.0", "blocks.1"]
     wrapped = DistributedDataParallel(Net())
     assert idist.auto_model(wrapped, mesh=mesh) is wrapped
+    half = nn.ModuleDict({"wrapped": wrapped, "new": nn.Linear(2, 2)})
+    assert isinstance(idist.auto_model(half), DistributedDataParallel)  # else nobody would average the new gradients
 
 
 @on_ranks(4, limit=80)

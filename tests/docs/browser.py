@@ -19,7 +19,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-LIMIT = 350  # seconds, for all pages; 20 on an idle machine
+LIMIT = 350  # seconds, for all pages
 POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; report-uri /refused"
 BROWSER = [
     "chromium",

@@ -458,6 +458,16 @@ def test_keywords_at_firing_do_not_stay_in_those_of_the_registration():
     assert given == {"a": 1}
 
 
+@pytest.mark.parametrize("arguments", [(), (print,)])
+def test_a_decorator_that_is_not_used_causes_a_warning_for_the_line(arguments):
+    engine = Engine(lambda engine, batch: None)
+    with pytest.warns(UserWarning, match=r"on\(Events.COMPLETED, \.\.\.\) registered nothing") as caught:
+        engine.on(Events.COMPLETED, *arguments)
+    assert [one.filename for one in caught] == [__file__]
+    with pytest.raises(ValueError, match="unknown event"):  # and no warning
+        engine.on("unknown")(print)
+
+
 def test_the_decorator_registers_with_arguments_and_gives_the_function_back():
     engine = Engine(echo)
 

@@ -763,7 +763,7 @@ def test_a_state_loaded_in_started_is_recounted_for_another_batch_size_too(whole
 def test_a_target_in_iterations_that_a_smaller_batch_size_reaches_at_once_warns():
     first = Recorder()
     first.engine.run(loader(batch_size=4), max_iters=8)
-    with pytest.warns(UserWarning, match="count as completed, which reaches the target of 8: pass a larger max_iters"):
+    with pytest.warns(UserWarning, match="counts 14 iterations as completed, which reaches the target of 8: pass"):
         assert Recorder().resumed(first.states[7], loader(batch_size=2)) == []
 
 
@@ -1204,7 +1204,7 @@ def test_a_loader_of_torch_that_restarts_an_epoch_warns():
     data = DataLoader(range(4), batch_size=2)
     first = Recorder()
     first.engine.run(data, max_epochs=2)
-    with pytest.warns(UserWarning, match=r"after 1 iterations of an epoch.*or a DeterministicEngine"):
+    with pytest.warns(UserWarning, match=r"after 1 iteration of an epoch.*or a DeterministicEngine"):
         Recorder().resumed(first.states[3], data)
     assert len(Recorder().resumed(first.states[2], data)) == 2  # at the end of an epoch nothing is lost
 

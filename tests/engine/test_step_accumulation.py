@@ -782,7 +782,7 @@ def test_a_wrapper_that_cannot_average_afterwards_drops_the_window_and_warns():
     trainer, steps = trainer_of(model, 3)
     at(trainer, Events.ITERATION_COMPLETED, lambda engine: engine.terminate_epoch(), 5)
     with pytest.warns(
-        UserWarning, match=r"inside a window of 3 .* Lonely cannot .* last 2 batches are dropped"
+        UserWarning, match=r"inside a window of 3 .* Lonely cannot .* those of 2 batches are dropped"
     ) as told:
         trainer.run(batches_of(4, 4, 4, 4, 4, 4))
     assert len(told) == 1

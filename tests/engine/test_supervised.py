@@ -291,6 +291,57 @@ def test_evaluation_steps_need_no_engine(builder):
     assert y is BATCH[1]
 
 
+# === An optimizer of other parameters ===
+
+
+def two_linears():
+    return nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1))
+
+
+@pytest.mark.parametrize("amp_mode", [None, "amp"])
+def test_an_optimizer_of_a_model_that_was_replaced_causes_a_warning_for_the_line(amp_mode):
+    optimizer = optim.SGD(two_linears().parameters(), 0.1)
+    with pytest.warns(UserWarning, match="another model with the same shapes, so this model will not") as caught:
+        create_supervised_trainer(two_linears(), optimizer, nn.MSELoss(), amp_mode=amp_mode)
+    with pytest.warns(UserWarning, match="another model with the same shapes") as caught_of_step:
+        supervised_training_step(two_linears(), optimizer, nn.MSELoss())
+    assert [one.filename for one in (*caught, *caught_of_step)] == [__file__] * 2
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_a_replaced_model_is_noticed_with_frozen_or_lazy_parameters():
+    old, new = two_linears(), two_linears()
+    for model in (old, new):
+        model[0].requires_grad_(False)
+    for held in (old.parameters(), old[1].parameters()):
+        with pytest.warns(UserWarning, match="another model"):
+            create_supervised_trainer(new, optim.SGD(held, 0.1), nn.MSELoss())
+    optimizer = optim.SGD(nn.LazyLinear(1).parameters(), 0.1)
+    with pytest.warns(UserWarning, match="another model"):
+        create_supervised_trainer(nn.LazyLinear(1), optimizer, nn.MSELoss())
+
+
+@pytest.mark.parametrize(
+    ("held", "options"),
+    [
+        (lambda model: model.parameters(), {}),
+        (lambda model: model[1].parameters(), {}),  # a part; its other groups may come later
+        (lambda model: [model[0].weight, nn.Parameter(torch.ones(2, 1))], {}),
+        (lambda model: [nn.Parameter(torch.ones(2, 1))], {}),  # of the loss, though the shape is that of a weight
+        (lambda model: nn.Linear(3, 3).parameters(), {}),  # a discriminator
+        (lambda model: [one.detach().double().requires_grad_() for one in model.parameters()], {}),  # master weights
+        (lambda model: two_linears().parameters(), {"model_fn": lambda model, x: x}),  # torch.func.functional_call
+        (lambda model: two_linears().parameters() if model.requires_grad_(False) else [], {}),  # nothing to train
+    ],
+)
+def test_an_optimizer_of_other_parameters_may_be_intended(held, options):
+    model = two_linears()
+    create_supervised_trainer(model, optim.SGD(held(model), 0.1), nn.MSELoss(), **options)
+    create_supervised_trainer(nn.Identity(), optim.SGD(held(two_linears()), 0.1), nn.MSELoss(), **options)
+    if not options:  # wrapped
+        create_supervised_trainer(nn.DataParallel(model), optim.SGD(held(model), 0.1), nn.MSELoss())
+
+
 # === Mixed precision ===
 
 

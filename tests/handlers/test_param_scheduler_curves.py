@@ -90,7 +90,7 @@ def test_a_list_sets_one_value_per_group():
     optimizer = sgd(0.1, 0.2)
     Own(optimizer, value=[3.0, 4.0])(None)
     assert rates(optimizer) == [3.0, 4.0]
-    with pytest.raises(ValueError, match=r"one value for each of 2 groups, got "):
+    with pytest.raises(ValueError, match=r"2 values, one for each group, got "):
         Own(optimizer, value=[5.0])(None)
     assert rates(optimizer) == [3.0, 4.0]
 

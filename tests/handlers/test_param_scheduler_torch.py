@@ -164,7 +164,7 @@ def test_a_changed_number_of_groups_is_rejected():
     scheduler(None)
     optimizer.add_param_group({"params": [torch.zeros(1)], "lr": 1.0})
     scheduler.lr_scheduler.get_lr = lambda: [0.25]
-    with pytest.raises(ValueError, match="one value for each of 2 groups, got "):
+    with pytest.raises(ValueError, match="2 values, one for each group, got "):
         scheduler(None)
 
 

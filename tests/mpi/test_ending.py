@@ -79,7 +79,7 @@ def test_an_error_on_one_rank_ends_the_job_and_is_printed(program: str) -> None:
 def test_ranks_that_wait_for_a_rank_that_exited_report_it(code: int) -> None:
     run = mpirun(2, "-c", f"{BEGIN}\nif rank == 1: sys.exit({code})\ndist.all_reduce(torch.ones(1))", seconds=60)
     assert run.returncode != 0
-    assert "all_reduce, collective 2 of this group, cannot complete: rank 1 left after 1 collectives" in run.stdout
+    assert "all_reduce, collective 2 of this group, cannot complete: rank 1 left after 1 collective" in run.stdout
 
 
 def test_the_job_exits_with_the_exit_code_of_the_rank() -> None:

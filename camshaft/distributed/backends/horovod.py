@@ -38,6 +38,7 @@ _REDUCED_AS = {
     torch.uint64: torch.int64,
     torch.bfloat16: torch.float32,
 }
+OPTIONS = {"comm", "process_sets", "timeout"}
 _TIMEOUT = timedelta(minutes=30)  # torch's for gloo
 _PAUSE = 1e-4  # seconds, of an exchange that takes Horovod ten times as long
 
@@ -245,7 +246,7 @@ def create(name: str, launch: Launch | None, local_rank: int | None = None, **op
         TypeError: an option is unknown, or ``timeout`` is not a ``timedelta``.
         RuntimeError: Horovod is already initialized, or another launcher started the processes.
     """
-    check_known(options, ("comm", "process_sets", "timeout"), f"backend {name!r}")
+    check_known(options, OPTIONS, f"backend {name!r}")
     timeout = options.pop("timeout", None) or _TIMEOUT
     if not isinstance(timeout, timedelta):
         raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}")

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from camshaft.distributed.backend import Backend, Group, check_ddp_options, check_known
 from camshaft.distributed.topology import Launch, Topology
 
+OPTIONS = {"spmd"}
 _REDUCTIONS = {"SUM": "sum", "PRODUCT": "mul", "MIN": "min", "MAX": "max"}
 _BITWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"AND": torch.bitwise_and, "OR": torch.bitwise_or}
 _REDUCED_AS = {torch.bool: torch.int32, torch.bfloat16: torch.float32}  # what XLA does not reduce on every device
@@ -256,7 +257,7 @@ def create(
         TypeError: an option is unknown.
         RuntimeError: the runtime was started in another way, or does not know the processes of the launcher.
     """
-    check_known(options, ("spmd",), f"backend {name!r}")
+    check_known(options, OPTIONS, f"backend {name!r}")
     runtime, was_running = _xla().runtime, _is_running()
     if spmd or runtime.is_spmd():
         backend: XlaBackend = _start_spmd(runtime)

@@ -21,6 +21,7 @@ from camshaft.distributed.data.samplers import DistributedProxySampler, ExactBat
 from camshaft.distributed.data.streams import ShardedStream
 from camshaft.distributed.topology import Topology
 from camshaft.errors import check_type, described
+from camshaft.text import counted
 
 
 class PlainLoader(DataLoader[Any]):
@@ -116,13 +117,15 @@ def make_loader(
         shuffle = not is_alone if shuffle is None else shuffle
         sampler = (Shuffled if shuffle else Sequential)(length)
         chosen_seed = "torch.initial_seed() of rank 0" if seed is None else seed
-        logger.info("distributing samples over %d ranks, with shuffle=%s and seed=%s", size, shuffle, chosen_seed)
+        logger.info(
+            "distributing samples over %s, with shuffle=%s and seed=%s", counted(size, "rank"), shuffle, chosen_seed
+        )
     total = batch_size if batch_size >= size else batch_size * size
     length = sampler.length if isinstance(sampler, Order) else length_of(sampler)
     if drop_last and length < total:
         raise ValueError(
-            f"drop_last=True leaves nothing of {length} samples, as one batch of all ranks takes {total}: pass a "
-            "smaller batch_size, or drop_last=False"
+            f"drop_last=True leaves nothing of {counted(length, 'sample')}, as one batch of all ranks takes {total}: "
+            "pass a smaller batch_size, or drop_last=False"
         )
     batches = ExactBatchSampler(sampler, total, drop_last, seed=seed, num_replicas=size, rank=rank)
     return _exact(dataset, {**options, "batch_sampler": batches})

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from camshaft.text import counted
+
 
 @dataclass(frozen=True)
 class Partition:
@@ -146,6 +148,6 @@ def partition_of_batches(begin: int, sizes: Sequence[int], ranks: int) -> Partit
 
 def _too_few(left: int, ranks: int, otherwise: str) -> ValueError:
     return ValueError(
-        f"{left} samples cannot be distributed over {ranks} ranks, as each needs at least one in every step: use at "
-        f"most {left} processes{otherwise}"
+        f"{counted(left, 'sample')} cannot be distributed over {ranks} ranks, as each needs at least one in every "
+        f"step: use at most {counted(left, 'process')}{otherwise}"
     )

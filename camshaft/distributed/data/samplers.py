@@ -24,6 +24,7 @@ from camshaft.distributed.mesh import data_place
 from camshaft.distributed.run import current
 from camshaft.errors import check_type
 from camshaft.seeding import manual_seed, preserved_random_state
+from camshaft.text import counted
 
 _FIRST = 1 << 10  # indices in the first block of a pass: few, so that its first batch is ready soon
 
@@ -446,7 +447,7 @@ class _DrawnEpoch:
         except TypeError:  # names, for example
             return
         if wrong:
-            raise ValueError(f"the sampler yielded index {wrong[0]}, but the dataset has {length} samples")
+            raise ValueError(f"the sampler yielded index {wrong[0]}, but the dataset has {counted(length, 'sample')}")
 
 
 def chain_of(sampler: Any) -> list[Any]:
@@ -472,8 +473,8 @@ def check_length(source: Any, dataset: Any) -> None:
     length = _length_of_dataset(dataset)
     if isinstance(source, Order) and length not in (None, source.num_samples):
         raise ValueError(
-            f"the order is one of {source.num_samples} samples ({source.describe()}), but the dataset has {length}: "
-            "create it for as many samples as the dataset has"
+            f"the order is one of {counted(source.num_samples, 'sample')} ({source.describe()}), but the dataset has "
+            f"{length}: create it for as many samples as the dataset has"
         )
 
 

@@ -10,6 +10,8 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
+from camshaft.text import counted
+
 _UNSET = -1  # no epoch was set
 _END: Any = object()
 
@@ -61,7 +63,7 @@ class ShardedStream(IterableDataset[Any]):
     def _check_shards(self, workers: int) -> None:
         shards = getattr(self._dataset, "num_shards", None)
         if isinstance(shards, int) and shards < self._world_size * workers:
-            readers = f"{self._world_size} ranks" + (f" with {workers} workers each" if workers > 1 else "")
+            readers = counted(self._world_size, "rank") + (f" with {workers} workers each" if workers > 1 else "")
             raise ValueError(
                 f"dataset must have at least as many shards as there are readers, got num_shards={shards} for "
                 f"{readers}: split it into more, or use fewer workers"

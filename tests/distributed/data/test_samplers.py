@@ -176,7 +176,7 @@ def test_each_sample_comes_once_across_any_resumes(data):
         if position is not None:
             left = length - position["consumed"]
             if left < ranks:
-                with pytest.raises(ValueError, match=f"{left} samples cannot be distributed over {ranks} ranks"):
+                with pytest.raises(ValueError, match=rf"{left} samples? cannot be distributed over {ranks} ranks"):
                     made[0].seek(position)
                 continue
             places = {one.seek(pickle.loads(pickle.dumps(position))) for one in made}
@@ -251,7 +251,7 @@ def test_with_drop_last_too_few_samples_left_start_the_next_epoch():
         ({"seed": 1}, "saved with seed 1, the loader has seed 0.*pass seed=1 to auto_dataloader"),
         ({"order": "Shuffled(length=11), version 1"}, "saved with other data.*11.*10"),
         ({"epoch": "1"}, "position must contain the integers epoch, consumed and seed, got .*'epoch': '1'"),
-        ({"consumed": 9}, "1 samples cannot be distributed over 2 ranks.*until this epoch is over"),
+        ({"consumed": 9}, "1 sample cannot be distributed over 2 ranks.*until this epoch is over"),
     ],
 )
 def test_a_position_of_other_data_is_refused_and_changes_nothing(change, message):

@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from camshaft.text import counted
+
 # MPI does not add these up (Open MPI adds the bits of two bfloat16 as integers): they are reduced as wider ones.
 # A bool becomes an int32, so that a SUM over more than 255 ranks is still true.
 WIDER = {
@@ -311,7 +313,7 @@ class Operation(dist.Work):
             is_missing = self._number is not None and collectives < self._number
             is_silent = rank == self._transfers[0].peer and time.monotonic() - noticed > _PATIENCE
             if is_missing or is_silent:
-                raise self._lost(f"cannot complete: rank {rank} left after {collectives} collectives")
+                raise self._lost(f"cannot complete: rank {rank} left after {counted(collectives, 'collective')}")
 
     def _lost(self, what: str) -> dist.DistBackendError:
         place = "" if self._number is None else f", collective {self._number} of this group,"

@@ -23,6 +23,7 @@ from camshaft.distributed.backends.mpi.process_group import MPIGroup, forget_all
 from camshaft.distributed.backends.native.backend import NativeBackend
 from camshaft.distributed.topology import Launch, Topology
 
+OPTIONS = {"device", "timeout"}
 _ROOM = 1024  # bytes for the address of the store
 # what the launchers of Open MPI and of MPICH and Intel MPI set, and srun if it started us itself
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import socket
-import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from camshaft.distributed.backends.native.release import release_groups
 from camshaft.distributed.backends.native.rendezvous import open_store
 from camshaft.distributed.connections import connections_to
 from camshaft.distributed.topology import Launch, Topology
+from camshaft.sharding import is_wrapped
 
 _CPU = torch.device("cpu")
 _NO_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
@@ -49,7 +49,8 @@ _MOVED_AS_BYTES = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_PASSED_ON = frozenset(inspect.signature(dist.init_process_group).parameters) - {"backend", "store", "group_name"}
+_PASSED_ON = {one for one in inspect.signature(dist.init_process_group).parameters if not one.startswith("_")}
+OPTIONS = (_PASSED_ON | {"device"}) - {"backend", "store", "group_name"}
 
 
 class NativeBackend(Backend):
@@ -262,7 +263,7 @@ class NativeBackend(Backend):
 
     def wrap_model(self, model: nn.Module, sync_bn: bool, **options: Any) -> nn.Module:
         """Wrap in ``DistributedDataParallel``."""
-        if self.topology.world_size == 1 or _is_wrapped(model):
+        if self.topology.world_size == 1 or is_wrapped(model):
             return model
         if sync_bn:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch's
@@ -286,14 +287,6 @@ class NativeBackend(Backend):
 
 def _movable(tensor: Tensor) -> Tensor:
     return as_bytes(tensor) if tensor.dtype in _MOVED_AS_BYTES else tensor
-
-
-def _is_wrapped(model: nn.Module) -> bool:
-    """Return True if a model, compiled or not, reduces its gradients already; FSDP is imported only by its users."""
-    inner = getattr(model, "_orig_mod", model)
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    sharded = () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
-    return isinstance(inner, (nn.parallel.DistributedDataParallel, *sharded))
 
 
 # --- starting a run, and adopting one --------------------------------------------------------------------------
@@ -345,8 +338,7 @@ def check_options(name: str, options: dict[str, Any]) -> None:
         TypeError: an option is unknown.
         RuntimeError: there is no device for the backend.
     """
-    known = {option for option in _PASSED_ON if not option.startswith("_")} | {"device"}
-    check_known(options, known, f"backend {name!r}")
+    check_known(options, OPTIONS, f"backend {name!r}")
     kinds = dist.Backend.backend_capability.get(name, ["cpu"])
     here = accelerator()
     if "cpu" not in kinds and (here is None or here.type not in kinds):
