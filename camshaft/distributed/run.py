@@ -166,6 +166,7 @@ def _start(backend: Backend, debug: bool | None, hang_report_after: float = 60.0
             logger.warning("rank %d has no flight record: %s", topology.rank, error)
         watcher = Watcher.of(backend, job.record, hang_report_after, torchrun_agent(os.environ))
         if _initialized:  # a group that is adopted must not wait for its store
+            watcher.is_everywhere = True
             watcher.has_connected.wait(_CONNECTING)
         if sys.excepthook is not _on_uncaught:
             global _previous_hook

@@ -6,6 +6,7 @@ Handlers collect values under *paths* such as ``("training", "loss")``; a logger
 
 from __future__ import annotations
 
+import copy
 import ssl
 import urllib.error
 import urllib.request
@@ -120,7 +121,7 @@ class BaseOutputHandler(BaseHandler):
         """Write all values at once."""
         self.check(logger)
         values = self._setup_output_metrics_state_attrs(engine, log_text=logger.logs_text)
-        logger.write_new_values(values, self.global_step(engine, event_name))
+        logger.write_new_values(values, self.global_step(engine, event_name), self)
 
     @property
     def prefixes(self) -> tuple[Path, ...]:
@@ -435,6 +436,7 @@ class BaseLogger:
     _attached: Sequence[RemovableEventHandle] = ()
     _has_begun = False
     _already_written: Collection[tuple[str, int]] = frozenset()  # names and steps of the last step before a resume
+    _reached: Reached | None = None  # after a resume, if handlers that count differently share a tag
 
     def attach(
         self,
@@ -502,10 +504,13 @@ class BaseLogger:
         """
         raise NotImplementedError(f"{type(self).__name__} must define write_values()")
 
-    def write_new_values(self, values: Mapping[Path, Any], step: int) -> None:
+    def write_new_values(self, values: Mapping[Path, Any], step: int, handler: BaseHandler | None = None) -> None:
         """Write values except those that the resumed job had written already just before it was killed."""
-        if self._already_written:
-            values = {path: one for path, one in values.items() if ("/".join(path), step) not in self._already_written}
+        written = self._already_written
+        if self._reached is not None and (reached := self._reached.by(handler, values)) is not None:
+            written = {*written, *(self._rewind(reached) or ())}
+        if written:
+            values = {path: one for path, one in values.items() if ("/".join(path), step) not in written}
             if not values:
                 return
         self.write_values(values, step)
@@ -533,7 +538,8 @@ class BaseLogger:
         """Remove what was written after the point from which a run resumes.
 
         Returns:
-            The names and steps that are already written for the very step before that point, to be written once.
+            The names and steps that are already written for the very step before that point, to be written once;
+            ``None`` if this logger removes nothing.
         """
         return None
 
@@ -549,7 +555,9 @@ class BaseLogger:
             return  # all handlers were removed
         reached = Reached(engine, self._attached)
         if engine.state.iteration > 0:
-            self._already_written = self._rewind(reached) or frozenset()
+            written = self._rewind(reached)
+            self._reached = reached if written is not None and reached.is_shared else None
+            self._already_written = written or frozenset()
             if self._already_written:
                 self._write_all_from_next_iteration(engine)
         elif not self._has_begun and not reached.any:
@@ -629,8 +637,11 @@ class Reached:
 
     def __init__(self, engine: Engine[Any, Any], attached: Iterable[RemovableEventHandle]) -> None:
         self.any = False  # whether a handler has a step behind it
-        self._iteration = engine.state.iteration
+        self.is_shared = False  # whether handlers with different steps write under the same prefix
+        self._default: int | None = engine.state.iteration
         self._steps: dict[Path, int | None] = {}
+        self._steps_by: dict[int, int | None] = {}  # by the id of the handler
+        self._settled: set[Path] = set()
         for handle in attached:
             handler = handle.handler()
             if isinstance(handler, BaseHandler):
@@ -638,21 +649,44 @@ class Reached:
                 self.any |= bool(step)
                 if engine_followed(handler) not in (None, engine):
                     step = None  # of another trainer
-                for prefix in handler.prefixes:
-                    prefix = tuple("/".join(prefix).split("/"))  # as names are read back from a file
+                self._steps_by[id(handler)] = _larger(step, self._steps_by.get(id(handler), step))
+                for prefix in map(_as_read, handler.prefixes):
                     other = self._steps.get(prefix, step)
-                    self._steps[prefix] = None if step is None or other is None else max(step, other)
+                    self.is_shared |= other != step
+                    self._steps[prefix] = _larger(step, other)
 
     def __call__(self, path: Path) -> int | None:
         """Return the step of a name, or ``None`` if it is unknown; names without a handler count iterations."""
         known = (path[:length] for length in range(len(path), 0, -1) if path[:length] in self._steps)
         prefix = next(known, None)
-        return self._iteration if prefix is None else self._steps[prefix]
+        return self._default if prefix is None else self._steps[prefix]
+
+    def by(self, handler: BaseHandler | None, paths: Iterable[Path]) -> Reached | None:
+        """Return the steps of the names that a handler is the first to write, where others were assumed.
+
+        Of handlers that write all metrics under the same tag, the one with the largest step is assumed to write a name
+        until one of them does, so that nothing is removed by mistake. ``None`` if the assumptions were right.
+        """
+        new = {*map(_as_read, paths)} - self._settled
+        self._settled |= new
+        step = self._steps_by.get(id(handler))
+        found = copy.copy(self)
+        found._default, found._steps = None, {path: step for path in new if self(path) != step}
+        return found if found._steps and step is not None else None
 
     def is_beyond(self, path: Path, step: int) -> bool:
         """Return whether a point lies after the point from which the run resumes."""
         last = self(path)
         return last is not None and step > last
+
+
+def _as_read(path: Path) -> Path:
+    """Return the path of a name as it is read back from a file: a tag, too, may contain slashes."""
+    return tuple("/".join(path).split("/"))
+
+
+def _larger(step: int | None, other: int | None) -> int | None:
+    return None if step is None or other is None else max(step, other)
 
 
 def engine_followed(handler: Any) -> Engine[Any, Any] | None:

@@ -438,7 +438,7 @@ def test_only_rank_0_writes_and_all_ranks_check_arguments():
     assert not folder.exists()
 
 
-def evaluated(logger, state=None, killed=False):
+def evaluated(logger, state=None, killed=False, tag="validation"):
     """Log an evaluation after each epoch, and missed ones at the start of a run; return states from before each."""
     trainer, evaluator = Engine(lambda engine, batch: None), Engine(lambda engine, batch: None)
     trainer.state.evaluated, states = 0, []
@@ -453,7 +453,9 @@ def evaluated(logger, state=None, killed=False):
             engine.state.evaluated = engine.state.epoch
 
     step = global_step_from_engine(trainer)
-    logger.attach_output_handler(evaluator, Events.COMPLETED, "validation", ["accuracy"], global_step_transform=step)
+    logger.attach_output_handler(evaluator, Events.COMPLETED, tag, "all", global_step_transform=step)
+    trainer.state.metrics["loss"] = 0.5
+    logger.attach_output_handler(trainer, Events.ITERATION_COMPLETED, "training", "all")
     if state:
         trainer.load_state_dict(state)
     trainer.run(range(2), max_epochs=2 if killed else 4)
@@ -462,13 +464,15 @@ def evaluated(logger, state=None, killed=False):
 
 @both
 @pytest.mark.parametrize("saved", [1, 2])
-def test_an_evaluation_repeated_after_a_kill_is_logged_once(kind, tmp_path, saved):
+@pytest.mark.parametrize("tag", ["validation", "training"])
+def test_an_evaluation_repeated_after_a_kill_is_logged_once(kind, tmp_path, saved, tag):
     path = tmp_path / f"log{kind.suffix}"
     with kind(path) as logger:
-        states = evaluated(logger, killed=True)
+        states = evaluated(logger, killed=True, tag=tag)
     with kind(path) as logger:
-        evaluated(logger, states[saved])
-    assert curve(path, "validation/accuracy") == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
+        evaluated(logger, states[saved], tag=tag)
+    assert curve(path, f"{tag}/accuracy") == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
+    assert [step for step, _ in curve(path, "training/loss")] == [*range(1, 9)]
 
 
 def logged_by_two(path, states=(None, None), epochs=3):

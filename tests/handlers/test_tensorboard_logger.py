@@ -281,10 +281,11 @@ def test_only_rank_0_has_a_writer():
         assert [file.name for file in Path(folder).iterdir()] == (["0"] if rank == 0 else [])
 
 
-@pytest.mark.parametrize("saved", [1, 2])
-def test_an_evaluation_repeated_after_a_kill_is_logged_once(tmp_path, saved):
+@pytest.mark.parametrize(("saved", "tag"), [(1, "training"), (2, "validation")])
+def test_an_evaluation_repeated_after_a_kill_is_logged_once(tmp_path, saved, tag):
     with TensorboardLogger(tmp_path) as logger:
-        states = evaluated(logger, killed=True)
+        states = evaluated(logger, killed=True, tag=tag)
     with TensorboardLogger(tmp_path) as logger:
-        evaluated(logger, states[saved])
-    assert [event.step for event in reader(tmp_path).Scalars("validation/accuracy")] == [1, 2, 3, 4]
+        evaluated(logger, states[saved], tag=tag)
+    assert [event.step for event in reader(tmp_path).Scalars(f"{tag}/accuracy")] == [1, 2, 3, 4]
+    assert [event.step for event in reader(tmp_path).Scalars("training/loss")] == [*range(1, 9)]

@@ -95,6 +95,8 @@ class Watcher(Resource):
 
     Attributes:
         has_connected: set once the record names the job, so that the other ranks find it, even if this one then dies.
+        is_everywhere: whether every rank has a watcher, as in a job that is initialized; of a group that was adopted,
+            some ranks may never use this package.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class Watcher(Resource):
         self._store: Store | None = None
         self._is_lost = self._is_closed = self._is_beside_store = False
         self._silent_since = math.inf  # while the host of the store does not answer
-        self.has_connected = Event()
+        self.has_connected, self.is_everywhere = Event(), False
         self._callbacks: dict[str, Callback] = {}
         self._exchanges: dict[str, Exchange] = {}
         self._place = ""  # of this node's values in the store
@@ -270,7 +272,8 @@ class Watcher(Resource):
                         break
                     level, self._failed_level = self._failed_level, logging.DEBUG  # log it once
                     logger.log(level, "the watcher of rank %d could not look", self._rank, exc_info=True)
-                due = now + (URGENT if self._num_waits else PERIOD)
+                is_leaving = self._left is not None and not self._has_told.is_set()
+                due = now + (URGENT if self._num_waits or is_leaving else PERIOD)
             pause = due - time.monotonic()
             with self._lock:
                 for topic in [topic for topic in self._callbacks if topic in self._news or self._is_lost]:
@@ -320,8 +323,19 @@ class Watcher(Resource):
         if self._record is not None:
             self._record.write_status(self._status)
         is_current = (self._status["left"], self._status["failure"]) == (self._left, self._failure)
-        if is_current and not self._outgoing:  # else, this rank has left or failed during this round
+        if is_current and not self._outgoing and not self._must_stay():  # else, it has left or failed in this round
             self._has_told.set()
+
+    def _must_stay(self) -> bool:
+        """Return True if this rank leaves, and the store with it, before all others know the name of the job."""
+        store = self._store
+        if self._left is None or self._rank != 0 or not self.is_everywhere or store is None or self._is_lost:
+            return False
+        try:
+            return store.add("connected", 0) < self._size
+        except dist.DistError as error:
+            self._lose_store(error)
+            return False
 
     def _wake(self) -> None:
         with suppress(OSError):  # it is full, or closed
@@ -362,6 +376,8 @@ class Watcher(Resource):
             name = store.compare_set("job", "", uuid.uuid4().hex).decode()
             if self._record is not None:
                 self._record.job = name
+            if not self.has_connected.is_set():
+                store.add("connected", 1)
         except RuntimeError as error:  # of torch
             self._lose_store(error)
         else:
@@ -386,7 +402,9 @@ class Watcher(Resource):
         if not record.job:
             return [record.path]
         now, num_known = time.monotonic(), len(self._paths)
-        if num_known < self._size and (num_known < self._backend.topology.local_world_size or now >= self._next_search):
+        is_urgent = self._num_waits > 0 or self._is_closed  # without the store, only the records tell who has left
+        num_expected = self._size if is_urgent else self._backend.topology.local_world_size
+        if num_known < self._size and (num_known < num_expected or now >= self._next_search):
             self._next_search = now + _SEARCH
             return [path for path in find() if path not in self._foreign]
         return self._paths

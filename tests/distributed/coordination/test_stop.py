@@ -42,7 +42,7 @@ def test_all_stop_after_the_furthest_step_and_leave_no_keys(wants, watcher_at):
         last = [run.result(timeout=30) for run in runs]
     assert len(set(last)) == 1
     assert last[0] >= max(at for at in wants if at)
-    assert store.num_keys() == 2  # the name of the job, and the announcement
+    assert store.num_keys() == 3  # the name of the job, how many know it, and the announcement
 
 
 def test_a_stop_that_is_wanted_after_the_store_was_lost_stops_this_rank(watcher_at):
@@ -68,7 +68,7 @@ def test_a_rank_that_has_left_is_not_waited_for(watcher_at):
     assert not stops[1].may_begin(4)
     assert time.monotonic() - began < 5
     stops[1].leave()
-    assert store.num_keys() == 2
+    assert store.num_keys() == 3
 
 
 @pytest.mark.parametrize("wants", [[5, None, None], [None, 3, 4]])
@@ -91,7 +91,7 @@ def test_all_ranks_learn_the_same_reason(wants, watcher_at):
         reasons = list(pool.map(run, range(size), timeout=30))
     assert len(set(reasons)) == 1
     assert reasons[0] in [10 + rank for rank in range(size) if wants[rank]]
-    assert store.num_keys() == 2
+    assert store.num_keys() == 3
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -112,4 +112,4 @@ def test_no_rank_has_a_reason_if_one_had_ended_before_it_knew(is_first, watcher_
     if not is_first:
         assert one.settle() == 7  # although its run has ended by itself meanwhile
         one.leave()
-    assert store.num_keys() == 2
+    assert store.num_keys() == 3

@@ -11,6 +11,7 @@ import re
 import threading
 import time
 from collections import Counter
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -24,7 +25,8 @@ from camshaft.distributed import run
 from camshaft.distributed.coordination import diagnosis
 from camshaft.distributed.coordination import watcher as module
 from camshaft.distributed.coordination.watcher import Watcher
-from camshaft.distributed.record import STACKS, Record
+from camshaft.distributed.record import STACKS, Record, find
+from camshaft.distributed.topology import Topology
 from camshaft.engine import Engine, Events
 from camshaft.errors import RankDivergenceError, RankFailedError
 from camshaft.handlers import EarlyStopping, TerminateOnNan, TimeLimit
@@ -104,7 +106,7 @@ def test_a_topic_reaches_every_watcher_then_or_later():
         assert not outlasting(lambda: 2 not in calls)
         second.announce("stop")  # again, which adds nothing
         time.sleep(0.1)
-        assert store.num_keys() == 2  # the name of the job, and the announcement
+        assert store.num_keys() == 3  # the name of the job, how many know it, and the announcement
 
 
 def test_a_worker_whose_torchrun_was_killed_raises_and_else_exits(monkeypatch):
@@ -182,6 +184,52 @@ def test_a_rank_that_leaves_during_a_round_waits_for_the_next_one():
     watcher.close()
     assert written == [None, "has left"]
     assert has_told == [False, True]
+
+
+@pytest.fixture
+def two_ranks(tmp_path, monkeypatch):
+    """Return watchers without a thread, of ranks that do not know, without a launcher, that they are on one node."""
+    monkeypatch.setattr(module, "find", partial(find, folder=tmp_path))
+    store = dist.HashStore()
+    backends = [StoreOnly(store, rank) for rank in range(2)]
+    for rank, backend in enumerate(backends):
+        backend.topology = Topology(rank=rank, world_size=2, num_nodes=2, node_rank=rank)
+    watchers = [Watcher(backend, Record(rank, 2, tmp_path)) for rank, backend in enumerate(backends)]
+    yield watchers
+    for watcher in watchers:
+        watcher._left = "has left"  # without waiting for a thread
+        watcher.close()
+
+
+def test_rank_0_leaves_its_record_once_all_know_the_name_of_the_job(two_ranks):
+    """Its process may serve the store, and only the record then tells how it has left."""
+    first, second = two_ranks
+    first._connect()
+    first._left, first.is_everywhere = "has left", True
+    first.look(0.0)
+    assert not first._has_told.is_set()
+    second._connect()
+    first.look(1.0)
+    assert first._has_told.is_set()
+    first.close()
+    assert second._local()[0].status["left"] == "has left"
+
+
+def test_a_rank_that_seeks_the_cause_of_an_error_searches_for_records_at_once(two_ranks):
+    """Rank 0 got its record after the first search, and has left before the next one."""
+    first, second = two_ranks
+    second._connect()
+    second.look(time.monotonic())
+    first._connect()
+    first._left = "has left"
+    first.look(time.monotonic())
+    first.close()
+    second._store, second._num_waits = None, 1
+    begin = partial(second._record.begin, None, range(2), "all_reduce", None, "", None)
+    # on one line, where it seems to wait; the first round notes the error, and the third confirms what the second found
+    number, *_ = begin(), *(second.look(time.monotonic()) for _ in range(3))
+    assert re.match("rank 0 has left; .*; rank 1", str(second._backend.job.verdict()))
+    second._record.end(number)
 
 
 def test_all_callbacks_are_called_once_the_store_is_lost():
