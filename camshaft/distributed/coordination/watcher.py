@@ -319,7 +319,8 @@ class Watcher(Resource):
                 self._is_lost = True  # torch would print a stack where it finds this out
         if is_orphan:
             self._end_without_agent(now)
-        if leads and self._is_beside_store and _BESIDE_STORE not in self._news:
+        has_other_nodes = self._backend.topology.local_world_size < self._size
+        if leads and has_other_nodes and self._is_beside_store and _BESIDE_STORE not in self._news:
             self.announce(_BESIDE_STORE, self._rank)
         if self._backend.job.verdict is None or self._outgoing or self._left is not None:
             self._exchange(leads)

@@ -274,7 +274,7 @@ def test_a_watcher_connects_again_once_the_host_of_the_store_answers_or_notices_
 def test_a_host_that_serves_the_store_does_not_take_itself_for_lost():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with watching(server) as watcher:
-        assert not outlasting(lambda: "beside store" not in watcher._news)
+        assert not outlasting(lambda: not watcher._is_beside_store)
         watcher._lose_store(dist.DistNetworkError("recvValue failed: Connection timed out"))
         assert watcher._silent_since == math.inf
         assert watcher._is_lost
