@@ -39,6 +39,10 @@ class RankFailedError(RuntimeError):
     """
 
 
+class MismatchError(TypeError):
+    """Ranks met in a collective with values that do not belong together; they may have called different ones."""
+
+
 class RemoteTraceback(Exception):
     """The traceback of an error on another rank, as text."""
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from camshaft.distributed.backend import Backend, Group
-from camshaft.errors import annotate
+from camshaft.errors import MismatchError, annotate
 
 Wrong = TypeError | ValueError | None
 """Why this rank cannot take part; all ranks raise it."""
@@ -379,7 +379,7 @@ def reduced_number(backend: Backend, number: Any, op: str, group: Group | None, 
         if wrong is not None:  # only now, so that no rank waits
             raise wrong
         if marks and marks[0] != mark * size:
-            raise TypeError(
+            raise MismatchError(
                 f"all ranks must add numbers of the same kind, but this one has {plain!r} of type {kind.__name__}, and "
                 "another rank has another kind, a value that cannot be added, or is in another collective"
             )

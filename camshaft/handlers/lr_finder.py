@@ -95,10 +95,10 @@ class FastaiLRFinder:
         utils.number("smooth_f", smooth_f, least=0, below=1)
         utils.number("diverge_th", diverge_th, least=1)
         bounds = _bounds(to_save["optimizer"].param_groups, start_lr, end_lr, step_mode == "exp")
-        count, best, diverged = 0, math.inf, False
+        count, diverged = 0, False
 
         def start(engine: Engine[Any, Any]) -> None:
-            nonlocal count, best, diverged
+            nonlocal count, diverged
             state, target = engine.state, engine.state.max_iters
             if target is None and state.epoch_length is not None and state.max_epochs is not None:
                 target = state.epoch_length * state.max_epochs
@@ -108,7 +108,7 @@ class FastaiLRFinder:
                 raise ValueError("num_iter must be given, since the data have no length")
             state.max_epochs, state.max_iters = None, target
             self._rates, self._losses = [], []
-            count, best, diverged = target - state.iteration, math.inf, False
+            count, diverged = target - state.iteration, False
 
         def current_rates() -> list[float]:
             share = len(self._losses) / max(1, count - 1)
@@ -120,7 +120,7 @@ class FastaiLRFinder:
             _write_rates(to_save["optimizer"], current_rates())
 
         def record(engine: Engine[Any, Any]) -> None:
-            nonlocal best, diverged
+            nonlocal diverged
             loss = float(utils.scalar("output_transform", output_transform(engine.state.output)))
             if get_world_size() > 1:
                 loss = all_reduce(loss) / get_world_size()
@@ -129,7 +129,7 @@ class FastaiLRFinder:
             if math.isfinite(loss):
                 self._rates.append(current_rates())
                 self._losses.append(loss)
-                best = min(best, loss)
+            best = min(self._losses, default=math.inf)
             if not math.isfinite(loss) or loss > best + (diverge_th - 1) * abs(best):
                 diverged = True
                 self.logger.info(

@@ -9,7 +9,7 @@ import weakref
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from functools import partial
 from time import perf_counter
 from typing import Any, ClassVar, NamedTuple
 
@@ -41,32 +41,22 @@ _PRINTED = _MEASURED[:1] + _MEASURED[2:6] + _MEASURED[1:2]
 
 
 class _Samples:
-    """Durations in seconds, each with its row: its iteration in the run; consecutive rows take no memory."""
+    """Durations in seconds, each with its row: its iteration in the run."""
 
-    __slots__ = ("_jumps", "_next_row", "seconds")
+    __slots__ = ("rows", "seconds")
 
     def __init__(self) -> None:
-        self.seconds = array("d")
-        self._jumps: dict[int, int] = {}  # rows by index, where they do not follow the row before
-        self._next_row = -1
-
-    def append(self, seconds: float, row: int) -> None:
-        if row != self._next_row:
-            self._jumps[len(self.seconds)] = row
-        self._next_row = row + 1
-        self.seconds.append(seconds)
+        self.seconds, self.rows = array("d"), array("q")
 
     def clear(self) -> None:
-        del self.seconds[:]
-        self._jumps.clear()
-        self._next_row = -1
+        del self.seconds[:], self.rows[:]
 
     def column(self, size: int) -> list[float]:
         """Return the seconds in each of ``size`` rows; those outside count in the first or last row."""
-        column, row = [0.0] * size, -1
-        for index, seconds in enumerate(self.seconds if size else ()):
-            row = self._jumps.get(index, row + 1)
-            column[max(0, min(row, size - 1))] += seconds
+        column = [0.0] * size
+        if column:
+            for seconds, row in zip(self.seconds, self.rows, strict=True):
+                column[max(0, min(row, size - 1))] += seconds
         return column
 
 
@@ -89,9 +79,7 @@ class _Profiler:
         self._handles: list[RemovableEventHandle] = []
         self._calls: dict[int, _Calls] = {}
         self._fetches, self._processes = _Samples(), _Samples()
-        self._num_rows = 0
-        self._jumps: list[tuple[int, int, int]] = []  # row, epoch and iteration where they do not follow the row before
-        self._epoch = self._iteration = -1
+        self._epochs, self._iterations = array("q"), array("q")  # by row
         self._started: float | None = None
         self._nested = 0.0  # seconds since then that are not measured here
 
@@ -124,10 +112,10 @@ class _Profiler:
     def _hooks(self) -> Iterator[Hook]:
         first, last = Order.TIME_FIRST - 1, Order.TIME_LAST + 1  # outside of the hooks that measure handlers
         yield Events.STARTED, self._start, first
-        yield Events.GET_BATCH_STARTED, self._fetch, last
-        yield Events.GET_BATCH_COMPLETED, self._fetched, first
-        yield Events.ITERATION_STARTED, self._process, last
-        yield Events.ITERATION_COMPLETED, self._processed, first
+        yield Events.GET_BATCH_STARTED, self._begin, last
+        yield Events.GET_BATCH_COMPLETED, partial(self._end, self._fetches, 0), first
+        yield Events.ITERATION_STARTED, self._begin_row, last
+        yield Events.ITERATION_COMPLETED, partial(self._end, self._processes, -1), first
         yield Events.INTERRUPT, self._drop, last
 
     def _timed(self, event: Any, registration: Registration, call: Invocation) -> Invocation:
@@ -142,8 +130,7 @@ class _Profiler:
         """Forget the previous run. Keep the handlers that are registered now, by event and in the order of calls."""
         self._fetches.clear()
         self._processes.clear()
-        self._num_rows, self._epoch, self._iteration = 0, -1, -1
-        self._jumps.clear()
+        del self._epochs[:], self._iterations[:]
         self._started = None
         calls, self._calls = self._calls, {}
         for plan in engine._dispatcher.plans.values():
@@ -151,27 +138,22 @@ class _Profiler:
                 self._calls[serial] = calls[serial]
                 del calls[serial].seconds[:]
 
-    def _fetch(self, engine: Engine[Any, Any]) -> None:
+    def _begin(self, engine: Engine[Any, Any]) -> None:
         self._nested = 0.0
         self._started = perf_counter()
 
-    def _fetched(self, engine: Engine[Any, Any]) -> None:
-        if self._started is not None:
-            self._fetches.append(perf_counter() - self._started - self._nested, self._num_rows)
-            self._started = None
-
-    def _process(self, engine: Engine[Any, Any]) -> None:
-        epoch, iteration = engine.state.epoch, engine.state.iteration
-        if iteration != self._iteration + 1 or epoch != self._epoch:
-            self._jumps.append((self._num_rows, epoch, iteration))
-        self._epoch, self._iteration = epoch, iteration
-        self._num_rows += 1
+    def _begin_row(self, engine: Engine[Any, Any]) -> None:
+        state = engine._state  # the property takes as long as this
+        self._epochs.append(state.epoch)
+        self._iterations.append(state.iteration)
         self._nested = 0.0
         self._started = perf_counter()
 
-    def _processed(self, engine: Engine[Any, Any]) -> None:
+    def _end(self, samples: _Samples, shift: int, engine: Engine[Any, Any]) -> None:
+        """Keep what began last as a sample of the next row, or of one before it."""
         if self._started is not None:
-            self._processes.append(perf_counter() - self._started - self._nested, self._num_rows - 1)
+            samples.seconds.append(perf_counter() - self._started - self._nested)
+            samples.rows.append(len(self._epochs) + shift)
             self._started = None
 
     def _drop(self, engine: Engine[Any, Any]) -> None:
@@ -218,7 +200,7 @@ class BasicTimeProfiler(_Profiler):
 
     def _hooks_around(self, event: Events) -> Iterator[Hook]:
         shift = -1 if event in _AFTER_PROCESSING else 0
-        append = self._events[event].append
+        add_seconds, add_row = self._events[event].seconds.append, self._events[event].rows.append
         started: float | None = None
 
         def start(engine: Engine[Any, Any]) -> None:
@@ -227,7 +209,8 @@ class BasicTimeProfiler(_Profiler):
 
         def end(engine: Engine[Any, Any]) -> None:
             if started is not None:
-                append(perf_counter() - started, self._num_rows + shift)
+                add_seconds(perf_counter() - started)
+                add_row(len(self._epochs) + shift)
 
         yield event, start, Order.TIME_FIRST
         yield event, end, Order.TIME_LAST
@@ -235,7 +218,7 @@ class BasicTimeProfiler(_Profiler):
     @property
     def total_num_iters(self) -> int:
         """Number of iterations in the run whose processing has started."""
-        return self._num_rows
+        return len(self._epochs)
 
     @property
     def processing_times(self) -> Tensor:
@@ -282,16 +265,10 @@ class BasicTimeProfiler(_Profiler):
         Events that do not fire in each iteration count in the row in which they fired, or in the next one, so that
         each column adds up to the total.
         """
-        size = self._num_rows
-        bounds = pairwise([*(row for row, _, _ in self._jumps), size])
-        rows = [
-            (epoch, iteration + index)
-            for (_, epoch, iteration), (start, end) in zip(self._jumps, bounds, strict=True)
-            for index in range(end - start)
-        ]
-        columns: dict[str, list[Any]] = {
-            "epoch": [epoch for epoch, _ in rows],
-            "iteration": [iteration for _, iteration in rows],
+        size = self.total_num_iters
+        columns: dict[str, Iterable[Any]] = {
+            "epoch": self._epochs,
+            "iteration": self._iterations,
             "processing_stats": self._processes.column(size),
             "dataflow_stats": self._fetches.column(size),
             **{f"Event_{event.name}": samples.column(size) for event, samples in self._events.items()},

@@ -294,17 +294,6 @@ def test_any_logger_must_be_a_logger():
         common.setup_any_logging("tb", None, trainer_of())
 
 
-@pytest.mark.parametrize(
-    ("kind", "instead"),
-    [("visdom", "setup_tb_logging"), ("neptune", "setup_wandb_logging"), ("plx", "setup_mlflow_logging")],
-)
-def test_discontinued_services_can_be_imported_and_name_a_replacement(kind, instead):
-    name = f"setup_{kind}_logging"
-    with pytest.raises(RuntimeError, match=f"{name} is not supported: use .*{instead}"):
-        getattr(common, name)(trainer_of(), project="p")
-    assert hasattr(common, instead)
-
-
 # --- beside PyTorch-Ignite ------------------------------------------------------------------------------------------
 
 

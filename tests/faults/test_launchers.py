@@ -12,7 +12,7 @@ from tests.faults.matrix import Matrix
 pytestmark = [pytest.mark.jobs, pytest.mark.timeout(300)]
 NAMES = {
     "torchrun": ("step", "exit-0", "SIGKILL", "order", "terminate", "swallowed"),
-    "mpirun": ("step", "exit-0", "root"),  # it kills the other ranks of one that was killed
+    "mpirun": ("step", "exit-0", "alone", "root"),  # it kills the other ranks of one that was killed
 }
 CASES = [Case(FAULTS[name], launcher) for launcher, names in NAMES.items() for name in names]
 

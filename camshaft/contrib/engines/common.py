@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -306,23 +306,6 @@ def setup_any_logging(
     )
     step_event = Events.ITERATION_COMPLETED if isinstance(logger, WandBLogger) else None
     set_up_logger(lambda: logger, step_event, trainer, optimizers, evaluators, log_every_iters)
-
-
-def _discontinued(name: str, instead: str) -> Callable[..., NoReturn]:
-    """Return a function that raises when it is called, since scripts may import it without using the service."""
-
-    def setup(*args: Any, **kwargs: Any) -> NoReturn:
-        raise RuntimeError(f"{name} is not supported: use {instead}, from the same module")
-
-    setup.__name__ = setup.__qualname__ = name
-    setup.__doc__ = f"Raise ``RuntimeError``: use {instead} instead."
-    return setup
-
-
-_HOSTED = "setup_wandb_logging, setup_mlflow_logging, or setup_clearml_logging"
-setup_visdom_logging = _discontinued("setup_visdom_logging", "setup_tb_logging")
-setup_neptune_logging = _discontinued("setup_neptune_logging", _HOSTED)
-setup_plx_logging = _discontinued("setup_plx_logging", _HOSTED)
 
 
 def _saver(output_path: Any, options: Mapping[str, Any]) -> DiskSaver:

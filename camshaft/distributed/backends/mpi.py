@@ -441,6 +441,10 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         """Make the operations that threads wait for fail, from another thread."""
         self.is_released = True
 
+    def _get_sequence_number_for_group(self) -> int:
+        """Return how many collectives this rank has begun; torch's own groups have this method, too."""
+        return self._collectives
+
     def give_up(self, reason: str, number: int | None) -> dist.DistBackendError:
         """Leave the group after an error, and return the error to raise.
 

@@ -13,6 +13,7 @@ import ast
 import functools
 import json
 import linecache
+import os
 import re
 import socket
 import sys
@@ -40,6 +41,8 @@ _MESSAGES = (12, 13, 14)  # of torch's c10d::OpType: SEND, RECV, RECVANYSOURCE
 _AHEAD = (_FSDP, _DDP, "torch.distributed", _WORK)
 _POINT_TO_POINT = ("send", "recv", "send_object_list", "recv_object_list")  # wait for one rank, not for a group
 _WAITING_IN_TORCH = re.compile(r"/torch/(distributed/|nn/parallel/distributed\.py)")
+
+_MPI = os.path.join("camshaft", "distributed", "backends", "mpi", "process_group.py")
 
 _SETTLED = 0.5  # age in seconds from which a running entry of a job with dead processes is read
 _STALE = 10.0  # age in seconds from which a status shows that the watcher's thread does not run
@@ -116,6 +119,8 @@ def describe(main_thread: int, previous: Mapping[str, Any]) -> dict[str, Any]:
         cpu, seconds = used - previous["cpu_total"], now - previous["time"]
         idle_for = previous["idle_for"] + seconds if cpu <= _IDLE * seconds else 0.0
     frame = sys._current_frames().get(main_thread)
+    while isinstance(frame, FrameType) and _MPI in frame.f_code.co_filename:  # waits in Python, the others in torch
+        frame = frame.f_back
     stack, doing = _stack(frame)
     status: dict[str, Any] = {
         "time": now,
@@ -428,6 +433,8 @@ def _has_begun_in_torch(other: Snapshot, wait: _Wait) -> bool | None:
     operation = next((name for number, name in running if number == wait.sequence), "")
     if operation and wait.operation and operation != wait.operation:
         return False
+    if begun == wait.sequence and status.get("has_mismatch"):  # it is that of the recorded call, which met another one
+        return False
     if begun == wait.sequence and _is_in_recorded(other, wait.ranks):  # unless that begins, this is what it does
         return status.get("idle_for", 0.0) <= _REST if unfinished is None else wait.group not in unfinished
     return True
@@ -459,6 +466,12 @@ def waited(one: Snapshot, now: float) -> float:
 def is_stale(one: Snapshot, now: float) -> bool:
     """Return True if a process lives, and has not run any Python for a while."""
     return one.is_alive and not one.status.get("left") and bool(now - one.status.get("time", now) > _STALE)
+
+
+def has_made(one: Snapshot, call: Entry) -> bool:
+    """Return whether a rank is known to have made the same call."""
+    same = (entry for entry in one.entries if (entry.group, entry.sequence) == (call.group, call.sequence))
+    return any(_call(entry) == _call(call) for entry in same)
 
 
 def mismatch(snapshots: Iterable[Snapshot], now: float) -> str | None:

@@ -42,11 +42,12 @@ from camshaft.distributed.backend import Backend, Resource
 from camshaft.distributed.coordination import diagnosis
 from camshaft.distributed.coordination.waiting import store_at
 from camshaft.distributed.record import STACKS, Entry, Record, Snapshot, find, read, remove
-from camshaft.errors import RankDivergenceError, RankFailedError, RemoteTraceback, annotate
+from camshaft.errors import MismatchError, RankDivergenceError, RankFailedError, RemoteTraceback, annotate
 
 PERIOD = 1.0  # seconds between two rounds
 URGENT = 0.05  # the same while this rank waits to learn why an operation failed
 PATIENCE = 3.0  # seconds that a rank waits in a collective before its node asks why
+_SURE = 1.0  # the same in a job in which values did not belong together
 COMPARISON = 5.0  # seconds between two comparisons of calls that blocked nobody
 ANSWER = 4.0  # seconds that another node has to answer; then a rank is judged without it
 LOST = 60.0  # seconds without any answer after which a node is taken for lost: an extension may hold the GIL as long
@@ -125,6 +126,7 @@ class Watcher(Resource):
         self._last_report: diagnosis.Report | None = None  # while this rank waits, and until an error is explained
         self._complete_since = 0.0  # when all ranks that this one waits for had arrived
         self._num_waits = 0  # for an explanation, on other threads
+        self._has_mismatch = False  # the error to be explained is one of values that do not belong together
         self._has_told, self._has_verdict = Event(), Event()
         self._failed_level = logging.WARNING
         self._lock = Lock()
@@ -203,16 +205,28 @@ class Watcher(Resource):
     def explained(self, error: BaseException) -> BaseException:
         """Return the verdict in place of an error of a library that only reports a closed connection."""
         job = self._backend.job
-        if not isinstance(error, RuntimeError) or isinstance(error, OUR_OWN) or self._is_closed:
+        self._has_mismatch = isinstance(error, MismatchError)
+        if not (isinstance(error, RuntimeError) or self._has_mismatch) or isinstance(error, OUR_OWN) or self._is_closed:
             return error
-        if job.verdict is None and _LOST.search(str(error)):
+        if job.verdict is None and (self._has_mismatch or _LOST.search(str(error))):
+            until = time.monotonic() + _LEARNING
             self._num_waits += 1
             self._wake()
-            self._has_verdict.wait(_LEARNING)
+            while time.monotonic() < until and (not self._has_mismatch or self._may_differ()):
+                if self._has_verdict.wait(URGENT):
+                    break
             self._num_waits -= 1
             if job.verdict is None and self._last_report is not None:
                 annotate(error, self._last_report.text)
         return error if job.verdict is None else job.verdict()
+
+    def _may_differ(self) -> bool:
+        """Return whether other ranks may be in another call than this one; False only if that is certain."""
+        local = self._local()
+        running = [entry for entry in local[self._rank].entries if entry.ended is None] if self._rank in local else []
+        return bool(running) and not (
+            len(local) == self._size and all(diagnosis.has_made(one, running[-1]) for one in local.values())
+        )
 
     def leave(self, how: str) -> None:
         """Publish how this rank leaves the job."""
@@ -307,6 +321,7 @@ class Watcher(Resource):
         news = [item for item in self._news.items() if not item[0].startswith("query/")][-_KEPT:]
         self._status = {**status, "news": news, "left": self._left, "failure": self._failure}
         self._status["has_error"] = self._num_waits > 0
+        self._status["has_mismatch"] = self._num_waits > 0 and self._has_mismatch
         self._status["shared"] = self._shared(local, leads, now)
         if self._record is not None:
             self._record.write_status(self._status)
@@ -622,7 +637,8 @@ def _judgement(ranks: list[Snapshot], waiting: list[int], now: float, is_lost: b
     for rank in with_error:
         if gone := [one for one in ranks if one.status.get("left") and one.rank != rank]:
             return "failed", f"{diagnosis.end_text(gone[0])}; rank {rank} lost its connection"
-    return "diverged", diagnosis.divergence(ranks, now)
+    has_mismatch = any(one.status.get("has_mismatch") for one in ranks)  # so there is a cause to be found
+    return "diverged", diagnosis.divergence(ranks, now, _SURE if has_mismatch else PATIENCE)
 
 
 def _is_here(one: Snapshot) -> bool:
