@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -107,12 +106,7 @@ def keep_random_state(func: Callable[P, T], *, devices: bool = False) -> Callabl
     True
     """
 
-    @functools.wraps(func)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        with preserved_random_state(devices=devices):
-            return func(*args, **kwargs)
-
-    return wrapped
+    return preserved_random_state(devices=devices)(func)
 
 
 class SeededDataIterator(DataIterator):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import numbers
 import operator
 from collections import OrderedDict
@@ -166,15 +167,6 @@ class LazyNumber:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(self.read(), name)  # what a number has: real, is_integer, ...
 
-    def __hash__(self) -> int:
-        return hash(self.read())
-
-    def __repr__(self) -> str:
-        return repr(self.read())
-
-    def __format__(self, specification: str) -> str:
-        return format(self.read(), specification)
-
     def __reduce__(self) -> tuple[Any, ...]:
         value = self.read()
         return type(value), (value,)
@@ -198,23 +190,17 @@ def _reflected(function: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-_UNARY: dict[str, Callable[..., Any]] = {
-    **{kind.__name__: kind for kind in (float, int, complex, bool)},
-    "round": round,
-    "trunc": int,
-    "abs": abs,
-    "neg": operator.neg,
-    "pos": operator.pos,
-}
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-_ARITHMETIC = ("divmod", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+# Each of these functions has the name of the method that it calls.
+_OF_ONE = (float, int, complex, bool, hash, repr, format, round, math.trunc, abs, operator.neg, operator.pos)
+_COMPARISONS = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
+_ARITHMETIC = (
+    divmod, operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow,
+)  # fmt: skip
 
-for _name, _function in _UNARY.items():
-    setattr(LazyNumber, f"__{_name}__", _forward(_function))
-for _name in (*_COMPARISONS, *_ARITHMETIC):
-    setattr(LazyNumber, f"__{_name}__", _forward(getattr(operator, _name, divmod)))
-for _name in _ARITHMETIC:
-    setattr(LazyNumber, f"__r{_name}__", _reflected(getattr(operator, _name, divmod)))
+for _function in (*_OF_ONE, *_COMPARISONS, *_ARITHMETIC):
+    setattr(LazyNumber, f"__{_function.__name__}__", _forward(_function))
+for _function in _ARITHMETIC:
+    setattr(LazyNumber, f"__r{_function.__name__}__", _reflected(_function))
 numbers.Real.register(LazyNumber)
 
 

@@ -336,7 +336,7 @@ class Checkpoint(Serializable):
         checkpoint = next(iter(state.values())) if len(state) == 1 else state
         if self.include_self:
             # The state may be the object's own, so the key goes into a copy.
-            checkpoint = copy.copy(checkpoint) if isinstance(checkpoint, MutableMapping) else state
+            checkpoint = copy.copy(checkpoint if isinstance(checkpoint, MutableMapping) else state)
             checkpoint[CHECKPOINTER] = _record(saved)
         basename = f"{self.filename_prefix}_{name}" if self.filename_prefix else name
         metadata: dict[str, Any] = {"basename": basename, "score_name": self.score_name, "priority": priority}
@@ -675,21 +675,11 @@ class ModelCheckpoint(Checkpoint):
         **kwargs: Any,
     ) -> None:
         folder, filename_prefix = split_prefix(dirname, filename_prefix)
+        saver = DiskSaver(folder, atomic, create_dir, require_empty, save_on_rank, **kwargs)
         super().__init__(
-            {},
-            DiskSaver(folder, atomic, create_dir, require_empty, save_on_rank, **kwargs),
-            filename_prefix,
-            score_function,
-            score_name,
-            n_saved,
-            global_step_transform,
-            filename_pattern,
-            include_self,
-            greater_or_equal,
-            save_on_rank,
-            asynchronous=asynchronous,
-            sharded=sharded,
-        )
+            {}, saver, filename_prefix, score_function, score_name, n_saved, global_step_transform, filename_pattern,
+            include_self, greater_or_equal, save_on_rank, asynchronous=asynchronous, sharded=sharded,
+        )  # fmt: skip
 
     @property
     def last_checkpoint(self) -> Path | None:

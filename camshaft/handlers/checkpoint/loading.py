@@ -17,7 +17,15 @@ import torch
 
 from camshaft.distributed import all_gather, get_local_rank, get_rank, get_world_size
 from camshaft.errors import DamagedCheckpointError, annotate, described
-from camshaft.handlers.checkpoint.savers import MISSING, SAFETENSORS, Entry, Manifest, checkpoints_in, safetensors
+from camshaft.handlers.checkpoint.savers import (
+    MISSING,
+    SAFETENSORS,
+    Entry,
+    Manifest,
+    agreed,
+    checkpoints_in,
+    safetensors,
+)
 from camshaft.handlers.checkpoint.state import CHECKPOINTER, check_objects, is_container, joined, load_state, walk
 from camshaft.types import PathLike
 
@@ -105,19 +113,22 @@ def resume(to_load: Mapping[str, Any], directory: PathLike, *, map_location: Any
     folder, wanted = Path(directory).expanduser(), list(to_load)
     if os.path.isfile(folder):  # an OSError of this rank alone is raised on all ranks below
         raise ValueError(f"directory must contain checkpoints, got the file '{folder}'; load it with load_objects")
-    listed: Found | None = None
+    listed: list[Found | None] = []
     problems: dict[str, str] = {}
     failure: Exception | None = None
     changes = 0
     while True:
-        found = _find_on_all(folder)
+        # On the first rank of each node, as nodes may have local disks.
+        on_ranks = agreed(lambda: _find(folder) if get_local_rank() == 0 else None, all_gather)
+        found = on_ranks[get_rank()] or {}
         unreadable = [entry.unreadable for entry in found.values() if entry.unreadable]
-        if _first(None if found == listed else "changed"):
+        if on_ranks != listed:
             # The first listing, or a trainer that saves to this directory has replaced or pruned what had a problem.
             if changes == _MOST_CHANGES:
                 break
-            listed, problems, changes = found, {}, changes + 1
-        candidates = [name for name in _newest_first(found, set(wanted)) if name not in problems]
+            listed, problems, changes = on_ranks, {}, changes + 1
+        on_nodes = [one for one in on_ranks if one is not None]
+        candidates = [name for name in _newest_first(on_nodes, set(wanted)) if name not in problems]
         if not candidates:
             break
         name = candidates[0]
@@ -162,38 +173,27 @@ def read_checkpoint(path: Path, map_location: Any = None) -> Any:
 def _find(directory: Path) -> Found:
     """Find the checkpoints of a directory on this node."""
     found: Found = {}
-    for entry in reversed(Manifest(directory).entries()):
-        # A file whose replacement was interrupted has two entries, of which that of its content counts.
-        if entry.file not in found or entry.problem(directory / entry.file) is None:
-            found[entry.file] = entry
-    for file in checkpoints_in(directory):
-        with suppress(FileNotFoundError):  # removed meanwhile
-            if file.name not in found:
-                found[file.name] = Entry(file.name, "", None, file.stat(follow_symlinks=False).st_mtime_ns)
-    return found
-
-
-def _find_on_all(directory: Path) -> Found:
-    """Find the checkpoints on the first rank of each node; raise on all ranks if one cannot read the directory."""
-    found: Found = {}
-    error: OSError | None = None
     try:
-        if get_local_rank() == 0:
-            found = _find(directory)
-    except OSError as raised:
-        error = raised
-    if (problem := _first(None if error is None else str(error))) is not None:
-        raise OSError(f"the checkpoints in '{directory}' cannot be listed: {problem}") from error
+        for entry in reversed(Manifest(directory).entries()):
+            # A file whose replacement was interrupted has two entries, of which that of its content counts.
+            if entry.file not in found or entry.problem(directory / entry.file) is None:
+                found[entry.file] = entry
+        for file in checkpoints_in(directory):
+            with suppress(FileNotFoundError):  # removed meanwhile
+                if file.name not in found:
+                    found[file.name] = Entry(file.name, "", None, file.stat(follow_symlinks=False).st_mtime_ns)
+    except OSError as error:
+        raise OSError(f"the checkpoints in '{directory}' cannot be listed: {error}") from error
     return found
 
 
-def _newest_first(found: Found, wanted: set[str]) -> list[str]:
+def _newest_first(on_nodes: list[Found], wanted: set[str]) -> list[str]:
     """List the checkpoints that every node has and that, according to the manifest, hold what is wanted."""
-    mine = {
-        file: entry.saved_at for file, entry in found.items() if entry.objects is None or wanted <= set(entry.objects)
-    }
-    on_nodes = [files for is_first, files in all_gather((get_local_rank() == 0, mine)) if is_first]
-    times = {file: max(files[file] for files in on_nodes) for file in set.intersection(*map(set, on_nodes))}
+    held = [
+        {file: one.saved_at for file, one in found.items() if one.objects is None or wanted <= set(one.objects)}
+        for found in on_nodes
+    ]
+    times = {file: max(files[file] for files in held) for file in set.intersection(*map(set, held))}
     return sorted(times, key=lambda file: (times[file], file), reverse=True)
 
 
@@ -244,11 +244,6 @@ def _read_on_all(
         content,
         error,
     )
-
-
-def _first(text: str | None) -> str | None:
-    """Return the first text that a rank has, on all ranks."""
-    return next((one for (one,) in all_gather((text,)) if one is not None), None)
 
 
 def _described(problems: Mapping[str, str], directory: Path) -> list[str]:

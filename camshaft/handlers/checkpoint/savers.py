@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 from torch.utils.serialization import config
 
-from camshaft.distributed import all_gather, get_local_rank, get_rank, get_world_size
+from camshaft.distributed import get_local_rank, get_rank, get_world_size
 from camshaft.errors import annotate
 from camshaft.files import (
     checksum_of,
@@ -572,12 +572,6 @@ def is_writer(save_on_rank: int | str) -> bool:
     if get_world_size() == 1:
         return True
     return get_local_rank() == 0 if save_on_rank == _NODE else get_rank() == save_on_rank
-
-
-def writers(save_on_rank: int | str) -> list[int]:
-    """Return the ranks that write; all ranks must call this."""
-    flags: list[tuple[bool]] = all_gather((is_writer(save_on_rank),))
-    return [rank for rank, (writes,) in enumerate(flags) if writes]
 
 
 def safetensors() -> Any:

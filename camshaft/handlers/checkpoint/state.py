@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from camshaft.distributed import all_gather, get_rank, get_world_size
 from camshaft.errors import check_is_no_class, described
-from camshaft.handlers.checkpoint.savers import is_writer, writers
+from camshaft.handlers.checkpoint.savers import is_writer
 from camshaft.handlers.checkpoint.shards import Chunk, Chunks, like, own_chunk
 from camshaft.handlers.utils import check_type
 from camshaft.sharding import any_dtensor, is_dtensor
@@ -94,15 +94,16 @@ def take_state(objects: Any, save_on_rank: int | str, gather: bool = True, of_ra
 
     def state_of(one: Any) -> Any:
         if hasattr(one, "consolidate_state_dict"):  # ZeroRedundancyOptimizer
-            for rank in writers(save_on_rank):
-                one.consolidate_state_dict(to=rank)
+            for rank, (writes,) in enumerate(all_gather((keep,))):
+                if writes:
+                    one.consolidate_state_dict(to=rank)
             return one.state_dict() if keep else {}
         state = unwrap(one).state_dict()
         if of_ranks and (keys := getattr(one, "_keys_of_ranks", ())):
             state[_RANKS] = all_gather({key: state.get(key) for key in keys})
-        return _map(lambda leaf: _gathered(leaf, keep), state) if gather and _is_sharded(state) else state
+        return _replaced(lambda _, leaf: _gathered(leaf, keep), state) if gather and _is_sharded(state) else state
 
-    return _map(state_of, objects, "state_dict")
+    return _replaced(lambda _, one: state_of(one), objects, "state_dict")
 
 
 def load_state(target: Any, state: Any, module_options: Mapping[str, Any]) -> None:
@@ -173,21 +174,12 @@ def read_chunks(state: Any) -> Any:
     return _replaced(lambda where, leaf: like(None, leaf), state)
 
 
-def _map(function: Callable[[Any], Any], value: Any, attribute: str = "") -> Any:
-    """Apply a function to everything that :func:`walk` yields."""
-    if not is_container(value) or (attribute and hasattr(value, attribute)):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {key: _map(function, one, attribute) for key, one in value.items()}
-    return [_map(function, one, attribute) for one in value]
-
-
-def _replaced(function: Callable[[str, Any], Any], value: Any, where: str = "") -> Any:
+def _replaced(function: Callable[[str, Any], Any], value: Any, attribute: str = "", where: str = "") -> Any:
     """Apply a function to the paths and values that :func:`walk` yields; keep containers in which nothing changes."""
-    if not is_container(value):
+    if not is_container(value) or (attribute and hasattr(value, attribute)):
         return function(where, value)
     items = value.items() if isinstance(value, Mapping) else enumerate(value)
-    new = [(key, one, _replaced(function, one, f"{where}[{key!r}]")) for key, one in items]
+    new = [(key, one, _replaced(function, one, attribute, f"{where}[{key!r}]")) for key, one in items]
     if all(one is changed for _, one, changed in new):
         return value
     return {key: one for key, _, one in new} if isinstance(value, Mapping) else [one for _, _, one in new]
