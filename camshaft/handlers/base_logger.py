@@ -347,7 +347,7 @@ class BaseWeightsScalarHandler(BaseWeightsHandler):
         self.check(logger)
         values: dict[Any, Any] = {self.path(name): self.reduction(tensor) for name, tensor in self.tensors()}
         fetch(values)
-        if _writes_here(logger):
+        if logger.writes_here:
             logger.write_new_values(values, self.global_step(engine, event_name))
 
 
@@ -357,7 +357,7 @@ class BaseWeightsHistHandler(BaseWeightsHandler):
     def __call__(self, engine: Engine[Any, Any], logger: Any, event_name: Any) -> None:
         """Write the histograms."""
         self.check(logger)
-        writes, gathers = _writes_here(logger), self.needs_all_ranks
+        writes, gathers = logger.writes_here, self.needs_all_ranks
         # one gathered parameter at a time is in the memory of the device
         tensors = {self.path(name): one.cpu() if gathers else one for name, one in self.tensors() if writes}
         if writes:
@@ -366,10 +366,6 @@ class BaseWeightsHistHandler(BaseWeightsHandler):
 
 def _count_of(engine: Engine[Any, Any], event_name: Any) -> int:
     return engine.state.get_event_attrib_value(event_name)
-
-
-def _writes_here(logger: Any) -> bool:
-    return bool(getattr(logger, "writes_here", True))
 
 
 def _tagged(tag: str | None) -> Path:
