@@ -63,7 +63,7 @@ class Rule:
     """A difference that affects calls of certain functions or classes.
 
     Attributes:
-        names: their names, without the module; names of methods begin with a dot.
+        names: their names, without the module; names of methods, and of functions of ``os``, begin with a dot.
         section: section of the migration page.
         text: what behaves differently, and why.
         applies: returns whether a call is affected.
@@ -135,7 +135,7 @@ RULES = (
         lambda call: not any(one.arg == "require_empty" for one in call.keywords),
     ),
     Rule(
-        ("listdir", "iterdir"), "checkpoints",
+        (".listdir", ".iterdir"), "checkpoints",
         "a directory of checkpoints contains the hidden folder .manifest, which sorts first: list them "
         "with glob('*.pt')",
     ),
@@ -225,7 +225,6 @@ RULES = (
     ),
 )  # fmt: skip
 _MODULE = re.compile(r"ignite(\.(?!metrics)\w+)*")
-_METHODS = ("listdir", "iterdir")  # of os and of paths
 _PRIVATE = (
     "_allowed_events",
     "_event_handlers",
@@ -424,8 +423,12 @@ class _Rewriting:
                 continue
             if any(spans_kept[index:]):  # up to the next name, or with its own line
                 following = spans[index + 1][0]
-                comma = self._behind_comma(end)
-                deleted.append((start, following) if self._same_line(end, following) else self._with_line(start, comma))
+                if self._same_line(end, following):
+                    deleted.append((start, following))
+                    continue
+                comma = re.compile(r"(?:[^,#]|#.*)*,").match(self.source, end)  # not one in a comment
+                assert comma is not None, "a comma separates two names"
+                deleted.append(self._with_line(start, comma.end()))
                 continue
             last = spans[max(position for position, one in enumerate(spans_kept[:index]) if one)][1]
             if self._same_line(last, start) or "\\" in self.source[last:start]:  # a line must follow a backslash
@@ -434,12 +437,6 @@ class _Rewriting:
                 comma_after = re.compile(r"\s*,").match(self.source, end)
                 deleted.append(self._with_line(start, comma_after.end() if comma_after else end))
         return _joined(deleted)
-
-    def _behind_comma(self, start: int) -> int:
-        """Return where the text after the next comma begins that is not in a comment."""
-        found = re.compile(r"(?:[^,#]|#.*)*,").match(self.source, start)
-        assert found is not None, "a comma separates two names"
-        return found.end()
 
     def _same_line(self, start: int, end: int) -> bool:
         return not re.search(r"[\r\n]", self.source[start:end])
@@ -550,14 +547,10 @@ def _bound(tree: ast.AST) -> set[str]:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler)) and node.name:
             names.add(node.name)
         elif isinstance(node, ast.ImportFrom) or (
-            isinstance(node, ast.Import) and not any(map(_is_ignite, _names(node)))
+            isinstance(node, ast.Import) and not any(_is_ignite(one.name) for one in node.names)
         ):
             names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
     return names
-
-
-def _names(node: ast.Import) -> list[str]:
-    return [alias.name for alias in node.names]
 
 
 def _uses(scope: ast.AST, head: str) -> list[_Use]:
@@ -608,18 +601,16 @@ def _blocks(tree: ast.Module, lines: list[str]) -> list[list[Import]]:
     blocks: list[list[Import]] = []
     for node in ast.walk(tree):
         for name in ("body", "orelse", "finalbody"):
-            previous: ast.stmt | None = None
+            end: int | None = None  # of the import before
             statements = getattr(node, name, None)
             for statement in statements if isinstance(statements, list) else ():
-                follows = previous is not None and statement.lineno == (previous.end_lineno or 0) + 1
                 if not isinstance(statement, (ast.Import, ast.ImportFrom)):
-                    previous = None
+                    end = None
                     continue
-                if previous is not None and follows:
-                    blocks[-1].append(statement)
-                else:
-                    blocks.append([statement])
-                previous = statement
+                if end is None or statement.lineno != end + 1:
+                    blocks.append([])
+                blocks[-1].append(statement)
+                end = statement.end_lineno
     return [block for block in blocks if all(_is_alone(one, lines) for one in block)]
 
 
@@ -644,8 +635,11 @@ def _notes(tree: ast.Module) -> Iterator[Note]:
             for alias in node.names:
                 path = f"{node.module}.{alias.name}"
                 names[alias.asname or alias.name] = path
-                if moved(path) is None and alias.name != "*" and not _is_metric(path):
-                    yield _not_included(node.lineno, path)
+                is_metric = path.startswith(("ignite.metrics", "ignite.contrib.metrics"))
+                if moved(path) is None and alias.name != "*" and not is_metric:
+                    texts = [one.text for one in _RULES_OF.get(alias.name, ()) if one.section == "not-included"]
+                    text = texts[0] if texts else "stays with PyTorch-Ignite, because camshaft does not have it"
+                    yield Note(node.lineno, f"{alias.name} {text}", "not-included")
     if not names:
         return
     for node in ast.walk(tree):
@@ -659,30 +653,14 @@ def _notes(tree: ast.Module) -> Iterator[Note]:
             yield Note(node.lineno, text, "imports")
 
 
-def _is_metric(path: str) -> bool:
-    return path.startswith(("ignite.metrics", "ignite.contrib.metrics"))
-
-
-def _not_included(line: int, path: str) -> Note:
-    name = path.rpartition(".")[2]
-    texts = [rule.text for rule in _RULES_OF.get(name, ()) if rule.section == "not-included"]
-    text = texts[0] if texts else "stays with PyTorch-Ignite, because camshaft does not have it"
-    return Note(line, f"{name} {text}", "not-included")
-
-
 def _of_call(node: ast.Call, names: dict[str, str]) -> Iterator[Note]:
     function, attributes = node.func, []
     while isinstance(function, ast.Attribute):
         attributes.append(function.attr)
         function = function.value
-    is_theirs = isinstance(function, ast.Name) and function.id in names
-    if is_theirs and isinstance(function, ast.Name):
-        name = (attributes or [names[function.id]])[0].rpartition(".")[2]
-        rules = _RULES_OF.get(name, [])
-    else:
-        name = attributes[0] if attributes else ""
-        rules = _RULES_OF.get(name if name in _METHODS else f".{name}", [])
-    for rule in rules:
+    theirs = names.get(function.id, "") if isinstance(function, ast.Name) else ""
+    name = attributes[0] if attributes else theirs.rpartition(".")[2]
+    for rule in _RULES_OF.get(name if theirs else f".{name}", ()):
         if rule.section == "not-included" and not attributes:
             continue  # reported where it is imported
         if rule.applies(node):

@@ -123,21 +123,20 @@ class EMAHandler(Serializable):
         self.model = _unwrapped(model)
         if ema_model is not None:
             check_type("ema_model", ema_model, nn.Module, "a torch.nn.Module")
-            if _layout(_unwrapped(ema_model)) != _layout(self.model):
+            self.ema_model = _unwrapped(ema_model)
+            if _layout(self.ema_model) != _layout(self.model):
                 raise ValueError("ema_model must have the parameters of model, sharded in the same way")
-        self.ema_model = self._copy() if ema_model is None else _unwrapped(ema_model)
-        self.ema_model.requires_grad_(False).train(handle_buffers == "ema_train")
-        self._pair_tensors()
-        if ema_model is not None:
-            self.ema_model.load_state_dict(self.model.state_dict())
-
-    def _copy(self) -> nn.Module:
-        if any(outermost_sharded(self.model)):
+        elif any(outermost_sharded(self.model)):
             raise ValueError(
                 "model was sharded by fully_shard, which does not allow copies: pass ema_model, another model that was "
                 "built and sharded in the same way"
             )
-        return deepcopy(self.model)
+        else:
+            self.ema_model = deepcopy(self.model)
+        self.ema_model.requires_grad_(False).train(handle_buffers == "ema_train")
+        self._pair_tensors()
+        if ema_model is not None:
+            self.ema_model.load_state_dict(self.model.state_dict())
 
     def attach(
         self,

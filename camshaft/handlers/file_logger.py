@@ -92,12 +92,16 @@ class FileLogger(base_logger.BaseLogger, ABC):
         if file is not None:
             file.close()
 
-    def _records(self) -> list[Record]:
-        return self._read(self.path.read_bytes()) if self.path.exists() else []
+    def _records(self, content: bytes | None = None) -> list[Record]:
+        """Return the records in the file, without a last one that is cut off."""
+        if content is None:
+            content = self.path.read_bytes() if self.path.exists() else b""
+        records = self._read(content[: content.rfind(b"\n") + 1])
+        return [{**record, STEP: int(record[STEP])} for record in records]
 
     @abstractmethod
     def _read(self, content: bytes) -> list[Record]:
-        """Read the records in a file, without a last one that is cut off."""
+        """Read the records in the lines of a file."""
 
     @abstractmethod
     def _line(self, record: Record) -> bytes:
@@ -123,7 +127,7 @@ class FileLogger(base_logger.BaseLogger, ABC):
         try:
             if content and b"\n" not in content:
                 raise ValueError("there is no complete line")
-            self._read(content)
+            self._records(content)
         except (ValueError, KeyError, TypeError) as error:
             self.close()
             kind = type(self).__name__
@@ -191,7 +195,7 @@ class CSVLogger(FileLogger):
         if record.keys() <= set(columns):
             super()._append(record)
             return
-        records = self._read(self.path.read_bytes())
+        records = self._records()
         self._columns = [*self._columns, *(name for name in record if name not in self._columns)]
         try:
             self._replace([*records, record])
@@ -203,12 +207,11 @@ class CSVLogger(FileLogger):
         if not content:
             self._columns = []
             return []
-        header, *rows = csv.reader(content[: content.rfind(b"\n") + 1].decode().splitlines())
+        header, *rows = csv.reader(content.decode().splitlines())
         if header[:2] != [STEP, TIME]:
             raise ValueError(f"the columns are {header}")
         self._columns = header
-        records = [{name: cell for name, cell in zip(header, row, strict=True) if cell != ""} for row in rows]
-        return [{**record, STEP: int(record[STEP])} for record in records]
+        return [{name: cell for name, cell in zip(header, row, strict=True) if cell != ""} for row in rows]
 
     def _formatted(self, records: Iterable[Record]) -> bytes:
         return self._line({name: name for name in self._columns}) + super()._formatted(records)
@@ -247,8 +250,7 @@ class JSONLinesLogger(FileLogger):
     suffix = ".jsonl"
 
     def _read(self, content: bytes) -> list[Record]:
-        records = [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
-        return [{**record, STEP: int(record[STEP])} for record in records]
+        return [json.loads(line) for line in content.splitlines()]
 
     def _line(self, record: Record) -> bytes:
         for name, value in record.items():

@@ -42,7 +42,7 @@ _AHEAD = (_FSDP, _DDP, "torch.distributed", _WORK)
 _POINT_TO_POINT = ("send", "recv", "send_object_list", "recv_object_list")  # wait for one rank, not for a group
 _WAITING_IN_TORCH = re.compile(r"/torch/(distributed/|nn/parallel/distributed\.py)")
 
-_MPI = os.path.join("camshaft", "distributed", "backends", "mpi", "process_group.py")
+_MPI = os.path.join("camshaft", "distributed", "backends", "mpi.py")
 
 _SETTLED = 0.5  # age in seconds from which a running entry of a job with dead processes is read
 _STALE = 10.0  # age in seconds from which a status shows that the watcher's thread does not run

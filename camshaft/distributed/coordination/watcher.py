@@ -34,11 +34,12 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from camshaft import activity
 from camshaft.activity import summary
 from camshaft.distributed.backend import Backend, Resource
+from camshaft.distributed.connections import connections_to, fail_if_silent, is_local, server_of
 from camshaft.distributed.coordination import diagnosis
 from camshaft.distributed.coordination.waiting import store_at
 from camshaft.distributed.record import STACKS, Entry, Record, Snapshot, find, read, remove
@@ -51,8 +52,10 @@ _SURE = 1.0  # the same in a job in which values did not belong together
 COMPARISON = 5.0  # seconds between two comparisons of calls that blocked nobody
 ANSWER = 4.0  # seconds that another node has to answer; then a rank is judged without it
 LOST = 60.0  # seconds without any answer after which a node is taken for lost: an extension may hold the GIL as long
+UNREACHABLE = 15.0  # the same for the host of the store, whose kernel answers; torchrun waits as long for a heartbeat
 SHARING = 10.0  # seconds between two exchanges of shared values among nodes
 AGAIN = 600.0  # seconds until a rank that still waits is reported again
+_SILENCE = 5.0  # seconds without a packet from the host of the store after which a request fails
 _SEARCH = 10.0  # seconds between two searches for records of more ranks than are known to be on this node
 _LONGEST_BREAK = 60.0  # seconds between two questions of the same rank
 _LEARNING = 6.0  # seconds that a rank waits to learn why an operation failed
@@ -65,6 +68,8 @@ _KEPT = 50  # announcements that a record repeats
 _MOST_NOTES, _LONGEST_TRACEBACK = 3, 8000
 _FINAL = ("failure/", "verdict")
 _NO_ANSWER = "does not answer, nor does its node"
+_BESIDE_STORE = "beside store"  # topic of a rank on the host of the store
+_IS_SILENT = re.compile("timed out|no route to host|unreachable|host is down", re.IGNORECASE)  # else, it has answered
 OUR_OWN = (RankDivergenceError, RankFailedError, NotImplementedError)
 _LOST = re.compile("connection|socket|peer|timed? ?out|broken pipe|closed|abort|nccl|released|left", re.IGNORECASE)
 _LIBRARIES = tuple(os.path.join(os.path.dirname(str(module.__file__)), "") for module in (activity, torch))
@@ -103,7 +108,8 @@ class Watcher(Resource):
         self._main = main_thread().ident or get_ident()
         self._agent, self._end_at = agent, math.inf
         self._store: Store | None = None
-        self._is_lost = self._is_closed = False
+        self._is_lost = self._is_closed = self._is_beside_store = False
+        self._silent_since = math.inf  # while the host of the store does not answer
         self.has_connected, self.is_everywhere = Event(), False
         self._callbacks: dict[str, Callback] = {}
         self._exchanges: dict[str, Exchange] = {}
@@ -273,6 +279,8 @@ class Watcher(Resource):
             if now >= due:
                 try:
                     self.look(now)
+                except dist.DistError as error:
+                    self._lose_store(error)
                 except Exception:  # the job must not end because nobody watches it
                     if self._is_closed:
                         break
@@ -305,10 +313,15 @@ class Watcher(Resource):
             local = self._local()
         is_orphan = self._agent is not None and os.getppid() != self._agent
         has_ended = is_orphan or any(not one.is_alive or (leads and one.status.get("left")) for one in local.values())
-        if has_ended and self._store is not None and not _is_reachable(self._store):
-            self._is_lost = True  # torch would print a stack where it finds this out
+        if has_ended and self._store is not None:
+            is_served = _is_served(self._store)
+            if is_served is False or (is_served is None and self._is_beside_store):
+                self._is_lost = True  # torch would print a stack where it finds this out
         if is_orphan:
             self._end_without_agent(now)
+        has_other_nodes = self._backend.topology.local_world_size < self._size
+        if leads and has_other_nodes and self._is_beside_store and _BESIDE_STORE not in self._news:
+            self.announce(_BESIDE_STORE, self._rank)
         if self._backend.job.verdict is None or self._outgoing or self._left is not None:
             self._exchange(leads)
         if self._left is None:
@@ -363,20 +376,28 @@ class Watcher(Resource):
             os.close(self._siblings.popitem()[1])
 
     def _connect(self) -> None:
-        """Open a connection of this thread's own, and learn the name of the job."""
+        """Open a connection of this thread's own, and learn the name of the job; again after the host was silent."""
         store = store_at(self._backend, f"camshaft/{self._backend.job.number}/watcher")
         if store is None:
             return
         try:
-            if _tcp(store) is not None:
+            if server_of(store) is not None:
+                others = connections_to(store)
                 store = store.clone()  # type: ignore[attr-defined]  # torch's stubs
+                opened = list(connections_to(store) - others)
+                # Without its own network, this host does not even reach itself, which says nothing about the store.
+                self._is_beside_store = any(map(is_local, opened))
+                if len(opened) == 1 and not self._is_beside_store:  # else, another thread has opened one meanwhile
+                    fail_if_silent(opened[0], _SILENCE)
             name = store.compare_set("job", "", uuid.uuid4().hex).decode()
             if self._record is not None:
                 self._record.job = name
-            store.add("connected", 1)
+            if not self.has_connected.is_set():
+                store.add("connected", 1)
         except RuntimeError as error:  # of torch
             self._lose_store(error)
-        self._store = store
+        else:
+            self._store = store
 
     def _local(self, with_entries: bool = True) -> dict[int, Snapshot]:
         """Return what the records of this node say, by rank."""
@@ -406,9 +427,12 @@ class Watcher(Resource):
 
     def _exchange(self, leads: bool) -> None:
         """Append what this rank announces to the list in the store; a leader also reads that list."""
+        if self._silent_since < math.inf and not self._is_lost:
+            self._reconnect()
         store = self._store
         if store is None or self._is_lost:
-            self._outgoing.clear()
+            if self._silent_since == math.inf:
+                self._outgoing.clear()
             return
         try:
             while (self._outgoing or leads) and store.check([str(self._num_read)]):
@@ -427,8 +451,18 @@ class Watcher(Resource):
 
     def _lose_store(self, error: Exception) -> None:
         logger.info("rank %d lost the store of the job: %s", self._rank, error)
-        self._is_lost = True
-        self._outgoing.clear()
+        if _IS_SILENT.search(str(error)) and not self._is_beside_store:
+            self._store, self._silent_since = None, time.monotonic() - _SILENCE
+        else:
+            self._is_lost = True
+            self._outgoing.clear()
+
+    def _reconnect(self) -> None:
+        """Connect to the store again if its host answers again."""
+        if (store := store_at(self._backend, "")) is not None and (is_served := _is_served(store)) is not None:
+            self._silent_since, self._is_lost = math.inf, not is_served
+            if is_served:
+                self._connect()
 
     def _take(self, entry: bytes) -> None:
         topic, content = json.loads(entry)
@@ -488,6 +522,10 @@ class Watcher(Resource):
             if gathered is None:
                 return
             ranks = gathered
+        elif waiting and now - self._silent_since > UNREACHABLE:
+            beside: int = self._news.get(_BESIDE_STORE, self._rank)
+            if beside not in (self._rank, *local):
+                ranks = local | {beside: self._departed(beside, _NO_ANSWER)}
         kind, text = _judgement(list(ranks.values()), waiting or [self._rank], now, is_lost)
         is_certain = is_lost or not waiting or ranks is not local or text == self._suspicion
         if text is not None and is_certain:
@@ -558,9 +596,12 @@ class Watcher(Resource):
                 how = _NO_ANSWER
             else:
                 continue
-            found[rank] = Snapshot(Path(), "", rank, self._size, 0, False, "", {"left": how}, ())
+            found[rank] = self._departed(rank, how)
         self._elsewhere = found, now
         return found | local
+
+    def _departed(self, rank: int, how: str) -> Snapshot:
+        return Snapshot(Path(), "", rank, self._size, 0, False, "", {"left": how}, ())
 
     def _answer(self) -> None:
         """Answer the queries of other leaders with the records of this node."""
@@ -670,19 +711,16 @@ def _error(final: dict[str, Any]) -> RuntimeError:
     return error
 
 
-def _tcp(store: Store) -> TCPStore | None:
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store if isinstance(store, TCPStore) else None
-
-
-def _is_reachable(store: Store) -> bool:
-    if (server := _tcp(store)) is None:
+def _is_served(store: Store) -> bool | None:
+    """Return whether the process that serves a store still does; ``None`` if its host does not answer."""
+    if (server := server_of(store)) is None:
         return True
     try:
         socket.create_connection((server.host, server.port), _TELLING).close()
-    except OSError:
+    except (ConnectionRefusedError, ConnectionResetError):
         return False
+    except OSError:  # it timed out, for example, or the name of the host could not be resolved
+        return None
     return True
 
 

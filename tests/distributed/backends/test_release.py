@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import camshaft.distributed as idist
 from camshaft.distributed.backends.native import release
-from camshaft.distributed.backends.native.release import connections_to
+from camshaft.distributed.connections import connections, connections_to
 from camshaft.distributed.coordination import watcher
 from camshaft.distributed.run import current
 from tests.ranks import on_ranks, run_on_ranks
@@ -162,7 +162,7 @@ def test_the_connections_of_a_store_are_those_to_its_server():
 def test_the_default_timeout_of_sockets_is_not_applied_to_the_connections_of_others():
     server = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
     (ours,) = connections_to(server)
-    descriptors = {descriptor: os.get_blocking(descriptor) for descriptor, _, _ in release._connections()}
+    descriptors = {descriptor: os.get_blocking(descriptor) for descriptor, _, _ in connections()}
     socket.setdefaulttimeout(5)
     try:
         assert connections_to(server) == {ours}

@@ -246,6 +246,40 @@ def test_all_callbacks_are_called_once_the_store_is_lost():
         assert called.wait(10)
 
 
+@pytest.mark.usefixtures("fast")
+def test_a_watcher_connects_again_once_the_host_of_the_store_answers_or_notices_that_its_process_has_ended():
+    silence = dist.DistNetworkError("recvValue failed: Connection timed out")
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    called, is_served = threading.Event(), module._is_served
+    is_elsewhere = mock.patch.object(module, "is_local", return_value=False)
+    with is_elsewhere, watching(store) as first, watching(store, 1) as second:
+        assert first.has_connected.wait(30)
+        assert second.has_connected.wait(30)
+        second.watch("stop", lambda: (called.set(), math.inf)[1])
+        for watcher in (first, second):
+            watcher._lose_store(silence)
+        first.announce("stop")
+        assert called.wait(30)
+        with mock.patch.object(module, "_is_served", return_value=None):  # silent until its process has ended
+            second._lose_store(silence)
+            began = time.monotonic()
+            assert not outlasting(lambda: second._status["time"] < began)  # its last request has ended
+            del server
+            assert not outlasting(lambda: is_served(store))
+            assert not second._is_lost
+        assert not outlasting(lambda: not second._is_lost)
+
+
+def test_a_host_that_serves_the_store_does_not_take_itself_for_lost():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with watching(server) as watcher:
+        assert not outlasting(lambda: not watcher._is_beside_store)
+        watcher._lose_store(dist.DistNetworkError("recvValue failed: Connection timed out"))
+        assert watcher._silent_since == math.inf
+        assert watcher._is_lost
+
+
 @on_ranks(2)
 def test_folders_are_not_searched_once_the_records_of_all_ranks_are_known():
     await_watchers()

@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from camshaft.distributed.backend import Backend, Group, Work, accelerator, check_known
 from camshaft.distributed.backends.dtypes import FLOAT8, as_bytes, check_reducible, from_bytes, reduced_wider
 from camshaft.distributed.backends.native import gloo
-from camshaft.distributed.backends.native.release import connections_to, release_groups
+from camshaft.distributed.backends.native.release import release_groups
 from camshaft.distributed.backends.native.rendezvous import open_store
+from camshaft.distributed.connections import connections_to
 from camshaft.distributed.topology import Launch, Topology
 from camshaft.sharding import is_wrapped
 
