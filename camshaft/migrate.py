@@ -474,20 +474,13 @@ class _Rewriting:
             # not where the parser is wrong, as it was in some f-strings before Python 3.12
             (move if new and self.source[start:end] == head else stay).append(use)
         alias_stays = head != "ignite" and not stay  # `import camshaft as ig`
+        package = head if alias_stays else "camshaft"
         for use in move:
             is_contrib = [one.attr for one in use.chain[:2]] == ["contrib", "handlers"]
-            name = head if alias_stays else "camshaft"
-            if is_contrib:
-                edits.append((self._span(use.head)[0], self._span(use.chain[1])[1], f"{name}.handlers"))
-            elif name != head:
-                edits.append((*self._span(use.head), name))
-        results: list[list[str]] = []
-        for _, alias in binders:
-            new = moved(alias.name)
-            if alias.name == "ignite":
-                results.append(["camshaft"] if not stay else ["ignite"])
-            else:
-                results.append([new or alias.name])
+            last, suffix = (use.chain[1], ".handlers") if is_contrib else (use.head, "")
+            edits.append((self._span(use.head)[0], self._span(last)[1], package + suffix))
+        new_names = [None if stay and alias.name == "ignite" else moved(alias.name) for _, alias in binders]
+        results = [[new or alias.name] for new, (_, alias) in zip(new_names, binders, strict=True)]
         names = [name.partition(".")[0] for result in results for name in result]
         if move and "camshaft" not in names:
             results[0].insert(0, "camshaft")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from numbers import Integral
+from types import FunctionType, MethodType
 from typing import Any, ClassVar
 
 from camshaft.base import Serializable
@@ -26,7 +27,8 @@ _ITERATION_STARTED, _ITERATION_COMPLETED = Events.ITERATION_STARTED, Events.ITER
 class BaseParamScheduler(Serializable, ABC):
     """Base class of handlers that set a parameter each time they are called.
 
-    The attributes named in ``_state_dict_all_req_keys`` are the state; subclasses extend the tuple.
+    The attributes named in ``_state_dict_all_req_keys`` are the state; subclasses extend the tuple. Of a callable
+    object its attributes are saved, of a function nothing.
 
     Args:
         param_name: name of the parameter.
@@ -91,7 +93,7 @@ class BaseParamScheduler(Serializable, ABC):
         memo = _memo(self)
         keys = self._state_dict_all_req_keys
         state = OrderedDict((name, copy.deepcopy(_state_of(getattr(self, name)), memo)) for name in keys)
-        state.update(self._last_call())
+        state.update(last_iteration=self._last_iteration, first_repeated=self._first_repeated)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -121,7 +123,8 @@ class BaseParamScheduler(Serializable, ABC):
 
     def _restore(self, state_dict: Mapping[str, Any]) -> None:
         memo = _memo(self)
-        self._restore_last_call(state_dict)
+        self._last_iteration = state_dict.get("last_iteration")  # older states have neither, or only this one
+        self._first_repeated = state_dict.get("first_repeated", self._last_iteration)
         for name in self._state_dict_all_req_keys:
             value, saved = getattr(self, name), copy.deepcopy(state_dict[name], memo)
             if hasattr(value, "load_state_dict"):
@@ -129,8 +132,10 @@ class BaseParamScheduler(Serializable, ABC):
             elif isinstance(value, list) and value and hasattr(value[0], "load_state_dict"):
                 for one, state in zip(value, saved, strict=True):
                     one.load_state_dict(state)
-            else:
+            elif not callable(value):
                 setattr(self, name, saved)
+            elif saved is not None and (attributes := _attributes_of(value)) is not None:
+                attributes.update(saved)
 
     def _was_counted(self, engine: Engine[Any, Any]) -> bool:
         """Return whether a resumed run continues an epoch, or repeats an iteration, in which it was called.
@@ -152,14 +157,6 @@ class BaseParamScheduler(Serializable, ABC):
         if run is not None and run.window is not None:
             self._first_repeated = iteration - (run.begun - run.window) + 1
 
-    def _last_call(self) -> dict[str, int | None]:
-        """Return the part of the state that :meth:`_was_counted` needs."""
-        return {"last_iteration": self._last_iteration, "first_repeated": self._first_repeated}
-
-    def _restore_last_call(self, state_dict: Mapping[str, Any]) -> None:
-        self._last_iteration = state_dict.get("last_iteration")  # older states have neither, or only this one
-        self._first_repeated = state_dict.get("first_repeated", self._last_iteration)
-
     def _record(self, engine: Engine[Any, Any], name: str, entry: Any) -> None:
         """Append an entry to the history."""
         state = engine.state
@@ -171,7 +168,17 @@ class BaseParamScheduler(Serializable, ABC):
 def _state_of(value: Any) -> Any:
     if isinstance(value, list):
         return [_state_of(one) for one in value]
-    return value.state_dict() if hasattr(value, "state_dict") else value
+    if hasattr(value, "state_dict"):
+        return value.state_dict()
+    return _attributes_of(value) if callable(value) else value
+
+
+def _attributes_of(function: Any) -> dict[str, Any] | None:
+    """Return the attributes of a callable object; functions could not be loaded safely."""
+    attributes = getattr(function, "__dict__", None)
+    if isinstance(function, (FunctionType, MethodType)) or not isinstance(attributes, dict):
+        return None
+    return None if "__wrapped__" in attributes else attributes
 
 
 def _memo(scheduler: BaseParamScheduler) -> dict[int, Any]:

@@ -6,13 +6,10 @@ milestones take effect one event earlier here.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from abc import abstractmethod
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType, MethodType
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from camshaft.engine.engine import Engine
@@ -147,29 +144,6 @@ class LambdaStateScheduler(StateParamScheduler):
     def get_param(self) -> Any:
         """Return the value for ``event_index``."""
         return self.lambda_obj(self.event_index)
-
-    def state_dict(self) -> OrderedDict[str, Any]:
-        """Return ``event_index``, and the attributes of ``lambda_obj`` if it is an object that has some."""
-        return OrderedDict(
-            event_index=self.event_index,
-            param_name=self.param_name,
-            lambda_obj=copy.deepcopy(self._attributes()),
-            **self._last_call(),
-        )
-
-    def _restore(self, state_dict: Mapping[str, Any]) -> None:
-        attributes = self._attributes()
-        if attributes is not None and state_dict["lambda_obj"] is not None:
-            attributes.update(copy.deepcopy(state_dict["lambda_obj"]))
-        self.event_index, self.param_name = state_dict["event_index"], state_dict["param_name"]
-        self._restore_last_call(state_dict)
-
-    def _attributes(self) -> dict[str, Any] | None:
-        """Return the attributes of a callable object; functions could not be loaded safely."""
-        attributes = getattr(self.lambda_obj, "__dict__", None)
-        if isinstance(self.lambda_obj, (FunctionType, MethodType)) or not isinstance(attributes, dict):
-            return None
-        return None if "__wrapped__" in attributes else attributes
 
 
 class PiecewiseLinearStateScheduler(StateParamScheduler):
