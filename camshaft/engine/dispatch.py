@@ -210,7 +210,6 @@ class Plan:
         self.keywords: Mapping[str, Any] = {}
         self.registrations: tuple[Registration, ...] = ()
         self._newest = 0
-        self._counted_since = self._counted_due = NEVER  # the range of the filters by count
         self._replan()
 
     def add(self, registration: Registration) -> None:
@@ -268,24 +267,22 @@ class Plan:
         count = self.count(engine)
         if self._counted_since < count < self._counted_due:
             return self._uncounted
-        self._counted_since = count
-        self._counted_due = min(one.filter.following(count) for one in self.registrations if one.filter is not None)
-        self._publish_range()
+        self._set_range(count, min(one.filter.following(count) for one in self.registrations if one.filter is not None))
         return [one for one in self.registrations if one.accepts(engine, count)]
 
     def _replan(self) -> None:
         """Drop what was planned; the next firing plans again."""
         self._uncounted = tuple(one for one in self.registrations if one.filter is None)
-        self._counted_since = self._counted_due = NEVER
-        self._publish_range()
+        self._set_range(NEVER, NEVER)
 
-    def _publish_range(self) -> None:
-        if self._uncounted:
-            self.since = self.due = NEVER
-        elif not self.registrations:
-            self.since, self.due = -NEVER, NEVER
-        else:
-            self.since, self.due = self._counted_since, self._counted_due
+    def _set_range(self, since: int, due: int) -> None:
+        """Set the range in which no filter by count accepts; handlers without one are due at any count."""
+        self._counted_since, self._counted_due = since, due
+        if not self.registrations:
+            since, due = -NEVER, NEVER
+        elif self._uncounted:
+            since = due = NEVER
+        self.since, self.due = since, due
 
 
 class Dispatcher:

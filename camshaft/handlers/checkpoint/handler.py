@@ -8,7 +8,7 @@ import math
 import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from numbers import Integral, Number
 from os import PathLike
 from pathlib import Path
@@ -243,11 +243,12 @@ class Checkpoint(Serializable):
         check_save_on_rank(save_on_rank)
         if sharded:
             _check_can_shard(save_handler, filename_pattern)
+        self.to_save = to_save
         self._unresumed = len(found)  # checkpoints of earlier runs in the directory, which were not resumed yet
         if found:  # a run fails at its start rather than at its first save
-            for one in (one for _, one in walk(dict(to_save), "state_dict") if isinstance(one, Engine)):
-                one.add_event_handler(Events.STARTED, self._check_is_resumed, order=Order.LAST)
-        self.to_save = to_save
+            for one in self._objects():
+                if isinstance(one, Engine):
+                    one.add_event_handler(Events.STARTED, self._check_is_resumed, order=Order.LAST)
         self.save_handler = save_handler
         self.filename_prefix = filename_prefix
         self.score_function = score_of_metric(score_name) if score_name and not score_function else score_function
@@ -317,12 +318,10 @@ class Checkpoint(Serializable):
             step, score, priority = next(values for writes, values in proposals if writes)
         else:
             step, score, priority = self._ranking(engine)
-        warns = is_writer(0 if save_on_rank == "node" else save_on_rank)
-        if warns:
-            self._warn_of_repeated_step(priority, engine)
-        if not always and not self._is_wanted(priority):
-            if warns:
-                self._warn_of_smaller_step(priority, engine)
+        is_wanted = always or self._is_wanted(priority)
+        if is_writer(0 if save_on_rank == "node" else save_on_rank):
+            self._warn_of_step(priority, engine, is_wanted)
+        if not is_wanted:
             return
         name = name_of(self.to_save)
         filename = self._filename(name, score, step)
@@ -427,7 +426,7 @@ class Checkpoint(Serializable):
         path = resume(self.to_save, saver.dirname, map_location=map_location, **kwargs)
         saved: dict[str, float] = {}
         if path is None:  # the run starts from the beginning, and so do handlers that are saved with this one
-            for _, one in walk(dict(self.to_save), "state_dict"):
+            for one in self._objects():
                 if isinstance(one, Checkpoint):
                     one._unresumed = 0
         else:
@@ -551,37 +550,38 @@ class Checkpoint(Serializable):
         new, lowest = _comparable(priority), _comparable(self._saved[0].priority)
         return new > lowest or (self.greater_or_equal and new == lowest)
 
-    def _warn_of_repeated_step(self, step: float, engine: Engine[Any, Any]) -> None:
-        """Warn once if an engine that is run again and again, as an evaluator is, arrives at a step saved before."""
-        before, self._last_run = self._last_run, (engine.run_line, engine.run_number)
-        is_plain = self.score_function is None and self.global_step_transform is None and not self.greater_or_equal
-        is_repeated = before != self._last_run and step in (item.priority for item in self._saved)
-        if not (is_plain and is_repeated) or self._has_warned or (outermost_engine() or engine) is engine:
-            return
-        self._has_warned = True
-        what = "nothing was saved" if len(self._saved) == self.n_saved else "the last checkpoint was overwritten"
-        hint = "pass score_name or score_function to keep the best, or a global_step_transform to keep the newest"
-        text = f"{what} on {engine.last_event_name!r}: this engine counts from 0 in each run, to step {step} again"
-        warnings.warn(f"{text}; {hint}", stacklevel=level_of_caller())
+    def _warn_of_step(self, step: float, engine: Engine[Any, Any], is_wanted: bool) -> None:
+        """Warn once if the step is not above those of the checkpoints kept.
 
-    def _warn_of_smaller_step(self, step: float, engine: Engine[Any, Any]) -> None:
-        """Warn once if nothing is saved because the steps have become smaller than those of the checkpoints kept."""
-        lowest = self._saved[0].priority
-        if self.score_function is not None or step >= lowest or self._has_warned:
+        The engine has started again from 0, or is run again and again, as an evaluator is, and repeats a step.
+        """
+        before, self._last_run = self._last_run, (engine.run_line, engine.run_number)
+        if self._has_warned or self.score_function is not None or not self._saved:
+            return
+        kept = [item.priority for item in self._saved]
+        counts_from_0 = self.global_step_transform is None and (outermost_engine() or engine) is not engine
+        if step in kept and before != self._last_run and counts_from_0 and not self.greater_or_equal:
+            what = "nothing was saved" if len(kept) == self.n_saved else "the last checkpoint was overwritten"
+            why = f"this engine counts from 0 in each run, to step {step} again"
+            hint = "pass score_name or score_function to keep the best, or a global_step_transform to keep the newest"
+        elif step < kept[0] and not is_wanted:
+            where = f" in '{saver.dirname}'" if isinstance(saver := self.save_handler, DiskSaver) else ""
+            what, why = "nothing was saved", f"step {step} is below {kept[0]}, the smallest step kept{where}"
+            hint = "call reset() before an engine is restarted from 0"
+            if counts_from_0:
+                remedy = "global_step_transform=global_step_from_engine(trainer)"
+                hint = f"this engine counts from 0 in each run, so pass {remedy}"
+            elif self._last_save is None and not any(isinstance(one, Engine) for one in self._objects()):
+                hint = "add the engine to to_save, so that a resumed run continues with the step of its checkpoint"
+        else:
             return
         self._has_warned = True
-        saves_engine = any(isinstance(one, Engine) for _, one in walk(dict(self.to_save), "state_dict"))
-        if self.global_step_transform is None and (outermost_engine() or engine) is not engine:
-            hint = (
-                "this engine counts from 0 in each run, so pass global_step_transform=global_step_from_engine(trainer)"
-            )
-        elif self._last_save is None and not saves_engine:
-            hint = "add the engine to to_save, so that a resumed run continues with the step of its checkpoint"
-        else:
-            hint = "call reset() before an engine is restarted from 0"
-        where = f" in '{saver.dirname}'" if isinstance(saver := self.save_handler, DiskSaver) else ""
-        text = f"nothing was saved on {engine.last_event_name!r}: step {step} is below {lowest}"
-        warnings.warn(f"{text}, the smallest step kept{where}; {hint}", stacklevel=level_of_caller())
+        text = f"{what} on {engine.last_event_name!r}: {why}; {hint}"
+        warnings.warn(text, stacklevel=level_of_caller())
+
+    def _objects(self) -> Iterator[Any]:
+        """Yield the objects that are saved."""
+        return (one for _, one in walk(dict(self.to_save), "state_dict"))
 
     def _filename(self, name: str, score: Any = None, global_step: Any = None) -> str:
         """Return the name of a file: ``[prefix_]name[_step][_score_name=score].pt``, or that of the pattern."""

@@ -171,8 +171,22 @@ class DiskSaver(BaseSaveHandler):
             check_save_on_rank(self.save_on_rank)  # the handler may be older than the job
             return
         path = self._path(filename)
+
+        def write(file: BinaryIO) -> Entry:
+            if path.suffix == SAFETENSORS:
+                file.write(as_safetensors(checkpoint))
+            else:
+                torch.save(checkpoint, file, **self.kwargs)
+            return self._manifest.new_entry(path.name, flush_and_sum(file), file.tell(), metadata or {})
+
         with _full_disk_named(path):
-            self._save(path, checkpoint, metadata or {})
+            if self.atomic:
+                entry = write_atomically(path, write, before_rename=self._manifest.write)
+            else:
+                with open(path, "wb") as file:
+                    entry = write(file)
+                self._manifest.write(entry)
+            self._manifest.remove(path.name, but=entry)
         if self._newest is None:
             _warn_if_unloadable(path)
         self._newest = path
@@ -315,22 +329,6 @@ class DiskSaver(BaseSaveHandler):
         (path / _MARK).unlink(missing_ok=True)
         with suppress(OSError):
             path.rmdir()
-
-    def _save(self, path: Path, checkpoint: Any, metadata: Mapping[str, Any]) -> None:
-        def write(file: BinaryIO) -> Entry:
-            if path.suffix == SAFETENSORS:
-                file.write(as_safetensors(checkpoint))
-            else:
-                torch.save(checkpoint, file, **self.kwargs)
-            return self._manifest.new_entry(path.name, flush_and_sum(file), file.tell(), metadata)
-
-        if self.atomic:
-            entry = write_atomically(path, write, before_rename=self._manifest.write)
-        else:
-            with open(path, "wb") as file:
-                entry = write(file)
-            self._manifest.write(entry)
-        self._manifest.remove(path.name, but=entry)
 
 
 @dataclass(frozen=True)

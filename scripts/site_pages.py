@@ -1,12 +1,16 @@
-"""Link the names of the API in the text of every page to where they are documented (a hook of mkdocs.yml).
+"""Finish the pages of the site (hooks of mkdocs.yml): link names of the API, and label the cells of wide tables.
 
 `EarlyStopping`, `Checkpoint.resume_latest`, `idist.device()`, and `Events.COMPLETED(every=2)` become links. A lowercase
 word on its own, such as `device` or `send`, is usually an argument or another library's, and does not.
+
+A table of three or more columns with code and text does not fit on a phone, where its cells are stacked (site.css):
+each cell gets the heading of its column as a label.
 """
 
 from __future__ import annotations
 
 import re
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,9 @@ PART = re.compile(
     r"|<code>(?P<prefix>(?:idist\.|camshaft\.(?:\w+\.)*)?)(?P<name>\w+)(?:\.(?P<member>\w+))?(?P<call>\([^<]*\))?</code>",
     re.DOTALL,
 )
+TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+CELL = re.compile(r"<t([hd])([^>]*)>(.*?)</t\1>", re.DOTALL)
+TAG = re.compile(r"<[^>]+>")
 identifiers: dict[str, str] = {}
 
 
@@ -28,7 +35,17 @@ def on_config(config: Any) -> None:
 
 
 def on_page_content(html: str, **arguments: Any) -> str:
-    return PART.sub(link, html)
+    return PART.sub(link, TABLE.sub(labelled, html))
+
+
+def labelled(table: re.Match[str]) -> str:
+    head, end, body = table[0].partition("</thead>")
+    headings, cells = ([TAG.sub("", cell[3]) for cell in CELL.finditer(part)] for part in (head, body))
+    has_text = any(len(cell) > 12 for number, cell in enumerate(cells) if number % len(headings))
+    if len(headings) < 3 or "<code>" not in body or not has_text:  # numbers are to be compared
+        return table[0]
+    columns = cycle(headings)
+    return head + end + CELL.sub(lambda cell: f'<td{cell[2]} data-label="{next(columns)}">{cell[3]}</td>', body)
 
 
 def link(part: re.Match[str]) -> str:
