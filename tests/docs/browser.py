@@ -57,7 +57,7 @@ async function search(words) {
 }
 
 async function visit({pages, searches, widths}) {
-    const seen = {widths: {}, found: []};
+    const seen = {widths: {}, cut: [], found: []};
     for (const width of widths) seen.widths[width] = {};
     for (const page of pages) {
         await open(page, widths[0]);
@@ -66,6 +66,8 @@ async function visit({pages, searches, widths}) {
             frame.style.width = `${width}px`;
             seen.widths[width][page] = content().scrollingElement.scrollWidth;
         }
+        for (const code of content().querySelectorAll("pre > code"))  // at the last, largest width
+            if (code.scrollWidth > code.clientWidth) seen.cut.push([page, code.textContent]);
     }
     await open("/index.html", 1200);
     seen.title = content().querySelector("article h1").firstChild.textContent;

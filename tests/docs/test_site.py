@@ -146,5 +146,10 @@ def test_no_page_scrolls_sideways_on_a_phone_or_a_screen(report: Report, pages: 
         assert {page: needed for page, needed in seen.items() if needed > int(width)} == {}
 
 
+def test_no_code_is_wider_than_a_screen(report: Report) -> None:
+    longest = [(page, max(code.splitlines(), key=len)) for page, code in report["cut"]]
+    assert not longest
+
+
 def test_no_request_leaves_the_machine(report: Report) -> None:
     assert report["refused"] == []
