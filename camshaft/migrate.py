@@ -254,7 +254,11 @@ class Note:
 def moved(path: str) -> str | None:
     """Return the camshaft name of a PyTorch-Ignite module, or of a name in it; ``None`` if camshaft does not have it.
 
-    >>> moved("ignite.contrib.handlers.tqdm_logger"), moved("ignite.handlers.EarlyStopping"), moved("ignite.metrics")
+    >>> (
+    ...     moved("ignite.contrib.handlers.tqdm_logger"),
+    ...     moved("ignite.handlers.EarlyStopping"),
+    ...     moved("ignite.metrics"),
+    ... )
     ('camshaft.handlers.tqdm_logger', 'camshaft.handlers.EarlyStopping', None)
     """
     _, *parts = path.split(".")
@@ -291,7 +295,9 @@ def migrate(source: str) -> tuple[str, list[Note]]:
     Raises:
         SyntaxError: the source is not valid.
 
-    >>> new, notes = migrate("from ignite import distributed as idist, metrics  # both\\nidist.show_config()\\n")
+    >>> new, notes = migrate(
+    ...     "from ignite import distributed as idist, metrics  # both\\nidist.show_config()\\n"
+    ... )
     >>> print(new, end="")
     from camshaft import distributed as idist  # both
     from ignite import metrics

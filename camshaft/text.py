@@ -70,7 +70,14 @@ def _columns(terminal: Any) -> int:
 def table(columns: Mapping[str, Mapping[str, str]], look: Look = _FILE, styles: Mapping[str, str] | None = None) -> str:
     """Return a table with a column per mapping, and a row per key of any of them; see :func:`aligned`.
 
-    >>> print(table({"horovodrun": {"rank": "HOROVOD_RANK=0"}, "environment": {"rank": "RANK=1", "world_size": "3"}}))
+    >>> print(
+    ...     table(
+    ...         {
+    ...             "horovodrun": {"rank": "HOROVOD_RANK=0"},
+    ...             "environment": {"rank": "RANK=1", "world_size": "3"},
+    ...         }
+    ...     )
+    ... )
                 horovodrun      environment
     rank        HOROVOD_RANK=0  RANK=1
     world_size  -               3

@@ -55,7 +55,11 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
 
     >>> detect({}) is None
     True
-    >>> print(detect({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}).topology)
+    >>> print(
+    ...     detect(
+    ...         {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ...     ).topology
+    ... )
     rank=1, world_size=2, local_rank=1, local_world_size=2, node_rank=0, num_nodes=1
     """
     # a process that a worker of torchrun started may have only the id of the run
@@ -144,7 +148,9 @@ def read(launcher: str, environ: Mapping[str, str]) -> Launch | None:
     Raises:
         RuntimeError: rank or size is missing, or a value is invalid.
 
-    >>> read("openmpi", {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}).topology.world_size
+    >>> read(
+    ...     "openmpi", {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+    ... ).topology.world_size
     2
     """
     names = _VARIABLES[launcher]

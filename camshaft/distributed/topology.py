@@ -88,7 +88,9 @@ def complete(known: Mapping[str, int]) -> tuple[Topology, tuple[str, ...]]:
     Raises:
         ValueError: the numbers contradict each other.
 
-    >>> topology, assumed = complete({"rank": 2, "world_size": 4, "local_rank": 0, "local_world_size": 2})
+    >>> topology, assumed = complete(
+    ...     {"rank": 2, "world_size": 4, "local_rank": 0, "local_world_size": 2}
+    ... )
     >>> topology.node_rank, topology.num_nodes, assumed
     (1, 2, ('num_nodes', 'node_rank'))
     """

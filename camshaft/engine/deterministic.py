@@ -37,7 +37,10 @@ def update_dataloader(dataloader: DataLoader[Any], new_batch_sampler: BatchSampl
     batch sampler, are reset.
 
     >>> loader = DataLoader(range(6), batch_size=2)
-    >>> [batch.tolist() for batch in update_dataloader(loader, BatchSampler(range(6), 3, drop_last=False))]
+    >>> [
+    ...     batch.tolist()
+    ...     for batch in update_dataloader(loader, BatchSampler(range(6), 3, drop_last=False))
+    ... ]
     [[0, 1, 2], [3, 4, 5]]
     """
     updated = copy.copy(dataloader)

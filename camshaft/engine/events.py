@@ -280,7 +280,10 @@ _MEANT = {
 def meant(name: str, names: Iterable[str]) -> str | None:
     """Return the name of an event that resembles another name, or ``None``.
 
-    >>> [meant(name, Events.__members__) for name in ("epoch_end", "on_train_batch_start", "EPOCH_STRTED", "forward")]
+    >>> [
+    ...     meant(name, Events.__members__)
+    ...     for name in ("epoch_end", "on_train_batch_start", "EPOCH_STRTED", "forward")
+    ... ]
     ['EPOCH_COMPLETED', 'ITERATION_STARTED', 'EPOCH_STARTED', None]
     """
 

@@ -80,7 +80,9 @@ def supervised_training_step(
         ValueError: as for :func:`create_supervised_trainer`.
 
     >>> model = torch.nn.Linear(1, 1)
-    >>> step = supervised_training_step(model, torch.optim.SGD(model.parameters(), 0.1), torch.nn.MSELoss())
+    >>> step = supervised_training_step(
+    ...     model, torch.optim.SGD(model.parameters(), 0.1), torch.nn.MSELoss()
+    ... )
     >>> from camshaft.engine import Engine
     >>> losses: list[float] = []
     >>> trainer = Engine(step)
@@ -165,7 +167,9 @@ def supervised_training_step_amp(
 
     >>> model = torch.nn.Linear(1, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    >>> step = supervised_training_step_amp(model, optimizer, torch.nn.MSELoss(), amp_dtype=torch.bfloat16)
+    >>> step = supervised_training_step_amp(
+    ...     model, optimizer, torch.nn.MSELoss(), amp_dtype=torch.bfloat16
+    ... )
     >>> isinstance(step(None, (torch.ones(2, 1), torch.zeros(2, 1))), float)
     True
     """

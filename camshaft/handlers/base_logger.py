@@ -644,7 +644,10 @@ class Reached:
     >>> from camshaft.handlers.file_logger import OutputHandler
     >>> trainer = Engine(lambda engine, batch: None)
     >>> trainer.state.epoch, trainer.state.iteration = 2, 20
-    >>> by_iteration, by_epoch = OutputHandler("training", "all"), OutputHandler("training", ["accuracy"])
+    >>> by_iteration, by_epoch = (
+    ...     OutputHandler("training", "all"),
+    ...     OutputHandler("training", ["accuracy"]),
+    ... )
     >>> attached = [
     ...     RemovableEventHandle(Events.ITERATION_COMPLETED, by_iteration, trainer),
     ...     RemovableEventHandle(Events.EPOCH_COMPLETED, by_epoch, trainer),

@@ -41,7 +41,9 @@ class BatchSizeScheduler(SteppedScheduler):
     >>> from camshaft.engine import Engine
     >>> loader = DataLoader(range(12), batch_size=2)
     >>> trainer = Engine(lambda engine, batch: print(batch.tolist()))
-    >>> handle = BatchSizeScheduler(loader, lambda epoch: 4 + 2 * epoch, adapt_epoch_length=True).attach(trainer)
+    >>> handle = BatchSizeScheduler(
+    ...     loader, lambda epoch: 4 + 2 * epoch, adapt_epoch_length=True
+    ... ).attach(trainer)
     >>> state = trainer.run(loader, max_epochs=2)
     [0, 1, 2, 3]
     [4, 5, 6, 7]

@@ -51,7 +51,10 @@ class ClearMLLogger(base_logger.ServiceLogger):
     >>> trainer = Engine(lambda engine, batch: 1 / batch)
     >>> with ClearMLLogger(project_name="digits", task_name="first") as logger:  # doctest: +SKIP
     ...     handle = logger.attach_output_handler(
-    ...         trainer, Events.ITERATION_COMPLETED(every=2), "training", output_transform=lambda loss: {"loss": loss}
+    ...         trainer,
+    ...         Events.ITERATION_COMPLETED(every=2),
+    ...         "training",
+    ...         output_transform=lambda loss: {"loss": loss},
     ...     )
     ...     state = trainer.run([1, 2, 4, 8])
     """

@@ -69,7 +69,9 @@ class EarlyStopping(Serializable, ResettableHandler):
     >>> stopping = EarlyStopping(2, lambda engine: engine.state.output, trainer)
     >>> stopping.attach(evaluator)
     >>> scores = iter([0.5, 0.7, 0.6, 0.7, 0.9])
-    >>> handle = trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run([next(scores)]))
+    >>> handle = trainer.add_event_handler(
+    ...     Events.EPOCH_COMPLETED, lambda: evaluator.run([next(scores)])
+    ... )
     >>> trainer.run(range(10), max_epochs=5).epoch
     4
     """

@@ -179,7 +179,9 @@ class CSVLogger(FileLogger):
     >>> trainer = Engine(lambda engine, batch: {"loss": 1 / batch})
     >>> with tempfile.TemporaryDirectory() as folder, CSVLogger(folder) as logger:
     ...     every_second = Events.ITERATION_COMPLETED(every=2)
-    ...     handle = logger.attach_output_handler(trainer, every_second, "training", output_transform=lambda o: o)
+    ...     handle = logger.attach_output_handler(
+    ...         trainer, every_second, "training", output_transform=lambda o: o
+    ...     )
     ...     state = trainer.run([1, 2, 4, 8])
     ...     for row in csv.DictReader(logger.path.read_text().splitlines()):
     ...         print(row["step"], row["training/loss"])
@@ -241,7 +243,9 @@ class JSONLinesLogger(FileLogger):
     >>> trainer = Engine(lambda engine, batch: {"loss": 1 / batch})
     >>> with tempfile.TemporaryDirectory() as folder, JSONLinesLogger(folder) as logger:
     ...     every_second = Events.ITERATION_COMPLETED(every=2)
-    ...     handle = logger.attach_output_handler(trainer, every_second, "training", output_transform=lambda o: o)
+    ...     handle = logger.attach_output_handler(
+    ...         trainer, every_second, "training", output_transform=lambda o: o
+    ...     )
     ...     state = trainer.run([1, 2, 4, 8])
     ...     [json.loads(line)["training/loss"] for line in logger.path.read_text().splitlines()]
     [0.5, 0.125]

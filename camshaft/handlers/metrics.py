@@ -67,8 +67,10 @@ def attach_metrics(
     >>> class Largest:
     ...     def reset(self):
     ...         self.value = 0
+    ...
     ...     def update(self, y_pred, y):
     ...         self.value = max(self.value, abs(y_pred - y))
+    ...
     ...     def compute(self):
     ...         return self.value
     >>> evaluator = Engine(lambda engine, batch: batch)
@@ -325,7 +327,9 @@ class RunningAverage(Serializable):
 
     >>> trainer = Engine(lambda engine, batch: torch.tensor(batch))
     >>> RunningAverage(alpha=0.5).attach(trainer, "loss")
-    >>> _ = trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: print(trainer.state.metrics["loss"]))
+    >>> _ = trainer.add_event_handler(
+    ...     Events.ITERATION_COMPLETED, lambda: print(trainer.state.metrics["loss"])
+    ... )
     >>> state = trainer.run([4.0, 2.0, 2.0])
     4.0
     3.0

@@ -44,7 +44,10 @@ class MLflowLogger(base_logger.ServiceLogger):
     >>> with MLflowLogger("sqlite:///mlflow.db") as logger:  # doctest: +SKIP
     ...     logger.log_params({"rate": 0.1})
     ...     handle = logger.attach_output_handler(
-    ...         trainer, Events.ITERATION_COMPLETED(every=2), "training", output_transform=lambda loss: {"loss": loss}
+    ...         trainer,
+    ...         Events.ITERATION_COMPLETED(every=2),
+    ...         "training",
+    ...         output_transform=lambda loss: {"loss": loss},
     ...     )
     ...     state = trainer.run([1, 2, 4, 8])
     """

@@ -89,7 +89,9 @@ class ParamScheduler(SteppedScheduler):
     >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     >>> trainer = Engine(lambda engine, batch: optimizer.param_groups[0]["lr"])
     >>> handle = Halving(optimizer, "lr").attach(trainer)
-    >>> handle = trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: print(trainer.state.output))
+    >>> handle = trainer.add_event_handler(
+    ...     Events.ITERATION_COMPLETED, lambda: print(trainer.state.output)
+    ... )
     >>> state = trainer.run([0, 0, 0])
     1.0
     0.5
@@ -259,7 +261,13 @@ class LinearCyclicalScheduler(CyclicalScheduler):
         ValueError: see there; also if ``warmup_duration`` is given without ``monotonic=True``.
 
     >>> values = LinearCyclicalScheduler.simulate_values(
-    ...     8, param_name="lr", start_value=1.0, end_value=0.0, cycle_size=4, warmup_duration=2, monotonic=True
+    ...     8,
+    ...     param_name="lr",
+    ...     start_value=1.0,
+    ...     end_value=0.0,
+    ...     cycle_size=4,
+    ...     warmup_duration=2,
+    ...     monotonic=True,
     ... )
     >>> [value for index, value in values]
     [1.0, 0.75, 0.5, 0.25, 0.0, 0.5, 1.0, 0.75]
@@ -327,7 +335,9 @@ class PiecewiseLinear(ParamScheduler):
         TypeError: ``milestones_values`` is not a sequence, a milestone is not an integer, or a value not a number.
         ValueError: ``milestones_values`` is empty, is not made of pairs, or is not sorted.
 
-    >>> values = PiecewiseLinear.simulate_values(7, param_name="lr", milestones_values=[(1, 1.0), (3, 0.8), (5, 0.2)])
+    >>> values = PiecewiseLinear.simulate_values(
+    ...     7, param_name="lr", milestones_values=[(1, 1.0), (3, 0.8), (5, 0.2)]
+    ... )
     >>> [value for index, value in values]
     [1.0, 1.0, 0.9, 0.8, 0.5, 0.2, 0.2]
     """
@@ -555,7 +565,9 @@ class ReduceLROnPlateauScheduler(ParamScheduler):
         Raises:
             ValueError: the number of metrics is not ``num_events``.
 
-        >>> ReduceLROnPlateauScheduler.simulate_values(3, [0.3, 0.2, 0.4], init_lr=1.0, patience=0, factor=0.5)
+        >>> ReduceLROnPlateauScheduler.simulate_values(
+        ...     3, [0.3, 0.2, 0.4], init_lr=1.0, patience=0, factor=0.5
+        ... )
         [[0, 1.0], [1, 1.0], [2, 0.5]]
         """
         if len(metric_values) != num_events:
@@ -605,11 +617,17 @@ class ParamGroupScheduler(_Combination, Serializable):
     >>> from camshaft.engine import Engine, Events
     >>> from camshaft.handlers import PiecewiseLinear
     >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.0)
-    >>> scheduler = ParamGroupScheduler([
-    ...     PiecewiseLinear(optimizer, "lr", [(0, 1.0), (2, 0.0)]),
-    ...     PiecewiseLinear(optimizer, "momentum", [(0, 0.5), (2, 0.9)]),
-    ... ])
-    >>> trainer = Engine(lambda engine, batch: print([optimizer.param_groups[0][name] for name in ("lr", "momentum")]))
+    >>> scheduler = ParamGroupScheduler(
+    ...     [
+    ...         PiecewiseLinear(optimizer, "lr", [(0, 1.0), (2, 0.0)]),
+    ...         PiecewiseLinear(optimizer, "momentum", [(0, 0.5), (2, 0.9)]),
+    ...     ]
+    ... )
+    >>> trainer = Engine(
+    ...     lambda engine, batch: print(
+    ...         [optimizer.param_groups[0][name] for name in ("lr", "momentum")]
+    ...     )
+    ... )
     >>> handle = trainer.add_event_handler(Events.ITERATION_STARTED, scheduler)
     >>> state = trainer.run([0, 0, 0])
     [1.0, 0.5]
@@ -724,7 +742,9 @@ class ConcatScheduler(_Combination, ParamScheduler):
     >>> from camshaft.handlers import LinearCyclicalScheduler, PiecewiseLinear
     >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     >>> up = PiecewiseLinear(optimizer, "lr", [(0, 0.0), (2, 1.0)])
-    >>> cycles = LinearCyclicalScheduler(optimizer, "lr", start_value=1.0, end_value=0.5, cycle_size=2)
+    >>> cycles = LinearCyclicalScheduler(
+    ...     optimizer, "lr", start_value=1.0, end_value=0.5, cycle_size=2
+    ... )
     >>> values = ConcatScheduler.simulate_values(6, schedulers=[up, cycles], durations=[2])
     >>> [value for index, value in values]
     [0.0, 0.5, 1.0, 0.5, 1.0, 0.5]
@@ -848,7 +868,9 @@ def create_lr_scheduler_with_warmup(
     >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     >>> halving = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
     >>> values = [None] * 5
-    >>> scheduler = create_lr_scheduler_with_warmup(halving, 0.0, warmup_duration=3, output_simulated_values=values)
+    >>> scheduler = create_lr_scheduler_with_warmup(
+    ...     halving, 0.0, warmup_duration=3, output_simulated_values=values
+    ... )
     >>> values
     [[0, 0.0], [1, 0.5], [2, 1.0], [3, 0.5], [4, 0.25]]
     """

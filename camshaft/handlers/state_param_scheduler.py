@@ -127,7 +127,9 @@ class LambdaStateScheduler(StateParamScheduler):
     Raises:
         ValueError: ``lambda_obj`` is not callable.
 
-    >>> LambdaStateScheduler.simulate_values(3, lambda_obj=lambda index: 10 * index, param_name="level")
+    >>> LambdaStateScheduler.simulate_values(
+    ...     3, lambda_obj=lambda index: 10 * index, param_name="level"
+    ... )
     [[0, 10], [1, 20], [2, 30]]
     """
 
@@ -221,7 +223,9 @@ class StepStateScheduler(ExpStateScheduler):
         step_size: number of calls between steps, at least 1.
         param_name, save_history, create_new: see ``StateParamScheduler``.
 
-    >>> StepStateScheduler.simulate_values(4, initial_value=8.0, gamma=0.5, step_size=2, param_name="noise")
+    >>> StepStateScheduler.simulate_values(
+    ...     4, initial_value=8.0, gamma=0.5, step_size=2, param_name="noise"
+    ... )
     [[0, 8.0], [1, 4.0], [2, 4.0], [3, 2.0]]
     """
 
@@ -253,7 +257,9 @@ class MultiStepStateScheduler(ExpStateScheduler):
         milestones: indices, in any order.
         param_name, save_history, create_new: see ``StateParamScheduler``.
 
-    >>> MultiStepStateScheduler.simulate_values(4, initial_value=8.0, gamma=0.5, milestones=[2, 4], param_name="noise")
+    >>> MultiStepStateScheduler.simulate_values(
+    ...     4, initial_value=8.0, gamma=0.5, milestones=[2, 4], param_name="noise"
+    ... )
     [[0, 8.0], [1, 4.0], [2, 4.0], [3, 2.0]]
     """
 

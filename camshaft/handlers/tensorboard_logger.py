@@ -52,7 +52,10 @@ class TensorboardLogger(base_logger.ServiceLogger):
     >>> trainer = Engine(lambda engine, batch: 1 / batch)
     >>> with tempfile.TemporaryDirectory() as folder, TensorboardLogger(log_dir=folder) as logger:
     ...     handle = logger.attach_output_handler(
-    ...         trainer, Events.ITERATION_COMPLETED(every=2), "training", output_transform=lambda loss: {"loss": loss}
+    ...         trainer,
+    ...         Events.ITERATION_COMPLETED(every=2),
+    ...         "training",
+    ...         output_transform=lambda loss: {"loss": loss},
     ...     )
     ...     state = trainer.run([1, 2, 4, 8])
     ...     logger.add_text("note", "any method of the writer")

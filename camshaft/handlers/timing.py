@@ -29,8 +29,11 @@ class Timer:
     >>> trainer = Engine(lambda engine, batch: None)
     >>> timer = Timer(average=True)
     >>> _ = timer.attach(
-    ...     trainer, resume=Events.ITERATION_STARTED, pause=Events.ITERATION_COMPLETED,
-    ...     step=Events.ITERATION_COMPLETED, start_paused=True,
+    ...     trainer,
+    ...     resume=Events.ITERATION_STARTED,
+    ...     pause=Events.ITERATION_COMPLETED,
+    ...     step=Events.ITERATION_COMPLETED,
+    ...     start_paused=True,
     ... )
     >>> _ = trainer.run(range(10))
     >>> timer.step_count, timer.running, timer.value() < 1.0

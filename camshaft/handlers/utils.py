@@ -39,7 +39,11 @@ def global_step_from_engine(
     >>> trainer = Engine(lambda engine, batch: None)
     >>> step = global_step_from_engine(trainer)
     >>> state = trainer.run(range(10), max_epochs=2)
-    >>> step(None, Events.COMPLETED), step(None, Events.ITERATION_COMPLETED), step(None, Events.TERMINATE)
+    >>> (
+    ...     step(None, Events.COMPLETED),
+    ...     step(None, Events.ITERATION_COMPLETED),
+    ...     step(None, Events.TERMINATE),
+    ... )
     (2, 20, 2)
     """
     check_engine("engine", engine)

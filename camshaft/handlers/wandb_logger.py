@@ -33,7 +33,10 @@ class WandBLogger(ServiceLogger):
     >>> with WandBLogger(project="digits", mode="offline") as logger:  # doctest: +SKIP
     ...     logger.config.update({"rate": 0.1})
     ...     handle = logger.attach_output_handler(
-    ...         trainer, Events.ITERATION_COMPLETED(every=2), "training", output_transform=lambda loss: {"loss": loss}
+    ...         trainer,
+    ...         Events.ITERATION_COMPLETED(every=2),
+    ...         "training",
+    ...         output_transform=lambda loss: {"loss": loss},
     ...     )
     ...     state = trainer.run([1, 2, 4, 8])
     """

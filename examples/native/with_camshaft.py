@@ -1,4 +1,4 @@
-"""Train on any backend: python with_camshaft.py --backend gloo --nproc_per_node 2 [WEIGHTS]"""
+"""Train on any backend: with_camshaft.py --backend gloo --nproc_per_node 2 [WEIGHTS]"""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def training(local_rank: int, weights: str | None) -> None:
         size, backend = idist.get_world_size(), idist.backend()
         print(f"world size {size}, backend {backend}: {correct / len(images):.1%} correct")
         if weights:
-            torch.save([parameter.detach().cpu() for parameter in model.parameters()], weights)
+            torch.save([one.detach().cpu() for one in model.parameters()], weights)
 
 
 if __name__ == "__main__":

@@ -42,5 +42,5 @@ if dist.get_rank() == 0:
     size = dist.get_world_size()
     print(f"world size {size}, backend {backend}: {correct.item() / len(images):.1%} correct")
     if sys.argv[1:]:
-        torch.save([parameter.detach().cpu() for parameter in model.parameters()], sys.argv[1])
+        torch.save([one.detach().cpu() for one in model.parameters()], sys.argv[1])
 dist.destroy_process_group()

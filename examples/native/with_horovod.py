@@ -40,6 +40,7 @@ with torch.no_grad():
         correct += (model(x.to(device)).argmax(1) == y.to(device)).sum()
 correct = hvd.allreduce(correct, name="correct", op=hvd.Sum)
 if hvd.rank() == 0:
-    print(f"world size {hvd.size()}, backend horovod: {correct.item() / len(images):.1%} correct")
+    accuracy = correct.item() / len(images)
+    print(f"world size {hvd.size()}, backend horovod: {accuracy:.1%} correct")
     if sys.argv[1:]:
-        torch.save([parameter.detach().cpu() for parameter in model.parameters()], sys.argv[1])
+        torch.save([one.detach().cpu() for one in model.parameters()], sys.argv[1])

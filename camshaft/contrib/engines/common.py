@@ -105,7 +105,9 @@ def setup_common_training_handlers(
     >>> trainer = Engine(lambda engine, batch: {"loss": batch / 10})
     >>> to_save = {"model": nn.Linear(1, 1), "trainer": trainer}
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     setup_common_training_handlers(trainer, None, to_save, 4, folder, output_names=["loss"], with_pbars=False)
+    ...     setup_common_training_handlers(
+    ...         trainer, None, to_save, 4, folder, output_names=["loss"], with_pbars=False
+    ...     )
     ...     state = trainer.run([1, 2, 3], max_epochs=3)
     ...     saved = DiskSaver(folder, require_empty=False).dirname.glob("*.pt")
     ...     [path.name for path in saved], f"{state.metrics['loss']:.3f}"

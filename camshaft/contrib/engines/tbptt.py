@@ -68,8 +68,12 @@ def create_supervised_tbptt_trainer(
 
     >>> from torch.nn.functional import mse_loss
     >>> model = nn.RNN(input_size=1, hidden_size=1)
-    >>> trainer = create_supervised_tbptt_trainer(model, optim.SGD(model.parameters(), 0.1), mse_loss, tbtt_step=10)
-    >>> handle = trainer.add_event_handler(Tbptt_Events.TIME_ITERATION_COMPLETED, lambda: print("a chunk"))
+    >>> trainer = create_supervised_tbptt_trainer(
+    ...     model, optim.SGD(model.parameters(), 0.1), mse_loss, tbtt_step=10
+    ... )
+    >>> handle = trainer.add_event_handler(
+    ...     Tbptt_Events.TIME_ITERATION_COMPLETED, lambda: print("a chunk")
+    ... )
     >>> from torch import ones, zeros
     >>> state = trainer.run([(ones(25, 1, 1), zeros(25, 1, 1))])
     a chunk

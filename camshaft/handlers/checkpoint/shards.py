@@ -29,7 +29,9 @@ class Chunks:
         whole: a tensor without data that has its shape and dtype.
         chunks: its parts.
 
-    >>> parts = Chunks("w", torch.empty(4, device="meta"), [((0,), torch.ones(3)), ((3,), torch.zeros(1))])
+    >>> parts = Chunks(
+    ...     "w", torch.empty(4, device="meta"), [((0,), torch.ones(3)), ((3,), torch.zeros(1))]
+    ... )
     >>> parts.read(), parts.read((2,), (2,))
     (tensor([1., 1., 1., 0.]), tensor([1., 0.]))
     """
