@@ -4,7 +4,7 @@
 
 A block with a title is appended to that file in the folder. Other blocks depend on their language: `python` runs in
 one namespace per page, `sh` runs with `bash -e`, `yaml` and `toml` are parsed, and `console`, `text` and `diff` are
-ignored. Line numbers in tracebacks are those of the page.
+ignored. Blocks in a comment run, too: they check what the page shows. Line numbers in tracebacks are those of the page.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ def blocks(text: str, line: int = 1) -> Iterator[Block]:
             yield Block(language, titles[0] if titles else None, start + 1, token.content)
         elif token.type == "code_block":
             yield from blocks(token.content, start)
+        elif token.type == "html_block" and token.content.startswith("<!--"):
+            yield from blocks(token.content.removeprefix("<!--").replace("-->", ""), start)
         elif token.type == "inline" and "```" in token.content:
             raise PageError(f"line {start}: a block of code must follow an empty line")
 
