@@ -790,6 +790,20 @@ MISTAKES = [
     ),
     (
         (
+            "for _ in range(2):  # runs of a script\n"
+            '    best = ModelCheckpoint("checkpoints", "best", lambda engine: 0.5, "accuracy", require_empty=False)\n'
+            '    best(trainer, {"model": model})\n'
+            "    del best"
+        ),
+        UserWarning,
+        (
+            "'checkpoints' contains 1 checkpoint of an earlier run, such as 'best_model_accuracy=0.5000.pt', which "
+            "this handler does not know, so they are neither compared with new ones nor removed: resume this handler, "
+            "too, by adding it to to_save or with resume_latest(), or call reset() to leave them alone"
+        ),
+    ),
+    (
+        (
             'trainer.add_event_handler(Events.EPOCH_COMPLETED, Checkpoint({"model": model}, "checkpoints"))\n'
             'trainer.add_event_handler(Events.EPOCH_COMPLETED, Checkpoint({"model": model}, "checkpoints"))\n'
             "trainer.run(batches)"

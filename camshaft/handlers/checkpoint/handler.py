@@ -47,6 +47,7 @@ from camshaft.handlers.checkpoint.state import (
     walk,
 )
 from camshaft.handlers.utils import check_callable, check_text, missing_metric
+from camshaft.text import counted
 
 ScoreFunction = Callable[[Engine[Any, Any]], Any]
 StepTransform = Callable[[Engine[Any, Any], Any], Any]
@@ -268,6 +269,7 @@ class Checkpoint(Serializable):
         self._background = BackgroundSave()
         self._saved: list[Item] = []
         self._last_save: tuple[Any, int] | None = None  # its event and iteration
+        self._ignores_files = False  # whether checkpoints of earlier runs were taken over, reported, or left alone
         self._last_run: tuple[str, int] | None = None  # the run of an engine in which this handler was called last
         self._has_warned = False  # of smaller or repeated steps, since the last save
         # A handler may overwrite what others saved before it was made, or got its record, as a resumed run does; but of
@@ -331,6 +333,8 @@ class Checkpoint(Serializable):
         saved = _sorted([*kept, Item(priority, filename)])
 
         self._check_is_resumed(is_over=is_over)
+        if warns and not self._ignores_files:
+            self._warn_of_unknown_files()
         state = take_state(self.to_save, save_on_rank, gather=not self.sharded, of_ranks=of_ranks)
         checkpoint = next(iter(state.values())) if len(state) == 1 else state
         if self.include_self:
@@ -467,6 +471,7 @@ class Checkpoint(Serializable):
         self._background.settle()
         self._saved = []
         self._has_warned = False
+        self._ignores_files = True
         self._may_overwrite = _owners.copy()
 
     def state_dict(self) -> OrderedDict[str, Any]:
@@ -525,6 +530,22 @@ class Checkpoint(Serializable):
             f"{problem}, and the run is over, so new ones are saved beside them: {hint}", stacklevel=level_of_caller()
         )
         self._unresumed = 0
+        self._ignores_files = True
+
+    def _warn_of_unknown_files(self) -> None:
+        """Warn if the directory has files of an earlier run that this handler would have compared with its own."""
+        self._ignores_files = True
+        saver = self.save_handler
+        if self.score_function is None or self.n_saved is None or not isinstance(saver, DiskSaver):
+            return
+        ours = [entry.file for entry in Manifest(saver.dirname).entries() if self._priority_of(entry) is not None]
+        paths = [saver.dirname / file for file in ours]
+        if found := [path.name for path in paths if path.exists() and path.resolve() not in _owners]:
+            what = f"{counted(len(found), 'checkpoint')} of an earlier run, such as '{found[0]}'"
+            effect = "which this handler does not know, so they are neither compared with new ones nor removed"
+            hint = "resume this handler, too, by adding it to to_save or with resume_latest()"
+            text = f"'{saver.dirname}' contains {what}, {effect}: {hint}, or call reset() to leave them alone"
+            warnings.warn(text, stacklevel=level_of_caller())
 
     def _saved_before(self, newest: Path) -> dict[str, float]:
         """Return the files that this handler saved in an earlier run, up to ``newest``, with their priorities."""

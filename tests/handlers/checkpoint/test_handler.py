@@ -185,6 +185,50 @@ def test_a_smaller_step_saves_nothing_and_warns_until_reset():
     assert list(memory.files) == ["model_10.pt", "model_5.pt"]
 
 
+def best(folder, *scores, prefix="best", record=None, **options):
+    """Save with two scores, as a run does, and return the record of the handler."""
+    scores = iter(scores)
+    saver = DiskSaver(folder, require_empty=False)
+    handler = Checkpoint({"m": Part()}, saver, prefix, score_function=lambda engine: next(scores), **options)
+    if record is not None:
+        handler.load_state_dict(record)
+    for step in (1, 2):
+        handler(at(step))
+    return handler.state_dict()
+
+
+def test_best_checkpoints_of_an_earlier_run_that_are_not_in_the_record_are_reported_once(tmp_path):
+    record = best(tmp_path, 0.25, 0.5)
+    gc.collect()  # the handler ends with its run
+    message = r"contains 1 checkpoint of an earlier run, such as 'best_m_0\.5000\.pt', which this handler does not know"
+    with pytest.warns(UserWarning, match=message) as seen:
+        best(tmp_path, 0.125, 0.375)
+    assert [one.filename for one in seen] == [__file__]
+    assert names(tmp_path) == ["best_m_0.3750.pt", "best_m_0.5000.pt"]
+    gc.collect()
+    best(tmp_path, 0.75, 1.0, record=record)
+    assert names(tmp_path) == ["best_m_0.3750.pt", "best_m_1.0000.pt"]
+
+
+def test_files_that_another_handler_compares_and_prunes_are_not_reported(tmp_path):
+    first, second = (
+        Checkpoint(
+            {"m": Part()}, DiskSaver(tmp_path, require_empty=False), prefix, score_function=lambda engine: 0.5, **more
+        )
+        for prefix, more in (("best", {}), ("", {"score_name": "loss"}))
+    )
+    for handler in (first, second):
+        handler(at(1))
+    best(tmp_path, 0.25, 0.5, prefix="other")
+    best(tmp_path, 0.25, 0.5, prefix="best", n_saved=None)  # which removes nothing
+    ModelCheckpoint(tmp_path, "latest", require_empty=False)(at(3), {"m": Part()})
+    del first, second, handler
+    gc.collect()
+    again = Checkpoint({"m": Part()}, DiskSaver(tmp_path, require_empty=False), "best", lambda engine: 0.75)
+    again.reset()
+    again(at(1))
+
+
 # --- what is saved, and in which order ---------------------------------------------------------------------
 
 
