@@ -54,7 +54,7 @@ test-hosts:
 	@scripts/system_packages ip:iproute2
 	@$(ENVIRONMENT) dev python -m pytest $(PATIENT) tests/hosts $(ARGS)
 
-# a Slurm of two such hosts, from Debian's packages, which are installed if need be
+# a Slurm of two such hosts, from Debian's packages, which are installed if need be; SIGNALS=60 preempts a job 60 times, not 2
 test-slurm:
 	@scripts/system_packages ip:iproute2 slurmctld:slurmctld slurmd:slurmd srun:slurm-client
 	@$(ENVIRONMENT) dev python -m pytest $(PATIENT) tests/slurm $(ARGS)

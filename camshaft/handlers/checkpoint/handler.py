@@ -321,7 +321,8 @@ class Checkpoint(Serializable):
         else:
             step, score, priority = self._ranking(engine)
         is_wanted = always or self._is_wanted(priority)
-        if is_writer(0 if save_on_rank == "node" else save_on_rank):
+        warns = is_writer(0 if save_on_rank == "node" else save_on_rank)
+        if warns:
             self._warn_of_step(priority, engine, is_wanted)
         if not is_wanted:
             return
