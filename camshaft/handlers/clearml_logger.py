@@ -290,7 +290,9 @@ class ClearMLSaver(DiskSaver):
     def _upload(self, name: str, filename: str, comment: Mapping[str, Any]) -> None:
         path = self.dirname / filename
         if self._task.is_offline():  # where models of ClearML 2.1 fail
-            self._task.upload_artifact(name, str(path), metadata={key: str(value) for key, value in comment.items()})
+            described = {key: str(value) for key, value in comment.items()}
+            # waits: the upload in the background loses files that are removed before it, and a later close hangs
+            self._task.upload_artifact(name, str(path), metadata=described, wait_on_upload=True)
             return
         if name not in self._models:
             model_class = import_module("clearml").OutputModel

@@ -76,7 +76,7 @@ def test_values_weights_and_gradients_are_written(tmp_path):
 
 
 def test_checkpoints_are_models_and_slots_are_reused(tmp_path):
-    run_script(
+    result = run_script(
         tmp_path,
         f"""
         from camshaft.handlers import Checkpoint
@@ -111,6 +111,9 @@ def test_checkpoints_are_models_and_slots_are_reused(tmp_path):
                              "checkpoint_0": "bare.pt"}}, found
         """,
     )
+    assert "Skipping upload" not in result.stdout + result.stderr
+    uploaded = {file.name for file in tmp_path.glob("clearml/offline/offline-*/**/*.pt")}
+    assert uploaded == {"model_4.pt", "model_8.pt", "model_12.pt", "model_16.pt", "bare.pt"}
 
 
 class Model:
