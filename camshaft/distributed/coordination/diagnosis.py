@@ -688,7 +688,7 @@ def end_text(one: Snapshot) -> str:
     how = left or "process was killed or crashed"
     whose = f"rank {one.rank}" if left else f"rank {one.rank}'s"
     last = next((entry for entry in one.entries if entry.ended is None), one.entries[-1] if one.entries else None)
-    call = f"its last call was {last.collective} at {last.line}" if last else "it had not called any collective"
+    call = f"its last call was {last.collective} at {last.line}" if last else "it had called no collective of camshaft"
     place = _place(one)
     return f"{whose} {how}; {call}" + (f", in {place}" if place else "")
 

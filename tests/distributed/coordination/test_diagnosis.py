@@ -370,7 +370,7 @@ def test_once_nobody_can_proceed_the_verdict_names_the_line_of_the_rank_that_mad
         found = [report.text for report in reports]
     lines = {step.line for step in program[culprit] if step.kind in ("call", "backward")}
     if all(step.kind != "call" for step in program[culprit]):
-        lines.add("it had not called any collective")
+        lines.add("it had called no collective of camshaft")
     assert any(line in text for text in found for line in lines), found
     assert any(culprit in ranks_in(text) for text in found), found
 
@@ -719,8 +719,8 @@ def test_a_rank_that_stopped_or_left_while_another_one_waits_in_torch(counts):
     ended = snapshot(1, engines=[], ended=[ENDED], torch=counts)
     assert (stopped([direct(0), ended], NOW) is not None) == is_behind
     left = snapshot(1, left=LEFT, torch=counts)
-    text = "rank 1 has left the run without an error; it had not called any collective, in epoch 2, iteration 7 of the "
-    text += f"run at {TRAIN}; rank 0 waits for it in torch.distributed.barrier at {OWN}"
+    text = "rank 1 has left the run without an error; it had called no collective of camshaft, in epoch 2, "
+    text += f"iteration 7 of the run at {TRAIN}; rank 0 waits for it in torch.distributed.barrier at {OWN}"
     assert departed([direct(0), left], 0, NOW) == ((1, text) if is_behind else None)
 
 
@@ -804,7 +804,7 @@ def test_a_rank_that_left_is_the_cause_for_those_that_wait_for_it_also_indirectl
     ranks = [snapshot(0, pair, size=3), snapshot(1, call(), size=3), left]
     rank, text = departed(ranks, 0, NOW)
     assert rank == 2
-    assert text.startswith("rank 2 has left the run without an error; it had not called any collective")
+    assert text.startswith("rank 2 has left the run without an error; it had called no collective of camshaft")
     assert text.endswith("; rank 1 waits for it in all_reduce at /job/train.py:5 in step")
     assert departed([snapshot(0, size=3), snapshot(1, size=3), left], 0, NOW) is None
 
