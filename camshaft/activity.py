@@ -8,11 +8,10 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import count
 from threading import RLock, get_ident
 from time import perf_counter, thread_time
-from typing import Any
+from typing import Any, NamedTuple
 
 from camshaft.errors import annotate, line_of_caller
 
@@ -22,8 +21,7 @@ _LONGEST = 200  # characters of the text of an error
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class RunEnd:
+class RunEnd(NamedTuple):
     """A run that left its loop before its target. The engine may still call handlers, such as those of ``COMPLETED``.
 
     Args:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from numbers import Number, Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,8 +18,7 @@ _USUAL_WIDTH = 80
 _NARROWEST = 8  # characters of a column that is wrapped
 
 
-@dataclass(frozen=True)
-class Look:
+class Look(NamedTuple):
     """How text is shown: by default as in a file, whose lines are not wrapped.
 
     Attributes:

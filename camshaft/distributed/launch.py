@@ -25,14 +25,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -137,8 +136,7 @@ def check_options(backend: str, options: Iterable[str], nproc_per_node: int | No
 # --- what each process does ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, order=True)
-class Failure:
+class Failure(NamedTuple):
     """How a process failed; the first one is the cause of the others.
 
     Args:
@@ -179,7 +177,7 @@ class Failure:
         """Write to a folder of the parent, complete at once; where that fails, as on another machine, print."""
         path = Path(folder, f"failure-{self.rank}")
         try:
-            path.with_suffix(".new").write_text(json.dumps(astuple(self)))
+            path.with_suffix(".new").write_text(json.dumps(self))
             path.with_suffix(".new").rename(path)
         except OSError as error:
             what = f"process {self.rank} failed, and could not report it to the process that started it: {error}"
@@ -470,7 +468,7 @@ class Processes:
             return None
         left = [index for index, code in enumerate(codes) if code == 0]
         notes = "".join(f"\n-- process {index} had exited with code 0 before" for index in left)
-        return replace(failures[0], text=failures[0].text + notes)
+        return failures[0]._replace(text=failures[0].text + notes)
 
     def _last_words(self, index: int) -> str:
         """Return what the records say of a process that was killed or crashed."""

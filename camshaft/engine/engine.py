@@ -7,7 +7,6 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
 
 from camshaft import activity
@@ -428,8 +427,8 @@ class Engine(Serializable, Generic[Batch, Output]):
         if data is state.dataloader:
             return progress
         if progress.origin is Origin.FAILED and not can_start_anywhere(data):
-            return replace(progress.retry or progress, position=None, batches=None)
-        return replace(progress, retry=None)
+            return (progress.retry or progress)._replace(position=None, batches=None)
+        return progress._replace(retry=None)
 
     def _resume(self, request: Request, progress: Progress) -> None:
         """Start a run from where the last one, or a loaded state, ended."""
@@ -469,7 +468,7 @@ class Engine(Serializable, Generic[Batch, Output]):
                 "pass a larger max_iters",
                 stacklevel=4,
             )
-        return replace(progress, epoch=epoch, done=done, iteration=iteration)
+        return progress._replace(epoch=epoch, done=done, iteration=iteration)
 
     def _log_resuming(self) -> None:
         state = self.state

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Generator, Iterator
-from dataclasses import replace
 from enum import Enum, auto
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -330,21 +329,21 @@ class Run:
         length = self.engine.state.epoch_length
         is_over = length is not None and self.completed >= length
         if not self._failed or not self.in_epoch or is_over:
-            return replace(self.progress(), origin=Origin.ENDED, retry=None)
+            return self.progress()._replace(origin=Origin.ENDED, retry=None)
         if self.data.batches:
             return self.progress()
-        retry = replace(self._progress(self.begun - self.completed), origin=Origin.FAILED)
+        retry = self._progress(self.begun - self.completed)._replace(origin=Origin.FAILED)
         if not isinstance(self.engine.state.dataloader, Iterator):
             if not has_own_state(self.engine.state.dataloader):
-                return replace(self.progress(), origin=Origin.FAILED)
+                return self.progress()._replace(origin=Origin.FAILED)
             if retry.position is None:  # the pass is read from its beginning
                 return retry
         if self.window is not None and self.window < self.completed:
             position = {**(retry.position or {"batches": 0}), "lost": self.completed - self.window}
-            retry = replace(retry, position=position)
+            retry = retry._replace(position=position)
         is_kept = self.begun > self.completed or self._has_fetched()
-        retry = replace(retry, batches=[self.engine.state.batch] if is_kept else [])
-        return replace(self.progress(), origin=Origin.FAILED, retry=retry)
+        retry = retry._replace(batches=[self.engine.state.batch] if is_kept else [])
+        return self.progress()._replace(origin=Origin.FAILED, retry=retry)
 
     def _has_fetched(self) -> bool:
         """Return whether there is a batch that no iteration has begun with."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
 from enum import Enum, auto
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 from camshaft.engine.data import Position, length_of
 from camshaft.engine.state import State
@@ -24,8 +23,7 @@ class Origin(Enum):
     COUNTERS = auto()  # the user assigned to the counters of the state
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     """Completed work, from which training resumes without a gap or a repetition.
 
     An iteration is completed when its process function has returned. No field follows from the others: epochs may end
@@ -55,7 +53,7 @@ class Progress:
         if length is None:
             return self
         retry = self.retry and self.retry.in_epochs_of(length)
-        return replace(self, epoch=self.epoch + self.done // length, done=self.done % length, retry=retry)
+        return self._replace(epoch=self.epoch + self.done // length, done=self.done % length, retry=retry)
 
 
 # --- saved states ------------------------------------------------------------------------------------------------

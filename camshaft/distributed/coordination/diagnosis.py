@@ -126,7 +126,7 @@ def describe(main_thread: int, previous: Mapping[str, Any]) -> dict[str, Any]:
         "time": now,
         "host": _HERE,
         "engines": [_engine(engine) for engine in activity.in_thread(main_thread)],
-        "ended": [vars(end) for end in tuple(activity.early_ends)],
+        "ended": [end._asdict() for end in tuple(activity.early_ends)],
         "stack": stack,
         "doing": doing,
         "cpu": cpu,

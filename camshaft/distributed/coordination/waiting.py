@@ -7,8 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistNetworkError
@@ -22,8 +21,7 @@ SILENCE = 10.0  # time after which a rank logs that it waits, in seconds
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Alone:
+class Alone(NamedTuple):
     """A block of code that some ranks run and the others do not.
 
     Args:

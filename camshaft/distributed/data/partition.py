@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +11,7 @@ from torch import Tensor
 from camshaft.text import counted
 
 
-@dataclass(frozen=True)
-class Partition:
+class Partition(NamedTuple):
     """The positions of an epoch that are left, partitioned into steps, and each step over ranks.
 
     Every rank takes part in every step with at least one position; each position is in one step of one rank. A step is
