@@ -161,8 +161,8 @@ class Run:
                         seconds = engine.state.times["EPOCH_COMPLETED"] = perf_counter() - epoch_began
                         engine.logger.info("Epoch[%d] Complete. Time taken: %s", engine.state.epoch, elapsed(seconds))
                         stops.pop(Stop.EPOCH, None)  # too late for this epoch, and not meant for the next
-                        if self._act_on_stops():
-                            yield
+                    if self._act_on_stops():
+                        yield
                     if not is_cut and engine.state.iteration == iteration and engine.state.max_epochs is None:
                         self._warn_that_data_ran_out()  # the target in iterations cannot be reached any more
                         break

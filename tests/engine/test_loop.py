@@ -563,6 +563,16 @@ def test_asked_in_terminate_single_epoch_completed_can_still_be_skipped():
     assert trace.take() == flat(f"S ES {IT} TSE:1 ES {IT} {IT} EC C")
 
 
+def test_an_interrupt_is_not_delayed_by_an_epoch_that_ends_without_epoch_completed():
+    engine, trace = traced()
+    at(engine, Events.ITERATION_COMPLETED, terminate_epoch(skip_epoch_completed=True))
+    at(engine, Events.ITERATION_COMPLETED, lambda engine: engine.interrupt())
+    engine.run(DATA, max_epochs=2)
+    assert trace.take() == flat(f"S ES {IT} TSE:1 INT")
+    engine.run()
+    assert trace.take() == flat(f"ES {IT} {IT} EC C")
+
+
 def test_an_iterator_continues_in_the_next_epoch():
     engine, trace = traced()
     at(engine, Events.ITERATION_COMPLETED, terminate_epoch())
