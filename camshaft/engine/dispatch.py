@@ -201,7 +201,7 @@ class Plan:
     """
 
     __slots__ = ("event", "counter", "registrations", "extra", "keywords", "since", "due", "_counted_since",
-                 "_counted_due", "_uncounted", "_newest", "__weakref__")  # fmt: skip
+                 "_counted_due", "_uncounted", "_is_counted", "_newest", "__weakref__")  # fmt: skip
 
     def __init__(self, event: Any, counter: str | None) -> None:
         self.event = event
@@ -210,18 +210,18 @@ class Plan:
         self.keywords: Mapping[str, Any] = {}
         self.registrations: tuple[Registration, ...] = ()
         self._newest = 0
-        self._replan()
+        self.replan()
 
     def add(self, registration: Registration) -> None:
         """Insert a registration after those with the same or a smaller order."""
         self.registrations = tuple(sorted((*self.registrations, registration), key=lambda one: one.order))
         self._newest = registration.serial
-        self._replan()
+        self.replan()
 
     def remove(self, unwanted: Callable[[Registration], bool]) -> None:
         """Remove registrations."""
         self.registrations = tuple(one for one in self.registrations if not unwanted(one))
-        self._replan()
+        self.replan()
 
     def count(self, engine: Any) -> int:
         """Return the count of the event."""
@@ -235,20 +235,23 @@ class Plan:
         if engine._is_traced:
             state = engine.state
             engine.logger.debug("%d | %d, firing handlers for event %s", state.epoch, state.iteration, event)
-        newest, one = self._newest, None
+        registrations, newest, invoke = self.registrations, self._newest, None
         try:
-            for one in self._due_now(engine):
+            for invoke in self._due_now(engine) if self._is_counted else self._uncounted:
                 engine.last_event_name = event  # a handler may have fired another event
-                one.invoke(engine)
+                invoke(engine)
             while self._newest != newest:  # handlers added by handlers run too
-                added = [one for one in self.registrations if one.serial > newest]
+                registrations = tuple(one for one in self.registrations if one.serial > newest)
                 newest = self._newest
-                for one in added:
+                for one in registrations:
                     if self.counter is None or one.accepts(engine, self.count(engine)):
-                        one.invoke(engine)
+                        invoke = one.invoke
+                        invoke(engine)
         except BaseException as error:
-            if one is not None:
-                annotate(error, f"in handler {name_of(one.handler)!r} on {event!r}")
+            for one in registrations:
+                if one.invoke is invoke:
+                    annotate(error, f"in handler {name_of(one.handler)!r} on {event!r}")
+                    break
             raise
 
     def fire_with(self, engine: Any, *extra: Any, **keywords: Any) -> None:
@@ -261,18 +264,18 @@ class Plan:
             self.extra, self.keywords = outer
             del extra, keywords  # an error among them would be part of a cycle through its own traceback
 
-    def _due_now(self, engine: Any) -> Iterable[Registration]:
-        if len(self._uncounted) == len(self.registrations):
-            return self.registrations
+    def _due_now(self, engine: Any) -> Iterable[Invocation]:
+        """Return what calls the handlers that are due, of an event with filters by count."""
         count = self.count(engine)
         if self._counted_since < count < self._counted_due:
             return self._uncounted
         self._set_range(count, min(one.filter.following(count) for one in self.registrations if one.filter is not None))
-        return [one for one in self.registrations if one.accepts(engine, count)]
+        return [one.invoke for one in self.registrations if one.accepts(engine, count)]
 
-    def _replan(self) -> None:
-        """Drop what was planned; the next firing plans again."""
-        self._uncounted = tuple(one for one in self.registrations if one.filter is None)
+    def replan(self) -> None:
+        """Drop what was planned, after a change of the registrations; the next firing plans again."""
+        self._uncounted = tuple(one.invoke for one in self.registrations if one.filter is None)
+        self._is_counted = len(self._uncounted) < len(self.registrations)
         self._set_range(NEVER, NEVER)
 
     def _set_range(self, since: int, due: int) -> None:
@@ -400,6 +403,7 @@ class Dispatcher:
         for plan in self.plans.values():
             for one in plan.registrations:
                 one.wrap(self._wrappers)
+            plan.replan()
 
     def _plans_of(self, events: EventLike | None) -> Iterator[Plan]:
         if events is None:
