@@ -72,11 +72,10 @@ def load_data(folder: Path, part: str, size: int) -> datasets.VOCSegmentation:
     return datasets.VOCSegmentation(str(folder), image_set=part, transforms=as_tensors)
 
 
-def make_model(name: str, classes: int) -> nn.Module:
+def make_model(name: str, classes: int) -> Any:
     """Return a network of torchvision, or `fcn_resnet10`, which trains on a CPU within a minute."""
     if name != "fcn_resnet10":
-        network: nn.Module = models.get_model(name, weights=None, weights_backbone=None, num_classes=classes)
-        return network
+        return models.get_model(name, weights=None, weights_backbone=None, num_classes=classes)
     backbone = models.ResNet(models.resnet.BasicBlock, [1, 1, 1, 1])
     backbone.maxpool = nn.Identity()  # the images are small
     features = create_feature_extractor(backbone, {"layer2": "out"})
@@ -118,8 +117,8 @@ def training(local_rank: int, config: argparse.Namespace) -> float:
     def draw() -> None:
         images, truth = (torch.stack(part) for part in zip(*(val_data[index] for index in range(8)), strict=True))
         found = getattr(model, "module", model)(images.to(device))["out"].argmax(dim=1).cpu()
-        colors = torch.tensor([*pyplot.get_cmap("tab20").colors, (1, 1, 1)])
-        rows = [images.permute(0, 2, 3, 1), *(colors[part.clamp(max=20)] for part in (truth, found))]
+        colors = torch.tensor(pyplot.get_cmap("tab20")(range(20)))
+        rows = [images.permute(0, 2, 3, 1), *(colors[part % 20, :3].float() for part in (truth, found))]
         picture = torch.cat([torch.cat([*row], dim=1) for row in rows])
         config.output.mkdir(parents=True, exist_ok=True)
         pyplot.imsave(config.output / "predictions.png", picture.repeat_interleave(3, 0).repeat_interleave(3, 1))
