@@ -1,5 +1,7 @@
 """Train a classifier on random images; the same code runs with every backend and launcher.
 
+You see the backend, the device, and the world size, and the loss of ten iterations, from rank 0 alone.
+
 python examples/distributed_backends.py
 python examples/distributed_backends.py --backend gloo --nproc_per_node 2
 torchrun --nproc_per_node 2 examples/distributed_backends.py --backend gloo

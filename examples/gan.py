@@ -1,11 +1,12 @@
 """Train a generator to draw digits that a discriminator cannot distinguish from handwritten ones.
 
-Two networks and two optimizers share one step, which fires custom events. The digits are the 1,797 images of 8 x 8
-pixels that come with scikit-learn; drawings of the generator are printed as text:
-
     python examples/gan.py
     torchrun --nproc_per_node 2 examples/gan.py --backend gloo
     mpirun -np 2 python examples/gan.py --backend mpi
+
+Two networks and two optimizers share one step, which fires custom events. The digits are the 1,797 images of 8 x 8
+pixels that come with scikit-learn. Every 500 steps you see the distance between drawings and digits, which falls, and
+at the end some drawings as text.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
     python examples/hang.py --bug shapes --backend gloo --nproc_per_node 2
     torchrun --nproc_per_node 2 examples/hang.py --bug terminate --backend gloo
 
-Without camshaft, most of these runs would hang until PyTorch's timeout of 30 minutes. gloo aborts the process where a
-reduction of DDP meets another collective; with CAMSHAFT_DEBUG=1, the calls are compared first.
+You see the report of the bug: which rank did what in which line, and what the other ranks were waiting for. Without
+camshaft, most of these runs would hang until PyTorch's timeout of 30 minutes. gloo aborts the process where a reduction
+of DDP meets another collective; with CAMSHAFT_DEBUG=1, the calls are compared first.
 """
 
 from __future__ import annotations
@@ -27,10 +28,7 @@ from camshaft.utils import manual_seed
 
 WHEN = 25  # the iteration of the bug
 Step = Callable[[Engine, list[Tensor]], Tensor]
-Bug = Callable[[Engine], None]
-
-
-# --- the bugs, each a handler of iteration 25 -------------------------------------------------------------------------
+Bug = Callable[[Engine], None]  # a handler of that iteration
 
 
 def different(trainer: Engine) -> None:
@@ -88,9 +86,6 @@ BUGS: dict[str, Bug] = {
     function.__name__: function
     for function in (different, alone, shapes, terminate, swallowed, skipped, fails, waits, saving)
 }
-
-
-# --- training ---------------------------------------------------------------------------------------------------------
 
 
 class SlowSaver(DiskSaver):

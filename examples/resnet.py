@@ -1,19 +1,19 @@
 """Train a residual network with mixed precision, learning rate warm-up, weight averaging (EMA), and throughput.
 
-By default, the images are synthetic, so nothing is downloaded: noisy stripes in ten classes, one angle per class.
-
     python examples/resnet.py
-    python examples/resnet.py --model resnet18 --data cifar10 --root ~/data --epochs 30 --amp --compile
-    python examples/resnet.py --model resnet50 --data folder --root ~/imagenet --batch_size 256 --amp
+    python examples/resnet.py --model resnet18 --images 20000 --amp --compile
     torchrun --nproc_per_node 2 examples/resnet.py --backend gloo
     mpirun -np 2 python examples/resnet.py --backend mpi
+
+After each epoch you see the loss, the accuracy of the model and of its averaged weights, and images per second. The
+images are drawn: noisy stripes in ten classes, one angle per class. For images from files, see cifar10.py and
+imagenet.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,26 +52,9 @@ class Stripes(Dataset[tuple[Tensor, int]]):
         return stripes + 2 * torch.randn(3, 32, 32, generator=generator), index % 10
 
 
-def load_data(config: argparse.Namespace) -> tuple[Any, Any]:
+def load_data(config: argparse.Namespace) -> tuple[Stripes, Stripes]:
     """Return images for training and for validation."""
-    if config.data == "synthetic":
-        return Stripes(config.images), Stripes(config.images // 4, first=10**9)
-    from torchvision import datasets, transforms  # type: ignore[import-not-found, unused-ignore]
-
-    size = 32 if config.data == "cifar10" else 224
-    crop = transforms.RandomCrop(32, padding=4) if size == 32 else transforms.RandomResizedCrop(size)
-    whole = [] if size == 32 else [transforms.Resize(size * 8 // 7), transforms.CenterCrop(size)]
-    tensor = [transforms.ToTensor(), transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
-    augmented = transforms.Compose([crop, transforms.RandomHorizontalFlip(), *tensor])
-    plain = transforms.Compose([*whole, *tensor])
-    if config.data == "folder":
-        folders = ((config.root / "train", augmented), (config.root / "val", plain))
-        return tuple(datasets.ImageFolder(str(folder), transform) for folder, transform in folders)
-    with idist.one_rank_first(local=True):  # one rank per node downloads, the others read the files
-        return tuple(
-            datasets.CIFAR10(str(config.root), train, transform, download=True)
-            for train, transform in ((True, augmented), (False, plain))
-        )
+    return Stripes(config.images), Stripes(config.images // 4, first=10**9)
 
 
 class Accuracy:
@@ -149,7 +132,7 @@ def training(local_rank: int, config: argparse.Namespace) -> dict[str, float]:
     options = {"batch_size": config.batch_size, "num_workers": config.num_workers}
     data = prefetch_to_device(idist.auto_dataloader(parts[0], shuffle=True, seed=config.seed, **options))
     validation = prefetch_to_device(idist.auto_dataloader(parts[1], shuffle=False, **options))
-    network = make_model(config.model, len(parts[0].classes), small_images=config.data != "folder")
+    network = make_model(config.model, len(parts[0].classes))
     network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's annotations
     trainer, model, average = make_trainer(network, config, steps=config.epochs * len(data))
 
@@ -175,13 +158,6 @@ def training(local_rank: int, config: argparse.Namespace) -> dict[str, float]:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="small", help="small, or a model of torchvision such as resnet18")
-    parser.add_argument("--data", choices=("synthetic", "cifar10", "folder"), default="synthetic", help="data set")
-    parser.add_argument(
-        "--root",
-        type=Path,
-        default=Path("data"),
-        help="folder of CIFAR-10, or folder with the subfolders train and val",
-    )
     parser.add_argument("--images", type=int, default=2000, help="number of synthetic training images (default: 2000)")
     parser.add_argument("--epochs", type=int, default=4, help="passes over the images (default: 4)")
     parser.add_argument("--batch_size", type=int, default=50, help="images in a batch, over all processes")

@@ -4,7 +4,8 @@
     python examples/resume.py --output runs/killed --backend gloo --nproc_per_node 2 --kill_at 47
     torchrun --nproc_per_node 3 examples/resume.py --output runs/killed --backend gloo
 
-Together, the last two commands report the same as the first: every sample once per epoch, and the same losses.
+After each epoch you see how many samples were seen once, twice, or never, and the loss. Together, the last two
+commands report the same as the first: every sample once per epoch, and the same losses.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""The residual network learns with each option, on synthetic images and on images in a folder."""
+"""The residual network learns with each option."""
 
 from __future__ import annotations
 
-import hashlib
-import pickle
 import re
-from pathlib import Path
 
-import numpy
 import pytest
 import torch
 
@@ -50,51 +46,8 @@ def test_the_learning_rate_rises_and_falls(monkeypatch: pytest.MonkeyPatch) -> N
     assert not average.training
 
 
-def test_a_folder_of_images_and_a_network_of_torchvision(tmp_path: Path) -> None:
+def test_a_network_of_torchvision() -> None:
     import_torchvision()
-    from PIL import Image
-
-    for part in ("train", "val"):
-        for name, color in (("blue", (0, 0, 255)), ("red", (255, 0, 0))):
-            (tmp_path / part / name).mkdir(parents=True)
-            Image.new("RGB", (250, 230), color).save(tmp_path / part / name / "one.png")
-    training, validation = resnet.load_data(resnet.parse(["--data", "folder", "--root", str(tmp_path)]))
-    assert training.classes == ["blue", "red"]
-    for part in (training, validation):
-        image, label = part[1]
-        assert image.shape == (3, 224, 224)
-        assert image[0].min() > image[2].max()
-        assert label == 1
     for name, small, size in (("resnet18", True, 32), ("resnet50", False, 64)):
         model = resnet.make_model(name, 7, small_images=small).eval()
         assert model(torch.randn(1, 3, size, size)).shape == (1, 7)
-
-
-@pytest.mark.jobs
-def test_images_of_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import_torchvision()
-    from torchvision.datasets import CIFAR10
-
-    folder = tmp_path / CIFAR10.base_folder
-    folder.mkdir()
-
-    def save(file: str, content: dict[str, object]) -> str:
-        (folder / file).write_bytes(pickle.dumps(content))
-        return hashlib.md5((folder / file).read_bytes()).hexdigest()
-
-    def batch(value: int) -> dict[str, object]:  # one image in the archive's format: 32 x 32 bytes per color channel
-        return {"data": numpy.full((1, 3 * 32 * 32), value, dtype=numpy.uint8), "labels": [value % 10]}
-
-    for name, values in (("train_list", range(5)), ("test_list", [255])):
-        files = [file for file, _ in getattr(CIFAR10, name)]
-        sums = [[file, save(file, batch(value))] for file, value in zip(files, values, strict=True)]
-        monkeypatch.setattr(CIFAR10, name, sums)
-    names = save(CIFAR10.meta["filename"], {CIFAR10.meta["key"]: [f"class {number}" for number in range(10)]})
-    monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": names})
-
-    training, validation = resnet.load_data(resnet.parse(["--data", "cifar10", "--root", str(tmp_path)]))
-    assert (len(training), len(validation), len(training.classes)) == (5, 1, 10)
-    assert [label for _, label in training] == [0, 1, 2, 3, 4]
-    image, label = validation[0]
-    assert (image.shape, label) == ((3, 32, 32), 5)
-    assert image.min() > 2  # white
