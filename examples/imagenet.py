@@ -1,6 +1,6 @@
 """Train a classifier on ImageNet, or on any folder of images, with all that a long training needs. Copy this one.
 
-    python examples/imagenet.py --model resnet10 --size 64 --epochs 4           # draws a small data set first
+    python examples/imagenet.py --model resnet10 --size 64 --epochs 4 --batch_size 12 --warm_up 1  # draws images first
     torchrun --nproc_per_node 8 examples/imagenet.py --data ~/imagenet --backend nccl --compile --num_workers 64
     tensorboard --logdir runs/imagenet
 
@@ -108,13 +108,12 @@ def training(local_rank: int, config: argparse.Namespace) -> dict[str, float]:
     optimizer = torch.optim.SGD(model.parameters(), learning_rate, momentum=0.9, weight_decay=1e-4, nesterov=True)
     optimizer = idist.auto_optim(optimizer)
 
-    precision: dict[str, Any] = {}
-    if config.precision != "fp32":
-        dtype = torch.bfloat16 if config.precision == "bf16" else torch.float16
-        precision = {"amp_mode": "amp", "amp_dtype": dtype}
+    name = config.precision or ("fp32" if device.type == "cpu" else "bf16")
+    dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    precision: dict[str, Any] = {"amp_mode": dtype and "amp", "amp_dtype": dtype}
     trainer = create_supervised_trainer(
         model, optimizer, nn.CrossEntropyLoss(label_smoothing=0.1), device, non_blocking=True,
-        prepare_batch=prepare_batch, scaler=config.precision == "fp16", **precision,
+        prepare_batch=prepare_batch, scaler=name == "fp16", **precision,
     )  # fmt: skip
 
     # the learning rate rises linearly, and falls with a cosine
@@ -158,7 +157,7 @@ def training(local_rank: int, config: argparse.Namespace) -> dict[str, float]:
 
     to_save = {"trainer": trainer, "model": model, "optimizer": optimizer, "schedule": schedule, "average": average}
     to_save["best"] = best
-    if config.precision == "fp16":
+    if name == "fp16":
         to_save["scaler"] = trainer.state.scaler
     latest = Checkpoint(to_save, config.output, n_saved=2, greater_or_equal=True, asynchronous=True)
     trainer.add_event_handler(Events.ITERATION_COMPLETED(every=config.save_every) | Events.EPOCH_COMPLETED, latest)
@@ -181,7 +180,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch_size", type=int, default=256, help="images in a step, over all processes")
     parser.add_argument("--lr", type=float, default=0.1, help="peak learning rate for 256 images (default: 0.1)")
     parser.add_argument("--warm_up", type=int, default=5, help="epochs until the peak (default: 5)")
-    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="bf16")
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), help="default: fp32 on a CPU, otherwise bf16")
     parser.add_argument("--compile", action="store_true", help="compile the model with torch.compile")
     parser.add_argument("--num_workers", type=int, default=0, help="processes per node that load images")
     parser.add_argument("--log_every", type=int, default=20, help="iterations between two points of the curves")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,10 @@ def load_example() -> Any:
     return importlib.import_module("examples.imagenet")
 
 
-def train(folder: Path) -> dict[str, float]:
-    options = ("--model", "resnet10", "--size", "32", "--batch_size", "24", "--precision", "fp32", "--warm_up", "1")
+def train(folder: Path, *arguments: str) -> dict[str, float]:
+    options = ("--model", "resnet10", "--size", "32", "--batch_size", "24", "--warm_up", "1", "--epochs", "2")
     example = load_example()
-    config = example.parse([*options, "--epochs", "2", "--log_every", "1", "--output", str(folder)])
+    config = example.parse([*options, "--log_every", "1", "--output", str(folder), *arguments])
     return dict(example.training(idist.get_local_rank(), config))
 
 
@@ -62,3 +63,22 @@ def test_it_is_preempted_resumes_on_two_ranks_and_finishes_once(
     with pytest.warns(UserWarning, match="nothing was run: the loaded state has reached its target of 2 epochs"):
         assert train(tmp_path) == {}
     assert f"resuming from {tmp_path / 'checkpoint_6.pt'}, iteration 6" in capsys.readouterr().out
+
+
+@pytest.mark.jobs
+@pytest.mark.timeout(225)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_compiled_and_with_mixed_precision_it_resumes(
+    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # which needs no C++ compiler
+    load_example().draw_images(tmp_path / "images", train=2, val=1)  # 1 iteration per epoch
+    options = ("--precision", precision, "--compile", "--seed", "1")
+    for epochs in (1, 2):
+        accuracy = train(tmp_path, *options, "--epochs", str(epochs))
+        assert set(accuracy) == {"top1", "top5"}
+    assert f"resuming from {tmp_path / 'checkpoint_1.pt'}, iteration 1" in capsys.readouterr().out
+    saved = torch.load(tmp_path / "checkpoint_2.pt", weights_only=True)
+    assert ("scaler" in saved) == (precision == "fp16")
+    assert saved["average"]
