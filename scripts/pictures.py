@@ -153,6 +153,7 @@ def pictures() -> Iterator[tuple[str, Callable[[], Figure]]]:
     yield "lr-finder", lr_finder
     yield "schedules", schedules
     yield "events", events_of_a_run
+    yield "concepts", concepts
     yield "ring-all_reduce", ring
     for name, (before, after) in COLLECTIVES.items():
         yield f"collective-{name}", partial(collective, name, before, after)
@@ -334,6 +335,32 @@ def events_of_a_run() -> Figure:
             arrow(axes, (6.2, y + 0.3), (7.0, y + 0.3))
             axes.text(7.1, y + 0.3, handlers, va="center", color=DARK)
     axes.text(7.1, 9.1, "your handlers", va="center", color=DARK, style="italic")
+    return figure
+
+
+def concepts() -> Figure:
+    """Draw two ranks, each with its part of a batch, an engine, a state, and handlers."""
+    figure, axes = canvas(width=11.6, height=5.4, scale=0.8)
+    for rank in range(2):
+        x = 6.6 * rank
+        box(axes, x, 0.0, 5.0, 5.2, "", PALE)
+        axes.text(x + 0.2, 4.95, f"rank {rank}", va="center", color=DARK, fontsize=9)
+        box(axes, x + 0.2, 4.0, 2.0, 0.6, "share of the batch", COLORS[rank], size=7)
+        box(axes, x + 0.2, 1.9, 2.0, 1.6, "", "white")
+        axes.text(x + 1.2, 3.25, "engine", ha="center", va="center", color=DARK, fontsize=9)
+        box(axes, x + 0.35, 2.05, 1.7, 0.8, "your function", MIXED, size=7)
+        box(axes, x + 2.9, 2.3, 1.9, 0.8, "handlers", COLORS[2])
+        box(axes, x + 0.2, 0.2, 4.6, 0.8, "state: epoch, iteration, output, metrics", "white", size=8)
+        arrow(axes, (x + 1.2, 4.0), (x + 1.2, 3.5))
+        arrow(axes, (x + 2.2, 2.7), (x + 2.9, 2.7))
+        axes.text(x + 2.55, 2.9, "events", ha="center", va="center", color=DARK, fontsize=7)
+        arrow(axes, (x + 1.2, 1.9), (x + 1.2, 1.0))
+        axes.text(x + 1.3, 1.45, "counters, output", va="center", color=DARK, fontsize=7)
+        arrow(axes, (x + 3.7, 2.3), (x + 3.7, 1.0))
+        arrow(axes, (x + 4.0, 1.0), (x + 4.0, 2.3))
+    for start, end in ((5.1, 6.5), (6.5, 5.1)):
+        arrow(axes, (start, 2.7), (end, 2.7))
+    axes.text(5.8, 2.95, "collectives", ha="center", va="center", color=DARK, fontsize=7)
     return figure
 
 
