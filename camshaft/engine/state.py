@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
 
+from camshaft.errors import annotate
 from camshaft.sharding import full_value
 
 if TYPE_CHECKING:
@@ -228,6 +229,12 @@ class Results(dict[str, Any]):
         get = _reading(dict.get)
         pop = _reading(dict.pop)
         setdefault = _reading(dict.setdefault)
+
+    def __missing__(self, name: str) -> Any:
+        error = KeyError(name)
+        hint = "attach the metric to the engine whose metrics are read, run that engine first, or correct the name"
+        annotate(error, f"engine.state.metrics has {list(self)}: {hint}")
+        raise error
 
     def __iter__(self) -> Iterator[str]:
         return super().__iter__()  # defined here so that dict(results) copies through __getitem__

@@ -152,7 +152,11 @@ class BaseParamScheduler(Serializable, ABC):
 
     def _remember_call(self, engine: Engine[Any, Any]) -> None:
         """Remember the iteration of a call."""
-        self._last_iteration = self._first_repeated = iteration = engine._state.iteration
+        try:
+            self._last_iteration = self._first_repeated = iteration = engine._state.iteration
+        except AttributeError:  # a check of each engine would take as long as all of this
+            utils.check_engine("engine", engine)
+            raise
         run = engine._run
         if run is not None and run.window is not None:
             self._first_repeated = iteration - (run.begun - run.window) + 1

@@ -227,3 +227,14 @@ def test_metrics_are_a_dict_that_stays_the_same():
     assert (state.metrics.get("x"), state.metrics.get("x", 2), state.metrics.pop("x", 3)) == (None, 2, 3)
     with pytest.raises(KeyError, match="x"):
         state.metrics.pop("x")
+
+
+def test_a_metric_that_does_not_exist_is_a_key_error_with_a_note_that_lists_the_others():
+    metrics = State().metrics
+    metrics.update(loss=1, mse=2)
+    with pytest.raises(KeyError) as caught:
+        metrics["acc"]
+    assert caught.type is KeyError
+    assert caught.value.args == ("acc",)
+    (note,) = caught.value.__notes__
+    assert "['loss', 'mse']" in note

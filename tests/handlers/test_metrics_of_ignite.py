@@ -148,6 +148,7 @@ ENGINE = "Engine comes from PyTorch-Ignite: use the one from camshaft.engine"
 ATTACH = {
     "BasicTimeProfiler": lambda engine, path: handlers.BasicTimeProfiler().attach(engine),
     "CSVLogger": lambda engine, path: log(engine, path),
+    "Checkpoint": lambda engine, path: handlers.Checkpoint({"model": torch.nn.Linear(1, 1)}, path)(engine),
     "EMAHandler": lambda engine, path: handlers.EMAHandler(torch.nn.Linear(1, 1)).attach(engine),
     "EarlyStopping": lambda engine, path: handlers.EarlyStopping(1, lambda engine: 0.0, engine),
     "EarlyStopping.attach": lambda engine, path: stopping().attach(engine),
@@ -157,6 +158,8 @@ ATTACH = {
     "FBResearchLogger": lambda engine, path: handlers.FBResearchLogger(logging.getLogger()).attach(engine, "run"),
     "FastaiLRFinder": lambda engine, path: handlers.FastaiLRFinder().attach(engine, {"optimizer": sgd()}).__enter__(),
     "HandlersTimeProfiler": lambda engine, path: handlers.HandlersTimeProfiler().attach(engine),
+    "LRScheduler": lambda engine, path: handlers.LRScheduler(torch.optim.lr_scheduler.StepLR(sgd(), 1))(engine),
+    "ModelCheckpoint": lambda engine, path: handlers.ModelCheckpoint(path)(engine, {"model": torch.nn.Linear(1, 1)}),
     "PiecewiseLinear": lambda engine, path: handlers.PiecewiseLinear(sgd(), "lr", [(0, 1.0)]).attach(engine),
     "ProgressBar": lambda engine, path: ProgressBar().attach(engine),
     "RunningAverage": lambda engine, path: handlers.RunningAverage().attach(engine, "loss"),

@@ -305,6 +305,7 @@ class Checkpoint(Serializable):
         self._background.settle()
 
     def _save(self, engine: Engine[Any, Any], always: bool = False) -> None:
+        check_type("engine", engine, Engine, "an Engine")
         self._background.settle()
         saver = self.save_handler
         save_on_rank = saver.save_on_rank if isinstance(saver, DiskSaver) else self.save_on_rank
