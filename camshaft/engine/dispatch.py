@@ -38,6 +38,7 @@ EXTRA_ARGUMENTS: Mapping[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {
 }
 """Placeholders of the arguments that an event passes besides the engine, positional and keyword."""
 
+_AFTER_STEPS = (Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED, Events.COMPLETED)
 _serials = itertools.count(1)
 
 
@@ -252,6 +253,9 @@ class Plan:
                 if one.invoke is invoke:
                     annotate(error, f"in handler {name_of(one.handler)!r} on {event!r}")
                     break
+            is_of_none = isinstance(error, (AttributeError, TypeError)) and "NoneType" in str(error)
+            if is_of_none and event in _AFTER_STEPS and engine.state._output is None:
+                annotate(error, "engine.state.output is None: return a value from the process function")
             raise
 
     def fire_with(self, engine: Any, *extra: Any, **keywords: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import cmath
 import logging
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Number
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events
 from camshaft.engine.state import LazyNumber
+from camshaft.errors import level_of_caller
 from camshaft.handlers.stopping import StopTogether
 from camshaft.handlers.utils import check_callable, check_engine
 from camshaft.sharding import local
@@ -52,15 +54,19 @@ class TerminateOnNan:
 
     def __call__(self, engine: Engine[Any, Any]) -> None:
         """Check the output, and terminate the run if it or the previous one is not finite."""
-        if not self._is_attached:
+        if is_first := not self._is_attached:
             check_engine("engine", engine)
             self._is_attached = True
             engine.add_event_handler(Events.COMPLETED, self._check_previous)
             engine.add_event_handler(Events.STARTED, self._forget)
         self._together.watch(engine)
         self._check_previous(engine)
+        output = self._output_transform(engine.state._output)
+        if is_first and output is None and engine.state._output is None:
+            problem = "TerminateOnNan checks nothing: engine.state.output is None"
+            warnings.warn(f"{problem}; return a value from the process function", stacklevel=level_of_caller())
         on_device: list[Tensor] = []
-        for value in map(local, _leaves(self._output_transform(engine.state._output))):
+        for value in map(local, _leaves(output)):
             if isinstance(value, Tensor) and value.device.type != "cpu":
                 on_device.append(value)
             elif not _is_finite(value):

@@ -140,6 +140,27 @@ def test_only_the_handler_that_failed_is_named(added_by):
     assert source == "in handler 'named_handler' on Events.EPOCH_COMPLETED"
 
 
+@pytest.mark.parametrize("event", [Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED, Events.COMPLETED])
+@pytest.mark.parametrize("use", [lambda output: f"{output:.2f}", lambda output: -output, lambda output: output.item()])
+def test_the_error_of_a_handler_that_uses_an_output_of_none_says_so(event, use):
+    engine = Engine(lambda engine, batch: None)
+    engine.add_event_handler(event, lambda: use(engine.state.output))
+    with pytest.raises((TypeError, AttributeError)) as caught:
+        engine.run(DATA)
+    assert caught.value.__notes__[1] == "engine.state.output is None: return a value from the process function"
+
+
+@pytest.mark.parametrize(
+    ("event", "output"), [(Events.ITERATION_COMPLETED, 1.0), (Events.STARTED, None), (Events.ITERATION_STARTED, None)]
+)
+def test_the_error_of_a_handler_that_uses_another_none_does_not_mention_the_output(event, output):
+    engine = Engine(lambda engine, batch: output)
+    engine.add_event_handler(event, lambda: -None)
+    with pytest.raises(TypeError) as caught:
+        engine.run(DATA)
+    assert not any("state.output" in note for note in caught.value.__notes__)
+
+
 def test_the_error_of_the_process_function_names_no_handler():
     engine, _ = traced(failing(KeyError("no"), at_iteration=3))
     engine.add_event_handler(Events.ITERATION_STARTED, lambda: None)

@@ -275,7 +275,7 @@ class Strange:
         (torch.tensor([[1.0, -math.inf]]), True),
         ({"loss": 1.0, "parts": [1.0, (math.nan,)]}, True),
         ({"loss": 1.0, "parts": [1.0, ("nan", b"nan")]}, False),
-        (None, False),
+        ({"loss": None}, False),
         (Strange(), False),
         (np.array([1.0, np.nan]), True),
         (np.float32("inf"), True),

@@ -578,6 +578,15 @@ MISTAKES = [
     ),
     (
         (
+            "trainer = Engine(lambda engine, batch: None)\n"
+            "trainer.add_event_handler(Events.ITERATION_COMPLETED, TerminateOnNan())\n"
+            "trainer.run(batches)"
+        ),
+        UserWarning,
+        "TerminateOnNan checks nothing: engine.state.output is None; return a value from the process function",
+    ),
+    (
+        (
             'trainer = Engine(lambda engine, batch: {"loss": 0.5})\n'
             'RunningAverage().attach(trainer, "loss")\n'
             "trainer.run(batches)"
