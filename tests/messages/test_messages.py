@@ -773,6 +773,20 @@ MISTAKES = [
     ),
     (
         (
+            "step = global_step_from_engine(trainer)\n"
+            'checkpoint = Checkpoint({"model": model}, "checkpoints", global_step_transform=step)\n'
+            "trainer.add_event_handler(Events.ITERATION_COMPLETED(every=2) | Events.EPOCH_COMPLETED, checkpoint)\n"
+            "trainer.run(batches)"
+        ),
+        UserWarning,
+        (
+            "nothing was saved on Events.EPOCH_COMPLETED: step 1 is below 4, the smallest step kept in 'checkpoints'; "
+            "global_step_transform has counted something else before, such as iterations instead of epochs: let it "
+            "count the same on all events, as global_step_from_engine(trainer, Events.ITERATION_COMPLETED) does"
+        ),
+    ),
+    (
+        (
             'evaluator.add_event_handler(Events.COMPLETED, Checkpoint({"model": model}, "checkpoints"))\n'
             "trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(batches))\n"
             "trainer.run(batches, max_epochs=2)"
@@ -809,6 +823,22 @@ MISTAKES = [
             "'checkpoints' contains 1 checkpoint of an earlier run, such as 'best_model_accuracy=0.5000.pt', which "
             "this handler does not know, so they are neither compared with new ones nor removed: resume this handler, "
             "too, by adding it to to_save or with resume_latest(), or call reset() to leave them alone"
+        ),
+    ),
+    (
+        (
+            "for count in (4, 3):  # batches in two runs of a script\n"
+            '    saving = ModelCheckpoint("checkpoints", require_empty=False)\n'
+            "    trainer = Engine(lambda engine, batch: 0.5)\n"
+            '    trainer.add_event_handler(Events.EPOCH_COMPLETED, saving, {"model": model})\n'
+            "    trainer.run(batches[:count])\n"
+            "    del saving, trainer"
+        ),
+        UserWarning,
+        (
+            "'checkpoints' contains 1 checkpoint of an earlier run, such as 'model_4.pt', and this run starts from the "
+            "beginning, so that those of both runs are mixed: resume with Checkpoint.resume(to_load, directory), use "
+            "another directory, or call reset() to leave them alone"
         ),
     ),
     (

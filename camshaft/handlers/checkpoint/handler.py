@@ -336,7 +336,7 @@ class Checkpoint(Serializable):
 
         self._check_is_resumed(is_over=is_over)
         if warns and not self._ignores_files:
-            self._warn_of_unknown_files()
+            self._warn_of_unknown_files(filename)
         state = take_state(self.to_save, save_on_rank, gather=not self.sharded, of_ranks=of_ranks)
         checkpoint = next(iter(state.values())) if len(state) == 1 else state
         if self.include_self:
@@ -534,18 +534,26 @@ class Checkpoint(Serializable):
         self._unresumed = 0
         self._ignores_files = True
 
-    def _warn_of_unknown_files(self) -> None:
-        """Warn if the directory has files of an earlier run that this handler would have compared with its own."""
+    def _warn_of_unknown_files(self, filename: str) -> None:
+        """Warn if the directory has files of an earlier run that this handler would have compared with its own.
+
+        Files without a score are mixed only by a run that starts from the beginning, and not by one that resumes.
+        """
         self._ignores_files = True
-        saver = self.save_handler
-        if self.score_function is None or self.n_saved is None or not isinstance(saver, DiskSaver):
+        saver, engine, is_scored = self.save_handler, outermost_engine(), self.score_function is not None
+        is_from_0 = engine is not None and (engine._progress.retry or engine._progress).iteration == 0
+        if not isinstance(saver, DiskSaver) or not (self.n_saved is not None if is_scored else is_from_0):
             return
         ours = [entry.file for entry in Manifest(saver.dirname).entries() if self._priority_of(entry) is not None]
-        paths = [saver.dirname / file for file in ours]
+        paths = [saver.dirname / file for file in ours if is_scored or file != filename]
         if found := [path.name for path in paths if path.exists() and path.resolve() not in _owners]:
             what = f"{counted(len(found), 'checkpoint')} of an earlier run, such as '{found[0]}'"
-            effect = "which this handler does not know, so they are neither compared with new ones nor removed"
-            hint = "resume this handler, too, by adding it to to_save or with resume_latest()"
+            if is_scored:
+                effect = "which this handler does not know, so they are neither compared with new ones nor removed"
+                hint = "resume this handler, too, by adding it to to_save or with resume_latest()"
+            else:
+                effect = "and this run starts from the beginning, so that those of both runs are mixed"
+                hint = "resume with Checkpoint.resume(to_load, directory), use another directory"
             text = f"'{saver.dirname}' contains {what}, {effect}: {hint}, or call reset() to leave them alone"
             warnings.warn(text, stacklevel=level_of_caller())
 
@@ -596,6 +604,13 @@ class Checkpoint(Serializable):
                 hint = f"this engine counts from 0 in each run, so pass {remedy}"
             elif self._last_save is None and not any(isinstance(one, Engine) for one in self._objects()):
                 hint = "add the engine to to_save, so that a resumed run continues with the step of its checkpoint"
+            elif self.global_step_transform is not None and (
+                self._last_save is None
+                or (self._last_save[0] != engine.last_event_name and self._last_save[1] <= engine.state.iteration)
+            ):  # the engine has not started again, so the step has another meaning
+                remedy = "let it count the same on all events, as global_step_from_engine(trainer, "
+                hint = "global_step_transform has counted something else before, such as iterations instead of epochs: "
+                hint += f"{remedy}Events.ITERATION_COMPLETED) does"
         else:
             return
         self._has_warned = True

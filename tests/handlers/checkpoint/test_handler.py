@@ -210,6 +210,33 @@ def test_best_checkpoints_of_an_earlier_run_that_are_not_in_the_record_are_repor
     assert names(tmp_path) == ["best_m_0.3750.pt", "best_m_1.0000.pt"]
 
 
+def latest(folder, num_batches, resumes=False, **options):
+    """Save after one epoch, and after another one in a resumed run."""
+    trainer = Engine(lambda engine, batch: None)
+    to_save, handler = {"trainer": trainer}, ModelCheckpoint(folder, require_empty=False, **options)
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, handler, to_save)
+    if resumes:
+        Checkpoint.resume(to_save, folder)
+    trainer.run(range(num_batches), max_epochs=2 if resumes else 1)
+
+
+@pytest.mark.parametrize("n_saved", [1, None])
+def test_a_run_that_mixes_its_checkpoints_with_those_of_an_earlier_run_warns(tmp_path, n_saved):
+    latest(tmp_path, 4)
+    gc.collect()  # the handler ends with its run
+    with pytest.warns(UserWarning, match=r"contains 1 checkpoint .*'trainer_4\.pt', and this run starts from the beg"):
+        latest(tmp_path, 3, n_saved=n_saved)
+    assert names(tmp_path) == ["trainer_3.pt", "trainer_4.pt"]
+
+
+def test_a_run_that_resumes_repeats_a_save_or_uses_another_name_does_not_warn_of_earlier_checkpoints(tmp_path):
+    latest(tmp_path, 4)
+    for options in ({"resumes": True}, {"filename_prefix": "second"}, {"filename_prefix": "second"}):
+        gc.collect()
+        latest(tmp_path, 4, **options)
+    assert names(tmp_path) == ["second_trainer_4.pt", "trainer_4.pt", "trainer_8.pt"]
+
+
 def test_files_that_another_handler_compares_and_prunes_are_not_reported(tmp_path):
     first, second = (
         Checkpoint(
