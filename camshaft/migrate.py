@@ -147,8 +147,8 @@ RULES = (
     ),
     Rule(
         ("load_objects", ".load_objects", ".load_state_dict"), "loading-the-checkpoint-of-a-running-job",
-        "once the job has saved with camshaft, checkpoint.resume_latest() replaces this: it finds and loads the newest "
-        "complete checkpoint, the same on all ranks",
+        "once the job has saved with camshaft, checkpoint.resume_latest() replaces this: it loads the newest complete "
+        "checkpoint, the same on all ranks, and prunes those of earlier runs, which a handler otherwise does not know",
         _is_resuming,
     ),
     Rule(
@@ -566,6 +566,8 @@ def _uses(scope: ast.AST, head: str) -> list[_Use]:
 
 # --- the order of imports -------------------------------------------------------------------------------------------
 
+_LONGEST_IMPORT = 100
+_PLAIN_IMPORT = re.compile(r"(?P<start>\s*from camshaft[\w.]* import )(?P<names>[\w ,]+)(?P<end>[\r\n]+)")
 # the default of isort and ruff, and their option to sort statements of both kinds together
 _ORDERS: tuple[Callable[[Import], Any], ...] = (
     lambda node: (isinstance(node, ast.ImportFrom), *_module_key(node)),
@@ -578,10 +580,43 @@ def _module_key(node: Import) -> tuple[Any, ...]:
     return getattr(node, "level", 0) > 0, name.lower()
 
 
+def _kind_of_name(name: str) -> tuple[Any, ...]:
+    """Return the key by which isort and ruff sort the names of an import: constants, classes, functions."""
+    return not name.isupper(), not name[:1].isupper(), name
+
+
+def _joined_imports(before: list[Import], after: list[Import], lines: list[str]) -> list[Import]:
+    """Join imports of names from one module that were imports from different ones, if the line does not get too long.
+
+    Lines that are no longer needed become empty strings.
+    """
+    modules = [one.module for one in before if isinstance(one, ast.ImportFrom)]
+    if len(set(modules)) < len(modules):  # the user keeps them apart
+        return after
+    kept: list[Import] = []
+    first_of: dict[str, int] = {}  # the line of an import that others can join
+    for node in after:
+        number = node.lineno - 1
+        match = _PLAIN_IMPORT.fullmatch(lines[number]) if isinstance(node, ast.ImportFrom) else None
+        first = first_of.setdefault(match["start"], number) if match else number
+        if match and first != number:
+            groups = [found["names"].split(", ") for found in (_PLAIN_IMPORT.fullmatch(lines[first]), match) if found]
+            names = [name for group in groups for name in group]
+            if all(group == sorted(group, key=_kind_of_name) for group in groups):
+                names.sort(key=_kind_of_name)
+            joined = f"{match['start']}{', '.join(names)}"
+            if len(joined) <= _LONGEST_IMPORT:
+                lines[first], lines[number] = joined + match["end"], ""
+                continue
+        kept.append(node)
+    return kept
+
+
 def _sorted_like(tree: ast.Module, old: str, new_tree: ast.Module, new: str) -> str:
-    """Sort the imports of the new source wherever they were sorted in the old one."""
+    """Join and sort the imports of the new source wherever they were sorted in the old one."""
     lines = _lines(new)
     for before, after in zip(_blocks(tree, _lines(old)), _blocks(new_tree, lines), strict=True):
+        after = _joined_imports(before, after, lines)
         orders = [order for order in _ORDERS if before == sorted(before, key=order)]
         if not orders or any(after == sorted(after, key=order) for order in orders):
             continue
@@ -591,7 +626,8 @@ def _sorted_like(tree: ast.Module, old: str, new_tree: ast.Module, new: str) -> 
         last[-1] += newline
         texts = [line for node in sorted(after, key=orders[0]) for line in chunks[id(node)]]
         texts[-1] = texts[-1][: -len(newline) or None]
-        lines[after[0].lineno - 1 : after[-1].end_lineno] = texts
+        span = slice(after[0].lineno - 1, after[-1].end_lineno)
+        lines[span] = texts + [""] * (len(lines[span]) - len(texts))  # the numbers of other lines stay
     return "".join(lines)
 
 
@@ -648,7 +684,8 @@ def _notes(tree: ast.Module) -> Iterator[Note]:
             text = f"{node.attr} does not exist: to fire an event use fire_event, to observe one register a handler"
             yield Note(node.lineno, text, "not-included")
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _MODULE.fullmatch(node.value):
-            text = f"the string {node.value!r} is left as it is; loggers and modules of camshaft have its name"
+            new = moved(node.value) or node.value.replace("ignite", "camshaft", 1)
+            text = f"the string {node.value!r} is not rewritten: if it names a logger or a module, change it to {new!r}"
             yield Note(node.lineno, text, "imports")
 
 
@@ -845,6 +882,10 @@ def _diff(result: Result, look: Look) -> str:
     return text
 
 
+def _line_numbers(lines: list[str]) -> str:
+    return f"line{'s' if len(lines) > 1 else ''} {', '.join(lines)}"
+
+
 def _write(result: Result) -> None:
     """Replace a file in one step; it keeps its permissions, and a link stays a link."""
     path = Path(os.path.realpath(result.path))
@@ -893,9 +934,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         # What an earlier --write left unchanged was reported then.
         is_migrated = options.write and result.new == result.old and "camshaft" in result.old
+        places: dict[tuple[str, str], list[str]] = {}
         for place, note in () if is_migrated else result.notes:
-            separator = ", " if place.startswith("cell") else ":"
-            sys.stderr.write(f"{path}{separator}{place}: {note.text} ({PAGE}#{note.section})\n")
+            places.setdefault((note.text, note.section), []).append(place)
+        for (text, section), (first, *others) in places.items():
+            separator, where = (", ", "; ".join(others)) if first.startswith("cell") else (":", _line_numbers(others))
+            also = f"; also in {where}" if others else ""
+            sys.stderr.write(f"{path}{separator}{first}: {text}{also} ({PAGE}#{section})\n")
     files = counted(changed, "file")
     sys.stderr.write(f"{files} {'rewritten' if options.write else 'would be rewritten; --write does it'}\n")
     return 2 if failed else int(changed > 0 and not options.write)

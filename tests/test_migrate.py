@@ -148,6 +148,32 @@ MOVES = {
         "import torch\nimport fire\nfrom ignite import engine\n",
         "import torch\nimport fire\nfrom camshaft import engine\n",
     ),
+    "two modules become one": (
+        "from ignite.contrib.handlers import ProgressBar\nfrom ignite.handlers import Timer, global_step_from_engine\n",
+        "from camshaft.handlers import ProgressBar, Timer, global_step_from_engine\n",
+    ),
+    "two modules become one, sorted": (
+        "import os\nfrom ignite.contrib.handlers import TensorboardLogger\nfrom ignite.engine import Engine\n"
+        "from ignite.handlers import Checkpoint as C, Timer, global_step_from_engine\nfrom x import y\n",
+        "import os\nfrom camshaft.engine import Engine\n"
+        "from camshaft.handlers import Checkpoint as C, TensorboardLogger, Timer, global_step_from_engine\n"
+        "from x import y\n",
+    ),
+    "two modules become one, twice": (
+        "import os\nfrom ignite.contrib.handlers import EpochOutputStore\nfrom ignite.engine import Engine\n"
+        "from ignite.handlers import Timer\nfrom ignite.utils import to_onehot\ndef f():\n"
+        "    import fire\n    import ignite.engine as e\n    import torch\n    return e\n",
+        "import os\nfrom camshaft.engine import Engine\nfrom camshaft.handlers import EpochOutputStore, Timer\n"
+        "from camshaft.utils import to_onehot\ndef f():\n    import camshaft.engine as e\n    import fire\n    import torch\n    return e\n",
+    ),
+    "two modules become one, with a comment": (
+        "from ignite.contrib.handlers import ProgressBar  # tqdm\nfrom ignite.handlers import Timer\n",
+        "from camshaft.handlers import ProgressBar  # tqdm\nfrom camshaft.handlers import Timer\n",
+    ),
+    "two imports of one module stay two": (
+        "from ignite.handlers import ProgressBar\nfrom ignite.handlers import Timer\n",
+        "from camshaft.handlers import ProgressBar\nfrom camshaft.handlers import Timer\n",
+    ),
     "Windows lines": (
         "import fire\r\nfrom ignite import engine, metrics\r\n",
         "import fire\r\nfrom camshaft import engine\r\nfrom ignite import metrics\r\n",
@@ -263,7 +289,12 @@ def test_a_package_whose_name_is_reused_is_reported_and_stays():
         ),
         ("from ignite.engine import _prepare_batch", 1, "not-included", "_prepare_batch stays with PyTorch-Ignite"),
         ("import ignite\ne._fire_event(x)", 2, "not-included", "_fire_event does not exist: .* use fire_event"),
-        ("import ignite\ngetLogger('ignite.engine')", 2, "imports", "the string 'ignite.engine' is left as it is"),
+        (
+            "import ignite\ngetLogger('ignite.engine')",
+            2,
+            "imports",
+            "the string 'ignite.engine' is not rewritten: .*, change it to 'camshaft.engine'",
+        ),
         ("import ignite\ns.set_epoch(3)", 2, "data", "set_epoch"),
         (
             "import ignite\nself.trainer.load_state_dict(x)",
@@ -275,7 +306,7 @@ def test_a_package_whose_name_is_reused_is_reported_and_stays():
             "import ignite\nsaving.load_objects(x, y)",
             2,
             "loading-the-checkpoint-of-a-running-job",
-            r"load_objects: .*resume_latest\(\)",
+            r"load_objects: .*resume_latest\(\).* prunes those of earlier runs",
         ),
         (
             "from ignite.contrib.engines import common\ncommon.setup_plx_logging(t)",
@@ -383,6 +414,15 @@ def test_notes_have_the_line_numbers_of_the_file_as_it_is_left(tmp_path, capsys)
     assert f"{path}:2: show_config" in capsys.readouterr().err
     main(["--write", str(path)])
     assert f"{path}:3: show_config" in capsys.readouterr().err
+
+
+def test_a_difference_is_reported_once_per_file_with_all_its_lines(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text("from ignite.metrics import RunningAverage\n" + "RunningAverage()\n" * 3)
+    main([str(path)])
+    (note,) = (line for line in capsys.readouterr().err.splitlines() if "RunningAverage" in line)
+    assert note.startswith(f"{path}:2: RunningAverage: works, but ")
+    assert note.endswith("; also in lines 3, 4 (docs/migrating/from-ignite.md#metrics)")
 
 
 def test_a_broken_file_is_reported_and_left_alone_and_the_others_are_rewritten(script, capsys):
