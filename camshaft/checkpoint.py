@@ -3,7 +3,7 @@
 python -m camshaft.checkpoint list checkpoints
 python -m camshaft.checkpoint verify checkpoints
 python -m camshaft.checkpoint consolidate checkpoints/checkpoint_30.sharded model.safetensors --object model
-python -m camshaft.checkpoint diff checkpoints/checkpoint_20.sharded checkpoints/checkpoint_30.pt --tolerance 1e-6
+python -m camshaft.checkpoint diff checkpoints/checkpoint_20.sharded checkpoints/checkpoint_30.pt --rtol 1e-5
 """
 
 from __future__ import annotations
@@ -69,12 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = commands.add_parser("diff", help=text, description=text, parents=[shared])
     command.add_argument("first", type=Path, help="a directory of shards, or a file")
     command.add_argument("second", type=Path, help="the other checkpoint, in any layout")
-    command.add_argument(
-        "--tolerance",
-        type=float,
-        default=0.0,
-        help="leave out tensors and floating-point numbers that differ by at most this (default: 0)",
-    )
+    text = "tolerance, as of torch.allclose: leave out tensors and floating-point numbers that differ by at most "
+    text += "ATOL + RTOL * |element of the second checkpoint| (default: 0)"
+    command.add_argument("--atol", type=float, default=0.0, help=f"absolute {text}")
+    command.add_argument("--rtol", type=float, default=0.0, help="relative tolerance, likewise (default: 0)")
     options = parser.parse_args(arguments)
     summary: Row = {}
     remark = ""
@@ -83,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             consolidate(options.checkpoint, options.file, options.object)
             return 0
         if options.command == "diff":
-            rows, summary = differences(options.first, options.second, options.tolerance)
+            rows, summary = differences(options.first, options.second, options.atol, options.rtol)
             is_good, nothing = not rows, "no differences"
         else:
             is_verify = options.command == "verify"
@@ -105,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if remark:
         lines.append(textwrap.fill(remark, 80))
     if summary and (rows or summary["largest"]):
-        beyond = f" by more than {options.tolerance:g}" if options.tolerance else ""
+        beyond = " beyond the tolerance" if options.atol or options.rtol else ""
         values, different, largest, relative = map(_text, summary.values())
         lines.append(
             f"values that differ{beyond}: {different} of {values}; largest difference: {largest}, relative: {relative}"
@@ -182,7 +180,7 @@ def consolidate(checkpoint: Path, file: Path, name: str | None = None) -> None:
         write_atomically(file, lambda opened: torch.save(state, opened))
 
 
-def differences(first: Path, second: Path, tolerance: float = 0.0) -> tuple[list[Row], Row]:
+def differences(first: Path, second: Path, atol: float = 0.0, rtol: float = 0.0) -> tuple[list[Row], Row]:
     """Compare two checkpoints, whatever their layouts.
 
     The difference of two tensors or floating-point numbers is the largest among their elements. It is relative to the
@@ -191,42 +189,50 @@ def differences(first: Path, second: Path, tolerance: float = 0.0) -> tuple[list
     Args:
         first: a directory of shards, or a file.
         second: the other checkpoint.
-        tolerance: the difference up to which two tensors or floating-point numbers are considered equal.
+        atol, rtol: two tensors or floating-point numbers are considered equal if no element differs by more than
+            ``atol + rtol * abs(element of the second)``.
 
     Returns:
         A row for each value that differs, and a summary.
 
     Raises:
-        ValueError: the tolerance is negative.
+        ValueError: a tolerance is negative.
     """
-    if not tolerance >= 0:
-        raise ValueError(f"--tolerance must be 0 or more, got {tolerance}")
+    for name, tolerance in (("--atol", atol), ("--rtol", rtol)):
+        if not tolerance >= 0:
+            raise ValueError(f"{name} must be 0 or more, got {tolerance}")
     states = [dict(walk(read_checkpoint(path))) for path in (first, second)]
     values, rows, largest = dict.fromkeys([*states[0], *states[1]]), [], {"largest": 0.0, "relative": 0.0}
     for where in values:
         numbers: dict[str, float] | None = None
+        is_close = False
         if not all(where in state for state in states):
             text = f"only in {first if where in states[0] else second}"
-        elif (found := _difference(*(_read(state[where]) for state in states))) is None:
+        elif (found := _difference(_read(states[0][where]), _read(states[1][where]), atol, rtol)) is None:
             continue
         else:
-            text, numbers = found
+            text, numbers, is_close = found
             largest = {name: max(one, (numbers or largest)[name]) for name, one in largest.items()}
-        if numbers is None or tolerance == 0 or numbers["largest"] > tolerance:
+        if not is_close:
             rows.append({"value": where, "difference": text, **(numbers or dict.fromkeys(largest))})
     return rows, {"values": len(values), "different": len(rows), **largest}
 
 
-def _difference(a: Any, b: Any) -> tuple[str, dict[str, float] | None] | None:
-    """Describe how two values differ, with numbers where there are any; return ``None`` if they are equal."""
+def _difference(a: Any, b: Any, atol: float, rtol: float) -> tuple[str, dict[str, float] | None, bool] | None:
+    """Describe how two values differ, with numbers where there are any, and return whether it is tolerated.
+
+    Returns:
+        ``None`` if they are equal.
+    """
     text = f"{a!r:.40} and {b!r:.40}"
     is_float = isinstance(a, float) and isinstance(b, float)
     if is_float:
         a, b = (torch.tensor(one, dtype=torch.float64) for one in (a, b))
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        return (text, None) if type(a) is not type(b) or a != b else None
+        return (text, None, False) if type(a) is not type(b) or a != b else None
     if a.shape != b.shape or a.dtype != b.dtype:
-        return " and ".join(f"{tuple(one.shape)} {str(one.dtype).removeprefix('torch.')}" for one in (a, b)), None
+        kinds = (f"{tuple(one.shape)} {str(one.dtype).removeprefix('torch.')}" for one in (a, b))
+        return " and ".join(kinds), None, False
     is_same = (a == b) | ((a != a) & (b != b))  # NaN is not equal to itself
     if is_same.all():
         return None
@@ -234,8 +240,9 @@ def _difference(a: Any, b: Any) -> tuple[str, dict[str, float] | None] | None:
         text = f"{int((~is_same).sum()):,} of {a.numel():,} elements"
     a, b = (one.to(torch.complex128 if one.is_complex() else torch.float64) for one in (a, b))
     distance = (a - b).abs().nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(is_same, 0.0).max().item()
+    is_close = bool(atol or rtol) and torch.allclose(a, b, rtol, atol, equal_nan=True)  # integers may have got rounded
     scale = max(one.abs().nan_to_num(nan=0.0, posinf=0.0).max().item() for one in (a, b))
-    return text, {"largest": distance, "relative": distance / scale if scale else math.inf}
+    return text, {"largest": distance, "relative": distance / scale if scale else math.inf}, is_close
 
 
 def _read(value: Any) -> Any:

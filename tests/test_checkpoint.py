@@ -123,15 +123,42 @@ def test_diff_prints_the_largest_difference_across_layouts(folder, capsys):
     largest = {"largest": 0.5, "relative": 1 / 3}  # 1.0 and 1.5
     row = {"value": "['model']['weight']", "difference": "2 of 2 elements", **largest}
     assert [json.loads(line) for line in text.splitlines()] == [row, {"values": 3, "different": 1, **largest}]
-    code, text = run(capsys, "diff", sharded, whole, "--tolerance", "0.4")
+    code, text = run(capsys, "diff", sharded, whole, "--atol", "0.4")
     assert code == 1
-    summary = "values that differ by more than 0.4: 1 of 3; largest difference: 0.5, relative: 0.333333"
+    summary = "values that differ beyond the tolerance: 1 of 3; largest difference: 0.5, relative: 0.333333"
     assert text.splitlines()[1:] == ["['model']['weight']  2 of 2 elements  0.5      0.333333", summary]
-    code, text = run(capsys, "diff", sharded, whole, "--tolerance", "0.5")
+    code, text = run(capsys, "diff", sharded, whole, "--atol", "0.5")
     assert code == 0
-    assert text == "values that differ by more than 0.5: 0 of 3; largest difference: 0.5, relative: 0.333333\n"
-    code, text = run(capsys, "diff", sharded, whole, "--tolerance", "0.5", "--json")
+    assert text == "values that differ beyond the tolerance: 0 of 3; largest difference: 0.5, relative: 0.333333\n"
+    code, text = run(capsys, "diff", sharded, whole, "--atol", "0.5", "--json")
     assert (code, json.loads(text)) == (0, {"values": 3, "different": 0, **largest})
+
+
+@pytest.mark.parametrize(
+    ("tolerances", "is_tolerated"),
+    [
+        ((), False),
+        (("--rtol", "0.1"), False),  # of the second checkpoint, as torch.allclose
+        (("--rtol", "0.12"), True),
+        (("--rtol", "0.1", "--atol", "0.1"), True),
+        (("--atol", "0.1"), False),
+    ],
+)
+def test_diff_has_the_tolerances_of_allclose(tmp_path, capsys, tolerances, is_tolerated):
+    first, second = torch.tensor([10.0, 1.0, 0.0]), torch.tensor([9.0, 1.0, 0.0])
+    options = {name.strip("-"): float(value) for name, value in zip(tolerances[::2], tolerances[1::2], strict=True)}
+    assert torch.allclose(first, second, **{"rtol": 0.0, "atol": 0.0, **options}) == is_tolerated
+    for name, weight in (("first.pt", first), ("second.pt", second)):
+        torch.save({"weight": weight, "loss": weight[0].item()}, tmp_path / name)
+    code, text = run(capsys, "diff", tmp_path / "first.pt", tmp_path / "second.pt", *tolerances)
+    assert code == (0 if is_tolerated else 1)
+    assert f"{0 if is_tolerated else 2} of 2; largest difference: 1, relative: 0.1" in text
+
+
+def test_diff_without_a_tolerance_finds_integers_that_floats_cannot_tell_apart(tmp_path, capsys):
+    for name, value in (("first.pt", 2**60), ("second.pt", 2**60 + 1)):
+        torch.save({"count": torch.tensor(value)}, tmp_path / name)
+    assert run(capsys, "diff", tmp_path / "first.pt", tmp_path / "second.pt")[0] == 1
 
 
 def test_what_may_not_be_unpickled_is_an_error_and_not_a_difference(tmp_path, capsys):
@@ -163,7 +190,7 @@ def test_diff_tolerates_no_number_that_is_not_finite_in_one_checkpoint_only(tmp_
     nan, inf = float("nan"), float("inf")
     for name, values in (("first.pt", [nan, 0.0, inf]), ("second.pt", [1.0, 0.0, inf])):
         torch.save({"weight": torch.tensor(values), "loss": values[0]}, tmp_path / name)
-    code, text = run(capsys, "diff", tmp_path / "first.pt", tmp_path / "second.pt", "--tolerance", "9", "--json")
+    code, text = run(capsys, "diff", tmp_path / "first.pt", tmp_path / "second.pt", "--atol", "9", "--json")
     assert code == 1
     rows = [json.loads(line) for line in text.splitlines()]
     assert [row["difference"] for row in rows[:2]] == ["1 of 3 elements", "nan and 1.0"]
@@ -180,7 +207,7 @@ def test_diff_tolerates_no_number_that_is_not_finite_in_one_checkpoint_only(tmp_
         (["consolidate", "checkpoints/checkpoint_10.sharded", "x.pt", "--object", "y"], "--object must be one of"),
         (["consolidate", "checkpoints/killed", "x.pt"], "lists no shards"),
         (["diff", "checkpoints/checkpoint_20.pt", "nowhere.pt"], "nowhere.pt"),
-        (["diff", "a.pt", "b.pt", "--tolerance", "-1"], "--tolerance must be 0 or more, got -1.0"),
+        (["diff", "a.pt", "b.pt", "--atol", "-1"], "--atol must be 0 or more, got -1.0"),
     ],
 )
 def test_what_cannot_be_done_is_explained(folder, monkeypatch, capsys, command, message):

@@ -164,7 +164,8 @@ MOVES = {
         "from ignite.handlers import Timer\nfrom ignite.utils import to_onehot\ndef f():\n"
         "    import fire\n    import ignite.engine as e\n    import torch\n    return e\n",
         "import os\nfrom camshaft.engine import Engine\nfrom camshaft.handlers import EpochOutputStore, Timer\n"
-        "from camshaft.utils import to_onehot\ndef f():\n    import camshaft.engine as e\n    import fire\n    import torch\n    return e\n",
+        "from camshaft.utils import to_onehot\ndef f():\n"
+        "    import camshaft.engine as e\n    import fire\n    import torch\n    return e\n",
     ),
     "two modules become one, with a comment": (
         "from ignite.contrib.handlers import ProgressBar  # tqdm\nfrom ignite.handlers import Timer\n",
