@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from camshaft.engine import Events, create_supervised_trainer
+from camshaft import handlers
+from camshaft.engine import Engine, Events, create_supervised_trainer
 from tests.docs.titled import titled
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def test_the_checkpoint_of_a_running_job_of_ignite_is_continued(tmp_path, monkeypatch):
@@ -66,6 +71,43 @@ def test_the_warm_up_of_a_running_job_of_ignite_is_continued(tmp_path, monkeypat
 
     expected = rates(theirs[0].create_supervised_trainer, train)
     assert rates(create_supervised_trainer, resume) == pytest.approx(expected[8:])
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "handlers.Timer().attach(ignite.engine.Engine(step))",
+        "ignite.engine.Engine(step).add_event_handler(Events.EPOCH_COMPLETED, print)",
+        "ignite.engine.Events.STARTED | Events.COMPLETED",
+        "ignite.handlers.EarlyStopping(3, step, trainer)",
+        "ignite.handlers.BasicTimeProfiler().attach(trainer)",
+        "ignite.handlers.ProgressBar().attach(trainer)",
+        "trainer.register_events(*ignite.engine.EventEnum('Own', 'ADDED'))",
+        "ignite.handlers.ModelCheckpoint('.')(trainer, {'model': nn.Linear(1, 1)})",
+        "handlers.ConcatScheduler([schedule, schedule], [10])",
+    ],
+)
+def test_a_half_migrated_script_raises_an_error_that_the_page_explains(tmp_path, monkeypatch, code):
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ignite = importlib.import_module("ignite.handlers") and importlib.import_module("ignite")
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+        names = {
+            "ignite": ignite,
+            "handlers": handlers,
+            "Events": Events,
+            "nn": nn,
+            "step": lambda engine, batch=None: 1,
+        }
+        names["trainer"] = Engine(lambda engine, batch: None)
+        names["schedule"] = ignite.handlers.LinearCyclicalScheduler(optimizer, "lr", 0.1, 0.2, 10)
+        with pytest.raises(Exception) as caught:  # noqa: PT011 - the page has the message
+            exec(code, names)
+    section = (ROOT / "docs/migrating/from-ignite.md").read_text("utf-8").split("## Half-migrated scripts")[1]
+    shown = re.findall(r"`([^`]+)`(?=[,. |])", section.split("\n## ")[0])
+    patterns = [".*".join(map(re.escape, message.split("..."))) for message in shown if " " in message]
+    assert any(re.match(pattern, str(caught.value)) for pattern in patterns)
 
 
 def test_weights_of_lightning_are_loaded(tmp_path, monkeypatch):
