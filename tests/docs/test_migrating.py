@@ -93,13 +93,8 @@ def test_a_half_migrated_script_raises_an_error_that_the_page_explains(tmp_path,
         warnings.simplefilter("ignore")
         ignite = importlib.import_module("ignite.handlers") and importlib.import_module("ignite")
         optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
-        names = {
-            "ignite": ignite,
-            "handlers": handlers,
-            "Events": Events,
-            "nn": nn,
-            "step": lambda engine, batch=None: 1,
-        }
+        names = {"ignite": ignite, "handlers": handlers, "Events": Events, "nn": nn}
+        names["step"] = lambda engine, batch=None: 1
         names["trainer"] = Engine(lambda engine, batch: None)
         names["schedule"] = ignite.handlers.LinearCyclicalScheduler(optimizer, "lr", 0.1, 0.2, 10)
         with pytest.raises(Exception) as caught:  # noqa: PT011 - the page has the message
