@@ -821,8 +821,8 @@ MISTAKES = [
         UserWarning,
         (
             "'checkpoints' contains 1 checkpoint of an earlier run, such as 'best_model_accuracy=0.5000.pt', which "
-            "this handler does not know, so they are neither compared with new ones nor removed: resume this handler, "
-            "too, by adding it to to_save or with resume_latest(), or call reset() to leave them alone"
+            "this handler does not know, so they are neither compared with new ones nor removed: add this handler to "
+            "the to_save of the checkpoint that the run resumes from, or call reset() to leave them alone"
         ),
     ),
     (

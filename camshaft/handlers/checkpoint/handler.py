@@ -550,7 +550,7 @@ class Checkpoint(Serializable):
             what = f"{counted(len(found), 'checkpoint')} of an earlier run, such as '{found[0]}'"
             if is_scored:
                 effect = "which this handler does not know, so they are neither compared with new ones nor removed"
-                hint = "resume this handler, too, by adding it to to_save or with resume_latest()"
+                hint = "add this handler to the to_save of the checkpoint that the run resumes from"
             else:
                 effect = "and this run starts from the beginning, so that those of both runs are mixed"
                 hint = "resume with Checkpoint.resume(to_load, directory), use another directory"
