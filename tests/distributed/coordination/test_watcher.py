@@ -64,7 +64,7 @@ def ignore():
 @on_ranks(2)
 def test_one_rank_per_node_sends_one_request_per_second_whatever_is_attached():
     with mock.patch.object(module, "PrefixStore", Counted), mock.patch.object(module, "store_at", counted_store):
-        trainer = Engine(lambda engine, batch: time.sleep(0.1))
+        trainer = Engine(lambda engine, batch: time.sleep(0.1) or batch)
         trainer.add_event_handler(Events.ITERATION_COMPLETED, TerminateOnNan())
         trainer.add_event_handler(Events.ITERATION_COMPLETED, TimeLimit())
         EarlyStopping(3, lambda engine: 1.0, trainer).attach(Engine(lambda engine, batch: None))
