@@ -92,7 +92,7 @@ def main(folder: Path) -> None:
 
 
 def output_in_terminal(command: str) -> str:
-    """Run a command of the examples in a terminal and return what is on the screen in the end."""
+    """Run a command in a terminal and return the final contents of the screen."""
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
     script, *options = command.split()[1:]

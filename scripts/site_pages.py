@@ -52,7 +52,7 @@ def labelled(table: re.Match[str]) -> str:
 
 def link(part: re.Match[str]) -> str:
     identifier = identifiers.get(part["name"] or "")
-    if identifier is None:
+    if identifier is None or not identifier.startswith(part["prefix"].replace("idist", "camshaft.distributed")):
         return part[0]
     is_word = part["name"].islower() and "_" not in part["name"]
     if is_word and not part["prefix"] and (not part["call"] or part["member"]):

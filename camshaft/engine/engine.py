@@ -205,7 +205,7 @@ class Engine(Serializable, Generic[Batch, Output]):
             handler: any callable.
             args: positional arguments for the handler.
             order: handlers with a smaller order run earlier, those with the same order as they were registered; see
-                :class:`~camshaft.engine.events.Order` for the values that the library uses.
+                :class:`camshaft.engine.events.Order` for the values that the library uses.
             kwargs: keyword arguments for the handler.
 
         Returns:
