@@ -9,7 +9,9 @@ import griffe
 
 EXAMPLE = re.compile(r"^( *)>>> (?:.+\n?)+", re.MULTILINE)  # up to an empty line
 DIRECTIVE = re.compile(r" *# doctest: .*")
-ROLE = re.compile(r":(?:attr|class|func|meth):`(?:~[\w.]+\.)?([^`<]+?)(?: <[^`>]+>)?`")  # `~module.name`, `text <module.name>`
+ROLE = re.compile(
+    r":(?:attr|class|func|meth):`(?:~[\w.]+\.)?([^`<]+?)(?: <[^`>]+>)?`"
+)  # also `~path.name`, `name <path>`
 
 
 class Docstrings(griffe.Extension):  # type: ignore[misc]  # griffe is not installed in the environment of mypy

@@ -499,7 +499,7 @@ class ReduceLROnPlateauScheduler(ParamScheduler):
 
     _state_dict_all_req_keys = (*ParamScheduler._state_dict_all_req_keys, "metric_name", "scheduler")
     _instead_of_ignite = (
-        "finish the job with PyTorch-Ignite, or leave it out and start anew from the rate of the optimizer"
+        "finish the job with PyTorch-Ignite, or leave it out and restart from the rate of the optimizer"
     )
 
     def __init__(
@@ -610,7 +610,7 @@ class ParamGroupScheduler(_Combination, Serializable):
         save_history: whether to keep the values; applies to all schedulers.
 
     Raises:
-        TypeError: ``schedulers`` is not a sequence, or ``names`` neither a list nor a tuple.
+        TypeError: ``schedulers`` is not a sequence, or ``names`` is neither a list nor a tuple.
         ValueError: an element is not a ``ParamScheduler``, a name is not a string, or the lengths differ.
 
     >>> import torch
