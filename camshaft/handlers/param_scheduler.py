@@ -251,8 +251,8 @@ class LinearCyclicalScheduler(CyclicalScheduler):
     """Move linearly from the start value to the end value and back in each cycle.
 
     Args:
-        optimizer, param_name, start_value, end_value, cycle_size, cycle_mult, start_value_mult, end_value_mult,
-            warmup_duration, save_history, param_group_index: see ``CyclicalScheduler``.
+        optimizer, param_name, start_value, end_value, cycle_size, cycle_mult: see ``CyclicalScheduler``.
+        start_value_mult, end_value_mult, warmup_duration, save_history, param_group_index: likewise.
         monotonic: whether to move to the end value over the whole cycle, and then to the next start value at once, or
             in ``warmup_duration`` calls.
 
@@ -306,8 +306,8 @@ class CosineAnnealingScheduler(CyclicalScheduler):
     """Move along half a cosine from the start value to the end value, and then to the next start value at once.
 
     Args:
-        optimizer, param_name, start_value, end_value, cycle_size, cycle_mult, start_value_mult, end_value_mult,
-            warmup_duration, save_history, param_group_index: see ``CyclicalScheduler``.
+        optimizer, param_name, start_value, end_value, cycle_size, cycle_mult: see ``CyclicalScheduler``.
+        start_value_mult, end_value_mult, warmup_duration, save_history, param_group_index: likewise.
 
     >>> values = CosineAnnealingScheduler.simulate_values(
     ...     5, param_name="lr", start_value=0.0, end_value=1.0, cycle_size=4
