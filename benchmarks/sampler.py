@@ -61,18 +61,18 @@ def camshaft(length: int, ranks: int) -> Epochs:
 
 # by column: the contender, and the number of ranks
 CONTENDERS: dict[str, tuple[Callable[[int, int], Epochs], int]] = {
-    "RandomSampler": (random_sampler, 1),
+    "torch": (random_sampler, 1),
     "camshaft": (camshaft, 1),
-    "DistributedSampler, 1 of 2": (distributed_sampler, 2),
+    "torch, 1 of 2": (distributed_sampler, 2),
     "camshaft, 1 of 2": (camshaft, 2),
-    "DistributedSampler, 1 of 8": (distributed_sampler, 8),
+    "torch, 1 of 8": (distributed_sampler, 8),
     "camshaft, 1 of 8": (camshaft, 8),
 }
 CEILINGS = {"first index, ms": 5.0, "memory, MB": 5.0}  # for each camshaft column, from 10**8 samples
 SPEEDS = {  # ratios to the peers, at 10**6 samples
-    ("camshaft", "RandomSampler"): 0.5,
-    ("camshaft, 1 of 2", "DistributedSampler, 1 of 2"): 1.0,
-    ("camshaft, 1 of 8", "DistributedSampler, 1 of 8"): 1.0,
+    ("camshaft", "torch"): 0.5,
+    ("camshaft, 1 of 2", "torch, 1 of 2"): 1.0,
+    ("camshaft, 1 of 8", "torch, 1 of 8"): 1.0,
 }
 SPEED = "million indices per s"
 
@@ -175,9 +175,9 @@ def load(what: str, repetitions: int) -> dict[str, Any]:
     """Interleave the loaders of torch and camshaft over the same data in this process; compare them round by round."""
     make_data, make_ours = LOADED[what]
     data = make_data()
-    made = {"RandomSampler": DataLoader(data, batch_size=BATCH_SIZE, shuffle=True), "camshaft": make_ours(data)}
+    made = {"torch": DataLoader(data, batch_size=BATCH_SIZE, shuffle=True), "camshaft": make_ours(data)}
     taken = interleave([all_batches(name, loader) for name, loader in made.items()], 1, repetitions)
-    ratio = Spread.of([peer / ours for peer, ours in zip(taken["RandomSampler"], taken["camshaft"], strict=True)])
+    ratio = Spread.of([peer / ours for peer, ours in zip(taken["torch"], taken["camshaft"], strict=True)])
     figures = {name: Spread.of([BATCH_SIZE / seconds / 1000 for seconds in sample]) for name, sample in taken.items()}
     return {
         "length": len(data),

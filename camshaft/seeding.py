@@ -21,7 +21,7 @@ def manual_seed(seed: SupportsIndex) -> None:
     This does not start XLA: ``initialize("xla-tpu")`` later seeds it with the seed of torch.
 
     Args:
-        seed: any integer. torch and torch_xla take it modulo 2**64, NumPy modulo 2**32.
+        seed: any integer. torch and torch_xla take it modulo ``2**64``, NumPy modulo ``2**32``.
 
     Raises:
         TypeError: ``seed`` is not an integer; nothing was seeded.

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Test camshaft on the GPUs of this machine, or measure it there. Only torch and pytest are needed, and no network.
+"""Run the tests or the benchmarks on the GPUs of this machine. Requires only torch and pytest, and no network.
 
 python scripts/gpu.py test                    # further arguments are passed to pytest: -x -k handlers
 python scripts/gpu.py bench                   # takes at most eight minutes
-python scripts/gpu.py test --device cpu       # a rehearsal without a GPU, with tiny sizes
+python scripts/gpu.py test --device cpu       # dry run without a GPU, with tiny sizes
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from time import perf_counter
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-LATEST = 360.0  # seconds after which no other benchmark starts
+LATEST = 360.0  # seconds after which no further benchmark is started
 
-sys.path.insert(0, str(ROOT))  # this clone, installed or not
+sys.path.insert(0, str(ROOT))  # use this clone, whether installed or not
 
 
 def test(arguments: Sequence[str]) -> int:
-    """Run tests/gpu without the settings of the other tests, which need more packages."""
+    """Run tests/gpu without the project's pytest settings, which require more packages."""
     import pytest
 
     tests = ROOT / "tests" / "gpu"
     options = ["-c", os.devnull, "--rootdir", str(ROOT), "--confcutdir", str(tests), "--import-mode", "importlib"]
     options += ["-o", f"pythonpath={ROOT}", "-p", "no:cacheprovider", "-ra", "--durations", "5"]
-    options += ["-W", "ignore::pytest.PytestUnknownMarkWarning"]  # markers are in the settings
-    # nccl waits for ranks that have failed to call it; no signal interrupts that
+    options += ["-W", "ignore::pytest.PytestUnknownMarkWarning"]  # markers are declared in those settings
+    # nccl waits for ranks that did not call it, and cannot be interrupted by a signal
     options += ["-o", "faulthandler_timeout=600", "-o", "faulthandler_exit_on_timeout=true"]
     return int(pytest.main([*options, str(tests), *arguments]))
 
 
 def bench(on_gpu: bool) -> int:
-    """Run the benchmarks one after the other; the last line that is printed contains all results as JSON."""
+    """Run the benchmarks one after another; the last line of output contains all results as JSON."""
     import torch
 
     from benchmarks.measuring import machine
@@ -60,7 +60,7 @@ def bench(on_gpu: bool) -> int:
         try:
             with redirect_stdout(printed):
                 import_module(f"benchmarks.{name}").main(options.split())
-        except Exception as error:  # the others are still measured
+        except Exception as error:  # run the other benchmarks anyway
             traceback.print_exc()
             failures += 1
             results.append({"benchmark": name, "arguments": options, "error": f"{type(error).__name__}: {error}"})
@@ -99,11 +99,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if others and options.what == "bench":
         parser.error(f"bench takes no arguments but --device, got {others}")
     if options.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for GPUs, here and in all ranks
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch detects GPUs, in this process and all ranks
     import torch
 
     if torch.cuda.is_available() != (options.device == "cuda"):
-        parser.error("torch found no GPU; --device cpu rehearses on the CPU")
+        parser.error("torch found no GPU; use --device cpu for a dry run on the CPU")
     return test(others) if options.what == "test" else bench(options.device == "cuda")
 
 

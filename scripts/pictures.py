@@ -92,7 +92,7 @@ def main(folder: Path) -> None:
 
 
 def output_in_terminal(command: str) -> str:
-    """Run a command of the examples in a terminal and return what is on the screen in the end."""
+    """Run a command in a terminal and return the final contents of the screen."""
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
     script, *options = command.split()[1:]
@@ -340,27 +340,27 @@ def events_of_a_run() -> Figure:
 
 def concepts() -> Figure:
     """Draw two ranks, each with its part of a batch, an engine, a state, and handlers."""
-    figure, axes = canvas(width=11.6, height=5.4, scale=0.8)
+    figure, axes = canvas(width=7.9, height=9.0, scale=0.8)
     for rank in range(2):
-        x = 6.6 * rank
-        box(axes, x, 0.0, 5.0, 5.2, "", PALE)
-        axes.text(x + 0.2, 4.95, f"rank {rank}", va="center", color=DARK, fontsize=9)
-        box(axes, x + 0.2, 4.0, 2.0, 0.6, "share of the batch", COLORS[rank], size=7)
-        box(axes, x + 0.2, 1.9, 2.0, 1.6, "", "white")
-        axes.text(x + 1.2, 3.25, "engine", ha="center", va="center", color=DARK, fontsize=9)
-        box(axes, x + 0.35, 2.05, 1.7, 0.8, "your function", MIXED, size=7)
-        box(axes, x + 2.9, 2.3, 1.9, 0.8, "handlers", COLORS[2])
-        box(axes, x + 0.2, 0.2, 4.6, 0.8, "state: epoch, iteration, output, metrics", "white", size=8)
-        arrow(axes, (x + 1.2, 4.0), (x + 1.2, 3.5))
-        arrow(axes, (x + 2.2, 2.7), (x + 2.9, 2.7))
-        axes.text(x + 2.55, 2.9, "events", ha="center", va="center", color=DARK, fontsize=7)
-        arrow(axes, (x + 1.2, 1.9), (x + 1.2, 1.0))
-        axes.text(x + 1.3, 1.45, "counters, output", va="center", color=DARK, fontsize=7)
-        arrow(axes, (x + 3.7, 2.3), (x + 3.7, 1.0))
-        arrow(axes, (x + 4.0, 1.0), (x + 4.0, 2.3))
-    for start, end in ((5.1, 6.5), (6.5, 5.1)):
-        arrow(axes, (start, 2.7), (end, 2.7))
-    axes.text(5.8, 2.95, "collectives", ha="center", va="center", color=DARK, fontsize=7)
+        y = 5.0 * (1 - rank)
+        box(axes, 0.0, y, 7.9, 4.0, "", PALE)
+        axes.text(0.2, y + 3.75, f"rank {rank}", va="center", color=DARK, fontsize=9)
+        box(axes, 0.2, y + 2.2, 2.2, 0.6, "share of the batch", COLORS[rank], size=7)
+        box(axes, 2.9, y + 1.7, 2.1, 1.6, "", "white")
+        axes.text(3.95, y + 3.05, "engine", ha="center", va="center", color=DARK, fontsize=9)
+        box(axes, 3.1, y + 1.85, 1.7, 0.8, "your function", MIXED, size=7)
+        box(axes, 5.8, y + 2.1, 1.9, 0.8, "handlers", COLORS[2])
+        box(axes, 2.9, y + 0.2, 4.8, 0.7, "state: epoch, iteration, output, metrics", "white", size=8)
+        arrow(axes, (2.4, y + 2.5), (2.9, y + 2.5))
+        arrow(axes, (5.0, y + 2.5), (5.8, y + 2.5))
+        axes.text(5.4, y + 2.7, "events", ha="center", va="center", color=DARK, fontsize=7)
+        arrow(axes, (3.95, y + 1.7), (3.95, y + 0.9))
+        axes.text(3.85, y + 1.3, "counters, output", ha="right", va="center", color=DARK, fontsize=7)
+        arrow(axes, (6.6, y + 2.1), (6.6, y + 0.9))
+        arrow(axes, (6.9, y + 0.9), (6.9, y + 2.1))
+    for start, end in ((4.0, 5.0), (5.0, 4.0)):
+        arrow(axes, (3.95, start), (3.95, end))
+    axes.text(4.1, 4.5, "collectives", va="center", color=DARK, fontsize=7)
     return figure
 
 

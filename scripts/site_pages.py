@@ -1,10 +1,10 @@
-"""Finish the pages of the site (hooks of mkdocs.yml): link names of the API, and label the cells of wide tables.
+"""Finish the pages of the site (hooks of mkdocs.yml): link names of the API, and make wide tables and headings fit.
 
 `EarlyStopping`, `Checkpoint.resume_latest`, `idist.device()`, and `Events.COMPLETED(every=2)` become links. A lowercase
 word on its own, such as `device` or `send`, is usually an argument or another library's, and does not.
 
 A table of three or more columns with code and text does not fit on a phone, where its cells are stacked (site.css):
-each cell gets the heading of its column as a label.
+each cell gets the heading of its column as a label. The path in a heading of the API may wrap after its dots.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ PART = re.compile(
 TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 CELL = re.compile(r"<t([hd])([^>]*)>(.*?)</t\1>", re.DOTALL)
 TAG = re.compile(r"<[^>]+>")
+PATH = re.compile(r"(?<=doc-object-name )([^>]*>)([\w.]+)")
 identifiers: dict[str, str] = {}
 
 
@@ -35,6 +36,7 @@ def on_config(config: Any) -> None:
 
 
 def on_page_content(html: str, **arguments: Any) -> str:
+    html = PATH.sub(lambda name: name[1] + name[2].replace(".", ".<wbr>"), html)
     return PART.sub(link, TABLE.sub(labelled, html))
 
 
@@ -50,7 +52,7 @@ def labelled(table: re.Match[str]) -> str:
 
 def link(part: re.Match[str]) -> str:
     identifier = identifiers.get(part["name"] or "")
-    if identifier is None:
+    if identifier is None or not identifier.startswith(part["prefix"].replace("idist", "camshaft.distributed")):
         return part[0]
     is_word = part["name"].islower() and "_" not in part["name"]
     if is_word and not part["prefix"] and (not part["call"] or part["member"]):

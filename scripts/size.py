@@ -5,7 +5,7 @@
     python scripts/size.py tests      folders of another tree
     python scripts/size.py --files    every file
 
-Lines of code are those that hold a token of a statement: no blank lines, comments, or docstrings.
+Lines of code are lines with a token of a statement, excluding blank lines, comments, and docstrings.
 """
 
 from __future__ import annotations

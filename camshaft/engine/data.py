@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Position = Mapping[str, Any]
 _REREAD = (SequentialSampler, RandomSampler, DistributedSampler)  # samplers of torch that restart with each pass
-_DEEPEST = 8  # nested batch samplers; an object that invents attributes has no end
+_DEEPEST = 8  # nested batch samplers; limited, because an object that invents attributes has no end
 _SILENT = Plan(None, None)
 
 
@@ -72,7 +72,7 @@ def has_own_state(data: Any) -> bool:
 
 
 def can_start_anywhere(data: Any) -> bool:
-    """Return whether data can start at a position, including one that was saved of other data."""
+    """Return whether data can start at a position, including one that was saved for other data."""
     is_exact = exact_batches(data) is not None
     return is_exact or isinstance(data, Stateful) or getattr(data, "is_skipped_forward", False)
 
@@ -267,7 +267,7 @@ class DataIterator:
         self._first_iteration += iterations
 
     def announce_if_over(self) -> None:
-        """Announce the number of the next pass if the next fetch starts one, for all that is known.
+        """Announce the number of the next pass if the next fetch starts one, as far as is known.
 
         This precedes ``EPOCH_STARTED``, so that a handler may call ``set_epoch`` with another number. Data without a
         length are assumed to yield as many batches as in the pass before.
@@ -320,7 +320,7 @@ class DataIterator:
         return 1.0 if self._share is None else self._share(self._given() - 1, **self._pass)
 
     def _next_number(self) -> int:
-        """Return the number of the next pass: from the counters, so that resumed runs agree, and never one twice."""
+        """Return the number of the next pass: from the counters, so that resumed runs agree, without repetition."""
         state, position = self.engine.state, None if self.start is None else self.start.position
         if position is not None and "epoch" in position:
             number: int = position["epoch"]

@@ -1,4 +1,4 @@
-"""Dispatch: a plan per event, which decides when handlers are registered who runs at which count."""
+"""Dispatch: one plan per event; which handler runs at which count is decided when handlers are registered."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Registration:
 
     Args:
         plan: of the event.
-        handler: any callable; decorators made with ``functools.wraps`` are seen through.
+        handler: any callable; its signature is that of the function wrapped with ``functools.wraps``, if any.
         event_filter: of the event, or ``None``.
         args: positional arguments for the handler.
         kwargs: keyword arguments for the handler.
@@ -85,7 +85,7 @@ class Registration:
         self.is_filtered = event_filter is not None
         self.filter = event_filter if isinstance(event_filter, CountFilter) else None
         self._asks = None if self.filter is not None else event_filter
-        self._plan = plan = weakref.proxy(plan)  # a strong reference would close a cycle
+        self._plan = plan = weakref.proxy(plan)  # a strong reference would create a cycle
 
         def call_with_extra(engine: Any) -> Any:
             extra = (engine, *plan.extra) if takes_engine else plan.extra
@@ -96,7 +96,7 @@ class Registration:
             self._call = call_with_extra
         elif not takes_engine:
             self._call = lambda engine: handler(*args, **kwargs)
-        else:  # the handler itself where nothing is added, which saves a call
+        else:  # the handler itself if there are no arguments, which saves a call
             self._call = (lambda engine: handler(engine, *args, **kwargs)) if args or kwargs else handler
 
     def wrap(self, wrappers: Iterable[Wrapper]) -> None:
@@ -277,7 +277,7 @@ class Plan:
         return [one.invoke for one in self.registrations if one.accepts(engine, count)]
 
     def replan(self) -> None:
-        """Drop what was planned, after a change of the registrations; the next firing plans again."""
+        """Discard the planned range after a change of the registrations; the next firing computes it again."""
         self._uncounted = tuple(one.invoke for one in self.registrations if one.filter is None)
         self._is_counted = len(self._uncounted) < len(self.registrations)
         self._set_range(NEVER, NEVER)
@@ -324,7 +324,7 @@ class Dispatcher:
                 self.plans[event].counter = self.counters[event]
 
     def knows(self, event: Any) -> bool:
-        """Return whether an event is registered. Events of handlers of this package are registered by asking."""
+        """Return whether an event is registered. Events of this package's handlers are registered on first use."""
         event = translated(event)
         if not isinstance(event, (str, CallableEventWithFilter)):
             return False
@@ -380,7 +380,7 @@ class Dispatcher:
         """Remove all registrations of a handler on each event.
 
         Raises:
-            ValueError: there are none.
+            ValueError: the handler is not registered there.
         """
         if not self.has(handler, events):
             raise ValueError(f"handler is not registered on {events!r}, got {described(handler)}")

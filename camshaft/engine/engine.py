@@ -52,7 +52,7 @@ def outermost_engine() -> Engine[Any, Any] | None:
 class _Decorator:
     """What :meth:`Engine.on` returns: ``engine.on(event, handler)`` as a plain call would silently register nothing.
 
-    The handler cannot be told from an argument that a decorated function would get, but nobody calls the decorator.
+    ``on`` cannot distinguish such a handler from an argument for a decorated function, but nothing calls the decorator.
     """
 
     def __init__(self, register: Callable[[Any], Any], event_name: EventLike) -> None:
@@ -126,7 +126,7 @@ class Engine(Serializable, Generic[Batch, Output]):
         self.run_line, self.run_number, self.run_thread = "", 0, 0  # of the last call of run, see camshaft.activity
         self._state: State[Batch, Output] = State()
         self._progress = Progress(origin=Origin.COUNTERS)  # of the last run, or of a loaded state
-        self._counters = (0, 0)  # of the state at that time; if the user has changed them since, they count
+        self._counters = (0, 0)  # in the state at that time; values that the user has set since take precedence
         self._run: Run | None = None  # also while it is paused
         self._next_data: Iterable[Any] | None = None
         self._surroundings: list[Callable[[Any], AbstractContextManager[object]]] = []  # of each call of run
@@ -205,7 +205,7 @@ class Engine(Serializable, Generic[Batch, Output]):
             handler: any callable.
             args: positional arguments for the handler.
             order: handlers with a smaller order run earlier, those with the same order as they were registered; see
-                :class:`~camshaft.engine.events.Order` for the values that the library uses.
+                :class:`camshaft.engine.events.Order` for the values that the library uses.
             kwargs: keyword arguments for the handler.
 
         Returns:
@@ -270,7 +270,7 @@ class Engine(Serializable, Generic[Batch, Output]):
         """Remove all registrations of a handler on an event, or on each of several.
 
         Raises:
-            ValueError: there are none.
+            ValueError: the handler is not registered there.
         """
         self._dispatcher.remove(handler, event_name)
 
@@ -342,7 +342,7 @@ class Engine(Serializable, Generic[Batch, Output]):
         reached the target, as after a finished job, ``run`` warns and returns without firing any event.
 
         Args:
-            data: batches; any iterable. ``None`` for none: the process function is then called with ``None``, and
+            data: batches; any iterable. With ``None``, the process function gets ``None`` as its batch, and
                 ``epoch_length`` must be given.
             max_epochs: total number of epochs; 1 in a new run without ``max_iters``.
             max_iters: total number of iterations, instead of ``max_epochs``.
@@ -548,18 +548,18 @@ class Engine(Serializable, Generic[Batch, Output]):
     def batch_share(self) -> float:
         """Size of this rank's batch over the mean size of the batches of all ranks in this iteration.
 
-        The mean of a loss over this rank's batch times this, averaged over ranks as its gradients are, is the mean over
-        all samples of the iteration: ``(loss * engine.batch_share).backward()``. It is computed without communication,
-        and is 1 in a single process and for data that do not define it.
+        Multiply the mean loss of this rank's batch by it, ``(loss * engine.batch_share).backward()``: the gradients,
+        averaged over ranks, are then those of the mean loss of all samples of the iteration. The share is computed
+        without communication, and is 1 in a single process and for data that do not define it.
         """
         return 1.0 if self._run is None else self._run.data.share()
 
     def hold_position(self) -> None:
         """Make ``state_dict()`` resume from the start of this iteration.
 
-        For steps that accumulate gradients over several iterations: what was accumulated is not saved, so a run that
-        resumes repeats the iterations. Steps of supervised trainers call it by themselves. Call
-        :meth:`release_position` when the optimizer has stepped; the end of an epoch does so too.
+        For steps that accumulate gradients over several iterations: accumulated gradients are not saved, so a resumed
+        run repeats these iterations. The steps of supervised trainers call this themselves. Call
+        :meth:`release_position` after the optimizer has stepped; the end of an epoch has the same effect.
         """
         if self._run is not None:
             self._run.window = self._run.begun - 1
@@ -570,7 +570,7 @@ class Engine(Serializable, Generic[Batch, Output]):
             self._run.window = None
 
     def change_epoch_length(self, length: int) -> None:
-        """Change the length of epochs, in ``EPOCH_STARTED``. Iterations are recounted as if all epochs had had it."""
+        """Change the length of epochs, in ``EPOCH_STARTED``. Iterations are recounted as if all epochs had it."""
         if self._run is None or not self._run.in_epoch or self._run.begun:
             raise RuntimeError("change_epoch_length must be called in EPOCH_STARTED of an epoch without iterations yet")
         state, before = self.state, self.state.iteration
@@ -635,7 +635,8 @@ class Engine(Serializable, Generic[Batch, Output]):
                 the very next sample; without it, the data are read from their beginning.
 
         Raises:
-            TypeError: it or ``position`` is not a mapping, or a number is not an integer; the engine is unchanged.
+            TypeError: ``state_dict`` or ``position`` is not a mapping, or a number is not an integer; the engine is
+                unchanged.
             ValueError: a key is missing, or a number is out of range; likewise.
             RuntimeError: the engine is in an epoch.
 

@@ -363,7 +363,7 @@ State.event_to_attr = {
 
 
 class EventsList(_Joinable):
-    """An immutable list of events, made by ``|``. A handler is registered once for each event in it.
+    """An immutable list of events, created by ``|``. A handler is registered once for each event in it.
 
     >>> stops = Events.TERMINATE | Events.INTERRUPT
     >>> len(stops | Events.COMPLETED(once=1)), len(stops)

@@ -48,7 +48,7 @@ class Stop(Enum):
     RUN = auto()
     EPOCH = auto()
     PAUSE = auto()
-    ERROR = auto()  # by an error that another thread wants raised; its value is the error
+    ERROR = auto()  # to raise an error that another thread has left; its value is the error
 
 
 class StopFlag:
@@ -313,7 +313,7 @@ class Run:
         """
         if not self._has_epochs:
             return self.engine._kept()
-        if self.data.batches:  # the run has not got to the batch that it is to repeat
+        if self.data.batches:  # the run has not reached the batch that it repeats
             return self.engine._progress
         done = self.completed if self.window is None else min(self.window, self.completed)
         back = self.begun - done if self.in_epoch else 0
@@ -382,7 +382,7 @@ def report(engine: Any, error: BaseException) -> BaseException | None:
     error = activity.explained(error)
     activity.left_early(engine, f"{activity.summary(error)} at {line_of_error(error) or engine.run_line}")
     if engine._stops.get(Stop.ERROR) is error:
-        del engine._stops[Stop.ERROR]  # what it was to cause has happened
+        del engine._stops[Stop.ERROR]  # it has been raised
     annotate(error, f"raised in epoch {state.epoch}, iteration {state.iteration}; the last event was {event!r}")
     try:  # an error of a cleanup handler must not hide the one that is reported
         engine._dispatcher.plans[FailureEvents.ERROR_MET].fire(engine)

@@ -99,7 +99,7 @@ class Mode:
         self._modules: list[nn.Module] = []
 
     def __call__(self, engine: Any) -> None:
-        """Switch the model. The engine tells when an epoch starts."""
+        """Switch the model. The modules are listed again when an epoch of the engine starts."""
         if self._modules and (engine is None or engine.iteration_in_epoch <= 1):
             self._list_modules()
         flags = map(_in_training, self._modules)

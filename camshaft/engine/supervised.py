@@ -451,8 +451,8 @@ def _check_holds_parameters(optimizer: Any, model: Any, model_fn: Any) -> None:
     """Reject an optimizer that was created before the model was sharded, since sharding replaces the parameters.
 
     Warn if it was created for another model of the same shapes, such as this one before a cell of a notebook created it
-    again. That they share no parameter proves nothing: an optimizer can hold those of a loss, or copies in another
-    precision; nor do equal shapes if another ``model_fn`` replaces the parameters in its calls.
+    again. Sharing no parameter alone proves nothing, because an optimizer can hold those of a loss, or copies in
+    another precision; nor do equal shapes if a custom ``model_fn`` replaces the parameters in its calls.
     """
     if not isinstance(model, torch.nn.Module):
         return

@@ -73,7 +73,7 @@ class BaseHandler(ABC):
 
     @property
     def prefixes(self) -> tuple[Path, ...]:
-        """The paths under which this handler writes, by which a resumed logger knows who wrote a value."""
+        """The paths under which this handler writes; by them, a resumed logger finds the handler of a value."""
         return ()
 
     def global_step(self, engine: Engine[Any, Any], event_name: Any) -> int:
@@ -253,7 +253,7 @@ class BaseWeightsHandler(BaseHandler):
     parameters have no gradients.
 
     Args:
-        model: the model, already sharded if it is to be.
+        model: the model, already sharded if it will be.
         tag: first component of all names.
         whitelist: the parameters to write: prefixes of their names, or a predicate ``f(name, parameter)``, which is
             evaluated once. By default all.
@@ -734,4 +734,4 @@ def _step_before(running: Engine[Any, Any], handle: RemovableEventHandle, handle
     try:
         return handler.global_step(engine, handle.event_name)
     except Exception:
-        return None  # it may need something that exists only when its event fires, and raises again then
+        return None  # it may need something that exists only when its event fires; if not, it raises again then

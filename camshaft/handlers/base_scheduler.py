@@ -27,8 +27,8 @@ _ITERATION_STARTED, _ITERATION_COMPLETED = Events.ITERATION_STARTED, Events.ITER
 class BaseParamScheduler(Serializable, ABC):
     """Base class of handlers that set a parameter each time they are called.
 
-    The attributes named in ``_state_dict_all_req_keys`` are the state; subclasses extend the tuple. Of a callable
-    object its attributes are saved, of a function nothing.
+    The attributes named in ``_state_dict_all_req_keys`` are the state; subclasses extend the tuple. If one is a
+    callable object, its attributes are saved; functions are not saved.
 
     Args:
         param_name: name of the parameter.

@@ -241,7 +241,7 @@ class ClearMLSaver(DiskSaver):
         if get_rank() == 0:
             self._task = clearml.Task.current_task() if logger is None else logger.get_task()
             if self._task is None:
-                raise RuntimeError("there is no ClearML task: make a ClearMLLogger first, or call Task.init()")
+                raise RuntimeError("there is no ClearML task: create a ClearMLLogger first, or call Task.init()")
             if output_uri is not None:
                 self._task.output_uri = output_uri
         if dirname is None:

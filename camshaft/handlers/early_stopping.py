@@ -41,7 +41,7 @@ def _new_name(old: str) -> str:
 
 
 class EarlyStopping(Serializable, ResettableHandler):
-    """Terminate training when a score has not improved for some evaluations, on all ranks after the same iteration.
+    """Terminate training when a score has stopped improving, on all ranks after the same iteration.
 
     Attach it to an evaluator. NaN is never an improvement. If the state of a handler that has terminated a run is
     loaded, it terminates the next run when that starts, so that the job can safely be restarted.

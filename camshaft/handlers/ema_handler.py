@@ -65,7 +65,7 @@ class EMAHandler(Serializable):
     separately.
 
     Args:
-        model: the model that is trained, already on its device, and already sharded if it is to be. The average is
+        model: the model that is trained, already on its device, and already sharded if it will be. The average is
             sharded in the same way. ``DistributedDataParallel`` is unwrapped.
         momentum: weight of the model in each update.
         momentum_warmup: momentum of the first update, from 0 to 1, if it should move from there to ``momentum``.
@@ -187,7 +187,7 @@ class EMAHandler(Serializable):
         Raises:
             TypeError: it is not a mapping.
             ValueError: a key is missing, or only one of the two handlers has a warm-up.
-            RuntimeError: it is of another model.
+            RuntimeError: the state is that of another model.
         """
         super().load_state_dict(state_dict)
         warmup = state_dict["momentum_scheduler"]

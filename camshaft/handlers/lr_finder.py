@@ -1,4 +1,4 @@
-"""Learning rate search: a short run with growing rates, and the rate at which its loss falls fastest."""
+"""Learning rate search: a short run with increasing rates, and the rate at which its loss falls fastest."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OF_THE_RUN = ("dataloader", "batch", "_output")  # attributes of the state that
 
 
 class FastaiLRFinder:
-    """Search for a learning rate: train for a while with growing rates, and find where the loss falls fastest.
+    """Search for a learning rate: train briefly with increasing rates, and find where the loss falls fastest.
 
     Afterwards the given objects, the trainer, and the random number generators are restored. With several ranks the
     mean of their losses is used. Each iteration reads the loss, which waits for the device.

@@ -27,7 +27,7 @@ class MLflowLogger(base_logger.ServiceLogger):
     """Writes metrics to a run of MLflow, on rank 0 and in the background.
 
     If the server does not answer, the logger warns and drops the metrics. A trainer that resumes in an earlier run of
-    MLflow (``mlflow.start_run(run_id=...)`` before the logger is made) writes no metric twice for a step.
+    MLflow (``mlflow.start_run(run_id=...)`` before the logger is created) writes no metric twice for a step.
 
     Args:
         tracking_uri: of the server or store; by default the one that MLflow is configured with.

@@ -251,8 +251,8 @@ class LinearCyclicalScheduler(CyclicalScheduler):
     """Move linearly from the start value to the end value and back in each cycle.
 
     Args:
-        optimizer, param_name, start_value, end_value, cycle_size, cycle_mult, start_value_mult, end_value_mult,
-            warmup_duration, save_history, param_group_index: see ``CyclicalScheduler``.
+        optimizer, param_name, start_value, end_value, cycle_size, cycle_mult: see ``CyclicalScheduler``.
+        start_value_mult, end_value_mult, warmup_duration, save_history, param_group_index: likewise.
         monotonic: whether to move to the end value over the whole cycle, and then to the next start value at once, or
             in ``warmup_duration`` calls.
 
@@ -306,8 +306,8 @@ class CosineAnnealingScheduler(CyclicalScheduler):
     """Move along half a cosine from the start value to the end value, and then to the next start value at once.
 
     Args:
-        optimizer, param_name, start_value, end_value, cycle_size, cycle_mult, start_value_mult, end_value_mult,
-            warmup_duration, save_history, param_group_index: see ``CyclicalScheduler``.
+        optimizer, param_name, start_value, end_value, cycle_size, cycle_mult: see ``CyclicalScheduler``.
+        start_value_mult, end_value_mult, warmup_duration, save_history, param_group_index: likewise.
 
     >>> values = CosineAnnealingScheduler.simulate_values(
     ...     5, param_name="lr", start_value=0.0, end_value=1.0, cycle_size=4
@@ -499,7 +499,7 @@ class ReduceLROnPlateauScheduler(ParamScheduler):
 
     _state_dict_all_req_keys = (*ParamScheduler._state_dict_all_req_keys, "metric_name", "scheduler")
     _instead_of_ignite = (
-        "finish the job with PyTorch-Ignite, or leave it out and start anew from the rate of the optimizer"
+        "finish the job with PyTorch-Ignite, or leave it out and restart from the rate of the optimizer"
     )
 
     def __init__(
@@ -610,7 +610,7 @@ class ParamGroupScheduler(_Combination, Serializable):
         save_history: whether to keep the values; applies to all schedulers.
 
     Raises:
-        TypeError: ``schedulers`` is not a sequence, or ``names`` neither a list nor a tuple.
+        TypeError: ``schedulers`` is not a sequence, or ``names`` is neither a list nor a tuple.
         ValueError: an element is not a ``ParamScheduler``, a name is not a string, or the lengths differ.
 
     >>> import torch

@@ -49,7 +49,7 @@ class Preemption:
     128 + its number in a shell. Handlers that the script has set for the signals are restored when ``run`` ends, with
     an error or without. If there is one for the signal, it is then called, on the ranks that have received it.
 
-    Until a signal arrives, an iteration costs a look at a flag, and no communication. Processes that
+    Until a signal arrives, an iteration only checks a flag, without communication. Processes that
     ``multiprocessing`` starts during the run, such as those of data loaders, obey these signals only if their parent
     sends them, because Slurm and torchrun send signals to whole process groups.
 
@@ -66,7 +66,7 @@ class Preemption:
 
     Raises:
         TypeError: ``checkpoint`` is not a Checkpoint, ``signals`` are not signals, or ``exit_code`` is not an integer.
-        ValueError: ``checkpoint`` keeps the best checkpoints or nothing to save, a signal cannot be handled, or
+        ValueError: ``checkpoint`` keeps the best checkpoints or has nothing to save, a signal cannot be handled, or
             ``exit_code`` is out of range.
 
     >>> import tempfile
@@ -225,7 +225,7 @@ def _check_is_main_thread() -> None:
 
 
 class _Shield:
-    """Is passed to the children that ``multiprocessing`` starts, where it protects them from signals."""
+    """Protects the children that ``multiprocessing`` starts from signals; passed to each of them."""
 
     def __init__(self, signals: tuple[Signals, ...]) -> None:
         self.signals = signals

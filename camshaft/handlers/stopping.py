@@ -23,7 +23,7 @@ def stop_together(engine: Engine[Any, Any]) -> Callable[[], None]:
     Call this before the run, on every rank and on the same line. The returned function may then be called on any rank,
     by a step, a handler, a signal handler, or another thread. The run proceeds to the end of the iteration that the
     furthest rank is in, including ``EPOCH_COMPLETED`` if that is the last one of the epoch, and ends as after
-    ``engine.terminate()``. Until then, an iteration costs a look at a flag, and no communication.
+    ``engine.terminate()``. Until then, an iteration only checks a flag, without communication.
 
     ``engine.terminate()`` on one rank alone would make the others wait for it in their next collective.
 

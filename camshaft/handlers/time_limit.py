@@ -15,7 +15,7 @@ __all__ = ["TimeLimit"]
 
 
 class TimeLimit:
-    """Terminate a run when a time has passed since the handler was created, on all ranks after the same iteration.
+    """Terminate a run after a time limit, counted from creating the handler, on all ranks after the same iteration.
 
     Args:
         limit_sec: seconds; 8 hours by default, ``math.inf`` for no limit.

@@ -16,7 +16,7 @@ __all__ = ["OptimizerParamsHandler", "OutputHandler", "WandBLogger", "global_ste
 class WandBLogger(ServiceLogger):
     """Writes values to a run of Weights & Biases, on rank 0.
 
-    Steps never decrease there: let evaluators log with the trainer's iteration, ``global_step_from_engine(trainer,
+    Steps in W&B never decrease: let evaluators log with the trainer's iteration, ``global_step_from_engine(trainer,
     Events.ITERATION_COMPLETED)``. For the same reason a resumed run (``id=..., resume="must"``) keeps its values, and
     repeated ones of the same steps are dropped. If the server does not answer, the logger warns and writes the run
     offline, for ``wandb sync``.

@@ -42,7 +42,7 @@ def test_all_figures_are_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     ]
     assert [row["what"] for row in loaders] == [f"{what}: thousand samples per s" for what in sampler.LOADED]
     for row in loaders:
-        assert set(row["figures"]) == {"RandomSampler", "camshaft"}
+        assert set(row["figures"]) == {"torch", "camshaft"}
         assert row["verdict"] == ("reached" if row["ratio"]["median"] >= sampler.LOADED_OF_PEER else "missed")
     ours = {name for name in sampler.CONTENDERS if name.startswith("camshaft")}
     for row in orders:

@@ -57,7 +57,7 @@ async function search(words) {
 }
 
 async function visit({pages, searches, widths}) {
-    const seen = {widths: {}, cut: [], found: []};
+    const seen = {widths: {}, cut: [], wide: [], found: []};
     for (const width of widths) seen.widths[width] = {};
     for (const page of pages) {
         await open(page, widths[0]);
@@ -66,8 +66,10 @@ async function visit({pages, searches, widths}) {
             frame.style.width = `${width}px`;
             seen.widths[width][page] = content().scrollingElement.scrollWidth;
         }
-        for (const code of content().querySelectorAll("pre > code"))  // at the last, largest width
-            if (code.scrollWidth > code.clientWidth) seen.cut.push([page, code.textContent]);
+        const wider = selector =>  // at the last, largest width
+            [...content().querySelectorAll(selector)].filter(part => part.scrollWidth > part.clientWidth);
+        for (const code of wider("pre > code")) seen.cut.push([page, code.textContent]);
+        for (const table of wider(".md-typeset__scrollwrap")) seen.wide.push([page, table.textContent]);
     }
     await open("/index.html", 1200);
     seen.title = content().querySelector("article h1").firstChild.textContent;

@@ -13,6 +13,7 @@ from urllib.parse import unquote, urldefrag, urlsplit
 
 import pytest
 
+from camshaft.engine import Engine
 from tests.docs.browser import Report, visit
 from tests.test_public_names import PUBLIC
 
@@ -118,6 +119,18 @@ def test_names_in_the_text_link_to_the_api(site: Path, pages: dict[Path, Page]) 
     assert unlinked == set()
 
 
+def test_every_method_of_an_engine_is_documented(site: Path, pages: dict[Path, Page]) -> None:
+    members = {name for name, value in vars(Engine).items() if callable(value) or isinstance(value, property)}
+    expected = {f"camshaft.engine.Engine.{name}" for name in members if not name.startswith("_")}
+    assert expected - set(pages[site / "api" / "engine" / "index.html"].anchors) == set()
+
+
+def test_no_module_is_documented_in_place_of_a_function_of_its_name(site: Path) -> None:
+    pages = [file.read_text("utf-8") for file in site.glob("api/*/index.html")]
+    assert pages != []
+    assert not any('class="doc doc-object doc-module"' in page for page in pages)
+
+
 def find(module: str, dot: str, name: str) -> tuple[str, int] | None:
     """Resolve a name in a module of camshaft; return None for methods and attributes."""
     try:
@@ -149,6 +162,10 @@ def test_no_page_scrolls_sideways_on_a_phone_or_a_screen(report: Report, pages: 
 def test_no_code_is_wider_than_a_screen(report: Report) -> None:
     longest = [(page, max(code.splitlines(), key=len)) for page, code in report["cut"]]
     assert not longest
+
+
+def test_no_table_is_wider_than_a_screen(report: Report) -> None:
+    assert [(page, " ".join(table.split())[:80]) for page, table in report["wide"]] == []
 
 
 def test_no_request_leaves_the_machine(report: Report) -> None:

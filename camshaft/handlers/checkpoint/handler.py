@@ -137,7 +137,7 @@ def name_of(objects: Mapping[str, Any]) -> str:
 
 
 class Checkpoint(Serializable):
-    """Saves objects whenever the event fires on which it is registered, and keeps ``n_saved`` of the files.
+    """Saves objects whenever the event fires for which it is registered, and keeps ``n_saved`` of the files.
 
     Without a score the newest checkpoints are kept: if there are ``n_saved`` already, a call with a step that is not
     larger than the lowest of them saves nothing, unless ``greater_or_equal`` lets an equal one replace it. Call
@@ -145,16 +145,16 @@ class Checkpoint(Serializable):
     needs a ``global_step_transform`` or a score. With a score the best are kept; NaN is worse than any number.
 
     A file is written first, then recorded, and only then the one it replaces is removed; a save that fails changes
-    nothing. On ``EXCEPTION_RAISED`` it counts as a handler of the exception, as any handler does: re-raise the
-    exception in another handler, registered later, or the run continues.
+    nothing. On ``EXCEPTION_RAISED``, it counts as handling the exception, like any handler: re-raise the exception in
+    another handler, registered later, or the run continues.
 
     Args:
         to_save: what to save, by name: objects with ``state_dict()``, also in nested mappings and sequences.
-            Modules are taken out of ``DataParallel``, ``DistributedDataParallel`` and ``torch.compile``.
+            Modules are unwrapped from ``DataParallel``, ``DistributedDataParallel`` and ``torch.compile``.
         save_handler: a directory, for a :class:`DiskSaver`; or a ``BaseSaveHandler``; or a function that is
             called with the checkpoint, the file name and, if it accepts it, the metadata. If the directory holds
             checkpoints of an earlier run, call :meth:`resume_latest` before the run.
-        filename_prefix: first component of the file names; that for a directory may begin with a folder in it.
+        filename_prefix: first component of the file names; with a directory, it may begin with a subfolder.
         score_function: called with the engine, returns a number; higher is better.
         score_name: of the score, for the file names. Without ``score_function``, the metric of this name is the score.
         n_saved: how many to keep; ``None`` for all.
@@ -293,13 +293,13 @@ class Checkpoint(Serializable):
 
         Raises:
             ValueError: ``score_function`` or ``global_step_transform`` does not return a number, or another handler has
-                saved to the same file since this one was made. If the run is over, as on ``COMPLETED``, the latter is
-                only a warning, and the file is overwritten.
+                saved to the same file since this one was created. If the run is over, as on ``COMPLETED``, the latter
+                is only a warning, and the file is overwritten.
         """
         self._save(engine)
 
     def save_after(self, event: Any, engine: Engine[Any, Any]) -> None:
-        """Save whatever the step, unless the last save was on this event of this iteration; wait for the file."""
+        """Save regardless of the step, unless the last save was on this event of this iteration; wait for the file."""
         if self._last_save != (event, engine.state.iteration):
             self._save(engine, always=True)
         self._background.settle()
@@ -315,7 +315,7 @@ class Checkpoint(Serializable):
         is_over = last in _ENDS
         of_ranks = last != Events.EXCEPTION_RAISED and differs_by_rank(self.to_save)  # other ranks may not have failed
         if (self.sharded or of_ranks) and not (self.score_function is None and self.global_step_transform is None):
-            # The ranks may disagree, and must not wait for each other in vain.
+            # The ranks may disagree, and must not wait for ranks that never come.
             gather = self._exchange if self.sharded else all_gather
             proposals = agreed(lambda: (is_writer(save_on_rank), self._ranking(engine)), gather)
             step, score, priority = next(values for writes, values in proposals if writes)

@@ -111,7 +111,7 @@ def load_state(target: Any, state: Any, module_options: Mapping[str, Any]) -> No
     target = unwrap(target)
     if hasattr(target, "_keys_of_ranks") and isinstance(state, Mapping) and state.get(_RANKS):
         ranks, rank = state[_RANKS], get_rank()
-        # A rank that is new starts its pass anew: with the random numbers of another one it would only repeat them.
+        # A new rank starts a new pass: with the random numbers of another rank, it would only repeat them.
         state = {**state, **(ranks[rank] if rank < len(ranks) else {**ranks[0], "rng_states": None})}
     if isinstance(target, nn.Module):
         state, own = _without_prefix(state), target.state_dict()
