@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Build Horovod for the installed torch, and install it; called by scripts/environment.py.
+"""Build Horovod for the torch that this Python has, and install it; scripts/environment.py calls this.
 
     python scripts/build_horovod.py CACHE [PIP-OPTION ...]
 
-Horovod is available as source only, and predates the C++20 requirement of torch, so two lines are patched. The build
-takes minutes; the wheel is cached in CACHE, under a digest of what it was built from. It supports the CPU only, even if
-torch was built with CUDA; docs/reference/backends.md describes how to build for GPUs.
+Horovod comes as source only, from a time before torch asked for C++20: two lines of it are changed. The build takes
+minutes, so the wheel is kept in the folder CACHE, under a digest of what it was built from. It works on the CPU, also
+with a torch that knows CUDA: docs/reference/backends.md tells how to build for GPUs.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 SOURCE = "horovod==0.28.1"
-REQUIREMENTS = ("cffi", "cloudpickle", "packaging", "psutil", "pyyaml", "setuptools", "wheel")  # to build and run it
-PATCHES = (  # file, original text, replacement
+REQUIREMENTS = ("cffi", "cloudpickle", "packaging", "psutil", "pyyaml", "setuptools", "wheel")  # to build and to run it
+PATCHES = (  # file, what stands there, what the build needs
     ("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"),
     ("horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"),
     ("cmake/Modules/FindPytorch.cmake", "(torch.version.cuda is not None)", "False"),
-    # tests need neither speed nor debug symbols; without them, the build takes half the time
+    # tests need no speed, and no symbols for a debugger: the build takes half the time without
     ("CMakeLists.txt", 'REPLACE "-O2" "-O3" CMAKE_CXX_', 'REPLACE "-O2 -g" "-O1" CMAKE_CXX_'),
 )
 VARIABLES = {
@@ -37,8 +37,8 @@ VARIABLES = {
     "HOROVOD_WITHOUT_MXNET": "1",
     "HOROVOD_WITH_GLOO": "1",
     "HOROVOD_WITHOUT_MPI": "1",
-    "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # Horovod's dependencies declare an older version, which CMake 4 rejects
-    "MAKEFLAGS": f"-j{os.cpu_count() or 1}",  # the default is -j8, and each job takes 1 GB of memory
+    "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # what Horovod brings along asks for less, which CMake 4 refuses
+    "MAKEFLAGS": f"-j{os.cpu_count() or 1}",  # else it is -j8, at 1 GB of memory each
 }
 
 
@@ -56,7 +56,7 @@ def main(cache: str, *pip_options: str) -> None:
 
 
 def check_compiler() -> None:
-    """Exit with an error if a build tool is missing, before anything is downloaded."""
+    """Say what is missing before anything is downloaded."""
     missing = [] if shutil.which(os.environ.get("CXX", "c++")) else ["a C++ compiler"]
     missing += [] if shutil.which("make") else ["make"]
     missing += [] if Path(sysconfig.get_path("include"), "Python.h").exists() else ["the headers of Python"]
@@ -67,7 +67,7 @@ def check_compiler() -> None:
 
 
 def digest() -> str:
-    """Return a digest of everything that determines the contents of the wheel."""
+    """Digest all that decides what the wheel is."""
     parts = [
         SOURCE,
         importlib.metadata.version("torch"),
@@ -86,7 +86,7 @@ def build(folder: Path) -> Path:
     for name, old, new in PATCHES:
         text = (source / name).read_text("utf-8")
         if old not in text:
-            sys.exit(f"{name} of {SOURCE} does not contain {old!r}")
+            sys.exit(f"{name} of {SOURCE} does not hold {old!r}")
         (source / name).write_text(text.replace(old, new), "utf-8")
     os.environ.update(VARIABLES)
     pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source))
@@ -105,7 +105,7 @@ def pip(command: str, *arguments: str) -> None:
 
 
 if __name__ == "__main__":
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # may contain cmake
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # cmake may be there
     try:
         main(*sys.argv[1:])
     except subprocess.CalledProcessError as error:

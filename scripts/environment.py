@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Run a command in one of the project's virtual environments; build the environment first if necessary.
+"""Run a command in one of the project's virtual environments, which is built first if need be.
 
     python3 scripts/environment.py dev pytest tests/engine
 
-Without a command, print the environment's folder. It is `.venv` (`.venv-NAME` for the others) in the clone, with
-camshaft installed in editable mode. If CAMSHAFT_ENV_DIR is set, environments are created in that folder and shared by
-all clones: they then contain only the dependencies of camshaft, and the clone is added to PYTHONPATH.
+Without a command, only the environment's folder is printed. It is `.venv` (`.venv-NAME` for the others) in
+the clone, with camshaft installed in editable mode. With CAMSHAFT_ENV_DIR set, it lies in that folder instead
+and can be shared by many clones: it then holds only what camshaft needs, and the clone is put on PYTHONPATH.
 
 `torch-VERSION` is `dev` with that version of torch, next to the libraries of the extra `compat`.
 """
@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# name: (extras of setup.cfg, file with the versions)
+# name: (the extras of setup.cfg that it holds, the file with the versions)
 ENVIRONMENTS = {
     "dev": (("dev",), "constraints.txt"),
     "docs": (("docs",), "constraints.txt"),
@@ -39,10 +39,10 @@ ENVIRONMENTS = {
     "loggers": (("test", "loggers"), "constraints-loggers.txt"),
 }
 OTHER_TORCH = re.compile(r"torch-(\d+\.\d+\.\d+)")
-CHOSEN_BY_TORCH = ("torch", "torchvision", "sympy")  # each version of torch requires its own
-SCRIPTS = {"horovod": "scripts/build_horovod.py"}  # run after pip, for environments that need more than packages
-MARKER = "camshaft-environment"  # file in each environment; contains the fingerprint of what it was built from
-DAYS_KEPT = 7  # shared environments unused for longer are removed
+CHOSEN_BY_TORCH = ("torch", "torchvision", "sympy")  # each torch needs versions of its own
+SCRIPTS = {"horovod": "scripts/build_horovod.py"}  # what builds and installs more, for environments that need it
+MARKER = "camshaft-environment"  # the file in a folder of ours that says what the folder was built from
+DAYS_KEPT = 7  # a shared environment that nobody used for so long goes away
 
 
 def main(name: str, *command: str) -> None:
@@ -50,7 +50,7 @@ def main(name: str, *command: str) -> None:
     folder = shared_folder(Path(shared), name) if shared else local_folder(name)
     if not is_ready(folder, name):
         with locked(folder):
-            if not is_ready(folder, name):  # another process may have built it in the meantime
+            if not is_ready(folder, name):  # somebody else may have built it while we waited
                 build(folder, name, shared=bool(shared))
     if command:
         run_inside(folder, command, shared=bool(shared))
@@ -66,7 +66,7 @@ def shared_folder(parent: Path, name: str) -> Path:
 
 
 def fingerprint(name: str, folder: Path | None = None) -> str:
-    """Return a digest of everything that determines the contents of the environment, including the folder if given."""
+    """Digest all that decides what the environment contains; its place too, where it points to this clone."""
     files = [Path(__file__), *([ROOT / SCRIPTS[name]] if name in SCRIPTS else [])]
     parts = [name, sys.version, sys.base_prefix, str(folder), *requirements(name), constraints(name)]
     parts += [file.read_text("utf-8") for file in files]
@@ -74,7 +74,7 @@ def fingerprint(name: str, folder: Path | None = None) -> str:
 
 
 def is_ready(folder: Path, name: str) -> bool:
-    """Return True if the environment was built completely, from the current requirements."""
+    """Tell whether the environment was built to the end, from what the files say today."""
     marker = folder / MARKER
     if not marker.is_file() or marker.read_text("utf-8") != fingerprint(name, folder):
         return False
@@ -84,7 +84,7 @@ def is_ready(folder: Path, name: str) -> bool:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Allow one process at a time to build the folder; the lock of a process that dies is released."""
+    """Let one process at a time build the folder; a process that dies lets go of the lock."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{folder}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -92,7 +92,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def build(folder: Path, name: str, *, shared: bool) -> None:
-    """Build the environment; write the marker last, so that an incomplete environment is never used."""
+    """Build the environment; the marker is completed last, so that a half-built one is never used."""
     started = time.monotonic()
     report(f"building {folder} with Python {sys.version.split()[0]}")
     make_room(folder)
@@ -111,11 +111,11 @@ def build(folder: Path, name: str, *, shared: bool) -> None:
 
 
 def make_room(folder: Path) -> None:
-    """Remove an outdated environment, but never a folder that this script did not create."""
+    """Remove an older environment, but never a folder that somebody else made."""
     if importlib.util.find_spec("ensurepip") is None:
-        sys.exit("this Python cannot create virtual environments (Debian, Ubuntu: apt-get install python3-venv)")
+        sys.exit("this Python cannot make virtual environments (Debian, Ubuntu: apt-get install python3-venv)")
     if folder.exists() and not (folder / MARKER).exists():
-        sys.exit(f"{folder} was not created by this script: remove it, or set CAMSHAFT_ENV_DIR to another folder")
+        sys.exit(f"{folder} is not from this script: remove it, or set CAMSHAFT_ENV_DIR to another place")
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir()
@@ -137,7 +137,7 @@ def constraints(name: str) -> str:
 
 
 def requirements(name: str) -> list[str]:
-    """Return the requirements of camshaft and of the extras of this environment, from setup.cfg."""
+    """List what camshaft and the extras of this environment need, as setup.cfg says."""
     extras = ("dev", "compat") if OTHER_TORCH.fullmatch(name) else ENVIRONMENTS[name][0]
     config = configparser.RawConfigParser()
     config.read(ROOT / "setup.cfg", "utf-8")
@@ -148,12 +148,12 @@ def requirements(name: str) -> list[str]:
 
 def pip_install(folder: Path, *arguments: str) -> None:
     pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    # the constraints are complete; those of the machine's pip configuration could only conflict with them
+    # our versions are complete: what the machine's own configuration of pip constrains could only contradict them
     subprocess.run([*pip, *arguments], env=os.environ | {"PIP_CONSTRAINT": os.devnull}, check=True)
 
 
 def run_script(folder: Path, script: Path, *arguments: str) -> None:
-    """Run one of the scripts in the environment; its cache is next to the environment."""
+    """Run a script of ours in the environment; what it keeps for the next one lies beside it."""
     kept = folder.parent / f".venv-{script.stem}"
     subprocess.run([str(folder / "bin" / "python"), str(script), str(kept), *arguments], check=True)
 
@@ -166,8 +166,8 @@ def remove_unused(parent: Path) -> None:
 
 
 def run_inside(folder: Path, command: tuple[str, ...], *, shared: bool) -> None:
-    """Replace this process with the command, in the activated environment."""
-    # tests start Python hundreds of times; without bytecode files, each start would compile every import
+    """Become the command, with the environment activated for it."""
+    # the tests start Python hundreds of times, and each would compile all that it imports
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["VIRTUAL_ENV"] = str(folder)
     os.environ["PATH"] = os.pathsep.join([str(folder / "bin"), os.environ["PATH"]])
@@ -181,9 +181,9 @@ def report(message: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.version_info < (3, 10):  # noqa: UP036 - reports that the Python found is too old
+    if sys.version_info < (3, 10):  # noqa: UP036 - this file is what tells that the Python found is too old
         version = sys.version.split()[0]
-        sys.exit(f"Python 3.10 or newer is required, got {version}: try, for example, make PYTHON=python3.12")
+        sys.exit(f"Python 3.10 or newer is needed, this is {version}: try make PYTHON=python3.12, say")
     if len(sys.argv) < 2 or not is_known(sys.argv[1]):
         sys.exit(f"usage: environment.py {{{','.join(ENVIRONMENTS)},torch-VERSION}} [COMMAND ...]")
     try:
