@@ -56,7 +56,15 @@ async function search(words) {
     }
 }
 
-async function visit({pages, searches, widths}) {
+async function filter({page, words}) {
+    await open(page, 1300);
+    const field = content().querySelector(".filter");
+    field.value = words;
+    field.dispatchEvent(new Event("input"));
+    return [...content().querySelectorAll("tbody tr")].filter(row => row.offsetHeight).map(row => row.textContent);
+}
+
+async function visit({pages, searches, filtered, widths}) {
     const seen = {widths: {}, cut: [], wide: [], found: []};
     for (const width of widths) seen.widths[width] = {};
     for (const page of pages) {
@@ -75,6 +83,7 @@ async function visit({pages, searches, widths}) {
     seen.title = content().querySelector("article h1").firstChild.textContent;
     seen.pictures = [...content().querySelectorAll("article img")].map(picture => picture.naturalWidth);
     for (const words of searches) seen.found.push(await search(words));
+    seen.rows = await filter(filtered);
     return seen;
 }
 
@@ -120,11 +129,20 @@ class Handler(SimpleHTTPRequestHandler):
         pass
 
 
-def visit(site: Path, scratch: Path, *, searches: list[str], widths: list[int]) -> Report:
-    """Open all pages of a site at these widths, type searches on the start page, and return the browser's report."""
+def visit(site: Path, scratch: Path, *, searches: list[str], filtered: tuple[str, str], widths: list[int]) -> Report:
+    """Open all pages of a site at these widths, type searches and a filter, and return the browser's report.
+
+    Args:
+        site: its folder.
+        scratch: a folder for the browser.
+        searches: typed on the start page.
+        filtered: a page, and what is typed in the field that filters the rows of its tables.
+        widths: in pixels.
+    """
     pages = [f"/{file.relative_to(site)}" for file in sorted(site.rglob("*.html"))]
     posts: queue.Queue[tuple[str, Any]] = queue.Queue()
-    task = {"pages": pages, "searches": searches, "widths": widths}
+    page, words = filtered
+    task = {"pages": pages, "searches": searches, "filtered": {"page": page, "words": words}, "widths": widths}
     refused = []
     with (
         served(partial(Handler, task=task, posts=posts, directory=str(site))) as address,

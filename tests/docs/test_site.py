@@ -44,7 +44,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Report:
-    return visit(site, tmp_path_factory.mktemp("browser"), searches=["Checkpoint", "patience"], widths=[375, 1300])
+    return visit(
+        site,
+        tmp_path_factory.mktemp("browser"),
+        searches=["Checkpoint", "patience"],
+        filtered=("/migrating/from-ignite/index.html", "terminate epoch"),
+        widths=[375, 1300],
+    )
 
 
 class Page(HTMLParser):
@@ -150,6 +156,11 @@ def test_the_search_finds_pages(report: Report) -> None:
     assert any("how-to/checkpoints/" in address for address in checkpoint)
     assert any("api/checkpoint/" in address for address in checkpoint)
     assert any("#camshaft.handlers.EarlyStopping" in address for address in patience)
+
+
+def test_the_tables_of_the_migration_guide_can_be_filtered(report: Report) -> None:
+    assert 0 < len(report["rows"]) < 20
+    assert all("terminate" in row.lower() and "epoch" in row.lower() for row in report["rows"])
 
 
 def test_no_page_scrolls_sideways_on_a_phone_or_a_screen(report: Report, pages: dict[Path, Page]) -> None:
