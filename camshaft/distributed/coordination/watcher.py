@@ -214,7 +214,8 @@ class Watcher(Resource):
         self._has_mismatch = isinstance(error, MismatchError)
         if not (isinstance(error, RuntimeError) or self._has_mismatch) or isinstance(error, OUR_OWN) or self._is_closed:
             return error
-        if job.verdict is None and (self._has_mismatch or _LOST.search(str(error))):
+        is_lost = isinstance(error, dist.DistError) or _LOST.search(str(error))
+        if job.verdict is None and (self._has_mismatch or is_lost):
             until = time.monotonic() + _LEARNING
             self._num_waits += 1
             self._wake()
