@@ -539,7 +539,8 @@ def _differ(entries: Iterable[Entry]) -> bool:
     What torch issues may have another shape, or come from elsewhere: a rank without data takes part in the reductions
     of the others' backward passes outside of one.
     """
-    own, of_torch = [], []
+    own: list[Entry] = []
+    of_torch: list[Entry] = []
     for entry in entries:
         (of_torch if entry.is_of_torch else own).append(entry)
     if own and any(entry.collective in _ISSUED for entry in of_torch):

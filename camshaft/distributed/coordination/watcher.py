@@ -662,14 +662,15 @@ def _judgement(ranks: list[Snapshot], waiting: list[int], now: float, is_lost: b
     """Return why the job cannot proceed, if that is certain: the kind of verdict, and its text."""
     with_error = [one.rank for one in ranks if one.rank in waiting and one.status.get("has_error")]
     patience = 0.0 if with_error else PATIENCE
-    # Where a connection was lost, an error that ended a run may still be on its way to the end of its process.
+    differing = diagnosis.mismatch(ranks, now) if is_lost or with_error else None
+    # Where a connection was lost, an error that ended a run may still be on its way to the end of its process, unless
+    # it is known that the rank has met the others in another call since.
+    is_certain = not with_error or differing is not None
     stopped = [
-        one if not with_error or one.status.get("left") else replace(one, status=one.status | {"ended": []})
+        one if is_certain or one.status.get("left") else replace(one, status=one.status | {"ended": []})
         for one in ranks
     ]
-    if text := diagnosis.stopped(stopped, now, patience):
-        return "diverged", text
-    if (is_lost or with_error) and (text := diagnosis.mismatch(ranks, now)):
+    if text := diagnosis.stopped(stopped, now, patience) or differing:
         return "diverged", text
     for rank in waiting:
         if cause := diagnosis.departed(ranks, rank, now, patience):
