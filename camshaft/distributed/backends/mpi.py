@@ -11,15 +11,17 @@ import atexit
 import functools
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
@@ -64,8 +66,13 @@ Counts = list[int] | None
 
 OPTIONS = {"device", "timeout"}
 _ROOM = 1024  # bytes for the address of the store
-# what the launchers of Open MPI and of MPICH and Intel MPI set, and srun if it started us itself
-_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+# what the launchers of Open MPI and of MPICH and Intel MPI set, and srun if it started us itself: rank, world size, and
+# local world size
+_PLACES = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ""),
+)
 _TIME_TO_END = 5.0  # seconds that a failed process gets to end by itself
 _COURTESY = 1.0  # seconds in which one that failed because another one left lets that one report why
 
@@ -794,11 +801,13 @@ def initialize_mpi(timeout: timedelta | None = None) -> None:
         ModuleNotFoundError: mpi4py or an MPI library is missing.
         RuntimeError: a default process group already exists, or the processes were started by the launcher of
             another MPI library.
-        DistBackendError: not all processes joined in time.
+        DistBackendError: not all processes joined in time. If some have not even initialized MPI, which waits for
+            them without returning to Python, this process is ended instead, with a message.
     """
     if dist.is_initialized():
         raise RuntimeError("a default process group already exists: destroy it first")
-    register_mpi()
+    with _limited(timeout or c10d.default_pg_timeout):
+        register_mpi()
     if not _registered:  # torch's own
         dist.init_process_group("mpi", timeout=timeout)
         return
@@ -809,6 +818,23 @@ def initialize_mpi(timeout: timedelta | None = None) -> None:
     # torch has no store for this backend; code that looks up the default one finds ours
     c10d._world.pg_map[world] = (dist.get_backend(world), world.store)
     world.when_shut_down = guard.stop
+
+
+@contextmanager
+def _limited(timeout: timedelta) -> Iterator[None]:
+    """End this process if the block, which may initialize MPI, takes longer than a time."""
+    rank, size, local_size = next((names for names in _PLACES if names[1] in os.environ), ("", "", ""))
+    if "mpi4py.MPI" in sys.modules or dist.is_mpi_available() or os.environ.get(size, "1") == "1":
+        yield
+        return
+    arguments = str(timeout.total_seconds()), rank, os.environ[size], os.environ.get(local_size, "0")
+    # in a session of its own, as it ends with this process anyway
+    command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("mpi_start.py")), *arguments]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            yield
+        finally:
+            process.kill()
 
 
 def register_mpi() -> None:
@@ -851,7 +877,7 @@ def check_launcher(environ: Mapping[str, str], world_size: int) -> None:
 
     >>> check_launcher({"PMI_SIZE": "2"}, world_size=2)
     """
-    name = next((name for name in _SIZES if name in environ), None)
+    name = next((name for _, name, _ in _PLACES if name in environ), None)
     if world_size == 1 and name is not None and environ[name] != "1":
         raise RuntimeError(
             f"MPI sees 1 process, but the launcher started {environ[name]} ({name}): start with the mpirun of the "
