@@ -70,6 +70,7 @@ _FINAL = ("failure/", "verdict")
 _NO_ANSWER = "does not answer, nor does its node"
 _BESIDE_STORE = "beside store"  # topic of a rank on the host of the store
 _IS_SILENT = re.compile("timed out|no route to host|unreachable|host is down", re.IGNORECASE)  # else, it has answered
+_UNEXPLAINED = "camshaft_unexplained"  # attribute of an error for which this rank has waited without learning more
 OUR_OWN = (RankDivergenceError, RankFailedError, NotImplementedError)
 _LOST = re.compile("connection|socket|peer|timed? ?out|broken pipe|closed|abort|nccl|released|left", re.IGNORECASE)
 _LIBRARIES = tuple(os.path.join(os.path.dirname(str(module.__file__)), "") for module in (activity, torch))
@@ -110,6 +111,8 @@ class Watcher(Resource):
         self._store: Store | None = None
         self._is_lost = self._is_closed = self._is_beside_store = False
         self._silent_since = math.inf  # while the host of the store does not answer
+        self._is_blocked = False  # while the process that serves it does not
+        self._question: Thread | None = None  # to that process
         self.has_connected, self.is_everywhere = Event(), False
         self._callbacks: dict[str, Callback] = {}
         self._exchanges: dict[str, Exchange] = {}
@@ -215,7 +218,7 @@ class Watcher(Resource):
         if not (isinstance(error, RuntimeError) or self._has_mismatch) or isinstance(error, OUR_OWN) or self._is_closed:
             return error
         is_lost = isinstance(error, dist.DistError) or _LOST.search(str(error))
-        if job.verdict is None and (self._has_mismatch or is_lost):
+        if job.verdict is None and (self._has_mismatch or is_lost) and _UNEXPLAINED not in vars(error):
             until = time.monotonic() + _LEARNING
             self._num_waits += 1
             self._wake()
@@ -223,8 +226,10 @@ class Watcher(Resource):
                 if self._has_verdict.wait(URGENT):
                     break
             self._num_waits -= 1
-            if job.verdict is None and self._last_report is not None:
-                annotate(error, self._last_report.text)
+            if job.verdict is None:
+                vars(error)[_UNEXPLAINED] = True  # it is explained at several places on its way up
+                if self._last_report is not None:
+                    annotate(error, self._last_report.text)
         return error if job.verdict is None else job.verdict()
 
     def _may_differ(self) -> bool:
@@ -309,6 +314,8 @@ class Watcher(Resource):
                     self._sleeper.register(self._siblings[rank], select.POLLIN)
         able = [rank for rank, one in local.items() if _is_here(one) and now - one.status.get("time", now) < ANSWER]
         leads = self._rank == min(able, default=self._rank)
+        may_block = len(able) < sum(map(_is_here, local.values())) or self._question is not None
+        self._is_blocked = may_block and not self._is_answered()
         concerned = [one for one in local.values() if leads or one.rank == self._rank]
         if any(self._may_wait(one, now) for one in concerned) or (leads and now >= self._next_comparison):
             local = self._local()
@@ -343,10 +350,28 @@ class Watcher(Resource):
         if is_current and not self._outgoing and not self._must_stay():  # else, it has left or failed in this round
             self._has_told.set()
 
+    @property
+    def _usable_store(self) -> Store | None:
+        return None if self._is_lost or self._is_blocked else self._store
+
+    def _is_answered(self) -> bool:
+        """Return whether the store answers: a thread of its own asks, as nothing ends a wait for a stopped process."""
+        store = self._store
+        if store is None:
+            return True
+        if self._question is None:
+            self._question = Thread(target=_ask, args=(store,), name="camshaft-question", daemon=True)
+            self._question.start()
+        self._question.join(_ANSWERING)
+        if self._question.is_alive():
+            return False
+        self._question = None
+        return True
+
     def _must_stay(self) -> bool:
         """Return True if this rank leaves, and the store with it, before all others know the name of the job."""
-        store = self._store
-        if self._left is None or self._rank != 0 or not self.is_everywhere or store is None or self._is_lost:
+        store = self._usable_store
+        if self._left is None or self._rank != 0 or not self.is_everywhere or store is None:
             return False
         try:
             return store.add("connected", 0) < self._size
@@ -430,9 +455,9 @@ class Watcher(Resource):
         """Append what this rank announces to the list in the store; a leader also reads that list."""
         if self._silent_since < math.inf and not self._is_lost:
             self._reconnect()
-        store = self._store
-        if store is None or self._is_lost:
-            if self._silent_since == math.inf:
+        store = self._usable_store
+        if store is None:
+            if self._silent_since == math.inf and not self._is_blocked:
                 self._outgoing.clear()
             return
         try:
@@ -489,9 +514,9 @@ class Watcher(Resource):
 
     def _share_with_nodes(self, near: dict[int, dict[str, Any]]) -> None:
         """Write the values of this node into the store, under one key; rank 0 also reads those of the others."""
-        if self._store is None or self._is_lost:
+        if self._usable_store is None:
             return
-        store = PrefixStore("shared", self._store)
+        store = PrefixStore("shared", self._usable_store)
         self._place = self._place or str(store.add("nodes", 1))
         store.set(self._place, json.dumps(list(near.items())))
         if self._rank != 0:
@@ -518,7 +543,7 @@ class Watcher(Resource):
                 return
         self._next_comparison = now + COMPARISON
         ranks = local
-        if waiting and not is_lost and len(local) < self._size and self._store is not None and not self._is_lost:
+        if waiting and not is_lost and len(local) < self._size and self._usable_store is not None:
             gathered = self._gather(local, now, max(waits.values()))
             if gathered is None:
                 return
@@ -608,8 +633,8 @@ class Watcher(Resource):
         """Answer the queries of other leaders with the records of this node."""
         for topic in [topic for topic in self._news if topic.startswith("query/") and topic not in self._answered]:
             self._answered.add(topic)
-            if self._store is not None and self._news[topic] != self._rank:
-                store = PrefixStore(topic, self._store)
+            if self._usable_store is not None and self._news[topic] != self._rank:
+                store = PrefixStore(topic, self._usable_store)
                 store.set(str(store.add("answers", 1)), _to_json(self._local(), time.monotonic()))
 
     def _report(self, local: dict[int, Snapshot], now: float) -> None:
@@ -711,6 +736,11 @@ def _error(final: dict[str, Any]) -> RuntimeError:
     error = RankFailedError(final["text"])
     error.__cause__ = RemoteTraceback(final["traceback"]) if final["traceback"] else None
     return error
+
+
+def _ask(store: Store) -> None:
+    with suppress(RuntimeError):  # it is lost, which the next request will find out
+        store.check(["job"])
 
 
 def _is_served(store: Store) -> bool | None:
