@@ -17,6 +17,7 @@ import logging
 import math
 import mmap
 import os
+import re
 import socket
 import stat
 import struct
@@ -45,6 +46,7 @@ logger = logging.getLogger(__name__)
 _MEMORY = Path("/dev/shm")
 _PREFIX, _SUFFIX = "camshaft-", ".record"
 STACKS = ".stacks"  # suffix of a file beside a record
+_FATAL = "Fatal Python error: "  # what faulthandler begins with when a process crashes
 _MAX_AGE, _MAX_DEAD = 24 * 3600.0, 64  # seconds, and number, of records to keep of processes that have ended
 _MAGIC = b"camshaft record 2"
 _STAMP = struct.Struct("=Q")
@@ -122,7 +124,8 @@ class Snapshot:
         pid: of the process.
         is_alive: whether the process still writes the record.
         host: name of its machine.
-        status: as last written by :meth:`Record.write_status`; empty if there is none.
+        status: as last written by :meth:`Record.write_status`; empty if there is none. Of a process that crashed, with
+            ``"crash"`` and the stack at that time, as far as ``faulthandler`` wrote them beside the record.
         entries: the last collectives, at most 64, oldest first.
         running_since: when the oldest of them that has not completed began, infinity if all have.
     """
@@ -450,6 +453,7 @@ def read(path: Path, with_entries: bool = True) -> Snapshot | None:
             if os.pread(file, len(_MAGIC), 0) != _MAGIC or not isinstance(header, dict):
                 return None
             status = _read_area(file, _STATUS, _STATUS_BYTES)
+            status = status if isinstance(status, dict) else {}
             rows = os.pread(file, _NUM_ENTRIES * _ENTRY.size, _ENTRIES)
             running = [row[2] for row in _ENTRY.iter_unpack(rows) if not row[3] and row[0] == row[-1] != 0]
             return Snapshot(
@@ -460,12 +464,26 @@ def read(path: Path, with_entries: bool = True) -> Snapshot | None:
                 pid=int(header["pid"]),
                 is_alive=is_alive,
                 host=str(header["host"]),
-                status=status if isinstance(status, dict) else {},
+                status=status if is_alive else status | _crash(path.with_suffix(STACKS), status.get("thread")),
                 entries=_entries(rows) if with_entries else (),
                 running_since=min(running, default=math.inf),
             )
     except _UNREADABLE:
         return None
+
+
+def _crash(path: Path, thread: int | None) -> dict[str, Any]:
+    """Return how a process crashed and the stack of a thread, by default the main one, which is the last in the file."""
+    try:
+        _, is_found, dump = path.read_text(errors="replace").rpartition(_FATAL)
+    except OSError:
+        return {}
+    what, *stacks = re.split(r"^(?:Current thread|Thread) (?=0x)", dump, flags=re.MULTILINE)
+    if not is_found or not stacks:
+        return {}
+    stack = next((one for one in stacks if thread is not None and int(one.split()[0], 16) == thread), stacks[-1])
+    frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', stack, re.MULTILINE)
+    return {"crash": what.split("\n")[0], "stack": [f"{file}:{line} in {name}" for file, line, name in frames]}
 
 
 def find(folder: Path | None = None) -> list[Path]:

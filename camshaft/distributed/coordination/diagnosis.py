@@ -126,6 +126,7 @@ def describe(main_thread: int, previous: Mapping[str, Any]) -> dict[str, Any]:
     stack, doing = _stack(frame)
     status: dict[str, Any] = {
         "time": now,
+        "thread": main_thread,
         "host": _HERE,
         "engines": [_engine(engine) for engine in activity.in_thread(main_thread)],
         "ended": [end._asdict() for end in tuple(activity.early_ends)],
@@ -701,7 +702,7 @@ def departed(
             causes.append(((False, one.status.get("time", now) + 1.0, one.rank), one))
     if causes:
         cause = min(causes, key=lambda found: found[0])[1]
-        return None if cause.rank == rank else (cause.rank, end_text(cause))
+        return None if cause.rank == rank else (cause.rank, end_text(cause, by_rank.values()))
     seen, queue = {rank}, [rank]
     for current in queue:  # those that this rank waits for, and those that they wait for
         for wait in _waits(by_rank[current], now, patience) if current in by_rank else ():
@@ -716,20 +717,35 @@ def departed(
     return None
 
 
-def end_text(one: Snapshot) -> str:
-    """Return how a rank ended that has failed, left, or disappeared, and where."""
-    failure, left = one.status.get("failure"), one.status.get("left")
+def end_text(one: Snapshot, others: Iterable[Snapshot] = ()) -> str:
+    """Return how a rank ended that has failed, left, or disappeared, and where.
+
+    Args:
+        one: of the rank.
+        others: of other ranks, whose calls may be why it crashed in a collective of torch.
+    """
+    failure, left, crash = (one.status.get(name) for name in ("failure", "left", "crash"))
     if failure:
         where = failure.get("where") or ""
         place = "" if "iteration" in where or "iteration" in failure["error"] else _place(one, "")
         return ", ".join(text for text in (f"rank {one.rank} failed first: {failure['error']}", where, place) if text)
     if left and not one.path.name:  # what it called is not known
         return f"rank {one.rank} {left}"
-    how = left or "process was killed or crashed"
+    how = left or f"process was killed or crashed{f' ({crash})' if crash else ''}"
     whose = f"rank {one.rank}" if left else f"rank {one.rank}'s"
-    last = next((entry for entry in one.entries if entry.ended is None), one.entries[-1] if one.entries else None)
-    call = f"its last call was {last.collective} at {last.line}" if last else "it had called no collective of camshaft"
-    place = _place(one)
+    operation = _operation_in(stack) if (stack := one.status.get("stack", ())) and crash else ""
+    if operation:
+        calls = {other.rank: other.last for other in others if other.rank != one.rank}
+        texts = [f"it was in {operation} at {_user_line(stack)}"]
+        texts += [f"rank {rank}'s last call was {last.collective} at {last.line}" for rank, last in calls.items() if last]
+        call = "; ".join(texts[: _MOST_RANKS + 1])
+    elif crash and not any(entry.ended is None for entry in one.entries):
+        call = f"it was at {_user_line(stack)}"
+    elif one.last:
+        call = f"its last call was {one.last.collective} at {one.last.line}"
+    else:
+        call = "it had called no collective of camshaft"
+    place = "" if crash else _place(one)  # a status is older than a crash
     return f"{whose} {how}; {call}" + (f", in {place}" if place else "")
 
 

@@ -278,6 +278,8 @@ class Watcher(Resource):
             # It stays open and registered as long as the process lives: without, the signal would end the process.
             self._stacks = self._record.path.with_suffix(STACKS).open("w")
             faulthandler.register(_DUMP, self._stacks)
+            if not faulthandler.is_enabled():  # else, the stack of a crash goes to where the user wants it
+                faulthandler.enable(self._stacks)
         self._connect()
         self.has_connected.set()
         while not self._is_closed:
