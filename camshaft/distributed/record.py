@@ -280,7 +280,7 @@ class Record:
                 if place is not None:
                     frame = frame.f_back
                 else:
-                    _add_place(frame.f_code.co_filename)
+                    _place_of(frame.f_code.co_filename)
             frame = frame or _main_frame()  # a thread of torch, such as that of a backward pass on a GPU, has none
             code, shape = frame.f_code, tensors[0].shape if len(tensors) == 1 else tuple(map(Tensor.size, tensors))
             counted = self._all if group == "all" else self._in_torch.setdefault(group, _Counted(group))
@@ -377,11 +377,14 @@ class _Counted:
 
 _Text = tuple[int, bytes, CodeType]  # its CRC-32, the text, and the code: while that is alive, no other has its id
 _inner_files: set[str] = set()  # of this folder, and what is between them and the user's
-_places: dict[str, str] = {}  # whose code is in a file: "user", "library", or "recorded" if its collectives are
+_places: dict[str, str] = {}  # by the path of a file
 _open_records: set[Record] = set()  # of this process
 
 
-def _add_place(path: str) -> str:
+def _place_of(path: str) -> str:
+    """Return whose code is in a file: ``"user"``, ``"library"``, or ``"recorded"`` if its collectives are."""
+    if path in _places:
+        return _places[path]
     folder, name = os.path.split(path)
     is_recorded = folder == str(Path(__file__).parent) and name in _RECORDING
     is_library = path.startswith(_LIBRARIES) or path == contextlib.__file__ or path.startswith("<frozen")
@@ -392,7 +395,7 @@ def _add_place(path: str) -> str:
 def _main_frame() -> FrameType:
     """Return where the user's code is in the main thread."""
     frame = first = sys._current_frames()[threading.main_thread().ident or 0]
-    while _add_place(frame.f_code.co_filename) != "user":
+    while _place_of(frame.f_code.co_filename) != "user":
         if frame.f_back is None:
             return first
         frame = frame.f_back
@@ -405,7 +408,7 @@ def _named_in_torch(operation: str, how: str, frame: FrameType | None) -> tuple[
     It is the backward pass, FSDP, or DDP, which may begin the same operation, or the user, who asks torch for it.
     """
     name = ""
-    while frame is not None and _add_place(frame.f_code.co_filename) != "user":
+    while frame is not None and _place_of(frame.f_code.co_filename) != "user":
         path = frame.f_code.co_filename.replace("\\", "/")
         if frame.f_code.co_name == "_engine_run_backward":
             name = BACKWARD

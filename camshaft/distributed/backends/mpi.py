@@ -654,7 +654,7 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         self._collectives += 1
         observed = 0
         if (observer := self.world.observer) is not None:
-            how = "" if op is None else getattr(op, "op", op).name
+            how = "" if op is None else "SUM" if op == dist.ReduceOp.SUM else getattr(op, "op", op).name
             observed = observer.begin(self._title, name, how, root, results)
         return Operation(self, name, prepared, results, self._collectives, opts.timeout, observed)
 
