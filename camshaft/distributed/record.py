@@ -476,7 +476,7 @@ def read(path: Path, with_entries: bool = True) -> Snapshot | None:
 
 
 def _crash(path: Path, thread: int | None) -> dict[str, Any]:
-    """Return how a process crashed and the stack of a thread, by default the main one, which is the last in the file."""
+    """Return how a process crashed, and the stack of a thread, by default the main one, which is the last one."""
     try:
         _, is_found, dump = path.read_text(errors="replace").rpartition(_FATAL)
     except OSError:

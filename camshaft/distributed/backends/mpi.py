@@ -319,7 +319,7 @@ class Operation(dist.Work):
         return rank
 
     def _explain(self, error: dist.DistBackendError) -> None:
-        """Raise the error of the job in place of one of MPI; where a collective is observed as a whole, that follows."""
+        """Raise the error of the job in place of one of MPI, unless that is done for a collective around this one."""
         if self._observed and (found := self._group.world.observer.explained(error)) is not error:
             raise found from found.__cause__
 

@@ -51,7 +51,8 @@ def main(seconds: float, variable: str, size: int, local_size: int) -> None:
 def _attendance(variable: str, known: range | tuple[()]) -> tuple[list[int], list[int]]:
     """Return which ranks of this node have started this program, and which ones have not."""
     launcher = _launcher(os.getpid(), variable)
-    present, others = set(), set(known)
+    present: set[int] = set()
+    others = set(known)
     for pid in (int(path.name) for path in Path("/proc").glob("[0-9]*")):
         rank = _environment(pid).get(variable)
         if rank is not None and _launcher(pid, variable) == launcher:

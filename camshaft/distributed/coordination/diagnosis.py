@@ -737,7 +737,9 @@ def end_text(one: Snapshot, others: Iterable[Snapshot] = ()) -> str:
     if operation:
         calls = {other.rank: other.last for other in others if other.rank != one.rank}
         texts = [f"it was in {operation} at {_user_line(stack)}"]
-        texts += [f"rank {rank}'s last call was {last.collective} at {last.line}" for rank, last in calls.items() if last]
+        texts += [
+            f"rank {rank}'s last call was {last.collective} at {last.line}" for rank, last in calls.items() if last
+        ]
         call = "; ".join(texts[: _MOST_RANKS + 1])
     elif crash and not any(entry.ended is None for entry in one.entries):
         call = f"it was at {_user_line(stack)}"

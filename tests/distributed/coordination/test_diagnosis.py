@@ -543,9 +543,13 @@ def test_a_rank_that_stopped_while_another_one_reduces_gradients_is_found_though
 def test_collectives_of_torch_that_nobody_waits_for_do_not_hide_a_deadlock():
     begun = call(**{**DIRECTLY, "line": "/job/train.py:3 in f"})
     ranks = [
-        snapshot(0, begun, call(2, line="/job/train.py:5 in f"), size=3, stack=["/job/train.py:5 in f"], is_in_mpi=True),
+        snapshot(
+            0, begun, call(2, line="/job/train.py:5 in f"), size=3, stack=["/job/train.py:5 in f"], is_in_mpi=True
+        ),
         snapshot(1, begun, call(1, group="[1, 2]"), size=3, stack=["/job/train.py:5 in step"], is_in_mpi=True),
-        snapshot(2, begun, call(2, line="/job/train.py:5 in f"), size=3, stack=["/job/train.py:5 in f"], is_in_mpi=True),
+        snapshot(
+            2, begun, call(2, line="/job/train.py:5 in f"), size=3, stack=["/job/train.py:5 in f"], is_in_mpi=True
+        ),
     ]
     assert "the ranks wait for each other" in divergence(ranks, NOW)
 
@@ -554,7 +558,9 @@ def test_a_wait_for_what_torch_began_at_another_line():
     begun = call(**{**DIRECTLY, "line": "/job/train.py:3 in f"})
     waiting = snapshot(0, begun, stack=["/job/train.py:20 in main"], is_in_mpi=True)
     text = hang_report([waiting, snapshot(1)], 0, NOW).text
-    assert "rank 0 has been waiting for 10 s in torch.distributed.all_reduce at /job/train.py:3 in f, for rank 1" in text
+    assert (
+        "rank 0 has been waiting for 10 s in torch.distributed.all_reduce at /job/train.py:3 in f, for rank 1" in text
+    )
     assert hang_report([replace(waiting, status=waiting.status | {"is_in_mpi": False}), snapshot(1)], 0, NOW) is None
 
 
