@@ -657,17 +657,40 @@ def stopped(snapshots: Iterable[Snapshot], now: float, patience: float = PATIENC
                     for engine in by_rank[wait.rank].status.get("engines", ())
                 )
             ]
+            waiting = waiting or _met_after(one, end, by_rank)
             if waiting:
                 texts.append(_stop_text(rank, end, waiting))
                 break
     return "; ".join(texts) or None
 
 
+def _met_after(one: Snapshot, end: Mapping[str, Any], by_rank: Mapping[int, Snapshot]) -> list[_Wait]:
+    """Return the calls of ranks in a run that met other calls, which a rank has made since it ended that run."""
+    since = end.get("time", math.inf)
+    calls = {(entry.group, entry.sequence): entry for entry in one.entries if entry.began >= since}
+    found = []
+    for rank, other in by_rank.items():
+        is_inside = any(
+            _run_of(engine) == _run_of(end) and engine["iteration"] >= end["iteration"]
+            for engine in other.status.get("engines", ())
+        )
+        for entry in other.entries if is_inside else ():
+            own = calls.get((entry.group, entry.sequence))
+            if own is not None and _differ((own, entry)):
+                found.append(
+                    _Wait(rank, entry.collective, entry.group, (), entry.sequence, entry.began, entry.line, entry)
+                )
+                break
+    return found
+
+
 def _stop_text(rank: int, end: Mapping[str, Any], waiting: Sequence[_Wait]) -> str:
     where = f"epoch {end['epoch']}, iteration {end['iteration']} of the run at {end['line']}"
     others = _named([wait.rank for wait in waiting])
     verb = "waits" if len({wait.rank for wait in waiting}) == 1 else "wait"
-    text = f"rank {rank} stopped alone in {where}: {end['how']}; {others} still {verb} for it in {waiting[0]}"
+    is_over = all(wait.entry is not None and wait.entry.ended is not None for wait in waiting)
+    doing = f"{others} met another call of it in" if is_over else f"{others} still {verb} for it in"
+    text = f"rank {rank} stopped alone in {where}: {end['how']}; {doing} {waiting[0]}"
     if end["how"].startswith("terminate"):
         return f"{text}. To stop all ranks after the same iteration, call camshaft.handlers.stop_together(engine)"
     return f"{text}. The error ended the loop of this rank only: raise it, or handle it inside the step"

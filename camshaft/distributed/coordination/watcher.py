@@ -540,8 +540,9 @@ class Watcher(Resource):
         waits = {rank: diagnosis.waited(one, now) for rank, one in local.items()}
         waiting = [rank for rank, seconds in waits.items() if seconds > PATIENCE or local[rank].status.get("has_error")]
         if not is_lost and not waiting:
-            self._suspicion, self._next_query = None, 0.0
+            self._next_query = 0.0
             if now < self._next_comparison:
+                self._suspicion = None
                 return
         self._next_comparison = now + COMPARISON
         ranks = local
@@ -555,9 +556,13 @@ class Watcher(Resource):
             if beside not in (self._rank, *local):
                 ranks = local | {beside: self._departed(beside, _NO_ANSWER)}
         kind, text = _judgement(list(ranks.values()), waiting or [self._rank], now, is_lost)
-        is_certain = is_lost or not waiting or ranks is not local or text == self._suspicion
+        # Calls differ also as a consequence of a run that has ended early, which a status shows later than the calls.
+        is_over = any(one.status.get("ended") or one.status.get("left") for one in ranks.values())
+        is_certain = is_lost or ranks is not local or text == self._suspicion or not (waiting or is_over)
         if text is not None and is_certain:
             self._give_verdict(kind, text)
+        elif text is not None:
+            self._next_comparison = now  # look again in the next round
         self._suspicion = text
 
     def _end_without_agent(self, now: float) -> None:
@@ -777,4 +782,5 @@ def _shifted(one: Snapshot, by: float) -> Snapshot:
         for entry in one.entries
     )
     times: dict[str, Any] = {name: one.status[name] + by for name in ("time", "since") if name in one.status}
+    times["ended"] = [end | {"time": end["time"] + by} for end in one.status.get("ended", ())]
     return replace(one, entries=entries, status=one.status | times)

@@ -540,6 +540,16 @@ def test_a_rank_that_stopped_while_another_one_reduces_gradients_is_found_though
     assert "rank 0 still waits for it in backward (gradient reduction) at /job/train.py:9 in f" in stopped(ranks, NOW)
 
 
+def test_a_rank_that_stopped_is_found_by_its_calls_since_then_though_they_completed():
+    ranks = [
+        snapshot(0, call(**BUCKET, ended=91.0)),
+        snapshot(1, call(collective="barrier", ended=91.0), engines=[], ended=[{**ENDED, "time": 89.0}]),
+    ]
+    assert "; rank 0 met another call of it in backward (gradient reduction) at /job/train.py:9" in stopped(ranks, NOW)
+    ranks[1].status["ended"][0]["time"] = 90.5  # the calls differed before
+    assert stopped(ranks, NOW) is None
+
+
 def test_collectives_of_torch_that_nobody_waits_for_do_not_hide_a_deadlock():
     begun = call(**{**DIRECTLY, "line": "/job/train.py:3 in f"})
     ranks = [
