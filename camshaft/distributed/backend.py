@@ -8,9 +8,8 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -79,8 +78,7 @@ class Resource:
         """Release the resource without waiting for other ranks."""
 
 
-@dataclass(frozen=True)
-class Observer:
+class Observer(NamedTuple):
     """What is called for each collective that torch begins by itself, or that the user asks torch for.
 
     Args:
