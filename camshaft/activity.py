@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from itertools import count
 from threading import RLock, get_ident
-from time import perf_counter, thread_time
+from time import monotonic, perf_counter, thread_time
 from typing import Any, NamedTuple
 
 from camshaft.errors import annotate, line_of_caller
@@ -30,6 +30,7 @@ class RunEnd(NamedTuple):
         how: why, for example ``"terminate() at FILE:LINE in f"`` or ``"ValueError: text at FILE:LINE in f"``.
         epoch: epoch of the engine at that time.
         iteration: iteration of the engine at that time.
+        time: ``time.monotonic()``.
     """
 
     line: str
@@ -37,6 +38,7 @@ class RunEnd(NamedTuple):
     how: str
     epoch: int
     iteration: int
+    time: float
 
 
 class OwnClock:
@@ -113,7 +115,7 @@ def in_thread(thread: int | None = None) -> list[Any]:
 def left_early(engine: Any, how: str) -> None:
     """Record that the run of an engine leaves its loop before its target."""
     state = engine.state
-    early_ends.append(RunEnd(engine.run_line, engine.run_number, how, state.epoch, state.iteration))
+    early_ends.append(RunEnd(engine.run_line, engine.run_number, how, state.epoch, state.iteration, monotonic()))
 
 
 def summary(error: BaseException) -> str:

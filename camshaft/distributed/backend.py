@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +76,21 @@ class Resource:
 
     def close(self) -> None:
         """Release the resource without waiting for other ranks."""
+
+
+class Observer(NamedTuple):
+    """What is called for each collective that torch begins by itself, or that the user asks torch for.
+
+    Args:
+        begin: when it begins; takes the group, the operation, its reduction and root, and its tensors, see
+            ``Record.begin_in_torch``; returns a number, or 0 if this collective needs no further call.
+        end: when it has completed; takes this number.
+        explained: when it fails; returns the error to raise in place of the one of the library.
+    """
+
+    begin: Callable[[str, str, str, int | None, Sequence[Tensor]], int]
+    end: Callable[[int], None]
+    explained: Callable[[BaseException], BaseException]
 
 
 R = TypeVar("R", bound=Resource)
@@ -289,6 +304,9 @@ class Backend(ABC):
         The job cannot be used any more. By default nothing happens: a single process waits for nobody, Horovod itself
         raises when a process of the job has ended, and XLA cannot be interrupted.
         """
+
+    def observe(self, observer: Observer) -> None:  # noqa: B027  # those of other libraries cannot be seen
+        """Let an observer see the collectives that torch begins from now on, where this package carries them out."""
 
     def close(self) -> None:  # noqa: B027  # a single process has nothing to end
         """End the run."""

@@ -477,7 +477,7 @@ class Processes:
         own = ranks.get(self.processes[index].pid or 0)
         if own is None:
             return ""
-        return diagnosis.mismatch(ranks.values(), time.monotonic()) or diagnosis.end_text(own)
+        return diagnosis.mismatch(ranks.values(), time.monotonic()) or diagnosis.end_text(own, ranks.values())
 
 
 def _exists(process: BaseProcess) -> bool:

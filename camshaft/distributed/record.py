@@ -17,6 +17,7 @@ import logging
 import math
 import mmap
 import os
+import re
 import socket
 import stat
 import struct
@@ -45,6 +46,7 @@ logger = logging.getLogger(__name__)
 _MEMORY = Path("/dev/shm")
 _PREFIX, _SUFFIX = "camshaft-", ".record"
 STACKS = ".stacks"  # suffix of a file beside a record
+_FATAL = "Fatal Python error: "  # what faulthandler begins with when a process crashes
 _MAX_AGE, _MAX_DEAD = 24 * 3600.0, 64  # seconds, and number, of records to keep of processes that have ended
 _MAGIC = b"camshaft record 2"
 _STAMP = struct.Struct("=Q")
@@ -60,6 +62,13 @@ _SIZE = _ENTRIES + _NUM_ENTRIES * _ENTRY.size
 _ENTRY_BYTES, _ENTRY_WORDS, _ENDED = _ENTRY.size, _ENTRY.size // 8, 3  # of an entry; the last is a place in it
 _ATTEMPTS, _PAUSE = 20, 0.001  # to read an area that is being written; seconds between them
 _MANY = 1024  # entries after which a cache starts anew
+BACKWARD = "backward (gradient reduction)"
+FSDP, DDP = "FSDP (parameters or gradients)", "DistributedDataParallel (parameters or buffers)"
+IN_TORCH = "torch.distributed"
+_LIBRARIES = tuple(os.path.join(folder, "") for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+# modules of this folder that record what they call
+_RECORDING = tuple(f"{name}.py" for name in ("collectives", "mesh", "point_to_point", "ranks", "sharding"))
+_SIZED = ("all_reduce", "reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor")  # alike on all ranks
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, RecursionError, struct.error)  # raised by damaged content
 
 # looked up once, as begin and end have a microsecond
@@ -75,9 +84,10 @@ class Entry:
         group: ``"all"``, or the ranks, ``"[0, 2]"``.
         sequence: number in the group, from 1.
         collective: its name.
-        how: what else is the same on all ranks, for example the reduction.
+        how: what else is the same on all ranks, for example the reduction; of what torch issues by itself, also the
+            operation, ``"all_reduce SUM"``.
         root: the rank that sends, or that receives the result; ``""`` if there is none.
-        value: dtype and shape, ``"torch.float32 [4]"``; ``""`` if the value is not a tensor.
+        value: dtype and shape, ``"torch.float32 [4]"``; ``""`` if the value is not a tensor, or may differ.
         line: the user's line, ``"train.py:12 in main"`` with its full path.
         began: ``time.monotonic()``, comparable between processes of one machine.
         ended: ``None`` while the rank is in it.
@@ -96,6 +106,11 @@ class Entry:
     ended: float | None
     is_long: bool
 
+    @property
+    def is_of_torch(self) -> bool:
+        """Whether torch was asked for it directly, or issued it by itself, as in a backward pass."""
+        return self.collective in (BACKWARD, FSDP, DDP) or self.collective.startswith(IN_TORCH)
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -109,7 +124,8 @@ class Snapshot:
         pid: of the process.
         is_alive: whether the process still writes the record.
         host: name of its machine.
-        status: as last written by :meth:`Record.write_status`; empty if there is none.
+        status: as last written by :meth:`Record.write_status`; empty if there is none. Of a process that crashed, with
+            ``"crash"`` and the stack at that time, as far as ``faulthandler`` wrote them beside the record.
         entries: the last collectives, at most 64, oldest first.
         running_since: when the oldest of them that has not completed began, infinity if all have.
     """
@@ -156,6 +172,7 @@ class Record:
         self._all = _Counted("all")
         self._counted = {tuple(range(world_size)): self._all}  # by ranks
         self._groups: dict[int, tuple[Sequence[int], _Counted]] = {}  # by the id of the group that the user holds
+        self._in_torch: dict[str, _Counted] = {}  # what torch itself calls in other groups, by their names
         self._stamps = itertools.count(2, 2)
         self._facts = {"rank": rank, "world_size": world_size, "pid": os.getpid(), "host": socket.gethostname()}
         self._job = ""
@@ -231,12 +248,53 @@ class Record:
                         collective, dtype, shape, how, root, is_long, id(code), frame.f_lasti
                     ]
             except Exception:  # it is new, or odd
-                checksum, text, _ = counted.add_text(collective, value, how, root, is_long, frame)
+                dtype, shape, layout = layout_of(value)
+                root = root if root is None or type(root) is int else str(root)  # a tensor must not stay alive
+                key = collective, dtype, shape, how, root, is_long, id(code), frame.f_lasti
+                checksum, text, _ = counted.add_text(key, collective, layout, how, root, is_long, frame)
             start = number % _NUM_ENTRIES * _ENTRY_BYTES
             _write_entry(self._entries, start, number, sequence, _now(), 0.0, checksum, text, number)
             return number
         except Exception as error:
             logger.debug("no flight record of %s: %r", collective, error)
+            return 0
+
+    def begin_in_torch(self, group: str, operation: str, how: str, root: Any, tensors: Sequence[Tensor]) -> int:
+        """Record that torch begins a collective, unless that is a part of a recorded one.
+
+        Args:
+            group: ``"all"`` for the default group, otherwise a name for this group with its ranks, ``"1: [0, 2]"``.
+            operation: what torch does, such as ``"all_reduce"``.
+            how: the reduction.
+            root: the rank in the group that sends, or that receives the result.
+            tensors: what this rank passes.
+
+        Returns:
+            A number for :meth:`end`; 0 if this is a part of a recorded collective, or the record is closed.
+        """
+        try:
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and (place := _places.get(frame.f_code.co_filename)) != "user":
+                if place == "recorded":
+                    return 0
+                if place is not None:
+                    frame = frame.f_back
+                else:
+                    _place_of(frame.f_code.co_filename)
+            frame = frame or _main_frame()  # a thread of torch, such as that of a backward pass on a GPU, has none
+            code, shape = frame.f_code, tensors[0].shape if len(tensors) == 1 else tuple(map(Tensor.size, tensors))
+            counted = self._all if group == "all" else self._in_torch.setdefault(group, _Counted(group))
+            sequence, number = next(counted.sequence), next(self._numbers)
+            key = operation, tensors[0].dtype if tensors else None, shape, how, root, id(code), frame.f_lasti
+            if (found := counted.texts.get(key)) is None:
+                collective, how = _named_in_torch(operation, how, sys._getframe(1))
+                layout = _total_layout(tensors) if operation in _SIZED else ""
+                found = counted.add_text(key, collective, layout, how, root, False, frame)
+            start = number % _NUM_ENTRIES * _ENTRY_BYTES
+            _write_entry(self._entries, start, number, sequence, _now(), 0.0, found[0], found[1], number)
+            return number
+        except Exception as error:
+            logger.debug("no flight record of %s in torch: %r", operation, error)
             return 0
 
     def end(self, number: int) -> None:
@@ -303,24 +361,71 @@ class _Counted:
         self.sequence = itertools.count(1)
         self.texts: dict[tuple[Any, ...], _Text] = {}
 
-    def add_text(self, collective: str, value: Any, how: str, root: Any, is_long: bool, frame: FrameType) -> _Text:
+    def add_text(
+        self, key: tuple[Any, ...], collective: str, layout: str, how: str, root: Any, is_long: bool, frame: FrameType
+    ) -> _Text:
         """Return the text of a call, and remember it for the next call of the same code."""
-        dtype, shape, layout = layout_of(value)
-        root = root if root is None or type(root) is int else str(root)  # a tensor must not become a key, or stay alive
         code, root_text = frame.f_code, "" if root is None else str(root)
         line = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
         content = [self.group, collective, how, root_text, layout, line, is_long]
         text = _fitting(content, _TEXT_BYTES).ljust(_TEXT_BYTES)
         if len(self.texts) >= _MANY:
             self.texts.clear()
-        key = (collective, dtype, shape, how, root, is_long, id(code), frame.f_lasti)
         self.texts[key] = found = zlib.crc32(text), text, code
         return found
 
 
 _Text = tuple[int, bytes, CodeType]  # its CRC-32, the text, and the code: while that is alive, no other has its id
 _inner_files: set[str] = set()  # of this folder, and what is between them and the user's
+_places: dict[str, str] = {}  # by the path of a file
 _open_records: set[Record] = set()  # of this process
+
+
+def _place_of(path: str) -> str:
+    """Return whose code is in a file: ``"user"``, ``"library"``, or ``"recorded"`` if its collectives are."""
+    if path in _places:
+        return _places[path]
+    folder, name = os.path.split(path)
+    is_recorded = folder == str(Path(__file__).parent) and name in _RECORDING
+    is_library = path.startswith(_LIBRARIES) or path == contextlib.__file__ or path.startswith("<frozen")
+    _places[path] = "recorded" if is_recorded else "library" if is_library else "user"
+    return _places[path]
+
+
+def _main_frame() -> FrameType:
+    """Return where the user's code is in the main thread."""
+    frame = first = sys._current_frames()[threading.main_thread().ident or 0]
+    while _place_of(frame.f_code.co_filename) != "user":
+        if frame.f_back is None:
+            return first
+        frame = frame.f_back
+    return frame
+
+
+def _named_in_torch(operation: str, how: str, frame: FrameType | None) -> tuple[str, str]:
+    """Return what in torch begins an operation, up to the user's line, and how.
+
+    It is the backward pass, FSDP, or DDP, which may begin the same operation, or the user, who asks torch for it.
+    """
+    name = ""
+    while frame is not None and _place_of(frame.f_code.co_filename) != "user":
+        path = frame.f_code.co_filename.replace("\\", "/")
+        if frame.f_code.co_name == "_engine_run_backward":
+            name = BACKWARD
+        elif "/torch/distributed/fsdp/" in path and name != BACKWARD:
+            name = FSDP
+        elif path.endswith("/torch/nn/parallel/distributed.py"):
+            name = name or DDP
+        frame = frame.f_back
+    if frame is None and not name:
+        name = BACKWARD
+    return (name, f"{operation} {how}".rstrip()) if name else (f"{IN_TORCH}.{operation}", how)
+
+
+def _total_layout(tensors: Sequence[Tensor]) -> str:
+    if len(tensors) == 1:
+        return layout_of(tensors[0])[2]
+    return f"{tensors[0].dtype} [{sum(tensor.numel() for tensor in tensors)}]" if tensors else ""
 
 
 def _forget_after_fork() -> None:
@@ -351,6 +456,7 @@ def read(path: Path, with_entries: bool = True) -> Snapshot | None:
             if os.pread(file, len(_MAGIC), 0) != _MAGIC or not isinstance(header, dict):
                 return None
             status = _read_area(file, _STATUS, _STATUS_BYTES)
+            status = status if isinstance(status, dict) else {}
             rows = os.pread(file, _NUM_ENTRIES * _ENTRY.size, _ENTRIES)
             running = [row[2] for row in _ENTRY.iter_unpack(rows) if not row[3] and row[0] == row[-1] != 0]
             return Snapshot(
@@ -361,12 +467,26 @@ def read(path: Path, with_entries: bool = True) -> Snapshot | None:
                 pid=int(header["pid"]),
                 is_alive=is_alive,
                 host=str(header["host"]),
-                status=status if isinstance(status, dict) else {},
+                status=status if is_alive else status | _crash(path.with_suffix(STACKS), status.get("thread")),
                 entries=_entries(rows) if with_entries else (),
                 running_since=min(running, default=math.inf),
             )
     except _UNREADABLE:
         return None
+
+
+def _crash(path: Path, thread: int | None) -> dict[str, Any]:
+    """Return how a process crashed, and the stack of a thread, by default the main one, which is the last one."""
+    try:
+        _, is_found, dump = path.read_text(errors="replace").rpartition(_FATAL)
+    except OSError:
+        return {}
+    what, *stacks = re.split(r"^(?:Current thread|Thread) (?=0x)", dump, flags=re.MULTILINE)
+    if not is_found or not stacks:
+        return {}
+    stack = next((one for one in stacks if thread is not None and int(one.split()[0], 16) == thread), stacks[-1])
+    frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', stack, re.MULTILINE)
+    return {"crash": what.split("\n")[0], "stack": [f"{file}:{line} in {name}" for file, line, name in frames]}
 
 
 def find(folder: Path | None = None) -> list[Path]:

@@ -15,7 +15,7 @@ from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any
 
-from camshaft.distributed.backend import Backend
+from camshaft.distributed.backend import Backend, Observer
 from camshaft.distributed.backends.serial import SerialBackend
 from camshaft.distributed.coordination import collective_check
 from camshaft.distributed.coordination.watcher import Watcher
@@ -168,6 +168,8 @@ def _start(backend: Backend, debug: bool | None, hang_report_after: float = 60.0
         if _initialized:  # a group that is adopted must not wait for its store
             watcher.is_everywhere = True
             watcher.has_connected.wait(_CONNECTING)
+            if (record := job.record) is not None:  # all ranks begin to count here
+                backend.observe(Observer(record.begin_in_torch, record.end, watcher.explained))
         if sys.excepthook is not _on_uncaught:
             global _previous_hook
             _previous_hook, sys.excepthook = sys.excepthook, _on_uncaught

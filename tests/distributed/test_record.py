@@ -173,6 +173,84 @@ def test_sequence_numbers_count_per_group_of_ranks(tmp_path: Path) -> None:
     ]
 
 
+def test_what_torch_begins_counts_with_the_calls_of_its_group(record: Record) -> None:
+    record.begin(None, ALL, "barrier", None, "", None)
+    number, line = record.begin_in_torch("all", "all_reduce", "SUM", None, [torch.ones(4)]), line_here()
+    record.begin_in_torch("1: [0, 1]", "broadcast", "", 0, [torch.ones(4), torch.ones(2, 3)])
+    record.begin(None, ALL, "barrier", None, "", None)
+    record.end(number)
+    _, reduction, broadcast, barrier = snapshot(record).entries
+    assert (reduction.group, reduction.sequence, reduction.collective) == ("all", 2, "torch.distributed.all_reduce")
+    assert (reduction.how, reduction.value, reduction.line) == ("SUM", "torch.float32 [4]", line)
+    assert reduction.ended is not None
+    assert (broadcast.group, broadcast.sequence, broadcast.ended) == ("1: [0, 1]", 1, None)
+    assert (broadcast.root, broadcast.value) == ("0", "torch.float32 [10]")
+    assert barrier.sequence == 3
+
+
+def test_sizes_that_may_differ_are_not_recorded(record: Record) -> None:
+    record.begin_in_torch("all", "all_gather", "", None, [torch.ones(4), torch.ones(3)])
+    record.begin_in_torch("all", "barrier", "", None, [])
+    assert [entry.value for entry in snapshot(record).entries] == ["", ""]
+
+
+def called_from(path: str, name: str, call: Callable[[], object]) -> Callable[[], object]:
+    """Return a function in a file that makes a call."""
+    namespace: dict[str, Any] = {"call": call}
+    exec(compile(f"def {name}():\n    return call()", path, "exec"), namespace)
+    function: Callable[[], object] = namespace[name]
+    return function
+
+
+TORCH = str(Path(torch.__file__).parent)
+
+
+@pytest.mark.parametrize(
+    ("frames", "name"),
+    [
+        ([("distributed/distributed_c10d.py", "all_reduce")], "torch.distributed.all_reduce"),
+        ([("autograd/graph.py", "_engine_run_backward")], "backward (gradient reduction)"),
+        ([("nn/parallel/distributed.py", "forward")], "DistributedDataParallel (parameters or buffers)"),
+        ([("distributed/fsdp/_runtime_utils.py", "_unshard")], "FSDP (parameters or gradients)"),
+        (
+            [("distributed/fsdp/_runtime_utils.py", "_reduce"), ("autograd/graph.py", "_engine_run_backward")],
+            "backward (gradient reduction)",
+        ),
+    ],
+)
+def test_what_torch_begins_is_named_after_what_begins_it(
+    record: Record, frames: list[tuple[str, str]], name: str
+) -> None:
+    def call() -> object:
+        return record.begin_in_torch("all", "all_reduce", "SUM", None, [torch.ones(4)])
+
+    module._places[call.__code__.co_filename] = "library"
+    try:
+        for path, function in frames:
+            call = called_from(f"{TORCH}/{path}", function, call)  # type: ignore[assignment]
+        called_from("/job/train.py", "step", call)()
+    finally:
+        module._places.clear()
+    (entry,) = snapshot(record).entries
+    assert (entry.collective, entry.line) == (name, "/job/train.py:2 in step")
+    assert entry.how == ("SUM" if name.startswith("torch") else "all_reduce SUM")
+
+
+def test_a_part_of_a_recorded_collective_is_not_recorded(record: Record) -> None:
+    path = Path(module.__file__).with_name("collectives.py")
+    begin = called_from(
+        f"{TORCH}/distributed/distributed_c10d.py",
+        "all_reduce",
+        lambda: record.begin_in_torch("all", "all_reduce", "SUM", None, [torch.ones(4)]),
+    )
+    module._places[__file__] = "library"
+    try:
+        assert called_from(str(path), "all_reduce", begin)() == 0
+    finally:
+        module._places.clear()
+    assert snapshot(record).entries == ()
+
+
 def test_groups_of_other_ranks_are_told_apart_when_an_id_is_used_again(record: Record) -> None:
     class Held:
         """A group."""
@@ -545,6 +623,45 @@ def test_the_files_of_stacks_go_with_their_records(tmp_path: Path) -> None:
     assert list(tmp_path.glob(f"*{STACKS}")) == []
     third.close()
     assert list(tmp_path.iterdir()) == [second.path]
+
+
+DUMP = """Thread 0x00007f0000000001 (most recent call first):
+  File "/job/hangs.py", line 1 in before
+
+Fatal Python error: Aborted
+
+Current thread 0x00007f00000000ab (most recent call first):
+  <no Python frame>
+
+Thread 0x00007f00000000cd (most recent call first):
+  File "/lib/threading.py", line 324 in wait
+
+Thread 0x00007f00000000ef (most recent call first):
+  File "/site-packages/torch/autograd/graph.py", line 979 in _engine_run_backward
+  File "/job/train.py", line 9 in step
+
+Extension modules: torch._C (total: 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("thread", "stack"),
+    [
+        (None, ["/site-packages/torch/autograd/graph.py:979 in _engine_run_backward", "/job/train.py:9 in step"]),
+        (0x7F00000000CD, ["/lib/threading.py:324 in wait"]),
+    ],
+)
+def test_the_record_of_a_process_that_crashed_has_its_stack(
+    tmp_path: Path, thread: int | None, stack: list[str]
+) -> None:
+    record = Record(0, 2, tmp_path)
+    record.write_status({"stack": ["/job/train.py:1 in before"], "thread": thread})
+    record.path.with_suffix(STACKS).write_text(DUMP)
+    assert "crash" not in snapshot(record).status  # while it lives
+    record._release()
+    status = snapshot(record).status
+    assert (status["crash"], status["stack"]) == ("Aborted", stack)
+    module._open_records.discard(record)
 
 
 def test_old_records_of_processes_that_ended_are_removed(tmp_path: Path, monkeypatch: Any) -> None:

@@ -77,6 +77,12 @@ ENDED = (
     r"|rank {rank}'s process was killed or crashed",
 )
 DIVERGED = (r"RankDivergenceError", r"rank {rank} .*{line}")
+# gloo may abort the rank that did not fail, in its backward pass
+BOTH = (
+    r"RankDivergenceError|process was killed or crashed \(Aborted\)",
+    r"backward \(gradient reduction\)",
+    r"rank {rank}( .*|'s last call was )all_reduce",
+)
 STOPPED = (r"RankDivergenceError: rank {rank} stopped alone",)
 STUCK = (r"rank {rank} has not run any Python",)
 ABSENT = (r"missing: {rank}\b|rank {rank} did not connect|ranks came to make a group",)
@@ -110,8 +116,8 @@ FAULTS = {
         Fault("dtype", "another dtype", DIVERGED, "dtype"),
         Fault("root", "another root", DIVERGED, "root"),
         Fault("reduction", "another reduction", DIVERGED, "reduction", needs_debug=True),
-        Fault("skipped-step", "step skipped under DDP", (r"RankDivergenceError", r"rank {rank}\b"), needs_debug=True),
-        Fault("uneven", "uneven iterators", (r"RankDivergenceError", r"rank {rank}\b"), "uneven", needs_debug=True),
+        Fault("skipped-step", "step skipped under DDP", BOTH),
+        Fault("uneven", "uneven iterators", BOTH, "uneven"),
         Fault("terminate", "`terminate()` on one rank", STOPPED, "terminate"),
         Fault("swallowed", "exception swallowed on one rank", (*STOPPED, "ValueError: the fault"), "step"),
         Fault("lost-node", "lost node", (r"RankFailedError: rank {rank}\b",), launchers=("hosts",)),

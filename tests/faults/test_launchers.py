@@ -12,7 +12,11 @@ from tests.faults.matrix import Matrix
 pytestmark = [pytest.mark.jobs, pytest.mark.timeout(300)]
 NAMES = {
     "torchrun": ("step", "exit-0", "SIGKILL", "order", "terminate", "swallowed"),
-    "mpirun": ("step", "exit-0", "alone", "root"),  # it kills the other ranks of one that was killed
+    # it kills the other ranks of one that was killed
+    "mpirun": (
+        *("never-arrives", "step", "exit-0", "alone", "root"),
+        *("uneven", "skipped-step", "terminate", "swallowed"),
+    ),
 }
 CASES = [Case(FAULTS[name], launcher) for launcher, names in NAMES.items() for name in names]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from camshaft.distributed.backends.mpi import check_launcher
@@ -226,3 +228,39 @@ def test_the_launcher_of_another_mpi_library_is_refused(name: str) -> None:
 )
 def test_the_right_launcher_is_accepted(environ: dict[str, str], world_size: int) -> None:
     check_launcher(environ, world_size)
+
+
+NEVER_ARRIVES = """
+import os, time
+from datetime import timedelta
+
+if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
+    time.sleep(600)
+import camshaft.distributed as idist
+idist.initialize("mpi", timeout=timedelta(seconds=5))
+"""
+
+
+def test_a_rank_that_never_initializes_mpi_ends_the_others_which_name_it() -> None:
+    run = mpirun(3, "-c", NEVER_ARRIVES, seconds=60)
+    assert run.returncode != 0
+    assert re.search("rank [02] timed out after 5 s waiting for all ranks to start MPI; missing: 1$", run.stdout, re.M)
+
+
+STARTS_LATE = """
+import os, time
+
+if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
+    time.sleep(11)
+import camshaft.distributed as idist
+idist.initialize("mpi")
+total = idist.all_reduce(1)
+idist.one_rank_only()(print)("all came:", total)
+"""
+
+
+def test_a_rank_that_waits_for_a_late_one_reports_it() -> None:
+    run = mpirun(2, "-c", STARTS_LATE, seconds=60)
+    assert run.returncode == 0, run.stdout
+    assert "rank 0 is waiting up to 1800 s for all ranks to start MPI; missing: 1" in run.stdout
+    assert "all came: 2" in run.stdout

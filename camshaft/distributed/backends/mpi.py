@@ -11,15 +11,17 @@ import atexit
 import functools
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
@@ -64,8 +66,13 @@ Counts = list[int] | None
 
 OPTIONS = {"device", "timeout"}
 _ROOM = 1024  # bytes for the address of the store
-# what the launchers of Open MPI and of MPICH and Intel MPI set, and srun if it started us itself
-_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+# what the launchers of Open MPI and of MPICH and Intel MPI set, and srun if it started us itself: rank, world size, and
+# local world size
+_PLACES = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ""),
+)
 _TIME_TO_END = 5.0  # seconds that a failed process gets to end by itself
 _COURTESY = 1.0  # seconds in which one that failed because another one left lets that one report why
 
@@ -220,6 +227,7 @@ class Operation(dist.Work):
         results: the tensors that the user waits for.
         number: of the collective, counted in the group; ``None`` for a message.
         timeout: how long to wait; the group's timeout if not set.
+        observed: number that the observer of the job has given to it, 0 if it observes something around it.
 
     Raises:
         DistBackendError: MPI raises an error, or this rank has left the group.
@@ -233,19 +241,25 @@ class Operation(dist.Work):
         results: list[Tensor],
         number: int | None = None,
         timeout: timedelta = _NOT_SET,
+        observed: int = 0,
     ) -> None:
         super().__init__()
         if group.given_up is not None:
             raise dist.DistBackendError(f"{name} was called on a group that is no longer usable: {group.given_up}")
         self._group, self._name, self._number, self._timeout = group, name, number, timeout
+        self._observed = observed
         self._transfers, self._results = transfers, results
         self._done = False
         self._error: dist.DistBackendError | None = None
         self._status = mpi().Status()
         self._lock = threading.Lock()
-        with self._lock:
-            _remember(self)
-            self._requests = self._calling_mpi(lambda: [transfer.begin() for transfer in transfers])
+        try:
+            with self._lock:
+                _remember(self)
+                self._requests = self._calling_mpi(lambda: [transfer.begin() for transfer in transfers])
+        except dist.DistBackendError as error:
+            self._explain(error)
+            raise
 
     def wait(self, timeout: timedelta = _NOT_SET) -> bool:
         """Wait until the results are there.
@@ -253,13 +267,17 @@ class Operation(dist.Work):
         Raises:
             DistBackendError: they did not arrive in time or can no longer arrive, or MPI failed.
         """
-        with self._lock:
-            if self._error is not None:
-                raise self._error
-            if not self._done:
-                limit = next(limit for limit in (timeout, self._timeout, self._group.timeout) if limit > _NOT_SET)
-                self._calling_mpi(lambda: self._wait_for_all(limit.total_seconds()))
-                self._deliver()
+        try:
+            with self._lock:
+                if self._error is not None:
+                    raise self._error
+                if not self._done:
+                    limit = next(limit for limit in (timeout, self._timeout, self._group.timeout) if limit > _NOT_SET)
+                    self._calling_mpi(lambda: self._wait_for_all(limit.total_seconds()))
+                    self._deliver()
+        except dist.DistBackendError as error:
+            self._explain(error)
+            raise
         return True
 
     def is_completed(self) -> bool:
@@ -300,6 +318,11 @@ class Operation(dist.Work):
         rank: int = self._status.Get_source()
         return rank
 
+    def _explain(self, error: dist.DistBackendError) -> None:
+        """Raise the error of the job in place of one of MPI, unless that is done for a collective around this one."""
+        if self._observed and (found := self._group.world.observer.explained(error)) is not error:
+            raise found from found.__cause__
+
     def _calling_mpi(self, call: Callable[[], Any]) -> Any:
         try:
             return call()
@@ -321,6 +344,8 @@ class Operation(dist.Work):
                 if got != expected:
                     raise self._lost(f"got {got} bytes from rank {self._source_rank()}, the tensor has {expected}")
             transfer.deliver()
+        if self._observed:
+            self._group.world.observer.end(self._observed)
 
     def _check(self, waited: float, limit: float) -> None:
         """Raise if the results did not arrive in time, or cannot arrive because a rank has left."""
@@ -387,12 +412,22 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         comm: the communicator, which belongs to the group from now on. It is freed when all ranks have left.
         store: what the ranks share beside it; rank 0 may host it, so it lives as long as the communicator.
         timeout: how long an operation may take.
+        world: the default group; ``None`` if this is it.
+        title: what the observer of the job calls this group.
+
+    Attributes:
+        observer: of the collectives of the job; that of the default group counts.
     """
 
     supports_coalescing = supports_splitting = supports_time_estimate = False
 
-    def __init__(self, comm: Any, store: Store, timeout: timedelta) -> None:
+    def __init__(
+        self, comm: Any, store: Store, timeout: timedelta, world: MPIGroup | None = None, title: str = "all"
+    ) -> None:
         super().__init__(comm.rank, comm.size)
+        self.world = world or self
+        self.observer: Any = None
+        self._title = title
         self.comm = comm
         self.store = store
         self.timeout = timeout
@@ -488,7 +523,7 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
             begin = functools.partial(self.comm.Iallreduce, mpi().IN_PLACE, _reduced(buffer), op)
             return Transfer(begin, buffer, [tensor], divisor)
 
-        return self._collective("all_reduce", map(transfer, tensors), tensors, opts)
+        return self._collective("all_reduce", map(transfer, tensors), tensors, opts, opts.reduceOp)
 
     allreduce_coalesced = allreduce
 
@@ -498,14 +533,15 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         (op, divisor), buffer = _reduction(opts.reduceOp, tensor.dtype, self.size()), _widened(tensor)
         messages = (mpi().IN_PLACE, _reduced(buffer)) if is_root else (_reduced(buffer), None)
         begin = functools.partial(self.comm.Ireduce, *messages, op, opts.rootRank)
-        return self._collective("reduce", [Transfer(begin, buffer, tensors if is_root else [], divisor)], tensors, opts)
+        transfer = Transfer(begin, buffer, tensors if is_root else [], divisor)
+        return self._collective("reduce", [transfer], tensors, opts, opts.reduceOp, opts.rootRank)
 
     def broadcast(self, tensors: Tensors, opts: Any = _DEFAULTS) -> dist.Work:
         """Overwrite tensors by those of one rank."""
         is_root = self.rank() == opts.rootRank
         buffer, targets = (_sendable(*tensors), []) if is_root else (_receivable(*tensors), tensors)
         transfer = Transfer(lambda: self.comm.Ibcast(_moved(buffer), opts.rootRank), buffer, targets)
-        return self._collective("broadcast", [transfer], tensors, opts)
+        return self._collective("broadcast", [transfer], tensors, opts, root=opts.rootRank)
 
     def allgather(self, outputs: list[Tensors], tensors: Tensors, opts: Any = _DEFAULTS) -> dist.Work:
         """Fill the list with the tensor of each rank; the sizes may differ over the ranks."""
@@ -529,13 +565,13 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         """Fill the list on one rank with the tensor of each rank; the other ranks have no list."""
         parts = outputs[0] if outputs else []
         transfer = self._transfer(self.comm.Igatherv, tensors, parts, opts.rootRank, receives=_sizes(parts))
-        return self._collective("gather", [transfer], parts, opts)
+        return self._collective("gather", [transfer], parts, opts, root=opts.rootRank)
 
     def scatter(self, outputs: Tensors, tensors: list[Tensors], opts: Any = _DEFAULTS) -> dist.Work:
         """Fill a tensor with this rank's one of the list on one rank; the other ranks have no list."""
         parts = tensors[0] if tensors else []
         transfer = self._transfer(self.comm.Iscatterv, parts, outputs, opts.rootRank, sends=_sizes(parts))
-        return self._collective("scatter", [transfer], outputs, opts)
+        return self._collective("scatter", [transfer], outputs, opts, root=opts.rootRank)
 
     def alltoall(self, outputs: Tensors, tensors: Tensors, opts: Any = _DEFAULTS) -> dist.Work:
         """Send each rank one tensor, and fill others with what each rank sends."""
@@ -560,7 +596,7 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         """Reduce the tensors of a list over the ranks, and fill a tensor with this rank's one."""
         (output,), (parts,) = outputs, tensors
         transfer = self._reduced_parts(output, parts, _sizes(parts), opts)
-        return self._collective("reduce_scatter", [transfer], outputs, opts)
+        return self._collective("reduce_scatter", [transfer], outputs, opts, opts.reduceOp)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = _DEFAULTS) -> dist.Work:
         """Reduce a tensor over the ranks, and fill another with this rank's part."""
@@ -572,7 +608,7 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         def transfer(output: Tensor, tensor: Tensor) -> Transfer:
             return self._reduced_parts(output, [tensor], self._split(tensor), opts)
 
-        return self._collective("reduce_scatter_tensor", map(transfer, outputs, tensors), outputs, opts)
+        return self._collective("reduce_scatter_tensor", map(transfer, outputs, tensors), outputs, opts, opts.reduceOp)
 
     def barrier(self, opts: Any = _DEFAULTS) -> dist.Work:
         """Wait for all ranks."""
@@ -605,10 +641,22 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
 
     # --- how they begin ------------------------------------------------------------------------------------
 
-    def _collective(self, name: str, transfers: Iterable[Transfer], results: Tensors, opts: Any) -> dist.Work:
+    def _collective(
+        self,
+        name: str,
+        transfers: Iterable[Transfer],
+        results: Tensors,
+        opts: Any,
+        op: Any = None,
+        root: int | None = None,
+    ) -> dist.Work:
         prepared = list(transfers)  # may find something wrong with the arguments
         self._collectives += 1
-        return Operation(self, name, prepared, results, self._collectives, opts.timeout)
+        observed = 0
+        if (observer := self.world.observer) is not None:
+            how = "" if op is None else "SUM" if op == dist.ReduceOp.SUM else getattr(op, "op", op).name
+            observed = observer.begin(self._title, name, how, root, results)
+        return Operation(self, name, prepared, results, self._collectives, opts.timeout, observed)
 
     def _transfer(
         self,
@@ -753,11 +801,13 @@ def initialize_mpi(timeout: timedelta | None = None) -> None:
         ModuleNotFoundError: mpi4py or an MPI library is missing.
         RuntimeError: a default process group already exists, or the processes were started by the launcher of
             another MPI library.
-        DistBackendError: not all processes joined in time.
+        DistBackendError: not all processes joined in time. If some have not even initialized MPI, which waits for
+            them without returning to Python, this process is ended instead, with a message.
     """
     if dist.is_initialized():
         raise RuntimeError("a default process group already exists: destroy it first")
-    register_mpi()
+    with _limited(timeout or c10d.default_pg_timeout):
+        register_mpi()
     if not _registered:  # torch's own
         dist.init_process_group("mpi", timeout=timeout)
         return
@@ -768,6 +818,23 @@ def initialize_mpi(timeout: timedelta | None = None) -> None:
     # torch has no store for this backend; code that looks up the default one finds ours
     c10d._world.pg_map[world] = (dist.get_backend(world), world.store)
     world.when_shut_down = guard.stop
+
+
+@contextmanager
+def _limited(timeout: timedelta) -> Iterator[None]:
+    """End this process if the block, which may initialize MPI, takes longer than a time."""
+    rank, size, local_size = next((names for names in _PLACES if names[1] in os.environ), ("", "", ""))
+    if "mpi4py.MPI" in sys.modules or dist.is_mpi_available() or os.environ.get(size, "1") == "1":
+        yield
+        return
+    arguments = str(timeout.total_seconds()), rank, os.environ[size], os.environ.get(local_size, "0")
+    # in a session of its own, as it ends with this process anyway
+    command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("mpi_start.py")), *arguments]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            yield
+        finally:
+            process.kill()
 
 
 def register_mpi() -> None:
@@ -810,7 +877,7 @@ def check_launcher(environ: Mapping[str, str], world_size: int) -> None:
 
     >>> check_launcher({"PMI_SIZE": "2"}, world_size=2)
     """
-    name = next((name for name in _SIZES if name in environ), None)
+    name = next((name for _, name, _ in _PLACES if name in environ), None)
     if world_size == 1 and name is not None and environ[name] != "1":
         raise RuntimeError(
             f"MPI sees 1 process, but the launcher started {environ[name]} ({name}): start with the mpirun of the "
@@ -847,7 +914,8 @@ def create_group(ranks: Sequence[int], timeout: timedelta) -> MPIGroup:
     everybody = world.comm.Get_group()
     members = everybody.Incl(list(ranks))
     try:
-        return MPIGroup(world.comm.Create_group(members), store, timeout)
+        title = f"{_made[tuple(ranks)]}: {list(ranks)}"
+        return MPIGroup(world.comm.Create_group(members), store, timeout, world, title)
     finally:
         members.Free()
         everybody.Free()

@@ -13,6 +13,7 @@ import ast
 import functools
 import json
 import linecache
+import math
 import os
 import re
 import socket
@@ -29,16 +30,16 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from camshaft import activity
-from camshaft.distributed.record import Entry, Snapshot
+from camshaft.distributed.record import BACKWARD, DDP, FSDP, IN_TORCH, Entry, Snapshot
 from camshaft.text import aligned
 
 PATIENCE = 3.0  # seconds that a rank waits before its wait is evidence
-BACKWARD = "backward (gradient reduction)"
-_FSDP, _DDP = "FSDP (parameters or gradients)", "DistributedDataParallel (parameters or buffers)"
-_WORK = "torch.distributed.Work.wait"
+_ISSUED = (BACKWARD, FSDP, DDP)  # by torch, without a call of the user
+_VARIANT = re.compile("_(into_tensor|tensor|single)$")  # of the same operation
+_WORK = f"{IN_TORCH}.Work.wait"
 _MESSAGES = (12, 13, 14)  # of torch's c10d::OpType: SEND, RECV, RECVANYSOURCE
 # may have begun more than they wait for; the others wait for all, or the last
-_AHEAD = (_FSDP, _DDP, "torch.distributed", _WORK)
+_AHEAD = (FSDP, DDP, IN_TORCH, _WORK)
 _POINT_TO_POINT = ("send", "recv", "send_object_list", "recv_object_list")  # wait for one rank, not for a group
 _WAITING_IN_TORCH = re.compile(r"/torch/(distributed/|nn/parallel/distributed\.py)")
 
@@ -119,16 +120,19 @@ def describe(main_thread: int, previous: Mapping[str, Any]) -> dict[str, Any]:
         cpu, seconds = used - previous["cpu_total"], now - previous["time"]
         idle_for = previous["idle_for"] + seconds if cpu <= _IDLE * seconds else 0.0
     frame = sys._current_frames().get(main_thread)
+    innermost = frame
     while isinstance(frame, FrameType) and _MPI in frame.f_code.co_filename:  # waits in Python, the others in torch
         frame = frame.f_back
     stack, doing = _stack(frame)
     status: dict[str, Any] = {
         "time": now,
+        "thread": main_thread,
         "host": _HERE,
         "engines": [_engine(engine) for engine in activity.in_thread(main_thread)],
         "ended": [end._asdict() for end in tuple(activity.early_ends)],
         "stack": stack,
         "doing": doing,
+        "is_in_mpi": frame is not innermost or any(_MPI in line for line in stack),
         "cpu": cpu,
         "cpu_total": used,
         "idle_for": idle_for,
@@ -177,7 +181,7 @@ def _awaited(frame: FrameType | None) -> tuple[str, int | None] | None:
             found = None
             while frame is not None and "/torch/" in frame.f_code.co_filename:
                 found, frame = frame if frame.f_code.co_name in _POINT_TO_POINT else found, frame.f_back
-            return None if found is None else (f"torch.distributed.{found.f_code.co_name}", _peer(found.f_locals))
+            return None if found is None else (f"{IN_TORCH}.{found.f_code.co_name}", _peer(found.f_locals))
         work = _receiver_of_wait(frame)
         is_collective = isinstance(work, dist.Work) and cast(Any, work)._get_op_type() not in _MESSAGES  # torch's stubs
         return (_WORK, None) if is_collective else None
@@ -330,11 +334,19 @@ def _waits(one: Snapshot, now: float, patience: float) -> list[_Wait]:
         return []
     stack = status.get("stack", ())
     running = [entry for entry in one.entries if entry.ended is None and (_members(entry.group, one) is not None)]
-    # Where other threads call collectives, those that they are in do not tell what the main thread may still call.
-    if any(
-        now - entry.began > patience and (not status or (status.get("time", 0.0) > entry.began and entry.line in stack))
+    current = [
+        entry
         for entry in running
-    ):
+        if not status
+        or (
+            status.get("time", 0.0) > entry.began
+            and (entry.line in stack or (entry.is_of_torch and status.get("is_in_mpi")))
+        )
+    ]
+    if any(not entry.is_of_torch for entry in current):  # those of torch may have completed before anybody looks
+        running = [entry for entry in running if not entry.is_of_torch]
+    # Where other threads call collectives, those that they are in do not tell what the main thread may still call.
+    if any(now - entry.began > patience and entry in running for entry in current):
         return [
             _Wait(
                 one.rank,
@@ -345,11 +357,13 @@ def _waits(one: Snapshot, now: float, patience: float) -> list[_Wait]:
                 call.began,
                 call.line,
                 call,
+                _operation(call)[0] if call.is_of_torch else "",
             )
             for call in running
         ]
     awaited, peer = status.get("awaited") or ("", None)
-    what = "" if running else _operation_in(stack) or awaited
+    is_recorded = any(not entry.is_of_torch for entry in running) or current
+    what = "" if is_recorded else _operation_in(stack) or awaited
     since = max(status.get("time", 0.0) - status.get("idle_for", 0.0), status.get("since", 0.0))
     if not what or status["time"] - since <= patience:
         return []
@@ -381,13 +395,13 @@ def _operation_in(stack: Sequence[str]) -> str:
     for line in reversed(inner):
         function = line.rpartition(" in ")[2]
         if "/torch/distributed/fsdp/" in line:
-            return _FSDP
+            return FSDP
         if "/torch/nn/parallel/distributed.py" in line:
-            return _DDP
+            return DDP
         if "/torch/distributed/distributed_c10d.py" in line and not function.startswith("_"):
             is_recorded = len(inner) < len(stack) and "/camshaft/distributed/" in stack[len(inner)]
-            return "" if is_recorded or function in _POINT_TO_POINT else f"torch.distributed.{function}"
-    return "torch.distributed"
+            return "" if is_recorded or function in _POINT_TO_POINT else f"{IN_TORCH}.{function}"
+    return IN_TORCH
 
 
 def _members(group: str, one: Snapshot) -> Sequence[int] | None:
@@ -410,6 +424,9 @@ def _has_begun(other: Snapshot | None, wait: _Wait) -> bool | None:
     if wait.entry is None:
         return _has_begun_in_torch(other, wait)
     entries = other.entries
+    for entry in entries:
+        if (entry.group, entry.sequence) == (wait.group, wait.sequence):
+            return not _differ((entry, wait.entry))
     last = next((entry.sequence for entry in reversed(entries) if entry.group == wait.group), 0)
     if last >= wait.sequence:
         return True
@@ -471,7 +488,7 @@ def is_stale(one: Snapshot, now: float) -> bool:
 def has_made(one: Snapshot, call: Entry) -> bool:
     """Return whether a rank is known to have made the same call."""
     same = (entry for entry in one.entries if (entry.group, entry.sequence) == (call.group, call.sequence))
-    return any(_call(entry) == _call(call) for entry in same)
+    return any(not _differ((entry, call)) for entry in same)
 
 
 def mismatch(snapshots: Iterable[Snapshot], now: float) -> str | None:
@@ -505,9 +522,7 @@ def _mismatch(by_rank: Mapping[int, Snapshot], now: float, patience: float) -> s
         for entry in one.entries:
             if entry.ended is not None or now - entry.began > age:
                 calls[entry.group, entry.sequence][rank] = entry
-    differing = {
-        key: found for key, found in calls.items() if len(found) > 1 and len(set(map(_call, found.values()))) > 1
-    }
+    differing = {key: found for key, found in calls.items() if _differ(found.values())}
     if not differing:
         return None
     running = [key for key, found in differing.items() if any(entry.ended is None for entry in found.values())]
@@ -519,9 +534,35 @@ def _mismatch(by_rank: Mapping[int, Snapshot], now: float, patience: float) -> s
     return f"the ranks call different things:\n{min(texts)}"
 
 
+def _differ(entries: Iterable[Entry]) -> bool:
+    """Return whether calls that met are certainly not the same one.
+
+    What torch issues may have another shape, or come from elsewhere: a rank without data takes part in the reductions
+    of the others' backward passes outside of one.
+    """
+    own: list[Entry] = []
+    of_torch: list[Entry] = []
+    for entry in entries:
+        (of_torch if entry.is_of_torch else own).append(entry)
+    if own and any(entry.collective in _ISSUED for entry in of_torch):
+        return True
+    if own and of_torch:
+        return len({_operation(entry)[:3] for entry in (*own, *of_torch)}) > 1
+    return len({_operation(entry) for entry in of_torch} or {_call(entry) for entry in own}) > 1
+
+
 def _call(entry: Entry) -> tuple[str, ...]:
     """Return what must be the same on all ranks; dimensions of size 1 make no difference to any backend."""
     return entry.collective, entry.how, entry.root, _squeezed(entry.value)
+
+
+def _operation(entry: Entry) -> tuple[str, str, str, str, int]:
+    """Return what an entry of torch has in common with others: operation, reduction, root, dtype, and size."""
+    name, how = entry.collective.removeprefix(f"{IN_TORCH}."), entry.how
+    if name in _ISSUED:
+        name, _, how = how.partition(" ")
+    dtype, _, shape = entry.value.partition("[")
+    return _VARIANT.sub("", name), how, entry.root, dtype, math.prod(map(int, re.findall(r"\d+", shape)))
 
 
 @functools.lru_cache(4096)
@@ -616,17 +657,40 @@ def stopped(snapshots: Iterable[Snapshot], now: float, patience: float = PATIENC
                     for engine in by_rank[wait.rank].status.get("engines", ())
                 )
             ]
+            waiting = waiting or _met_after(one, end, by_rank)
             if waiting:
                 texts.append(_stop_text(rank, end, waiting))
                 break
     return "; ".join(texts) or None
 
 
+def _met_after(one: Snapshot, end: Mapping[str, Any], by_rank: Mapping[int, Snapshot]) -> list[_Wait]:
+    """Return the calls of ranks in a run that met other calls, which a rank has made since it ended that run."""
+    since = end.get("time", math.inf)
+    calls = {(entry.group, entry.sequence): entry for entry in one.entries if entry.began >= since}
+    found = []
+    for rank, other in by_rank.items():
+        is_inside = any(
+            _run_of(engine) == _run_of(end) and engine["iteration"] >= end["iteration"]
+            for engine in other.status.get("engines", ())
+        )
+        for entry in other.entries if is_inside else ():
+            own = calls.get((entry.group, entry.sequence))
+            if own is not None and _differ((own, entry)):
+                found.append(
+                    _Wait(rank, entry.collective, entry.group, (), entry.sequence, entry.began, entry.line, entry)
+                )
+                break
+    return found
+
+
 def _stop_text(rank: int, end: Mapping[str, Any], waiting: Sequence[_Wait]) -> str:
     where = f"epoch {end['epoch']}, iteration {end['iteration']} of the run at {end['line']}"
     others = _named([wait.rank for wait in waiting])
     verb = "waits" if len({wait.rank for wait in waiting}) == 1 else "wait"
-    text = f"rank {rank} stopped alone in {where}: {end['how']}; {others} still {verb} for it in {waiting[0]}"
+    is_over = all(wait.entry is not None and wait.entry.ended is not None for wait in waiting)
+    doing = f"{others} met another call of it in" if is_over else f"{others} still {verb} for it in"
+    text = f"rank {rank} stopped alone in {where}: {end['how']}; {doing} {waiting[0]}"
     if end["how"].startswith("terminate"):
         return f"{text}. To stop all ranks after the same iteration, call camshaft.handlers.stop_together(engine)"
     return f"{text}. The error ended the loop of this rank only: raise it, or handle it inside the step"
@@ -661,7 +725,7 @@ def departed(
             causes.append(((False, one.status.get("time", now) + 1.0, one.rank), one))
     if causes:
         cause = min(causes, key=lambda found: found[0])[1]
-        return None if cause.rank == rank else (cause.rank, end_text(cause))
+        return None if cause.rank == rank else (cause.rank, end_text(cause, by_rank.values()))
     seen, queue = {rank}, [rank]
     for current in queue:  # those that this rank waits for, and those that they wait for
         for wait in _waits(by_rank[current], now, patience) if current in by_rank else ():
@@ -676,20 +740,37 @@ def departed(
     return None
 
 
-def end_text(one: Snapshot) -> str:
-    """Return how a rank ended that has failed, left, or disappeared, and where."""
-    failure, left = one.status.get("failure"), one.status.get("left")
+def end_text(one: Snapshot, others: Iterable[Snapshot] = ()) -> str:
+    """Return how a rank ended that has failed, left, or disappeared, and where.
+
+    Args:
+        one: of the rank.
+        others: of other ranks, whose calls may be why it crashed in a collective of torch.
+    """
+    failure, left, crash = (one.status.get(name) for name in ("failure", "left", "crash"))
     if failure:
         where = failure.get("where") or ""
         place = "" if "iteration" in where or "iteration" in failure["error"] else _place(one, "")
         return ", ".join(text for text in (f"rank {one.rank} failed first: {failure['error']}", where, place) if text)
     if left and not one.path.name:  # what it called is not known
         return f"rank {one.rank} {left}"
-    how = left or "process was killed or crashed"
+    how = left or f"process was killed or crashed{f' ({crash})' if crash else ''}"
     whose = f"rank {one.rank}" if left else f"rank {one.rank}'s"
-    last = next((entry for entry in one.entries if entry.ended is None), one.entries[-1] if one.entries else None)
-    call = f"its last call was {last.collective} at {last.line}" if last else "it had called no collective of camshaft"
-    place = _place(one)
+    operation = _operation_in(stack) if (stack := one.status.get("stack", ())) and crash else ""
+    if operation:
+        calls = {other.rank: other.last for other in others if other.rank != one.rank}
+        texts = [f"it was in {operation} at {_user_line(stack)}"]
+        texts += [
+            f"rank {rank}'s last call was {last.collective} at {last.line}" for rank, last in calls.items() if last
+        ]
+        call = "; ".join(texts[: _MOST_RANKS + 1])
+    elif crash and not any(entry.ended is None for entry in one.entries):
+        call = f"it was at {_user_line(stack)}"
+    elif one.last:
+        call = f"its last call was {one.last.collective} at {one.last.line}"
+    else:
+        call = "it had called no collective of camshaft"
+    place = "" if crash else _place(one)  # a status is older than a crash
     return f"{whose} {how}; {call}" + (f", in {place}" if place else "")
 
 

@@ -70,6 +70,7 @@ _FINAL = ("failure/", "verdict")
 _NO_ANSWER = "does not answer, nor does its node"
 _BESIDE_STORE = "beside store"  # topic of a rank on the host of the store
 _IS_SILENT = re.compile("timed out|no route to host|unreachable|host is down", re.IGNORECASE)  # else, it has answered
+_UNEXPLAINED = "camshaft_unexplained"  # attribute of an error for which this rank has waited without learning more
 OUR_OWN = (RankDivergenceError, RankFailedError, NotImplementedError)
 _LOST = re.compile("connection|socket|peer|timed? ?out|broken pipe|closed|abort|nccl|released|left", re.IGNORECASE)
 _LIBRARIES = tuple(os.path.join(os.path.dirname(str(module.__file__)), "") for module in (activity, torch))
@@ -110,6 +111,8 @@ class Watcher(Resource):
         self._store: Store | None = None
         self._is_lost = self._is_closed = self._is_beside_store = False
         self._silent_since = math.inf  # while the host of the store does not answer
+        self._is_blocked = False  # while the process that serves it does not
+        self._question: Thread | None = None  # to that process
         self.has_connected, self.is_everywhere = Event(), False
         self._callbacks: dict[str, Callback] = {}
         self._exchanges: dict[str, Exchange] = {}
@@ -214,7 +217,8 @@ class Watcher(Resource):
         self._has_mismatch = isinstance(error, MismatchError)
         if not (isinstance(error, RuntimeError) or self._has_mismatch) or isinstance(error, OUR_OWN) or self._is_closed:
             return error
-        if job.verdict is None and (self._has_mismatch or _LOST.search(str(error))):
+        is_lost = isinstance(error, dist.DistError) or _LOST.search(str(error))
+        if job.verdict is None and (self._has_mismatch or is_lost) and _UNEXPLAINED not in vars(error):
             until = time.monotonic() + _LEARNING
             self._num_waits += 1
             self._wake()
@@ -222,8 +226,10 @@ class Watcher(Resource):
                 if self._has_verdict.wait(URGENT):
                     break
             self._num_waits -= 1
-            if job.verdict is None and self._last_report is not None:
-                annotate(error, self._last_report.text)
+            if job.verdict is None:
+                vars(error)[_UNEXPLAINED] = True  # it is explained at several places on its way up
+                if self._last_report is not None:
+                    annotate(error, self._last_report.text)
         return error if job.verdict is None else job.verdict()
 
     def _may_differ(self) -> bool:
@@ -272,6 +278,8 @@ class Watcher(Resource):
             # It stays open and registered as long as the process lives: without, the signal would end the process.
             self._stacks = self._record.path.with_suffix(STACKS).open("w")
             faulthandler.register(_DUMP, self._stacks)
+            if not faulthandler.is_enabled():  # else, the stack of a crash goes to where the user wants it
+                faulthandler.enable(self._stacks)
         self._connect()
         self.has_connected.set()
         while not self._is_closed:
@@ -308,6 +316,8 @@ class Watcher(Resource):
                     self._sleeper.register(self._siblings[rank], select.POLLIN)
         able = [rank for rank, one in local.items() if _is_here(one) and now - one.status.get("time", now) < ANSWER]
         leads = self._rank == min(able, default=self._rank)
+        may_block = len(able) < sum(map(_is_here, local.values())) or self._question is not None
+        self._is_blocked = may_block and not self._is_answered()
         concerned = [one for one in local.values() if leads or one.rank == self._rank]
         if any(self._may_wait(one, now) for one in concerned) or (leads and now >= self._next_comparison):
             local = self._local()
@@ -342,10 +352,28 @@ class Watcher(Resource):
         if is_current and not self._outgoing and not self._must_stay():  # else, it has left or failed in this round
             self._has_told.set()
 
+    @property
+    def _usable_store(self) -> Store | None:
+        return None if self._is_lost or self._is_blocked else self._store
+
+    def _is_answered(self) -> bool:
+        """Return whether the store answers: a thread of its own asks, as nothing ends a wait for a stopped process."""
+        store = self._store
+        if store is None:
+            return True
+        if self._question is None:
+            self._question = Thread(target=_ask, args=(store,), name="camshaft-question", daemon=True)
+            self._question.start()
+        self._question.join(_ANSWERING)
+        if self._question.is_alive():
+            return False
+        self._question = None
+        return True
+
     def _must_stay(self) -> bool:
         """Return True if this rank leaves, and the store with it, before all others know the name of the job."""
-        store = self._store
-        if self._left is None or self._rank != 0 or not self.is_everywhere or store is None or self._is_lost:
+        store = self._usable_store
+        if self._left is None or self._rank != 0 or not self.is_everywhere or store is None:
             return False
         try:
             return store.add("connected", 0) < self._size
@@ -429,9 +457,9 @@ class Watcher(Resource):
         """Append what this rank announces to the list in the store; a leader also reads that list."""
         if self._silent_since < math.inf and not self._is_lost:
             self._reconnect()
-        store = self._store
-        if store is None or self._is_lost:
-            if self._silent_since == math.inf:
+        store = self._usable_store
+        if store is None:
+            if self._silent_since == math.inf and not self._is_blocked:
                 self._outgoing.clear()
             return
         try:
@@ -488,9 +516,9 @@ class Watcher(Resource):
 
     def _share_with_nodes(self, near: dict[int, dict[str, Any]]) -> None:
         """Write the values of this node into the store, under one key; rank 0 also reads those of the others."""
-        if self._store is None or self._is_lost:
+        if self._usable_store is None:
             return
-        store = PrefixStore("shared", self._store)
+        store = PrefixStore("shared", self._usable_store)
         self._place = self._place or str(store.add("nodes", 1))
         store.set(self._place, json.dumps(list(near.items())))
         if self._rank != 0:
@@ -512,12 +540,13 @@ class Watcher(Resource):
         waits = {rank: diagnosis.waited(one, now) for rank, one in local.items()}
         waiting = [rank for rank, seconds in waits.items() if seconds > PATIENCE or local[rank].status.get("has_error")]
         if not is_lost and not waiting:
-            self._suspicion, self._next_query = None, 0.0
+            self._next_query = 0.0
             if now < self._next_comparison:
+                self._suspicion = None
                 return
         self._next_comparison = now + COMPARISON
         ranks = local
-        if waiting and not is_lost and len(local) < self._size and self._store is not None and not self._is_lost:
+        if waiting and not is_lost and len(local) < self._size and self._usable_store is not None:
             gathered = self._gather(local, now, max(waits.values()))
             if gathered is None:
                 return
@@ -527,9 +556,13 @@ class Watcher(Resource):
             if beside not in (self._rank, *local):
                 ranks = local | {beside: self._departed(beside, _NO_ANSWER)}
         kind, text = _judgement(list(ranks.values()), waiting or [self._rank], now, is_lost)
-        is_certain = is_lost or not waiting or ranks is not local or text == self._suspicion
+        # Calls differ also as a consequence of a run that has ended early, which a status shows later than the calls.
+        is_over = any(one.status.get("ended") or one.status.get("left") for one in ranks.values())
+        is_certain = is_lost or ranks is not local or text == self._suspicion or not (waiting or is_over)
         if text is not None and is_certain:
             self._give_verdict(kind, text)
+        elif text is not None:
+            self._next_comparison = now  # look again in the next round
         self._suspicion = text
 
     def _end_without_agent(self, now: float) -> None:
@@ -607,8 +640,8 @@ class Watcher(Resource):
         """Answer the queries of other leaders with the records of this node."""
         for topic in [topic for topic in self._news if topic.startswith("query/") and topic not in self._answered]:
             self._answered.add(topic)
-            if self._store is not None and self._news[topic] != self._rank:
-                store = PrefixStore(topic, self._store)
+            if self._usable_store is not None and self._news[topic] != self._rank:
+                store = PrefixStore(topic, self._usable_store)
                 store.set(str(store.add("answers", 1)), _to_json(self._local(), time.monotonic()))
 
     def _report(self, local: dict[int, Snapshot], now: float) -> None:
@@ -661,14 +694,15 @@ def _judgement(ranks: list[Snapshot], waiting: list[int], now: float, is_lost: b
     """Return why the job cannot proceed, if that is certain: the kind of verdict, and its text."""
     with_error = [one.rank for one in ranks if one.rank in waiting and one.status.get("has_error")]
     patience = 0.0 if with_error else PATIENCE
-    # Where a connection was lost, an error that ended a run may still be on its way to the end of its process.
+    differing = diagnosis.mismatch(ranks, now) if is_lost or with_error else None
+    # Where a connection was lost, an error that ended a run may still be on its way to the end of its process, unless
+    # it is known that the rank has met the others in another call since.
+    is_certain = not with_error or differing is not None
     stopped = [
-        one if not with_error or one.status.get("left") else replace(one, status=one.status | {"ended": []})
+        one if is_certain or one.status.get("left") else replace(one, status=one.status | {"ended": []})
         for one in ranks
     ]
-    if text := diagnosis.stopped(stopped, now, patience):
-        return "diverged", text
-    if (is_lost or with_error) and (text := diagnosis.mismatch(ranks, now)):
+    if text := diagnosis.stopped(stopped, now, patience) or differing:
         return "diverged", text
     for rank in waiting:
         if cause := diagnosis.departed(ranks, rank, now, patience):
@@ -711,6 +745,11 @@ def _error(final: dict[str, Any]) -> RuntimeError:
     return error
 
 
+def _ask(store: Store) -> None:
+    with suppress(RuntimeError):  # it is lost, which the next request will find out
+        store.check(["job"])
+
+
 def _is_served(store: Store) -> bool | None:
     """Return whether the process that serves a store still does; ``None`` if its host does not answer."""
     if (server := server_of(store)) is None:
@@ -743,4 +782,5 @@ def _shifted(one: Snapshot, by: float) -> Snapshot:
         for entry in one.entries
     )
     times: dict[str, Any] = {name: one.status[name] + by for name in ("time", "since") if name in one.status}
+    times["ended"] = [end | {"time": end["time"] + by} for end in one.status.get("ended", ())]
     return replace(one, entries=entries, status=one.status | times)

@@ -86,9 +86,12 @@ class Job:
 
     A rank leaves a collective when the ranks have begun it from which it needs something; for collectives with a root,
     these are random ones beside the root. Calls that differ never complete, or complete as if they did not differ.
+
+    Over MPI, what torch calls is recorded, too, and completes when somebody looks, which may be never.
     """
 
-    def __init__(self, programs, seed, history=64):
+    def __init__(self, programs, seed, history=64, is_mpi=False):
+        self.is_mpi = is_mpi
         self.random = random.Random(seed)
         self.size = len(programs)
         self.ranks = [SimulatedRank(k, list(program), deque(maxlen=history)) for k, program in enumerate(programs)]
@@ -126,6 +129,8 @@ class Job:
                 self.look(one)
 
     def act(self, one):
+        if self.is_mpi:
+            self.complete(one)
         for key in [key for key, step in one.unfinished.items() if self.is_reduced(key, step)]:
             del one.unfinished[key]
         if one.left is not None or one.wakes > self.now:
@@ -134,7 +139,7 @@ class Job:
             if not self.can_leave(one):
                 return
             if one.step.kind == "call":
-                one.history[-1] = replace(one.history[-1], ended=self.now)
+                self.end(one, one.history[-1])
                 one.unfinished.pop((self.torch_name(one.step.ranks), one.torch[self.torch_name(one.step.ranks)]), None)
             one.step = None
             one.wakes = self.now + self.random.choice((0.0, 0.0, 0.1, 2.0))
@@ -146,31 +151,61 @@ class Job:
     def begin(self, one):
         one.step, one.began = one.program[one.place], self.now
         one.place += 1
-        step, name = one.step, self.name(one.step.ranks)
+        step = one.step
         if step.kind == "call":
-            one.calls[name] += 1
-            self.begun[name, one.calls[name]][one.rank] = step
-            texts = (step.collective, step.how, step.root, step.value, step.line)
-            number = one.history[-1].number + 1 if one.history else 1
-            one.history.append(Entry(number, name, one.calls[name], *texts, self.now, None, False))
+            self.record(one, step, (step.collective, step.how, step.root, step.value, step.line))
+        elif self.is_mpi and step.kind in ("direct", "backward", "async"):
+            call = (BACKWARD, "all_reduce SUM") if step.kind == "backward" else ("torch.distributed.all_reduce", "SUM")
+            for _ in range(3 if step.kind == "backward" else 1):
+                self.record(one, step, (*call, "", "", step.line))
+        elif step.kind in ("direct", "backward", "async"):
+            self.count(one, step)
+        if step.kind == "call" and not self.is_mpi:
+            self.count(one, step)
+        if step.kind in ("local backward", "busy", "idle"):
+            one.wakes = self.now + self.random.choice((0.5, 8.0, 60.0))
+
+    def record(self, one, step, texts):
+        name = self.name(step.ranks)
+        one.calls[name] += 1
+        self.begun[name, one.calls[name]][one.rank] = step
+        number = one.history[-1].number + 1 if one.history else 1
+        one.history.append(Entry(number, name, one.calls[name], *texts, self.now, None, False))
+
+    def end(self, one, entry):
+        one.history[one.history.index(entry)] = replace(entry, ended=self.now)
+
+    def complete(self, one):
+        """End what torch has called over MPI; if a rank does not wait for it, whenever it looks."""
+        waits = one.step is not None and one.step.kind in ("direct", "backward")
+        for entry in [entry for entry in one.history if entry.ended is None and entry.is_of_torch]:
+            here = self.begun[entry.group, entry.sequence]
+            is_complete = len(here) == len(here[one.rank].ranks) and (self.completes or not clash(here.values()))
+            if is_complete and (here[one.rank] is one.step or (waits and self.random.random() < 0.5)):
+                self.end(one, entry)
+
+    def count(self, one, step):
         if step.kind in ("call", "direct", "backward", "async"):
             for _ in range(3 if step.kind == "backward" else 1):
                 key = self.torch_name(step.ranks)
                 one.torch[key] += 1
                 self.begun_in_torch[key, one.torch[key]][one.rank] = step
                 one.unfinished[key, one.torch[key]] = step
-        if step.kind in ("local backward", "busy", "idle"):
-            one.wakes = self.now + self.random.choice((0.5, 8.0, 60.0))
 
     def can_leave(self, one):
         step = one.step
+        if self.is_mpi and step.kind in ("direct", "backward"):
+            return all(
+                entry.ended is not None or self.begun[entry.group, entry.sequence][one.rank] is not step
+                for entry in one.history
+            )
         if step.kind in ("direct", "backward"):
             return step not in one.unfinished.values()
         if step.kind != "call":
             return True
         name = self.name(step.ranks)
         here = self.begun[name, one.calls[name]]
-        if not self.completes and len({other.call for other in here.values()}) > 1:
+        if not self.completes and clash(here.values()):
             return False
         needs = set(step.ranks)
         some = {
@@ -216,6 +251,7 @@ class Job:
             "torch": dict(one.torch),
             "unfinished": self.unfinished_of(one),
             "since": one.began,
+            "is_in_mpi": self.is_mpi and step is not None and step.kind in ("call", "direct", "backward"),
             "cpu": 0.0,
             "idle_for": self.now - one.began if is_idle else 0.0,
             "left": one.left,
@@ -264,11 +300,18 @@ class Job:
             check()
 
     def settle(self, one):
+        if self.is_mpi:
+            self.complete(one)
         for key in [key for key, step in one.unfinished.items() if self.is_reduced(key, step)]:
             del one.unfinished[key]
 
     def has_ended(self):
         return all(one.left is not None for one in self.ranks)
+
+
+def clash(steps):
+    """Return whether steps that meet are not the same collective."""
+    return len({step.call if step.kind == "call" else "torch" for step in steps}) > 1
 
 
 def verdicts(job):
@@ -318,9 +361,9 @@ SLOW = settings(suppress_health_check=list(HealthCheck), max_examples=200)
 
 
 @SLOW
-@given(programs(), st.integers(0, 2**32), st.sampled_from((4, 8, 64)))
-def test_correct_programs_get_no_verdict(program, seed, history):
-    job = Job(program, seed, history)
+@given(programs(), st.integers(0, 2**32), st.sampled_from((4, 8, 64)), st.booleans())
+def test_correct_programs_get_no_verdict(program, seed, history, is_mpi):
+    job = Job(program, seed, history, is_mpi)
 
     def check():
         assert verdicts(job) == []
@@ -355,10 +398,10 @@ def mistakes(draw):
 
 
 @SLOW
-@given(mistakes(), st.integers(0, 2**32))
-def test_once_nobody_can_proceed_the_verdict_names_the_line_of_the_rank_that_made_the_mistake(mistake, seed):
+@given(mistakes(), st.integers(0, 2**32), st.booleans())
+def test_once_nobody_can_proceed_the_verdict_names_the_line_of_the_rank_that_made_the_mistake(mistake, seed, is_mpi):
     program, culprit = mistake
-    job = Job(program, seed)
+    job = Job(program, seed, is_mpi=is_mpi)
     job.run()
     if job.has_ended() and not differ(job):
         return  # nobody needed the call
@@ -386,7 +429,7 @@ def story(job):
 
 
 def differ(job):
-    return any(len({step.call for step in here.values()}) > 1 for here in job.begun.values())
+    return any(clash(here.values()) for here in job.begun.values())
 
 
 def ranks_in(text):
@@ -460,6 +503,75 @@ def test_dimensions_of_size_one_make_no_difference():
     assert divergence(ranks, NOW) is None
     ranks = [snapshot(0, call(value="torch.float32 [2, 3]")), snapshot(1, call(value="torch.float32 [3, 2]"))]
     assert divergence(ranks, NOW) is not None
+
+
+BUCKET = {"collective": BACKWARD, "how": "all_reduce SUM", "value": "torch.float32 [5]", "line": "/job/train.py:9 in f"}
+DIRECTLY = {"collective": "torch.distributed.all_reduce", "how": "SUM", "value": "torch.float32 [5]"}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_found"),
+    [
+        (BUCKET, {"how": "SUM", "value": "torch.float32 [5]"}, True),
+        (BUCKET, {"collective": "barrier"}, True),
+        (BUCKET, {**BUCKET, "line": "/job/train.py:10 in f"}, False),
+        (BUCKET, {**BUCKET, "value": "torch.float32 [6]"}, True),
+        # a rank without data takes part in the reductions of the others outside of a backward pass
+        (BUCKET, {**BUCKET, "collective": "DistributedDataParallel (parameters or buffers)"}, False),
+        (DIRECTLY, BUCKET, False),
+        (DIRECTLY, {**DIRECTLY, "value": "torch.float32 [5, 1]"}, False),
+        (DIRECTLY, {**DIRECTLY, "how": "MAX"}, True),
+        (DIRECTLY, {**DIRECTLY, "value": "torch.float64 [5]"}, True),
+        (DIRECTLY, {"collective": "torch.distributed.broadcast"}, True),
+        # torch and this package, asked for the same
+        (DIRECTLY, {"how": "SUM", "value": "torch.float32 [5]"}, False),
+        ({"collective": "torch.distributed.all_gather_into_tensor"}, {"collective": "all_gather"}, False),
+        (DIRECTLY, {"how": "MAX"}, True),
+        (DIRECTLY, {"collective": "barrier"}, True),
+    ],
+)
+def test_what_torch_begins_is_compared_by_what_it_does(one, other, is_found):
+    ranks = [snapshot(0, call(**one, ended=91.0)), snapshot(1, call(**other, ended=91.0))]
+    assert (divergence(ranks, NOW) is not None) is is_found
+
+
+def test_a_rank_that_stopped_while_another_one_reduces_gradients_is_found_though_its_next_call_met_that():
+    ranks = [snapshot(0, call(**BUCKET)), snapshot(1, call(collective="barrier"), engines=[], ended=[ENDED])]
+    assert "rank 0 still waits for it in backward (gradient reduction) at /job/train.py:9 in f" in stopped(ranks, NOW)
+
+
+def test_a_rank_that_stopped_is_found_by_its_calls_since_then_though_they_completed():
+    ranks = [
+        snapshot(0, call(**BUCKET, ended=91.0)),
+        snapshot(1, call(collective="barrier", ended=91.0), engines=[], ended=[{**ENDED, "time": 89.0}]),
+    ]
+    assert "; rank 0 met another call of it in backward (gradient reduction) at /job/train.py:9" in stopped(ranks, NOW)
+    ranks[1].status["ended"][0]["time"] = 90.5  # the calls differed before
+    assert stopped(ranks, NOW) is None
+
+
+def test_collectives_of_torch_that_nobody_waits_for_do_not_hide_a_deadlock():
+    begun = call(**{**DIRECTLY, "line": "/job/train.py:3 in f"})
+    ranks = [
+        snapshot(
+            0, begun, call(2, line="/job/train.py:5 in f"), size=3, stack=["/job/train.py:5 in f"], is_in_mpi=True
+        ),
+        snapshot(1, begun, call(1, group="[1, 2]"), size=3, stack=["/job/train.py:5 in step"], is_in_mpi=True),
+        snapshot(
+            2, begun, call(2, line="/job/train.py:5 in f"), size=3, stack=["/job/train.py:5 in f"], is_in_mpi=True
+        ),
+    ]
+    assert "the ranks wait for each other" in divergence(ranks, NOW)
+
+
+def test_a_wait_for_what_torch_began_at_another_line():
+    begun = call(**{**DIRECTLY, "line": "/job/train.py:3 in f"})
+    waiting = snapshot(0, begun, stack=["/job/train.py:20 in main"], is_in_mpi=True)
+    text = hang_report([waiting, snapshot(1)], 0, NOW).text
+    assert (
+        "rank 0 has been waiting for 10 s in torch.distributed.all_reduce at /job/train.py:3 in f, for rank 1" in text
+    )
+    assert hang_report([replace(waiting, status=waiting.status | {"is_in_mpi": False}), snapshot(1)], 0, NOW) is None
 
 
 def test_calls_that_are_just_being_made_are_not_compared():
@@ -789,6 +901,17 @@ def test_a_process_that_disappeared():
         "iteration 12 of the run at /job/train.py:30 in main"
     )
     assert departed([snapshot(0), gone], 0, NOW) == (1, text)
+
+
+def test_a_process_that_crashed_in_a_collective_of_torch_is_shown_with_the_calls_of_the_others():
+    stack = [AUTOGRAD, "/job/train.py:9 in step"]
+    crashed = snapshot(1, call(ended=91.0), is_alive=False, stack=stack, crash="Aborted")
+    assert departed([snapshot(0, call(2)), crashed], 0, NOW)[1] == (
+        "rank 1's process was killed or crashed (Aborted); it was in backward (gradient reduction) at "
+        "/job/train.py:9 in step; rank 0's last call was all_reduce at /job/train.py:5 in step"
+    )
+    elsewhere = snapshot(1, call(ended=91.0), is_alive=False, stack=["/job/train.py:9 in step"], crash="Aborted")
+    assert departed([snapshot(0), elsewhere], 0, NOW)[1].endswith("(Aborted); it was at /job/train.py:9 in step")
 
 
 def test_who_died_first_a_rank_that_failed_or_one_that_its_launcher_killed():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from camshaft.distributed.backend import Backend, Group, Work, accelerator, check_known
+from camshaft.distributed.backend import Backend, Group, Observer, Work, accelerator, check_known
 from camshaft.distributed.backends.dtypes import FLOAT8, as_bytes, check_reducible, from_bytes, reduced_wider
 from camshaft.distributed.backends.native import gloo
 from camshaft.distributed.backends.native.release import release_groups
@@ -235,6 +235,11 @@ class NativeBackend(Backend):
         """
         if self.is_alive():
             release_groups(self.store(), self._connections)
+
+    def observe(self, observer: Observer) -> None:
+        """Let an observer see the collectives over mpi4py."""
+        if hasattr(self._world, "observer"):
+            self._world.observer = observer
 
     def close(self) -> None:
         """Destroy the process groups."""
