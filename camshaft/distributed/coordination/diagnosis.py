@@ -48,6 +48,7 @@ _MPI = os.path.join("camshaft", "distributed", "backends", "mpi.py")
 _SETTLED = 0.5  # age in seconds from which a running entry of a job with dead processes is read
 _STALE = 10.0  # age in seconds from which a status shows that the watcher's thread does not run
 _REST = 1.0  # seconds without CPU time after which a process counts as one that waits
+_QUIET = 10.0  # seconds without CPU time that an evaluation does not explain: it may hang
 _IDLE = 0.05  # share of one core below which a process counts as idle, without its watcher
 _MOST_FRAMES = 30
 _MOST_RANKS = 5
@@ -853,9 +854,9 @@ def _activity(
         body = "the body of one_rank_first" if entry.collective == "one_rank_first" else "a function of one_rank_only"
         return f"rank {rank} is in {body}{at}{place}", True
     theirs = {_run_of(engine) for engine in waiting.status.get("engines", ())}
-    if len(engines) > 1 and _run_of(engines[-1]) not in theirs:
-        return f"rank {rank} is evaluating{at}{place}", True
     idle = f" and has not used the CPU for {seconds:.0f} s" if (seconds := status.get("idle_for", 0.0)) > _REST else ""
+    if len(engines) > 1 and _run_of(engines[-1]) not in theirs:
+        return f"rank {rank} is evaluating{at}{place}{idle}", seconds <= _QUIET
     return f"rank {rank} is{at or ' busy'}{place}{idle}", False
 
 

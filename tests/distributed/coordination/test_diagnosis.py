@@ -949,6 +949,11 @@ def test_a_rank_that_left_is_the_cause_for_those_that_wait_for_it_also_indirectl
             False,
         ),
         (
+            {"engines": [run(), run(EVALUATE)], "idle_for": 60.0},
+            "rank 1 is evaluating at /job/train.py:20 in main, in epoch 2, iter",
+            True,
+        ),
+        (
             {"idle_for": 8.0},
             "rank 1 is at /job/train.py:20 in main, in epoch 2, iteration 7 of the run at /job/t",
             True,
