@@ -127,7 +127,7 @@ class Watcher(Resource):
         self._status: dict[str, Any] = {}
         self._left: str | None = None
         self._failure: dict[str, Any] | None = None
-        self._suspicion: str | None = None  # what the last round has found, for the next one to confirm
+        self._suspicion: tuple[str, float] | None = None  # what the last rounds have found, and since when
         self._query: tuple[str, float] | None = None
         self._elsewhere: tuple[dict[int, Snapshot], float] = {}, 0.0  # what other nodes answered last, and when
         self._silent: dict[int, float] = {}  # ranks that have not answered, and since when
@@ -556,14 +556,16 @@ class Watcher(Resource):
             if beside not in (self._rank, *local):
                 ranks = local | {beside: self._departed(beside, _NO_ANSWER)}
         kind, text = _judgement(list(ranks.values()), waiting or [self._rank], now, is_lost)
-        # Calls differ also as a consequence of a run that has ended early, which a status shows later than the calls.
-        is_over = any(one.status.get("ended") or one.status.get("left") for one in ranks.values())
-        is_certain = is_lost or ranks is not local or text == self._suspicion or not (waiting or is_over)
+        # Why calls differ, such as a run that has ended early, a status shows up to a second later than the calls.
+        known, since = self._suspicion or ("", now)
+        since = since if text == known else now
+        written = [one.status.get("time", now) for one in ranks.values() if _is_here(one)]
+        is_certain = is_lost or ranks is not local or since < min((t for t in written if now - t < ANSWER), default=now)
+        self._suspicion = None if text is None else (text, since)
         if text is not None and is_certain:
             self._give_verdict(kind, text)
         elif text is not None:
             self._next_comparison = now  # look again in the next round
-        self._suspicion = text
 
     def _end_without_agent(self, now: float) -> None:
         """Announce that torchrun has ended before its workers; if this process is still running later, end it."""
