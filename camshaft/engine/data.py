@@ -114,15 +114,19 @@ def warn_of_new_pass(data: Any, done: int) -> None:
     sampler = getattr(data, "sampler", None)
     is_reread = isinstance(sampler, _REREAD) and not getattr(sampler, "replacement", False)
     if isinstance(data, Iterator) or isinstance(getattr(data, "dataset", None), IterableDataset):
-        place = "from where it is now, unless you have moved it forward"
+        place = "from where they are now, unless you have moved them forward"
     elif exact_batches(data) is not None or (is_reread and type(getattr(data, "batch_sampler", None)) is BatchSampler):
         place = "from the beginning"
     else:
         return
+    hint = (
+        "make the loader with auto_dataloader, use one with state_dict and load_state_dict, or a DeterministicEngine"
+        if exact_batches(data) is None
+        else "the loaded state has no position in the data, as those of PyTorch-Ignite"
+    )
     warnings.warn(
-        f"the run resumes after {counted(done, 'iteration')} of an epoch, but its {type(data).__name__} is read "
-        f"{place}: in this epoch some samples are seen twice or never; make the loader with auto_dataloader and "
-        "load a state with its position, use a loader with state_dict and load_state_dict, or a DeterministicEngine",
+        f"the run resumes after {counted(done, 'iteration')} of an epoch, but its data are read {place}: in this epoch "
+        f"some samples are seen twice or never; {hint}",
         stacklevel=2,
     )
 

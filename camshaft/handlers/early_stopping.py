@@ -11,7 +11,7 @@ from typing import Any
 
 from camshaft.base import ResettableHandler, Serializable
 from camshaft.engine.engine import Engine
-from camshaft.engine.events import EventLike, Events
+from camshaft.engine.events import EventLike, Events, events_in
 from camshaft.errors import check_takes
 from camshaft.handlers.stopping import StopTogether
 from camshaft.handlers.utils import check_choice, check_engine, check_type, integer, number, scalar
@@ -159,6 +159,12 @@ class EarlyStopping(Serializable, ResettableHandler):
         check_engine("engine", engine)
         if reset_engine is not None:
             check_engine("reset_engine", reset_engine)
+        if engine is self.trainer and Events.COMPLETED in events_in(event):
+            warnings.warn(
+                "EarlyStopping on COMPLETED of the trainer cannot stop it, as its run is over then: attach it to the "
+                "evaluator, or to another event of the trainer",
+                stacklevel=2,
+            )
         engine.add_event_handler(event, self)
         if reset_engine is None:
             self.trainer.add_event_handler(reset_event, self._reset_if_new)
@@ -186,7 +192,11 @@ class EarlyStopping(Serializable, ResettableHandler):
     def _stop_again(self, engine: Engine[Any, Any]) -> None:
         had_stopped, self._had_stopped = self._had_stopped, False
         if had_stopped and engine.state.iteration:
-            self.logger.warning("EarlyStopping: the patience is already used up; call reset() to continue training")
+            self.logger.warning(
+                "EarlyStopping stops the run at once, as it had stopped the one that is resumed (%d evaluations "
+                "without improvement); to train on, call reset() after loading",
+                self.counter,
+            )
             engine._terminate_together()  # on each rank, since all have loaded the same counter
 
     def _reset_if_new(self, engine: Engine[Any, Any]) -> None:

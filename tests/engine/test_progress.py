@@ -420,7 +420,7 @@ def test_a_resumed_run_keeps_its_length_whatever_the_data_is():
     assert trace.batches == [1, 2, 3]
 
 
-@pytest.mark.filterwarnings("ignore:the run resumes after 2 iterations of an epoch, but its list_iterator")
+@pytest.mark.filterwarnings("ignore:the run resumes after 2 iterations of an epoch, but its data")
 @pytest.mark.parametrize(
     "arguments", [{"data": range(4)}, {"data": unsized(range(9)), "epoch_length": 4}, {"epoch_length": 4}]
 )
@@ -984,7 +984,7 @@ def test_a_deterministic_engine_that_runs_again_over_the_same_loader_has_another
 def test_a_state_without_a_position_warns_on_a_loader_that_could_start_anywhere():
     engine = Engine(lambda engine, batch: None)
     engine.load_state_dict({"iteration": 5, "epoch_length": 4, "max_epochs": 2})
-    with pytest.warns(UserWarning, match="load a state with its position"):
+    with pytest.warns(UserWarning, match="the loaded state has no position in the data"):
         engine.run(loader())
 
 
@@ -1017,7 +1017,7 @@ def test_a_loader_that_starts_from_the_beginning_after_an_error_warns():
     with pytest.raises(ZeroDivisionError):
         engine.run(data)
     failing.remove()
-    with pytest.warns(UserWarning, match="after 2 iterations of .* its DataLoader is read from the beginning"):
+    with pytest.warns(UserWarning, match="after 2 iterations of .* its data are read from the beginning"):
         engine.run(data)
 
 
@@ -1149,7 +1149,7 @@ PLAIN = {
 def test_a_stream_that_the_user_moved_forward_is_not_skipped_again(make):
     first = Recorder()
     first.engine.run(make(), max_epochs=1)
-    with pytest.warns(UserWarning, match="unless you have moved it forward"):
+    with pytest.warns(UserWarning, match="unless you have moved them forward"):
         seen = Recorder().resumed({**first.states[2], "max_epochs": 1}, make(begin=6))
     assert seen == first.seen[2:]
 

@@ -189,9 +189,18 @@ def test_a_stopped_job_stops_at_once_when_it_is_restarted(caplog):
     assert first.state.epoch == 3
     second, again = job((first.state_dict(), stopping.state_dict()))
     assert (second.state.epoch, second.state.iteration) == (3, 6)
-    assert "the patience is already used up" in caplog.text
+    assert "as it had stopped the one that is resumed" in caplog.text
     again.reset()
     assert second.run(max_epochs=5).epoch == 5
+
+
+def test_attached_to_the_end_of_its_own_trainer_it_warns_that_it_cannot_stop_it():
+    handler, trainer = make([1.0, 0.9])
+    with pytest.warns(UserWarning, match="on COMPLETED of the trainer cannot stop it.*attach it to the evaluator"):
+        handler.attach(trainer)
+    handler, trainer = make([1.0, 0.9])
+    handler.attach(trainer, Events.EPOCH_COMPLETED)
+    assert trainer.run([0], max_epochs=5).epoch == 2
 
 
 def test_a_loaded_state_stops_no_later_run():

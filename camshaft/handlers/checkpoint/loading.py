@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from camshaft.distributed import all_gather, get_local_rank, get_rank, get_world_size
+from camshaft.engine.engine import Engine
 from camshaft.errors import DamagedCheckpointError, annotate, described
 from camshaft.handlers.checkpoint.savers import (
     MISSING,
@@ -96,7 +97,7 @@ def resume(to_load: Mapping[str, Any], directory: PathLike, *, map_location: Any
 
     Raises:
         TypeError: ``to_load`` is not a mapping of such objects.
-        ValueError: ``directory`` is a file.
+        ValueError: ``directory`` is a file, or its checkpoints hold an engine of ``to_load`` and not all other objects.
         DamagedCheckpointError: there are checkpoints, and none of them can be loaded.
         OSError: the directory cannot be read.
 
@@ -115,6 +116,7 @@ def resume(to_load: Mapping[str, Any], directory: PathLike, *, map_location: Any
         raise ValueError(f"directory must contain checkpoints, got the file '{folder}'; load it with load_objects")
     listed: list[Found | None] = []
     problems: dict[str, str] = {}
+    others: dict[str, set[Any]] = {}  # what files without an entry in the manifest hold instead
     failure: Exception | None = None
     changes = 0
     while True:
@@ -143,15 +145,28 @@ def resume(to_load: Mapping[str, Any], directory: PathLike, *, map_location: Any
             return folder / name
         problems[name] = problem
         failure = failure or error
+        if not problem and isinstance(content, Mapping):
+            others[name] = set(content)
     _warn(unreadable)
     texts = _described(problems, folder)
     if any(problem not in ("", MISSING) for problem in problems.values()):
         raise DamagedCheckpointError("no checkpoint can be loaded:\n" + "\n".join(texts)) from failure
+    for one in on_nodes:
+        others |= {file: set(entry.objects) for file, entry in one.items() if entry.objects}
+    engines = {name for name, one in to_load.items() if isinstance(one, Engine)}
+    for file, held in others.items():
+        if engines & held:  # to start from the beginning would be a mistake that replaces this file
+            missing = [name for name in wanted if name not in held]
+            raise ValueError(
+                f"no checkpoint in '{folder}' holds all of {wanted}: '{file}' lacks {missing}. To continue from it, "
+                "load the others with Checkpoint.resume(to_load, directory), and save to another directory; to start "
+                "from the beginning, use another directory"
+            )
     if texts:
         _warn(["nothing was loaded, as there is no checkpoint to resume from: " + "; ".join(texts)])
     elif found:
-        held = next((f", but one holds {entry.objects}" for entry in found.values() if entry.objects), "")
-        _warn([f"nothing was loaded: no checkpoint in '{folder}' holds {wanted}{held}"])
+        other = next((f", but one holds {entry.objects}" for entry in found.values() if entry.objects), "")
+        _warn([f"nothing was loaded: no checkpoint in '{folder}' holds {wanted}{other}"])
     return None
 
 

@@ -131,6 +131,18 @@ def test_checkpoints_of_other_objects_are_skipped_with_a_warning_if_there_are_no
         assert Checkpoint.resume({"part": Part(), "x": Part()}, tmp_path) is None
 
 
+@pytest.mark.parametrize("has_manifest", [True, False])
+def test_a_checkpoint_with_the_engine_but_not_all_objects_is_no_reason_to_start_over(tmp_path, has_manifest):
+    trainer = Engine(lambda engine, batch: None)
+    Checkpoint({"trainer": trainer, "model": Part(7)}, tmp_path)(at(2))
+    if not has_manifest:  # like files of PyTorch-Ignite
+        shutil.rmtree(tmp_path / ".manifest")
+    with pytest.raises(ValueError, match=r"'checkpoint_2.pt' lacks \['stopping'\].*another directory"):
+        Checkpoint.resume({"trainer": trainer, "model": (part := Part()), "stopping": Part()}, tmp_path)
+    assert part.value != 7
+    assert Checkpoint.resume({"trainer": trainer, "model": part}, tmp_path).name == "checkpoint_2.pt"
+
+
 def test_a_checkpoint_of_one_object_alone(tmp_path):
     checkpoint = Checkpoint({"model": linear(3.0)}, tmp_path)
     checkpoint(at(1))
