@@ -311,7 +311,13 @@ class Job:
 
 def clash(steps):
     """Return whether steps that meet are not the same collective."""
-    return len({step.call if step.kind == "call" else "torch" for step in steps}) > 1
+    kinds = {step.kind for step in steps}
+    if kinds == {"call"}:
+        return len({step.call for step in steps}) > 1
+    if "call" not in kinds:
+        return False
+    calls = {(step.collective, step.how, step.root) for step in steps if step.kind == "call"}
+    return "backward" in kinds or calls != {("all_reduce", "SUM", "")}  # the user may ask torch for the same
 
 
 def verdicts(job):
@@ -411,7 +417,8 @@ def test_once_nobody_can_proceed_the_verdict_names_the_line_of_the_rank_that_mad
         reports = [hang_report(job.seen(), one.rank, job.now) for one in job.ranks if one.left is None]
         assert all(report.is_alarm for report in reports)
         found = [report.text for report in reports]
-    lines = {step.line for step in program[culprit] if step.kind in ("call", "backward")}
+    recorded = ("call", "backward", "direct", "async") if is_mpi else ("call", "backward")
+    lines = {step.line for step in program[culprit] if step.kind in recorded}
     if all(step.kind != "call" for step in program[culprit]):
         lines.add("it had called no collective of camshaft")
     assert any(line in text for text in found for line in lines), found
