@@ -287,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts jobs in the background without it
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    options: dict[str, Any] = {"debug": config.debug}
+    options: dict[str, Any] = {"debug": True} if config.debug else {}
     if config.timeout is not None:
         options["timeout"] = timedelta(seconds=config.timeout)
     if config.hang_report_after is not None and "hang_report_after" in inspect.signature(idist.initialize).parameters:
