@@ -251,7 +251,7 @@ STARTS_LATE = """
 import os, time
 
 if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
-    time.sleep(11)
+    time.sleep(20)
 import camshaft.distributed as idist
 idist.initialize("mpi")
 total = idist.all_reduce(1)

@@ -35,7 +35,7 @@ def main(seconds: float, variable: str, size: int, local_size: int) -> None:
         present, missing = _attendance(variable, range(size) if local_size == size else ())
         if rank != min(present, default=rank):
             sleep(_COURTESY)
-        named = f"missing: {', '.join(map(str, missing))}" if missing else "those missing are not on this node"
+        named = f"missing: {', '.join(map(str, missing))}" if missing else "those of this node have come"
         os.write(2, f"camshaft: rank {rank} {what} for all ranks to start MPI; {named}\n".encode())
 
     if seconds > _SILENCE:

@@ -49,7 +49,7 @@ PERIOD = 1.0  # seconds between two rounds
 URGENT = 0.05  # the same while this rank waits to learn why an operation failed
 PATIENCE = 3.0  # seconds that a rank waits in a collective before its node asks why
 _SURE = 1.0  # the same in a job in which values did not belong together
-COMPARISON = 5.0  # seconds between two comparisons of calls that blocked nobody
+COMPARISON = 2.0  # seconds between two comparisons of calls that blocked nobody
 ANSWER = 4.0  # seconds that another node has to answer; then a rank is judged without it
 LOST = 60.0  # seconds without any answer after which a node is taken for lost: an extension may hold the GIL as long
 UNREACHABLE = 15.0  # the same for the host of the store, whose kernel answers; torchrun waits as long for a heartbeat
@@ -127,7 +127,8 @@ class Watcher(Resource):
         self._status: dict[str, Any] = {}
         self._left: str | None = None
         self._failure: dict[str, Any] | None = None
-        self._suspicion: tuple[str, float] | None = None  # what the last rounds have found, and since when
+        # what the last rounds have found, since when, and whether from calls that differ, which nothing disproves
+        self._suspicion: tuple[str, float, bool] | None = None
         self._query: tuple[str, float] | None = None
         self._elsewhere: tuple[dict[int, Snapshot], float] = {}, 0.0  # what other nodes answered last, and when
         self._silent: dict[int, float] = {}  # ranks that have not answered, and since when
@@ -557,11 +558,13 @@ class Watcher(Resource):
                 ranks = local | {beside: self._departed(beside, _NO_ANSWER)}
         kind, text = _judgement(list(ranks.values()), waiting or [self._rank], now, is_lost)
         # Why calls differ, such as a run that has ended early, a status shows up to a second later than the calls.
-        known, since = self._suspicion or ("", now)
+        known, since, is_proven = self._suspicion or (None, now, False)
+        if text is None and is_proven and not waiting:  # the records have forgotten it by now
+            kind, text = "diverged", known
         since = since if text == known else now
         written = [one.status.get("time", now) for one in ranks.values() if _is_here(one)]
         is_certain = is_lost or ranks is not local or since < min((t for t in written if now - t < ANSWER), default=now)
-        self._suspicion = None if text is None else (text, since)
+        self._suspicion = None if text is None else (text, since, not waiting)
         if text is not None and is_certain:
             self._give_verdict(kind, text)
         elif text is not None:
