@@ -155,8 +155,8 @@ def resume(to_load: Mapping[str, Any], directory: PathLike, *, map_location: Any
         others |= {file: set(entry.objects) for file, entry in one.items() if entry.objects}
     engines = {name for name, one in to_load.items() if isinstance(one, Engine)}
     for file, held in others.items():
-        if engines & held:  # to start from the beginning would be a mistake that replaces this file
-            missing = [name for name in wanted if name not in held]
+        missing = [name for name in wanted if name not in held]
+        if missing and engines & held:  # to start from the beginning would be a mistake that replaces this file
             raise ValueError(
                 f"no checkpoint in '{folder}' holds all of {wanted}: '{file}' lacks {missing}. To continue from it, "
                 "load the others with Checkpoint.resume(to_load, directory), and save to another directory; to start "
