@@ -306,7 +306,7 @@ class Backend(ABC):
         """
 
     def observe(self, observer: Observer) -> None:  # noqa: B027  # those of other libraries cannot be seen
-        """Let an observer see the collectives that torch begins from now on, where this package carries them out."""
+        """Notify an observer of the collectives that torch begins from now on, where this package carries them out."""
 
     def close(self) -> None:  # noqa: B027  # a single process has nothing to end
         """End the run."""

@@ -237,7 +237,7 @@ class NativeBackend(Backend):
             release_groups(self.store(), self._connections)
 
     def observe(self, observer: Observer) -> None:
-        """Let an observer see the collectives over mpi4py."""
+        """Notify an observer of the collectives over mpi4py."""
         if hasattr(self._world, "observer"):
             self._world.observer = observer
 
