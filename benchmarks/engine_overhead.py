@@ -88,10 +88,10 @@ def on_trainers(peers: Sequence[str]) -> list[Contender]:
 
 
 ROWS = {
-    1: Row("an empty step", 0.3, on_engines(bare_loop, 0)),
-    2: Row("10 handlers, over calling 10 functions", 1.0, on_engines(bare_loop_with_ten_calls, 10)),
-    3: Row("100 handlers with `every=1000`", 0.4, on_engines(bare_loop, 100, slow=0.1, every=1000)),
-    4: Row("a supervised step of a tiny model", 5.0, on_trainers, share=0.05),
+    1: Row("an empty step", 0.2, on_engines(bare_loop, 0)),
+    2: Row("10 handlers, over calling 10 functions", 0.5, on_engines(bare_loop_with_ten_calls, 10)),
+    3: Row("100 handlers with `every=1000`", 0.25, on_engines(bare_loop, 100, slow=0.1, every=1000)),
+    4: Row("a supervised step of a tiny model", 3.0, on_trainers, share=0.05),
 }
 
 

@@ -29,7 +29,7 @@ MICROSECOND = 1e-6
 PEERS = {"pytorch-ignite": "ignite"}
 PACKAGES = {"camshaft": "camshaft", **PEERS}
 SET = "a typical set"
-TARGET = 40.0
+TARGET = 12.0
 
 
 class Screen:

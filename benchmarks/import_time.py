@@ -20,7 +20,7 @@ from benchmarks.measuring import Contender, Spread, importable, interleave, repo
 
 ROOT = Path(__file__).resolve().parent.parent
 MILLISECOND = 1e-3
-TARGET = 60.0
+TARGET = 40.0
 PEERS = {"pytorch-ignite": "ignite", "lightning": "lightning", "accelerate": "accelerate"}
 
 # Run in a fresh interpreter; prints the seconds of the last import and the packages that it loaded.

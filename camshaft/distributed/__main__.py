@@ -222,7 +222,7 @@ def _facts(one: Snapshot) -> dict[str, str]:
         return {**facts, "last collective": "no call yet"}
     call = " ".join(filter(None, (last.collective, last.how, last.root and f"root {last.root}", last.value)))
     group = "" if last.group == "all" else f" of {last.group}"
-    return {**facts, "last collective": call + group, "state": state_of(one, last), "line": last.line}
+    return {**facts, "last collective": call + group, "state": state_of(one, last), "line": last.place}
 
 
 def devices() -> dict[str, str]:

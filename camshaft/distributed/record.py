@@ -48,7 +48,7 @@ _PREFIX, _SUFFIX = "camshaft-", ".record"
 STACKS = ".stacks"  # suffix of a file beside a record
 _FATAL = "Fatal Python error: "  # what faulthandler begins with when a process crashes
 _MAX_AGE, _MAX_DEAD = 24 * 3600.0, 64  # seconds, and number, of records to keep of processes that have ended
-_MAGIC = b"camshaft record 2"
+_MAGIC = b"camshaft record 3"
 _STAMP = struct.Struct("=Q")
 _AREA = struct.Struct("=QII")  # before JSON: stamp, odd while it is written; size and CRC-32 of the JSON
 _NUM_ENTRIES, _HEADER_BYTES, _STATUS_BYTES, _TEXT_BYTES = 64, 1024, 24 * 1024, 472
@@ -65,6 +65,7 @@ _MANY = 1024  # entries after which a cache starts anew
 BACKWARD = "backward (gradient reduction)"
 FSDP, DDP = "FSDP (parameters or gradients)", "DistributedDataParallel (parameters or buffers)"
 IN_TORCH = "torch.distributed"
+_PARENT = os.path.join(Path(__file__).parents[2], "")
 _LIBRARIES = tuple(os.path.join(folder, "") for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 # modules of this folder that record what they call
 _RECORDING = tuple(f"{name}.py" for name in ("collectives", "mesh", "point_to_point", "ranks", "sharding"))
@@ -92,6 +93,8 @@ class Entry:
         began: ``time.monotonic()``, comparable between processes of one machine.
         ended: ``None`` while the rank is in it.
         is_long: whether other ranks may be busy for a long time before they call it.
+        via: the line of this package, such as that of a metric, in which the user's line led to the collective; ``""``
+            if the user's line calls it.
     """
 
     number: int
@@ -105,6 +108,17 @@ class Entry:
     began: float
     ended: float | None
     is_long: bool
+    via: str = ""
+
+    @property
+    def inner_line(self) -> str:
+        """The line that is in the stack of the rank as long as it is in the collective."""
+        return self.via or self.line
+
+    @property
+    def place(self) -> str:
+        """The user's line, and that of this package, as text."""
+        return f"{self.line}, in {self.via.removeprefix(_PARENT)}" if self.via else self.line
 
     @property
     def is_of_torch(self) -> bool:
@@ -250,8 +264,13 @@ class Record:
             except Exception:  # it is new, or odd
                 dtype, shape, layout = layout_of(value)
                 root = root if root is None or type(root) is int else str(root)  # a tensor must not stay alive
-                key = collective, dtype, shape, how, root, is_long, id(code), frame.f_lasti
-                checksum, text, _ = counted.add_text(key, collective, layout, how, root, is_long, frame)
+                key: tuple[Any, ...] = collective, dtype, shape, how, root, is_long, id(code), frame.f_lasti
+                if (user := _user_frame(frame)) is not frame:  # a handler, which is the same for all users
+                    key = *key, id(user.f_code), user.f_lasti
+                found = counted.texts.get(key)
+                if found is None:
+                    found = counted.add_text(key, collective, layout, how, root, is_long, user, frame)
+                checksum, text, _ = found
             start = number % _NUM_ENTRIES * _ENTRY_BYTES
             _write_entry(self._entries, start, number, sequence, _now(), 0.0, checksum, text, number)
             return number
@@ -281,7 +300,7 @@ class Record:
                     frame = frame.f_back
                 else:
                     _place_of(frame.f_code.co_filename)
-            frame = frame or _main_frame()  # a thread of torch, such as that of a backward pass on a GPU, has none
+            frame = frame or _user_frame(sys._current_frames()[threading.main_thread().ident or 0])  # a thread of torch, such as that of a backward pass on a GPU, has none
             code, shape = frame.f_code, tensors[0].shape if len(tensors) == 1 else tuple(map(Tensor.size, tensors))
             counted = self._all if group == "all" else self._in_torch.setdefault(group, _Counted(group))
             sequence, number = next(counted.sequence), next(self._numbers)
@@ -289,7 +308,7 @@ class Record:
             if (found := counted.texts.get(key)) is None:
                 collective, how = _named_in_torch(operation, how, sys._getframe(1))
                 layout = _total_layout(tensors) if operation in _SIZED else ""
-                found = counted.add_text(key, collective, layout, how, root, False, frame)
+                found = counted.add_text(key, collective, layout, how, root, False, frame, frame)
             start = number % _NUM_ENTRIES * _ENTRY_BYTES
             _write_entry(self._entries, start, number, sequence, _now(), 0.0, found[0], found[1], number)
             return number
@@ -362,20 +381,31 @@ class _Counted:
         self.texts: dict[tuple[Any, ...], _Text] = {}
 
     def add_text(
-        self, key: tuple[Any, ...], collective: str, layout: str, how: str, root: Any, is_long: bool, frame: FrameType
+        self,
+        key: tuple[Any, ...],
+        collective: str,
+        layout: str,
+        how: str,
+        root: Any,
+        is_long: bool,
+        user: FrameType,
+        inner: FrameType,
     ) -> _Text:
         """Return the text of a call, and remember it for the next call of the same code."""
-        code, root_text = frame.f_code, "" if root is None else str(root)
-        line = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
-        content = [self.group, collective, how, root_text, layout, line, is_long]
+        root_text = "" if root is None else str(root)
+        line, via = _line_of(user), "" if inner is user else _line_of(inner)
+        content = [self.group, collective, how, root_text, layout, line, is_long, via]
+        if via and len(_json(content)) > _TEXT_BYTES:  # what the stack is compared with is more important
+            content = [self.group, collective, how, root_text, layout, via, is_long, ""]
         text = _fitting(content, _TEXT_BYTES).ljust(_TEXT_BYTES)
         if len(self.texts) >= _MANY:
             self.texts.clear()
-        self.texts[key] = found = zlib.crc32(text), text, code
+        self.texts[key] = found = zlib.crc32(text), text, (inner.f_code, user.f_code)
         return found
 
 
-_Text = tuple[int, bytes, CodeType]  # its CRC-32, the text, and the code: while that is alive, no other has its id
+# its CRC-32, the text, and the code that calls: while that is alive, no other has its id
+_Text = tuple[int, bytes, tuple[CodeType, ...]]
 _inner_files: set[str] = set()  # of this folder, and what is between them and the user's
 _places: dict[str, str] = {}  # by the path of a file
 _open_records: set[Record] = set()  # of this process
@@ -392,14 +422,16 @@ def _place_of(path: str) -> str:
     return _places[path]
 
 
-def _main_frame() -> FrameType:
-    """Return where the user's code is in the main thread."""
-    frame = first = sys._current_frames()[threading.main_thread().ident or 0]
-    while _place_of(frame.f_code.co_filename) != "user":
-        if frame.f_back is None:
-            return first
+def _user_frame(first: FrameType) -> FrameType:
+    """Return the innermost frame of the user's code, or ``first`` if there is none."""
+    frame: FrameType | None = first
+    while frame is not None and _place_of(frame.f_code.co_filename) != "user":
         frame = frame.f_back
-    return frame
+    return frame or first
+
+
+def _line_of(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def _named_in_torch(operation: str, how: str, frame: FrameType | None) -> tuple[str, str]:
@@ -613,9 +645,9 @@ def _entries(rows: bytes) -> tuple[Entry, ...]:
     entries = []
     for number, sequence, began, ended, checksum, text, again in _ENTRY.iter_unpack(rows):
         if number == again != 0 and (found := _decoded(text, checksum)):  # otherwise, it is being replaced
-            group, collective, how, root, value, line, is_long = found
+            group, collective, how, root, value, line, is_long, via = found
             call = collective, how, root, value, line
-            entries.append(Entry(number, group, sequence, *call, began, ended or None, is_long))
+            entries.append(Entry(number, group, sequence, *call, began, ended or None, is_long, via))
     return tuple(sorted(entries, key=lambda entry: entry.number))
 
 

@@ -108,6 +108,35 @@ def test_the_line_is_the_first_outside_of_this_package_and_of_context_managers(
     assert {str(folder / "collectives.py"), str(folder / "backends" / "serial.py")} < module._inner_files
 
 
+def compiled(source: str, path: str, **names: Any) -> dict[str, Any]:
+    exec(compile(source, path, "exec"), names)
+    return names
+
+
+HANDLER = str(Path(module.__file__).parents[1] / "handlers" / "metrics.py")
+COMPLETED = compiled(
+    "def completed(record, ranks):\n    record.begin(None, ranks, 'barrier', None, '', None)", HANDLER
+)["completed"]
+
+
+def test_a_call_within_a_handler_of_this_package_has_the_line_of_each_user(record: Record) -> None:
+    user = compiled("def user(*args):\n    call(*args)\n    call(*args)", "/job/train.py", call=COMPLETED)["user"]
+    user(record, ALL)
+    user(record, ALL)
+    entries = snapshot(record).entries
+    assert [entry.line for entry in entries] == ["/job/train.py:2 in user", "/job/train.py:3 in user"] * 2
+    assert {entry.via for entry in entries} == {entry.inner_line for entry in entries} == {f"{HANDLER}:2 in completed"}
+    within = os.path.join("camshaft", "handlers", "metrics.py:2 in completed")
+    assert entries[0].place == f"/job/train.py:2 in user, in {within}"
+
+
+def test_of_lines_that_are_too_long_the_one_that_the_stack_has_is_kept(record: Record) -> None:
+    user = compiled("def user(*args):\n    call(*args)", f"/{'long/' * 80}train.py", call=COMPLETED)["user"]
+    user(record, ALL)
+    (entry,) = snapshot(record).entries
+    assert entry.line == entry.inner_line == entry.place == f"{HANDLER}:2 in completed"
+
+
 def test_lines_of_functions_that_differ_only_by_their_place_differ(record: Record) -> None:
     def one() -> None:
         record.begin(None, ALL, "barrier", None, "", None)

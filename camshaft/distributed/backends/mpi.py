@@ -74,7 +74,7 @@ _PLACES = (
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ""),
 )
 _TIME_TO_END = 5.0  # seconds that a failed process gets to end by itself
-_COURTESY = 1.0  # seconds in which one that failed because another one left lets that one report why
+_COURTESY = 1.5  # seconds that a failed process lets the others report why, before it ends them
 
 _registered = False
 _made: Counter[tuple[int, ...]] = Counter()  # groups of these ranks since the default group was made
@@ -1011,10 +1011,10 @@ class JobGuard:
             from mpi4py.run import set_abort_status
 
             forget_all()
-            if isinstance(error, dist.DistBackendError):
-                time.sleep(_COURTESY)
             code = 130 if issubclass(kind, KeyboardInterrupt) else 1
             set_abort_status(code)  # the job ends when Python exits, or soon if a thread or an exit handler hangs
             watchdog = threading.Timer(_TIME_TO_END, mpi().COMM_WORLD.Abort, (code,))
             watchdog.daemon = True
             watchdog.start()
+            if mpi().COMM_WORLD.size > 1:
+                time.sleep(_COURTESY)

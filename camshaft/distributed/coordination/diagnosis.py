@@ -341,7 +341,7 @@ def _waits(one: Snapshot, now: float, patience: float) -> list[_Wait]:
         if not status
         or (
             status.get("time", 0.0) > entry.began
-            and (entry.line in stack or (entry.is_of_torch and status.get("is_in_mpi")))
+            and (entry.inner_line in stack or (entry.is_of_torch and status.get("is_in_mpi")))
         )
     ]
     if any(not entry.is_of_torch for entry in current):  # those of torch may have completed before anybody looks
@@ -356,7 +356,7 @@ def _waits(one: Snapshot, now: float, patience: float) -> list[_Wait]:
                 _members(call.group, one) or (),
                 call.sequence,
                 call.began,
-                call.line,
+                call.place,
                 call,
                 _operation(call)[0] if call.is_of_torch else "",
             )
@@ -462,7 +462,7 @@ def _is_in_recorded(one: Snapshot, ranks: Sequence[int]) -> bool:
     """Return whether a rank is waiting in a recorded collective of exactly these ranks."""
     stack = one.status.get("stack", ())
     return any(
-        entry.ended is None and entry.line in stack and list(_members(entry.group, one) or ()) == list(ranks)
+        entry.ended is None and entry.inner_line in stack and list(_members(entry.group, one) or ()) == list(ranks)
         for entry in one.entries
     ) and bool(_WAITING_IN_TORCH.search(stack[0]))
 
@@ -578,7 +578,7 @@ def _calls_text(found: Mapping[int, Entry]) -> str:
 
 def _cells(entry: Entry) -> dict[str, str]:
     texts = {"collective": entry.collective, "ranks": entry.group, "how": entry.how, "root": entry.root}
-    return {**texts, "value": entry.value, "line": entry.line}
+    return {**texts, "value": entry.value, "line": entry.place}
 
 
 def _table(cells: Mapping[int, Mapping[str, str]]) -> str:
@@ -679,7 +679,7 @@ def _met_after(one: Snapshot, end: Mapping[str, Any], by_rank: Mapping[int, Snap
             own = calls.get((entry.group, entry.sequence))
             if own is not None and _differ((own, entry)):
                 found.append(
-                    _Wait(rank, entry.collective, entry.group, (), entry.sequence, entry.began, entry.line, entry)
+                    _Wait(rank, entry.collective, entry.group, (), entry.sequence, entry.began, entry.place, entry)
                 )
                 break
     return found
@@ -762,13 +762,13 @@ def end_text(one: Snapshot, others: Iterable[Snapshot] = ()) -> str:
         calls = {other.rank: other.last for other in others if other.rank != one.rank}
         texts = [f"it was in {operation} at {_user_line(stack)}"]
         texts += [
-            f"rank {rank}'s last call was {last.collective} at {last.line}" for rank, last in calls.items() if last
+            f"rank {rank}'s last call was {last.collective} at {last.place}" for rank, last in calls.items() if last
         ]
         call = "; ".join(texts[: _MOST_RANKS + 1])
     elif crash and not any(entry.ended is None for entry in one.entries):
         call = f"it was at {_user_line(stack)}"
     elif one.last:
-        call = f"its last call was {one.last.collective} at {one.last.line}"
+        call = f"its last call was {one.last.collective} at {one.last.place}"
     else:
         call = "it had called no collective of camshaft"
     place = "" if crash else _place(one)  # a status is older than a crash
