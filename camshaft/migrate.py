@@ -91,7 +91,8 @@ RULES = (
     Rule(
         ("auto_dataloader",), "data",
         "with several ranks, a rank reads blocks of samples, each once per epoch, where PyTorch-Ignite distributes "
-        "them in strides, padded: results cover exactly the data set, but the batches differ",
+        "them in strides, padded: results cover exactly the data set, but the batches differ, also in size at the end "
+        "of an epoch: a custom step multiplies a mean loss by engine.batch_share, as create_supervised_trainer does",
     ),
     Rule(
         ("DistributedProxySampler",), "data",
@@ -147,13 +148,14 @@ RULES = (
     ),
     Rule(
         ("load_objects", ".load_objects", ".load_state_dict"), "loading-the-checkpoint-of-a-running-job",
-        "once the job has saved with camshaft, checkpoint.resume_latest() replaces this: it loads the newest complete "
-        "checkpoint, the same on all ranks, and prunes those of earlier runs, which a handler otherwise does not know",
+        "once the job has saved with camshaft, resume_latest() of the Checkpoint that saves replaces this: it loads the "
+        "newest complete checkpoint, the same on all ranks, and prunes those of earlier runs, which a handler otherwise "
+        "does not know",
         _is_resuming,
     ),
     Rule(
         ("LRScheduler", "ReduceLROnPlateauScheduler", "ConcatScheduler", "create_lr_scheduler_with_warmup"),
-        "schedules",
+        "schedules-of-a-running-job",
         "its state in a checkpoint of PyTorch-Ignite is rejected, because it counts calls differently: leave it out, "
         "and repeat its calls (ReduceLROnPlateauScheduler: finish the job first)",
     ),
@@ -210,8 +212,8 @@ RULES = (
     ),
     Rule(
         ("RunningAverage",), "metrics",
-        "works, but camshaft.handlers.RunningAverage does not wait for the GPU in each iteration; there, each rank has "
-        "its own average",
+        "works; camshaft.handlers.RunningAverage can replace it, and does not wait for the GPU in each iteration, but "
+        "does not average over ranks",
     ),
     Rule(
         ("setup_common_training_handlers", "setup_common_distrib_training_handlers"), "handlers",
@@ -870,6 +872,14 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
             yield from (Path(folder, name) for name in sorted(names) if name.endswith((".py", ".ipynb")))
 
 
+def _imported(path: Path, source: str) -> Iterator[Path]:
+    """Yield the modules beside a script that it imports, and that import PyTorch-Ignite."""
+    for module in dict.fromkeys(re.findall(r"^[ \t]*(?:from|import)[ \t]+\.?(\w[\w.]*)", source, re.MULTILINE)):
+        other = path.parent / f"{module.replace('.', '/')}.py"
+        if other.is_file() and re.search(rb"^[ \t]*(from|import)[ \t]+ignite\b", other.read_bytes(), re.MULTILINE):
+            yield other
+
+
 def _diff(result: Result, look: Look) -> str:
     """Return the differences, in the colors of ``git diff``."""
     lines = difflib.unified_diff(_lines(result.old), _lines(result.new), str(result.path), str(result.path))
@@ -919,7 +929,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     changed = failed = 0
-    for path in _files(options.paths):
+    paths = list(_files(options.paths))
+    given = {path.resolve() for path in paths}
+    for path in paths:
         try:
             result = migrate_file(path, numbers_after=options.write)
             if result.new != result.old:
@@ -941,6 +953,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             separator, where = (", ", "; ".join(others)) if first.startswith("cell") else (":", _line_numbers(others))
             also = f"; also in {where}" if others else ""
             sys.stderr.write(f"{path}{separator}{first}: {text}{also} ({PAGE}#{section})\n")
+        for other in () if is_migrated else _imported(path, result.old):
+            if other.resolve() not in given:
+                text = f"imports {other}, which imports PyTorch-Ignite and is not among PATHS"
+                sys.stderr.write(f"{path}: {text} ({PAGE}#half-migrated-scripts)\n")
     files = counted(changed, "file")
     sys.stderr.write(f"{files} {'rewritten' if options.write else 'would be rewritten; --write does it'}\n")
     return 2 if failed else int(changed > 0 and not options.write)

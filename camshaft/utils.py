@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from typing import ParamSpec, TextIO, TypeVar
@@ -13,7 +14,7 @@ from weakref import WeakSet
 from camshaft.distributed import get_rank
 from camshaft.files import hash_checkpoint
 from camshaft.seeding import manual_seed
-from camshaft.text import to_str_list
+from camshaft.text import GREEN, RED, YELLOW, Look, to_str_list
 from camshaft.tree import apply_to_tensor, apply_to_type, convert_tensor, to_onehot
 from camshaft.types import PathLike
 
@@ -33,6 +34,8 @@ _to_str_list = to_str_list
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_STYLES = ((logging.ERROR, RED), (logging.WARNING, YELLOW), (logging.INFO, GREEN))  # by the least level
+
 # The root logger always exists, and others add handlers to it: only these show whether it was set up here.
 _our_handlers: WeakSet[logging.Handler] = WeakSet()
 
@@ -49,7 +52,8 @@ def setup_logger(
 ) -> logging.Logger:
     """Set up and return a logger that writes on rank 0 only.
 
-    On other ranks its handlers are replaced by a ``NullHandler``. A named logger stops propagating to its parents.
+    On other ranks its handlers are replaced by a ``NullHandler``. A named logger stops propagating to its parents. On a
+    terminal, the names of levels have colors.
 
     Args:
         name: name of the logger; ``None`` for the root logger.
@@ -77,12 +81,13 @@ def setup_logger(
         return logging.getLogger(name)
     handlers: list[logging.Handler] = [logging.NullHandler()]
     if rank == 0:
-        formatter = logging.Formatter(format)
+        has_colors = Look.of(sys.stderr if stream is None else stream).has_colors
+        formatters = [(_ColoredFormatter if has_colors else logging.Formatter)(format), logging.Formatter(format)]
         handlers = [logging.StreamHandler(stream)]
         handlers[0].setLevel(level)  # an unknown level raises here, before a file is created
         if filepath is not None:
             handlers.append(logging.FileHandler(filepath, encoding=encoding))
-        for handler in handlers:
+        for handler, formatter in zip(handlers, formatters, strict=False):
             handler.setLevel(level)
             handler.setFormatter(formatter)
     logger = logging.getLogger(name)
@@ -97,6 +102,18 @@ def setup_logger(
     if name is not None:
         logger.propagate = False
     return logger
+
+
+class _ColoredFormatter(logging.Formatter):
+    """Formats records for a terminal."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        plain, style = record.levelname, next((style for level, style in _STYLES if record.levelno >= level), None)
+        record.levelname = Look(has_colors=True).styled(plain, style)
+        try:
+            return super().formatMessage(record)
+        finally:
+            record.levelname = plain  # other handlers get the same record
 
 
 def _is_set_up(name: str | None) -> bool:

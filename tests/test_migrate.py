@@ -380,6 +380,24 @@ def test_without_write_a_diff_is_printed_and_nothing_changes(script, capsys):
     assert "1 file would be rewritten" in printed.err
 
 
+def test_modules_beside_a_script_that_stay_with_ignite_are_named(script, capsys):
+    (script.parent / "parts").mkdir()
+    helper, part, plain = (script.with_name(name) for name in ("helper.py", "parts/loaders.py", "plain.py"))
+    helper.write_text("from ignite.engine import Engine\n")
+    part.write_text("import torch\nimport ignite\n")
+    plain.write_text("import torch\n")
+    with script.open("a") as file:
+        file.write("import helper, plain\nfrom helper import Engine\nfrom .parts.loaders import *\nimport missing\n")
+    text = "which imports PyTorch-Ignite and is not among PATHS (docs/migrating/from-ignite.md#half-migrated-scripts)"
+    main([str(script)])
+    lines = [line for line in capsys.readouterr().err.splitlines() if "PATHS" in line]
+    assert lines == [f"{script}: imports {helper}, {text}", f"{script}: imports {part}, {text}"]
+    main([str(script), str(helper)])
+    assert [line for line in capsys.readouterr().err.splitlines() if "PATHS" in line] == lines[1:]
+    main([str(script.parent)])
+    assert "PATHS" not in capsys.readouterr().err
+
+
 def test_with_write_the_file_changes_once_and_keeps_its_permissions(script, capsys):
     script.chmod(0o751)
     link = script.with_name("link.py")

@@ -13,12 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+import camshaft.distributed as idist
 from camshaft import checkpoint, migrate
 from camshaft.distributed import __main__ as distributed
 from camshaft.distributed.record import Snapshot
 from camshaft.engine import Engine, Events
 from camshaft.handlers import DiskSaver, HandlersTimeProfiler, ProgressBar
 from camshaft.text import RED, Look, aligned
+from camshaft.utils import setup_logger
 
 VARIABLES = ("FORCE_COLOR", "NO_COLOR", "PYTHON_COLORS")
 LONG = "_".join(["a-long-name"] * 10)
@@ -191,7 +193,18 @@ def of_progress_bar(tmp_path):
     return train, {"100%|\x1b[32m"}
 
 
-WRAPPED = [of_distributed, of_inspect, of_checkpoint_list, of_profiler, of_progress_bar]
+def of_show_config(tmp_path):
+    def show():
+        path = tmp_path / "log.txt"
+        setup_logger("camshaft", format="%(asctime)s %(levelname)s: %(message)s", filepath=path, reset=True)
+        idist.show_config()
+        assert "INFO: device:                    cpu" in path.read_text()
+        assert "\x1b" not in path.read_text()
+
+    return show, {" \x1b[32mINFO\x1b[0m: backend:                   None"}
+
+
+WRAPPED = [of_show_config, of_distributed, of_inspect, of_checkpoint_list, of_profiler, of_progress_bar]
 
 
 @pytest.mark.parametrize("make", [*WRAPPED, of_checkpoint_error, of_migrate], ids=lambda make: make.__name__)

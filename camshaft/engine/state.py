@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
 
-from camshaft.errors import annotate
+from camshaft.errors import annotate, ignite_class
 from camshaft.sharding import full_value
 
 if TYPE_CHECKING:
@@ -100,8 +100,10 @@ class State(Generic[Batch, Output]):
         3
         """
         if event_name not in self.event_to_attr:
-            counted = ", ".join(str(getattr(event, "name", event)) for event in self.event_to_attr)
-            raise RuntimeError(f"no attribute of the state counts the event {event_name!r}; counted are {counted}")
+            counted = f"counted are {', '.join(str(getattr(event, 'name', event)) for event in self.event_to_attr)}"
+            if ignite_class(event_name) is not None:
+                counted = "it comes from PyTorch-Ignite, as does the handler that asks: import it from camshaft.handlers"
+            raise RuntimeError(f"no attribute of the state counts the event {event_name!r}; {counted}")
         count: int = getattr(self, self.event_to_attr[event_name])
         return count
 

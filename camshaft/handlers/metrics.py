@@ -174,7 +174,10 @@ class AttachedMetrics(Serializable):
             for update in self._updates:
                 update(*positional, **named)
         except TypeError as error:
-            annotate(error, f"in update() of the metrics {list(self.metrics)}; output_transform makes its arguments")
+            hint = "output_transform makes its arguments"
+            if self._output_transform is None and not isinstance(output, (Mapping, tuple, list)):
+                hint = "the output is a single value, as that of a trainer; that of an evaluator is (y_pred, y)"
+            annotate(error, f"in update() of the metrics {list(self.metrics)}: {hint}")
             raise
 
     def _finish(self, engine: Engine[Any, Any]) -> None:

@@ -152,7 +152,7 @@ def check_is_no_counter(argument: str, name: str, state: State[Any, Any]) -> Non
 
 def missing_metric(needed_by: str, name: str, metrics: Mapping[str, Any]) -> str:
     """Return the message that a metric, which an argument needs, does not exist."""
-    hint = "attach it to the engine on which this handler is registered, or correct the name"
+    hint = "correct the name, or attach metric and handler to the same engine, usually the evaluator"
     return f"{needed_by} needs the metric {name!r}, but engine.state.metrics has {list(metrics)}: {hint}"
 
 

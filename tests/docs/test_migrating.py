@@ -82,6 +82,8 @@ def test_the_warm_up_of_a_running_job_of_ignite_is_continued(tmp_path, monkeypat
         "ignite.handlers.EarlyStopping(3, step, trainer)",
         "ignite.handlers.BasicTimeProfiler().attach(trainer)",
         "ignite.handlers.ProgressBar().attach(trainer)",
+        "ignite.handlers.TensorboardLogger('.').attach_output_handler("
+        "trainer, ignite.engine.Events.ITERATION_COMPLETED, 'training', step); trainer.run([1])",
         "trainer.register_events(*ignite.engine.EventEnum('Own', 'ADDED'))",
         "ignite.handlers.ModelCheckpoint('.')(trainer, {'model': nn.Linear(1, 1)})",
         "handlers.ConcatScheduler([schedule, schedule], [10])",

@@ -170,6 +170,14 @@ def test_metrics_move_to_the_device_of_their_arguments():
     assert metric.device == torch.device("meta")
 
 
+def test_metrics_on_a_trainer_point_to_the_evaluator():
+    trainer = Engine(lambda engine, batch: torch.tensor(0.5))
+    attach_metrics(trainer, {"accuracy": library.MulticlassAccuracy(3)})
+    with pytest.raises(TypeError, match="update") as caught:
+        trainer.run([1])
+    assert any("a single value, as that of a trainer; that of an evaluator" in note for note in caught.value.__notes__)
+
+
 def test_remove_detaches_the_metrics():
     engine = Engine(echo)
     attached = attach_metrics(engine, {"sum": library.SumMetric()})

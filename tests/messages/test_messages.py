@@ -709,8 +709,8 @@ MISTAKES = [
         ),
         KeyError,
         (
-            "the score needs the metric 'accuracy', but engine.state.metrics has []: attach it to the engine "
-            "on which this handler is registered, or correct the name"
+            "the score needs the metric 'accuracy', but engine.state.metrics has []: correct the name, or attach metric "
+            "and handler to the same engine, usually the evaluator"
         ),
     ),
     (
@@ -870,9 +870,9 @@ MISTAKES = [
         ('train()\nModelCheckpoint("checkpoints")'),
         ValueError,
         (
-            "dirname must not contain checkpoints, got 'checkpoints' with 'model_1.pt': use another "
-            "directory; to save beside them or to resume, use DiskSaver(dirname, require_empty=False) or "
-            "ModelCheckpoint(dirname, require_empty=False)"
+            "dirname must not contain checkpoints, got 'checkpoints' with 'model_1.pt': use another one, or "
+            "require_empty=False to save beside them; to resume, pass the directory to Checkpoint and call its "
+            "resume_latest()"
         ),
     ),
     (
@@ -1062,8 +1062,8 @@ MISTAKES = [
         ),
         ValueError,
         (
-            "metric_name needs the metric 'loss', but engine.state.metrics has []: attach it to the engine "
-            "on which this handler is registered, or correct the name"
+            "metric_name needs the metric 'loss', but engine.state.metrics has []: correct the name, or attach metric "
+            "and handler to the same engine, usually the evaluator"
         ),
     ),
     (

@@ -141,9 +141,9 @@ class DiskSaver(BaseSaveHandler):
         if not os.access(self.dirname, os.W_OK | os.X_OK):
             raise PermissionError(f"dirname must be a writable directory, got '{self.dirname}'")
         if require_empty and (found := names_in(self.dirname)):
-            hint = "DiskSaver(dirname, require_empty=False) or ModelCheckpoint(dirname, require_empty=False)"
             problem = f"must not contain checkpoints, got '{self.dirname}' with '{found[0]}'"
-            raise ValueError(f"dirname {problem}: use another directory; to save beside them or to resume, use {hint}")
+            hint = "to resume, pass the directory to Checkpoint and call its resume_latest()"
+            raise ValueError(f"dirname {problem}: use another one, or require_empty=False to save beside them; {hint}")
         if (folder := self._manifest.folder).is_symlink() or (folder.exists() and not folder.is_dir()):
             raise NotADirectoryError(f"the manifest of the checkpoints, '{folder}', is a link or a file: remove it")
         remove_leftovers(self.dirname)
