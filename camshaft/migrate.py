@@ -148,9 +148,9 @@ RULES = (
     ),
     Rule(
         ("load_objects", ".load_objects", ".load_state_dict"), "loading-the-checkpoint-of-a-running-job",
-        "once the job has saved with camshaft, resume_latest() of the Checkpoint that saves replaces this: it loads the "
-        "newest complete checkpoint, the same on all ranks, and prunes those of earlier runs, which a handler otherwise "
-        "does not know",
+        "once the job has saved with camshaft, resume_latest() of the Checkpoint that saves replaces this: it loads "
+        "the newest complete checkpoint, the same on all ranks, and prunes those of earlier runs, which a handler "
+        "otherwise does not know",
         _is_resuming,
     ),
     Rule(

@@ -382,7 +382,7 @@ def test_without_write_a_diff_is_printed_and_nothing_changes(script, capsys):
 
 def test_modules_beside_a_script_that_stay_with_ignite_are_named(script, capsys):
     (script.parent / "parts").mkdir()
-    helper, part, plain = (script.with_name(name) for name in ("helper.py", "parts/loaders.py", "plain.py"))
+    helper, part, plain = (script.parent / name for name in ("helper.py", "parts/loaders.py", "plain.py"))
     helper.write_text("from ignite.engine import Engine\n")
     part.write_text("import torch\nimport ignite\n")
     plain.write_text("import torch\n")
@@ -417,7 +417,7 @@ def test_with_write_the_file_changes_once_and_keeps_its_permissions(script, caps
 def test_what_was_left_unchanged_is_reported_when_the_file_is_written_and_not_again(tmp_path, capsys):
     path = tmp_path / "train.py"
     path.write_text("from ignite.engine import Engine\nfrom ignite.metrics import RunningAverage\nRunningAverage()\n")
-    note = f"{path}:3: RunningAverage: works, but "
+    note = f"{path}:3: RunningAverage: works; "
     for arguments, is_reported in ((["--write"], True), (["--write"], False), ([], True)):
         assert main([*arguments, str(path)]) == 0
         assert (note in capsys.readouterr().err) == is_reported
@@ -440,7 +440,7 @@ def test_a_difference_is_reported_once_per_file_with_all_its_lines(tmp_path, cap
     path.write_text("from ignite.metrics import RunningAverage\n" + "RunningAverage()\n" * 3)
     main([str(path)])
     (note,) = (line for line in capsys.readouterr().err.splitlines() if "RunningAverage" in line)
-    assert note.startswith(f"{path}:2: RunningAverage: works, but ")
+    assert note.startswith(f"{path}:2: RunningAverage: works; ")
     assert note.endswith("; also in lines 3, 4 (docs/migrating/from-ignite.md#metrics)")
 
 

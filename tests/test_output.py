@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import struct
@@ -196,8 +197,13 @@ def of_progress_bar(tmp_path):
 def of_show_config(tmp_path):
     def show():
         path = tmp_path / "log.txt"
-        setup_logger("camshaft", format="%(asctime)s %(levelname)s: %(message)s", filepath=path, reset=True)
+        logger = setup_logger("camshaft", format="%(asctime)s %(levelname)s: %(message)s", filepath=path, reset=True)
         idist.show_config()
+        for handler in tuple(logger.handlers):
+            logger.removeHandler(handler)
+            handler.close()
+        logger.setLevel(logging.NOTSET)
+        logger.propagate = True
         assert "INFO: device:                    cpu" in path.read_text()
         assert "\x1b" not in path.read_text()
 

@@ -45,8 +45,11 @@ class Call:
         self._collective = collective
         self._backend = backend
         self._record: Record | None = None  # in which this call has a number
-        self.group, self.ranks = _resolve(backend, group)
-        self.is_member = group is None or backend.topology.rank in self.ranks
+        if group is None:  # not worth a call
+            self.group, self.ranks, self.is_member = None, backend.members(None), True
+        else:
+            self.group, self.ranks = _resolve(backend, group)
+            self.is_member = backend.topology.rank in self.ranks
 
     def begin(self, value: Any = None, how: str = "", root: Any = None, is_long: bool = False) -> None:
         """Check on members that the collective can complete, and record it; for the arguments see :meth:`Record.begin`.
@@ -191,20 +194,18 @@ def failing(error: BaseException, backend: Backend) -> BaseException:
     return error if watcher is None else watcher.fail(error)
 
 
-def _resolve(backend: Backend, group: Any) -> tuple[Group | None, Sequence[int]]:
+def _resolve(backend: Backend, group: Any) -> tuple[Group, Sequence[int]]:
     """Return the group that a user means, and its ranks.
 
     Args:
         backend: of this rank.
-        group: ``None`` for all ranks, a sequence of ranks, or a group in the backend's own terms. The first use of a
-            sequence creates a group: by its members or, where the backend needs them, by all ranks in the same order.
+        group: a sequence of ranks, or a group in the backend's own terms. The first use of a sequence creates a group:
+            by its members or, where the backend needs them, by all ranks in the same order.
 
     Raises:
         ValueError: it is not one of these, the group was destroyed, or a rank is out of range.
         RankDivergenceError: the group must be created, and not all ranks needed for it run this block of code.
     """
-    if group is None:
-        return None, backend.members(None)
     ranks = backend.ranks_of(group)
     if ranks is not None:
         return group, ranks

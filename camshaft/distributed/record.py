@@ -300,7 +300,8 @@ class Record:
                     frame = frame.f_back
                 else:
                     _place_of(frame.f_code.co_filename)
-            frame = frame or _user_frame(sys._current_frames()[threading.main_thread().ident or 0])  # a thread of torch, such as that of a backward pass on a GPU, has none
+            if frame is None:  # a thread of torch, such as that of a backward pass on a GPU, has no code of the user
+                frame = _user_frame(sys._current_frames()[threading.main_thread().ident or 0])
             code, shape = frame.f_code, tensors[0].shape if len(tensors) == 1 else tuple(map(Tensor.size, tensors))
             counted = self._all if group == "all" else self._in_torch.setdefault(group, _Counted(group))
             sequence, number = next(counted.sequence), next(self._numbers)

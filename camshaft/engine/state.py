@@ -102,7 +102,7 @@ class State(Generic[Batch, Output]):
         if event_name not in self.event_to_attr:
             counted = f"counted are {', '.join(str(getattr(event, 'name', event)) for event in self.event_to_attr)}"
             if ignite_class(event_name) is not None:
-                counted = "it comes from PyTorch-Ignite, as does the handler that asks: import it from camshaft.handlers"
+                counted = "it comes from PyTorch-Ignite, and so does the handler: import it from camshaft.handlers"
             raise RuntimeError(f"no attribute of the state counts the event {event_name!r}; {counted}")
         count: int = getattr(self, self.event_to_attr[event_name])
         return count

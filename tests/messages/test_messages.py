@@ -709,8 +709,8 @@ MISTAKES = [
         ),
         KeyError,
         (
-            "the score needs the metric 'accuracy', but engine.state.metrics has []: correct the name, or attach metric "
-            "and handler to the same engine, usually the evaluator"
+            "the score needs the metric 'accuracy', but engine.state.metrics has []: correct the name, or attach "
+            "metric and handler to the same engine, usually the evaluator"
         ),
     ),
     (

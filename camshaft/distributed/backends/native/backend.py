@@ -79,6 +79,7 @@ class NativeBackend(Backend):
             self.reductions = tuple(op for op in _REDUCTIONS if op not in ("AND", "OR"))  # nccl has none of bits
         self.carrier = _CPU if "cpu:" in config else device  # also on a machine with GPUs
         self._not_always_reducible = _COMPLEX if "nccl" in config else _COMPLEX | FLOAT8
+        self._reduced_specially = _REDUCED_WIDER | self._not_always_reducible
         self._interface = interface
         self._timeout = timeout
         self._world: Any = dist.group.WORLD
@@ -94,7 +95,10 @@ class NativeBackend(Backend):
 
     def all_reduce(self, tensor: Tensor, op: str, group: Group | None) -> Tensor:
         """Reduce in place."""
-        return self._reduced(tensor, op, lambda own, op: dist.all_reduce(own, _REDUCTIONS[op], group))
+        if tensor.dtype in self._reduced_specially:
+            return self._reduced(tensor, op, lambda own, op: dist.all_reduce(own, _REDUCTIONS[op], group))
+        dist.all_reduce(tensor, _REDUCTIONS[op], group)
+        return tensor
 
     def all_gather(self, tensor: Tensor, group: Group | None) -> Tensor:
         """Gather into one tensor."""
