@@ -10,6 +10,7 @@ ARGS ?=
 ENVIRONMENT = $(PYTHON) scripts/environment.py
 PATIENT = -o timeout=180 -o faulthandler_timeout=240  # each of these tests starts several processes with torch
 TWO = -n 2 --dist worksteal  # at a time, because they mostly wait
+FILES = -n 2 --dist loadfile  # the same, where the tests of a file share a job or a server
 MANY = -n $$(($$(getconf _NPROCESSORS_ONLN) + 2)) --dist loadfile  # as in scripts/check
 
 .PHONY: demo test test-torch test-gpu test-jobs test-openmpi test-xla test-horovod test-hosts test-slurm test-restarts test-loggers test-browser test-docs site bench bench-gpu format clean
@@ -31,18 +32,17 @@ test-gpu:
 	@$(PYTHON) scripts/gpu.py test $(ARGS)
 
 # tests that start Python several times: jobs under torchrun and mpirun that fail, end early, or are killed, and benchmarks
-# (each file runs in one process, because its tests may share a job)
 test-jobs:
-	@$(ENVIRONMENT) dev python -m pytest -m jobs $(PATIENT) -n 2 --dist loadfile tests $(ARGS)
+	@$(ENVIRONMENT) dev python -m pytest -m jobs $(PATIENT) $(FILES) tests $(ARGS)
 
 # the MPI tests of `make test` (with ARGS="-m jobs", of `make test-jobs`) with Open MPI; an environment can hold only one MPI library
 test-openmpi:
-	@$(ENVIRONMENT) openmpi python -m pytest $(PATIENT) tests/mpi $(ARGS)
+	@$(ENVIRONMENT) openmpi python -m pytest $(PATIENT) $(FILES) tests/mpi $(ARGS)
 
 # torch_xla with the torch that it needs, on the CPU unless PJRT_DEVICE is set; takes 7 GB of disk space
 test-xla: export PJRT_DEVICE ?= CPU
 test-xla:
-	@$(ENVIRONMENT) xla python -m pytest $(PATIENT) tests/xla $(ARGS)
+	@$(ENVIRONMENT) xla python -m pytest $(PATIENT) $(FILES) tests/xla $(ARGS)
 
 # builds Horovod from source for this torch, which takes minutes and requires a C++ compiler; the wheel is cached
 test-horovod:

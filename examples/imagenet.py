@@ -159,7 +159,7 @@ def training(local_rank: int, config: argparse.Namespace) -> dict[str, float]:
     to_save["best"] = best
     if name == "fp16":
         to_save["scaler"] = trainer.state.scaler
-    latest = Checkpoint(to_save, config.output, n_saved=2, greater_or_equal=True, asynchronous=True)
+    latest = Checkpoint(to_save, config.output, n_saved=2, asynchronous=True)
     trainer.add_event_handler(Events.ITERATION_COMPLETED(every=config.save_every) | Events.EPOCH_COMPLETED, latest)
     Preemption(latest).attach(trainer)
     if (newest := latest.resume_latest()) is not None:

@@ -111,11 +111,9 @@ def warn_of_new_pass(data: Any, done: int) -> None:
     """Warn if a run resumes in the middle of an epoch but its data are read from their beginning."""
     if not done % (length_of(data) or done + 1):
         return
-    sampler = getattr(data, "sampler", None)
-    is_reread = isinstance(sampler, _REREAD) and not getattr(sampler, "replacement", False)
     if isinstance(data, Iterator) or isinstance(getattr(data, "dataset", None), IterableDataset):
         place = "from where they are now, unless you have moved them forward"
-    elif exact_batches(data) is not None or (is_reread and type(getattr(data, "batch_sampler", None)) is BatchSampler):
+    elif _is_reread(data):
         place = "from the beginning"
     else:
         return
@@ -128,6 +126,15 @@ def warn_of_new_pass(data: Any, done: int) -> None:
         f"the run resumes after {counted(done, 'iteration')} of an epoch, but its data are read {place}: in this epoch "
         f"some samples are seen twice or never; {hint}",
         stacklevel=2,
+    )
+
+
+def _is_reread(data: Any) -> bool:
+    """Return whether each pass over a loader is known to read all of its samples, each once."""
+    sampler = getattr(data, "sampler", None)
+    is_of_torch = isinstance(sampler, _REREAD) and not getattr(sampler, "replacement", False)
+    return exact_batches(data) is not None or (
+        is_of_torch and type(getattr(data, "batch_sampler", None)) is BatchSampler
     )
 
 
@@ -192,6 +199,7 @@ class DataIterator:
         self.warns = False
         self.batches: list[Any] = []
         self._cut_after: int | None = None  # iterations of the last epoch, if it was cut short
+        self._is_shifted = False  # the pass began in the middle of an epoch, although each epoch is a pass
         self._announced: tuple[Any, int] | None = None  # the data, and the number
         self._usual_length: int | None = None  # batches of the last pass over data without a length
         self._number = -1
@@ -214,6 +222,9 @@ class DataIterator:
         else:
             iterator, skipped = self.open_first_pass()
         length = length_of(state.dataloader)
+        if self.start is not None and length and length == state.epoch_length:
+            is_in_epoch = self.start.position is None and self.start.done % length and _is_reread(state.dataloader)
+            self._is_shifted = bool(is_in_epoch or (self.start.position or {}).get("shifted"))
         if self.start is not None and self.start.position is not None and length is None:
             length = self.start.position.get("steps")
         self._take(iterator, number, length, skipped)
@@ -250,6 +261,12 @@ class DataIterator:
         self.batches.clear()
         if self.iterator is not None:
             self.iterator, self._cut_after = None, done
+
+    def end_epoch(self, done: int) -> None:
+        """Abandon a pass that began in the middle of the epoch, so that later epochs have each sample once."""
+        if self._is_shifted:
+            self._is_shifted = False
+            self.cut(done)
 
     def replace(self, data: Any) -> None:
         """Continue with other data, at once if a pass is live; with the previous ones if they cannot be opened."""
@@ -308,8 +325,10 @@ class DataIterator:
         batches = self._given() - back
         over = self.iterator is None or (self._length is not None and batches >= self._length)
         if self._exact is not None:
+            if self._is_shifted and self.engine.iteration_in_epoch - back >= (self._length or 0):
+                over = True  # once the epoch has ended, the pass is abandoned
             position: Position = self._exact.position(batches, over=over, **self._pass)
-            return position
+            return {**position, "shifted": True} if self._is_shifted and position["consumed"] else position
         if isinstance(data, Stateful):
             if over or not batches:
                 return None

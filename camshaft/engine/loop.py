@@ -153,6 +153,7 @@ class Run:
                         is_cut = True
                         self.data.cut(self.begun)
                     self.in_epoch, self.window = False, None
+                    self.data.end_epoch(self.begun)
                     if is_cut:
                         self._fire(Events.TERMINATE_SINGLE_EPOCH, iter_counter=self.begun)
                     engine.state.times["EPOCH_COMPLETED"] = perf_counter() - epoch_began

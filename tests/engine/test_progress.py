@@ -6,7 +6,7 @@ import copy
 import itertools
 import warnings
 import weakref
-from collections import OrderedDict, UserDict
+from collections import OrderedDict, UserDict, defaultdict
 
 import pytest
 import torch
@@ -1019,6 +1019,31 @@ def test_a_loader_that_starts_from_the_beginning_after_an_error_warns():
     failing.remove()
     with pytest.warns(UserWarning, match="after 2 iterations of .* its data are read from the beginning"):
         engine.run(data)
+
+
+@settings(max_examples=20, deadline=None)
+@given(iteration=st.integers(1, 11), stop=st.one_of(st.none(), st.integers(1, 18)))
+def test_epochs_after_one_that_was_resumed_without_a_position_have_each_sample_once(iteration, stop):
+    def loader():
+        if stop is None:
+            return DataLoader(range(12), batch_size=2, shuffle=True)
+        return idist.auto_dataloader(range(12), batch_size=2, shuffle=True, seed=0)
+
+    def save(engine):
+        states.append(engine.state_dict())
+        engine.terminate()
+
+    epochs, states = defaultdict(list), [{"iteration": iteration, "epoch_length": 6, "max_epochs": 5}]
+    for when in [None] if stop is None else [iteration + stop, None]:
+        engine = Engine(lambda engine, batch: epochs[engine.state.epoch].extend(batch.tolist()))
+        if when is not None:
+            engine.add_event_handler(Events.ITERATION_COMPLETED(once=when), save)
+        engine.load_state_dict(states[-1])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            engine.run(loader())
+    whole = range(iteration // 6 + 1 + (iteration % 6 > 0), 6)
+    assert [sorted(epochs[epoch]) for epoch in whole] == [list(range(12))] * len(whole)
 
 
 # --- epochs that end early ---------------------------------------------------------------------------------------

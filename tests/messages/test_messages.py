@@ -733,72 +733,6 @@ MISTAKES = [
     ),
     (
         (
-            'evaluator.add_event_handler(Events.COMPLETED, Checkpoint({"model": model}, "checkpoints"))\n'
-            "evaluator.run(batches)\n"
-            "evaluator.run(batches[:1])"
-        ),
-        UserWarning,
-        (
-            "nothing was saved on Events.COMPLETED: step 1 is below 4, the smallest step kept in 'checkpoints'; "
-            "call reset() before an engine is restarted from 0"
-        ),
-    ),
-    (
-        (
-            'evaluator.add_event_handler(Events.COMPLETED, Checkpoint({"model": model}, "checkpoints"))\n'
-            "trainer.add_event_handler(Events.EPOCH_STARTED, lambda: evaluator.run(batches))\n"
-            "trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(batches[:1]))\n"
-            "trainer.run(batches, max_epochs=2)"
-        ),
-        UserWarning,
-        (
-            "nothing was saved on Events.COMPLETED: step 1 is below 4, the smallest step kept in 'checkpoints'; this "
-            "engine counts from 0 in each run, so pass global_step_transform=global_step_from_engine(trainer)"
-        ),
-    ),
-    (
-        (
-            "trainer.run(batches)\n"
-            'Checkpoint({"model": model}, "checkpoints")(trainer)\n'
-            'checkpoint = Checkpoint({"model": model}, "checkpoints")\n'
-            "checkpoint.resume_latest()\n"
-            "evaluator.add_event_handler(Events.ITERATION_COMPLETED, checkpoint)\n"
-            "evaluator.run(batches[:2])"
-        ),
-        UserWarning,
-        (
-            "nothing was saved on Events.ITERATION_COMPLETED: step 1 is below 4, the smallest step kept in "
-            "'checkpoints'; add the engine to to_save, so that a resumed run continues with the step of its checkpoint"
-        ),
-    ),
-    (
-        (
-            "step = global_step_from_engine(trainer)\n"
-            'checkpoint = Checkpoint({"model": model}, "checkpoints", global_step_transform=step)\n'
-            "trainer.add_event_handler(Events.ITERATION_COMPLETED(every=2) | Events.EPOCH_COMPLETED, checkpoint)\n"
-            "trainer.run(batches)"
-        ),
-        UserWarning,
-        (
-            "nothing was saved on Events.EPOCH_COMPLETED: step 1 is below 4, the smallest step kept in 'checkpoints'; "
-            "global_step_transform has counted something else before, such as iterations instead of epochs: let it "
-            "count the same on all events, as global_step_from_engine(trainer, Events.ITERATION_COMPLETED) does"
-        ),
-    ),
-    (
-        (
-            'evaluator.add_event_handler(Events.COMPLETED, Checkpoint({"model": model}, "checkpoints"))\n'
-            "trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(batches))\n"
-            "trainer.run(batches, max_epochs=2)"
-        ),
-        UserWarning,
-        (
-            "nothing was saved on Events.COMPLETED: this engine counts from 0 in each run, to step 4 again; pass "
-            "score_name or score_function to keep the best, or a global_step_transform to keep the newest"
-        ),
-    ),
-    (
-        (
             'checkpoint = Checkpoint({"model": model}, "checkpoints", n_saved=2)\n'
             "evaluator.add_event_handler(Events.ITERATION_COMPLETED(every=4) | Events.COMPLETED, checkpoint)\n"
             "trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(batches))\n"
@@ -808,7 +742,7 @@ MISTAKES = [
         (
             "the last checkpoint was overwritten on Events.ITERATION_COMPLETED: this engine counts from 0 in each run, "
             "to step 4 again; pass score_name or score_function to keep the best, or a global_step_transform to keep "
-            "the newest"
+            "several"
         ),
     ),
     (

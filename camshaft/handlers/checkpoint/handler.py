@@ -139,10 +139,9 @@ def name_of(objects: Mapping[str, Any]) -> str:
 class Checkpoint(Serializable):
     """Saves objects whenever the event fires for which it is registered, and keeps ``n_saved`` of the files.
 
-    Without a score the newest checkpoints are kept: if there are ``n_saved`` already, a call with a step that is not
-    larger than the lowest of them saves nothing, unless ``greater_or_equal`` lets an equal one replace it. Call
-    :meth:`reset` before an engine is restarted from 0. A handler on an evaluator, whose iteration is always the same,
-    needs a ``global_step_transform`` or a score. With a score the best are kept; NaN is worse than any number.
+    Without a score, each call saves, and the newest checkpoints are kept, whatever their steps. One of the same step
+    replaces the file: on an evaluator, whose iteration is the same in each run, a ``global_step_transform`` keeps
+    several. With a score the best are kept; NaN is worse than any number.
 
     A file is written first, then recorded, and only then the one it replaces is removed; a save that fails changes
     nothing. On ``EXCEPTION_RAISED``, it counts as handling the exception, like any handler: re-raise the exception in
@@ -165,7 +164,7 @@ class Checkpoint(Serializable):
             ends in ``.safetensors`` is for the weights of a single model, in that format.
         include_self: save the record of this handler too, under the key ``checkpointer``; with a single object
             the key is inside the state of that object.
-        greater_or_equal: save also when the score, or step, only equals the lowest one kept.
+        greater_or_equal: save also when the score only equals the lowest one kept.
         save_on_rank: the rank that writes files and gathers sharded state; ``"node"`` for the first process of each
             node, if nodes have local disks. A ``DiskSaver`` as ``save_handler`` has its own.
         asynchronous: save in the background: the state is copied to host memory, and the run continues. One save at a
@@ -271,7 +270,7 @@ class Checkpoint(Serializable):
         self._last_save: tuple[Any, int] | None = None  # its event and iteration
         self._ignores_files = False  # whether checkpoints of earlier runs were taken over, reported, or left alone
         self._last_run: tuple[str, int] | None = None  # the run of an engine in which this handler was called last
-        self._has_warned = False  # of smaller or repeated steps, since the last save
+        self._has_warned = False  # of a repeated step
         # A handler may overwrite what others saved before it was made, or got its record, as a resumed run does; but of
         # two handlers that write the same file at the same time, each would remove that of the other.
         self._may_overwrite = _owners.copy()
@@ -324,7 +323,7 @@ class Checkpoint(Serializable):
         is_wanted = always or self._is_wanted(priority)
         warns = is_writer(0 if save_on_rank == "node" else save_on_rank)
         if warns:
-            self._warn_of_step(priority, engine, is_wanted)
+            self._warn_of_repeated_step(priority, engine)
         if not is_wanted:
             return
         name = name_of(self.to_save)
@@ -332,7 +331,7 @@ class Checkpoint(Serializable):
         kept = [item for item in self._saved if item.filename != filename]  # a file of the same name is overwritten
         is_full = self.n_saved is not None and len(kept) >= self.n_saved
         dropped = kept.pop(0).filename if is_full and len(kept) == len(self._saved) else None
-        saved = _sorted([*kept, Item(priority, filename)])
+        saved = _in_order([*kept, Item(priority, filename)], self.score_function is not None)
 
         self._check_is_resumed(is_over=is_over)
         if warns and not self._ignores_files:
@@ -378,7 +377,6 @@ class Checkpoint(Serializable):
             save(checkpoint)
             announce()
         self._last_save = engine.last_event_name, engine.state.iteration
-        self._has_warned = False
 
     def _ranking(self, engine: Engine[Any, Any]) -> tuple[Any, int | float | None, int | float]:
         """Return the step and the score of a checkpoint, and its priority."""
@@ -501,7 +499,9 @@ class Checkpoint(Serializable):
         self.reset()
         self._unresumed = 0
         prefix = self.filename_prefix if self.filename_pattern is None else ""
-        self._saved = _sorted([item for item in saved if item.filename.startswith(f"{prefix}_" if prefix else "")])
+        start = f"{prefix}_" if prefix else ""
+        own = [item for item in saved if item.filename.startswith(start)]
+        self._saved = _in_order(own, self.score_function is not None)
         if foreign := [item.filename for item in saved if item not in self._saved]:
             text = f"the record names {foreign}, of a handler with another prefix than {prefix!r}, which are left alone"
             hint = "save the records of handlers that share a directory under separate names in to_save"
@@ -575,47 +575,25 @@ class Checkpoint(Serializable):
         return priority if name == entry.file else None
 
     def _is_wanted(self, priority: float) -> bool:
-        """Return whether there is room for a checkpoint, or it is better than the lowest one kept."""
-        if self.n_saved is None or len(self._saved) < self.n_saved:
+        """Return whether there is room for a checkpoint, it is newer, or it is better than the lowest one kept."""
+        if self.score_function is None or self.n_saved is None or len(self._saved) < self.n_saved:
             return True
         new, lowest = _comparable(priority), _comparable(self._saved[0].priority)
         return new > lowest or (self.greater_or_equal and new == lowest)
 
-    def _warn_of_step(self, step: float, engine: Engine[Any, Any], is_wanted: bool) -> None:
-        """Warn once if the step is not above those of the checkpoints kept.
-
-        The engine has started again from 0, or is run again and again, as an evaluator is, and repeats a step.
-        """
+    def _warn_of_repeated_step(self, step: float, engine: Engine[Any, Any]) -> None:
+        """Warn once if several checkpoints are to be kept, but each run of an engine has the same step."""
         before, self._last_run = self._last_run, (engine.run_line, engine.run_number)
-        if self._has_warned or self.score_function is not None or not self._saved:
+        if self._has_warned or self.n_saved == 1 or before == self._last_run:
             return
-        kept = [item.priority for item in self._saved]
-        counts_from_0 = self.global_step_transform is None and (outermost_engine() or engine) is not engine
-        if step in kept and before != self._last_run and counts_from_0 and not self.greater_or_equal:
-            what = "nothing was saved" if len(kept) == self.n_saved else "the last checkpoint was overwritten"
+        has_steps = self.score_function is None and self.global_step_transform is None
+        counts_from_0 = has_steps and (outermost_engine() or engine) is not engine
+        if counts_from_0 and not self.greater_or_equal and any(step == item.priority for item in self._saved):
+            self._has_warned = True
             why = f"this engine counts from 0 in each run, to step {step} again"
-            hint = "pass score_name or score_function to keep the best, or a global_step_transform to keep the newest"
-        elif step < kept[0] and not is_wanted:
-            where = f" in '{saver.dirname}'" if isinstance(saver := self.save_handler, DiskSaver) else ""
-            what, why = "nothing was saved", f"step {step} is below {kept[0]}, the smallest step kept{where}"
-            hint = "call reset() before an engine is restarted from 0"
-            if counts_from_0:
-                remedy = "global_step_transform=global_step_from_engine(trainer)"
-                hint = f"this engine counts from 0 in each run, so pass {remedy}"
-            elif self._last_save is None and not any(isinstance(one, Engine) for one in self._objects()):
-                hint = "add the engine to to_save, so that a resumed run continues with the step of its checkpoint"
-            elif self.global_step_transform is not None and (
-                self._last_save is None
-                or (self._last_save[0] != engine.last_event_name and self._last_save[1] <= engine.state.iteration)
-            ):  # the engine has not started again, so the step has another meaning
-                remedy = "let it count the same on all events, as global_step_from_engine(trainer, "
-                hint = "global_step_transform has counted something else before, such as iterations instead of epochs: "
-                hint += f"{remedy}Events.ITERATION_COMPLETED) does"
-        else:
-            return
-        self._has_warned = True
-        text = f"{what} on {engine.last_event_name!r}: {why}; {hint}"
-        warnings.warn(text, stacklevel=level_of_caller())
+            hint = "pass score_name or score_function to keep the best, or a global_step_transform to keep several"
+            text = f"the last checkpoint was overwritten on {engine.last_event_name!r}: {why}; {hint}"
+            warnings.warn(text, stacklevel=level_of_caller())
 
     def _objects(self) -> Iterator[Any]:
         """Yield the objects that are saved."""
@@ -826,9 +804,9 @@ def _comparable(priority: float) -> tuple[bool, float]:
     return (False, 0.0) if math.isnan(priority) else (True, priority)
 
 
-def _sorted(items: list[Item]) -> list[Item]:
-    """Sort by priority; among equals the newest stays last."""
-    return sorted(items, key=lambda item: _comparable(item.priority))
+def _in_order(items: list[Item], have_scores: bool) -> list[Item]:
+    """Return items in the order in which they are removed: the worst first, without scores the oldest."""
+    return sorted(items, key=lambda item: _comparable(item.priority)) if have_scores else items
 
 
 def _record(items: list[Item]) -> OrderedDict[str, Any]:

@@ -22,7 +22,7 @@ from camshaft.engine import Engine, Events
 from camshaft.engine.deterministic import DeterministicEngine
 from camshaft.errors import DamagedCheckpointError
 from camshaft.files import checksum_of
-from camshaft.handlers import Checkpoint, DiskSaver, ModelCheckpoint
+from camshaft.handlers import Checkpoint, DiskSaver, EarlyStopping, ModelCheckpoint
 from camshaft.handlers.checkpoint import loading, savers
 from camshaft.handlers.checkpoint.savers import FOLDER, Entry, Manifest
 from camshaft.seeding import capture_random_state
@@ -1007,3 +1007,54 @@ def test_records_are_found_in_nested_objects(tmp_path):
     _, best, _ = best_and_last(tmp_path)
     Checkpoint.resume({"part": part, "handlers": [{"best": best}]}, tmp_path / "nested")
     assert best.last_checkpoint is None
+
+
+# --- what a resumed run saves -------------------------------------------------------------------------------------
+
+
+def train(folder, batch_size=2, max_epochs=4, stop_at=None, **options):
+    """Train over 24 samples, resuming if there is a checkpoint; return the epochs and iterations that were run."""
+    trainer, ran = Engine(lambda engine, batch: None), []
+    checkpoint = Checkpoint({"trainer": trainer}, folder, **options)
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def stop(engine):
+        ran.append((engine.state.epoch, engine.state.iteration))
+        if engine.state.iteration == stop_at:
+            raise KeyboardInterrupt
+
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=2), checkpoint)
+    checkpoint.resume_latest()
+    loader = idist.auto_dataloader(torch.arange(24), batch_size=batch_size, shuffle=True, seed=1)
+    if stop_at is None:
+        trainer.run(loader, max_epochs=max_epochs)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.run(loader, max_epochs=max_epochs)
+    return ran
+
+
+def test_a_run_resumed_with_larger_batches_goes_on_saving_although_it_has_fewer_iterations(tmp_path):
+    ran = train(tmp_path, stop_at=27, n_saved=2)  # of 12 per epoch
+    assert ran[-1] == (3, 27)
+    ran = train(tmp_path, batch_size=8, n_saved=2)  # 3 per epoch
+    assert ran[-1] == (4, 12)
+    assert names(tmp_path) == ["trainer_10.pt", "trainer_12.pt"]
+    ran = train(tmp_path, batch_size=8, max_epochs=5, n_saved=2)
+    assert ran == [(5, 13), (5, 14), (5, 15)]
+
+
+def test_what_an_evaluation_changed_is_saved_although_its_iteration_was_saved_before(tmp_path):
+    def run():
+        trainer, evaluator = Engine(lambda engine, batch: None), Engine(lambda engine, batch: None)
+        stopping = EarlyStopping(1, lambda engine: 0.0, trainer)
+        stopping.attach(evaluator)
+        checkpoint = Checkpoint({"trainer": trainer, "stopping": stopping}, tmp_path)  # one file
+        trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run([0]))
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(every=3) | Events.EPOCH_COMPLETED, checkpoint)
+        checkpoint.resume_latest()
+        trainer.run(range(3), max_epochs=9)
+        return trainer.state.epoch
+
+    assert run() == 2
+    assert run() == 2  # and stays stopped
