@@ -53,6 +53,7 @@ ScoreFunction = Callable[[Engine[Any, Any]], Any]
 StepTransform = Callable[[Engine[Any, Any], Any], Any]
 SaveHandler = str | PathLike[str] | BaseSaveHandler | Callable[..., object]
 _FIELDS = ("filename_prefix", "name", "score", "score_name", "global_step", "ext")  # of names
+_EXTENSIONS = ("pt", "sharded")
 _LONGEST_PREFIX = 180  # bytes; of the usual 255 of a file name, the name, score, and suffix of its entry take the rest
 _ENDS = Events.TERMINATE | Events.COMPLETED | Events.INTERRUPT | Events.EXCEPTION_RAISED
 _owners: WeakValueDictionary[Path, Checkpoint] = WeakValueDictionary()  # the handler that saved a file last
@@ -261,7 +262,7 @@ class Checkpoint(Serializable):
         self.save_on_rank = save_on_rank
         self.asynchronous = asynchronous
         self.sharded = sharded
-        self.ext = "sharded" if sharded else "pt"
+        self.ext = _EXTENSIONS[sharded]
         self._exchange = Exchange()
         if sharded:
             self._exchange.prepare()
@@ -565,14 +566,14 @@ class Checkpoint(Serializable):
         return {file: priority for file, priority in found.items() if priority is not None}
 
     def _priority_of(self, entry: Entry) -> float | None:
-        """Return the priority of a file if its name is what this handler would give it."""
+        """Return the priority of a file if its name is what this handler would give it, sharded or not."""
         is_scored = self.score_function is not None
         priority = entry.score if is_scored else entry.step
         if priority is None or is_scored == (entry.score is None):
             return None
         has_step = not is_scored or self.global_step_transform is not None
-        name = self._filename(name_of(self.to_save), entry.score, entry.step if has_step else None)
-        return priority if name == entry.file else None
+        parts = name_of(self.to_save), entry.score, entry.step if has_step else None
+        return priority if entry.file in (self._filename(*parts, ext=ext) for ext in _EXTENSIONS) else None
 
     def _is_wanted(self, priority: float) -> bool:
         """Return whether there is room for a checkpoint, it is newer, or it is better than the lowest one kept."""
@@ -599,7 +600,7 @@ class Checkpoint(Serializable):
         """Yield the objects that are saved."""
         return (one for _, one in walk(dict(self.to_save), "state_dict"))
 
-    def _filename(self, name: str, score: Any = None, global_step: Any = None) -> str:
+    def _filename(self, name: str, score: Any = None, global_step: Any = None, ext: str | None = None) -> str:
         """Return the name of a file: ``[prefix_]name[_step][_score_name=score].pt``, or that of the pattern."""
         has_score = score is not None
         if has_score and not isinstance(score, str):
@@ -607,7 +608,7 @@ class Checkpoint(Serializable):
         score_name = self.score_name and _without_slashes(self.score_name)
         has_score_name, has_step = has_score and score_name is not None, global_step is not None
         values = {"filename_prefix": self.filename_prefix, "name": _without_slashes(name), "global_step": global_step}
-        values.update(score_name=score_name, score=score, ext=self.ext)
+        values.update(score_name=score_name, score=score, ext=ext or self.ext)
         pattern = self.filename_pattern or make_pattern(bool(self.filename_prefix), has_score, has_score_name, has_step)
         try:
             return pattern.format(**values)

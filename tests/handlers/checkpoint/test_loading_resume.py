@@ -1058,3 +1058,16 @@ def test_what_an_evaluation_changed_is_saved_although_its_iteration_was_saved_be
 
     assert run() == 2
     assert run() == 2  # and stays stopped
+
+
+def test_checkpoints_of_the_other_format_are_taken_over_and_removed_too(tmp_path):
+    for number, sharded in enumerate([True, False, True]):
+        part = Part()
+        checkpoint = Checkpoint({"part": part}, tmp_path, sharded=sharded, n_saved=2)
+        checkpoint.resume_latest()
+        assert part.value == 10 * number
+        for step in (10 * number + 5, 10 * number + 10):
+            part.value = step
+            checkpoint(at(step))
+        suffix = ".sharded" if sharded else ".pt"
+        assert {path.name for path in tmp_path.glob("part_*")} == {f"part_{step}{suffix}" for step in (step - 5, step)}
