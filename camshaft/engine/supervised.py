@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from camshaft.distributed import get_world_size, model_name
 from camshaft.engine.deterministic import DeterministicEngine
 from camshaft.engine.engine import Engine
 from camshaft.engine.step import (
@@ -33,7 +34,7 @@ from camshaft.engine.step import (
 )
 from camshaft.engine.step import prepare_batch as _prepare_batch
 from camshaft.errors import check_is_no_class, check_takes, check_type, described, level_of_caller
-from camshaft.sharding import is_dtensor, reshard
+from camshaft.sharding import is_dtensor, is_wrapped, reshard
 from camshaft.types import DeviceLike
 
 P = ParamSpec("P")
@@ -356,6 +357,7 @@ def create_supervised_trainer(
         gradient_accumulation_steps=gradient_accumulation_steps, model_fn=model_fn, clip_grad_norm=clip_grad_norm,
         clip_grad_value=clip_grad_value, batch_weight=batch_weight, **of_amp,
     )  # fmt: skip
+    _warn_unless_synchronized(model)
     trainer: Engine[Any, Any] = DeterministicEngine(step) if deterministic else Engine(step)
     if new_scaler is not None:
         trainer.state.scaler = new_scaler
@@ -472,6 +474,19 @@ def _check_holds_parameters(optimizer: Any, model: Any, model_fn: Any) -> None:
         warnings.warn(
             "optimizer holds the parameters of another model with the same shapes, so this model will not be trained: "
             "create the optimizer with model.parameters() after the model was created, moved, or replaced",
+            stacklevel=level_of_caller(),
+        )
+
+
+def _warn_unless_synchronized(model: Any) -> None:
+    """Warn if each of several ranks would train a model of its own; other backends synchronize in the optimizer."""
+    if get_world_size() == 1 or model_name() != "native-dist" or not isinstance(model, torch.nn.Module):
+        return
+    trainable = [one for one in model.parameters() if one.requires_grad]
+    if trainable and not any(map(is_wrapped, model.modules())) and not any(map(is_dtensor, trainable)):
+        warnings.warn(
+            f"each of the {get_world_size()} ranks trains a model of its own, as nothing averages the gradients: pass "
+            "the model through camshaft.distributed.auto_model, unless that is intended",
             stacklevel=level_of_caller(),
         )
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn, optim
 
+import camshaft.distributed as idist
 import camshaft.engine as engine_package
 from camshaft.engine import (
     DeterministicEngine,
@@ -26,6 +27,7 @@ from camshaft.engine import (
     supervised_training_step_apex,
     supervised_training_step_tpu,
 )
+from tests.ranks import on_ranks
 
 # === Trainers and evaluators ===
 
@@ -582,3 +584,18 @@ def test_a_trainer_with_wrong_options_is_rejected(options, error, named):
 def test_metrics_that_cannot_be_attached_are_rejected(metrics, named):
     with pytest.raises(TypeError, match=named):
         create_supervised_evaluator(MODEL, metrics)
+
+
+@on_ranks(2)
+def test_a_model_that_nothing_synchronizes_is_reported():
+    def create(model):
+        parameters = [one for one in model.parameters() if one.requires_grad]
+        optimizer = torch.optim.SGD(parameters or [torch.zeros(1)], lr=0.1)
+        create_supervised_trainer(model, optimizer, torch.nn.functional.mse_loss)
+
+    with pytest.warns(UserWarning, match="each of the 2 ranks trains a model of its own, .*auto_model") as caught:
+        create(torch.nn.Linear(1, 1))
+    assert [one.filename for one in caught] == [__file__]
+    create(idist.auto_model(torch.nn.Linear(1, 1)))
+    create(torch.nn.Sequential(idist.auto_model(torch.nn.Linear(1, 1))))
+    create(torch.nn.Linear(1, 1).requires_grad_(requires_grad=False))

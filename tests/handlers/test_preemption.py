@@ -469,7 +469,9 @@ def preempt_one(folder, receivers, exit_code):
 def test_the_ranks_agree_whether_a_run_that_ends_was_preempted(tmp_path):
     """The signal comes around the last iteration, which another handler has chosen, or which is the target."""
     for last in range(1, 13):
-        trainer, preemption = trainer_of(tmp_path, lambda engine, batch: idist.all_reduce(1))
+        folder = tmp_path / str(last)
+        folder.mkdir(exist_ok=True)
+        trainer, preemption = trainer_of(folder, lambda engine, batch: idist.all_reduce(1))
         stopping = EarlyStopping(1, lambda engine: 0.0, trainer)
         if last % 3 == 0:
             trainer.add_event_handler(Events.ITERATION_COMPLETED(after=last - 2), stopping)
