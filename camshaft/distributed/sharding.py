@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from camshaft.distributed.backend import Backend
 from camshaft.distributed.groups import enter
 from camshaft.distributed.mesh import size_of
-from camshaft.errors import check_type, described
+from camshaft.errors import annotate, check_type, described
 from camshaft.sharding import any_dtensor
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Shard: TypeAlias = type[nn.Module] | Iterable[type[nn.Module]] | Callable[[nn.Module], bool]
 _MOST_NAMES = 20  # of modules in an error, to find the right one
+_MOST_CHOICES = 3  # of patterns that an error suggests
 _REPLACED = "_camshaft_replaced_in_model"  # set on a parameter for which the model now has a distributed one
 _adapted: WeakSet[Optimizer] = WeakSet()
 
@@ -61,7 +62,8 @@ class Layout:
                 check_type(f"tensor_plan[{pattern!r}]", style, ParallelStyle, "a ParallelStyle")
                 if not any(_matches(name, pattern) for name in names):
                     raise ValueError(
-                        f"tensor_plan has a pattern that matches no module, {pattern!r}: the model has {_listed(names)}"
+                        f"tensor_plan has a pattern that matches no module, {pattern!r}: "
+                        + (_longer(names, pattern) or f"the model has {_listed(names)}")
                     )
         if mesh is None:
             return
@@ -95,7 +97,15 @@ class Layout:
         if self.tensor_plan is not None and size_of(mesh, "tp") > 1:
             from torch.distributed.tensor.parallel import parallelize_module
 
-            parallelize_module(model, mesh["tp"], self.tensor_plan, src_data_rank=None)  # the weights are equal already
+            plan = self.tensor_plan if isinstance(self.tensor_plan, dict) else {"": self.tensor_plan}
+            for pattern, style in plan.items():
+                for name, module in [found for found in model.named_modules() if _matches(found[0], pattern)]:
+                    try:  # the weights are equal already
+                        parallelize_module(module, mesh["tp"], style, src_data_rank=None)
+                    except Exception as error:
+                        what = f"{name or 'the model'} ({type(module).__name__})"
+                        annotate(error, f"tensor_plan[{pattern!r}] applies {type(style).__name__} to {what}")
+                        raise
         if self._is_sharded(mesh):
             self._shard(model, mesh)
         else:
@@ -229,6 +239,17 @@ def _matches(name: str, pattern: str) -> bool:
     """Return whether torch applies a pattern to a module: each part of its name matches that of the pattern."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def _longer(names: Iterable[str], pattern: str) -> str:
+    """Suggest the shortest patterns that match if each wildcard of a pattern, and one before it, may match dots."""
+    found = [name.split(".") for name in names if name and fnmatchcase(f".{name}", f"*.{pattern}")]
+    shortest = min(map(len, found), default=0)
+    patterns = [
+        ".".join("*" if part.isdecimal() else part for part in parts) for parts in found if len(parts) == shortest
+    ]
+    choices = " or ".join(map(repr, list(dict.fromkeys(patterns))[:_MOST_CHOICES]))
+    return f"* matches one component of a name; did you mean {choices}?" if choices else ""
 
 
 def _listed(names: Iterable[str], most: int = _MOST_NAMES) -> str:

@@ -74,6 +74,8 @@ def close(got, wanted):
     ("arguments", "error", "message"),
     [
         ({"tensor_plan": {"blocks.*.upper": ColwiseParallel()}}, ValueError, "'blocks.*.upper': the model has heads, "),
+        ({"tensor_plan": {"*.up": ColwiseParallel()}}, ValueError, r"one component .* mean 'blocks\.\*\.up'\?$"),
+        ({"tensor_plan": {"up": ColwiseParallel()}}, ValueError, r"'up': .*; did you mean 'blocks\.\*\.up'\?$"),
         ({"tensor_plan": {"blocks": {}}}, TypeError, r"tensor_plan\['blocks'\] must be a ParallelStyle, got {}"),
         ({"tensor_plan": ColwiseParallel}, TypeError, "tensor_plan must be a dict of styles, or a style, got"),
         ({"shard": [nn.Conv2d]}, ValueError, "shard matches no module, got .*: the model has Block, LayerNorm"),
@@ -117,6 +119,13 @@ def test_a_mesh_must_fit_the_job_and_the_model():
     with pytest.raises(ValueError, match="sync_bn must be False"):
         idist.auto_model(model, True, mesh=by_hand, tensor_plan=PLAN)
     assert not any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+
+
+@on_ranks(2, limit=80)
+def test_an_error_of_a_style_names_the_pattern_and_the_module():
+    with pytest.raises(NotImplementedError) as caught:
+        idist.auto_model(Net(), mesh=idist.make_mesh(tp=2), tensor_plan={"blocks.*.n*": ColwiseParallel()})
+    assert caught.value.__notes__ == ["tensor_plan['blocks.*.n*'] applies ColwiseParallel to blocks.0.norm (LayerNorm)"]
 
 
 # --- layouts ---------------------------------------------------------------------------------------------------------

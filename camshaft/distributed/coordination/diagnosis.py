@@ -768,7 +768,8 @@ def end_text(one: Snapshot, others: Iterable[Snapshot] = ()) -> str:
     elif crash and not any(entry.ended is None for entry in one.entries):
         call = f"it was at {_user_line(stack)}"
     elif one.last:
-        call = f"its last call was {one.last.collective} at {one.last.place}"
+        whose_call = "" if one.last.is_of_torch else " of camshaft"  # there may be later ones of torch, not recorded
+        call = f"its last call{whose_call} was {one.last.collective} at {one.last.place}"
     else:
         call = "it had called no collective of camshaft"
     place = "" if crash else _place(one)  # a status is older than a crash

@@ -904,10 +904,12 @@ def test_the_first_failure_is_the_cause_and_lost_connections_are_its_consequence
 def test_a_process_that_disappeared():
     gone = snapshot(1, call(ended=91.0), is_alive=False, engines=[run(iteration=12)])
     text = (
-        "rank 1's process was killed or crashed; its last call was all_reduce at /job/train.py:5 in step, in epoch 2, "
-        "iteration 12 of the run at /job/train.py:30 in main"
+        "rank 1's process was killed or crashed; its last call of camshaft was all_reduce at /job/train.py:5 in step, "
+        "in epoch 2, iteration 12 of the run at /job/train.py:30 in main"
     )
     assert departed([snapshot(0), gone], 0, NOW) == (1, text)
+    in_torch = snapshot(1, call(ended=91.0, collective="torch.distributed.barrier"), is_alive=False)
+    assert "; its last call was torch.distributed.barrier at " in departed([snapshot(0), in_torch], 0, NOW)[1]
 
 
 def test_a_process_that_crashed_in_a_collective_of_torch_is_shown_with_the_calls_of_the_others():
