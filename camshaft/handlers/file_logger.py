@@ -166,7 +166,9 @@ class CSVLogger(FileLogger):
     Each handler writes rows of its own, and the cells of the others are empty there. ``frame.groupby("step").first()``
     of pandas merges the rows of a step, provided that all handlers count the same steps: let evaluators log with the
     trainer's iteration, ``global_step_from_engine(trainer, Events.ITERATION_COMPLETED)``. A value without a column
-    rewrites the file with one more column. See :class:`~camshaft.handlers.file_logger.FileLogger` for resuming and errors.
+    rewrites the file with one more column.
+
+    See :class:`~camshaft.handlers.file_logger.FileLogger` for resuming and errors.
 
     Args:
         path: the file, with the suffix ``.csv``, or a directory, in which it is ``metrics.csv``.
