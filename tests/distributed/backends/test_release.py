@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -278,3 +279,30 @@ def test_a_released_process_ends_with_its_own_exit_code():
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(rounds)]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
     assert eval(done.stdout) == [7] * 2 * rounds, done.stderr
+
+
+def test_listing_the_connections_of_python_does_not_disturb_a_tuple_that_another_thread_makes():
+    is_made = threading.Event()
+
+    def list_them():
+        while not is_made.wait(0):
+            release._owned_by_python()
+
+    def numbers():
+        for number in range(200):
+            time.sleep(0.001)  # the other thread runs
+            yield number
+
+    class Derived(socket.socket):
+        pass
+
+    ours, theirs = multiprocessing.Pipe()
+    with Derived() as one, ours, theirs:
+        assert {one.fileno(), ours.fileno(), theirs.fileno()} <= release._owned_by_python()
+    thread = threading.Thread(target=list_them)
+    thread.start()
+    try:
+        assert tuple(numbers()) == tuple(range(200))  # raises SystemError if something else refers to the tuple
+    finally:
+        is_made.set()
+        thread.join()

@@ -62,9 +62,16 @@ def _shut_down(is_meant: Callable[[Any, Any], bool]) -> None:
 
 
 def _owned_by_python() -> frozenset[int]:
-    """Return the file descriptors that Python objects close."""
+    """Return the file descriptors that Python objects close.
+
+    They are found as referrers of their classes. A list of all objects would refer to a tuple that another thread is
+    making, which that thread would fail to resize, with a ``SystemError``.
+    """
+    kinds: list[type] = [socket.socket, Connection]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
     owned = set()
-    for one in gc.get_objects():
+    for one in gc.get_referrers(*kinds):
         if issubclass(type(one), (socket.socket, Connection)):  # isinstance would ask the object, which may warn
             with suppress(OSError):  # it is closed
                 owned.add(one.fileno())
