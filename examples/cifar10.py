@@ -96,7 +96,8 @@ def training(local_rank: int, config: argparse.Namespace) -> float:
     schedule = LRScheduler(torch.optim.lr_scheduler.OneCycleLR(optimizer, config.lr, total_steps=steps + 1))
     trainer.add_event_handler(Events.ITERATION_STARTED, schedule)
     trainer.add_event_handler(Events.ITERATION_COMPLETED, TerminateOnNan())
-    RunningAverage().attach(trainer, "loss")
+    average = RunningAverage()
+    average.attach(trainer, "loss")
     bar = ProgressBar()
     bar.attach(trainer, ["loss"])
 
@@ -115,7 +116,7 @@ def training(local_rank: int, config: argparse.Namespace) -> float:
         bar.log_message(f"epoch {engine.state.epoch}: accuracy {reached:.1%}")
 
     to_save = {"trainer": trainer, "model": model, "optimizer": optimizer, "schedule": schedule}
-    latest = Checkpoint({**to_save, "stopping": stopping, "best": best}, config.output)
+    latest = Checkpoint({**to_save, "average": average, "stopping": stopping, "best": best}, config.output)
     trainer.add_event_handler(Events.EPOCH_COMPLETED, latest)  # after `evaluate`, which was registered earlier
     if (newest := latest.resume_latest()) is not None:
         bar.log_message(f"resuming from {newest}")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from camshaft.base import ResettableHandler, Serializable
+from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import EventLike, Events, events_in
 from camshaft.errors import check_takes
@@ -192,11 +193,12 @@ class EarlyStopping(Serializable, ResettableHandler):
     def _stop_again(self, engine: Engine[Any, Any]) -> None:
         had_stopped, self._had_stopped = self._had_stopped, False
         if had_stopped and engine.state.iteration:
-            self.logger.warning(
-                "EarlyStopping stops the run at once, as it had stopped the one that is resumed (%d evaluations "
-                "without improvement); to train on, call reset() after loading",
-                self.counter,
-            )
+            if get_rank() == 0:
+                self.logger.warning(
+                    "EarlyStopping stops the run at once, as it had stopped the one that is resumed (%d evaluations "
+                    "without improvement); to train on, call reset() after loading",
+                    self.counter,
+                )
             engine._terminate_together()  # on each rank, since all have loaded the same counter
 
     def _reset_if_new(self, engine: Engine[Any, Any]) -> None:

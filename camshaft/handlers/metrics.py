@@ -354,7 +354,9 @@ class RunningAverage(Serializable):
         self._average: float | Tensor | None = None
 
     def attach(self, engine: Engine[Any, Any], name: str) -> None:
-        """Keep ``engine.state.metrics[name]`` up to date; the average restarts with each run, not with each epoch.
+        """Keep ``engine.state.metrics[name]`` up to date; the average continues across epochs.
+
+        It restarts when a run does, and when one resumes without the state of this handler.
 
         Args:
             engine: the trainer.

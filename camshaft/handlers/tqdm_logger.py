@@ -139,7 +139,8 @@ class ProgressBar(BaseLogger):
     def log_message(self, message: str) -> None:
         """Write a line above the bar, on rank 0."""
         if self.writes_here:
-            self._tqdm.write(message, file=self.tqdm_kwargs.get("file"))
+            # in one piece: tqdm writes the end of the line separately, and another process may write in between
+            self._tqdm.write(f"{message}\n", file=self.tqdm_kwargs.get("file"), end="")
 
     def close(self) -> None:
         """Close the open bars."""

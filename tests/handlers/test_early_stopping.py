@@ -9,9 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from camshaft import distributed as idist
 from camshaft.engine import Engine, Events
 from camshaft.engine.state import LazyNumber
 from camshaft.handlers import EarlyStopping
+from tests.ranks import on_ranks
 
 
 def make(scores, patience=1, **options):
@@ -192,6 +194,18 @@ def test_a_stopped_job_stops_at_once_when_it_is_restarted(caplog):
     assert "as it had stopped the one that is resumed" in caplog.text
     again.reset()
     assert second.run(max_epochs=5).epoch == 5
+
+
+@on_ranks(2)
+def test_a_stopped_job_says_on_one_rank_that_it_stops_at_once(monkeypatch):
+    trainer = Engine(lambda engine, batch: None)
+    stopping = EarlyStopping(2, lambda engine: 0.5, trainer)
+    trainer.load_state_dict({"iteration": 4, "epoch_length": 2, "max_epochs": 10})
+    stopping.load_state_dict({"counter": 2, "best_score": 0.5})
+    told = []
+    monkeypatch.setattr(stopping.logger, "warning", lambda text, *args: told.append(text))
+    assert trainer.run(range(2), max_epochs=10).iteration == 4
+    assert len(told) == (idist.get_rank() == 0)
 
 
 def test_attached_to_the_end_of_its_own_trainer_it_warns_that_it_cannot_stop_it():

@@ -460,6 +460,13 @@ def test_without_a_terminal_complete_lines_are_written(terminal):
     assert terminal.getvalue() == f"half of it\n{text}Epoch [1/2]: 5/5, i=5\nEpoch [2/2]: 3/5, i=8\n"
 
 
+def test_a_message_is_written_together_with_the_end_of_its_line(monkeypatch):
+    writes, terminal = [], Terminal()
+    monkeypatch.setattr(terminal, "write", writes.append)
+    bar_on(terminal).log_message("half of it")
+    assert writes[0] == "half of it\n"  # so that a warning of another rank does not continue it
+
+
 def test_lines_are_written_at_the_given_interval(terminal):
     terminal.is_real = False
     trainer = trainer_of()

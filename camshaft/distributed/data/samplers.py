@@ -382,7 +382,8 @@ class ExactBatchSampler(BatchSampler):
         if saved != order:
             raise ValueError(
                 f"the position was saved with other data: their order was {saved!r}, that of the loader is {order!r}; "
-                f"resume with the same data and shuffle= (by default on among several ranks only), or {_RESTART_EPOCH}"
+                "resume with the same data and the same shuffle=, by default True on several ranks and False on one, "
+                f"or {_RESTART_EPOCH}"
             )
         if self._is_seed_given and position["seed"] != self.seed:
             raise ValueError(

@@ -17,7 +17,7 @@ import torch
 
 from camshaft.distributed import all_gather, get_local_rank, get_rank, get_world_size
 from camshaft.engine.engine import Engine
-from camshaft.errors import DamagedCheckpointError, annotate, described
+from camshaft.errors import DamagedCheckpointError, annotate, described, level_of_caller
 from camshaft.handlers.checkpoint.savers import (
     MISSING,
     SAFETENSORS,
@@ -136,7 +136,8 @@ def resume(to_load: Mapping[str, Any], directory: PathLike, *, map_location: Any
         name = candidates[0]
         problem, content, error = _read_on_all(folder / name, name in found, wanted, map_location)
         if problem is None:
-            _warn([*unreadable, *(f"{text}; resuming from '{name}'" for text in _described(problems, folder))])
+            _warn(unreadable)
+            _warn_once([f"{text}; resuming from '{name}'" for text in _described(problems, folder)])
             load_objects(to_load, content, **kwargs)
             for _, one in walk(dict(to_load), "load_state_dict"):
                 if hasattr(one, "forget_missing_files"):  # a Checkpoint
@@ -163,7 +164,7 @@ def resume(to_load: Mapping[str, Any], directory: PathLike, *, map_location: Any
                 "from the beginning, use another directory"
             )
     if texts:
-        _warn(["nothing was loaded, as there is no checkpoint to resume from: " + "; ".join(texts)])
+        _warn_once(["nothing was loaded, as there is no checkpoint to resume from: " + "; ".join(texts)])
     elif found:
         other = next((f", but one holds {entry.objects}" for entry in found.values() if entry.objects), "")
         _warn([f"nothing was loaded: no checkpoint in '{folder}' holds {wanted}{other}"])
@@ -267,7 +268,13 @@ def _described(problems: Mapping[str, str], directory: Path) -> list[str]:
 
 def _warn(texts: list[str]) -> None:
     for text in texts:
-        warnings.warn(text, stacklevel=3)
+        warnings.warn(text, stacklevel=level_of_caller())
+
+
+def _warn_once(texts: list[str]) -> None:
+    """Warn, on one rank, of what all ranks have found."""
+    if get_rank() == 0:
+        _warn(texts)
 
 
 def _read(path: PathLike, map_location: Any = None, **options: Any) -> Any:

@@ -23,7 +23,7 @@ import torch
 from torch.utils.serialization import config
 
 from camshaft.distributed import get_local_rank, get_rank, get_world_size
-from camshaft.errors import annotate
+from camshaft.errors import annotate, level_of_caller
 from camshaft.files import (
     checksum_of,
     flush_and_sum,
@@ -599,7 +599,7 @@ def _warn_if_unloadable(path: Path) -> None:
     if refused:
         hint = "return plain values and tensors from state_dict(), or call torch.serialization.add_safe_globals"
         text = f"'{path}' cannot be loaded with weights_only=True, because of {', '.join(refused)}; {hint}"
-        warnings.warn(text, stacklevel=4)
+        warnings.warn(text, stacklevel=level_of_caller())
 
 
 def checksum_of_entry(content: Mapping[str, Any]) -> str:

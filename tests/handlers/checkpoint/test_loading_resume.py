@@ -46,6 +46,11 @@ def resume(folder, **options):
     return part.value, None if path is None else path.name
 
 
+def warning_on_rank_0(match):
+    """Expect a warning of what all ranks have found."""
+    return pytest.warns(UserWarning, match=match) if idist.get_rank() == 0 else nullcontext()
+
+
 def file_of(step):
     return f"checkpoint_{step}.pt"
 
@@ -109,7 +114,7 @@ def test_a_file_that_one_rank_cannot_load_is_skipped_on_all(tmp_path, monkeypatc
         return read(path, map_location)
 
     monkeypatch.setattr(loading, "_read", fail)
-    with pytest.warns(UserWarning, match=r"checkpoint_2.pt' cannot be read: MemoryError: too much; resuming from"):
+    with warning_on_rank_0(r"checkpoint_2.pt' cannot be read: MemoryError: too much; resuming from"):
         assert resume(tmp_path) == (1, file_of(1))
 
 
@@ -434,6 +439,35 @@ def test_a_truncated_or_missing_file_is_reported_and_the_previous_one_is_used(tm
     harm(tmp_path / file_of(2))
     with pytest.warns(UserWarning, match=message):
         assert resume(tmp_path) == (1, file_of(1))
+
+
+def resume_latest(part, folder):
+    return Checkpoint({"part": part, "other": Part()}, folder).resume_latest()
+
+
+def resume_from_folder(part, folder):
+    return Checkpoint.resume({"part": part}, folder)
+
+
+@pytest.mark.parametrize("way", [resume_latest, resume_from_folder])
+@pytest.mark.parametrize("kept", [[1], []])
+def test_a_warning_about_a_checkpoint_points_to_the_line_of_the_user(tmp_path, way, kept):
+    save(tmp_path, *kept, 2)
+    (tmp_path / file_of(2)).unlink()
+    with pytest.warns(UserWarning, match="checkpoint_2.pt' is not there") as told:
+        way(Part(), tmp_path)
+    assert [one.filename for one in told] == [__file__]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kept", [[1], []])
+def test_what_all_ranks_find_is_reported_once(tmp_path, kept):
+    if idist.get_rank() == 0:
+        save(tmp_path, *kept, 2)
+        (tmp_path / file_of(2)).unlink()
+    idist.barrier()
+    with warning_on_rank_0("checkpoint_2.pt' is not there"):  # elsewhere, warnings are errors
+        resume(tmp_path)
 
 
 def test_if_no_checkpoint_is_complete_the_error_names_each(tmp_path):
@@ -945,7 +979,7 @@ def test_all_ranks_resume_from_the_same_checkpoint(tmp_path, monkeypatch):
     if idist.get_rank() == 0:
         flip_a_bit(tmp_path / file_of(2), 99)
     idist.barrier()
-    with pytest.warns(UserWarning, match="is damaged"):
+    with warning_on_rank_0("is damaged"):
         assert resume(tmp_path) == (1, file_of(1))
 
 
@@ -962,7 +996,7 @@ def test_nodes_with_local_disks_use_the_newest_that_all_of_them_have(tmp_path, m
     assert resume(folder) == (2, file_of(2))
     if rank == 1:
         flip_a_bit(folder / file_of(2), 99)
-    with pytest.warns(UserWarning, match="is damaged"):
+    with warning_on_rank_0("is damaged"):
         assert resume(folder) == (1, file_of(1))
 
 

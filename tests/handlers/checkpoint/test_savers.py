@@ -274,6 +274,7 @@ def test_pruning_never_removes_the_file_that_was_just_written(tmp_path, n_saved,
 
 
 def test_a_file_that_weights_only_cannot_read_is_saved_with_a_warning(tmp_path):
-    with pytest.warns(UserWarning, match="cannot be loaded with weights_only=True"):
+    with pytest.warns(UserWarning, match="cannot be loaded with weights_only=True") as told:
         DiskSaver(tmp_path, pickle_protocol=4)({"a": "text"}, "model.pt")
+    assert told[0].filename == __file__
     assert torch.load(tmp_path / "model.pt", weights_only=False) == {"a": "text"}
