@@ -2,7 +2,7 @@
 
 Imports are rewritten at the positions that Python's parser reports, so everything else stays the same, byte for byte.
 Imports of ``ignite.metrics``, and of names that camshaft does not have, are left unchanged. What behaves differently is
-reported line by line.
+reported line by line, and what is left to change also in files whose imports have been rewritten.
 """
 
 from __future__ import annotations
@@ -67,12 +67,14 @@ class Rule:
         section: section of the migration page.
         text: what behaves differently, and why.
         applies: returns whether a call is affected.
+        is_change: whether the script may have to change, also after its imports have been rewritten.
     """
 
     names: tuple[str, ...]
     section: str
     text: str
     applies: Callable[[ast.Call], bool] = lambda call: True
+    is_change: bool = False
 
 
 _SAMPLES = (
@@ -90,9 +92,10 @@ _HOSTED = ("NeptuneLogger", "NeptuneSaver", "PolyaxonLogger", "setup_neptune_log
 RULES = (
     Rule(
         ("auto_dataloader",), "data",
-        "with several ranks, a rank reads blocks of samples, each once per epoch, where PyTorch-Ignite distributes "
-        "them in strides, padded: results cover exactly the data set, but the batches differ, also in size at the end "
-        "of an epoch: a custom step multiplies a mean loss by engine.batch_share, as create_supervised_trainer does",
+        "with several ranks, batches differ: a rank reads blocks of samples, each sample once per epoch, where "
+        "PyTorch-Ignite distributes them in strides, padded. At the end of an epoch, ranks may have batches of "
+        "different sizes: nothing to do with create_supervised_trainer; a step of your own multiplies a mean loss by "
+        "engine.batch_share",
     ),
     Rule(
         ("DistributedProxySampler",), "data",
@@ -137,14 +140,15 @@ RULES = (
     ),
     Rule(
         (".listdir", ".iterdir"), "checkpoints",
-        "a directory of checkpoints contains the hidden folder .manifest, which sorts first: list them "
-        "with glob('*.pt')",
+        "in a directory of checkpoints, the hidden folder .manifest is listed, too: use glob('*.pt')",
+        is_change=True,
     ),
     Rule(
         ("load_objects",), "loading-the-checkpoint-of-a-running-job",
         "checkpoints of PyTorch-Ignite load, except for the states of LRScheduler, ReduceLROnPlateauScheduler, "
         "ConcatScheduler, and warm-ups, which count calls differently; run returns at once if the loaded state has "
         "reached its target",
+        is_change=True,
     ),
     Rule(
         ("load_objects", ".load_objects", ".load_state_dict"), "loading-the-checkpoint-of-a-running-job",
@@ -152,12 +156,14 @@ RULES = (
         "the newest complete checkpoint, the same on all ranks, and prunes those of earlier runs, which a handler "
         "otherwise does not know",
         _is_resuming,
+        is_change=True,
     ),
     Rule(
         ("LRScheduler", "ReduceLROnPlateauScheduler", "ConcatScheduler", "create_lr_scheduler_with_warmup"),
         "schedules-of-a-running-job",
         "its state in a checkpoint of PyTorch-Ignite is rejected, because it counts calls differently: leave it out, "
         "and repeat its calls (ReduceLROnPlateauScheduler: finish the job first)",
+        is_change=True,
     ),
     Rule(
         ("EMAHandler",), "handlers",
@@ -200,15 +206,18 @@ RULES = (
     Rule(
         ("VisdomLogger", "setup_visdom_logging"), "not-included",
         "is not included: use TensorboardLogger, setup_tb_logging",
+        is_change=True,
     ),
     Rule(
         _HOSTED, "not-included",
         "is not included: use WandBLogger, MLflowLogger, or ClearMLLogger, and their setup functions",
+        is_change=True,
     ),
     Rule(
         (*_SAMPLES, *_MEDIANS), "metrics",
         "is rejected in a job of several ranks, because it gathers samples as if every rank had the same number: use "
         "camshaft.handlers.attach_metrics with a metric of torchmetrics",
+        is_change=True,
     ),
     Rule(
         ("RunningAverage",), "metrics",
@@ -222,11 +231,14 @@ RULES = (
         _keyword("output_names"),
     ),
     Rule(
-        ("show_config",), "distributed",
-        "logs to the logger camshaft.distributed.utils, and adds no log handler: configure logging to see it",
+        ("show_config", "Parallel", "EarlyStopping"), "loggers",
+        "configures no logging: camshaft.utils.setup_logger('camshaft') shows its records, and those of "
+        "auto_dataloader and auto_model",
     ),
 )  # fmt: skip
+_NAMES = re.compile("ignite|camshaft")
 _MODULE = re.compile(r"ignite(\.(?!metrics)\w+)*")
+_VERSION = "__version__ becomes that of camshaft: change code that compares it, and text that names PyTorch-Ignite"
 _PRIVATE = (
     "_allowed_events",
     "_event_handlers",
@@ -242,11 +254,12 @@ _RULES_OF: dict[str, list[Rule]] = {
 
 @dataclass(frozen=True, order=True)
 class Note:
-    """A line that behaves differently, with its number in the source before rewriting."""
+    """A line that may have to change, or that behaves differently, with its number in the source before rewriting."""
 
     line: int
     text: str
     section: str
+    is_change: bool = True
 
 
 # --- what moves where -----------------------------------------------------------------------------------------------
@@ -307,7 +320,7 @@ def migrate(source: str) -> tuple[str, list[Note]]:
     >>> [(note.line, note.section) for note in notes]
     [(2, 'distributed')]
     """
-    if "ignite" not in source:
+    if not _NAMES.search(source):
         return source, []
     tree = _parse(source)
     rewriting = _Rewriting(source, tree)
@@ -662,21 +675,27 @@ def _is_alone(node: Import, lines: list[str]) -> bool:
 
 
 def _notes(tree: ast.Module) -> Iterator[Note]:
-    """Yield what behaves differently."""
+    """Yield what behaves differently, and what is left to change where imports have been rewritten."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names.update({alias.asname or "ignite": alias.name if alias.asname else "ignite" for alias in node.names
-                          if _is_ignite(alias.name)})  # fmt: skip
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and _is_ignite(node.module or ""):
             for alias in node.names:
+                if _NAMES.fullmatch(root := alias.name.partition(".")[0]):
+                    names[alias.asname or root] = alias.name if alias.asname else root
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            root = (node.module or "").partition(".")[0]
+            for alias in node.names if _NAMES.fullmatch(root) else ():
                 path = f"{node.module}.{alias.name}"
                 names[alias.asname or alias.name] = path
+                if root == "camshaft":
+                    continue
                 is_metric = path.startswith(("ignite.metrics", "ignite.contrib.metrics"))
                 if moved(path) is None and alias.name != "*" and not is_metric:
                     texts = [one.text for one in _RULES_OF.get(alias.name, ()) if one.section == "not-included"]
                     text = texts[0] if texts else "stays with PyTorch-Ignite, because camshaft does not have it"
                     yield Note(node.lineno, f"{alias.name} {text}", "not-included")
+                elif path == "ignite.__version__":
+                    yield Note(node.lineno, _VERSION, "imports")
     if not names:
         return
     for node in ast.walk(tree):
@@ -685,6 +704,9 @@ def _notes(tree: ast.Module) -> Iterator[Note]:
         elif isinstance(node, ast.Attribute) and node.attr in _PRIVATE:
             text = f"{node.attr} does not exist: to fire an event use fire_event, to observe one register a handler"
             yield Note(node.lineno, text, "not-included")
+        elif isinstance(node, ast.Attribute) and node.attr == "__version__":
+            if isinstance(node.value, ast.Name) and names.get(node.value.id) == "ignite":
+                yield Note(node.lineno, _VERSION, "imports")
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _MODULE.fullmatch(node.value):
             new = moved(node.value) or node.value.replace("ignite", "camshaft", 1)
             text = f"the string {node.value!r} is not rewritten: if it names a logger or a module, change it to {new!r}"
@@ -701,8 +723,8 @@ def _of_call(node: ast.Call, names: dict[str, str]) -> Iterator[Note]:
     for rule in _RULES_OF.get(name if theirs else f".{name}", ()):
         if rule.section == "not-included" and not attributes:
             continue  # reported where it is imported
-        if rule.applies(node):
-            yield Note(node.lineno, f"{name}: {rule.text}", rule.section)
+        if rule.applies(node) and (rule.is_change or not theirs.startswith("camshaft")):
+            yield Note(node.lineno, f"{name}: {rule.text}", rule.section, rule.is_change)
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
@@ -740,7 +762,7 @@ def migrate_file(path: Path, numbers_after: bool = False) -> Result:
         UnicodeError: its encoding is not the one that it declares.
     """
     data = path.read_bytes()
-    if b"ignite" not in data:  # it may be a notebook in another language, or a script in another encoding
+    if not _NAMES.search(data.decode("latin-1")):  # it may be in another language, or in another encoding
         return Result(path, "", "", "utf-8", [])
     if path.suffix == ".ipynb":
         old, encoding = data.decode(), "utf-8"
@@ -921,7 +943,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m camshaft.migrate",
         description="Rewrite the imports of scripts and notebooks from PyTorch-Ignite to camshaft. Print a unified "
-        "diff, and report what behaves differently, line by line, on standard error. Imports of ignite.metrics stay.",
+        "diff, and report on standard error, line by line, first what may have to change (change:), then what else "
+        "behaves differently (note:). Imports of ignite.metrics stay.",
     )
     parser.add_argument("--write", action="store_true", help="change the files")
     parser.add_argument(
@@ -929,6 +952,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     changed = failed = 0
+    reports: dict[bool, list[str]] = {True: [], False: []}  # changes, notes
     paths = list(_files(options.paths))
     given = {path.resolve() for path in paths}
     for path in paths:
@@ -946,19 +970,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         # What an earlier --write left unchanged was reported then.
         is_migrated = options.write and result.new == result.old and "camshaft" in result.old
-        places: dict[tuple[str, str], list[str]] = {}
+        places: dict[tuple[str, str, bool], list[str]] = {}
         for place, note in () if is_migrated else result.notes:
-            places.setdefault((note.text, note.section), []).append(place)
-        for (text, section), (first, *others) in places.items():
+            places.setdefault((note.text, note.section, note.is_change), []).append(place)
+        for (text, section, is_change), (first, *others) in places.items():
             separator, where = (", ", "; ".join(others)) if first.startswith("cell") else (":", _line_numbers(others))
             also = f"; also in {where}" if others else ""
-            sys.stderr.write(f"{path}{separator}{first}: {text}{also} ({PAGE}#{section})\n")
+            kind = "change" if is_change else "note"
+            reports[is_change].append(f"{path}{separator}{first}: {kind}: {text}{also} ({PAGE}#{section})\n")
         for other in () if is_migrated else _imported(path, result.old):
             if other.resolve() not in given:
                 text = f"imports {other}, which imports PyTorch-Ignite and is not among PATHS"
-                sys.stderr.write(f"{path}: {text} ({PAGE}#half-migrated-scripts)\n")
-    files = counted(changed, "file")
-    sys.stderr.write(f"{files} {'rewritten' if options.write else 'would be rewritten; --write does it'}\n")
+                reports[True].append(f"{path}: change: {text} ({PAGE}#half-migrated-scripts)\n")
+    sys.stderr.writelines(reports[True] + reports[False])
+    done = "rewritten" if options.write else "would be rewritten; --write does it"
+    sys.stderr.write(f"{counted(changed, 'file')} {done}\n" if changed else "nothing to rewrite\n")
     return 2 if failed else int(changed > 0 and not options.write)
 
 

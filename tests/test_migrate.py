@@ -272,7 +272,7 @@ def test_a_package_whose_name_is_reused_is_reported_and_stays():
             "data",
             "auto_dataloader: .* blocks of samples",
         ),
-        ("import ignite\nignite.distributed.show_config()", 2, "distributed", "show_config: "),
+        ("import ignite\nignite.distributed.show_config()", 2, "loggers", r"show_config: .*setup_logger\('camshaft"),
         ("from ignite.engine import DeterministicEngine as D\nD(f)", 2, "data", "DeterministicEngine: .* seeded"),
         ("from ignite.handlers import DiskSaver\nDiskSaver('x')", 2, "checkpoints", "require_empty=False.*manifest"),
         ("import ignite\nimport os\nos.listdir('x')", 3, "checkpoints", "listdir: .*manifest"),
@@ -296,6 +296,8 @@ def test_a_package_whose_name_is_reused_is_reported_and_stays():
             "imports",
             "the string 'ignite.engine' is not rewritten: .*, change it to 'camshaft.engine'",
         ),
+        ("import ignite as i\nprint(i.__version__)", 2, "imports", "__version__ becomes that of camshaft"),
+        ("from ignite import __version__", 1, "imports", "__version__ becomes that of camshaft"),
         ("import ignite\ns.set_epoch(3)", 2, "data", "set_epoch"),
         (
             "import ignite\nself.trainer.load_state_dict(x)",
@@ -375,8 +377,8 @@ def test_without_write_a_diff_is_printed_and_nothing_changes(script, capsys):
         "+import camshaft.distributed as idist",
         " idist.show_config()",
     ]
-    assert f"{script}:2: show_config: " in printed.err
-    assert "(docs/migrating/from-ignite.md#distributed)" in printed.err
+    assert f"{script}:2: note: show_config: " in printed.err
+    assert "(docs/migrating/from-ignite.md#loggers)" in printed.err
     assert "1 file would be rewritten" in printed.err
 
 
@@ -391,7 +393,7 @@ def test_modules_beside_a_script_that_stay_with_ignite_are_named(script, capsys)
     text = "which imports PyTorch-Ignite and is not among PATHS (docs/migrating/from-ignite.md#half-migrated-scripts)"
     main([str(script)])
     lines = [line for line in capsys.readouterr().err.splitlines() if "PATHS" in line]
-    assert lines == [f"{script}: imports {helper}, {text}", f"{script}: imports {part}, {text}"]
+    assert lines == [f"{script}: change: imports {one}, {text}" for one in (helper, part)]
     main([str(script), str(helper)])
     assert [line for line in capsys.readouterr().err.splitlines() if "PATHS" in line] == lines[1:]
     main([str(script.parent)])
@@ -410,29 +412,51 @@ def test_with_write_the_file_changes_once_and_keeps_its_permissions(script, caps
     assert printed.out == ""
     assert "1 file rewritten" in printed.err
     assert main([str(script)]) == 0
-    assert "0 files would be rewritten" in capsys.readouterr().err
+    assert capsys.readouterr().err == "nothing to rewrite\n"
     assert sorted(path.name for path in script.parent.iterdir()) == ["link.py", "train.py"]
 
 
 def test_what_was_left_unchanged_is_reported_when_the_file_is_written_and_not_again(tmp_path, capsys):
     path = tmp_path / "train.py"
     path.write_text("from ignite.engine import Engine\nfrom ignite.metrics import RunningAverage\nRunningAverage()\n")
-    note = f"{path}:3: RunningAverage: works; "
+    note = f"{path}:3: note: RunningAverage: works; "
     for arguments, is_reported in ((["--write"], True), (["--write"], False), ([], True)):
         assert main([*arguments, str(path)]) == 0
         assert (note in capsys.readouterr().err) == is_reported
     path.write_text("from ignite.metrics import RunningAverage\nRunningAverage()  # no line of which was rewritten\n")
     main(["--write", str(path)])
-    assert f"{path}:2: RunningAverage" in capsys.readouterr().err
+    assert f"{path}:2: note: RunningAverage" in capsys.readouterr().err
+
+
+def test_what_is_left_to_change_is_reported_first_and_also_after_the_imports_have_been_rewritten(tmp_path, capsys):
+    first, second = tmp_path / "a.py", tmp_path / "b.py"
+    first.write_text("import ignite.distributed as idist\nidist.show_config()\n")
+    second.write_text(
+        "from ignite.handlers import Checkpoint, EarlyStopping\nimport ignite.handlers.param_scheduler as schedules\n"
+        "EarlyStopping(3, f, t)\nCheckpoint.load_objects(x, y)\nschedules.LRScheduler(s)\npath.iterdir()\n"
+    )
+
+    def reported(*arguments):
+        main([*arguments, str(tmp_path)])
+        return re.findall(r"(\w+\.py:\d+: \w+: \w+):", capsys.readouterr().err)
+
+    changes = ["b.py:4: change: load_objects"] * 2 + ["b.py:5: change: LRScheduler", "b.py:6: change: iterdir"]
+    everything = [*changes, "a.py:2: note: show_config", "b.py:3: note: EarlyStopping"]
+    assert [reported(*arguments) for arguments in ([], ["--write"], ["--write"], [])] == [
+        everything,
+        everything,
+        [],
+        changes,
+    ]
 
 
 def test_notes_have_the_line_numbers_of_the_file_as_it_is_left(tmp_path, capsys):
     path = tmp_path / "train.py"
     path.write_text("from ignite import distributed, metrics\ndistributed.show_config()\n")
     main([str(path)])
-    assert f"{path}:2: show_config" in capsys.readouterr().err
+    assert f"{path}:2: note: show_config" in capsys.readouterr().err
     main(["--write", str(path)])
-    assert f"{path}:3: show_config" in capsys.readouterr().err
+    assert f"{path}:3: note: show_config" in capsys.readouterr().err
 
 
 def test_a_difference_is_reported_once_per_file_with_all_its_lines(tmp_path, capsys):
@@ -440,7 +464,7 @@ def test_a_difference_is_reported_once_per_file_with_all_its_lines(tmp_path, cap
     path.write_text("from ignite.metrics import RunningAverage\n" + "RunningAverage()\n" * 3)
     main([str(path)])
     (note,) = (line for line in capsys.readouterr().err.splitlines() if "RunningAverage" in line)
-    assert note.startswith(f"{path}:2: RunningAverage: works; ")
+    assert note.startswith(f"{path}:2: note: RunningAverage: works; ")
     assert note.endswith("; also in lines 3, 4 (docs/migrating/from-ignite.md#metrics)")
 
 
@@ -542,7 +566,7 @@ def test_cells_of_a_notebook_are_rewritten_and_other_json_keeps_its_form(tmp_pat
     )  # fmt: skip
     assert path.read_text("utf-8") == expected
     json.loads(expected)
-    assert f"{path}, cell 4, line 5: show_config: " in capsys.readouterr().err
+    assert f"{path}, cell 4, line 5: note: show_config: " in capsys.readouterr().err
     assert main([str(path)]) == 0
 
 
@@ -561,7 +585,7 @@ def test_notes_on_cells_whose_source_ends_with_a_new_line_are_in_the_right_place
     sources = [["import ignite.distributed as idist\n"], ["idist.show_config()"]]
     path.write_text(json.dumps({"cells": [{"cell_type": "code", "source": source} for source in sources]}))
     main([str(path)])
-    assert "cell 2, line 1: show_config: " in capsys.readouterr().err
+    assert "cell 2, line 1: note: show_config: " in capsys.readouterr().err
 
 
 def test_files_that_do_not_mention_ignite_are_not_read_further(tmp_path, capsys):

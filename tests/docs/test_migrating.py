@@ -69,8 +69,58 @@ def test_the_warm_up_of_a_running_job_of_ignite_is_continued(tmp_path, monkeypat
     def resume(to_save):
         exec(titled("migrating/from-ignite.md", "warm_up.py"), {**to_save, "batches": batches})
 
+    def restart(to_save):
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(to_save["optimizer"], T_max=16)
+        schedule = handlers.create_lr_scheduler_with_warmup(cosine, 0.0, 4)
+        to_save["trainer"].add_event_handler(Events.ITERATION_STARTED, schedule)
+        names = {
+            **to_save,
+            "schedule": schedule,
+            "batches": batches,
+            "Checkpoint": handlers.Checkpoint,
+            "Events": Events,
+        }
+        exec(titled("migrating/from-ignite.md", "restart.py"), names)
+
+    def first_start(to_save):
+        to_save["trainer"].add_event_handler(Events.ITERATION_COMPLETED(once=14), to_save["trainer"].terminate)
+        restart(to_save)
+
     expected = rates(theirs[0].create_supervised_trainer, train)
     assert rates(create_supervised_trainer, resume) == pytest.approx(expected[8:])
+    assert rates(create_supervised_trainer, first_start) == pytest.approx(expected[8:14])
+    assert rates(create_supervised_trainer, restart) == pytest.approx(expected[12:])
+
+
+def test_a_checkpoint_of_camshaft_without_schedules_loads_with_ignite():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = [importlib.import_module(f"ignite.{name}") for name in ("engine", "handlers")]
+
+    def objects(create, library):
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.Adam(model.parameters())
+        trainer = create(model, optimizer, nn.functional.mse_loss)
+        return {
+            "trainer": trainer,
+            "model": model,
+            "optimizer": optimizer,
+            "torch": torch.optim.lr_scheduler.StepLR(optimizer, 3),
+            "stopping": library.EarlyStopping(3, lambda engine: 0.0, trainer),
+            "average": library.EMAHandler(model).ema_model,
+            "schedule": library.LinearCyclicalScheduler(optimizer, "lr", 0.1, 0.2, 10),
+        }
+
+    saved = objects(create_supervised_trainer, handlers)
+    saved["trainer"].run([(torch.rand(4, 2), torch.rand(4, 1))] * 4, max_epochs=2)
+    checkpoint = {name: one.state_dict() for name, one in saved.items()}
+    loaded = objects(theirs[0].create_supervised_trainer, theirs[1])
+    schedule = loaded.pop("schedule")
+    theirs[1].Checkpoint.load_objects(loaded, checkpoint)
+    assert loaded["trainer"].state.iteration == 8
+    assert torch.equal(loaded["model"].weight, saved["model"].weight)
+    with pytest.raises(ValueError, match="Required state attribute 'save_history' is absent"):
+        theirs[1].Checkpoint.load_objects({"schedule": schedule, "model": loaded["model"]}, checkpoint)
 
 
 @pytest.mark.parametrize(

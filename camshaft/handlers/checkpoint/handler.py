@@ -408,6 +408,7 @@ class Checkpoint(Serializable):
             AttributeError: the save handler is not a ``DiskSaver``.
             RuntimeError: this is a :class:`ModelCheckpoint` that was not called yet, so it does not know what it saves.
             DamagedCheckpointError: there are checkpoints, and none of them can be loaded.
+            ValueError: there are checkpoints, and none of them holds all objects that this handler saves.
 
         >>> import tempfile
         >>> from camshaft.engine import Events
