@@ -132,8 +132,8 @@ def test_a_checkpoint_of_camshaft_without_schedules_loads_with_ignite():
         "ignite.handlers.EarlyStopping(3, step, trainer)",
         "ignite.handlers.BasicTimeProfiler().attach(trainer)",
         "ignite.handlers.ProgressBar().attach(trainer)",
-        "ignite.handlers.TensorboardLogger('.').attach_output_handler("
-        "trainer, ignite.engine.Events.ITERATION_COMPLETED, 'training', step); trainer.run([1])",
+        "with ignite.handlers.TensorboardLogger('.') as logger: logger.attach_output_handler("
+        "trainer, ignite.engine.Events.ITERATION_COMPLETED, 'training', output_transform=step); trainer.run([1])",
         "trainer.register_events(*ignite.engine.EventEnum('Own', 'ADDED'))",
         "ignite.handlers.ModelCheckpoint('.')(trainer, {'model': nn.Linear(1, 1)})",
         "handlers.ConcatScheduler([schedule, schedule], [10])",
