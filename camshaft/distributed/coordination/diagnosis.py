@@ -772,8 +772,8 @@ def end_text(one: Snapshot, others: Iterable[Snapshot] = ()) -> str:
         call = f"its last call{whose_call} was {one.last.collective} at {one.last.place}"
     else:
         call = "it had called no collective of camshaft"
-    place = "" if crash else _place(one)  # a status is older than a crash
-    return f"{whose} {how}; {call}" + (f", in {place}" if place else "")
+    place = "" if crash else _place(one)  # a status is older than a crash, and may be younger than the call
+    return f"{whose} {how}; {call}" + (f"; it last reported {place}" if place else "")
 
 
 def _place(one: Snapshot, run: str = " of the run at {line}") -> str:

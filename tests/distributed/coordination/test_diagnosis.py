@@ -838,8 +838,8 @@ def test_a_rank_that_stopped_or_left_while_another_one_waits_in_torch(counts):
     ended = snapshot(1, engines=[], ended=[ENDED], torch=counts)
     assert (stopped([direct(0), ended], NOW) is not None) == is_behind
     left = snapshot(1, left=LEFT, torch=counts)
-    text = "rank 1 has left the run without an error; it had called no collective of camshaft, in epoch 2, "
-    text += f"iteration 7 of the run at {TRAIN}; rank 0 waits for it in torch.distributed.barrier at {OWN}"
+    text = "rank 1 has left the run without an error; it had called no collective of camshaft; it last reported "
+    text += f"epoch 2, iteration 7 of the run at {TRAIN}; rank 0 waits for it in torch.distributed.barrier at {OWN}"
     assert departed([direct(0), left], 0, NOW) == ((1, text) if is_behind else None)
 
 
@@ -904,8 +904,8 @@ def test_the_first_failure_is_the_cause_and_lost_connections_are_its_consequence
 def test_a_process_that_disappeared():
     gone = snapshot(1, call(ended=91.0), is_alive=False, engines=[run(iteration=12)])
     text = (
-        "rank 1's process was killed or crashed; its last call of camshaft was all_reduce at /job/train.py:5 in step, "
-        "in epoch 2, iteration 12 of the run at /job/train.py:30 in main"
+        "rank 1's process was killed or crashed; its last call of camshaft was all_reduce at /job/train.py:5 in step; "
+        "it last reported epoch 2, iteration 12 of the run at /job/train.py:30 in main"
     )
     assert departed([snapshot(0), gone], 0, NOW) == (1, text)
     in_torch = snapshot(1, call(ended=91.0, collective="torch.distributed.barrier"), is_alive=False)
