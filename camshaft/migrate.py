@@ -318,7 +318,7 @@ def migrate(source: str) -> tuple[str, list[Note]]:
     from ignite import metrics
     idist.show_config()
     >>> [(note.line, note.section) for note in notes]
-    [(2, 'distributed')]
+    [(2, 'loggers')]
     """
     if not _NAMES.search(source):
         return source, []
