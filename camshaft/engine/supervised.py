@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from camshaft.distributed import get_world_size, model_name
+from camshaft.distributed.coordination.waiting import alone
 from camshaft.engine.deterministic import DeterministicEngine
 from camshaft.engine.engine import Engine
 from camshaft.engine.step import (
@@ -480,7 +481,8 @@ def _check_holds_parameters(optimizer: Any, model: Any, model_fn: Any) -> None:
 
 def _warn_unless_synchronized(model: Any) -> None:
     """Warn if each of several ranks would train a model of its own; other backends synchronize in the optimizer."""
-    if get_world_size() == 1 or model_name() != "native-dist" or not isinstance(model, torch.nn.Module):
+    is_alone = get_world_size() == 1 or alone.get() is not None  # as in a function of one_rank_only
+    if is_alone or model_name() != "native-dist" or not isinstance(model, torch.nn.Module):
         return
     trainable = [one for one in model.parameters() if one.requires_grad]
     if trainable and not any(map(is_wrapped, model.modules())) and not any(map(is_dtensor, trainable)):

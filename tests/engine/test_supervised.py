@@ -599,3 +599,4 @@ def test_a_model_that_nothing_synchronizes_is_reported():
     create(idist.auto_model(torch.nn.Linear(1, 1)))
     create(torch.nn.Sequential(idist.auto_model(torch.nn.Linear(1, 1))))
     create(torch.nn.Linear(1, 1).requires_grad_(requires_grad=False))
+    idist.one_rank_only()(create)(torch.nn.Linear(1, 1))
