@@ -141,8 +141,11 @@ class DiskSaver(BaseSaveHandler):
         if not os.access(self.dirname, os.W_OK | os.X_OK):
             raise PermissionError(f"dirname must be a writable directory, got '{self.dirname}'")
         if require_empty and (found := names_in(self.dirname)):
-            problem = f"must not contain checkpoints, got '{self.dirname}' with '{found[0]}'"
+            foreign = next((name for name in found if not self._manifest.lists(name)), None)
+            problem = f"must not contain checkpoints, got '{self.dirname}' with '{foreign or found[0]}'"
             hint = "to resume, pass the directory to Checkpoint and call its resume_latest()"
+            if foreign is not None:
+                problem, hint = f"{problem}, which no Checkpoint saved", "to load it, call Checkpoint.load_objects"
             raise ValueError(f"dirname {problem}: use another one, or require_empty=False to save beside them; {hint}")
         if (folder := self._manifest.folder).is_symlink() or (folder.exists() and not folder.is_dir()):
             raise NotADirectoryError(f"the manifest of the checkpoints, '{folder}', is a link or a file: remove it")
