@@ -127,6 +127,7 @@ class Engine(Serializable, Generic[Batch, Output]):
         self._state: State[Batch, Output] = State()
         self._progress = Progress(origin=Origin.COUNTERS)  # of the last run, or of a loaded state
         self._counters = (0, 0)  # in the state at that time; values that the user has set since take precedence
+        self._recounted_from: int | None = None  # iterations before the last resume counted them for another batch size
         self._run: Run | None = None  # also while it is paused
         self._next_data: Iterable[Any] | None = None
         self._surroundings: list[Callable[[Any], AbstractContextManager[object]]] = []  # of each call of run
@@ -402,6 +403,7 @@ class Engine(Serializable, Generic[Batch, Output]):
 
     def _begin(self, request: Request) -> None:
         """Start a new run."""
+        self._recounted_from = None
         length = request.begin(self.state, self._inferred.get("epoch_length"))
         self._inferred = {} if length is None else {"epoch_length": length}
         self._discard_run()
@@ -432,6 +434,7 @@ class Engine(Serializable, Generic[Batch, Output]):
 
     def _resume(self, request: Request, progress: Progress) -> None:
         """Start a run from where the last one, or a loaded state, ended."""
+        self._recounted_from = None
         state, knew_length = self.state, self.state.epoch_length is not None
         new_length = seek_with_new_length(request.data, progress.position, state.epoch_length)
         inferred = request.resume(state, is_paused=False)
@@ -458,7 +461,7 @@ class Engine(Serializable, Generic[Batch, Output]):
         number, done, length = new_length
         assert progress.position is not None, "else no new length is found"
         epoch = progress.epoch + number - progress.position["epoch"]
-        self.state.epoch_length = length
+        self.state.epoch_length, self._recounted_from = length, progress.iteration
         iteration, target = epoch * length + done, self.state.max_iters
         self.logger.info("The loader now makes %s per epoch: iterations are recounted", counted(length, "batch"))
         if target is not None and iteration >= target:

@@ -11,12 +11,14 @@ import signal
 import subprocess
 import sys
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
 
+import camshaft.distributed as idist
 from camshaft.engine import Engine, Events
 from camshaft.handlers import CSVLogger, JSONLinesLogger, file_logger, global_step_from_engine
 from tests.handlers.parts import at
@@ -217,6 +219,32 @@ def test_after_a_resume_each_point_exists_exactly_once(kind, tmp_path, saved_at,
 
 
 @both
+def test_a_resume_with_larger_batches_keeps_the_points_of_smaller_ones(kind, tmp_path):
+    def run(batch_size, state=None, stop_at=None):
+        states = {}
+        with kind(tmp_path) as logger:
+            trainer = Engine(lambda engine, batch: batch_size)
+            trainer.add_event_handler(
+                Events.ITERATION_COMPLETED, lambda engine: states.update({engine.state.iteration: engine.state_dict()})
+            )
+            for event, tag in ((Events.ITERATION_COMPLETED(every=2), "steps"), (Events.EPOCH_COMPLETED, "epochs")):
+                logger.attach_output_handler(trainer, event, tag, output_transform=lambda output: {"size": output})
+            if stop_at is not None:
+                trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop_at), stop)
+            trainer.load_state_dict(state or {"iteration": 0, "epoch_length": 12, "max_epochs": 4})
+            loader = idist.auto_dataloader(torch.arange(24), batch_size=batch_size, shuffle=True, seed=0)
+            with nullcontext() if stop_at is None else pytest.raises(Crash):
+                trainer.run(loader)
+        return states, logger.path
+
+    states, path = run(2, stop_at=31)
+    before = range(2, 27, 2)  # what follows the checkpoint of iteration 26 is removed
+    run(8, states[26])
+    assert curve(path, "steps/size") == [(step, 2) for step in before] + [(8, 8), (10, 8), (12, 8)]
+    assert curve(path, "epochs/size") == [(1, 2), (2, 2), (3, 8), (4, 8)]
+
+
+@both
 def test_loading_a_state_again_in_the_same_process_rewinds_the_file(kind, tmp_path):
     with kind(tmp_path) as logger:
         trainer = job(logger)
@@ -333,6 +361,7 @@ def test_lone_surrogates_are_escaped(kind, tmp_path):
 
 WRITE_FOREVER = """
 import sys
+import camshaft.distributed as idist
 from camshaft.engine import Engine, Events
 from camshaft.handlers import CSVLogger, JSONLinesLogger
 kind = {"csv": CSVLogger, "jsonl": JSONLinesLogger}[sys.argv[1]]
