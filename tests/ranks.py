@@ -33,7 +33,7 @@ from camshaft.distributed import set_local_rank
 from camshaft.distributed.coordination.watcher import Watcher
 from camshaft.distributed.run import current
 
-LIMIT = 30.0  # seconds that a test may take
+LIMIT = 45.0  # seconds that a test may take
 GRACE = 3.0  # seconds for the other ranks after one has failed
 ENDED = "ended with exit code"
 
