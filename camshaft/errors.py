@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Mapping
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -172,6 +172,11 @@ def line_of_caller(folder: str = "") -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inner):
         frame = frame.f_back
+    return line_of(frame)
+
+
+def line_of(frame: FrameType) -> str:
+    """Return where a frame is, as ``"train.py:12 in main"`` with its full path."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 

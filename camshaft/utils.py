@@ -81,15 +81,16 @@ def setup_logger(
         return logging.getLogger(name)
     handlers: list[logging.Handler] = [logging.NullHandler()]
     if rank == 0:
-        has_colors = Look.of(sys.stderr if stream is None else stream).has_colors
-        formatters = [(_ColoredFormatter if has_colors else logging.Formatter)(format), logging.Formatter(format)]
+        formatter = logging.Formatter(format)
         handlers = [logging.StreamHandler(stream)]
         handlers[0].setLevel(level)  # an unknown level raises here, before a file is created
         if filepath is not None:
             handlers.append(logging.FileHandler(filepath, encoding=encoding))
-        for handler, formatter in zip(handlers, formatters, strict=False):
+        for handler in handlers:
             handler.setLevel(level)
             handler.setFormatter(formatter)
+        if Look.of(sys.stderr if stream is None else stream).has_colors:
+            handlers[0].setFormatter(_ColoredFormatter(format))
     logger = logging.getLogger(name)
     for handler in tuple(logger.handlers):
         logger.removeHandler(handler)

@@ -36,6 +36,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from camshaft.errors import line_of
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -394,7 +396,7 @@ class _Counted:
     ) -> _Text:
         """Return the text of a call, and remember it for the next call of the same code."""
         root_text = "" if root is None else str(root)
-        line, via = _line_of(user), "" if inner is user else _line_of(inner)
+        line, via = line_of(user), "" if inner is user else line_of(inner)
         content = [self.group, collective, how, root_text, layout, line, is_long, via]
         if via and len(_json(content)) > _TEXT_BYTES:  # what the stack is compared with is more important
             content = [self.group, collective, how, root_text, layout, via, is_long, ""]
@@ -429,10 +431,6 @@ def _user_frame(first: FrameType) -> FrameType:
     while frame is not None and _place_of(frame.f_code.co_filename) != "user":
         frame = frame.f_back
     return frame or first
-
-
-def _line_of(frame: FrameType) -> str:
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def _named_in_torch(operation: str, how: str, frame: FrameType | None) -> tuple[str, str]:

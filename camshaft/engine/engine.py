@@ -378,7 +378,7 @@ class Engine(Serializable, Generic[Batch, Output]):
         else:
             if request.data is None and self._needs_data:
                 raise ValueError(f"data must be given to {type(self).__name__}, got None")
-            progress = self._progress_for(request.data)
+            progress, self._recounted_from = self._progress_for(request.data), None
             if request.exceeds(progress.retry or progress, state):
                 self._resume(request, progress)
             # A job that had finished was started again. What another engine runs, such as an evaluator, is not a job.
@@ -403,7 +403,6 @@ class Engine(Serializable, Generic[Batch, Output]):
 
     def _begin(self, request: Request) -> None:
         """Start a new run."""
-        self._recounted_from = None
         length = request.begin(self.state, self._inferred.get("epoch_length"))
         self._inferred = {} if length is None else {"epoch_length": length}
         self._discard_run()
@@ -434,7 +433,6 @@ class Engine(Serializable, Generic[Batch, Output]):
 
     def _resume(self, request: Request, progress: Progress) -> None:
         """Start a run from where the last one, or a loaded state, ended."""
-        self._recounted_from = None
         state, knew_length = self.state, self.state.epoch_length is not None
         new_length = seek_with_new_length(request.data, progress.position, state.epoch_length)
         inferred = request.resume(state, is_paused=False)
@@ -664,7 +662,7 @@ class Engine(Serializable, Generic[Batch, Output]):
             self._discard_run()
         for name, value in (*measures.items(), *((key, state_dict[key]) for key in self.state_dict_user_keys)):
             setattr(state, name, value)
-        self._inferred = {}
+        self._inferred, self._recounted_from = {}, None
         if new_length is not None:
             progress = self._recount(progress, new_length)
         state.iteration, state.epoch = progress.iteration, progress.epoch

@@ -706,7 +706,7 @@ class Reached:
 
 @contextmanager
 def _counting_as_saved(engine: Engine[Any, Any]) -> Iterator[None]:
-    """Undo in this block that iterations were recounted for another batch size: what is written has the old numbers."""
+    """Undo in this block that iterations were recounted for another batch size: the log has the previous numbers."""
     state = engine.state
     count = state.iteration
     if engine._recounted_from is not None:

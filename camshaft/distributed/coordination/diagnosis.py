@@ -31,6 +31,7 @@ from torch._C import _distributed_c10d as c10d
 
 from camshaft import activity
 from camshaft.distributed.record import BACKWARD, DDP, FSDP, IN_TORCH, Entry, Snapshot
+from camshaft.errors import line_of
 from camshaft.text import aligned
 
 PATIENCE = 3.0  # seconds that a rank waits before its wait is evidence
@@ -165,7 +166,7 @@ def _stack(frame: FrameType | None) -> tuple[list[str], str]:
             break
         code = frame.f_code
         if len(lines) < _MOST_FRAMES:
-            lines.append(f"{code.co_filename}:{frame.f_lineno} in {code.co_name}")
+            lines.append(line_of(frame))
         found = _purpose(code.co_filename, code.co_name)
         if found is not None and (place is None or found < place):
             place, doing = found, _PURPOSES[found][1]

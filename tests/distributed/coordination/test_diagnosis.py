@@ -485,6 +485,18 @@ def test_a_table_shows_who_called_what_with_which_shape():
     )
 
 
+def test_a_call_within_a_handler_is_shown_with_both_lines_and_found_in_the_stack_by_the_inner_one():
+    metric = "/site-packages/camshaft/handlers/metrics.py:240 in _over_all_ranks"
+    within = call(collective="all_gather", via=metric)
+    ranks = [snapshot(0, within, stack=[metric, within.line]), snapshot(1, call())]
+    assert f"{within.line}, in {metric}" in divergence(ranks, NOW)
+    ended = snapshot(0, within, stack=[within.line])  # the user's line runs on after the handler has left
+    assert hang_report([ended, snapshot(1)], 0, NOW) is None
+    waiting = hang_report([ranks[0], snapshot(1)], 0, NOW)
+    assert waiting is not None
+    assert f"in {within.collective} at {within.line}, in {metric}, for rank 1" in waiting.text
+
+
 @pytest.mark.parametrize("field", ["collective", "how", "root", "value"])
 def test_calls_that_differ_are_found_though_they_completed(field):
     ranks = [
