@@ -12,6 +12,7 @@ and can be shared by many clones: it then holds only what camshaft needs, and th
 
 from __future__ import annotations
 
+import ast
 import configparser
 import fcntl
 import hashlib
@@ -66,10 +67,10 @@ def shared_folder(parent: Path, name: str) -> Path:
 
 
 def fingerprint(name: str, folder: Path | None = None) -> str:
-    """Digest all that decides what the environment contains; its place too, where it points to this clone."""
-    files = [Path(__file__), *([ROOT / SCRIPTS[name]] if name in SCRIPTS else [])]
+    """Return a digest of what decides what the environment contains; in a clone, also of where it is."""
     parts = [name, sys.version, sys.base_prefix, str(folder), *requirements(name), constraints(name)]
-    parts += [file.read_text("utf-8") for file in files]
+    if name in SCRIPTS:  # without its comments
+        parts.append(ast.dump(ast.parse((ROOT / SCRIPTS[name]).read_text("utf-8"))))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
@@ -147,9 +148,10 @@ def requirements(name: str) -> list[str]:
 
 
 def pip_install(folder: Path, *arguments: str) -> None:
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install"]
     # our versions are complete: what the machine's own configuration of pip constrains could only contradict them
-    subprocess.run([*pip, *arguments], env=os.environ | {"PIP_CONSTRAINT": os.devnull}, check=True)
+    environ = os.environ | {"PIP_CONSTRAINT": os.devnull}
+    subprocess.run([*pip, *arguments], env=environ, stdout=sys.stderr, check=True)  # stdout is for the folder's name
 
 
 def run_script(folder: Path, script: Path, *arguments: str) -> None:
