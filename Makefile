@@ -8,7 +8,6 @@
 PYTHON ?= python3
 ARGS ?=
 ENVIRONMENT = $(PYTHON) scripts/environment.py
-PATIENT = -o timeout=180 -o faulthandler_timeout=240  # each of these tests starts several processes with torch
 TWO = -n 2 --dist worksteal  # at a time, because they mostly wait
 FILES = -n 2 --dist loadfile  # the same, where the tests of a file share a job or a server
 MANY = -n $$(($$(getconf _NPROCESSORS_ONLN) + 2)) --dist loadfile  # as in scripts/check
@@ -33,49 +32,49 @@ test-gpu:
 
 # tests that start Python several times: jobs under torchrun and mpirun that fail, end early, or are killed, and benchmarks
 test-jobs:
-	@$(ENVIRONMENT) dev python -m pytest -m jobs $(PATIENT) $(FILES) tests $(ARGS)
+	@$(ENVIRONMENT) dev python -m pytest -m jobs $(FILES) tests $(ARGS)
 
 # the MPI tests of `make test` (with ARGS="-m jobs", of `make test-jobs`) with Open MPI; an environment can hold only one MPI library
 test-openmpi:
-	@$(ENVIRONMENT) openmpi python -m pytest $(PATIENT) $(FILES) tests/mpi $(ARGS)
+	@$(ENVIRONMENT) openmpi python -m pytest $(FILES) tests/mpi $(ARGS)
 
 # torch_xla with the torch that it needs, on the CPU unless PJRT_DEVICE is set; takes 7 GB of disk space
 test-xla: export PJRT_DEVICE ?= CPU
 test-xla:
-	@$(ENVIRONMENT) xla python -m pytest $(PATIENT) $(FILES) tests/xla $(ARGS)
+	@$(ENVIRONMENT) xla python -m pytest $(FILES) tests/xla $(ARGS)
 
 # builds Horovod from source for this torch, which takes minutes and requires a C++ compiler; the wheel is cached
 test-horovod:
 	@scripts/system_packages g++:g++ make:make
-	@$(ENVIRONMENT) horovod python -m pytest $(PATIENT) $(TWO) tests/horovod $(ARGS)
+	@$(ENVIRONMENT) horovod python -m pytest $(TWO) tests/horovod $(ARGS)
 
 # two hosts in network namespaces, which require root: sudo, or unshare --map-root-user make test-hosts
 test-hosts:
 	@scripts/system_packages ip:iproute2
-	@$(ENVIRONMENT) dev python -m pytest $(PATIENT) tests/hosts $(ARGS)
+	@$(ENVIRONMENT) dev python -m pytest tests/hosts $(ARGS)
 
 # a Slurm cluster of two such hosts, from Debian's packages, installed if missing; SIGNALS=60 preempts a job 60 times instead of 2
 test-slurm:
 	@scripts/system_packages ip:iproute2 slurmctld:slurmctld slurmd:slurmd srun:slurm-client
-	@$(ENVIRONMENT) dev python -m pytest $(PATIENT) tests/slurm $(ARGS)
+	@$(ENVIRONMENT) dev python -m pytest tests/slurm $(ARGS)
 
 # torchrun restarts its workers repeatedly, and nodes join and leave; takes minutes
 test-restarts:
-	@$(ENVIRONMENT) dev python -m pytest -m restarts -o timeout=580 -o faulthandler_timeout=600 tests/torchrun $(ARGS)
+	@$(ENVIRONMENT) dev python -m pytest -m restarts -o timeout=4000 -o faulthandler_timeout=4100 tests/torchrun $(ARGS)
 
 # experiment trackers, each with its own server, store, or files on this machine; takes 2 GB of disk space
 test-loggers:
-	@$(ENVIRONMENT) loggers python -m pytest $(PATIENT) -m "not browser" tests/loggers $(ARGS)
+	@$(ENVIRONMENT) loggers python -m pytest -m "not browser" tests/loggers $(ARGS)
 
 # TensorBoard's page in a headless browser, from Debian's packages, installed if missing
 test-browser:
 	@scripts/system_packages chromium:chromium
-	@$(ENVIRONMENT) loggers python -m pytest $(PATIENT) -m browser tests/loggers $(ARGS)
+	@$(ENVIRONMENT) loggers python -m pytest -m browser tests/loggers $(ARGS)
 
 # runs the code of every page of docs/, builds the site, and opens it in the browser; some pages start jobs that hang on purpose
 test-docs:
 	@scripts/system_packages chromium:chromium
-	@$(ENVIRONMENT) docs python -m pytest -o timeout=400 -o faulthandler_timeout=460 $(TWO) tests/docs $(ARGS)
+	@$(ENVIRONMENT) docs python -m pytest $(TWO) tests/docs $(ARGS)
 
 # builds the site of docs/ in ./site
 site:

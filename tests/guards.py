@@ -10,18 +10,22 @@ import logging
 import multiprocessing
 import os
 import random
+import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 
+from tests.limits import SOON
+
 ROOT = Path(__file__).resolve().parent.parent
-GRACE = 30.0  # seconds for what is about to happen, such as the end of a thread or process
+GRACE = SOON
 IGNORED = ("PYTEST_", "TORCHINDUCTOR_", "TRITON_")  # set by pytest and torch
 HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")  # used by the whole session
 
@@ -117,10 +121,15 @@ def link_target(link: str) -> str:
 
 
 def files_in_the_repository() -> Guard:
+    """Report new files, except those that git ignores: other commands create them meanwhile."""
     before = list_folder(str(ROOT))
     yield None
-    left = sorted(name for name in list_folder(str(ROOT)) - before if not name.startswith("."))
-    yield f"files left in {ROOT}: {left}" if left else None
+    left = {name for name in list_folder(str(ROOT)) - before if not name.startswith(".")}
+    if left:
+        ask = ["git", "-C", str(ROOT), "check-ignore", "--", *left]
+        with suppress(OSError):  # without git
+            left.difference_update(subprocess.run(ask, capture_output=True, text=True).stdout.splitlines())
+    yield f"files left in {ROOT}: {sorted(left)}" if left else None
 
 
 def list_folder(folder: str) -> set[str]:

@@ -20,8 +20,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG
+
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT = 120.0  # seconds for a program that takes five on an idle machine
 BOOT = r"""
 set -e
 hostname "$1"
@@ -88,7 +89,7 @@ class Machine:
         """Start a command in the project folder, with additional environment variables."""
         return Program([*self.entrance, *command], variables)
 
-    def run(self, *command: str, seconds: float = LIMIT, **variables: str) -> Program:
+    def run(self, *command: str, seconds: float = HANG, **variables: str) -> Program:
         """Run a command and wait for it."""
         with self.start(*command, **variables) as program:
             return program.wait(seconds)
@@ -155,13 +156,13 @@ class Program:
         """Return the exit code, ``None`` as long as the command runs."""
         return self._process.poll()
 
-    def wait(self, seconds: float = LIMIT) -> Program:
+    def wait(self, seconds: float = HANG) -> Program:
         """Wait for the command, which must end within the time limit."""
         self._wait(lambda: self._process.poll() is not None, seconds, "did not end")
         self.returncode = self._process.returncode
         return self
 
-    def wait_for(self, text: str, seconds: float = LIMIT) -> None:
+    def wait_for(self, text: str, seconds: float = HANG) -> None:
         """Wait until the output contains a text."""
         self._wait(lambda: text in self.output, seconds, f"did not write {text!r}")
 

@@ -32,9 +32,9 @@ import torch.distributed as dist
 from camshaft.distributed import set_local_rank
 from camshaft.distributed.coordination.watcher import Watcher
 from camshaft.distributed.run import current
+from tests.limits import HANG, SOON
 
-LIMIT = 45.0  # seconds that a test may take
-GRACE = 3.0  # seconds for the other ranks after one has failed
+GRACE = SOON  # seconds for the other ranks after one has failed
 ENDED = "ended with exit code"
 
 context: Any = multiprocessing.get_context("forkserver")
@@ -42,7 +42,7 @@ context: Any = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["torch.nn.parallel.distributed", "torch._dynamo", "pytest", "camshaft.engine"])
 
 
-def on_ranks(size: int, limit: float = LIMIT) -> Callable[[Callable[..., object]], Callable[..., None]]:
+def on_ranks(size: int, limit: float = HANG) -> Callable[[Callable[..., object]], Callable[..., None]]:
     """Run the decorated test on this number of ranks; it must pass on all of them."""
 
     def decorate(test: Callable[..., object]) -> Callable[..., None]:
@@ -56,7 +56,7 @@ def on_ranks(size: int, limit: float = LIMIT) -> Callable[[Callable[..., object]
 
 
 def run_on_ranks(
-    size: int, function: Callable[..., Any], /, *args: Any, limit: float = LIMIT, **kwargs: Any
+    size: int, function: Callable[..., Any], /, *args: Any, limit: float = HANG, **kwargs: Any
 ) -> list[Any]:
     """Call a function on this number of ranks, and return the results in rank order.
 
@@ -68,7 +68,7 @@ def run_on_ranks(
     return [rank.result for rank in ranks]
 
 
-def kill_on_ranks(size: int, function: Callable[..., Any], /, *args: Any, limit: float = LIMIT, **kwargs: Any) -> None:
+def kill_on_ranks(size: int, function: Callable[..., Any], /, *args: Any, limit: float = HANG, **kwargs: Any) -> None:
     """Call a function on this number of ranks, and fail unless it ends each of them by SIGKILL."""
     ranks = _run(size, limit, (function, args, kwargs))
     if not all(rank.failure and rank.failure.startswith(f"{ENDED} {-signal.SIGKILL}\n") for rank in ranks):
@@ -77,7 +77,7 @@ def kill_on_ranks(size: int, function: Callable[..., Any], /, *args: Any, limit:
 
 def await_watchers() -> None:
     """Adopt the group of the test, and wait until the watchers of all ranks have made their first requests."""
-    assert current().job.find(Watcher).has_connected.wait(LIMIT)
+    assert current().job.find(Watcher).has_connected.wait(HANG)
     dist.barrier()
 
 

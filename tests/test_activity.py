@@ -15,6 +15,7 @@ from camshaft import activity
 from camshaft.engine import Engine, Events
 from camshaft.engine.engine import outermost_engine
 from camshaft.handlers.stopping import StopTogether
+from tests.limits import HANG
 
 HERE = __file__
 
@@ -111,10 +112,10 @@ def test_engines_of_other_threads_are_kept_apart():
         trainer, evaluator = Engine(idle), Engine(idle)
 
         def look():
-            together.wait(10)
+            together.wait(HANG)
             found[name] = (activity.in_thread() == [trainer, evaluator], outermost_engine() is trainer)
             found[f"all of {name}"] = len(activity.running)
-            together.wait(10)
+            together.wait(HANG)
 
         evaluator.add_event_handler(Events.COMPLETED, look)
         trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run([1]))
@@ -514,10 +515,10 @@ def test_a_long_run_in_another_thread_is_ended():
 
     thread = threading.Thread(target=run, daemon=True)  # does not end if the test fails
     thread.start()
-    assert started.wait(30)
+    assert started.wait(HANG)
     other = Engine(lambda engine, batch: time.sleep(0))
     other.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: engine._raise_soon(Lost()))
     other.run(range(5))
-    thread.join(30)
+    thread.join(HANG)
     assert len(caught) == 1
     assert other.state.iteration == 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -154,6 +155,20 @@ def test_guards_wait_for_threads_that_are_about_to_end() -> None:
     next(watching)
     threading.Timer(0.05, str).start()
     assert next(watching) is None
+
+
+def test_files_that_other_commands_create_meanwhile_are_not_left_by_a_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`make site` and `pip install .`, say."""
+    shutil.copy(guards.ROOT / ".gitignore", tmp_path)
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    monkeypatch.setattr(guards, "ROOT", tmp_path)
+    watching = guards.files_in_the_repository()
+    next(watching)
+    for name in ("site", "build", "dist", "camshaft.egg-info", "left-over"):
+        (tmp_path / name).mkdir()
+    assert next(watching) == f"files left in {tmp_path}: ['left-over']"
 
 
 def test_random_states_are_restored() -> None:

@@ -17,15 +17,15 @@ import pytest
 
 from camshaft.distributed.run import use_backend
 from camshaft.distributed.topology import Topology
+from tests.limits import HANG
 from tests.thread_backend import Mailbox, ReleasedError, ThreadBackend
 
-LIMIT = 30.0  # seconds that a test may take
-GRACE = 1.0  # seconds for a rank to end after a failure or a timeout
+GRACE = 5.0  # seconds for a rank to end after a failure or a timeout
 THE_END = "the end"
 
 
 def on_threads(
-    size: int, limit: float = LIMIT, nodes: int = 1
+    size: int, limit: float = HANG, nodes: int = 1
 ) -> Callable[[Callable[..., object]], Callable[..., None]]:
     """Run the decorated test on this number of ranks; it must pass on all of them."""
 
@@ -40,7 +40,7 @@ def on_threads(
 
 
 def run_on_threads(
-    size: int, function: Callable[..., Any], /, *args: Any, limit: float = LIMIT, nodes: int = 1, **kwargs: Any
+    size: int, function: Callable[..., Any], /, *args: Any, limit: float = HANG, nodes: int = 1, **kwargs: Any
 ) -> list[Any]:
     """Call a function on this number of ranks and nodes, and return the results in rank order.
 
@@ -52,10 +52,12 @@ def run_on_threads(
     ranks = [Rank(backend, functools.partial(function, *args, **kwargs)) for backend in backends]
     for rank in ranks:
         rank.start()
+    grace = GRACE
     with suppress(ReleasedError):
         mailbox.take(THE_END, size)
+        grace = HANG  # all have passed
     for rank in ranks:
-        rank.join(GRACE)
+        rank.join(grace)
     if any(rank.report() for rank in ranks):
         reports = (f"--- {rank.name}: {rank.report() or 'passed'}" for rank in ranks)
         pytest.fail(f"not all of the {size} ranks passed\n" + "\n".join(reports), pytrace=False)

@@ -109,7 +109,6 @@ def test_checkpoint_measures_both_modes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.timeout(225)
 def test_sharded_measures_saves_and_steps_of_each_layout(tmp_path: Path) -> None:
     few = ("--repetitions", "2", "--iterations", "1", "--blocks", "2", "--width", "32", "--batch_size", "2")
     result = result_of(run("sharded.py", "--ranks", "4", *few, "--folder", str(tmp_path), folder=tmp_path))
@@ -141,7 +140,6 @@ def rehearse(what: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.timeout(225)
 def test_the_tests_for_gpus_are_rehearsed_on_the_cpu(tmp_path: Path) -> None:
     finished = rehearse("test", tmp_path)
     assert finished.returncode == 0, finished.stdout + finished.stderr
@@ -149,7 +147,6 @@ def test_the_tests_for_gpus_are_rehearsed_on_the_cpu(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.timeout(225)
 def test_the_benchmarks_for_gpus_are_rehearsed_on_the_cpu(tmp_path: Path) -> None:
     finished = rehearse("bench", tmp_path)
     assert finished.returncode == 0, finished.stdout + finished.stderr

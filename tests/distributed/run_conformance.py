@@ -19,13 +19,14 @@ import torch
 
 import camshaft.distributed as idist
 from tests.distributed.conformance import CHECKS, lack_of
+from tests.limits import HANG
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*", metavar="NAME", help="a check to run; all of them if none is named")
     parser.add_argument("--backend", help="what initialize is told; without, there is one process")
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds that all of it may take")
+    parser.add_argument("--limit", type=float, default=HANG, help="seconds that all of it may take")
     arguments = parser.parse_args()
     faulthandler.dump_traceback_later(arguments.limit, exit=True)
     torch.set_num_threads(1)

@@ -10,6 +10,7 @@ import pytest
 
 import camshaft.distributed as idist
 from tests.distributed.conformance import CHECKS, lack_of
+from tests.limits import HANG
 from tests.ranks import run_on_ranks
 from tests.threads import run_on_threads
 
@@ -44,7 +45,7 @@ def failures(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     found: dict[str, str] = {}
     while left := [name for name in CHECKS if name not in {*found, *passed.read_text().split()}]:
         try:
-            run_on_ranks(request.param, run_all, left, passed, limit=50)
+            run_on_ranks(request.param, run_all, left, passed)
         except pytest.fail.Exception as failure:
             reached = next(name for name in left if name not in passed.read_text().split())
             found[reached] = str(failure)
@@ -58,6 +59,6 @@ def test_gloo_passes(failures: dict[str, str], name: str) -> None:
 
 def test_a_check_that_fails_ends_the_process_with_its_traceback() -> None:
     command = [sys.executable, "-m", "tests.distributed.run_conformance", "barrier_lets_every_rank_through", "unknown"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
     assert result.returncode == 1
     assert result.stdout.startswith("passed barrier_lets_every_rank_through\nrank 0 failed unknown\nTraceback")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG
 from tests.torchrun.launching import free_port
 
 pytestmark = pytest.mark.jobs
@@ -46,7 +47,7 @@ def run(who: int, how: str, mode: str) -> tuple[list[str], list[int]]:
         for rank in range(2)
     ]
     try:
-        return [process.communicate(timeout=100)[1] for process in processes], [one.returncode for one in processes]
+        return [process.communicate(timeout=HANG)[1] for process in processes], [one.returncode for one in processes]
     finally:
         for process in processes:
             process.kill()

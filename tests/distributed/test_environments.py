@@ -26,6 +26,7 @@ from tests.distributed.observed import (
     step,
     torchrun,
 )
+from tests.limits import HANG
 
 NODES = ("num_nodes", "node_rank")
 
@@ -506,7 +507,7 @@ def test_the_workers_of_torchrun_are_recognised(tmp_path):
     script.write_text(WORKER)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     subprocess.run(
-        [*command, str(script), str(tmp_path)], check=True, timeout=50, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        [*command, str(script), str(tmp_path)], check=True, timeout=HANG, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     launches = [detect(json.loads((tmp_path / rank).read_text())) for rank in "01"]
     assert [(launch.launcher, launch.agent_store) for launch in launches] == [("torchrun", True)] * 2

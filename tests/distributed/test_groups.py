@@ -17,7 +17,7 @@ from camshaft.errors import RankDivergenceError
 from tests.ranks import on_ranks
 
 
-@on_ranks(3, limit=20)
+@on_ranks(3)
 def test_only_members_need_to_pass_a_list_of_ranks():
     rank = idist.get_rank()
     if rank < 2:
@@ -30,7 +30,7 @@ def test_only_members_need_to_pass_a_list_of_ranks():
     assert idist.all_reduce(1, group=[2, 0, 1]) == 3
 
 
-@on_ranks(3, limit=20)
+@on_ranks(3)
 def test_lists_of_ranks_are_independent_of_other_groups():
     """The names that torch gives to groups of members count the groups of a rank."""
     rank = idist.get_rank()
@@ -47,7 +47,7 @@ def test_lists_of_ranks_are_independent_of_other_groups():
     assert idist.all_reduce(rank, group=dist.new_group([1, 2])) == (0 if rank == 0 else 3)
 
 
-@on_ranks(2, limit=20)
+@on_ranks(2)
 def test_a_list_of_ranks_is_the_same_group_after_sync():
     assert idist.all_reduce(1, group=[1, 0]) == 2
     if idist.get_rank() == 0:
@@ -55,7 +55,7 @@ def test_a_list_of_ranks_is_the_same_group_after_sync():
     assert idist.all_reduce(1, group=[1, 0]) == 2
 
 
-@on_ranks(2, limit=20)
+@on_ranks(2)
 def test_one_rank_only_may_use_a_group_of_that_rank():
     @idist.one_rank_only(1)
     def alone():
@@ -66,7 +66,7 @@ def test_one_rank_only_may_use_a_group_of_that_rank():
     assert alone() == (1 if idist.get_rank() == 1 else None)
 
 
-@on_ranks(3, limit=20)
+@on_ranks(3)
 def test_debug_mode_compares_the_members_of_a_list_of_ranks():
     collective_check.enable(current())
     rank = idist.get_rank()
@@ -100,7 +100,7 @@ def test_new_group_passes_the_backend_on():
         assert idist.all_reduce(1, group=idist.new_group([0, 1], backend=backend)) == 2
 
 
-@on_ranks(3, limit=20)
+@on_ranks(3)
 def test_torch_accepts_groups_from_new_group():
     rank = idist.get_rank()
     group = idist.new_group([2, 0])
@@ -150,7 +150,7 @@ def use_everywhere(group, ranks):
         assert idist.recv(first, group=group) == "hello"
 
 
-@on_ranks(3, limit=30)
+@on_ranks(3)
 @pytest.mark.parametrize("debug", [False, True])
 def test_groups_of_torch_are_accepted_everywhere(debug):
     if debug:
@@ -167,7 +167,7 @@ def test_groups_of_torch_are_accepted_everywhere(debug):
     dist.barrier()
 
 
-@on_ranks(2, limit=20)
+@on_ranks(2)
 def test_a_destroyed_group_is_rejected_and_its_ranks_make_a_new_one():
     group = idist.new_group([0, 1])
     assert idist.all_reduce(1, group=[1, 0]) == 2  # the same group

@@ -21,7 +21,6 @@ import time
 import traceback
 import weakref
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,10 +33,11 @@ import camshaft.distributed as idist
 from camshaft.distributed import launch
 from camshaft.distributed.registry import module_of
 from tests.guards import children, is_running
+from tests.limits import FOREVER, HANG, TIMEOUT, wait_until
 from tests.ranks import context
 
 ROOT = Path(__file__).resolve().parents[2]
-start = functools.partial(idist.spawn, start_method="forkserver", timeout=timedelta(seconds=30))
+start = functools.partial(idist.spawn, start_method="forkserver", timeout=TIMEOUT)
 
 
 # --- what the processes do ---------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ def begin_anew(local_rank):
     """What else reads the environment finds the others too."""
     size = idist.get_world_size()
     idist.finalize()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", timeout=TIMEOUT)
     number = torch.ones(1)
     dist.all_reduce(number)
     assert number == size
@@ -156,7 +156,7 @@ def hang(local_rank, folder, how):
         time.sleep(1)
     if local_rank == 0:
         idist.barrier()
-    time.sleep(1000)
+    time.sleep(9000)
 
 
 def hang_until_the_other_fails(local_rank, folder):
@@ -212,10 +212,7 @@ def test_two_runs_at_once_need_no_port_and_live_when_nobody_holds_them(tmp_path)
     for run in ("a", "b"):
         (tmp_path / run).mkdir()
         start("gloo", tell, (str(tmp_path / run),), nproc_per_node=2, join=False)
-    deadline = time.monotonic() + 30
-    while launch._running and time.monotonic() < deadline:
-        for processes in list(launch._running):
-            processes.join(timeout=0.05)
+    wait_until(lambda: all(processes.join(timeout=0.05) for processes in list(launch._running)))
     for run in ("a", "b"):
         assert [told["sum"] for told in told_in(tmp_path / run)] == [1, 1]
 
@@ -279,7 +276,7 @@ def test_join_waits_as_long_as_it_is_told(tmp_path):
 
 def leave_a_child_behind(folder):
     if (pid := os.fork()) == 0:
-        time.sleep(1000)
+        time.sleep(9000)
     Path(folder, "0 of 1").write_text(str(pid))
     os._exit(3)
 
@@ -317,7 +314,7 @@ def test_join_sleeps_while_a_process_has_closed_its_descriptors(monkeypatch):
 
 def ignore_the_ends_of_children(folder):
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as after `trap '' CHLD`: the system discards exit codes
-    options = {"nproc_per_node": 2, "start_method": "fork", "timeout": timedelta(seconds=30)}
+    options = {"nproc_per_node": 2, "start_method": "fork", "timeout": TIMEOUT}
     idist.spawn("gloo", tell, (folder,), **options)
     with pytest.raises(ProcessRaisedException, match="process 1 failed"):
         idist.spawn("gloo", fail, ("raises",), **options)
@@ -327,7 +324,7 @@ def test_spawn_returns_where_exit_codes_are_discarded(tmp_path):
     parent = context.Process(target=ignore_the_ends_of_children, args=(str(tmp_path),))
     parent.start()
     try:
-        parent.join(30)
+        parent.join(HANG)
         assert parent.exitcode == 0
     finally:
         parent.kill()
@@ -531,7 +528,7 @@ import torch
 import camshaft.distributed as idist
 from datetime import timedelta
 
-options = {"nproc_per_node": 2, "start_method": "fork", "timeout": timedelta(seconds=30)}
+options = {"nproc_per_node": 2, "start_method": "fork", "timeout": timedelta(seconds=900)}
 torch.set_num_threads(2)
 data = torch.ones(400, 400)
 data @ data
@@ -586,7 +583,7 @@ def test_a_cell_that_failed_runs_once_it_is_corrected_however_often():
 
 
 def received_by(connection):
-    assert connection.poll(30), "it hangs"
+    assert connection.poll(HANG), "it hangs"
     return connection.recv()
 
 
@@ -619,7 +616,7 @@ def be_a_parent(folder, how):
     launch.GRACE = 1.0  # those that are forked take it over
     signal.signal(signal.SIGINT, signal.default_int_handler)
     processes = idist.spawn("gloo", hang, (folder, how), nproc_per_node=2, start_method="fork", join=False)
-    bystander = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+    bystander = multiprocessing.get_context("fork").Process(target=time.sleep, args=(FOREVER,))
     bystander.start()  # it inherits what this process holds, as the workers of a loader do
     Path(folder, "bystander").write_text(str(bystander.pid))
     try:
@@ -644,7 +641,7 @@ def test_no_process_outlives_the_one_that_started_it(tmp_path, number, how):
     try:
         wait_until(lambda: len(processes_in(tmp_path)) == 2 and (tmp_path / "bystander").exists())
         os.kill(parent.pid, number)
-        parent.join(20)
+        parent.join(HANG)
         assert parent.exitcode == (0 if number == signal.SIGINT else -number)
         wait_until(lambda: not processes_in(tmp_path))
         if number == signal.SIGINT:
@@ -667,13 +664,6 @@ def end_all_in(folder, *others):
             os.kill(pid, signal.SIGKILL)
 
 
-def wait_until(condition, seconds=30):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it takes too long"
-        time.sleep(0.02)
-
-
 # --- scripts -----------------------------------------------------------------------------------------------------
 
 SCRIPT = """
@@ -691,7 +681,7 @@ def training(local_rank, text):
 
 def hanging(local_rank, folder):
     Path(folder, f"{local_rank} of {os.getppid()}").write_text(str(os.getpid()))
-    time.sleep(1000)
+    time.sleep(9000)
 
 if __name__ == "__main__":
     with idist.Parallel("gloo", nproc_per_node=1 if sys.argv[1:] else 2) as parallel:
@@ -734,7 +724,7 @@ def run_script(tmp_path):
 def test_a_script_runs_its_processes_whatever_surrounds_it_and_fails_when_they_do(run_script):
     with run_script(IN_SLURM) as script:
         try:
-            output, errors = script.communicate(timeout=55)
+            output, errors = script.communicate(timeout=HANG)
         finally:
             script.kill()
     assert sorted(output.splitlines()) == [f"['hello', 'hello'] ({rank}, 2, 1)" for rank in (0, 1)]
@@ -746,7 +736,7 @@ def test_a_script_runs_its_processes_whatever_surrounds_it_and_fails_when_they_d
 def test_a_script_that_is_killed_takes_its_processes_with_it(run_script, tmp_path):
     with run_script({**IN_SLURM, **UNDER_TORCHRUN}, tmp_path) as script:
         try:
-            wait_until(lambda: processes_in(tmp_path), seconds=50)
+            wait_until(lambda: processes_in(tmp_path))
             script.kill()
             wait_until(lambda: not processes_in(tmp_path))
         finally:

@@ -21,6 +21,7 @@ from camshaft.distributed import launcher
 from camshaft.distributed.environments import detect
 from camshaft.distributed.registry import choose
 from camshaft.distributed.topology import Launch, Topology
+from tests.limits import HANG
 from tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -411,7 +412,7 @@ def test_under_torchrun_the_processes_that_are_there_run_the_function_and_fail_w
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [*command, str(tmp_path / "script.py")], env=environment, capture_output=True, text=True, timeout=50
+        [*command, str(tmp_path / "script.py")], env=environment, capture_output=True, text=True, timeout=HANG
     )
     told = sorted(json.loads(line) for line in done.stdout.splitlines())
     assert told == [[rank, 2, "gloo", total] for rank in (0, 1) for total in (21, 41)]

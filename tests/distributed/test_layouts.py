@@ -177,8 +177,7 @@ def check_costs():
 
 
 @pytest.mark.jobs
-@pytest.mark.timeout(230)
-@on_ranks(4, limit=220)
+@on_ranks(4)
 def test_every_layout_ends_with_the_weights_of_one_process_and_costs_what_the_page_says():
     check_costs()
     with idist.use_backend(SerialBackend()):

@@ -23,16 +23,17 @@ from camshaft.distributed import registry
 from camshaft.distributed.__main__ import backends, devices, inspect, jobs_text, main
 from camshaft.distributed.record import Snapshot, find, read
 from camshaft.text import Look
+from tests.limits import HANG
 from tests.mpi.checking import ROOT, mpirun
 
 MODULE = ("-m", "camshaft.distributed")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
-def python(*arguments: str, seconds: float = 55, **variables: str) -> subprocess.CompletedProcess[str]:
+def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, timeout=seconds, capture_output=True, text=True)
+    return subprocess.run(command, cwd=ROOT, env=environment, timeout=HANG, capture_output=True, text=True)
 
 
 def objects(output: str) -> list[dict[str, Any]]:
@@ -188,7 +189,7 @@ if rank < 2:
     record.begin([0, 1], [0, 1], "all_reduce", torch.ones(3, 4), "SUM", None)
 record.job = job
 print("ready", flush=True)
-time.sleep(60)
+time.sleep(9000)
 """
 
 

@@ -13,8 +13,6 @@ from camshaft.errors import RankDivergenceError
 from tests.ranks import on_ranks
 from tests.threads import on_threads
 
-pytestmark = pytest.mark.timeout(88)  # several processes import torch, on a machine that may be busy
-
 
 class Noise(Dataset):
     """Each sample is its index and a random number."""
@@ -78,7 +76,7 @@ def test_a_backend_without_meshes_says_so():
         idist.make_mesh(dp_shard=2)
 
 
-@on_ranks(4, limit=80)
+@on_ranks(4)
 def test_a_mesh_divides_the_ranks_along_named_axes():
     rank = idist.get_rank()
     assert (idist.get_data_parallel_rank(), idist.get_data_parallel_size()) == (rank, 4)
@@ -103,7 +101,7 @@ def test_a_mesh_divides_the_ranks_along_named_axes():
     assert idist.get_mesh() is None
 
 
-@on_ranks(2, limit=80)
+@on_ranks(2)
 def test_a_mesh_is_made_by_all_ranks():
     @idist.one_rank_only()
     def alone():
@@ -117,7 +115,7 @@ def test_a_mesh_is_made_by_all_ranks():
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
-@on_ranks(4, limit=80)
+@on_ranks(4)
 def test_peers_get_the_same_samples_and_the_same_augmentation():
     torch.manual_seed(idist.get_rank())
     idist.make_mesh(dp_shard=2, tp=2)
@@ -127,7 +125,7 @@ def test_peers_get_the_same_samples_and_the_same_augmentation():
     assert len({noise for share in shares for _, noise in share}) == 10
 
 
-@on_ranks(4, limit=80)
+@on_ranks(4)
 def test_without_data_parallelism_all_ranks_get_all_samples_alike():
     torch.manual_seed(idist.get_rank())
     idist.make_mesh(tp=4)
@@ -145,14 +143,14 @@ def test_without_data_parallelism_all_ranks_get_all_samples_alike():
     assert sorted(sample for batch in drawn for sample in batch) == list(range(10))
 
 
-@on_ranks(4, limit=80)
+@on_ranks(4)
 def test_a_stream_is_sharded_by_the_place_in_the_data():
     idist.make_mesh(dp_replicate=2, tp=2)
     stream = idist.auto_dataloader(Shardable(list(range(8))), batch_size=2)
     assert with_peers([batch.tolist() for batch in stream]) == [[[0], [2], [4], [6]], [[1], [3], [5], [7]]]
 
 
-@on_ranks(4, limit=80)
+@on_ranks(4)
 def test_a_run_resumes_on_another_mesh_with_each_sample_once():
     seen = []
     engine = Engine(lambda engine, batch: seen.append((batch.tolist(), engine.batch_share)))
@@ -171,7 +169,7 @@ def test_a_run_resumes_on_another_mesh_with_each_sample_once():
     assert [share[-1][1] for share in shares] == [2 / 3, 4 / 3]
 
 
-@on_ranks(4, limit=80)
+@on_ranks(4)
 def test_samplers_take_the_place_in_the_data():
     idist.make_mesh(dp_shard=2, tp=2)
     place = idist.get_rank() // 2
@@ -182,7 +180,7 @@ def test_samplers_take_the_place_in_the_data():
         idist.auto_dataloader(range(8), sampler=torch.utils.data.DistributedSampler(range(8)))
 
 
-@on_ranks(2, limit=80)
+@on_ranks(2)
 def test_peers_that_read_other_data_are_found():
     early = idist.auto_dataloader(range(8), batch_size=2)
     idist.make_mesh(tp=2)

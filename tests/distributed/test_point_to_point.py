@@ -20,6 +20,7 @@ from camshaft.distributed.coordination.waiting import only
 from camshaft.distributed.run import current
 from camshaft.errors import RankDivergenceError
 from tests.guards import outlasting
+from tests.limits import HANG
 from tests.ranks import on_ranks
 from tests.threads import run_on_threads
 
@@ -519,7 +520,7 @@ class Work:
 
     def wait(self):
         self.waits += 1
-        assert self.end.wait(10)
+        assert self.end.wait(HANG)
         if self.error:
             raise self.error
 

@@ -16,8 +16,6 @@ import camshaft.distributed as idist
 from tests.ranks import on_ranks
 from tests.threads import on_threads
 
-pytestmark = pytest.mark.timeout(88)  # several processes import torch, on a machine that may be busy
-
 
 class Block(nn.Module):
     def __init__(self):
@@ -103,7 +101,7 @@ def test_a_backend_without_meshes_rejects_layouts():
         idist.auto_model(Net(), shard=[Block])
 
 
-@on_ranks(2, limit=80)
+@on_ranks(2)
 def test_a_mesh_must_fit_the_job_and_the_model():
     with pytest.raises(ValueError, match="mesh must be given to distribute the model"):
         idist.auto_model(Net(), shard=[Block])
@@ -121,7 +119,7 @@ def test_a_mesh_must_fit_the_job_and_the_model():
     assert not any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
 
 
-@on_ranks(2, limit=80)
+@on_ranks(2)
 def test_an_error_of_a_style_names_the_pattern_and_the_module():
     with pytest.raises(NotImplementedError) as caught:
         idist.auto_model(Net(), mesh=idist.make_mesh(tp=2), tensor_plan={"blocks.*.n*": ColwiseParallel()})
@@ -132,8 +130,7 @@ def test_an_error_of_a_style_names_the_pattern_and_the_module():
 
 
 @pytest.mark.jobs
-@pytest.mark.timeout(180)
-@on_ranks(4, limit=150)
+@on_ranks(4)
 def test_each_layout_starts_with_the_weights_of_rank_0_and_trains_alike():
     alone = Net()
     placements = {}
@@ -175,7 +172,7 @@ def test_each_layout_starts_with_the_weights_of_rank_0_and_trains_alike():
     assert all(found == blocks for layout, (found, _) in placements.items() if layout not in ("dp_replicate", "tp"))
 
 
-@on_ranks(4, limit=80)
+@on_ranks(4)
 def test_each_rank_holds_its_part_of_the_weights_and_of_the_state_of_the_optimizer():
     def held(tensors):
         return sum(getattr(one, "to_local", lambda one=one: one)().nbytes for one in tensors)
@@ -200,7 +197,7 @@ def test_each_rank_holds_its_part_of_the_weights_and_of_the_state_of_the_optimiz
             assert held(model.parameters()) == whole / 2 - held(split) / 4
 
 
-@on_ranks(2, limit=80)
+@on_ranks(2)
 def test_what_is_sharded_and_how_is_up_to_the_user():
     mesh = idist.make_mesh(dp_shard=2)
 
@@ -229,7 +226,7 @@ def test_what_is_sharded_and_how_is_up_to_the_user():
     assert low(INPUTS).dtype == torch.bfloat16
 
 
-@on_ranks(2, limit=80)
+@on_ranks(2)
 def test_tied_weights_stay_tied_or_raise():
     def tied():
         net = Net()
@@ -257,7 +254,7 @@ def test_a_model_on_the_meta_device_stays_there_in_a_single_process(options):
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-@on_ranks(2, limit=80)
+@on_ranks(2)
 def test_a_model_on_the_meta_device_is_initialized_after_it_was_sharded():
     with torch.device("meta"):
         model = Net()
@@ -270,7 +267,7 @@ def test_a_model_on_the_meta_device_is_initialized_after_it_was_sharded():
     assert torch.equal(weights(model)[0], torch.full((4, 8), 0.5))
 
 
-@on_ranks(2, limit=80)
+@on_ranks(2)
 def test_what_was_distributed_by_hand_is_left_as_it_is():
     mesh = idist.make_mesh(tp=2)
     model = parallelize_module(Net(), mesh["tp"], PLAN)
@@ -296,7 +293,7 @@ def test_what_was_distributed_by_hand_is_left_as_it_is():
     assert isinstance(idist.auto_model(half), DistributedDataParallel)  # else nobody would average the new gradients
 
 
-@on_ranks(4, limit=80)
+@on_ranks(4)
 def test_a_model_that_is_tensor_parallel_by_hand_is_sharded_along_the_other_axes():
     mesh = idist.make_mesh(dp_shard=2, tp=2)
     net, wanted = of_rank_0(5)
@@ -308,7 +305,7 @@ def test_a_model_that_is_tensor_parallel_by_hand_is_sharded_along_the_other_axes
 # --- optimizers that were created too early --------------------------------------------------------------------------
 
 
-@on_ranks(2, limit=80)
+@on_ranks(2)
 def test_an_optimizer_created_before_sharding_raises_whichever_is_adapted_first():
     mesh = idist.make_mesh(dp_shard=2)
     net = Net()
@@ -329,7 +326,7 @@ def test_an_optimizer_created_before_sharding_raises_whichever_is_adapted_first(
     assert sharded_modules(net) == []
 
 
-@on_ranks(2, limit=80)
+@on_ranks(2)
 def test_an_offloaded_model_stays_in_host_memory():
     model = idist.auto_model(Net(), mesh=idist.make_mesh(dp_shard=2), offload_policy=CPUOffloadPolicy(pin_memory=False))
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())

@@ -19,7 +19,8 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-LIMIT = 350  # seconds, for all pages
+from tests.limits import HANG
+
 POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; report-uri /refused"
 BROWSER = [
     "chromium",
@@ -148,7 +149,7 @@ def visit(site: Path, scratch: Path, *, searches: list[str], filtered: tuple[str
         served(partial(Handler, task=task, posts=posts, directory=str(site))) as address,
         running([*BROWSER, f"--user-data-dir={scratch}", f"{address}/script"], scratch / "browser.log"),
     ):
-        while (post := posts.get(timeout=LIMIT))[0] != "/seen":
+        while (post := posts.get(timeout=HANG))[0] != "/seen":
             refused.append(post[1])
     report: Report = post[1] | {"refused": refused}
     assert "error" not in report, report

@@ -11,20 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from tests import guards
 from tests.guards import link_target, outlasting
+from tests.limits import HANG
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RUNNER = Path(__file__).with_name("pages.py")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-@pytest.fixture
-def limit(pytestconfig: pytest.Config) -> float:
-    """Return the time limit of a page in seconds, below that of its test; on an idle machine, 15 are enough."""
-    return float(pytestconfig.getini("timeout")) - 10
-
-
-def run_page(page: Path, folder: Path, limit: float) -> str | None:
+def run_page(page: Path, folder: Path) -> str | None:
     """Run the code of a page; return None, or the output if it fails."""
     folder.mkdir()
     environment = os.environ | {
@@ -37,11 +33,11 @@ def run_page(page: Path, folder: Path, limit: float) -> str | None:
     with open(folder.with_suffix(".log"), "w+") as log:
         with subprocess.Popen(command, stdout=log, stderr=log, env=environment) as process:
             try:
-                code = process.wait(timeout=limit)
+                code = process.wait(timeout=HANG)
                 left = outlasting(lambda: processes_in(folder))
                 error = f"processes still run: {left}" if left else f"exit code {code}" if code else None
             except subprocess.TimeoutExpired:
-                error = f"still running after {limit:.0f} s"
+                error = f"still running after {HANG:.0f} s"
             finally:
                 while left := processes_in(folder):
                     end(left)
@@ -62,18 +58,18 @@ def end(pids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_code_runs(page: Path, tmp_path: Path, limit: float) -> None:
-    if printed := run_page(page, tmp_path / "page", limit):
+def test_code_runs(page: Path, tmp_path: Path) -> None:
+    if printed := run_page(page, tmp_path / "page"):
         pytest.fail(printed, pytrace=False)
 
 
-def check(tmp_path: Path, limit: float, text: str) -> str | None:
+def check(tmp_path: Path, text: str) -> str | None:
     page = tmp_path / "page.md"
     page.write_text(text, "utf-8")
-    return run_page(page, tmp_path / "folder", limit)
+    return run_page(page, tmp_path / "folder")
 
 
-def test_blocks_run_in_order_and_share_names_and_a_folder(tmp_path: Path, limit: float) -> None:
+def test_blocks_run_in_order_and_share_names_and_a_folder(tmp_path: Path) -> None:
     page = """
 ```python title="part.py"
 first = 1
@@ -97,7 +93,7 @@ $ false
 assert open("printed").read() == f"{first + 1}\\n"
 ```
 """
-    assert check(tmp_path, limit, page) is None
+    assert check(tmp_path, page) is None
 
 
 @pytest.mark.parametrize(
@@ -112,13 +108,12 @@ assert open("printed").read() == f"{first + 1}\\n"
         ("```\nfirst = 1\n```", 2, "a block must be one of"),
     ],
 )
-def test_a_failing_block_is_reported_with_its_line(
-    tmp_path: Path, limit: float, block: str, line: int, error: str
-) -> None:
-    printed = check(tmp_path, limit, block)
+def test_a_failing_block_is_reported_with_its_line(tmp_path: Path, block: str, line: int, error: str) -> None:
+    printed = check(tmp_path, block)
     assert f"{tmp_path / 'page.md'}:{line}: " in str(printed)
     assert error in str(printed)
 
 
-def test_a_process_that_outlives_its_page_is_an_error(tmp_path: Path, limit: float) -> None:
-    assert "processes still run" in str(check(tmp_path, limit, "```sh\nsetsid sleep 100 &\n```"))
+def test_a_process_that_outlives_its_page_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards, "GRACE", 1.0)
+    assert "processes still run" in str(check(tmp_path, "```sh\nsetsid sleep 9000 &\n```"))

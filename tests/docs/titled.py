@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from textwrap import dedent
 
+from tests.limits import HANG
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -34,6 +36,6 @@ def run(launch: Sequence[str], script: Path, code: str) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=150,
+        timeout=HANG,
     )
     assert done.returncode == 0, done.stdout.decode(errors="replace")[-6000:]

@@ -23,10 +23,10 @@ def command(name: str) -> str:
 
 
 def run(
-    launch: Sequence[str], *arguments: str, environment: Mapping[str, str] | None = None, seconds: float = 80
+    launch: Sequence[str], *arguments: str, environment: Mapping[str, str] | None = None
 ) -> tuple[str, list[Tensor]]:
     """Run the example and return its output and its final weights."""
-    return run_for_weights([*launch, str(EXAMPLE), *SHORT, *arguments, "--weights"], environment or {}, seconds)
+    return run_for_weights([*launch, str(EXAMPLE), *SHORT, *arguments, "--weights"], environment or {})
 
 
 @cache

@@ -20,7 +20,6 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.jobs
-@pytest.mark.timeout(225)
 @pytest.mark.usefixtures("one_thread")
 def test_the_game_is_won(capsys: pytest.CaptureFixture[str]) -> None:
     history = actor_critic.training(actor_critic.parse([]))

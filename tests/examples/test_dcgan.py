@@ -12,7 +12,6 @@ from examples import dcgan
 
 
 @pytest.mark.jobs
-@pytest.mark.timeout(225)
 def test_drawings_get_closer_to_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mean = torch.tensor(sklearn.datasets.load_digits().images, dtype=torch.float32).mean(0) / 8 - 1
     distances = [

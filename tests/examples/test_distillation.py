@@ -9,7 +9,6 @@ from examples import distillation
 
 
 @pytest.mark.jobs
-@pytest.mark.timeout(120)
 def test_the_distilled_student_is_better_than_the_one_that_learns_alone(capsys: pytest.CaptureFixture[str]) -> None:
     accuracy = distillation.training(distillation.parse(["--steps", "200"]))
     assert accuracy["alone"] + 0.03 < accuracy["distilled"] <= accuracy["teacher"] + 0.03

@@ -11,11 +11,12 @@ import torch
 
 from examples import distributed_backends
 from tests.examples.ten_steps import EXAMPLE, assert_ten_steps, command, run, train_on_one_process
+from tests.limits import HANG
 from tests.mpi.checking import OPEN_MPI
 
 GLOO = ("--backend", "gloo")
 
-pytestmark = [pytest.mark.jobs, pytest.mark.timeout(170)]
+pytestmark = pytest.mark.jobs
 
 
 @pytest.mark.parametrize(("ranks", "backend"), [(2, "gloo"), (4, "auto")])
@@ -53,7 +54,7 @@ def test_a_wide_residual_network_of_torchvision(tmp_path):
     launch = [command("torchrun"), "--standalone", "--nproc_per_node", "2", str(program)]
     done = subprocess.run(
         [*launch, *GLOO, "--num_iterations", "2", "--batch_size", "4"],
-        env={**os.environ, "PYTHONPATH": str(EXAMPLE.parent.parent)}, capture_output=True, timeout=80,
+        env={**os.environ, "PYTHONPATH": str(EXAMPLE.parent.parent)}, capture_output=True, timeout=HANG,
     )  # fmt: skip
     assert b"iteration 2: loss" in done.stdout, done.stderr.decode()[-3000:]
 

@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 
 from examples import hang
+from tests.limits import HANG
 
-pytestmark = [pytest.mark.jobs, pytest.mark.timeout(170)]
+pytestmark = pytest.mark.jobs
 SCRIPT = Path(hang.__file__)
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(SCRIPT), *arguments],
-        cwd=SCRIPT.parent.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=150, text=True,
+        cwd=SCRIPT.parent.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=HANG, text=True,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import sklearn  # noqa: F401  # sets environment variables when it is first impo
 import torch
 
 from examples import mnist
+from tests.limits import HANG
 from tests.torchvision_import import import_torchvision
 
 SCRIPT = Path(mnist.__file__)
@@ -19,7 +20,7 @@ SCRIPT = Path(mnist.__file__)
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), "--output", str(folder / "runs"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=SCRIPT.parent.parent, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG, cwd=SCRIPT.parent.parent, check=False)
 
 
 @pytest.mark.jobs

@@ -16,8 +16,6 @@ TORCHRUN = (command("torchrun"), "--standalone", "--nproc_per_node", "2")
 MPIRUN = (command("mpirun"), "-np", "2", sys.executable)
 PAGE = ROOT / "docs" / "tutorials" / "every-backend.md"
 
-pytestmark = pytest.mark.timeout(170)
-
 
 @pytest.mark.jobs
 def test_torch_alone():

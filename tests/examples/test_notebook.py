@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG
+
 NOTEBOOK = Path(__file__).resolve().parent.parent.parent / "examples" / "notebook.ipynb"
 
 
 @pytest.mark.jobs
-@pytest.mark.timeout(225)
 def test_the_cells_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = [cell for cell in json.loads(NOTEBOOK.read_text("utf-8"))["cells"] if cell["cell_type"] == "code"]
     script = tmp_path / "cells.py"
@@ -22,7 +23,7 @@ def test_the_cells_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("PYTHONPATH", str(NOTEBOOK.parent.parent))
     monkeypatch.setenv("MPLBACKEND", "agg")
     command = [sys.executable, "-W", "error:::__main__", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     shown = done.stdout.splitlines()
     assert shown[0].startswith("epoch 3, iteration 90, loss ")

@@ -13,7 +13,6 @@ from examples import profile_and_tune
 
 
 @pytest.mark.jobs
-@pytest.mark.timeout(225)
 def test_it_suggests_a_rate_that_works_and_saves_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     matplotlib.use("agg")
     config = profile_and_tune.parse(["--epochs", "2", "--output", str(tmp_path)])

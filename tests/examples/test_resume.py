@@ -11,6 +11,7 @@ import torch
 
 import camshaft.distributed as idist
 from examples import resume
+from tests.limits import HANG
 from tests.ranks import kill_on_ranks, run_on_ranks
 
 SCRIPT = Path(resume.__file__)
@@ -30,14 +31,13 @@ def end_of(folder: Path) -> dict[str, object]:
 
 
 @pytest.mark.jobs
-@pytest.mark.timeout(240)
 def test_two_kills_and_changes_of_the_world_size_do_not_change_the_result(tmp_path):
     folder = tmp_path / "killed"
     kill_on_ranks(2, train, folder, "--kill_at", "17")
     kill_on_ranks(3, train, folder, "--kill_at", "46")
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--output", str(folder)], cwd=SCRIPT.parent.parent,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=200, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=HANG, text=True,
     )  # fmt: skip
     shown = [line.partition("; loss")[0] for line in done.stdout.splitlines()]
     assert shown == [

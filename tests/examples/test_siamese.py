@@ -10,7 +10,6 @@ from examples import siamese
 
 
 @pytest.mark.jobs
-@pytest.mark.timeout(120)
 def test_it_learns_to_compare(capsys: pytest.CaptureFixture[str]) -> None:
     right = siamese.training(siamese.parse(["--epochs", "3"]))
     assert right["trained images"] > 0.9

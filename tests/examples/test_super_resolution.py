@@ -13,7 +13,6 @@ from examples import super_resolution
 
 
 @pytest.mark.jobs
-@pytest.mark.timeout(225)
 def test_it_beats_bicubic_interpolation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     matplotlib.use("agg")
     config = super_resolution.parse(["--epochs", "8", "--output", str(tmp_path)])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples.ten_steps import command
+from tests.limits import HANG
 from tests.mpi.checking import OPEN_MPI
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,7 +22,7 @@ EXAMPLES = {  # arguments, the pattern of a line with a number that is printed o
     "reinforce": (("--epochs", "3", "--games", "16"), r"epoch 3: the pole stays up for (\d+)", 60, 500),
     "transformer": (("--epochs", "1", "--width", "32"), r"epoch 1: ([\d.]+) bits", 1, 6),
 }
-pytestmark = [pytest.mark.jobs, pytest.mark.timeout(170)]
+pytestmark = pytest.mark.jobs
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
@@ -37,7 +38,7 @@ def test_two_ranks(name: str, launcher: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [*launch, str(ROOT / "examples" / f"{name}.py"), *arguments, *output, "--backend", backend],
         env={**os.environ, **OPEN_MPI, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=160,
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=HANG,
     )  # fmt: skip
     shown = done.stdout.decode(errors="replace")
     assert done.returncode == 0, shown[-6000:]

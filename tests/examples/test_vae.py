@@ -12,7 +12,6 @@ from examples import vae
 
 
 @pytest.mark.jobs
-@pytest.mark.timeout(120)
 def test_it_learns_and_draws(capsys: pytest.CaptureFixture[str]) -> None:
     assert vae.training(vae.parse(["--epochs", "10"])) < 25  # 44 without training, 26 for the mean image
     shown = capsys.readouterr().out

@@ -11,10 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tests.limits import HANG
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_for_weights(command: Sequence[str], environment: Mapping[str, str], seconds: float) -> tuple[str, list[Tensor]]:
+def run_for_weights(command: Sequence[str], environment: Mapping[str, str]) -> tuple[str, list[Tensor]]:
     """Run a command with the path of a file as its last argument; return its output and the weights in the file."""
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "weights.pt"
@@ -24,7 +26,7 @@ def run_for_weights(command: Sequence[str], environment: Mapping[str, str], seco
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=seconds,
+            timeout=HANG,
         )
         output = done.stdout.decode(errors="replace")
         assert done.returncode == 0, output[-6000:]

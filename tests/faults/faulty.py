@@ -33,11 +33,11 @@ import camshaft.distributed as idist
 from camshaft.distributed.environments import detect
 from camshaft.engine import Engine, Events
 from camshaft.handlers import Checkpoint
+from tests.limits import FOREVER
 
 LENGTH, BATCH = 4, 2  # iterations of an epoch, and samples of a batch on each rank
 WHEN = 6  # the iteration of the fault, in the second epoch
 EPOCHS, PAUSE = 60, 0.25  # after the fault, the training would take 15 seconds, which lets the watcher notice it
-FOREVER = 600.0  # seconds; longer than any test waits
 _held: list[Any] = []  # a lock is released when its file is closed
 
 

@@ -21,13 +21,12 @@ from typing import Any, Protocol
 
 from camshaft.distributed.record import find, read
 from tests.faults import faulty
+from tests.limits import HANG
 from tests.machines import PYTHON, Machine, connect
 from tests.mpi.checking import OPEN_MPI
 from tests.ranks import context
 from tests.torchrun.launching import Launched, torchrun
 
-START = 150.0  # seconds until the fault, on a busy machine
-LIMIT = 90.0  # seconds from the fault to the end of the job; torchrun kills a stopped process after 30 s
 TAIL = 100  # lines at the end of the output, with one traceback, that a user reads
 MODULE = "tests.faults.faulty"
 
@@ -339,11 +338,11 @@ def run_case(case: Case, launch: Launch, stop: Event | None = None) -> Outcome:
         try:
             with launch(arguments, {"CAMSHAFT_DEBUG": "1"} if case.is_debug else {}) as job:
                 began = time.monotonic()
-                while not (folder / "fault").exists() and job.poll() is None and before(began + START):
+                while not (folder / "fault").exists() and job.poll() is None and before(began + HANG):
                     pass
                 began = float((folder / "fault").read_text()) if (folder / "fault").exists() else time.monotonic()
                 ended = code = None
-                while (ended is None or code is None) and before(began + LIMIT):
+                while (ended is None or code is None) and before(began + HANG):
                     code = job.poll()  # it may end before its processes, or after them
                     if ended is None and not _running(folder):
                         ended = time.monotonic()

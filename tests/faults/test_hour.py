@@ -122,9 +122,8 @@ def train_for_an_hour(folder: Path) -> tuple[int, int, list[tuple[int, str]]]:
 
 
 @pytest.mark.jobs
-@pytest.mark.timeout(400)
 def test_an_hour_of_long_waits_raises_nothing_and_each_is_reported_as_what_it_is(tmp_path):
-    first, second = run_on_ranks(2, train_for_an_hour, tmp_path, limit=380.0)
+    first, second = run_on_ranks(2, train_for_an_hour, tmp_path)
     assert first[:2] == second[:2]
     assert first[0] > 18  # each kind of wait has come three times
     records = first[2] + second[2]

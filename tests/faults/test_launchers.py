@@ -9,7 +9,7 @@ import pytest
 from tests.faults.jobs import FAULTS, Case
 from tests.faults.matrix import Matrix
 
-pytestmark = [pytest.mark.jobs, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.jobs
 NAMES = {
     "torchrun": ("step", "exit-0", "SIGKILL", "order", "terminate", "swallowed"),
     # it kills the other ranks of one that was killed

@@ -9,7 +9,7 @@ import pytest
 from tests.faults.jobs import FAULTS, Case
 from tests.faults.matrix import Matrix
 
-pytestmark = [pytest.mark.jobs, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.jobs
 # rank 0 is the one that hosts the store under other launchers
 CASES = [
     case

@@ -124,7 +124,7 @@ def preempt_again_and_again(folder: Path, signals: int, seed: int, size: int = 2
         to_group = choose.random() < 0.5
         how = choose.uniform(0, MOST), receivers, to_group, choose.random() < 0.5, workers
         began = time.monotonic()
-        runs: list[Ended] = run_on_ranks(size, train, str(folder), *how, limit=100)
+        runs: list[Ended] = run_on_ranks(size, train, str(folder), *how)
         durations.append(time.monotonic() - began)
         context = f"run {number}, signal to ranks {receivers}, {runs}"
         assert [run.first for run in runs] == [last + 1] * size, context

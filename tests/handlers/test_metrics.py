@@ -432,7 +432,7 @@ def test_a_state_of_one_process_is_loaded_by_one_rank():
 
 
 @pytest.mark.jobs  # each rank imports torchmetrics
-@on_ranks(2, limit=120)
+@on_ranks(2)
 def test_over_gloo_there_is_one_exchange():
     calls = []
     for name in ("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "barrier", "broadcast"):

@@ -263,7 +263,7 @@ def test_over_mpi_metrics_that_collect_samples_are_rejected():
         "with idist.Parallel(backend='mpi') as parallel:\n"
         "    parallel.run(lambda local_rank: tests.rejects_metrics_that_collect_samples())"
     )
-    ran = mpirun(2, "-c", code, seconds=60)
+    ran = mpirun(2, "-c", code)
     assert ran.returncode == 0, ran.stdout[-6000:]
 
 

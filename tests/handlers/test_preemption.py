@@ -20,6 +20,7 @@ from camshaft import distributed as idist
 from camshaft.engine import Engine, Events
 from camshaft.handlers import Checkpoint, DiskSaver, EarlyStopping, ModelCheckpoint, Preemption
 from tests.handlers.preempted import preempt_again_and_again
+from tests.limits import HANG
 from tests.ranks import context, on_ranks, run_on_ranks
 
 
@@ -227,7 +228,7 @@ def twice(folder, seconds):
 def test_a_second_signal_kills_unless_it_is_an_echo_of_the_first(tmp_path, seconds, code):
     process = context.Process(target=twice, args=(tmp_path, seconds))
     process.start()
-    process.join(30)
+    process.join(HANG)
     assert (process.exitcode, files(tmp_path)) == (code, [] if seconds else ["trainer_1.pt"])
 
 
@@ -353,7 +354,7 @@ METHODS = ["fork", "spawn", "forkserver"]
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.parametrize("method", METHODS)
 def test_workers_survive_a_signal_to_the_process_group(tmp_path, method, number):
-    assert run_on_ranks(1, train_with_workers, tmp_path, method, number, limit=55) == [True]
+    assert run_on_ranks(1, train_with_workers, tmp_path, method, number) == [True]
 
 
 def hang(started):
@@ -375,15 +376,14 @@ def terminate_children(folder, method):
         child.join(0.2)
         codes.append(child.exitcode)
         child.terminate()
-        child.join(10)
+        child.join(HANG)
         codes.append(child.exitcode)
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.write(write, b"1")
-            for _ in range(200):  # Python does not notice a signal that comes between its last look and a sleep
+            while True:  # Python does not notice a signal that comes between its last look and a sleep
                 time.sleep(0.1)
-            os._exit(0)
         os.read(read, 1)  # an earlier signal may be lost
         os.kill(pid, signal.SIGTERM)
         codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
@@ -398,7 +398,7 @@ def terminate_children(folder, method):
 @pytest.mark.parametrize("method", METHODS)
 def test_other_children_obey_their_parent(tmp_path, method):
     expected = [None, 128 + signal.SIGTERM, -signal.SIGTERM, 1]
-    assert run_on_ranks(1, terminate_children, tmp_path, method, limit=55) == [expected]
+    assert run_on_ranks(1, terminate_children, tmp_path, method) == [expected]
 
 
 def write_masks(pipe):
@@ -434,7 +434,7 @@ def masks_of_threads(folder, method):
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="without /proc")
 @pytest.mark.parametrize("method", METHODS)
 def test_all_threads_of_a_child_block_the_signals_and_its_parent_does_not(tmp_path, method):
-    [[is_as_before, masks]] = run_on_ranks(1, masks_of_threads, tmp_path, method, limit=55)
+    [[is_as_before, masks]] = run_on_ranks(1, masks_of_threads, tmp_path, method)
     assert is_as_before
     assert all(mask >> (number - 1) & 1 for mask in masks for number in (signal.SIGTERM, signal.SIGUSR1)), masks
 
@@ -492,13 +492,11 @@ def test_three_signals_at_random_moments_lose_no_sample(tmp_path):
 
 
 @pytest.mark.jobs
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_sixty_signals_at_random_moments_lose_no_sample(tmp_path, seed):
     preempt_again_and_again(tmp_path, signals=20, seed=seed)
 
 
 @pytest.mark.jobs
-@pytest.mark.timeout(180)
 def test_signals_at_random_moments_with_workers_that_import_torch(tmp_path):
     preempt_again_and_again(tmp_path, signals=3, seed=4, workers="spawn")

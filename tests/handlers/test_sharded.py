@@ -22,7 +22,6 @@ from camshaft.handlers.base_logger import (
 from tests.layouts import Layout, Net, data_of, full_weights, made, token_loss, whole_of
 from tests.ranks import on_ranks
 
-pytestmark = pytest.mark.timeout(88)
 SIZES = [[2, 1]] * 4
 LAYOUTS = {
     "fsdp2": Layout(dp_shard=4),
@@ -118,7 +117,7 @@ def check_model_handlers(layout):
 @pytest.mark.parametrize(
     "name", ["fsdp2 + tp", *(pytest.param(name, marks=pytest.mark.jobs) for name in ("fsdp2", "tp"))]
 )
-@on_ranks(4, limit=80)
+@on_ranks(4)
 def test_handlers_of_models_see_whole_weights_of_sharded_models(name):
     check_model_handlers(LAYOUTS[name])
 
@@ -137,7 +136,7 @@ class Sum:
         return self.total
 
 
-@on_ranks(2, limit=80)
+@on_ranks(2)
 def test_outputs_that_are_dtensors_are_reduced_where_all_ranks_are_and_never_where_one_rank_writes():
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
 

@@ -133,7 +133,7 @@ def test_slow_saving_is_named():
 
 
 @pytest.mark.jobs
-@on_ranks(2, limit=100)
+@on_ranks(2)
 def test_saving_of_a_single_rank_is_not_compared():
     class Slow(nn.Linear):
         def state_dict(self, *args, **kwargs):

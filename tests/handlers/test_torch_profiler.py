@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import time
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch.profiler import ProfilerActivity
 
 from camshaft.engine import Engine, Events
 from camshaft.handlers import TorchProfiler
+from tests.limits import wait_until
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:Profiler won't be using warmup:UserWarning")
@@ -203,9 +203,7 @@ def test_each_rank_writes_a_trace(tmp_path):
     profiled(engine, tmp_path / "all")
     profiled(engine, tmp_path / "none", ranks=[])
     engine.run(range(6))
-    deadline = time.monotonic() + 20
-    while len(files(tmp_path / "all")) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: len(files(tmp_path / "all")) == 2)
     assert [path.name.partition(".")[0] for path in files(tmp_path / "all")] == ["rank0", "rank1"]
     assert files(tmp_path / "none") == []
 

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from tests.limits import HANG
+
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 170.0  # seconds; about six times what an idle machine needs
 CHECKS: dict[str, Callable[[], None]] = {}
 
 
@@ -28,7 +29,7 @@ def environment(**variables: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **variables}
 
 
-def horovodrun(ranks: int, *arguments: str, hosts: str | None = None, seconds: float = LIMIT) -> tuple[int, str]:
+def horovodrun(ranks: int, *arguments: str, hosts: str | None = None) -> tuple[int, str]:
     """Run Python with these arguments under horovodrun and return the exit code and the output.
 
     With ``hosts="localhost:2,127.0.0.1:2"``, Horovod treats this machine as two.
@@ -36,10 +37,10 @@ def horovodrun(ranks: int, *arguments: str, hosts: str | None = None, seconds: f
     launcher = [str(Path(sys.executable).parent / "horovodrun"), "-np", str(ranks)]
     if hosts is not None:
         launcher += ["-H", hosts]
-    return run([*launcher, sys.executable, "-W", "error", *arguments], seconds=seconds)
+    return run([*launcher, sys.executable, "-W", "error", *arguments])
 
 
-def run(command: list[str], seconds: float = LIMIT, **variables: str) -> tuple[int, str]:
+def run(command: list[str], **variables: str) -> tuple[int, str]:
     """Run a command, then kill it and everything it started when the time is up."""
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
@@ -51,7 +52,7 @@ def run(command: list[str], seconds: float = LIMIT, **variables: str) -> tuple[i
             start_new_session=True,
         )
         try:
-            code = process.wait(seconds)
+            code = process.wait(HANG)
         except subprocess.TimeoutExpired:
             code = 124
         finally:

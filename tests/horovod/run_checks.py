@@ -14,13 +14,14 @@ import torch
 
 import camshaft.distributed as idist
 from tests.horovod import check_optimizers, check_pitfalls, check_training
-from tests.horovod.checking import CHECKS, LIMIT
+from tests.horovod.checking import CHECKS
+from tests.limits import HANG
 
 MODULES = (check_pitfalls, check_optimizers, check_training)
 
 
 def main(*names: str) -> None:
-    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    faulthandler.dump_traceback_later(HANG, exit=True)
     torch.set_num_threads(1)
     idist.initialize("horovod")
     for name in names or CHECKS:

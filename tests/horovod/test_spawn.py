@@ -20,6 +20,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 import camshaft.distributed as idist
 from tests.guards import content, is_running
 from tests.horovod.checking import ROOT, environment
+from tests.limits import FOREVER, HANG
 
 
 @pytest.fixture(autouse=True)
@@ -165,25 +166,25 @@ def running(folder: Path, seconds: float) -> Iterator[subprocess.Popen[bytes]]:
 
 def test_functions_defined_in_a_script_can_be_spawned(tmp_path: Path) -> None:
     with running(tmp_path, seconds=0) as script:
-        assert script.wait(100) == 0, content(tmp_path / "output")
+        assert script.wait(HANG) == 0, content(tmp_path / "output")
     assert "all is well" in content(tmp_path / "output")
     assert all((tmp_path / f"rank{rank}").exists() for rank in range(2))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_the_processes_exit_with_their_parent(number: signal.Signals, tmp_path: Path) -> None:
-    with running(tmp_path, seconds=300) as script:
+    with running(tmp_path, seconds=FOREVER) as script:
         files = [tmp_path / f"rank{rank}" for rank in range(2)]
         assert eventually(lambda: all(map(content, files))), content(tmp_path / "output")
         script.send_signal(number)
-        assert script.wait(60) == -number, content(tmp_path / "output")
+        assert script.wait(HANG) == -number, content(tmp_path / "output")
         workers = [int(content(file)) for file in files]
         assert eventually(lambda: not any(map(is_running, workers))), content(tmp_path / "output")
     assert ("KeyboardInterrupt" in content(tmp_path / "output")) == (number == signal.SIGINT)
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG
     while not (met := condition()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return met

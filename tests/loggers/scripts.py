@@ -8,6 +8,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+from tests.limits import HANG
+
 ROOT = Path(__file__).resolve().parents[2]
 
 COMMON = """
@@ -37,7 +39,7 @@ def run_script(folder: Path, code: str, **environment: str) -> subprocess.Comple
         env={**kept, **environment},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=HANG,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result

@@ -11,9 +11,9 @@ import time
 
 import pytest
 
+from tests.limits import HANG
 from tests.loggers.scripts import run_script
 
-LIMIT = 120
 POINT = re.compile(r"[ML](-?[\d.]+),(-?[\d.]+)")
 
 RUN = """
@@ -58,7 +58,7 @@ def server(tmp_path):
 
 
 def until(process, log, find):
-    end = time.monotonic() + LIMIT
+    end = time.monotonic() + HANG
     while not (found := find()):
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < end, log.read_text()
@@ -85,7 +85,7 @@ def page(address, profile):
         start_new_session=True,
     ) as browser:
         try:
-            return browser.communicate(timeout=LIMIT)[0]
+            return browser.communicate(timeout=HANG)[0]
         finally:
             if browser.poll() is None:
                 os.killpg(browser.pid, signal.SIGKILL)
@@ -102,7 +102,7 @@ def curves(content):
 
 
 def test_the_page_shows_each_point_of_a_resumed_run_once(tmp_path, server):
-    shown, end = {}, time.monotonic() + LIMIT
+    shown, end = {}, time.monotonic() + HANG
     while len(shown) < 2 and time.monotonic() < end:  # until the server has read the files
         shown = curves(page(f"{server}#timeseries", tmp_path / "profile"))
     assert shown.keys() == {"training/loss", "validation/accuracy"}

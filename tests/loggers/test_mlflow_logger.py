@@ -19,9 +19,8 @@ from mlflow import MlflowClient
 from camshaft.engine import Events
 from camshaft.handlers.mlflow_logger import OutputHandler
 from tests.handlers.parts import at
+from tests.limits import HANG
 from tests.loggers.scripts import run_script
-
-LIMIT = 120
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by MLflow's dependencies
 
@@ -112,7 +111,7 @@ def server(store, tmp_path):
             start_new_session=True,
         )
     try:
-        until = time.monotonic() + LIMIT
+        until = time.monotonic() + HANG
         while not is_up(f"{uri}/health"):
             assert process.poll() is None, (tmp_path / "server.log").read_text()
             assert time.monotonic() < until, (tmp_path / "server.log").read_text()

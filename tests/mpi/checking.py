@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tests.limits import HANG
+
 ROOT = Path(__file__).resolve().parents[2]
 CHECKS: dict[str, Callable[[], None]] = {}
 
@@ -29,13 +31,13 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
-def mpirun(ranks: int, *arguments: str, seconds: float = 50) -> subprocess.CompletedProcess[str]:
+def mpirun(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run Python with these arguments under mpirun."""
     launcher = [str(Path(sys.executable).parent / "mpirun"), "-np", str(ranks)]
     environment = {**os.environ, **OPEN_MPI, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     command = [*launcher, sys.executable, "-W", "error::UserWarning", *arguments]
     result = subprocess.run(
-        command, cwd=ROOT, env=environment, timeout=seconds, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command, cwd=ROOT, env=environment, timeout=HANG, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     output = result.stdout.decode(errors="replace")
     return subprocess.CompletedProcess(command, result.returncode, output)

@@ -6,12 +6,12 @@ mpirun -np 2 python -m tests.mpi.run_checks [NAME ...]
 from __future__ import annotations
 
 import sys
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from camshaft.distributed.backends.mpi import initialize_mpi
+from tests.limits import TIMEOUT
 from tests.mpi import check_collectives, check_devices, check_groups, check_messages, check_training
 from tests.mpi.checking import CHECKS
 
@@ -20,7 +20,7 @@ MODULES = (check_collectives, check_messages, check_groups, check_training, chec
 
 def main(*names: str) -> None:
     torch.set_num_threads(1)
-    initialize_mpi(timedelta(seconds=30))
+    initialize_mpi(TIMEOUT)
     for name in names or CHECKS:
         CHECKS[name]()
         dist.barrier()

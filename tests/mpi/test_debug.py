@@ -30,7 +30,7 @@ except RuntimeError as error:
 )
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_has_ended_is_named(who: int, end: str, how: str) -> None:
-    run = mpirun(2, "-c", PROGRAM.format(who=who, end=end), seconds=100)
+    run = mpirun(2, "-c", PROGRAM.format(who=who, end=end))
     assert f"rank {who} {how}" in run.stdout, run.stdout
     assert "in all_reduce" in run.stdout
     assert run.returncode == 0

@@ -72,7 +72,7 @@ idist.finalize()
 
 
 def test_correct_programs_differ_in_nothing() -> None:
-    run = mpirun(3, "-c", BEGIN + CORRECT, seconds=100)
+    run = mpirun(3, "-c", BEGIN + CORRECT)
     assert run.returncode == 0, run.stdout
     names = ("backward (gradient reduction)", "DistributedDataParallel", "torch.distributed.all_to_all_single")
     assert all(name in run.stdout for name in names), run.stdout
@@ -95,7 +95,7 @@ except RankDivergenceError as error:
 
 
 def test_a_step_that_one_rank_skips_is_found_without_an_engine() -> None:
-    run = mpirun(2, "-c", BEGIN + SKIPPED, seconds=100)
+    run = mpirun(2, "-c", BEGIN + SKIPPED)
     assert "the ranks call different things" in run.stdout, run.stdout
     assert "rank 0  backward (gradient reduction)" in run.stdout
     assert "rank 1  barrier" in run.stdout

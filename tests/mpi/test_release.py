@@ -54,13 +54,13 @@ else:
 
 @pytest.mark.parametrize("wait", ["collective", "barrier", "message", "backward", "subgroup", "group"])
 def test_ranks_that_wait_over_mpi_are_released(wait: str) -> None:
-    run = mpirun(2, "-c", PROGRAM, wait, seconds=40)
+    run = mpirun(2, "-c", PROGRAM, wait)
     assert run.returncode == 0, run.stdout
     (line,) = [line for line in run.stdout.splitlines() if line.startswith("rank 0 raised")]
     assert wait == "group" or "was released" in line, run.stdout
 
 
 def test_all_ranks_that_wait_over_mpi_are_released() -> None:
-    run = mpirun(3, "-c", PROGRAM, "collective", seconds=40)
+    run = mpirun(3, "-c", PROGRAM, "collective")
     assert run.returncode == 0, run.stdout
     assert all(f"rank {rank} raised" in run.stdout for rank in (0, 1))

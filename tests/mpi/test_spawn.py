@@ -20,10 +20,10 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 import camshaft.distributed as idist
 from tests.guards import content, is_running
+from tests.limits import FOREVER, HANG, TIMEOUT
 from tests.mpi.checking import OPEN_MPI, ROOT
 
 pytestmark = pytest.mark.jobs
-LIMIT = timedelta(seconds=30)
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def spawn(function: Callable[..., None], *args: object, **options: Any) -> None:
-    idist.spawn("mpi", function, args, nproc_per_node=2, **{"timeout": LIMIT, **options})
+    idist.spawn("mpi", function, args, nproc_per_node=2, **{"timeout": TIMEOUT, **options})
 
 
 def write_context(local_rank: int, folder: Path, word: str = "") -> None:
@@ -90,11 +90,11 @@ def fail(local_rank: int, how: str) -> None:
             idist.finalize()
             raise LookupError("after all")
         if how == "linger":
-            os._exit = lambda code: time.sleep(1000)  # type: ignore[assignment]  # as if mpiexec did not notice that it exited
+            os._exit = lambda code: time.sleep(FOREVER)  # type: ignore[assignment]  # as if mpiexec did not notice that it exited
             idist.finalize()
             raise LookupError("at last")
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(100)
+    time.sleep(FOREVER)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_killed_process_stops_the_others() -> None:
 
 def time_out(local_rank: int) -> None:
     if local_rank == 1:
-        time.sleep(100)
+        time.sleep(FOREVER)
     idist.barrier()
 
 
@@ -218,26 +218,26 @@ def running(text: str, folder: Path, seconds: float) -> Iterator[subprocess.Pope
 
 def test_functions_and_objects_defined_in_a_script_can_be_spawned(tmp_path: Path) -> None:
     with running(GUARDED, tmp_path, seconds=0) as script:
-        assert script.wait(50) == 0, content(tmp_path / "output")
+        assert script.wait(HANG) == 0, content(tmp_path / "output")
     assert "all is well" in content(tmp_path / "output")
     assert all((tmp_path / f"rank{rank}").exists() for rank in range(2))
 
 
 def test_a_script_without_a_main_guard_is_refused(tmp_path: Path) -> None:
     with running(UNGUARDED, tmp_path, seconds=0) as script:
-        assert script.wait(50) == 1
+        assert script.wait(HANG) == 1
     assert "if __name__ == '__main__':" in content(tmp_path / "output")
     assert "ProcessRaisedException" in content(tmp_path / "output")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_the_processes_exit_with_their_parent(number: signal.Signals, tmp_path: Path) -> None:
-    with running(GUARDED, tmp_path, seconds=100) as script:
+    with running(GUARDED, tmp_path, seconds=FOREVER) as script:
         files = [tmp_path / f"rank{rank}" for rank in range(2)]
         assert eventually(lambda: all(map(content, files))), content(tmp_path / "output")
         workers = [int(content(file)) for file in files]
         script.send_signal(number)
-        script.wait(20)
+        script.wait(HANG)
         assert eventually(lambda: not any(map(is_running, [*workers, *group(script.pid)]))), content(
             tmp_path / "output"
         )
@@ -250,7 +250,7 @@ def group(number: int) -> list[int]:
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + HANG
     while not (met := condition()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return met

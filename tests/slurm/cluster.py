@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
-import pytest
-
+from tests.limits import wait_until
 from tests.machines import Machine, Program, connect
 
 HOSTS = "10.77.0.1 n1\n10.77.0.2 n2"
@@ -69,12 +67,11 @@ class Cluster:
     def __exit__(self, *exception: object) -> None:
         self._closing.close()
 
-    def _wait_until_idle(self, daemons: list[Program], seconds: float = 30) -> None:
-        deadline = time.monotonic() + seconds
-        while len(self.run("sinfo", "--noheader", "--Node", "--states=idle").output.splitlines()) != 2:
-            if time.monotonic() > deadline:
-                pytest.fail("Slurm did not start\n" + "\n".join(daemon.output for daemon in daemons), pytrace=False)
-            time.sleep(0.05)
+    def _wait_until_idle(self, daemons: list[Program]) -> None:
+        def are_idle() -> bool:
+            return len(self.run("sinfo", "--noheader", "--Node", "--states=idle").output.splitlines()) == 2
+
+        wait_until(are_idle, lambda: "Slurm did not start\n" + "\n".join(daemon.output for daemon in daemons))
 
     def start(self, *command: str, **variables: str) -> Program:
         """Start a command, such as ``srun``, on the first node."""

@@ -9,14 +9,10 @@ import argparse
 import faulthandler
 import json
 import os
-import time
-from datetime import timedelta
 from pathlib import Path
 
 import camshaft.distributed as idist
-
-TIMEOUT = timedelta(seconds=30)
-LIMIT = 90.0  # seconds after which a hanging process prints its traceback and exits
+from tests.limits import HANG, TIMEOUT, wait_until
 
 
 def print_place(local_rank: int | None = None, meet: str | None = None) -> None:
@@ -42,10 +38,7 @@ def print_place(local_rank: int | None = None, meet: str | None = None) -> None:
 def wait_for_other_step(folder: Path) -> None:
     """Wait until a second step has started."""
     (folder / os.environ["SLURM_STEP_ID"]).touch()
-    deadline = time.monotonic() + TIMEOUT.total_seconds()
-    while len(list(folder.iterdir())) < 2:
-        assert time.monotonic() < deadline, "the other step did not start"
-        time.sleep(0.05)
+    wait_until(lambda: len(list(folder.iterdir())) == 2)
 
 
 def main() -> None:
@@ -54,7 +47,7 @@ def main() -> None:
     parser.add_argument("--meet")
     parser.add_argument("options", nargs="?", default="{}", type=json.loads)
     arguments = parser.parse_args()
-    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    faulthandler.dump_traceback_later(HANG, exit=True)
     if arguments.spawn is not None:
         idist.spawn("gloo", print_place, (), nproc_per_node=arguments.spawn, timeout=TIMEOUT)
         return

@@ -20,6 +20,7 @@ from tests.distributed.conformance import CHECKS
 from tests.examples.ten_steps import assert_ten_steps
 from tests.faults.jobs import FAULTS, Case, run_case, srun
 from tests.guards import content, outlasting
+from tests.limits import wait_until
 from tests.machines import DEFAULTS, PYTHON, Program
 from tests.slurm.cluster import Cluster
 from tests.torchrun.preempted import check_samples
@@ -223,20 +224,14 @@ def test_a_preempted_job_is_requeued_and_resumes_with_the_next_sample(cluster, t
     def count(what):
         return log.read_text().count(f'"what": "{what}"') if log.exists() else 0
 
-    def wait_until(condition):
-        deadline = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
-
     for number in range(1, signals + 1):
-        wait_until(lambda number=number: count("begin") == 2 * number)
+        wait_until(lambda number=number: count("begin") == 2 * number, log.read_text)
         time.sleep(random.Random(number).uniform(0, 2))
         if number % 2:
             cluster.run("scancel", "--signal=USR1", job)  # to all processes of the step, as before the time limit
         else:
             os.kill(min(processes_of(job, rank=1)), signal.SIGUSR1)  # not its data loader
-        wait_until(lambda number=number: count("end") == 2 * number)
+        wait_until(lambda number=number: count("end") == 2 * number, log.read_text)
         wait_until(lambda: "PD" in cluster.run("squeue", "--noheader", "--states=pending").output)
         cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # not in two minutes
     wait_until(lambda: count("begin") == 2 * signals + 2)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from datetime import timedelta
 
 import camshaft.distributed as idist
+from tests.limits import TIMEOUT
 
 
 def answers() -> dict[str, object]:
@@ -30,7 +30,7 @@ def answers() -> dict[str, object]:
 def main(*options: str) -> None:
     assert options in ((), (f"--local-rank={os.environ['LOCAL_RANK']}",)), options
     for _ in range(3):  # torchrun's store outlives each group
-        idist.initialize("gloo", timeout=timedelta(seconds=30))
+        idist.initialize("gloo", timeout=TIMEOUT)
         record = answers()
         assert idist.all_gather(idist.get_rank()) == list(range(idist.get_world_size()))
         idist.finalize()

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import sys
 import time
-from datetime import timedelta
 
 import camshaft.distributed as idist
-
-TIMEOUT = timedelta(seconds=300)  # longer than any test waits
+from tests.limits import FOREVER, TIMEOUT
 
 
 def raise_or_reduce(local_rank: int) -> None:
@@ -23,13 +21,13 @@ def raise_or_reduce(local_rank: int) -> None:
 def raise_or_compute(local_rank: int) -> None:
     if idist.get_rank() == 1:
         raise LookupError("the cause")
-    time.sleep(TIMEOUT.total_seconds())
+    time.sleep(FOREVER)
 
 
 def reduce_or_compute(local_rank: int) -> None:
     print("all ranks have started\n", end="", flush=True)
     if idist.get_rank() == 1:
-        time.sleep(TIMEOUT.total_seconds())
+        time.sleep(FOREVER)
     idist.all_reduce(1.0)
 
 

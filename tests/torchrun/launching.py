@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.guards import content, is_running
+from tests.limits import HANG
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 75.0  # for a run that takes four seconds on an idle machine
 
 
 class Launched:
@@ -73,12 +73,12 @@ class Launched:
         """Return the exit code of the launcher, ``None`` as long as it runs."""
         return self.process.poll()
 
-    def wait(self, seconds: float = SECONDS) -> int:
+    def wait(self) -> int:
         """Wait for the launcher and return its exit code; fail with its output after a timeout."""
         try:
-            return self.process.wait(seconds)
+            return self.process.wait(HANG)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after {seconds} s; its output is\n{self.output}") from None
+            raise AssertionError(f"still running after {HANG} s; its output is\n{self.output}") from None
 
 
 def torchrun(*arguments: str, **variables: str) -> Launched:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch.utils.data import Dataset
 import camshaft.distributed as idist
 from camshaft.engine import Engine, Events
 from camshaft.handlers import Checkpoint, DiskSaver, Preemption, stop_together
+from tests.limits import TIMEOUT
 
 SAMPLES, BATCH = 80, 8
 
@@ -73,7 +73,7 @@ def train(folder: Path, exit_code: int | None, requeue: bool) -> None:
 
 def main(folder: str, *options: str) -> None:
     exit_code = next((int(option) for option in options if option.isdigit()), None)
-    with idist.Parallel("gloo", timeout=timedelta(seconds=60)):
+    with idist.Parallel("gloo", timeout=TIMEOUT):
         train(Path(folder), exit_code, "requeue" in options)
 
 

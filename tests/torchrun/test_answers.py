@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.torchrun.launching import SECONDS, Launched, free_port, lines, torchrun
+from tests.torchrun.launching import Launched, free_port, lines, torchrun
 
-pytestmark = pytest.mark.timeout(SECONDS + 10)
 ANSWERS = ("-m", "tests.torchrun.answers")
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import signal
-import time
 
 import pytest
 
-from tests.torchrun.launching import SECONDS, Launched, torchrun
+from tests.limits import wait_until
+from tests.torchrun.launching import Launched, torchrun
 
-pytestmark = [pytest.mark.jobs, pytest.mark.timeout(SECONDS + 10)]
+pytestmark = pytest.mark.jobs
 FAILING = ("--standalone", "--nproc-per-node=2", "-m", "tests.torchrun.failing")
 
 
@@ -36,25 +36,21 @@ def test_the_workers_exit_with_torchrun() -> None:
         assert run.workers() == []
 
 
-@pytest.mark.timeout(235)
 def test_the_workers_end_if_torchrun_is_killed() -> None:
     """Rank 0, which waits, raises an error; rank 1 sleeps, and is ended."""
     with torchrun(*FAILING, "reduce_or_compute") as run:
-        wait_for(run, "all ranks have started", times=2, seconds=150)
+        wait_for(run, "all ranks have started", times=2)
         run.process.kill()
-        deadline = time.monotonic() + 75
-        while run.workers():
-            assert time.monotonic() < deadline, run.output
-            time.sleep(0.1)
+        wait_until(lambda: not run.workers(), lambda: run.output)
         assert re.search(
             r"RankFailedError: torchrun \(process \d+\), which had started rank [01], was killed", run.output
         )
         assert "rank 1 exits: torchrun has ended 30 s ago" in run.output
 
 
-def wait_for(run: Launched, text: str, times: int, seconds: float = SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while run.output.count(text) < times:
+def wait_for(run: Launched, text: str, times: int) -> None:
+    def has_come() -> bool:
         assert run.process.poll() is None, run.output
-        assert time.monotonic() < deadline, run.output
-        time.sleep(0.05)
+        return run.output.count(text) >= times
+
+    wait_until(has_come, lambda: run.output)

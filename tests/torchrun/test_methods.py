@@ -19,10 +19,11 @@ import camshaft.distributed as idist
 from camshaft.distributed.backends.native import rendezvous
 from camshaft.distributed.backends.native.rendezvous import open_store
 from camshaft.distributed.environments import detect
+from tests.limits import TIMEOUT
 from tests.ranks import context, run_on_ranks
 from tests.torchrun.launching import free_port
 
-TIMEOUT, SHORT = timedelta(seconds=20), timedelta(seconds=5)
+SHORT = timedelta(seconds=5)
 
 
 def initialize(rank: int, size: int, method: str, timeout: timedelta = TIMEOUT) -> None:

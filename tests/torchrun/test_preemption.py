@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.guards import content
-from tests.torchrun.launching import SECONDS, Launched, free_port, lines, torchrun
+from tests.torchrun.launching import Launched, free_port, lines, torchrun
 from tests.torchrun.preempted import check_samples
 from tests.torchrun.test_restarts import FOR_GROWTH, elastic, wait_until
 
@@ -51,7 +51,6 @@ def environment(pid: int) -> list[str]:
 
 
 @pytest.mark.jobs
-@pytest.mark.timeout(4 * SECONDS)
 def test_signals_to_torchrun_and_to_a_worker(tmp_path: Path) -> None:
     preempt_again_and_again(tmp_path, 3, seed=0)
 

@@ -12,12 +12,12 @@ import os
 import signal
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 
 import camshaft.distributed as idist
+from tests.limits import FOREVER, TIMEOUT
 
 STEPS_PER_ATTEMPT = 3
 SECONDS_PER_STEP = 0.05
@@ -70,7 +70,7 @@ def killed_while_the_other_computes(training: Training) -> None:
     if training.step == 1:
         if idist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(600)
+        time.sleep(FOREVER)
 
 
 def until_stopped(training: Training) -> None:
@@ -84,7 +84,7 @@ BEHAVIORS = {
 
 
 def main(folder: str, behavior: str) -> None:
-    idist.initialize("gloo", timeout=timedelta(seconds=60))
+    idist.initialize("gloo", timeout=TIMEOUT)
     training = Training(Path(folder))
     training.print_record("begin")
     BEHAVIORS[behavior](training)

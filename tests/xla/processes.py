@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-LIMIT = 100.0  # seconds
+from tests.limits import HANG
 
 
 def call_alone(function: Callable[[], object], *command: str, **variables: str) -> str:
@@ -33,6 +33,6 @@ def run(*command: str, **variables: str) -> Any:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=LIMIT,
+        timeout=HANG,
         check=False,
     )

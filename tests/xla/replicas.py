@@ -31,6 +31,7 @@ from camshaft.distributed.backends.xla import XlaBackend, topology_of
 from camshaft.distributed.run import use_backend
 from tests.distributed.conformance import CHECKS, lack_of
 from tests.distributed.run_conformance import say
+from tests.limits import HANG
 from tests.xla import check_replicas
 
 assert check_replicas.__name__, "importing it registers its checks"
@@ -73,7 +74,7 @@ def run(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(float(os.environ.get("LIMIT", "150")), exit=True)
+    faulthandler.dump_traceback_later(HANG, exit=True)
     on_replicas(functools.partial(run, sys.argv[1:] or list(CHECKS)))
     sys.stdout.flush()
     os._exit(0)  # with several devices in one process, the runtime sometimes crashes at interpreter exit

@@ -32,7 +32,6 @@ def test_every_check_passes_on_one_device():
 
 
 # Three devices cannot be split into groups of equal size, and their number does not divide the batches of the training.
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("size", "names"),
     [(2, EVERY + REPLICA_CHECKS), (3, of(check_groups)), (4, of(check_groups) + of(check_training))],

@@ -8,8 +8,6 @@ import pytest
 
 from tests.examples.native import assert_same_weights
 
-pytestmark = pytest.mark.timeout(170)
-
 CAMSHAFT = ("--backend", "xla-tpu", "--nproc_per_node", "1")
 
 

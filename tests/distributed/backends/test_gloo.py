@@ -23,6 +23,7 @@ from camshaft.distributed.backends.native import gloo
 from camshaft.distributed.backends.native.gloo import Send, SendWaiter, find_interface, using
 from tests.distributed.test_point_to_point import Work
 from tests.guards import outlasting
+from tests.limits import HANG
 
 
 @pytest.fixture(autouse=True)
@@ -157,12 +158,11 @@ else:
 
 
 @pytest.mark.jobs
-@pytest.mark.timeout(310)
 def test_no_worker_thread_aborts_the_process_at_its_exit():
     """A thread that asks for the GIL while the interpreter shuts down ends the process by SIGABRT."""
     command = [sys.executable, "-c", PROGRAM]
     root = Path(__file__).resolve().parents[3]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=HANG)
     codes = eval(done.stdout)
     assert len(codes) == 6
     assert set(codes.values()) == {0}, f"{codes}\n{done.stderr}"

@@ -22,6 +22,7 @@ from camshaft.distributed.backends.native import release
 from camshaft.distributed.connections import connections, connections_to
 from camshaft.distributed.coordination import watcher
 from camshaft.distributed.run import current
+from tests.limits import HANG
 from tests.ranks import on_ranks, run_on_ranks
 
 AFTER = 0.2  # seconds in which a thread has begun to wait
@@ -192,7 +193,7 @@ def test_nccl_is_aborted_once(monkeypatch, config, is_aborted):
     monkeypatch.setattr(dist, "get_backend_config", lambda group=None: config)
     monkeypatch.setattr(dist.ProcessGroup, "_get_backend", lambda group, device: communicator)
     release.release_groups(None, ())
-    assert communicator.aborted.acquire(timeout=10 if is_aborted else 0.1) is is_aborted
+    assert communicator.aborted.acquire(timeout=HANG if is_aborted else 0.1) is is_aborted
     assert not communicator.aborted.acquire(timeout=0.1)
 
 
@@ -272,12 +273,11 @@ print(codes)
 
 
 @pytest.mark.jobs
-@pytest.mark.timeout(310)
 def test_a_released_process_ends_with_its_own_exit_code():
     rounds = 12  # each wait with each end and each host
     root = Path(__file__).resolve().parents[3]
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(rounds)]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=HANG)
     assert eval(done.stdout) == [7] * 2 * rounds, done.stderr
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,11 +15,12 @@ from torch.distributed import DistStoreError, HashStore
 
 from camshaft.distributed.backends.native import rendezvous
 from camshaft.distributed.backends.native.rendezvous import meet
+from tests.limits import HANG
 
-PATIENCE = 20.0
+PATIENCE = 20.0  # on the clock of the test
 
 
-def come(store: Any, ranks: Sequence[int], size: int, seconds: float = PATIENCE) -> list[Future[str]]:
+def come(store: Any, ranks: Sequence[int], size: int, seconds: float = HANG) -> list[Future[str]]:
     """Let these ranks come in this order, and wait until each has returned."""
     with ThreadPoolExecutor(len(ranks)) as threads:
         coming = []
@@ -28,8 +30,8 @@ def come(store: Any, ranks: Sequence[int], size: int, seconds: float = PATIENCE)
     return coming
 
 
-class Clock:
-    """A clock that stands still until a store has a number of keys; then every sleep advances it, without waiting."""
+class Clock(threading.local):
+    """A clock of each rank: it stands still until a store has some keys; then its rank's sleeps advance it at once."""
 
     def __init__(self, store: HashStore, num_keys: int) -> None:
         self.now = 0.0
@@ -165,7 +167,7 @@ def test_no_file_is_left_however_close_to_each_other_the_last_two_ranks_end(tmp_
 
 def open_and_close(folder: Path, rank: int, turns: Any) -> None:
     for turn in range(1, 1001):
-        store = rendezvous._new_file(folder / "meeting", str(turn), rank, 2, time.monotonic() + PATIENCE)
+        store = rendezvous._new_file(folder / "meeting", str(turn), rank, 2, time.monotonic() + HANG)
         turns[rank] = turn
         while turns[1 - rank] < turn:
             pass

@@ -18,6 +18,7 @@ from camshaft.engine import Engine, Events
 from camshaft.handlers import Checkpoint, DiskSaver, ModelCheckpoint
 from camshaft.handlers.checkpoint.async_save import StateCopier
 from tests.handlers.parts import Part, at, load, names
+from tests.limits import HANG
 from tests.ranks import on_ranks
 
 
@@ -33,14 +34,14 @@ class Gate(DiskSaver):
     def __call__(self, *args):
         self.threads.append(threading.current_thread())
         self.entered.set()
-        assert self.opened.wait(30)
+        assert self.opened.wait(HANG)
         super().__call__(*args)
 
 
 class Broken(Gate):
     def __call__(self, *args):
         self.entered.set()
-        assert self.opened.wait(30)
+        assert self.opened.wait(HANG)
         raise OSError(28, "No space left on device")
 
 
