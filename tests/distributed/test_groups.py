@@ -14,6 +14,7 @@ import camshaft.distributed as idist
 from camshaft.distributed.coordination import collective_check
 from camshaft.distributed.run import current
 from camshaft.errors import RankDivergenceError
+from tests.limits import TIMEOUT
 from tests.ranks import on_ranks
 
 
@@ -77,7 +78,7 @@ def test_debug_mode_compares_the_members_of_a_list_of_ranks():
         store.set_timeout(timedelta(seconds=1))
         with pytest.raises(RankDivergenceError, match=r"waiting for ranks \[2\] in new_group"):
             idist.all_reduce(1, group=[0, 2])
-        store.set_timeout(timedelta(seconds=20))
+        store.set_timeout(TIMEOUT)
     current().job.compares_collectives = False
     dist.barrier()
 

@@ -21,7 +21,7 @@ from camshaft.distributed import launcher
 from camshaft.distributed.environments import detect
 from camshaft.distributed.registry import choose
 from camshaft.distributed.topology import Launch, Topology
-from tests.limits import HANG
+from tests.limits import HANG, TIMEOUT
 from tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,7 +67,7 @@ def test_the_init_method_is_an_attribute_like_the_backend():
 
 
 def test_one_process_may_have_a_backend():
-    with idist.Parallel("gloo", timeout=timedelta(seconds=30)) as parallel:
+    with idist.Parallel("gloo", timeout=TIMEOUT) as parallel:
         assert parallel.run(give, 5) == (0, 0, 1, "gloo", (5,), {})
     assert not dist.is_initialized()
     assert idist.backend() is None
@@ -142,7 +142,7 @@ def free_port():
 def meet_at(where):
     rank = dist.get_rank()
     dist.destroy_process_group()
-    options = {"rank": rank, "world_size": 2, "timeout": timedelta(seconds=30)}
+    options = {"rank": rank, "world_size": 2, "timeout": TIMEOUT}
     with idist.Parallel("gloo", init_method=where, **options) as parallel:
         found = parallel.run(lambda local_rank: (idist.all_reduce(rank), idist.get_world_size()))
     assert not dist.is_initialized()
@@ -268,9 +268,7 @@ def test_an_unknown_option_is_refused_at_once(backend, arguments):
 
 def test_what_is_for_new_processes_is_ignored_with_a_warning_that_names_the_line():
     with pytest.warns(UserWarning, match="nnodes, master_port, start_method ignored without nproc_per_node") as caught:
-        parallel = idist.Parallel(
-            "gloo", nnodes=2, master_port="x", start_method="spawn", timeout=timedelta(seconds=30)
-        )
+        parallel = idist.Parallel("gloo", nnodes=2, master_port="x", start_method="spawn", timeout=TIMEOUT)
     assert [warning.filename for warning in caught] == [__file__]
     with parallel:
         assert parallel.run(give)[3] == "gloo"

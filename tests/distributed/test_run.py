@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import time
 from contextlib import contextmanager
-from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -17,6 +15,7 @@ from camshaft.distributed import run
 from camshaft.distributed.topology import Topology
 from tests.distributed.observed import step
 from tests.distributed.test_ranks import Somewhere
+from tests.limits import TIMEOUT, wait_until
 from tests.ranks import on_ranks
 
 
@@ -40,7 +39,7 @@ class Closing(Somewhere):
 
 def test_initialize_and_finalize_leave_the_environment_alone(monkeypatch):
     before = dict(os.environ)
-    idist.initialize("gloo", timeout=timedelta(seconds=30))
+    idist.initialize("gloo", timeout=TIMEOUT)
     assert (idist.backend(), idist.get_world_size(), idist.model_name()) == ("gloo", 1, "native-dist")
     assert dict(os.environ) == before
     monkeypatch.setenv("OF_THE_USER", "stays")
@@ -132,10 +131,7 @@ def test_abandon_does_not_wait(tmp_path):
         run.abandon()
         left.touch()
     else:
-        deadline = time.monotonic() + 20
-        while not left.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(left.exists)
         run.abandon()
     assert not dist.is_initialized()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the test destroys one
@@ -219,7 +215,7 @@ def test_environment_variables_of_another_job_are_ignored():
 
 
 def test_initialize_and_finalize_leave_nothing():
-    idist.initialize("gloo", timeout=timedelta(seconds=20))
+    idist.initialize("gloo", timeout=TIMEOUT)
     try:
         assert (idist.backend(), idist.model_name(), idist.get_rank(), idist.get_world_size()) == (
             "gloo",

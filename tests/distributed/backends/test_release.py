@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -282,27 +281,29 @@ def test_a_released_process_ends_with_its_own_exit_code():
 
 
 def test_listing_the_connections_of_python_does_not_disturb_a_tuple_that_another_thread_makes():
-    is_made = threading.Event()
+    is_listing, is_made = threading.Event(), threading.Event()
 
-    def list_them():
-        while not is_made.wait(0):
-            release._owned_by_python()
+    class Derived(socket.socket):
+        def fileno(self):
+            if threading.current_thread() is lister:
+                is_listing.set()
+                assert is_made.wait(HANG)
+            return super().fileno()
 
     def numbers():
         for number in range(200):
-            time.sleep(0.001)  # the other thread runs
+            if number == 5:
+                lister.start()
+                assert is_listing.wait(HANG)
             yield number
-
-    class Derived(socket.socket):
-        pass
+        is_made.set()
 
     ours, theirs = multiprocessing.Pipe()
+    lister = threading.Thread(target=release._owned_by_python)
     with Derived() as one, ours, theirs:
         assert {one.fileno(), ours.fileno(), theirs.fileno()} <= release._owned_by_python()
-    thread = threading.Thread(target=list_them)
-    thread.start()
-    try:
-        assert tuple(numbers()) == tuple(range(200))  # raises SystemError if something else refers to the tuple
-    finally:
-        is_made.set()
-        thread.join()
+        try:
+            assert tuple(numbers()) == tuple(range(200))  # raises SystemError if something else refers to the tuple
+        finally:
+            is_made.set()
+            lister.join()

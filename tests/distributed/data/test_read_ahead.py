@@ -26,6 +26,7 @@ from camshaft.distributed.data.read_ahead import end_together, prefetch_to_devic
 from camshaft.distributed.run import current
 from camshaft.errors import RankDivergenceError
 from camshaft.types import Stateful
+from tests.limits import TIMEOUT
 from tests.ranks import await_watchers, on_ranks
 from tests.threads import on_threads
 
@@ -296,7 +297,7 @@ def test_the_end_is_known_before_the_last_step_of_the_others():
     if idist.get_rank() == 0:
         assert list(batches) == []
         store.set("through", "")
-    store.wait(["through"], timedelta(seconds=5))
+    store.wait(["through"], TIMEOUT)
     assert list(batches) == []
 
 
