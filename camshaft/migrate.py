@@ -32,7 +32,7 @@ from typing import Any
 from camshaft.files import write_atomically
 from camshaft.text import BOLD, CYAN, GREEN, RED, Look, counted
 
-PAGE = "docs/migrating/from-ignite.md"
+PAGE = "docs/reference/pytorch-ignite.md"
 Edit = tuple[int, int, str]  # start, end, replacement
 _SUFFIXES = (".py", ".ipynb", ".yaml", ".yml")
 _SKIPPED_FOLDERS = ("__pycache__", "node_modules", "site-packages", "venv")

@@ -376,7 +376,7 @@ def test_without_write_a_diff_is_printed_and_nothing_changes(script, capsys):
         " idist.show_config()",
     ]
     assert f"{script}:2: note: show_config: " in printed.err
-    assert "(docs/migrating/from-ignite.md#loggers)" in printed.err
+    assert "(docs/reference/pytorch-ignite.md#loggers)" in printed.err
     assert "1 file would be rewritten" in printed.err
 
 
@@ -388,7 +388,7 @@ def test_modules_beside_a_script_that_stay_with_ignite_are_named(script, capsys)
     plain.write_text("import torch\n")
     with script.open("a") as file:
         file.write("import helper, plain\nfrom helper import Engine\nfrom .parts.loaders import *\nimport missing\n")
-    text = "which imports PyTorch-Ignite and is not among PATHS (docs/migrating/from-ignite.md#half-migrated-scripts)"
+    text = "which imports PyTorch-Ignite and is not among PATHS (docs/reference/pytorch-ignite.md#half-migrated-scripts)"
     main([str(script)])
     lines = [line for line in capsys.readouterr().err.splitlines() if "PATHS" in line]
     assert lines == [f"{script}: change: imports {one}, {text}" for one in (helper, part)]
@@ -523,7 +523,7 @@ def test_a_difference_is_reported_once_per_file_with_all_its_lines(tmp_path, cap
     main([str(path)])
     (note,) = (line for line in capsys.readouterr().err.splitlines() if "RunningAverage" in line)
     assert note.startswith(f"{path}:2: note: RunningAverage: works; ")
-    assert note.endswith("; also in lines 3, 4 (docs/migrating/from-ignite.md#metrics)")
+    assert note.endswith("; also in lines 3, 4 (docs/reference/pytorch-ignite.md#metrics)")
 
 
 def test_a_broken_file_is_reported_and_left_alone_and_the_others_are_rewritten(script, capsys):
