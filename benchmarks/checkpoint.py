@@ -135,11 +135,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         }
         verdicts = [verdict(times[name], target) for name, target in TARGETS.items()]
         cells = [str(spreads[BASELINE]), *(f"{spreads[name]}: {times[name].median:.2f} x" for name in columns[1:])]
-        lines.append([f"{size:g}", *cells, ", ".join(verdicts)])
+        lines.append([f"{size:g}", *cells])
         results.append({"gigabytes": size, "seconds": spreads, "times": times, "verdicts": verdicts})
     print(f"seconds that a save of a state on {DEVICE} interrupts training, and the ratio to torch.save and fsync")
-    print(f"medians of {options.repetitions}, and quartiles; targets {list(TARGETS.values())} times")
-    report("checkpoint", ["GB", *columns, "camshaft"], lines, skipped, device=DEVICE, rows=results)
+    print(f"medians of {options.repetitions}, and quartiles")
+    report("checkpoint", ["GB", *columns], lines, skipped, device=DEVICE, rows=results)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import json
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -104,10 +106,19 @@ def importable(peers: dict[str, str]) -> tuple[list[str], dict[str, str]]:
     return present, skipped
 
 
+def processor() -> str:
+    """Return the name of the processor, as the system knows it."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+        return next(line for line in lines if line.startswith("model name")).partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
 def machine() -> dict[str, Any]:
     """Return the properties of the machine that affect the figures, without identifying it."""
     return {
         "date": datetime.date.today().isoformat(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "torch": version("torch"),

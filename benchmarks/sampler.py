@@ -224,17 +224,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for what, spreads in found.items():
             target, verdict = judge(what, length, spreads)
             cells = [str(spreads.get(name, "")) for name in CONTENDERS]
-            lines.append([short(length), what, *cells, target, verdict])
+            lines.append([short(length), what, *cells, ""])
             result = {"length": length, "what": what, "target": target, "verdict": verdict, "figures": spreads}
             results.append(result)
     for what in LOADED:
         result = load(what, options.repetitions)
         cells = [str(result["figures"].get(name, "")) for name in CONTENDERS]
-        verdict = f"{result['verdict']}: {result['ratio']}"
-        lines.append([str(result["length"]), result["what"], *cells, result["target"], verdict])
+        lines.append([str(result["length"]), result["what"], *cells, str(result["ratio"])])
         results.append(result)
     print(f"figures of one rank by samples per epoch; medians of {options.repetitions}, and quartiles")
-    report("sampler", ["samples", "what", *CONTENDERS, "target", "camshaft"], lines, skipped, rows=results)
+    report("sampler", ["samples", "what", *CONTENDERS, "times torch"], lines, skipped, rows=results)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

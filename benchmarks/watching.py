@@ -340,21 +340,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for what, row in rows.items():
         minimum, sample = row["minimum"], row.get("us") or row["percent"]
         row["verdict"] = verdict(Spread(minimum, minimum, minimum), row["target"])
-        lines.append([what, f"{minimum:.2f}", str(sample), f"<= {row['target']}", row["verdict"]])
+        lines.append([what, f"{minimum:.2f}", str(sample)])
     requests = {num_ranks: measured_requests(num_ranks, options.rounds) for num_ranks in options.ranks}
     print(
         "requests to the store per second, of simulated ranks and a real TCPStore; the columns in brackets are computed"
     )
-    head = ["ranks", "nodes", "[polling handlers]", "[one watcher per rank]", "camshaft", "target"]
+    head = ["ranks", "nodes", "[polling handlers]", "[one watcher per rank]", "camshaft"]
     head += ["CPU time of the server, ms per second", "after a failure, all ranks end within s", "requests for that"]
     cells = []
     for num_ranks, row in requests.items():
         before = [row["computed"]["polling handlers"], row["computed"]["one watcher per rank"]]
-        now = [f"{row['requests_per_second']:g}", f"<= {row['target']}: {row['verdict']}", row["server_ms_per_second"]]
+        now = [f"{row['requests_per_second']:g}", row["server_ms_per_second"]]
         cells.append([num_ranks, row["nodes"], *before, *now, row["seconds_to_end"], row["requests_to_end"]])
     print(table(head, [[f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in line] for line in cells]))
-    print("microseconds, or percent; the target is for the minimum, which depends least on what else the machine does")
-    head = ["what", "minimum", "median, and quartiles", "target", "camshaft"]
+    print("microseconds, or percent; the minimum depends least on what else the machine does")
+    head = ["what", "minimum", "median, and quartiles"]
     found = [{"what": what, **row} for what, row in rows.items()]
     found += [{"what": f"requests to the store: {num_ranks} ranks", **row} for num_ranks, row in requests.items()]
     report("watching", head, lines, {}, rows=found)

@@ -2,7 +2,8 @@
 
 Imports are rewritten at the positions that Python's parser reports, so everything else stays the same, byte for byte.
 Imports of ``ignite.metrics``, and of names that camshaft does not have, are left unchanged. What behaves differently is
-reported line by line, and what is left to change also in files whose imports have been rewritten.
+reported line by line, and what is left to change also in files whose imports have been rewritten. So are libraries that
+import PyTorch-Ignite, and names in YAML files.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from json import decoder, scanner
 from pathlib import Path
 from types import ModuleType
@@ -30,9 +32,9 @@ from typing import Any
 from camshaft.files import write_atomically
 from camshaft.text import BOLD, CYAN, GREEN, RED, Look, counted
 
-PAGE = "docs/migrating/from-ignite.md"
+PAGE = "docs/reference/pytorch-ignite.md"
 Edit = tuple[int, int, str]  # start, end, replacement
-Import = ast.Import | ast.ImportFrom
+_SUFFIXES = (".py", ".ipynb", ".yaml", ".yml")
 _SKIPPED_FOLDERS = ("__pycache__", "node_modules", "site-packages", "venv")
 _PYTHON_CELLS = re.compile(r"%%(time|timeit|capture|prun|python3?|writefile\s.*\.py)\b")
 
@@ -56,6 +58,11 @@ def _keyword(name: str) -> Callable[[ast.Call], bool]:
         return any(not (isinstance(value, ast.Constant) and value.value in (None, False)) for value in values)
 
     return is_given
+
+
+def _passes(name: str) -> Callable[[ast.Call], bool]:
+    """Return a condition: the call passes a keyword, whatever its value."""
+    return lambda call: any(one.arg == name for one in call.keywords)
 
 
 @dataclass(frozen=True)
@@ -136,7 +143,20 @@ RULES = (
         ("ModelCheckpoint", "DiskSaver"), "checkpoints",
         "a directory that contains checkpoints is rejected without require_empty=False, also for *.safetensors files, "
         "and saving adds the hidden folder .manifest: list checkpoints with glob('*.pt')",
-        lambda call: not any(one.arg == "require_empty" for one in call.keywords),
+        lambda call: not _passes("require_empty")(call),
+    ),
+    Rule(
+        ("ModelCheckpoint",), "checkpoints",
+        "save_interval= does not exist: attach the handler to an event with a filter, such as "
+        "Events.ITERATION_COMPLETED(every=100)",
+        _passes("save_interval"),
+        is_change=True,
+    ),
+    Rule(
+        ("ModelCheckpoint",), "checkpoints",
+        "save_as_state_dict= does not exist: remove it, as only states are saved",
+        _passes("save_as_state_dict"),
+        is_change=True,
     ),
     Rule(
         (".listdir", ".iterdir"), "checkpoints",
@@ -196,6 +216,13 @@ RULES = (
         "tensorboard is missing",
     ),
     Rule(
+        ("OutputHandler", ".attach_output_handler"), "loggers",
+        "another_engine= does not exist: pass global_step_transform=global_step_from_engine(engine), a function of "
+        "camshaft.handlers",
+        _passes("another_engine"),
+        is_change=True,
+    ),
+    Rule(
         ("ClearMLLogger", "setup_clearml_logging"), "loggers",
         "does not upload the file of each torch.save, which included temporary ones: use ClearMLSaver",
     ),
@@ -238,12 +265,13 @@ RULES = (
 )  # fmt: skip
 _NAMES = re.compile("ignite|camshaft")
 _MODULE = re.compile(r"ignite(\.(?!metrics)\w+)*")
+_MODULE_IN_TEXT = re.compile(r"(?<![\w.-])ignite(\.\w+)+")
+_IMPORTS_IGNITE = re.compile(rb"^[ \t]*(?:from|import)[ \t]+ignite\b|import\w*\(\s*[\"']ignite\b", re.MULTILINE)
 _VERSION = "__version__ becomes that of camshaft: change code that compares it, and text that names PyTorch-Ignite"
 _PRIVATE = (
     "_allowed_events",
     "_event_handlers",
     "_fire_event",
-    "_process_function",
     "_internal_run",
     "_run_once_on_dataset",
 )
@@ -279,12 +307,12 @@ def moved(path: str) -> str | None:
     _, *parts = path.split(".")
     if parts[:2] == ["contrib", "handlers"]:
         del parts[0]
-    if any(part.startswith("_") and part != "__version__" for part in parts):
-        return None
     found: Any = import_module("camshaft")
     for part in parts:
         if not isinstance(found, ModuleType):
             break  # an attribute of a class
+        if part.startswith("_") and part != "__version__":
+            return None
         try:
             module = f"{found.__name__}.{part}"
             found = getattr(found, part) if hasattr(found, part) else import_module(module)
@@ -325,15 +353,12 @@ def migrate(source: str) -> tuple[str, list[Note]]:
     tree = _parse(source)
     rewriting = _Rewriting(source, tree)
     new = _applied(source, rewriting.edits())
-    if new != source:
-        new_tree = _parse(new)
-        if _strings(new_tree) != _strings(tree):
-            raise SyntaxError("the names in an f-string cannot be located")
-        new = _sorted_like(tree, source, new_tree, new)
-    return new, sorted({*rewriting.notes, *_notes(tree)})
+    if new != source and _strings(_parse(new)) != _strings(tree):
+        raise SyntaxError("the names in an f-string cannot be located")
+    return new, sorted({*rewriting.notes, *_notes(tree), *_of_libraries(tree)})
 
 
-def _parse(source: str) -> ast.Module:
+def _parse(source: str | bytes) -> ast.Module:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in strings
@@ -544,7 +569,7 @@ def _is_ignite(module: str) -> bool:
     return module.partition(".")[0] == "ignite"
 
 
-def _imports(node: ast.AST, scope: ast.AST) -> Iterator[tuple[ast.AST, Import]]:
+def _imports(node: ast.AST, scope: ast.AST) -> Iterator[tuple[ast.AST, ast.Import | ast.ImportFrom]]:
     """Yield all imports, each with the function or module in which it binds names."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.Import, ast.ImportFrom)):
@@ -577,98 +602,6 @@ def _uses(scope: ast.AST, head: str) -> list[_Use]:
             node = chains[id(node)]
             use.chain.append(chains[id(use.chain[-1] if use.chain else use.head)])
     return uses
-
-
-# --- the order of imports -------------------------------------------------------------------------------------------
-
-_LONGEST_IMPORT = 100
-_PLAIN_IMPORT = re.compile(r"(?P<start>\s*from camshaft[\w.]* import )(?P<names>[\w ,]+)(?P<end>[\r\n]+)")
-# the default of isort and ruff, and their option to sort statements of both kinds together
-_ORDERS: tuple[Callable[[Import], Any], ...] = (
-    lambda node: (isinstance(node, ast.ImportFrom), *_module_key(node)),
-    lambda node: (*_module_key(node), isinstance(node, ast.ImportFrom)),
-)
-
-
-def _module_key(node: Import) -> tuple[Any, ...]:
-    name = (node.module or "") if isinstance(node, ast.ImportFrom) else node.names[0].name
-    return getattr(node, "level", 0) > 0, name.lower()
-
-
-def _kind_of_name(name: str) -> tuple[Any, ...]:
-    """Return the key by which isort and ruff sort the names of an import: constants, classes, functions."""
-    return not name.isupper(), not name[:1].isupper(), name
-
-
-def _joined_imports(before: list[Import], after: list[Import], lines: list[str]) -> list[Import]:
-    """Join imports of names from one module that were imports from different ones, if the line does not get too long.
-
-    Lines that are no longer needed become empty strings.
-    """
-    modules = [one.module for one in before if isinstance(one, ast.ImportFrom)]
-    if len(set(modules)) < len(modules):  # the user keeps them apart
-        return after
-    kept: list[Import] = []
-    first_of: dict[str, int] = {}  # the line of an import that others can join
-    for node in after:
-        number = node.lineno - 1
-        match = _PLAIN_IMPORT.fullmatch(lines[number]) if isinstance(node, ast.ImportFrom) else None
-        first = first_of.setdefault(match["start"], number) if match else number
-        if match and first != number:
-            groups = [found["names"].split(", ") for found in (_PLAIN_IMPORT.fullmatch(lines[first]), match) if found]
-            names = [name for group in groups for name in group]
-            if all(group == sorted(group, key=_kind_of_name) for group in groups):
-                names.sort(key=_kind_of_name)
-            joined = f"{match['start']}{', '.join(names)}"
-            if len(joined) <= _LONGEST_IMPORT:
-                lines[first], lines[number] = joined + match["end"], ""
-                continue
-        kept.append(node)
-    return kept
-
-
-def _sorted_like(tree: ast.Module, old: str, new_tree: ast.Module, new: str) -> str:
-    """Join and sort the imports of the new source wherever they were sorted in the old one."""
-    lines = _lines(new)
-    for before, after in zip(_blocks(tree, _lines(old)), _blocks(new_tree, lines), strict=True):
-        after = _joined_imports(before, after, lines)
-        orders = [order for order in _ORDERS if before == sorted(before, key=order)]
-        if not orders or any(after == sorted(after, key=order) for order in orders):
-            continue
-        chunks = {id(node): lines[node.lineno - 1 : node.end_lineno] for node in after}
-        last = chunks[id(after[-1])]
-        newline = "" if last[-1].endswith(("\r", "\n")) else "\n"  # the end of a file without a final newline
-        last[-1] += newline
-        texts = [line for node in sorted(after, key=orders[0]) for line in chunks[id(node)]]
-        texts[-1] = texts[-1][: -len(newline) or None]
-        span = slice(after[0].lineno - 1, after[-1].end_lineno)
-        lines[span] = texts + [""] * (len(lines[span]) - len(texts))  # the numbers of other lines stay
-    return "".join(lines)
-
-
-def _blocks(tree: ast.Module, lines: list[str]) -> list[list[Import]]:
-    """Return groups of consecutive imports, each on its own lines, without comments or blank lines between them."""
-    blocks: list[list[Import]] = []
-    for node in ast.walk(tree):
-        for name in ("body", "orelse", "finalbody"):
-            end: int | None = None  # of the import before
-            statements = getattr(node, name, None)
-            for statement in statements if isinstance(statements, list) else ():
-                if not isinstance(statement, (ast.Import, ast.ImportFrom)):
-                    end = None
-                    continue
-                if end is None or statement.lineno != end + 1:
-                    blocks.append([])
-                blocks[-1].append(statement)
-                end = statement.end_lineno
-    return [block for block in blocks if all(_is_alone(one, lines) for one in block)]
-
-
-def _is_alone(node: Import, lines: list[str]) -> bool:
-    """Return whether an import shares its lines with nothing but comments."""
-    before = lines[node.lineno - 1].encode()[: node.col_offset]
-    after = lines[(node.end_lineno or node.lineno) - 1].encode()[node.end_col_offset :]
-    return not before.strip() and not after.partition(b"#")[0].strip()
 
 
 # --- notes ----------------------------------------------------------------------------------------------------------
@@ -708,9 +641,58 @@ def _notes(tree: ast.Module) -> Iterator[Note]:
             if isinstance(node.value, ast.Name) and names.get(node.value.id) == "ignite":
                 yield Note(node.lineno, _VERSION, "imports")
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _MODULE.fullmatch(node.value):
-            new = moved(node.value) or node.value.replace("ignite", "camshaft", 1)
-            text = f"the string {node.value!r} is not rewritten: if it names a logger or a module, change it to {new!r}"
-            yield Note(node.lineno, text, "imports")
+            yield _of_text(node.lineno, node.value)
+
+
+def _of_text(line: int, name: str) -> Note:
+    """Return the note on a string that may name a module or something in it."""
+    new = moved(name) or name.replace("ignite", "camshaft", 1)
+    text = f"the string {name!r} is not rewritten: if it names a logger, a module, or a class, change it to {new!r}"
+    return Note(line, text, "imports")
+
+
+def _of_libraries(tree: ast.AST) -> Iterator[Note]:
+    """Yield the imports of installed libraries that import PyTorch-Ignite themselves."""
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for module, importers in map(_importers, names):
+            if importers:
+                where = "" if importers[0] == module else f" in {importers[0]}"
+                text = (
+                    f"{module} imports PyTorch-Ignite{where}: its engines, events, and handlers do not work with those "
+                    "of camshaft, so leave the code that uses them on PyTorch-Ignite, or replace them"
+                )
+                yield Note(getattr(node, "lineno", 0), text, "half-migrated-scripts", "." in module or not where)
+
+
+@cache
+def _importers(name: str) -> tuple[str, list[str]]:
+    """Return the installed module that a name is, or is in, and the modules in it that import PyTorch-Ignite."""
+    root, *parts = name.split(".")
+    try:
+        spec = None if root in ("camshaft", "ignite", "torch") else find_spec(root)
+    except (ImportError, ValueError):  # a package that is broken, or run as a script
+        spec = None
+    if spec is None or not spec.origin or not {"dist-packages", "site-packages"}.intersection(Path(spec.origin).parts):
+        return root, []
+    top = path = Path(spec.origin)
+    if top.name == "__init__.py":
+        top = path = top.parent
+    for part in parts:
+        inner = next((one for one in (path / part, path / f"{part}.py") if one.exists()), None)
+        if inner is None:
+            break
+        path = inner
+    files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    found = [one for one in files if _IMPORTS_IGNITE.search(one.read_bytes())]
+    module, *others = (
+        ".".join(one.relative_to(top.parent).with_suffix("").parts).removesuffix(".__init__") for one in (path, *found)
+    )
+    return module, others
 
 
 def _of_call(node: ast.Call, names: dict[str, str]) -> Iterator[Note]:
@@ -750,7 +732,7 @@ class Result:
 
 
 def migrate_file(path: Path, numbers_after: bool = False) -> Result:
-    """Read a script or a notebook, and return its new content without changing the file.
+    """Read a script, a notebook, or a YAML file, and return its new content without changing the file.
 
     Args:
         path: the file.
@@ -763,8 +745,16 @@ def migrate_file(path: Path, numbers_after: bool = False) -> Result:
     """
     data = path.read_bytes()
     if not _NAMES.search(data.decode("latin-1")):  # it may be in another language, or in another encoding
-        return Result(path, "", "", "utf-8", [])
-    if path.suffix == ".ipynb":
+        found = []
+        with contextlib.suppress(SyntaxError):
+            found = sorted({*_of_libraries(_parse(data))}) if path.suffix == ".py" else []
+        return Result(path, "", "", "utf-8", [(str(note.line), note) for note in found])
+    if path.suffix in (".yaml", ".yml"):
+        old = new = data.decode()
+        encoding = "utf-8"
+        names = [(line, one[0]) for line, text in enumerate(_lines(old), 1) for one in _MODULE_IN_TEXT.finditer(text)]
+        notes = [(str(line), _of_text(line, name)) for line, name in names if _MODULE.fullmatch(name)]
+    elif path.suffix == ".ipynb":
         old, encoding = data.decode(), "utf-8"
         new, notes = _migrate_notebook(old)
     else:
@@ -884,14 +874,14 @@ def _encoded(text: str, pieces: list[_Located], source: Any, new: str) -> str:
 
 
 def _files(paths: Sequence[Path]) -> Iterator[Path]:
-    """Yield the files to rewrite: scripts and notebooks in folders, and any file that is given explicitly."""
+    """Yield the files to read: scripts, notebooks, and YAML in folders, and any file that is given explicitly."""
     for path in paths:
         if not path.is_dir():
             yield path
             continue
         for folder, folders, names in os.walk(path):
             folders[:] = sorted(one for one in folders if not one.startswith(".") and one not in _SKIPPED_FOLDERS)
-            yield from (Path(folder, name) for name in sorted(names) if name.endswith((".py", ".ipynb")))
+            yield from (Path(folder, name) for name in sorted(names) if name.endswith(_SUFFIXES))
 
 
 def _imported(path: Path, source: str) -> Iterator[Path]:
@@ -944,11 +934,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m camshaft.migrate",
         description="Rewrite the imports of scripts and notebooks from PyTorch-Ignite to camshaft. Print a unified "
         "diff, and report on standard error, line by line, first what may have to change (change:), then what else "
-        "behaves differently (note:). Imports of ignite.metrics stay.",
+        "behaves differently (note:). Imports of ignite.metrics stay. Names in YAML files are only reported.",
     )
     parser.add_argument("--write", action="store_true", help="change the files")
     parser.add_argument(
-        "paths", nargs="+", type=Path, metavar="PATHS", help="files, or folders with *.py and *.ipynb files"
+        "paths", nargs="+", type=Path, metavar="PATHS", help="files, or folders with *.py, *.ipynb, and *.yaml files"
     )
     options = parser.parse_args(arguments)
     changed = failed = 0

@@ -30,7 +30,10 @@ LEAVES = (
     "camshaft.version",
 )
 ENGINE = ("camshaft.engine", "camshaft.engine.*")
-ABOVE_THE_CORE = ("camshaft.engine", "camshaft.engine.supervised*", "camshaft.engine.deterministic*")
+ABOVE_THE_CORE = (
+    "camshaft.engine",
+    *(f"camshaft.engine.{name}" for name in ("deterministic", "metrics", "supervised")),
+)
 DISTRIBUTED = ("camshaft.distributed", "camshaft.distributed.*")
 HANDLERS = ("camshaft.handlers", "camshaft.handlers.*")
 CONTRIB = ("camshaft.contrib", "camshaft.contrib.*")
@@ -235,6 +238,7 @@ FUTURE = "from __future__ import annotations\n"
         ("engine/loop.py", "from camshaft.distributed import get_rank", "imports a higher layer"),
         ("engine/loop.py", "from camshaft.engine import Engine", "imports a higher layer"),
         ("engine/loop.py", "import camshaft.engine.supervised", "imports a higher layer"),
+        ("engine/loop.py", "import camshaft.engine.metrics", "imports a higher layer"),
         ("engine/loop.py", "if TYPE_CHECKING:\n    import camshaft.handlers", "imports a higher layer"),
         ("distributed/ranks.py", "from camshaft.engine.state import State", "imports a higher layer"),
         ("distributed/ranks.py", "from camshaft.distributed.environments import detect", "imports a higher layer"),

@@ -46,7 +46,7 @@ MOVES = {
     ),
     "handlers and engines of contrib": (
         "from ignite.contrib import engines, handlers\n",
-        "from camshaft import handlers\nfrom camshaft.contrib import engines\n",
+        "from camshaft.contrib import engines\nfrom camshaft import handlers\n",
     ),
     "a loss of a name": (
         "from ignite.handlers import Checkpoint, VisdomLogger, Timer\n",
@@ -136,44 +136,17 @@ MOVES = {
         "x = 'import ignite'  # ignite.engine\n",
         "x = 'import ignite'  # ignite.engine\n",
     ),
-    "sorted": (
-        "import fire\nimport ignite.engine as e\nimport os\nfrom ignite import utils\nfrom x import y\n",
-        "import camshaft.engine as e\nimport fire\nimport os\nfrom camshaft import utils\nfrom x import y\n",
+    "the order stays": (
+        "import fire\nimport ignite.engine as e\nimport os\nfrom ignite.contrib.handlers import ProgressBar\n"
+        "from ignite.handlers import Timer\nfrom x import y",
+        "import fire\nimport camshaft.engine as e\nimport os\nfrom camshaft.handlers import ProgressBar\n"
+        "from camshaft.handlers import Timer\nfrom x import y",
     ),
-    "sorted by module, without a newline at the end": (
-        "from abc import ABC\nimport fire\nfrom ignite import engine",
-        "from abc import ABC\nfrom camshaft import engine\nimport fire",
-    ),
-    "not sorted": (
-        "import torch\nimport fire\nfrom ignite import engine\n",
-        "import torch\nimport fire\nfrom camshaft import engine\n",
-    ),
-    "two modules become one": (
-        "from ignite.contrib.handlers import ProgressBar\nfrom ignite.handlers import Timer, global_step_from_engine\n",
-        "from camshaft.handlers import ProgressBar, Timer, global_step_from_engine\n",
-    ),
-    "two modules become one, sorted": (
-        "import os\nfrom ignite.contrib.handlers import TensorboardLogger\nfrom ignite.engine import Engine\n"
-        "from ignite.handlers import Checkpoint as C, Timer, global_step_from_engine\nfrom x import y\n",
-        "import os\nfrom camshaft.engine import Engine\n"
-        "from camshaft.handlers import Checkpoint as C, TensorboardLogger, Timer, global_step_from_engine\n"
-        "from x import y\n",
-    ),
-    "two modules become one, twice": (
-        "import os\nfrom ignite.contrib.handlers import EpochOutputStore\nfrom ignite.engine import Engine\n"
-        "from ignite.handlers import Timer\nfrom ignite.utils import to_onehot\ndef f():\n"
-        "    import fire\n    import ignite.engine as e\n    import torch\n    return e\n",
-        "import os\nfrom camshaft.engine import Engine\nfrom camshaft.handlers import EpochOutputStore, Timer\n"
-        "from camshaft.utils import to_onehot\ndef f():\n"
-        "    import camshaft.engine as e\n    import fire\n    import torch\n    return e\n",
-    ),
-    "two modules become one, with a comment": (
-        "from ignite.contrib.handlers import ProgressBar  # tqdm\nfrom ignite.handlers import Timer\n",
-        "from camshaft.handlers import ProgressBar  # tqdm\nfrom camshaft.handlers import Timer\n",
-    ),
-    "two imports of one module stay two": (
-        "from ignite.handlers import ProgressBar\nfrom ignite.handlers import Timer\n",
-        "from camshaft.handlers import ProgressBar\nfrom camshaft.handlers import Timer\n",
+    "private members of classes": (
+        "import ignite\nignite.engine.Engine.__init__\nignite.engine.Events.__members__\n"
+        "ignite.engine._prepare_batch\n",
+        "import camshaft\nimport ignite\ncamshaft.engine.Engine.__init__\ncamshaft.engine.Events.__members__\n"
+        "ignite.engine._prepare_batch\n",
     ),
     "Windows lines": (
         "import fire\r\nfrom ignite import engine, metrics\r\n",
@@ -318,6 +291,30 @@ def test_a_package_whose_name_is_reused_is_reported_and_stays():
             "setup_plx_logging: is not included",
         ),
         (
+            "from ignite.handlers import ModelCheckpoint as M\nM('x', require_empty=False, save_interval=3)",
+            2,
+            "checkpoints",
+            r"save_interval= does not exist: .*every=100",
+        ),
+        (
+            "from ignite.handlers import ModelCheckpoint as M\nM('x', require_empty=False, save_as_state_dict=False)",
+            2,
+            "checkpoints",
+            "save_as_state_dict= does not exist: remove it",
+        ),
+        (
+            "from ignite.handlers.tensorboard_logger import OutputHandler\nOutputHandler('t', another_engine=e)",
+            2,
+            "loggers",
+            "another_engine= does not exist: pass .*global_step_from_engine",
+        ),
+        (
+            "import ignite\nl.attach_output_handler(e, x, another_engine=e)",
+            2,
+            "loggers",
+            "another_engine= does not exist",
+        ),
+        (
             "from ignite.engine import create_supervised_trainer as c\nc(m, deterministic=True)",
             2,
             "data",
@@ -341,6 +338,7 @@ def test_differences_are_reported_where_they_occur(source, line, section, text):
         "import os\nos.listdir('ignite')",
         "import ignite\nx = 'ignite.metrics'",
         "import ignite\nmodel.load_state_dict(x)",
+        "import ignite\ntrainer._process_function(trainer, batch)",
         "from ignite.engine import Events\nt.add_event_handler(Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED, f)",
     ],
 )
@@ -378,7 +376,7 @@ def test_without_write_a_diff_is_printed_and_nothing_changes(script, capsys):
         " idist.show_config()",
     ]
     assert f"{script}:2: note: show_config: " in printed.err
-    assert "(docs/migrating/from-ignite.md#loggers)" in printed.err
+    assert "(docs/reference/pytorch-ignite.md#loggers)" in printed.err
     assert "1 file would be rewritten" in printed.err
 
 
@@ -390,7 +388,7 @@ def test_modules_beside_a_script_that_stay_with_ignite_are_named(script, capsys)
     plain.write_text("import torch\n")
     with script.open("a") as file:
         file.write("import helper, plain\nfrom helper import Engine\nfrom .parts.loaders import *\nimport missing\n")
-    text = "which imports PyTorch-Ignite and is not among PATHS (docs/migrating/from-ignite.md#half-migrated-scripts)"
+    text = "which imports PyTorch-Ignite and is not among PATHS (docs/reference/pytorch-ignite.md#half-migrated-scripts)"
     main([str(script)])
     lines = [line for line in capsys.readouterr().err.splitlines() if "PATHS" in line]
     assert lines == [f"{script}: change: imports {one}, {text}" for one in (helper, part)]
@@ -398,6 +396,66 @@ def test_modules_beside_a_script_that_stay_with_ignite_are_named(script, capsys)
     assert [line for line in capsys.readouterr().err.splitlines() if "PATHS" in line] == lines[1:]
     main([str(script.parent)])
     assert "PATHS" not in capsys.readouterr().err
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """Install a library whose engines and one of whose modules import PyTorch-Ignite."""
+    files = {
+        "rl/__init__.py": "",
+        "rl/lists.py": "text = 'ignite'\n",
+        "rl/on_ignite.py": "from ignite.engine import Engine\n",
+        "rl/engines/__init__.py": "from rl.engines.trainer import Trainer\n",
+        "rl/engines/trainer.py": "Engine, _ = optional_import('ignite.engine', '0.5', 'Engine')\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / "site-packages" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    module._importers.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("source", "is_change", "text"),
+    [
+        ("import rl.on_ignite as r\nimport ignite\n", True, "rl.on_ignite imports PyTorch-Ignite: "),
+        ("from rl import on_ignite\n", True, "rl.on_ignite imports PyTorch-Ignite: "),
+        (
+            "def f():\n    from rl.engines import Trainer, Other\n",
+            True,
+            "rl.engines imports .* in rl.engines.trainer: ",
+        ),
+        ("from rl import Trainer\n", False, "rl imports PyTorch-Ignite in rl.engines.trainer: "),
+        ("import rl\n", False, "rl imports PyTorch-Ignite in rl.engines.trainer: "),
+        ("from rl.lists import text\n", None, ""),
+        ("from .rl import engines\nimport json, torch, no_such_library.x, pytest\n", None, ""),
+    ],
+)
+def test_libraries_that_stay_with_ignite_are_named(library, tmp_path, capsys, source, is_change, text):
+    path = tmp_path / "script.py"
+    path.write_text(source)
+    main([str(path)])
+    found = [line for line in capsys.readouterr().err.splitlines() if "leave the code that uses them" in line]
+    assert len(found) == (is_change is not None)
+    if found:
+        line = 1 + source.startswith("def")
+        assert re.search(f"{path}:{line}: {'change' if is_change else 'note'}: {text}", found[0])
+
+
+def test_names_in_yaml_files_are_reported(tmp_path, capsys):
+    path = tmp_path / "conf" / "trainer.yaml"
+    path.parent.mkdir()
+    path.write_text(
+        "# ignite\nmetric:\n  _target_: ignite.metrics.Accuracy\nschedule:\n"
+        "  _target_: ignite.contrib.handlers.ProgressBar\nneeds: [pytorch-ignite==0.5.0, my.ignite.engine]\n"
+    )
+    before = path.read_bytes()
+    assert main(["--write", str(tmp_path)]) == 0
+    assert path.read_bytes() == before
+    [line] = [line for line in capsys.readouterr().err.splitlines() if ": change: " in line]
+    assert line.startswith(f"{path}:5: change: the string 'ignite.contrib.handlers.ProgressBar' is not rewritten: ")
+    assert "change it to 'camshaft.handlers.ProgressBar'" in line
 
 
 def test_with_write_the_file_changes_once_and_keeps_its_permissions(script, capsys):
@@ -465,7 +523,7 @@ def test_a_difference_is_reported_once_per_file_with_all_its_lines(tmp_path, cap
     main([str(path)])
     (note,) = (line for line in capsys.readouterr().err.splitlines() if "RunningAverage" in line)
     assert note.startswith(f"{path}:2: note: RunningAverage: works; ")
-    assert note.endswith("; also in lines 3, 4 (docs/migrating/from-ignite.md#metrics)")
+    assert note.endswith("; also in lines 3, 4 (docs/reference/pytorch-ignite.md#metrics)")
 
 
 def test_a_broken_file_is_reported_and_left_alone_and_the_others_are_rewritten(script, capsys):

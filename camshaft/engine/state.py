@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from camshaft.errors import annotate, ignite_class
@@ -173,6 +174,35 @@ class LazyNumber:
     def __reduce__(self) -> tuple[Any, ...]:
         value = self.read()
         return type(value), (value,)
+
+
+def peek(value: Any) -> Any:
+    """Return the tensor of a ``LazyNumber``, without synchronizing, and any other value as it is."""
+    return value.peek() if isinstance(value, LazyNumber) else value
+
+
+def fetch(values: dict[Any, Any]) -> None:
+    """Replace 0-d tensors by numbers, with one transfer per device and dtype.
+
+    >>> import torch
+    >>> values = {"loss": torch.tensor(0.5), "accuracy": torch.tensor(0.25), "size": 3}
+    >>> fetch(values)
+    >>> values
+    {'loss': 0.5, 'accuracy': 0.25, 'size': 3}
+    """
+    together: dict[tuple[torch.device, torch.dtype], list[Any]] = {}
+    for key, value in values.items():
+        if isinstance(value, Tensor):
+            together.setdefault((value.device, value.dtype), []).append(key)
+    for keys in together.values():
+        values.update(zip(keys, torch.stack([values[key] for key in keys]).tolist(), strict=True))
+
+
+def check_has_output(reader: str, state: State[Any, Any], error: Exception) -> None:
+    """Raise a ``TypeError`` that says so if ``error`` was raised because there is no output to read."""
+    if state._output is None:
+        problem = "needs engine.state.output, which is None: return a value from the process function"
+        raise TypeError(f"{reader} {problem}") from error
 
 
 def _number(value: Any) -> Any:

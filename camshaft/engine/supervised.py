@@ -19,6 +19,7 @@ from camshaft.distributed import get_world_size, model_name
 from camshaft.distributed.coordination.waiting import alone
 from camshaft.engine.deterministic import DeterministicEngine
 from camshaft.engine.engine import Engine
+from camshaft.engine.metrics import attach_metrics
 from camshaft.engine.step import (
     Accumulation,
     Mode,
@@ -381,7 +382,9 @@ def create_supervised_evaluator(
     """Return an engine that evaluates a model on batches of inputs and targets.
 
     Args:
-        metrics: by name, objects with ``attach(engine, name)``; their results appear in ``state.metrics``.
+        metrics: by name, metrics of torchmetrics, which are attached by
+            :func:`attach_metrics <camshaft.handlers.attach_metrics>`, or objects with ``attach(engine, name)``, such as
+            those of PyTorch-Ignite. Their results appear in ``state.metrics``.
         amp_mode: ``"amp"`` for the mixed precision of torch; otherwise the precision of the model, which for ``"apex"``
             apex has changed already.
         output_transform: ``output_transform(x, y, y_pred)`` returns the output; by default ``y_pred, y``.
@@ -404,12 +407,15 @@ def create_supervised_evaluator(
         builder(model, device, non_blocking, prepare_batch, model_transform, output_transform, model_fn)
     )
     check_type("metrics", metrics or {}, Mapping, "a mapping of names to metrics")
+    others = {}
     for name, metric in (metrics or {}).items():
         check_is_no_class(f"metrics[{name!r}]", metric)
-        if not callable(getattr(metric, "attach", None)):
-            hint = ": use camshaft.handlers.attach_metrics" if hasattr(metric, "compute") else ""
-            raise TypeError(f"metrics[{name!r}] must have attach(engine, name), got {described(metric)}{hint}")
-        metric.attach(evaluator, name)
+        if callable(getattr(metric, "attach", None)):
+            metric.attach(evaluator, name)
+        else:
+            others[name] = metric
+    if others:
+        attach_metrics(evaluator, others)
     return evaluator
 
 

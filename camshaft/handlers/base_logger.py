@@ -23,7 +23,7 @@ from torch import nn
 from camshaft.distributed import get_rank
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import EventLike, Events, Order, RemovableEventHandle, events_in
-from camshaft.engine.state import LazyNumber
+from camshaft.engine.state import LazyNumber, check_has_output, fetch
 from camshaft.errors import described, level_of_caller
 from camshaft.handlers.checkpoint import CheckpointEvents
 from camshaft.handlers.utils import (
@@ -31,7 +31,6 @@ from camshaft.handlers.utils import (
     check_callable,
     check_engine,
     check_entries,
-    check_has_output,
     check_text,
     check_type,
     joined,
@@ -191,7 +190,7 @@ class BaseOutputHandler(BaseHandler):
             try:
                 output = self.output_transform(state.output)
             except Exception as error:
-                check_has_output("output_transform", engine, error)
+                check_has_output("output_transform", state, error)
                 raise
             hint = "in output_transform, reduce it to a number, for example with .mean(), or leave it out"
             if state._output is None:
@@ -411,27 +410,6 @@ def _flat(path: Path, value: Any, text: bool, hint: str) -> Iterator[tuple[Path,
         kind = f"tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         problem = f"{'/'.join(path)} is not logged because it is a {kind}: {hint}"
         warnings.warn(problem, stacklevel=level_of_caller())
-
-
-def peek(value: Any) -> Any:
-    """Return the tensor of a ``LazyNumber``, without synchronizing, and any other value as it is."""
-    return value.peek() if isinstance(value, LazyNumber) else value
-
-
-def fetch(values: dict[Any, Any]) -> None:
-    """Replace 0-d tensors by numbers, with one transfer per device and dtype.
-
-    >>> values = {"loss": torch.tensor(0.5), "accuracy": torch.tensor(0.25), "size": 3}
-    >>> fetch(values)
-    >>> values
-    {'loss': 0.5, 'accuracy': 0.25, 'size': 3}
-    """
-    together: dict[tuple[torch.device, torch.dtype], list[Any]] = {}
-    for key, value in values.items():
-        if isinstance(value, torch.Tensor):
-            together.setdefault((value.device, value.dtype), []).append(key)
-    for keys in together.values():
-        values.update(zip(keys, torch.stack([values[key] for key in keys]).tolist(), strict=True))
 
 
 # --- loggers -----------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Set up a logger for a trainer, its optimizers and its evaluators in one call.
 
-PyTorch-Ignite's Visdom, Neptune and Polyaxon are not here; docs/migrating/from-ignite.md says what to use instead.
+PyTorch-Ignite's Visdom, Neptune and Polyaxon are not here; docs/reference/pytorch-ignite.md says what to use instead.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events
-from camshaft.engine.state import LazyNumber
-from camshaft.handlers.base_logger import fetch, peek
+from camshaft.engine.state import LazyNumber, fetch, peek
 from camshaft.handlers.utils import check_callable, check_engine, check_is_no_counter, check_text, identity
 
 __all__ = ["EpochOutputStore"]

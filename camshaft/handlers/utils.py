@@ -132,13 +132,6 @@ def scalar(name: str, value: Any) -> Tensor | float:
     return float(value)
 
 
-def check_has_output(reader: str, engine: Engine[Any, Any], error: Exception) -> None:
-    """Raise a ``TypeError`` that says so if ``error`` was raised because there is no output to read."""
-    if engine.state._output is None:
-        problem = "needs engine.state.output, which is None: return a value from the process function"
-        raise TypeError(f"{reader} {problem}") from error
-
-
 def check_is_no_counter(argument: str, name: str, state: State[Any, Any]) -> None:
     """Raise ``ValueError`` if ``name`` is an attribute that the engine uses as a counter.
 

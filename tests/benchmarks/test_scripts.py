@@ -26,8 +26,10 @@ def run(script: str, *arguments: str, folder: Path) -> subprocess.CompletedProce
 
 def result_of(finished: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     assert finished.returncode == 0, finished.stderr
-    result: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
-    assert set(result["machine"]) == {"date", "cores", "python", "torch"}
+    *shown, last = finished.stdout.splitlines()
+    assert "target" not in "".join(shown), "a table has figures; a target is in the JSON"
+    result: dict[str, Any] = json.loads(last)
+    assert set(result["machine"]) == {"date", "processor", "cores", "python", "torch"}
     for peer, reason in result["skipped"].items():
         assert f"skipped: {peer} ({reason})" in finished.stdout
     return result

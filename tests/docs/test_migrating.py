@@ -32,7 +32,7 @@ def test_the_checkpoint_of_a_running_job_of_ignite_is_continued(tmp_path, monkey
         to_save = {"model": model, "optimizer": optimizer, "trainer": trainer}
         if create is create_supervised_trainer:
             trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: steps.append(engine.state.iteration))
-            exec(titled("migrating/from-ignite.md", "continue.py"), {**to_save, "batches": batches})
+            exec(titled("reference/pytorch-ignite.md", "continue.py"), {**to_save, "batches": batches})
             assert optimizer.state_dict()["state"][0]["step"] == 16
         else:
             saving = theirs[1].ModelCheckpoint("models")
@@ -67,7 +67,7 @@ def test_the_warm_up_of_a_running_job_of_ignite_is_continued(tmp_path, monkeypat
             to_save["trainer"].run(batches, max_epochs=4)
 
     def resume(to_save):
-        exec(titled("migrating/from-ignite.md", "warm_up.py"), {**to_save, "batches": batches})
+        exec(titled("reference/pytorch-ignite.md", "warm_up.py"), {**to_save, "batches": batches})
 
     def restart(to_save):
         cosine = torch.optim.lr_scheduler.CosineAnnealingLR(to_save["optimizer"], T_max=16)
@@ -80,7 +80,7 @@ def test_the_warm_up_of_a_running_job_of_ignite_is_continued(tmp_path, monkeypat
             "Checkpoint": handlers.Checkpoint,
             "Events": Events,
         }
-        exec(titled("migrating/from-ignite.md", "restart.py"), names)
+        exec(titled("reference/pytorch-ignite.md", "restart.py"), names)
 
     def first_start(to_save):
         to_save["trainer"].add_event_handler(Events.ITERATION_COMPLETED(once=14), to_save["trainer"].terminate)
@@ -151,7 +151,7 @@ def test_a_half_migrated_script_raises_an_error_that_the_page_explains(tmp_path,
         names["schedule"] = ignite.handlers.LinearCyclicalScheduler(optimizer, "lr", 0.1, 0.2, 10)
         with pytest.raises(Exception) as caught:  # noqa: PT011 - the page has the message
             exec(code, names)
-    section = (ROOT / "docs/migrating/from-ignite.md").read_text("utf-8").split("## Half-migrated scripts")[1]
+    section = (ROOT / "docs/reference/pytorch-ignite.md").read_text("utf-8").split("## Half-migrated scripts")[1]
     shown = re.findall(r"`([^`]+)`(?=[,. |])", section.split("\n## ")[0])
     patterns = [".*".join(map(re.escape, message.split("..."))) for message in shown if " " in message]
     assert any(re.match(pattern, str(caught.value)) for pattern in patterns)

@@ -48,7 +48,7 @@ def report(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Report:
         site,
         tmp_path_factory.mktemp("browser"),
         searches=["Checkpoint", "patience"],
-        filtered=("/migrating/from-ignite/index.html", "terminate epoch"),
+        filtered=("/reference/pytorch-ignite/index.html", "terminate epoch"),
         widths=[375, 1300],
     )
 

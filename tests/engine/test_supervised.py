@@ -578,7 +578,7 @@ def test_a_trainer_with_wrong_options_is_rejected(options, error, named):
             {"size": type("Size", (), {"attach": len})},
             "must be an object, got the class .*: pass Size",
         ),
-        ({"size": type("Sum", (), {"compute": len})()}, "use camshaft.handlers.attach_metrics"),
+        ({"size": type("Sum", (), {"compute": len})()}, r"must have reset\(\), update\(\) and compute\(\)"),
     ],
 )
 def test_metrics_that_cannot_be_attached_are_rejected(metrics, named):

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from camshaft import distributed as idist
 from camshaft.distributed.run import current
 from camshaft.engine import Engine, Events, create_supervised_evaluator
+from camshaft.engine import metrics as metrics_module
 from camshaft.engine.state import LazyNumber
 from camshaft.handlers import attach_metrics
-from camshaft.handlers import metrics as metrics_module
 from tests.ranks import on_ranks
 from tests.threads import on_threads
 from tests.torchvision_import import import_torchvision
@@ -113,6 +113,18 @@ def test_uneven_batches_are_exact():
     assert plain(results) == plain(expected(every_kind(), scores, targets))
     assert type(results["accuracy"]) is float
     assert type(results["both"]["MulticlassRecall"]) is float
+
+
+def test_an_evaluator_takes_metrics_of_torchmetrics_and_objects_that_attach_themselves():
+    class Count:
+        def attach(self, engine, name):
+            engine.add_event_handler(Events.EPOCH_COMPLETED, lambda: engine.state.metrics.update({name: 12}))
+
+    scores, targets = samples(12)
+    evaluator = create_supervised_evaluator(torch.nn.Identity(), metrics={**every_kind(), "count": Count()})
+    results = evaluator.run(batches(scores, targets, 5, 5, 2)).metrics
+    assert results.pop("count") == 12
+    assert plain(results) == plain(expected(every_kind(), scores, targets))
 
 
 def test_metrics_are_reset_each_epoch():
@@ -302,8 +314,7 @@ def test_uneven_ranks_are_exact_with_one_exchange(size, monkeypatch):
         rank = idist.get_rank()
         mine = slice(ends[rank] - sum(parts[rank]), ends[rank])
         metrics = every_kind()
-        engine = Engine(echo)
-        attach_metrics(engine, metrics)
+        engine = create_supervised_evaluator(torch.nn.Identity(), metrics)
         data = batches(scores[mine], targets[mine], *parts[rank])
         everything = plain(expected(every_kind(), scores, targets))
         for epoch in (1, 2):

