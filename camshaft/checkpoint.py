@@ -129,7 +129,7 @@ def checkpoints(directory: Path, is_verify: bool) -> list[Row]:
     rows: dict[str, Row] = {}
     for entry in Manifest(directory).entries():
         path = directory / entry.file
-        problem = entry.unreadable or (entry.problem(path) if is_verify else _incomplete(entry, path))
+        problem = entry.problem(path) if is_verify else _incomplete(entry, path)
         row = {"checkpoint": entry.file, "step": entry.step}
         if not is_verify:
             ranks = None if entry.shards is None else len(entry.shards)

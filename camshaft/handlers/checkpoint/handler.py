@@ -8,7 +8,7 @@ import math
 import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from numbers import Integral, Number
 from os import PathLike
 from pathlib import Path
@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from camshaft.base import Serializable
-from camshaft.distributed import all_gather, get_local_rank
+from camshaft.distributed import all_gather
 from camshaft.engine.engine import Engine, outermost_engine
 from camshaft.engine.events import Events, HandlerEvents, Order
 from camshaft.engine.state import LazyNumber
 from camshaft.errors import check_is_no_class, check_type, described, level_of_caller
 from camshaft.handlers.checkpoint.async_save import BackgroundSave, Exchange
-from camshaft.handlers.checkpoint.loading import load_objects, resume
+from camshaft.handlers.checkpoint.loading import load_objects, resume, resume_newest
 from camshaft.handlers.checkpoint.savers import (
     SAFETENSORS,
     BaseSaveHandler,
@@ -429,17 +429,14 @@ class Checkpoint(Serializable):
             hint = "use Checkpoint, or Checkpoint.resume(to_load, directory)"
             raise RuntimeError(f"resume_latest needs to_save, which is unknown before the first call: {hint}")
         self._background.settle()
-        path = resume(self.to_save, saver.dirname, map_location=map_location, **kwargs)
-        saved: dict[str, float] = {}
+        path, entries = resume_newest(self.to_save, saver.dirname, map_location, kwargs)
         if path is None:  # the run starts from the beginning, and so do handlers that are saved with this one
             for one in self._objects():
                 if isinstance(one, Checkpoint):
                     one._unresumed = 0
-        else:
-            for (found,) in all_gather((self._saved_before(path) if get_local_rank() == 0 else {},)):
-                saved.update(found)
-        self.load_state_dict(_record([Item(priority, file) for file, priority in saved.items()]))
-        self.forget_missing_files()
+        newest = next((number for number, entry in enumerate(entries) if path and entry.file == path.name), -1)
+        own = [(self._priority_of(entry), entry.file) for entry in entries[: newest + 1]]
+        self.load_state_dict(_record([Item(priority, file) for priority, file in own if priority is not None]))
         return path
 
     def reload_objects(
@@ -509,13 +506,15 @@ class Checkpoint(Serializable):
             hint = "save the records of handlers that share a directory under separate names in to_save"
             warnings.warn(f"{text}; {hint}", stacklevel=2)
 
-    def forget_missing_files(self) -> None:
-        """Remove from the record what no rank finds on disk any more; all ranks must call this."""
-        if not isinstance(saver := self.save_handler, DiskSaver):
-            return
-        there = {item.filename for item in self._saved if (saver.dirname / item.filename).exists()}
-        anywhere: set[str] = set().union(*(files for (files,) in all_gather((there,))))
-        self._saved = [item for item in self._saved if item.filename in anywhere]
+    @property
+    def folder(self) -> Path | None:
+        """The directory of the files, if they are on disk."""
+        return self.save_handler.dirname if isinstance(self.save_handler, DiskSaver) else None
+
+    def forget_missing_files(self, files: Collection[str]) -> None:
+        """Remove from the record the files of the directory that no rank finds any more."""
+        if self.folder is not None:
+            self._saved = [item for item in self._saved if item.filename in files]
 
     def _disk_saver(self, method: str) -> DiskSaver:
         if not isinstance(self.save_handler, DiskSaver):
@@ -558,13 +557,6 @@ class Checkpoint(Serializable):
                 hint = "resume with Checkpoint.resume(to_load, directory), use another directory"
             text = f"'{saver.dirname}' contains {what}, {effect}: {hint}, or call reset() to leave them alone"
             warnings.warn(text, stacklevel=level_of_caller())
-
-    def _saved_before(self, newest: Path) -> dict[str, float]:
-        """Return the files that this handler saved in an earlier run, up to ``newest``, with their priorities."""
-        entries = Manifest(newest.parent).entries()[::-1]  # the oldest first, as they were recorded
-        limit = next((entry.saved_at for entry in entries if entry.file == newest.name), math.inf)
-        found = {entry.file: self._priority_of(entry) for entry in entries if entry.saved_at <= limit}
-        return {file: priority for file, priority in found.items() if priority is not None}
 
     def _priority_of(self, entry: Entry) -> float | None:
         """Return the priority of a file if its name is what this handler would give it, sharded or not."""

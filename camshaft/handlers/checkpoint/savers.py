@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pickle
 import platform
@@ -38,6 +39,7 @@ from camshaft.handlers.utils import load_optional
 from camshaft.types import PathLike
 from camshaft.version import __version__
 
+logger = logging.getLogger(__name__)
 SAFETENSORS = ".safetensors"
 FOLDER = ".manifest"
 MISSING = "is not there: it was removed, or its save was interrupted"
@@ -341,7 +343,7 @@ class Entry:
     Args:
         file: its name.
         checksum: of its content.
-        size: in bytes; ``None`` if the entry is damaged and only its name could be read.
+        size: in bytes; ``None`` for a file without an entry.
         saved_at: nanoseconds since 1970; increases from one checkpoint of a directory to the next.
         objects: the names of the saved objects, if known.
         step: of the engine, if known.
@@ -349,7 +351,6 @@ class Entry:
         score_name: of the score.
         versions: of the libraries that wrote it.
         shards: of a sharded checkpoint, which is a directory: the checksum and the size of each file in it.
-        unreadable: why only the name of the entry could be read.
     """
 
     file: str
@@ -362,7 +363,6 @@ class Entry:
     score_name: str | None = None
     versions: Mapping[str, str] | None = None
     shards: Mapping[str, list[Any]] | None = None
-    unreadable: str | None = None
 
     def problem(self, path: Path, part: slice = slice(None)) -> str | None:
         """Return what is wrong with a file, or with this part of the shards of a sharded checkpoint, or ``None``."""
@@ -392,6 +392,7 @@ class Manifest:
         self.directory = directory
         self.folder = directory / FOLDER
         self._newest: int | None = None  # saved_at of the newest entry
+        self._damaged: set[Path] = set()  # entries that were reported
 
     def entries(self, file: str | None = None) -> list[Entry]:
         """Read the entries of all files or of one file, the newest first."""
@@ -403,9 +404,9 @@ class Manifest:
                 except FileNotFoundError:
                     raise
                 except Exception as error:  # whatever the file contains
-                    modified_at = (self.directory / name).lstat().st_mtime_ns
-                    text = f"'{path}' cannot be read, so that only its name is used: {type(error).__name__}: {error}"
-                    found.append(Entry(name, f"crc32:{checksum}", None, modified_at, unreadable=text))
+                    if path not in self._damaged:
+                        self._damaged.add(path)
+                        logger.warning("skipping the damaged entry '%s' of the manifest: %r", path, error)
         return sorted(found, key=lambda entry: entry.saved_at, reverse=True)
 
     def lists(self, file: str) -> bool:
@@ -442,7 +443,6 @@ class Manifest:
         """Add an entry; those of an older file of the same name stay."""
         self.folder.mkdir(exist_ok=True)
         content = {"format": _FORMAT, **asdict(entry)}
-        del content["unreadable"]
         if entry.shards is None:
             del content["shards"]
         text = json.dumps({**content, _OWN: checksum_of_entry(content)}, indent=1) + "\n"

