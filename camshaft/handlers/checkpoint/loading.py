@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,7 @@ def resume_newest(
     seen: list[_Look] = []
     changes = 0
     while True:
-        before, seen = seen, agreed(lambda: search.look(problems), all_gather)
+        before, seen = seen, agreed(partial(search.look, problems), all_gather)
         read = {look.newest.file for look in seen if look.newest}
         # Of several problems of a file, that of the first rank, which has verified it.
         damaged = {file: what for look in seen[::-1] for file, what in look.problems.items() if what != MISSING}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -129,20 +130,31 @@ class DiskSaver(BaseSaveHandler):
         self.require_empty = require_empty
         self.save_on_rank = save_on_rank
         self.kwargs = kwargs
+        self._create_dir = create_dir
+        self._prepare()
+
+    def inside(self, folder: Path) -> DiskSaver:
+        """Return a saver like this one for a folder in its directory."""
+        saver = copy.copy(self)
+        saver.dirname = self.dirname / folder
+        saver._prepare()
+        return saver
+
+    def _prepare(self) -> None:
         self._manifest = Manifest(self.dirname)
         self._newest: Path | None = None
         self._protected: Path | None = None
         self._owned: tuple[Any, set[str]] | None = None  # which sharded tensors this rank saves, and in which layout
         if not self.writes:
             return
-        if create_dir and not self.dirname.exists():
+        if self._create_dir and not self.dirname.exists():
             self.dirname.mkdir(parents=True, exist_ok=True)
         if not self.dirname.is_dir():
             hint = ", which is a file" if self.dirname.exists() else ": create it, or pass create_dir=True"
             raise ValueError(f"dirname must be an existing directory, got '{self.dirname}'{hint}")
         if not os.access(self.dirname, os.W_OK | os.X_OK):
             raise PermissionError(f"dirname must be a writable directory, got '{self.dirname}'")
-        if require_empty and (found := names_in(self.dirname)):
+        if self.require_empty and (found := names_in(self.dirname)):
             foreign = next((name for name in found if not self._manifest.lists(name)), None)
             problem = f"must not contain checkpoints, got '{self.dirname}' with '{foreign or found[0]}'"
             hint = "to resume, pass the directory to Checkpoint and call its resume_latest()"
@@ -272,6 +284,14 @@ class DiskSaver(BaseSaveHandler):
             _warn_if_unloadable(path / name)
         self._newest = path
 
+    def entries(self) -> list[Entry]:
+        """Return the entries of all checkpoints in the directory, the newest first."""
+        return self._manifest.entries()
+
+    def is_of_another(self, filename: str, handler: str) -> bool:
+        """Return whether another handler has saved a checkpoint, in place of one of this handler."""
+        return any(entry.handler not in (None, handler) for entry in self._manifest.entries(filename))
+
     def remove(self, filename: str) -> None:
         """Delete a checkpoint of the directory; a missing file is not an error.
 
@@ -349,6 +369,7 @@ class Entry:
         step: of the engine, if known.
         score: the score that it was saved with, if any.
         score_name: of the score.
+        handler: of the names of the files, which tells the files of several handlers in a directory apart.
         versions: of the libraries that wrote it.
         shards: of a sharded checkpoint, which is a directory: the checksum and the size of each file in it.
     """
@@ -361,6 +382,7 @@ class Entry:
     step: int | float | None = field(default=None, compare=False)  # NaN is not equal to itself
     score: int | float | None = field(default=None, compare=False)
     score_name: str | None = None
+    handler: str | None = None
     versions: Mapping[str, str] | None = None
     shards: Mapping[str, list[Any]] | None = None
 
@@ -435,7 +457,7 @@ class Manifest:
         if self._newest is None:
             self._newest = max((entry.saved_at for entry in self.entries()), default=0)
         self._newest = max(time.time_ns(), self._newest + 1)
-        about = {name: metadata.get(name) for name in ("objects", "step", "score", "score_name")}
+        about = {name: metadata.get(name) for name in ("objects", "step", "score", "score_name", "handler")}
         versions = {"camshaft": __version__, "torch": torch.__version__, "python": platform.python_version()}
         return Entry(file, checksum, size, self._newest, **about, versions=versions, shards=shards)
 

@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from camshaft.distributed import all_gather, get_rank, get_world_size
 from camshaft.errors import check_is_no_class, described
-from camshaft.handlers.checkpoint.savers import is_writer
 from camshaft.handlers.checkpoint.shards import Chunk, Chunks, like, own_chunk
 from camshaft.handlers.utils import check_type
 from camshaft.sharding import any_dtensor, is_dtensor
@@ -84,13 +83,12 @@ def differs_by_rank(objects: Any) -> bool:
     return get_world_size() > 1 and any(getattr(one, "_keys_of_ranks", ()) for _, one in walk(objects, "state_dict"))
 
 
-def take_state(objects: Any, save_on_rank: int | str, gather: bool = True, of_ranks: bool = False) -> Any:
+def take_state(objects: Any, keep: bool, gather: bool = True, of_ranks: bool = False) -> Any:
     """Replace every object in nested containers by its state.
 
-    Sharded state is gathered where it is written, unless ``gather`` is false; all ranks take part, and the others
+    Sharded state is gathered on the ranks that keep it, unless ``gather`` is false; all ranks take part, and the others
     return placeholders. With ``of_ranks``, engines whose state :func:`differs_by_rank` have that of all ranks.
     """
-    keep = is_writer(save_on_rank)
 
     def state_of(one: Any) -> Any:
         if hasattr(one, "consolidate_state_dict"):  # ZeroRedundancyOptimizer

@@ -90,19 +90,22 @@ def test_a_file_that_is_damaged_on_one_node_is_skipped_on_all(tmp_path):
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_shards_that_one_node_does_not_see_raise_on_all_ranks_and_nothing_is_removed(tmp_path, lost):
-    Checkpoint({"part": Part(3)}, tmp_path / f"node_{1 - lost}", sharded=True)(Engine(lambda engine, batch: None))
+    trainer = Engine(lambda engine, batch: None)
+    Checkpoint({"part": Part(3), "trainer": trainer}, tmp_path / f"node_{1 - lost}", sharded=True)(trainer)
 
     def resume():
         (folder := node(tmp_path)).mkdir(exist_ok=True)
-        checkpoint = Checkpoint({"part": Part()}, folder)
-        with pytest.raises(RuntimeError, match=rf"part_0.sharded' is not on node {lost} \(ranks \[.*all nodes share"):
+        checkpoint = Checkpoint({"part": Part(), "trainer": Engine(lambda engine, batch: None)}, folder)
+        with pytest.raises(
+            RuntimeError, match=rf"checkpoint_0.sharded' is not on node {lost} \(ranks \[.*all nodes share"
+        ):
             checkpoint.resume_latest()
         if idist.get_rank() == 0 and lost == 1:
             with pytest.raises(ValueError, match="not resumed"):
                 checkpoint(Engine(lambda engine, batch: None))
 
     run_on_threads(4, resume, nodes=2)
-    assert names(tmp_path / f"node_{1 - lost}") == ["part_0.sharded"]
+    assert names(tmp_path / f"node_{1 - lost}") == ["checkpoint_0.sharded"]
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
