@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
@@ -261,7 +260,8 @@ class Checkpoint(Serializable):
         self._ignores_files = False  # whether checkpoints of earlier runs were taken over, reported, or left alone
         self._last_run: tuple[str, int] | None = None  # the run of an engine in which this handler was called last
         self._has_warned = False  # of a repeated step
-        self._created_at = time.time_ns()
+        entries = save_handler.entries() if isinstance(save_handler, DiskSaver) and save_handler.writes else []
+        self._begins_after = max((entry.saved_at for entry in entries), default=0)
 
     @property
     def last_checkpoint(self) -> str | Path | None:
@@ -536,7 +536,7 @@ class Checkpoint(Serializable):
         known = {item.filename for item in self._saved}
         others = [one for one in saver.entries() if one.handler == key and one.file not in known]
         found = [one for one in others if (saver.dirname / one.file).exists()]
-        if new := [one.file for one in found if one.saved_at > self._created_at]:
+        if new := [one.file for one in found if one.saved_at > self._begins_after]:
             hint = "give one of them another filename_prefix, score_name or directory, or use one handler for both"
             text = f"two Checkpoints save under the same names, such as '{saver.dirname / new[0]}': {hint}"
             warnings.warn(text, stacklevel=level_of_caller())

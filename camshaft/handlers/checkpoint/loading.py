@@ -32,12 +32,10 @@ from camshaft.errors import DamagedCheckpointError, annotate, described, level_o
 from camshaft.handlers.checkpoint.savers import (
     FOLDER,
     MISSING,
-    SAFETENSORS,
     Entry,
     Manifest,
     agreed,
     checkpoints_in,
-    safetensors,
 )
 from camshaft.handlers.checkpoint.state import CHECKPOINTER, check_objects, is_container, joined, load_state, walk
 from camshaft.types import PathLike
@@ -395,8 +393,6 @@ def _read(path: PathLike, map_location: Any = None, **options: Any) -> Any:
     """Read a checkpoint without running code from it, by default to the CPU."""
     location = "cpu" if map_location is None else map_location
     try:
-        if Path(path).suffix == SAFETENSORS:
-            return safetensors().load_file(path, device=str(location))
         return torch.load(path, map_location=location, weights_only=True, **options)
     except (EOFError, RuntimeError) as error:  # what torch raises for truncated files
         raise DamagedCheckpointError(f"the checkpoint '{path!s}' cannot be read: {error or 'it is empty'}") from error

@@ -36,12 +36,10 @@ from camshaft.files import (
     write_atomically,
 )
 from camshaft.handlers.checkpoint.shards import Chunk, owners
-from camshaft.handlers.utils import load_optional
 from camshaft.types import PathLike
 from camshaft.version import __version__
 
 logger = logging.getLogger(__name__)
-SAFETENSORS = ".safetensors"
 FOLDER = ".manifest"
 MISSING = "is not there: it was removed, or its save was interrupted"
 """The problem of a checkpoint that has an entry and no file."""
@@ -87,13 +85,11 @@ class DiskSaver(BaseSaveHandler):
     previous file unchanged. The folder ``.manifest`` beside the files holds the checksum, size, step, score and
     library versions of each. Construct it on every rank.
 
-    Files with the suffix ``.safetensors`` are written by the safetensors library, and can only hold tensors.
-
     Args:
         dirname: the directory; ``~`` is expanded to the home directory.
         atomic: write to a temporary file and rename it. Otherwise a failed save leaves a broken file.
         create_dir: create the directory and its parents if they do not exist.
-        require_empty: raise if the directory already holds ``*.pt`` or ``*.safetensors`` files.
+        require_empty: raise if the directory already holds ``*.pt`` files.
         save_on_rank: the rank that writes and removes; ``"node"`` for the first process of each node, if nodes have
             local disks.
         kwargs: passed to ``torch.save``.
@@ -190,10 +186,7 @@ class DiskSaver(BaseSaveHandler):
         path = self._path(filename)
 
         def write(file: BinaryIO) -> Entry:
-            if path.suffix == SAFETENSORS:
-                file.write(as_safetensors(checkpoint))
-            else:
-                torch.save(checkpoint, file, **self.kwargs)
+            torch.save(checkpoint, file, **self.kwargs)
             return self._manifest.new_entry(path.name, flush_and_sum(file), file.tell(), metadata or {})
 
         with _full_disk_named(path):
@@ -567,7 +560,7 @@ def checkpoints_in(directory: Path) -> list[os.DirEntry[str]]:
     """List the regular files of a directory that are checkpoints by their names."""
     try:
         with os.scandir(directory) as entries:  # a glob would hide an error of the disk
-            candidates = [entry for entry in entries if Path(entry.name).suffix in (".pt", SAFETENSORS)]
+            candidates = [entry for entry in entries if entry.name.endswith(".pt")]
     except (FileNotFoundError, NotADirectoryError):
         return []
     return [entry for entry in candidates if entry.is_file(follow_symlinks=False)]
@@ -597,25 +590,9 @@ def is_writer(save_on_rank: int | str) -> bool:
     return get_local_rank() == 0 if save_on_rank == _NODE else get_rank() == save_on_rank
 
 
-def safetensors() -> Any:
-    """Import the library for ``.safetensors`` files."""
-    return load_optional("safetensors.torch", extra="safetensors", needed_by=f"a checkpoint in a {SAFETENSORS} file")
-
-
-def as_safetensors(checkpoint: Any) -> bytes:
-    """Serialize a dict of tensors."""
-    values = list(checkpoint.values()) if isinstance(checkpoint, Mapping) else [[checkpoint]]
-    if kinds := sorted({type(one).__name__ for one in values if not isinstance(one, torch.Tensor)}):
-        raise TypeError(f"a {SAFETENSORS} file holds the state of one model, a dict of tensors; got values of {kinds}")
-    # The format holds neither views nor shared memory, as tied weights have it.
-    copies = {name: one.detach().cpu().clone(memory_format=torch.contiguous_format) for name, one in checkpoint.items()}
-    content: bytes = safetensors().save(copies)
-    return content
-
-
 def _warn_if_unloadable(path: Path) -> None:
     """Warn about a file that cannot be loaded with ``weights_only=True``."""
-    if path.suffix == SAFETENSORS or not zipfile.is_zipfile(path):
+    if not zipfile.is_zipfile(path):
         return
     try:
         refused = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
