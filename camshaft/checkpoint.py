@@ -1,16 +1,14 @@
-"""List, verify, merge, and compare checkpoints.
+"""List, verify, and merge checkpoints.
 
 python -m camshaft.checkpoint list checkpoints
 python -m camshaft.checkpoint verify checkpoints
 python -m camshaft.checkpoint consolidate checkpoints/checkpoint_30.sharded model.safetensors --object model
-python -m camshaft.checkpoint diff checkpoints/checkpoint_20.sharded checkpoints/checkpoint_30.pt --rtol 1e-5
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import pickle
 import sys
@@ -24,18 +22,19 @@ import torch
 
 from camshaft.files import write_atomically
 from camshaft.handlers.checkpoint.loading import read_checkpoint
-from camshaft.handlers.checkpoint.savers import MISSING, SAFETENSORS, Entry, Manifest, as_safetensors, checkpoints_in
-from camshaft.handlers.checkpoint.shards import Chunks
-from camshaft.handlers.checkpoint.state import read_chunks, walk
+from camshaft.handlers.checkpoint.savers import MISSING, Entry, Manifest, checkpoints_in
+from camshaft.handlers.checkpoint.state import read_chunks
+from camshaft.handlers.utils import load_optional
 from camshaft.text import RED, Look, aligned
 
+SAFETENSORS = ".safetensors"
 _UNLISTED = "is not in the manifest, and cannot be verified"
 Row = dict[str, Any]
-"""What is printed about a checkpoint or a value; the keys are those of ``--json``."""
+"""What is printed about a checkpoint; the keys are those of ``--json``."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit code: 1 for damage or differences, 2 if the command fails.
+    """Run a command and return the exit code: 1 for damage, 2 if the command fails.
 
     >>> import tempfile
     >>> from camshaft.handlers import DiskSaver
@@ -65,51 +64,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "file", type=Path, help=f"the new file; use the suffix {SAFETENSORS} for the weights of a model"
     )
     command.add_argument("--object", help="only this object of the checkpoint, such as 'model'")
-    text = "print the values that differ between two checkpoints; exit with 1 if there are any"
-    command = commands.add_parser("diff", help=text, description=text, parents=[shared])
-    command.add_argument("first", type=Path, help="a directory of shards, or a file")
-    command.add_argument("second", type=Path, help="the other checkpoint, in any layout")
-    text = "tolerance, as of torch.allclose: leave out tensors and floating-point numbers that differ by at most "
-    text += "ATOL + RTOL * |element of the second checkpoint| (default: 0)"
-    command.add_argument("--atol", type=float, default=0.0, help=f"absolute {text}")
-    command.add_argument("--rtol", type=float, default=0.0, help="relative tolerance, likewise (default: 0)")
     options = parser.parse_args(arguments)
-    summary: Row = {}
     remark = ""
     try:
         if options.command == "consolidate":
             consolidate(options.checkpoint, options.file, options.object)
             return 0
-        if options.command == "diff":
-            rows, summary = differences(options.first, options.second, options.atol, options.rtol)
-            is_good, nothing = not rows, "no differences"
-        else:
-            is_verify = options.command == "verify"
-            rows = checkpoints(options.directory, is_verify)
-            is_good = not is_verify or not any(row["problem"] for row in rows)
-            nothing = f"no checkpoints in '{options.directory}': no .pt or .safetensors files, and no shards"
-            if any(row["problem"] == _UNLISTED for row in rows):
-                remark = "files that are not in the manifest were saved by another library, such as PyTorch-Ignite, or "
-                remark += "copied without the folder .manifest; Checkpoint.load_objects loads them"
+        is_verify = options.command == "verify"
+        rows = checkpoints(options.directory, is_verify)
+        if any(row["problem"] == _UNLISTED for row in rows):
+            remark = "files that are not in the manifest were saved by another library, such as PyTorch-Ignite, or "
+            remark += "copied without the folder .manifest; Checkpoint.load_objects loads them"
     except (RuntimeError, OSError, ValueError, TypeError, ImportError, pickle.UnpicklingError) as error:
         sys.stderr.write(f"{Look.of(sys.stderr).styled('error:', RED)} {error}\n")
         return 2
+    exit_code = int(is_verify and any(row["problem"] for row in rows))
     if options.json:
-        sys.stdout.write("".join(f"{json.dumps(row)}\n" for row in (*rows, summary) if row))
-        return 0 if is_good else 1
+        sys.stdout.write("".join(f"{json.dumps(row)}\n" for row in rows))
+        return exit_code
     columns = list(rows[0]) if rows else []
     cells = [[_text(row[name]) for name in columns] for row in rows]
     lines = [aligned([columns, *cells], Look.of(sys.stdout), {"problem": RED})] if rows else []
     if remark:
         lines.append(textwrap.fill(remark, 80))
-    if summary and (rows or summary["largest"]):
-        beyond = " beyond the tolerance" if options.atol or options.rtol else ""
-        values, different, largest, relative = map(_text, summary.values())
-        lines.append(
-            f"values that differ{beyond}: {different} of {values}; largest difference: {largest}, relative: {relative}"
-        )
+    nothing = f"no checkpoints in '{options.directory}': no .pt files, and no shards"
     sys.stdout.write("\n".join(lines or [nothing]) + "\n")
-    return 0 if is_good else 1
+    return exit_code
 
 
 def checkpoints(directory: Path, is_verify: bool) -> list[Row]:
@@ -129,7 +109,7 @@ def checkpoints(directory: Path, is_verify: bool) -> list[Row]:
     rows: dict[str, Row] = {}
     for entry in Manifest(directory).entries():
         path = directory / entry.file
-        problem = entry.unreadable or (entry.problem(path) if is_verify else _incomplete(entry, path))
+        problem = entry.problem(path) if is_verify else _incomplete(entry, path)
         row = {"checkpoint": entry.file, "step": entry.step}
         if not is_verify:
             ranks = None if entry.shards is None else len(entry.shards)
@@ -180,73 +160,16 @@ def consolidate(checkpoint: Path, file: Path, name: str | None = None) -> None:
         write_atomically(file, lambda opened: torch.save(state, opened))
 
 
-def differences(first: Path, second: Path, atol: float = 0.0, rtol: float = 0.0) -> tuple[list[Row], Row]:
-    """Compare two checkpoints, whatever their layouts.
-
-    The difference of two tensors or floating-point numbers is the largest among their elements. It is relative to the
-    largest absolute value in both of them.
-
-    Args:
-        first: a directory of shards, or a file.
-        second: the other checkpoint.
-        atol, rtol: two tensors or floating-point numbers are considered equal if no element differs by more than
-            ``atol + rtol * abs(element of the second)``.
-
-    Returns:
-        A row for each value that differs, and a summary.
-
-    Raises:
-        ValueError: a tolerance is negative.
-    """
-    for name, tolerance in (("--atol", atol), ("--rtol", rtol)):
-        if not tolerance >= 0:
-            raise ValueError(f"{name} must be 0 or more, got {tolerance}")
-    states = [dict(walk(read_checkpoint(path))) for path in (first, second)]
-    values, rows, largest = dict.fromkeys([*states[0], *states[1]]), [], {"largest": 0.0, "relative": 0.0}
-    for where in values:
-        numbers: dict[str, float] | None = None
-        is_close = False
-        if not all(where in state for state in states):
-            text = f"only in {first if where in states[0] else second}"
-        elif (found := _difference(_read(states[0][where]), _read(states[1][where]), atol, rtol)) is None:
-            continue
-        else:
-            text, numbers, is_close = found
-            largest = {name: max(one, (numbers or largest)[name]) for name, one in largest.items()}
-        if not is_close:
-            rows.append({"value": where, "difference": text, **(numbers or dict.fromkeys(largest))})
-    return rows, {"values": len(values), "different": len(rows), **largest}
-
-
-def _difference(a: Any, b: Any, atol: float, rtol: float) -> tuple[str, dict[str, float] | None, bool] | None:
-    """Describe how two values differ, with numbers where there are any, and return whether it is tolerated.
-
-    Returns:
-        ``None`` if they are equal.
-    """
-    text = f"{a!r:.40} and {b!r:.40}"
-    is_float = isinstance(a, float) and isinstance(b, float)
-    if is_float:
-        a, b = (torch.tensor(one, dtype=torch.float64) for one in (a, b))
-    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        return (text, None, False) if type(a) is not type(b) or a != b else None
-    if a.shape != b.shape or a.dtype != b.dtype:
-        kinds = (f"{tuple(one.shape)} {str(one.dtype).removeprefix('torch.')}" for one in (a, b))
-        return " and ".join(kinds), None, False
-    is_same = (a == b) | ((a != a) & (b != b))  # NaN is not equal to itself
-    if is_same.all():
-        return None
-    if not is_float:
-        text = f"{int((~is_same).sum()):,} of {a.numel():,} elements"
-    a, b = (one.to(torch.complex128 if one.is_complex() else torch.float64) for one in (a, b))
-    distance = (a - b).abs().nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(is_same, 0.0).max().item()
-    is_close = bool(atol or rtol) and torch.allclose(a, b, rtol, atol, equal_nan=True)  # integers may have got rounded
-    scale = max(one.abs().nan_to_num(nan=0.0, posinf=0.0).max().item() for one in (a, b))
-    return text, {"largest": distance, "relative": distance / scale if scale else math.inf}, is_close
-
-
-def _read(value: Any) -> Any:
-    return value.read() if isinstance(value, Chunks) else value
+def as_safetensors(checkpoint: Any) -> bytes:
+    """Serialize a dict of tensors."""
+    values = list(checkpoint.values()) if isinstance(checkpoint, Mapping) else [[checkpoint]]
+    if kinds := sorted({type(one).__name__ for one in values if not isinstance(one, torch.Tensor)}):
+        raise TypeError(f"a {SAFETENSORS} file holds the state of one model, a dict of tensors; got values of {kinds}")
+    # The format holds neither views nor shared memory, as tied weights have it.
+    copies = {name: one.detach().cpu().clone(memory_format=torch.contiguous_format) for name, one in checkpoint.items()}
+    library = load_optional("safetensors.torch", extra="safetensors", needed_by=f"a {SAFETENSORS} file")
+    content: bytes = library.save(copies)
+    return content
 
 
 def _incomplete(entry: Entry, path: Path) -> str | None:

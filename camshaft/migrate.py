@@ -141,7 +141,7 @@ RULES = (
     ),
     Rule(
         ("ModelCheckpoint", "DiskSaver"), "checkpoints",
-        "a directory that contains checkpoints is rejected without require_empty=False, also for *.safetensors files, "
+        "a directory that contains checkpoints is rejected without require_empty=False, "
         "and saving adds the hidden folder .manifest: list checkpoints with glob('*.pt')",
         lambda call: not _passes("require_empty")(call),
     ),

@@ -6,13 +6,14 @@
     torchrun --nproc_per_node 2 examples/mnist.py --backend gloo
 
 You see a progress bar with the loss, and after each epoch the accuracy on the images for training and validation, which
-reaches 98 percent. The best weights are kept in `runs/mnist`. With `--checkpoints`, the same command resumes after a
-kill. The 1,797 images of 8 x 8 pixels come with scikit-learn; only `--data mnist` downloads anything.
+reaches 98 percent. The best weights are kept in a new folder in `runs/mnist`. With `--checkpoints`, the same command
+resumes after a kill. The 1,797 images of 8 x 8 pixels come with scikit-learn; only `--data mnist` downloads anything.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def training(local_rank: int, config: argparse.Namespace) -> float | None:
         train, validation = (one.run(loaders[name]).metrics["accuracy"] for name, one in evaluators.items())
         bar.log_message(f"epoch {engine.state.epoch}: train accuracy {train:.2%}, validation accuracy {validation:.2%}")
 
-    best = ModelCheckpoint(config.output, "best", score_name="accuracy", require_empty=False)
+    best = ModelCheckpoint(config.output, "best", score_name="accuracy", require_empty=not config.checkpoints)
     evaluators["validation"].add_event_handler(Events.COMPLETED, best, {"model": model})
     to_save: dict[str, Any] = {"trainer": trainer, "model": model, "optimizer": optimizer, "best": best}
 
@@ -135,13 +136,18 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch_size", type=int, default=32, help="images in a batch, over all processes")
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate (default: 0.002)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the weights and the order of the data")
-    parser.add_argument("--output", type=Path, default=Path("runs/mnist"), help="folder for the best model")
+    parser.add_argument(
+        "--output", type=Path, help="folder for the best model (default: in --checkpoints, or a new one)"
+    )
     parser.add_argument("--checkpoints", type=Path, help="folder for the newest checkpoint, from which a run resumes")
     parser.add_argument("--tensorboard", type=Path, help="folder for TensorBoard curves")
     parser.add_argument("--patience", type=int, help="stop after this many epochs without improvement")
     parser.add_argument("--backend", help="gloo, nccl, mpi, horovod, xla-tpu, or auto (default: a single process)")
     parser.add_argument("--nproc_per_node", type=int, help="processes to start; omit under a launcher")
-    return parser.parse_args(arguments)
+    config = parser.parse_args(arguments)
+    new = Path("runs/mnist", time.strftime("%Y-%m-%d_%H-%M-%S"))  # or a worse model would stay beside a better one
+    config.output = config.output or (config.checkpoints / "best" if config.checkpoints else new)
+    return config
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def test_list_notices_missing_and_truncated_files(folder, capsys):
 
 def test_files_of_another_library_are_listed_newest_first_and_explained(tmp_path, capsys):
     code, text = run(capsys, "list", tmp_path)
-    assert (code, text) == (0, f"no checkpoints in '{tmp_path}': no .pt or .safetensors files, and no shards\n")
+    assert (code, text) == (0, f"no checkpoints in '{tmp_path}': no .pt files, and no shards\n")
     for number in (5, 10):  # as PyTorch-Ignite names them
         torch.save({}, file := tmp_path / f"model_{number}.pt")
         os.utime(file, (number, number))
@@ -115,88 +115,6 @@ def test_consolidate_writes_safetensors(folder, tmp_path, capsys):
     assert torch.equal(safetensors.load_file(file)["weight"], torch.ones(1, 2))
 
 
-def test_diff_prints_the_largest_difference_across_layouts(folder, capsys):
-    sharded, whole = folder / "checkpoint_10.sharded", folder / "checkpoint_20.pt"
-    assert run(capsys, "diff", sharded, sharded) == (0, "no differences\n")
-    code, text = run(capsys, "diff", sharded, whole, "--json")
-    assert code == 1
-    largest = {"largest": 0.5, "relative": 1 / 3}  # 1.0 and 1.5
-    row = {"value": "['model']['weight']", "difference": "2 of 2 elements", **largest}
-    assert [json.loads(line) for line in text.splitlines()] == [row, {"values": 3, "different": 1, **largest}]
-    code, text = run(capsys, "diff", sharded, whole, "--atol", "0.4")
-    assert code == 1
-    summary = "values that differ beyond the tolerance: 1 of 3; largest difference: 0.5, relative: 0.333333"
-    assert text.splitlines()[1:] == ["['model']['weight']  2 of 2 elements  0.5      0.333333", summary]
-    code, text = run(capsys, "diff", sharded, whole, "--atol", "0.5")
-    assert code == 0
-    assert text == "values that differ beyond the tolerance: 0 of 3; largest difference: 0.5, relative: 0.333333\n"
-    code, text = run(capsys, "diff", sharded, whole, "--atol", "0.5", "--json")
-    assert (code, json.loads(text)) == (0, {"values": 3, "different": 0, **largest})
-
-
-@pytest.mark.parametrize(
-    ("tolerances", "is_tolerated"),
-    [
-        ((), False),
-        (("--rtol", "0.1"), False),  # of the second checkpoint, as torch.allclose
-        (("--rtol", "0.12"), True),
-        (("--rtol", "0.1", "--atol", "0.1"), True),
-        (("--atol", "0.1"), False),
-    ],
-)
-def test_diff_has_the_tolerances_of_allclose(tmp_path, capsys, tolerances, is_tolerated):
-    first, second = torch.tensor([10.0, 1.0, 0.0]), torch.tensor([9.0, 1.0, 0.0])
-    options = {name.strip("-"): float(value) for name, value in zip(tolerances[::2], tolerances[1::2], strict=True)}
-    assert torch.allclose(first, second, **{"rtol": 0.0, "atol": 0.0, **options}) == is_tolerated
-    for name, weight in (("first.pt", first), ("second.pt", second)):
-        torch.save({"weight": weight, "loss": weight[0].item()}, tmp_path / name)
-    code, text = run(capsys, "diff", tmp_path / "first.pt", tmp_path / "second.pt", *tolerances)
-    assert code == (0 if is_tolerated else 1)
-    assert f"{0 if is_tolerated else 2} of 2; largest difference: 1, relative: 0.1" in text
-
-
-def test_diff_without_a_tolerance_finds_integers_that_floats_cannot_tell_apart(tmp_path, capsys):
-    for name, value in (("first.pt", 2**60), ("second.pt", 2**60 + 1)):
-        torch.save({"count": torch.tensor(value)}, tmp_path / name)
-    assert run(capsys, "diff", tmp_path / "first.pt", tmp_path / "second.pt")[0] == 1
-
-
-def test_what_may_not_be_unpickled_is_an_error_and_not_a_difference(tmp_path, capsys):
-    torch.save({"parser": run}, tmp_path / "code.pt")
-    code, text = run(capsys, "diff", tmp_path / "code.pt", tmp_path / "code.pt")
-    assert code == 2
-    assert text.startswith("error: ")
-
-
-def test_diff_prints_missing_keys_and_other_shapes_and_values(tmp_path, capsys):
-    nan, inf = float("nan"), float("inf")
-    first = {"a": torch.ones(2), "b": 1, "c": nan, "only": 0, "n": torch.tensor([nan, inf]), "lr": 0.5, "s": "a"}
-    second = {"a": torch.ones(3), "b": 2, "c": nan, "n": torch.tensor([nan, inf]), "lr": 0.25, "s": "a"}
-    for name, state in (("first.pt", first), ("second.pt", second)):
-        torch.save(state, tmp_path / name)
-    code, text = run(capsys, "diff", tmp_path / "first.pt", tmp_path / "second.pt")
-    assert code == 1
-    *table, summary = text.splitlines()
-    rows = [line.split("  ") for line in table]
-    assert [row[0] for row in rows] == ["value", "['a']", "['b']", "['only']", "['lr']"]
-    assert table[-1].split()[-2:] == ["0.25", "0.5"]
-    assert summary == "values that differ: 4 of 7; largest difference: 0.25, relative: 0.5"
-    assert "(2,) float32 and (3,) float32" in text
-    assert "1 and 2" in text
-    assert f"only in {tmp_path / 'first.pt'}" in text
-
-
-def test_diff_tolerates_no_number_that_is_not_finite_in_one_checkpoint_only(tmp_path, capsys):
-    nan, inf = float("nan"), float("inf")
-    for name, values in (("first.pt", [nan, 0.0, inf]), ("second.pt", [1.0, 0.0, inf])):
-        torch.save({"weight": torch.tensor(values), "loss": values[0]}, tmp_path / name)
-    code, text = run(capsys, "diff", tmp_path / "first.pt", tmp_path / "second.pt", "--atol", "9", "--json")
-    assert code == 1
-    rows = [json.loads(line) for line in text.splitlines()]
-    assert [row["difference"] for row in rows[:2]] == ["1 of 3 elements", "nan and 1.0"]
-    assert all((row["largest"], row["relative"]) == (inf, inf) for row in rows)
-
-
 @pytest.mark.parametrize(
     ("command", "message"),
     [
@@ -206,12 +124,13 @@ def test_diff_tolerates_no_number_that_is_not_finite_in_one_checkpoint_only(tmp_
         (["consolidate", "checkpoints/checkpoint_10.sharded", "x.safetensors"], "holds the state of one model"),
         (["consolidate", "checkpoints/checkpoint_10.sharded", "x.pt", "--object", "y"], "--object must be one of"),
         (["consolidate", "checkpoints/killed", "x.pt"], "lists no shards"),
-        (["diff", "checkpoints/checkpoint_20.pt", "nowhere.pt"], "nowhere.pt"),
-        (["diff", "a.pt", "b.pt", "--atol", "-1"], "--atol must be 0 or more, got -1.0"),
+        (["consolidate", "nowhere.pt", "x.pt"], "nowhere.pt"),
+        (["consolidate", "code.pt", "x.pt"], "tests.test_checkpoint.run"),
     ],
 )
 def test_what_cannot_be_done_is_explained(folder, monkeypatch, capsys, command, message):
     monkeypatch.chdir(folder.parent)
+    torch.save({"function": run}, "code.pt")
     code, text = run(capsys, *command)
     assert code == 2
     assert message in text

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from camshaft.base import Serializable
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import EventLike, Events
-from camshaft.handlers.checkpoint.state import load_state, unwrap
+from camshaft.handlers.checkpoint.state import load_state, state_of, unwrap
 from camshaft.handlers.state_param_scheduler import StateParamScheduler
 from camshaft.handlers.utils import check_choice, check_engine, check_is_no_counter, check_type, integer, number
 from camshaft.sharding import is_dtensor, local, outermost_sharded, reshard
@@ -174,7 +174,7 @@ class EMAHandler(Serializable):
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return the state of ``ema_model``, and that of ``momentum_scheduler`` or None."""
         return OrderedDict(
-            ema_model=unwrap(self.ema_model).state_dict(),
+            ema_model=state_of(self.ema_model),
             momentum_scheduler=None if self._scheduler is None else self._scheduler.state_dict(),
         )
 

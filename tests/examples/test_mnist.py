@@ -39,6 +39,17 @@ def test_it_learns_the_digits_logs_progress_and_saves_the_best_model(tmp_path):
     model.load_state_dict(torch.load(saved, weights_only=True))
 
 
+def test_a_second_run_leaves_the_best_model_of_the_first_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    options = ["--batch_size", "96", "--epochs", "1"]
+    for moment, rate in (("1", "0.004"), ("2", "0.0001")):
+        monkeypatch.setattr("time.strftime", lambda form, moment=moment: moment)
+        mnist.training(0, mnist.parse([*options, "--lr", rate]))
+    assert [len(list(Path("runs/mnist", moment).glob("*.pt"))) for moment in "12"] == [1, 1]
+    with pytest.raises(ValueError, match="use another one"):
+        mnist.training(0, mnist.parse([*options, "--output", "runs/mnist/1"]))
+
+
 def test_missing_mnist_exits_with_a_message(tmp_path):
     done = run(tmp_path, "--data", "mnist", "--root", str(tmp_path / "absent"))
     assert done.returncode == 1

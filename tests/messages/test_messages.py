@@ -689,11 +689,11 @@ MISTAKES = [
         "filename_prefix must stay in the directory, got '../best'",
     ),
     (
-        'Checkpoint({"model": model, "trainer": trainer}, "checkpoints", filename_pattern="{name}.safetensors")',
+        'Checkpoint({"model": model}, "checkpoints", filename_pattern="{name}.safetensors")',
         ValueError,
         (
-            "filename_pattern '{name}.safetensors' is for the weights of one model, without include_self, "
-            "but to_save holds ['model', 'trainer']; save the rest with another Checkpoint, to .pt files"
+            "filename_pattern must not end in '.safetensors', got '{name}.safetensors': save .pt files, and convert them "
+            "with `python -m camshaft.checkpoint consolidate`"
         ),
     ),
     (
@@ -781,9 +781,9 @@ MISTAKES = [
             'trainer.add_event_handler(Events.EPOCH_COMPLETED, Checkpoint({"model": model}, "checkpoints"))\n'
             "trainer.run(batches)"
         ),
-        ValueError,
+        UserWarning,
         (
-            "two Checkpoints write the same file 'checkpoints/model_4.pt': give one of them another "
+            "two Checkpoints save under the same names, such as 'checkpoints/model_4.pt': give one of them another "
             "filename_prefix, score_name or directory, or use one handler for both"
         ),
     ),

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from numbers import Integral, Number
 from os import PathLike
 from pathlib import Path
 from string import Formatter
-from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
+from typing import Any
 
 from camshaft.base import Serializable
-from camshaft.distributed import all_gather, get_local_rank
+from camshaft.distributed import all_gather, get_rank
 from camshaft.engine.engine import Engine, outermost_engine
 from camshaft.engine.events import Events, HandlerEvents, Order
 from camshaft.engine.state import LazyNumber
 from camshaft.errors import check_is_no_class, check_type, described, level_of_caller
 from camshaft.handlers.checkpoint.async_save import BackgroundSave, Exchange
-from camshaft.handlers.checkpoint.loading import load_objects, resume
+from camshaft.handlers.checkpoint.loading import load_objects, resume, resume_newest
+from camshaft.handlers.checkpoint.retention import Item, in_order, retained
 from camshaft.handlers.checkpoint.savers import (
-    SAFETENSORS,
     BaseSaveHandler,
     DiskSaver,
-    Entry,
     Manifest,
     agreed,
     check_is_inside,
@@ -53,23 +50,14 @@ ScoreFunction = Callable[[Engine[Any, Any]], Any]
 StepTransform = Callable[[Engine[Any, Any], Any], Any]
 SaveHandler = str | PathLike[str] | BaseSaveHandler | Callable[..., object]
 _FIELDS = ("filename_prefix", "name", "score", "score_name", "global_step", "ext")  # of names
-_EXTENSIONS = ("pt", "sharded")
 _LONGEST_PREFIX = 180  # bytes; of the usual 255 of a file name, the name, score, and suffix of its entry take the rest
 _ENDS = Events.TERMINATE | Events.COMPLETED | Events.INTERRUPT | Events.EXCEPTION_RAISED
-_owners: WeakValueDictionary[Path, Checkpoint] = WeakValueDictionary()  # the handler that saved a file last
 
 
 class CheckpointEvents(HandlerEvents):
     """Events that :class:`Checkpoint` fires. Every engine knows them."""
 
     SAVED_CHECKPOINT = "saved_checkpoint"
-
-
-class Item(NamedTuple):
-    """A checkpoint in the record of a handler."""
-
-    priority: int | float
-    filename: str
 
 
 def score_of_metric(metric_name: str, score_sign: float = 1.0) -> ScoreFunction:
@@ -112,7 +100,7 @@ def make_pattern(
 
 
 def check_pattern(pattern: str) -> None:
-    """Raise ``KeyError`` if a pattern uses unknown fields.
+    """Raise ``KeyError`` if a pattern uses unknown fields, ``ValueError`` if it is invalid.
 
     >>> check_pattern("{name}_{global_step:06d}.{ext}")
     >>> check_pattern("{epoch}.{ext}")
@@ -126,6 +114,9 @@ def check_pattern(pattern: str) -> None:
     if unknown := fields.difference(_FIELDS):
         known = ", ".join(f"{{{name}}}" for name in _FIELDS)
         raise KeyError(f"filename_pattern {pattern!r} uses {{{unknown.pop()}}}; it may use {known}")
+    if pattern.endswith(".safetensors"):
+        hint = "save .pt files, and convert them with `python -m camshaft.checkpoint consolidate`"
+        raise ValueError(f"filename_pattern must not end in '.safetensors', got {pattern!r}: {hint}")
 
 
 def name_of(objects: Mapping[str, Any]) -> str:
@@ -161,8 +152,7 @@ class Checkpoint(Serializable):
         global_step_transform: called with the engine and the event, returns the step for the file names;
             see ``global_step_from_engine``.
         filename_pattern: of the file names, with any of ``{filename_prefix}``, ``{name}``, ``{global_step}``,
-            ``{score_name}``, ``{score}`` and ``{ext}``. By default those that exist, in this order. A pattern that
-            ends in ``.safetensors`` is for the weights of a single model, in that format.
+            ``{score_name}``, ``{score}`` and ``{ext}``. By default those that exist, in this order.
         include_self: save the record of this handler too, under the key ``checkpointer``; with a single object
             the key is inside the state of that object.
         greater_or_equal: save also when the score only equals the lowest one kept.
@@ -177,9 +167,8 @@ class Checkpoint(Serializable):
 
     Raises:
         TypeError: ``to_save`` is not a mapping of such objects, or another argument is of the wrong type.
-        ValueError: ``n_saved`` is below 1, ``to_save`` has the key ``checkpointer`` with ``include_self``, or more than
-            a ``.safetensors`` file holds, or the directory cannot be used, or holds ``*.pt`` or ``*.safetensors`` files
-            that no ``Checkpoint`` saved.
+        ValueError: ``n_saved`` is below 1, ``to_save`` has the key ``checkpointer`` with ``include_self``, or the
+            directory cannot be used, or holds ``*.pt`` files that no ``Checkpoint`` saved.
         KeyError: ``filename_pattern`` uses an unknown field.
 
     >>> import tempfile, torch
@@ -225,16 +214,15 @@ class Checkpoint(Serializable):
         check_text("filename_pattern", filename_pattern, optional=True)
         if filename_pattern is not None:
             check_pattern(filename_pattern)
-            if filename_pattern.endswith(SAFETENSORS) and (len(to_save) > 1 or include_self):
-                problem = f"is for the weights of one model, without include_self, but to_save holds {list(to_save)}"
-                hint = "save the rest with another Checkpoint, to .pt files"
-                raise ValueError(f"filename_pattern {filename_pattern!r} {problem}; {hint}")
         found: list[str] = []
         if isinstance(save_handler, (str, PathLike)):
             folder, filename_prefix = split_prefix(save_handler, filename_prefix)
             found = names_in(folder.expanduser()) if sharded or is_writer(save_on_rank) else []
             is_foreign = not {entry.file for entry in Manifest(folder.expanduser()).entries()}.issuperset(found)
             save_handler = DiskSaver(folder, create_dir=True, require_empty=is_foreign, save_on_rank=save_on_rank)
+        elif isinstance(save_handler, DiskSaver) and os.path.dirname(filename_prefix):
+            folder, filename_prefix = split_prefix("", filename_prefix)
+            save_handler = save_handler.inside(folder)
         if isinstance(save_handler, DiskSaver):
             check_is_name("filename_prefix", filename_prefix)
             check_is_name("filename_pattern", filename_pattern or "")
@@ -243,7 +231,7 @@ class Checkpoint(Serializable):
         takes_metadata(save_handler)
         check_save_on_rank(save_on_rank)
         if sharded:
-            _check_can_shard(save_handler, filename_pattern)
+            _check_can_shard(save_handler)
         self.to_save = to_save
         self._unresumed = len(found)  # checkpoints of earlier runs in the directory, which were not resumed yet
         if found:  # a run fails at its start rather than at its first save
@@ -262,7 +250,7 @@ class Checkpoint(Serializable):
         self.save_on_rank = save_on_rank
         self.asynchronous = asynchronous
         self.sharded = sharded
-        self.ext = _EXTENSIONS[sharded]
+        self.ext = "sharded" if sharded else "pt"
         self._exchange = Exchange()
         if sharded:
             self._exchange.prepare()
@@ -272,9 +260,8 @@ class Checkpoint(Serializable):
         self._ignores_files = False  # whether checkpoints of earlier runs were taken over, reported, or left alone
         self._last_run: tuple[str, int] | None = None  # the run of an engine in which this handler was called last
         self._has_warned = False  # of a repeated step
-        # A handler may overwrite what others saved before it was made, or got its record, as a resumed run does; but of
-        # two handlers that write the same file at the same time, each would remove that of the other.
-        self._may_overwrite = _owners.copy()
+        entries = save_handler.entries() if isinstance(save_handler, DiskSaver) and save_handler.writes else []
+        self._begins_after = max((entry.saved_at for entry in entries), default=0)
 
     @property
     def last_checkpoint(self) -> str | Path | None:
@@ -292,9 +279,7 @@ class Checkpoint(Serializable):
         """Save, if the score or the step is large enough.
 
         Raises:
-            ValueError: ``score_function`` or ``global_step_transform`` does not return a number, or another handler has
-                saved to the same file since this one was created. If the run is over, as on ``COMPLETED``, the latter
-                is only a warning, and the file is overwritten.
+            ValueError: ``score_function`` or ``global_step_transform`` does not return a number.
         """
         self._save(engine)
 
@@ -309,35 +294,35 @@ class Checkpoint(Serializable):
         self._background.settle()
         saver = self.save_handler
         save_on_rank = saver.save_on_rank if isinstance(saver, DiskSaver) else self.save_on_rank
+        writes = is_writer(save_on_rank)
         if self.sharded:
             self._exchange.prepare()
         last = (outermost_engine() or engine).last_event_name
-        is_over = last in _ENDS
         of_ranks = last != Events.EXCEPTION_RAISED and differs_by_rank(self.to_save)  # other ranks may not have failed
         if (self.sharded or of_ranks) and not (self.score_function is None and self.global_step_transform is None):
             # The ranks may disagree, and must not wait for ranks that never come.
             gather = self._exchange if self.sharded else all_gather
-            proposals = agreed(lambda: (is_writer(save_on_rank), self._ranking(engine)), gather)
-            step, score, priority = next(values for writes, values in proposals if writes)
+            proposals = agreed(lambda: (writes, self._ranking(engine)), gather)
+            step, score, priority = next(values for is_of_writer, values in proposals if is_of_writer)
         else:
             step, score, priority = self._ranking(engine)
-        is_wanted = always or self._is_wanted(priority)
-        warns = is_writer(0 if save_on_rank == "node" else save_on_rank)
+        name = name_of(self.to_save)
+        filename = self._unique_filename(name, score, step)
+        warns = writes and (save_on_rank != "node" or get_rank() == 0)
         if warns:
             self._warn_of_repeated_step(priority, engine)
-        if not is_wanted:
+        by_score, ties_win = self.score_function is not None, self.greater_or_equal
+        after = retained(
+            self._saved, Item(priority, filename), self.n_saved, by_score=by_score, ties_win=ties_win, always=always
+        )
+        if after is None:
             return
-        name = name_of(self.to_save)
-        filename = self._filename(name, score, step)
-        kept = [item for item in self._saved if item.filename != filename]  # a file of the same name is overwritten
-        is_full = self.n_saved is not None and len(kept) >= self.n_saved
-        dropped = kept.pop(0).filename if is_full and len(kept) == len(self._saved) else None
-        saved = _in_order([*kept, Item(priority, filename)], self.score_function is not None)
-
-        self._check_is_resumed(is_over=is_over)
-        if warns and not self._ignores_files:
-            self._warn_of_unknown_files(filename)
-        state = take_state(self.to_save, save_on_rank, gather=not self.sharded, of_ranks=of_ranks)
+        saved, dropped = after
+        self._check_is_resumed(is_over=last in _ENDS)
+        key = self._key(name)
+        if warns and isinstance(saver, DiskSaver) and (self._last_save is None or not self._ignores_files):
+            self._warn_of_other_files(saver, filename, key)
+        state = take_state(self.to_save, writes, gather=not self.sharded, of_ranks=of_ranks)
         checkpoint = next(iter(state.values())) if len(state) == 1 else state
         if self.include_self:
             # The state may be the object's own, so the key goes into a copy.
@@ -347,11 +332,15 @@ class Checkpoint(Serializable):
         metadata: dict[str, Any] = {"basename": basename, "score_name": self.score_name, "priority": priority}
         if isinstance(saver, DiskSaver):  # for its manifest
             objects = [*self.to_save, *([CHECKPOINTER] if self.include_self else [])]
-            metadata.update(objects=objects, step=engine.state.iteration if step is None else step, score=score)
+            step = engine.state.iteration if step is None else step
+            metadata.update(objects=objects, step=step, score=score, handler=key)
 
         def prune() -> None:
-            if dropped is not None and isinstance(saver, BaseSaveHandler) and self._release(dropped):
-                saver.prune(dropped)
+            if not isinstance(saver, BaseSaveHandler):
+                return
+            for file in dropped:
+                if not (isinstance(saver, DiskSaver) and writes and saver.is_of_another(file, key)):
+                    saver.prune(file)
 
         def save(checkpoint: Any) -> None:
             if self.sharded and isinstance(saver, DiskSaver):
@@ -369,10 +358,9 @@ class Checkpoint(Serializable):
             engine.fire_event(CheckpointEvents.SAVED_CHECKPOINT)
             engine.last_event_name = event
 
-        self._claim(filename, is_over)
         if self.sharded:
-            checkpoint = split(checkpoint, is_writer(save_on_rank))
-        if self.asynchronous and (self.sharded or not isinstance(saver, DiskSaver) or saver.writes):
+            checkpoint = split(checkpoint, writes)
+        if self.asynchronous and (self.sharded or not isinstance(saver, DiskSaver) or writes):
             self._background.start(checkpoint, save, announce)
         else:
             save(checkpoint)
@@ -429,17 +417,19 @@ class Checkpoint(Serializable):
             hint = "use Checkpoint, or Checkpoint.resume(to_load, directory)"
             raise RuntimeError(f"resume_latest needs to_save, which is unknown before the first call: {hint}")
         self._background.settle()
-        path = resume(self.to_save, saver.dirname, map_location=map_location, **kwargs)
-        saved: dict[str, float] = {}
+        if not any(isinstance(one, Engine) for one in self._objects()):
+            problem = "to_save holds no engine, so that a resumed run starts from the beginning with the loaded state"
+            warnings.warn(f"{problem}: add the trainer to to_save", stacklevel=level_of_caller())
+        path, entries = resume_newest(self.to_save, saver.dirname, map_location, kwargs)
         if path is None:  # the run starts from the beginning, and so do handlers that are saved with this one
             for one in self._objects():
                 if isinstance(one, Checkpoint):
                     one._unresumed = 0
-        else:
-            for (found,) in all_gather((self._saved_before(path) if get_local_rank() == 0 else {},)):
-                saved.update(found)
-        self.load_state_dict(_record([Item(priority, file) for file, priority in saved.items()]))
-        self.forget_missing_files()
+        newest = next((number for number, entry in enumerate(entries) if path and entry.file == path.name), -1)
+        key, by_score = self._key(name_of(self.to_save)), self.score_function is not None
+        own = [entry for entry in entries[: newest + 1] if entry.handler == key]
+        priorities = [(entry.score if by_score else entry.step, entry.file) for entry in own]
+        self.load_state_dict(_record([Item(priority, file) for priority, file in priorities if priority is not None]))
         return path
 
     def reload_objects(
@@ -474,7 +464,6 @@ class Checkpoint(Serializable):
         self._saved = []
         self._has_warned = False
         self._ignores_files = True
-        self._may_overwrite = _owners.copy()
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return the record: pairs of priority and file name, lowest first."""
@@ -503,19 +492,21 @@ class Checkpoint(Serializable):
         prefix = self.filename_prefix if self.filename_pattern is None else ""
         start = f"{prefix}_" if prefix else ""
         own = [item for item in saved if item.filename.startswith(start)]
-        self._saved = _in_order(own, self.score_function is not None)
+        self._saved = in_order(own, self.score_function is not None)
         if foreign := [item.filename for item in saved if item not in self._saved]:
             text = f"the record names {foreign}, of a handler with another prefix than {prefix!r}, which are left alone"
             hint = "save the records of handlers that share a directory under separate names in to_save"
             warnings.warn(f"{text}; {hint}", stacklevel=2)
 
-    def forget_missing_files(self) -> None:
-        """Remove from the record what no rank finds on disk any more; all ranks must call this."""
-        if not isinstance(saver := self.save_handler, DiskSaver):
-            return
-        there = {item.filename for item in self._saved if (saver.dirname / item.filename).exists()}
-        anywhere: set[str] = set().union(*(files for (files,) in all_gather((there,))))
-        self._saved = [item for item in self._saved if item.filename in anywhere]
+    @property
+    def folder(self) -> Path | None:
+        """The directory of the files, if they are on disk."""
+        return self.save_handler.dirname if isinstance(self.save_handler, DiskSaver) else None
+
+    def forget_missing_files(self, files: Collection[str]) -> None:
+        """Remove from the record the files of the directory that no rank finds any more."""
+        if self.folder is not None:
+            self._saved = [item for item in self._saved if item.filename in files]
 
     def _disk_saver(self, method: str) -> DiskSaver:
         if not isinstance(self.save_handler, DiskSaver):
@@ -536,21 +527,26 @@ class Checkpoint(Serializable):
         self._unresumed = 0
         self._ignores_files = True
 
-    def _warn_of_unknown_files(self, filename: str) -> None:
-        """Warn if the directory has files of an earlier run that this handler would have compared with its own.
+    def _warn_of_other_files(self, saver: DiskSaver, filename: str, key: str) -> None:
+        """Warn of files in the directory that another run or handler has saved with the names of this one.
 
         Files without a score are mixed only by a run that starts from the beginning, and not by one that resumes.
         """
-        self._ignores_files = True
-        saver, engine, is_scored = self.save_handler, outermost_engine(), self.score_function is not None
-        is_from_0 = engine is not None and (engine._progress.retry or engine._progress).iteration == 0
-        if not isinstance(saver, DiskSaver) or not (self.n_saved is not None if is_scored else is_from_0):
+        ignores_files, self._ignores_files = self._ignores_files, True
+        known = {item.filename for item in self._saved}
+        others = [one for one in saver.entries() if one.handler == key and one.file not in known]
+        found = [one for one in others if (saver.dirname / one.file).exists()]
+        if new := [one.file for one in found if one.saved_at > self._begins_after]:
+            hint = "give one of them another filename_prefix, score_name or directory, or use one handler for both"
+            text = f"two Checkpoints save under the same names, such as '{saver.dirname / new[0]}': {hint}"
+            warnings.warn(text, stacklevel=level_of_caller())
             return
-        ours = [entry.file for entry in Manifest(saver.dirname).entries() if self._priority_of(entry) is not None]
-        paths = [saver.dirname / file for file in ours if is_scored or file != filename]
-        if found := [path.name for path in paths if path.exists() and path.resolve() not in _owners]:
-            what = f"{counted(len(found), 'checkpoint')} of an earlier run, such as '{found[0]}'"
-            if is_scored:
+        engine, by_score = outermost_engine(), self.score_function is not None
+        is_from_0 = engine is not None and (engine._progress.retry or engine._progress).iteration == 0
+        files = [one.file for one in found if by_score or one.file != filename]
+        if files and not ignores_files and (self.n_saved is not None if by_score else is_from_0):
+            what = f"{counted(len(files), 'checkpoint')} of an earlier run, such as '{files[0]}'"
+            if by_score:
                 effect = "which this handler does not know, so they are neither compared with new ones nor removed"
                 hint = "add this handler to the to_save of the checkpoint that the run resumes from"
             else:
@@ -558,30 +554,6 @@ class Checkpoint(Serializable):
                 hint = "resume with Checkpoint.resume(to_load, directory), use another directory"
             text = f"'{saver.dirname}' contains {what}, {effect}: {hint}, or call reset() to leave them alone"
             warnings.warn(text, stacklevel=level_of_caller())
-
-    def _saved_before(self, newest: Path) -> dict[str, float]:
-        """Return the files that this handler saved in an earlier run, up to ``newest``, with their priorities."""
-        entries = Manifest(newest.parent).entries()[::-1]  # the oldest first, as they were recorded
-        limit = next((entry.saved_at for entry in entries if entry.file == newest.name), math.inf)
-        found = {entry.file: self._priority_of(entry) for entry in entries if entry.saved_at <= limit}
-        return {file: priority for file, priority in found.items() if priority is not None}
-
-    def _priority_of(self, entry: Entry) -> float | None:
-        """Return the priority of a file if its name is what this handler would give it, sharded or not."""
-        is_scored = self.score_function is not None
-        priority = entry.score if is_scored else entry.step
-        if priority is None or is_scored == (entry.score is None):
-            return None
-        has_step = not is_scored or self.global_step_transform is not None
-        parts = name_of(self.to_save), entry.score, entry.step if has_step else None
-        return priority if entry.file in (self._filename(*parts, ext=ext) for ext in _EXTENSIONS) else None
-
-    def _is_wanted(self, priority: float) -> bool:
-        """Return whether there is room for a checkpoint, it is newer, or it is better than the lowest one kept."""
-        if self.score_function is None or self.n_saved is None or len(self._saved) < self.n_saved:
-            return True
-        new, lowest = _comparable(priority), _comparable(self._saved[0].priority)
-        return new > lowest or (self.greater_or_equal and new == lowest)
 
     def _warn_of_repeated_step(self, step: float, engine: Engine[Any, Any]) -> None:
         """Warn once if several checkpoints are to be kept, but each run of an engine has the same step."""
@@ -601,55 +573,38 @@ class Checkpoint(Serializable):
         """Yield the objects that are saved."""
         return (one for _, one in walk(dict(self.to_save), "state_dict"))
 
-    def _filename(self, name: str, score: Any = None, global_step: Any = None, ext: str | None = None) -> str:
+    def _unique_filename(self, name: str, score: Any, step: Any) -> str:
+        """Return the name of a new file; its score has all digits if another file has the name with four decimals."""
+        filename = self._filename(name, score, step)
+        others = [item.priority for item in self._saved if item.filename == filename]
+        is_taken = isinstance(score, float) and others not in ([], [score])
+        return self._filename(name, repr(score), step) if is_taken else filename
+
+    def _filename(self, name: str, score: Any = None, global_step: Any = None) -> str:
         """Return the name of a file: ``[prefix_]name[_step][_score_name=score].pt``, or that of the pattern."""
-        has_score = score is not None
-        if has_score and not isinstance(score, str):
+        if score is not None and not isinstance(score, str):
             score = str(score) if isinstance(score, Integral) else f"{score:.4f}"
-        score_name = self.score_name and _without_slashes(self.score_name)
-        has_score_name, has_step = has_score and score_name is not None, global_step is not None
+        pattern = self._pattern(score is not None, global_step is not None)
+        score_name = None if score is None or self.score_name is None else _without_slashes(self.score_name)
         values = {"filename_prefix": self.filename_prefix, "name": _without_slashes(name), "global_step": global_step}
-        values.update(score_name=score_name, score=score, ext=ext or self.ext)
-        pattern = self.filename_pattern or make_pattern(bool(self.filename_prefix), has_score, has_score_name, has_step)
+        values.update(score_name=score_name, score=score, ext=self.ext)
         try:
             return pattern.format(**values)
         except (TypeError, ValueError) as error:
             raise ValueError(f"filename_pattern {pattern!r} does not fit {values}: {error}") from error
 
-    def _path(self, filename: str) -> Path | None:
-        """Return the file that this process writes, without links, or ``None``."""
-        saver = self.save_handler
-        if not isinstance(saver, DiskSaver) or not (saver.writes or self.sharded):
-            return None
-        return (saver.dirname / filename).resolve()
+    def _pattern(self, has_score: bool, has_step: bool) -> str:
+        has_score_name = has_score and self.score_name is not None
+        return self.filename_pattern or make_pattern(bool(self.filename_prefix), has_score, has_score_name, has_step)
 
-    def _has_other_owner(self, path: Path) -> bool:
-        return _owners.get(path, self) not in (self, self._may_overwrite.get(path))
-
-    def _claim(self, filename: str, is_over: bool) -> None:
-        """Make sure that this handler may write a file; if the run is over, an error would lose what is to be saved."""
-        path = self._path(filename)
-        if path is None:
-            return
-        if self._has_other_owner(path):
-            hint = "give one of them another filename_prefix, score_name or directory, or use one handler for both"
-            problem = f"two Checkpoints write the same file '{path}': {hint}"
-            if not is_over:
-                raise ValueError(problem)
-            warnings.warn(f"{problem}. The run is over, so the file is overwritten", stacklevel=level_of_caller())
-        if (owner := _owners.get(path, self)) is not self:
-            owner._background.wait()
-        _owners[path] = self
-
-    def _release(self, filename: str) -> bool:
-        """Return whether this handler may remove a file, whose name is then free: no other handler has saved to it."""
-        path = self._path(filename)
-        if path is None:
-            return True
-        if self._has_other_owner(path):
-            return False
-        _owners.pop(path, None)
-        return True
+    def _key(self, name: str) -> str:
+        """Return what the manifest notes about the files of this handler: their names without score and step."""
+        by_score = self.score_function is not None
+        pattern = self._pattern(by_score, not by_score or self.global_step_transform is not None)
+        values = {"filename_prefix": self.filename_prefix, "name": name, "score_name": self.score_name}
+        for field, value in values.items():
+            pattern = pattern.replace(f"{{{field}}}", str(value))
+        return f"{'best' if by_score else 'newest'} {pattern}"
 
 
 class ModelCheckpoint(Checkpoint):
@@ -750,16 +705,13 @@ def split_prefix(dirname: str | PathLike[str], filename_prefix: str) -> tuple[Pa
     return Path(dirname, folder), prefix
 
 
-def _check_can_shard(save_handler: Any, filename_pattern: str | None) -> None:
+def _check_can_shard(save_handler: Any) -> None:
     """Raise ``TypeError`` or ``ValueError`` if ranks cannot save shards with these arguments."""
     if not isinstance(save_handler, DiskSaver):
         expected = "a directory that all ranks share, or a DiskSaver for one"
         raise TypeError(f"save_handler must be {expected}, with sharded=True, got {described(save_handler)}")
     if save_handler.save_on_rank == "node":
         raise ValueError("save_on_rank must be a rank with sharded=True, got 'node': the shards are in one directory")
-    if filename_pattern is not None and filename_pattern.endswith(SAFETENSORS):
-        hint = "`python -m camshaft.checkpoint consolidate` makes such a file of a sharded checkpoint"
-        raise ValueError(f"filename_pattern must not end in {SAFETENSORS} with sharded=True; {hint}")
 
 
 def _without_slashes(name: str) -> str:
@@ -795,20 +747,12 @@ def _as_priority(value: Any, source: str) -> int | float:
     """
     if isinstance(value, LazyNumber):
         value = value.read()
+    elif getattr(value, "shape", None) == () and hasattr(value, "item"):  # a tensor or an array
+        value = value.item()
     if isinstance(value, Number) and not isinstance(value, complex):
         return int(value) if isinstance(value, Integral) else float(value)  # type: ignore[arg-type]  # real, or a Decimal
     hint = "; return score.item()" if hasattr(value, "item") else ""
     raise ValueError(f"{source} must return a real number, got {described(value)}{hint}")
-
-
-def _comparable(priority: float) -> tuple[bool, float]:
-    """Return the key for comparing priorities, where NaN is below all numbers."""
-    return (False, 0.0) if math.isnan(priority) else (True, priority)
-
-
-def _in_order(items: list[Item], have_scores: bool) -> list[Item]:
-    """Return items in the order in which they are removed: the worst first, without scores the oldest."""
-    return sorted(items, key=lambda item: _comparable(item.priority)) if have_scores else items
 
 
 def _record(items: list[Item]) -> OrderedDict[str, Any]:

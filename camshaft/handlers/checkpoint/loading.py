@@ -10,22 +10,32 @@ import stat
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from camshaft.distributed import all_gather, get_local_rank, get_rank, get_world_size
+from camshaft.distributed import (
+    all_gather,
+    broadcast,
+    get_local_rank,
+    get_node_rank,
+    get_rank,
+    get_world_size,
+    hostname,
+)
 from camshaft.engine.engine import Engine
 from camshaft.errors import DamagedCheckpointError, annotate, described, level_of_caller
 from camshaft.handlers.checkpoint.savers import (
+    FOLDER,
     MISSING,
-    SAFETENSORS,
     Entry,
     Manifest,
     agreed,
     checkpoints_in,
-    safetensors,
 )
 from camshaft.handlers.checkpoint.state import CHECKPOINTER, check_objects, is_container, joined, load_state, walk
 from camshaft.types import PathLike
@@ -33,6 +43,7 @@ from camshaft.types import PathLike
 logger = logging.getLogger(__name__)
 Found = dict[str, Entry]
 _MOST_CHANGES = 100
+_PIECE = 1 << 26  # bytes that are sent at a time
 
 
 def load_objects(
@@ -64,7 +75,6 @@ def load_objects(
     content: Any = checkpoint
     if isinstance(checkpoint, (str, os.PathLike)):
         path = Path(checkpoint)
-        _warn([entry.unreadable for entry in Manifest(path.parent).entries(path.name) if entry.unreadable])
         content = read_checkpoint(path, map_location)
     elif not isinstance(checkpoint, Mapping):
         raise TypeError(f"checkpoint must be a mapping, a str or a Path, got {described(checkpoint)}")
@@ -79,9 +89,9 @@ def load_objects(
 def resume(to_load: Mapping[str, Any], directory: PathLike, *, map_location: Any = None, **kwargs: Any) -> Path | None:
     """Load objects from the newest complete checkpoint of a directory that holds them, the same on all ranks.
 
-    A checkpoint that is damaged, truncated or missing is reported in a warning, and the previous one is used. Nodes
-    with local disks use the newest checkpoint that all of them have. All ranks must call this. A job that saves to the
-    directory and prunes it may be running.
+    A checkpoint that is damaged, truncated or missing is reported in a warning, and the previous one is used. If nodes
+    have local disks, the newest file of any node is sent to the others, with a warning. All ranks must call this. A job
+    that saves to the directory and prunes it may be running.
 
     Args:
         to_load: objects with ``load_state_dict()``, by name, as they were saved. Include the handler that saves, as
@@ -92,13 +102,14 @@ def resume(to_load: Mapping[str, Any], directory: PathLike, *, map_location: Any
         kwargs: passed to ``load_state_dict`` of modules, for example ``strict=False``.
 
     Returns:
-        The file, or ``None`` if there is none yet, so that the run starts from the beginning. A job that was killed
+        The file, or ``None`` if no rank has one yet, so that the run starts from the beginning. A job that was killed
         during its very first save has none; a warning reports what it left.
 
     Raises:
         TypeError: ``to_load`` is not a mapping of such objects.
         ValueError: ``directory`` is a file, or its checkpoints hold an engine of ``to_load`` and not all other objects.
         DamagedCheckpointError: there are checkpoints, and none of them can be loaded.
+        RuntimeError: the newest checkpoint is sharded, and not all ranks see its directory.
         OSError: the directory cannot be read.
 
     >>> import tempfile, torch
@@ -110,65 +121,58 @@ def resume(to_load: Mapping[str, Any], directory: PathLike, *, map_location: Any
     ...     first, resume({"model": model}, folder).name
     (None, 'model_10.pt')
     """
+    return resume_newest(to_load, directory, map_location, kwargs)[0]
+
+
+def resume_newest(
+    to_load: Mapping[str, Any], directory: PathLike, map_location: Any, options: Mapping[str, Any]
+) -> tuple[Path | None, list[Entry]]:
+    """Resume, and also return the entries of the files in the directory, of all nodes, the oldest first.
+
+    Each rank looks for the newest checkpoint and reads it, and one exchange shows whether all have read the same. Only
+    if they have not, because a file is damaged or missing on some of them, they look again.
+    """
     check_objects(to_load, "load_state_dict", "to_load")
     folder, wanted = Path(directory).expanduser(), list(to_load)
     if os.path.isfile(folder):  # an OSError of this rank alone is raised on all ranks below
         raise ValueError(f"directory must contain checkpoints, got the file '{folder}'; load it with load_objects")
-    listed: list[Found | None] = []
+    handlers = [one for _, one in walk(dict(to_load), "load_state_dict") if hasattr(one, "forget_missing_files")]
+    search = _Search(folder, wanted, [one.folder for one in handlers], map_location)
     problems: dict[str, str] = {}
-    others: dict[str, set[Any]] = {}  # what files without an entry in the manifest hold instead
-    failure: Exception | None = None
+    seen: list[_Look] = []
     changes = 0
     while True:
-        # On the first rank of each node, as nodes may have local disks.
-        on_ranks = agreed(lambda: _find(folder) if get_local_rank() == 0 else None, all_gather)
-        found = on_ranks[get_rank()] or {}
-        unreadable = [entry.unreadable for entry in found.values() if entry.unreadable]
-        if on_ranks != listed:
-            # The first listing, or a trainer that saves to this directory has replaced or pruned what had a problem.
-            if changes == _MOST_CHANGES:
-                break
-            listed, problems, changes = on_ranks, {}, changes + 1
-        on_nodes = [one for one in on_ranks if one is not None]
-        candidates = [name for name in _newest_first(on_nodes, set(wanted)) if name not in problems]
-        if not candidates:
+        before, seen = seen, agreed(partial(search.look, problems), all_gather)
+        read = {look.newest.file for look in seen if look.newest}
+        # Of several problems of a file, that of the first rank, which has verified it.
+        damaged = {file: what for look in seen[::-1] for file, what in look.problems.items() if what != MISSING}
+        if read & damaged.keys():  # only some ranks have noticed, or only their disks are damaged
+            problems |= damaged
+            continue
+        newest = max((one.newest for one in seen if one.newest), key=lambda one: (one.saved_at, one.file), default=None)
+        lacking = [rank for rank, look in enumerate(seen) if newest and not _is_same(look.newest, newest)]
+        changes += 1
+        if not lacking or seen == before or changes == _MOST_CHANGES:  # else a job may be saving to the directory
             break
-        name = candidates[0]
-        problem, content, error = _read_on_all(folder / name, name in found, wanted, map_location)
-        if problem is None:
-            _warn(unreadable)
-            _warn_once([f"{text}; resuming from '{name}'" for text in _described(problems, folder)])
-            load_objects(to_load, content, **kwargs)
-            for _, one in walk(dict(to_load), "load_state_dict"):
-                if hasattr(one, "forget_missing_files"):  # a Checkpoint
-                    one.forget_missing_files()
-            logger.info("resuming from the checkpoint '%s'", folder / name)
-            return folder / name
-        problems[name] = problem
-        failure = failure or error
-        if not problem and isinstance(content, Mapping):
-            others[name] = set(content)
-    _warn(unreadable)
-    texts = _described(problems, folder)
-    if any(problem not in ("", MISSING) for problem in problems.values()):
-        raise DamagedCheckpointError("no checkpoint can be loaded:\n" + "\n".join(texts)) from failure
-    for one in on_nodes:
-        others |= {file: set(entry.objects) for file, entry in one.items() if entry.objects}
-    engines = {name for name, one in to_load.items() if isinstance(one, Engine)}
-    for file, held in others.items():
-        missing = [name for name in wanted if name not in held]
-        if missing and engines & held:  # to start from the beginning would be a mistake that replaces this file
-            raise ValueError(
-                f"no checkpoint in '{folder}' holds all of {wanted}: '{file}' lacks {missing}. To continue from it, "
-                "load the others with Checkpoint.resume(to_load, directory), and save to another directory; to start "
-                "from the beginning, use another directory"
-            )
-    if texts:
-        _warn_once(["nothing was loaded, as there is no checkpoint to resume from: " + "; ".join(texts)])
-    elif found:
-        other = next((f", but one holds {entry.objects}" for entry in found.values() if entry.objects), "")
-        _warn([f"nothing was loaded: no checkpoint in '{folder}' holds {wanted}{other}"])
-    return None
+    entries: Found = {}
+    for look in seen:
+        problems |= {file: damaged.get(file, what) for file, what in look.problems.items() if file not in read}
+        for file, entry in look.entries.items():
+            entries[file] = max(entry, entries.get(file, entry), key=lambda one: one.saved_at)
+    texts = [f"the checkpoint '{folder / file}' {problem}" for file, problem in problems.items() if problem]
+    if newest is None:
+        _check_may_start(to_load, folder, entries, problems, texts, seen, search.error)
+        return None, []
+    path, content = folder / newest.file, search.content
+    if lacking:
+        content = _send(path, newest, content, lacking, seen, map_location)
+    _warn_once([f"{text}; resuming from '{newest.file}'" for text in texts])
+    load_objects(to_load, content, **options)
+    files = [set[str]().union(*on_ranks) for on_ranks in zip(*(look.files for look in seen), strict=True)]
+    for handler, there in zip(handlers, files[1:], strict=True):
+        handler.forget_missing_files(there)
+    logger.info("resuming from the checkpoint '%s'", path)
+    return path, sorted((one for file, one in entries.items() if file in files[0]), key=lambda one: one.saved_at)
 
 
 def read_checkpoint(path: Path, map_location: Any = None) -> Any:
@@ -184,6 +188,84 @@ def read_checkpoint(path: Path, map_location: Any = None) -> Any:
     if problem:
         raise DamagedCheckpointError(f"the checkpoint '{path}' {problem}")
     return _read_shards(path, entry) if entry else _read(path, map_location)
+
+
+@dataclass
+class _Look:
+    """What a rank sees in a directory.
+
+    Args:
+        node: the node of the rank.
+        newest: the newest checkpoint that it has read; ``None`` if there is none.
+        problems: of newer ones; empty if the file holds other objects.
+        others: the objects in those files.
+        entries: all checkpoints, on the first rank of each node.
+        files: the files in this and other directories, likewise.
+    """
+
+    node: str
+    newest: Entry | None
+    problems: dict[str, str]
+    others: dict[str, list[str]]
+    entries: Found
+    files: list[set[str]]
+
+
+class _Search:
+    """Finds and reads the newest complete checkpoint on this rank."""
+
+    def __init__(self, folder: Path, wanted: list[str], others: list[Path | None], map_location: Any) -> None:
+        self.folder, self.wanted, self.others, self.map_location = folder, wanted, others, map_location
+        self.newest: Entry | None = None
+        self.content: Any = None
+        self.error: Exception | None = None
+
+    def look(self, skipped: Collection[str]) -> _Look:
+        """Read the newest checkpoint, but for some files."""
+        found, problems, others = _find(self.folder), dict[str, str](), dict[str, list[str]]()
+        changes = 0
+        while names := [file for file in _newest_first(found, self.wanted) if file not in {*problems, *skipped}]:
+            entry = found[names[0]]
+            problem = None if entry == self.newest else self._read(entry)
+            if problem is None:
+                self.newest = entry
+                break
+            problems[entry.file] = problem
+            if not problem and isinstance(self.content, Mapping):
+                others[entry.file] = list(self.content)
+            # A trainer that saves to this directory may have replaced or pruned what has a problem.
+            if changes < _MOST_CHANGES and (again := _find(self.folder)) != found:
+                found, problems, changes = again, {}, changes + 1
+        else:
+            self.newest = self.content = None
+        is_first = get_local_rank() == 0
+        files = [_files_in(folder) if is_first else set[str]() for folder in (self.folder, *self.others)]
+        return _Look(_node(), self.newest, problems, others, found if is_first else {}, files)
+
+    def _read(self, entry: Entry) -> str | None:
+        """Verify a checkpoint, once per node, or a part of its shards on each rank; read it, and return its problem."""
+        path, wanted = self.folder / entry.file, self.wanted
+        self.content = None
+        try:
+            if entry.shards is not None:
+                problem = entry.problem(path, part=slice(get_rank(), None, get_world_size()))
+            elif not stat.S_ISREG(path.lstat().st_mode):
+                problem = "is not a regular file, and links are not followed"
+            else:
+                problem = entry.problem(path) if entry.checksum and get_local_rank() == 0 else None
+            if problem is not None:
+                return problem
+            self.content = _read(path, self.map_location) if entry.shards is None else _read_shards(path, entry)
+            named = _by_name(wanted, self.content)
+            holds_all = len(wanted) == 1 or (isinstance(named, Mapping) and named.keys() >= set(wanted))
+            return None if holds_all else ""
+        except FileNotFoundError:
+            return MISSING
+        except Exception as raised:  # the other ranks must not wait for this one
+            self.error = raised
+            # torch replaces the reason by advice that begins with how to load unsafely.
+            reason = raised.__context__ if isinstance(raised, pickle.UnpicklingError) and raised.__context__ else raised
+            return f"cannot be read: {type(raised).__name__}: {str(reason).partition(chr(10))[0]}"
 
 
 def _find(directory: Path) -> Found:
@@ -203,14 +285,92 @@ def _find(directory: Path) -> Found:
     return found
 
 
-def _newest_first(on_nodes: list[Found], wanted: set[str]) -> list[str]:
-    """List the checkpoints that every node has and that, according to the manifest, hold what is wanted."""
-    held = [
-        {file: one.saved_at for file, one in found.items() if one.objects is None or wanted <= set(one.objects)}
-        for found in on_nodes
-    ]
-    times = {file: max(files[file] for files in held) for file in set.intersection(*map(set, held))}
-    return sorted(times, key=lambda file: (times[file], file), reverse=True)
+def _newest_first(found: Found, wanted: list[str]) -> list[str]:
+    """List the checkpoints that, according to the manifest, hold what is wanted."""
+    held = [one for one in found.values() if one.objects is None or {*wanted} <= {*one.objects}]
+    return [one.file for one in sorted(held, key=lambda one: (one.saved_at, one.file), reverse=True)]
+
+
+def _is_same(one: Entry | None, other: Entry) -> bool:
+    """Return whether two ranks have read the same checkpoint; nodes with local disks have files of their own."""
+    return one is not None and one.file == other.file and (other.shards is None or one.checksum == other.checksum)
+
+
+def _files_in(folder: Path | None) -> set[str]:
+    try:
+        return set() if folder is None else {name for name in os.listdir(folder) if not name.startswith(".")}
+    except (FileNotFoundError, NotADirectoryError):
+        return set()
+
+
+def _node() -> str:
+    try:
+        return f"node {get_node_rank()}"
+    except RuntimeError:  # unknown
+        return f"host {hostname()}"
+
+
+def _send(path: Path, newest: Entry, content: Any, lacking: list[int], seen: list[_Look], map_location: Any) -> Any:
+    """Return the content of a checkpoint on all ranks, which is sent to those that lack the file.
+
+    Raises:
+        RuntimeError: it is sharded.
+    """
+    nodes = {seen[rank].node: [one for one in lacking if seen[one].node == seen[rank].node] for rank in lacking}
+    where = ", ".join(f"{node} (ranks {ranks})" for node, ranks in nodes.items())
+    problem, hint = f"the checkpoint '{path}' is not on {where}", "use a directory that all nodes share"
+    if newest.shards is not None:
+        raise RuntimeError(f"{problem}: {hint}, or copy '{path}' and '{path.parent / FOLDER}' to all nodes")
+    source = next(rank for rank in range(len(seen)) if rank not in lacking)
+    _warn_once([f"{problem}, so rank {source} sends it: {hint}, or save_on_rank='node'"])
+    buffer = BytesIO()
+    if get_rank() == source:
+        torch.save(content, buffer)
+    written = torch.frombuffer(bytearray(buffer.getvalue() or b"0"), dtype=torch.uint8)
+    size = broadcast(len(written), src=source)
+    received = written if get_rank() == source else torch.empty(size, dtype=torch.uint8)
+    for first in range(0, size, _PIECE):
+        received[first : first + _PIECE] = broadcast(received[first : first + _PIECE], src=source)
+    if get_rank() not in lacking:
+        return content
+    location = "cpu" if map_location is None else map_location
+    return torch.load(BytesIO(received.numpy().tobytes()), map_location=location, weights_only=True)
+
+
+def _check_may_start(
+    to_load: Mapping[str, Any],
+    folder: Path,
+    entries: Found,
+    problems: Mapping[str, str],
+    texts: list[str],
+    seen: list[_Look],
+    error: Exception | None,
+) -> None:
+    """Raise if there are checkpoints from which a run should resume rather than start from the beginning.
+
+    Raises:
+        DamagedCheckpointError: some of them are damaged.
+        ValueError: they hold an engine, but not all other objects.
+    """
+    if any(problem not in ("", MISSING) for problem in problems.values()):
+        raise DamagedCheckpointError("no checkpoint can be loaded:\n" + "\n".join(texts)) from error
+    wanted = list(to_load)
+    others = {file: set(names) for look in seen for file, names in look.others.items()}
+    others |= {file: set(entry.objects) for file, entry in entries.items() if entry.objects}
+    engines = {name for name, one in to_load.items() if isinstance(one, Engine)}
+    for file, held in others.items():
+        missing = [name for name in wanted if name not in held]
+        if missing and engines & held:  # to start from the beginning would be a mistake that replaces this file
+            raise ValueError(
+                f"no checkpoint in '{folder}' holds all of {wanted}: '{file}' lacks {missing}. To continue from it, "
+                "load the others with Checkpoint.resume(to_load, directory), and save to another directory; to start "
+                "from the beginning, use another directory"
+            )
+    if texts:
+        _warn_once(["nothing was loaded, as there is no checkpoint to resume from: " + "; ".join(texts)])
+    elif entries:
+        other = next((f", but one holds {entry.objects}" for entry in entries.values() if entry.objects), "")
+        _warn_once([f"nothing was loaded: no checkpoint in '{folder}' holds {wanted}{other}"])
 
 
 def _entry_of_shards(path: Path) -> Entry | None:
@@ -223,66 +383,16 @@ def _read_shards(path: Path, entry: Entry) -> Any:
     return joined(_read(path / name, mmap=True) for name in entry.shards or ())
 
 
-def _read_on_all(
-    path: Path, is_found: bool, wanted: list[str], map_location: Any
-) -> tuple[str | None, Any, Exception | None]:
-    """Verify a checkpoint once per node, or a part of its shards on each rank, and read it on every rank.
-
-    Returns:
-        The problem, the same on all ranks, empty if the file holds other objects; the content; this rank's error.
-    """
-    problem, content, error, entry = None, None, None, None
-    try:
-        mode = path.lstat().st_mode
-        if stat.S_ISDIR(mode) and (entry := _entry_of_shards(path)):
-            problem = entry.problem(path, part=slice(get_rank(), None, get_world_size()))
-        elif not stat.S_ISREG(mode):
-            problem = "is not a regular file, and links are not followed"
-        elif is_found:
-            problem = Manifest(path.parent).problem(path.name)
-        if problem is None:
-            content = _read(path, map_location) if entry is None else _read_shards(path, entry)
-            named = _by_name(wanted, content)
-            if len(wanted) > 1 and not (isinstance(named, Mapping) and named.keys() >= set(wanted)):
-                problem = ""
-    except FileNotFoundError:
-        problem = MISSING
-    except Exception as raised:  # the other ranks must not wait for this one
-        # torch replaces the reason by advice that begins with how to load unsafely.
-        reason = raised.__context__ if isinstance(raised, pickle.UnpicklingError) and raised.__context__ else raised
-        problem, error = f"cannot be read: {type(raised).__name__}: {str(reason).partition(chr(10))[0]}", raised
-    results: list[tuple[str | None, str | None]] = all_gather((problem, entry and entry.checksum))
-    if len({checksum for _, checksum in results}) > 1 and all(one is None for one, _ in results):
-        return "was replaced while it was read", content, error
-    # What is missing for one rank, another can name.
-    return (
-        min((one for one, _ in results if one is not None), key=lambda one: one == MISSING, default=None),
-        content,
-        error,
-    )
-
-
-def _described(problems: Mapping[str, str], directory: Path) -> list[str]:
-    return [f"the checkpoint '{directory / name}' {problem}" for name, problem in problems.items() if problem]
-
-
-def _warn(texts: list[str]) -> None:
-    for text in texts:
-        warnings.warn(text, stacklevel=level_of_caller())
-
-
 def _warn_once(texts: list[str]) -> None:
     """Warn, on one rank, of what all ranks have found."""
-    if get_rank() == 0:
-        _warn(texts)
+    for text in texts if get_rank() == 0 else ():
+        warnings.warn(text, stacklevel=level_of_caller())
 
 
 def _read(path: PathLike, map_location: Any = None, **options: Any) -> Any:
     """Read a checkpoint without running code from it, by default to the CPU."""
     location = "cpu" if map_location is None else map_location
     try:
-        if Path(path).suffix == SAFETENSORS:
-            return safetensors().load_file(path, device=str(location))
         return torch.load(path, map_location=location, weights_only=True, **options)
     except (EOFError, RuntimeError) as error:  # what torch raises for truncated files
         raise DamagedCheckpointError(f"the checkpoint '{path!s}' cannot be read: {error or 'it is empty'}") from error

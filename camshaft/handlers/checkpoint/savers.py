@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import logging
 import os
 import pickle
 import platform
@@ -34,11 +36,10 @@ from camshaft.files import (
     write_atomically,
 )
 from camshaft.handlers.checkpoint.shards import Chunk, owners
-from camshaft.handlers.utils import load_optional
 from camshaft.types import PathLike
 from camshaft.version import __version__
 
-SAFETENSORS = ".safetensors"
+logger = logging.getLogger(__name__)
 FOLDER = ".manifest"
 MISSING = "is not there: it was removed, or its save was interrupted"
 """The problem of a checkpoint that has an entry and no file."""
@@ -84,13 +85,11 @@ class DiskSaver(BaseSaveHandler):
     previous file unchanged. The folder ``.manifest`` beside the files holds the checksum, size, step, score and
     library versions of each. Construct it on every rank.
 
-    Files with the suffix ``.safetensors`` are written by the safetensors library, and can only hold tensors.
-
     Args:
         dirname: the directory; ``~`` is expanded to the home directory.
         atomic: write to a temporary file and rename it. Otherwise a failed save leaves a broken file.
         create_dir: create the directory and its parents if they do not exist.
-        require_empty: raise if the directory already holds ``*.pt`` or ``*.safetensors`` files.
+        require_empty: raise if the directory already holds ``*.pt`` files.
         save_on_rank: the rank that writes and removes; ``"node"`` for the first process of each node, if nodes have
             local disks.
         kwargs: passed to ``torch.save``.
@@ -127,20 +126,31 @@ class DiskSaver(BaseSaveHandler):
         self.require_empty = require_empty
         self.save_on_rank = save_on_rank
         self.kwargs = kwargs
+        self._create_dir = create_dir
+        self._prepare()
+
+    def inside(self, folder: Path) -> DiskSaver:
+        """Return a saver like this one for a folder in its directory."""
+        saver = copy.copy(self)
+        saver.dirname = self.dirname / folder
+        saver._prepare()
+        return saver
+
+    def _prepare(self) -> None:
         self._manifest = Manifest(self.dirname)
         self._newest: Path | None = None
         self._protected: Path | None = None
         self._owned: tuple[Any, set[str]] | None = None  # which sharded tensors this rank saves, and in which layout
         if not self.writes:
             return
-        if create_dir and not self.dirname.exists():
+        if self._create_dir and not self.dirname.exists():
             self.dirname.mkdir(parents=True, exist_ok=True)
         if not self.dirname.is_dir():
             hint = ", which is a file" if self.dirname.exists() else ": create it, or pass create_dir=True"
             raise ValueError(f"dirname must be an existing directory, got '{self.dirname}'{hint}")
         if not os.access(self.dirname, os.W_OK | os.X_OK):
             raise PermissionError(f"dirname must be a writable directory, got '{self.dirname}'")
-        if require_empty and (found := names_in(self.dirname)):
+        if self.require_empty and (found := names_in(self.dirname)):
             foreign = next((name for name in found if not self._manifest.lists(name)), None)
             problem = f"must not contain checkpoints, got '{self.dirname}' with '{foreign or found[0]}'"
             hint = "to resume, pass the directory to Checkpoint and call its resume_latest()"
@@ -176,10 +186,7 @@ class DiskSaver(BaseSaveHandler):
         path = self._path(filename)
 
         def write(file: BinaryIO) -> Entry:
-            if path.suffix == SAFETENSORS:
-                file.write(as_safetensors(checkpoint))
-            else:
-                torch.save(checkpoint, file, **self.kwargs)
+            torch.save(checkpoint, file, **self.kwargs)
             return self._manifest.new_entry(path.name, flush_and_sum(file), file.tell(), metadata or {})
 
         with _full_disk_named(path):
@@ -270,6 +277,14 @@ class DiskSaver(BaseSaveHandler):
             _warn_if_unloadable(path / name)
         self._newest = path
 
+    def entries(self) -> list[Entry]:
+        """Return the entries of all checkpoints in the directory, the newest first."""
+        return self._manifest.entries()
+
+    def is_of_another(self, filename: str, handler: str) -> bool:
+        """Return whether another handler has saved a checkpoint, in place of one of this handler."""
+        return any(entry.handler not in (None, handler) for entry in self._manifest.entries(filename))
+
     def remove(self, filename: str) -> None:
         """Delete a checkpoint of the directory; a missing file is not an error.
 
@@ -341,15 +356,15 @@ class Entry:
     Args:
         file: its name.
         checksum: of its content.
-        size: in bytes; ``None`` if the entry is damaged and only its name could be read.
+        size: in bytes; ``None`` for a file without an entry.
         saved_at: nanoseconds since 1970; increases from one checkpoint of a directory to the next.
         objects: the names of the saved objects, if known.
         step: of the engine, if known.
         score: the score that it was saved with, if any.
         score_name: of the score.
+        handler: of the names of the files, which tells the files of several handlers in a directory apart.
         versions: of the libraries that wrote it.
         shards: of a sharded checkpoint, which is a directory: the checksum and the size of each file in it.
-        unreadable: why only the name of the entry could be read.
     """
 
     file: str
@@ -360,9 +375,9 @@ class Entry:
     step: int | float | None = field(default=None, compare=False)  # NaN is not equal to itself
     score: int | float | None = field(default=None, compare=False)
     score_name: str | None = None
+    handler: str | None = None
     versions: Mapping[str, str] | None = None
     shards: Mapping[str, list[Any]] | None = None
-    unreadable: str | None = None
 
     def problem(self, path: Path, part: slice = slice(None)) -> str | None:
         """Return what is wrong with a file, or with this part of the shards of a sharded checkpoint, or ``None``."""
@@ -392,6 +407,7 @@ class Manifest:
         self.directory = directory
         self.folder = directory / FOLDER
         self._newest: int | None = None  # saved_at of the newest entry
+        self._damaged: set[Path] = set()  # entries that were reported
 
     def entries(self, file: str | None = None) -> list[Entry]:
         """Read the entries of all files or of one file, the newest first."""
@@ -403,9 +419,9 @@ class Manifest:
                 except FileNotFoundError:
                     raise
                 except Exception as error:  # whatever the file contains
-                    modified_at = (self.directory / name).lstat().st_mtime_ns
-                    text = f"'{path}' cannot be read, so that only its name is used: {type(error).__name__}: {error}"
-                    found.append(Entry(name, f"crc32:{checksum}", None, modified_at, unreadable=text))
+                    if path not in self._damaged:
+                        self._damaged.add(path)
+                        logger.warning("skipping the damaged entry '%s' of the manifest: %r", path, error)
         return sorted(found, key=lambda entry: entry.saved_at, reverse=True)
 
     def lists(self, file: str) -> bool:
@@ -434,7 +450,7 @@ class Manifest:
         if self._newest is None:
             self._newest = max((entry.saved_at for entry in self.entries()), default=0)
         self._newest = max(time.time_ns(), self._newest + 1)
-        about = {name: metadata.get(name) for name in ("objects", "step", "score", "score_name")}
+        about = {name: metadata.get(name) for name in ("objects", "step", "score", "score_name", "handler")}
         versions = {"camshaft": __version__, "torch": torch.__version__, "python": platform.python_version()}
         return Entry(file, checksum, size, self._newest, **about, versions=versions, shards=shards)
 
@@ -442,7 +458,6 @@ class Manifest:
         """Add an entry; those of an older file of the same name stay."""
         self.folder.mkdir(exist_ok=True)
         content = {"format": _FORMAT, **asdict(entry)}
-        del content["unreadable"]
         if entry.shards is None:
             del content["shards"]
         text = json.dumps({**content, _OWN: checksum_of_entry(content)}, indent=1) + "\n"
@@ -545,7 +560,7 @@ def checkpoints_in(directory: Path) -> list[os.DirEntry[str]]:
     """List the regular files of a directory that are checkpoints by their names."""
     try:
         with os.scandir(directory) as entries:  # a glob would hide an error of the disk
-            candidates = [entry for entry in entries if Path(entry.name).suffix in (".pt", SAFETENSORS)]
+            candidates = [entry for entry in entries if entry.name.endswith(".pt")]
     except (FileNotFoundError, NotADirectoryError):
         return []
     return [entry for entry in candidates if entry.is_file(follow_symlinks=False)]
@@ -575,25 +590,9 @@ def is_writer(save_on_rank: int | str) -> bool:
     return get_local_rank() == 0 if save_on_rank == _NODE else get_rank() == save_on_rank
 
 
-def safetensors() -> Any:
-    """Import the library for ``.safetensors`` files."""
-    return load_optional("safetensors.torch", extra="safetensors", needed_by=f"a checkpoint in a {SAFETENSORS} file")
-
-
-def as_safetensors(checkpoint: Any) -> bytes:
-    """Serialize a dict of tensors."""
-    values = list(checkpoint.values()) if isinstance(checkpoint, Mapping) else [[checkpoint]]
-    if kinds := sorted({type(one).__name__ for one in values if not isinstance(one, torch.Tensor)}):
-        raise TypeError(f"a {SAFETENSORS} file holds the state of one model, a dict of tensors; got values of {kinds}")
-    # The format holds neither views nor shared memory, as tied weights have it.
-    copies = {name: one.detach().cpu().clone(memory_format=torch.contiguous_format) for name, one in checkpoint.items()}
-    content: bytes = safetensors().save(copies)
-    return content
-
-
 def _warn_if_unloadable(path: Path) -> None:
     """Warn about a file that cannot be loaded with ``weights_only=True``."""
-    if path.suffix == SAFETENSORS or not zipfile.is_zipfile(path):
+    if not zipfile.is_zipfile(path):
         return
     try:
         refused = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))

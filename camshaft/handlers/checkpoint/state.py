@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parallel import DistributedDataParallel
 
 from camshaft.distributed import all_gather, get_rank, get_world_size
 from camshaft.errors import check_is_no_class, described
-from camshaft.handlers.checkpoint.savers import is_writer
 from camshaft.handlers.checkpoint.shards import Chunk, Chunks, like, own_chunk
 from camshaft.handlers.utils import check_type
 from camshaft.sharding import any_dtensor, is_dtensor
@@ -69,14 +68,17 @@ def unwrap(target: Any) -> Any:
     >>> unwrap(nn.DataParallel(layer)) is layer
     True
     """
-    while isinstance(target, nn.Module):
-        if isinstance(target, (nn.DataParallel, DistributedDataParallel)):
-            target = target.module
-        elif isinstance(inner := target._modules.get(_COMPILED), nn.Module):
-            target = inner
-        else:
-            break
+    while isinstance(target, nn.Module) and (name := _wrapped_name(target)):
+        target = target._modules[name]
     return target
+
+
+def state_of(target: Any) -> Any:
+    """Return the state of an object; the names in that of a module are those without any wrappers in it."""
+    target = unwrap(target)
+    state = target.state_dict()
+    wrappers = _wrappers(target)
+    return _renamed(state, partial(_without, wrappers)) if wrappers else state
 
 
 def differs_by_rank(objects: Any) -> bool:
@@ -84,26 +86,25 @@ def differs_by_rank(objects: Any) -> bool:
     return get_world_size() > 1 and any(getattr(one, "_keys_of_ranks", ()) for _, one in walk(objects, "state_dict"))
 
 
-def take_state(objects: Any, save_on_rank: int | str, gather: bool = True, of_ranks: bool = False) -> Any:
+def take_state(objects: Any, keep: bool, gather: bool = True, of_ranks: bool = False) -> Any:
     """Replace every object in nested containers by its state.
 
-    Sharded state is gathered where it is written, unless ``gather`` is false; all ranks take part, and the others
+    Sharded state is gathered on the ranks that keep it, unless ``gather`` is false; all ranks take part, and the others
     return placeholders. With ``of_ranks``, engines whose state :func:`differs_by_rank` have that of all ranks.
     """
-    keep = is_writer(save_on_rank)
 
-    def state_of(one: Any) -> Any:
+    def state_here(one: Any) -> Any:
         if hasattr(one, "consolidate_state_dict"):  # ZeroRedundancyOptimizer
             for rank, (writes,) in enumerate(all_gather((keep,))):
                 if writes:
                     one.consolidate_state_dict(to=rank)
             return one.state_dict() if keep else {}
-        state = unwrap(one).state_dict()
+        state = state_of(one)
         if of_ranks and (keys := getattr(one, "_keys_of_ranks", ())):
             state[_RANKS] = all_gather({key: state.get(key) for key in keys})
         return _replaced(lambda _, leaf: _gathered(leaf, keep), state) if gather and _is_sharded(state) else state
 
-    return _replaced(lambda _, one: state_of(one), objects, "state_dict")
+    return _replaced(lambda _, one: state_here(one), objects, "state_dict")
 
 
 def load_state(target: Any, state: Any, module_options: Mapping[str, Any]) -> None:
@@ -114,7 +115,8 @@ def load_state(target: Any, state: Any, module_options: Mapping[str, Any]) -> No
         # A new rank starts a new pass: with the random numbers of another rank, it would only repeat them.
         state = {**state, **(ranks[rank] if rank < len(ranks) else {**ranks[0], "rng_states": None})}
     if isinstance(target, nn.Module):
-        state, own = _without_prefix(state), target.state_dict()
+        own = target.state_dict()
+        state = _named_like(own, target, state)
         if _is_sharded(own) or _has_chunks(state):
             state = copy.copy(state)  # not a new dict: the state of a module has attributes
             state.update({name: like(own.get(name), value) for name, value in state.items()})
@@ -185,15 +187,71 @@ def _replaced(function: Callable[[str, Any], Any], value: Any, attribute: str = 
     return {key: one for key, _, one in new} if isinstance(value, Mapping) else [one for _, _, one in new]
 
 
-def _without_prefix(state: Any) -> Any:
-    """Rename the entries of a state that was taken from a compiled module."""
-    prefix = f"{_COMPILED}."
-    if not (isinstance(state, Mapping) and state and all(str(key).startswith(prefix) for key in state)):
+# The names in the state of a module. Wrappers add a component to them, wherever they are in it: DistributedDataParallel
+# and DataParallel `module`, and torch.compile `_orig_mod`. In a module, its own structure tells which components these
+# are; in a file, they are the only ones where they stand, and the module to load has others there.
+
+
+def _wrapped_name(module: nn.Module) -> str:
+    """Return the name of the module inside a wrapper; empty if this is none."""
+    if isinstance(module, (nn.DataParallel, DistributedDataParallel)):
+        return "module"
+    return _COMPILED if isinstance(module._modules.get(_COMPILED), nn.Module) else ""
+
+
+def _wrappers(target: Any) -> set[str]:
+    """Return the paths of the modules that are directly inside a wrapper."""
+    if not isinstance(target, nn.Module):
+        return set()
+    modules = target.named_modules(remove_duplicate=False)
+    return {f"{path}.{name}".lstrip(".") for path, module in modules if (name := _wrapped_name(module))}
+
+
+def _wrappers_in(names: Iterable[str], own: Iterable[str], path: str = "") -> Iterator[str]:
+    """Yield the paths in the names of a file at which a wrapper was, but none is in the names of a module."""
+    theirs, ours = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
+    for tree, members in ((theirs, names), (ours, own)):
+        for head, _, rest in (name.partition(".") for name in members):
+            tree[head].append(rest)
+    for head, rests in theirs.items():
+        if head in ("module", _COMPILED) and len(theirs) == 1 and all(rests) and ours.keys() not in (set(), {head}):
+            yield f"{path}{head}"
+            yield from _wrappers_in(rests, own, f"{path}{head}.")
+        elif head in ours and all(rests):
+            yield from _wrappers_in(rests, ours[head], f"{path}{head}.")
+
+
+def _without(wrappers: Collection[str], name: str) -> str:
+    """Remove the components of wrappers from a name.
+
+    >>> _without({"0._orig_mod"}, "0._orig_mod.weight")
+    '0.weight'
+    """
+    parts = name.split(".")
+    return ".".join(part for number, part in enumerate(parts, 1) if ".".join(parts[:number]) not in wrappers)
+
+
+def _named_like(own: Mapping[str, Any], target: nn.Module, state: Any) -> Any:
+    """Rename the entries of a state like those of a module, whichever wrappers were and are in it."""
+    if not isinstance(state, Mapping) or state.keys() == own.keys() or not all(isinstance(key, str) for key in state):
         return state
-    renamed: Any = copy.copy(state)
+    here = _wrappers(target)
+    plain = {_without(here, name): name for name in own}
+    there = set(_wrappers_in(state, plain))
+    if not here and not there:
+        return state
+    renamed = _renamed(state, lambda name: plain.get(name := _without(there, name), name))
+    if hasattr(state, "_metadata"):  # of modules, wrappers included
+        versions = {_without(there, path): one for path, one in state._metadata.items()}
+        paths = [path for path, _ in target.named_modules(remove_duplicate=False)]
+        renamed._metadata = {path: versions[name] for path in paths if (name := _without(here, path)) in versions}
+    return renamed
+
+
+def _renamed(state: Any, rename: Callable[[str], str]) -> Any:
+    renamed: Any = OrderedDict((rename(name), one) for name, one in state.items())
     if hasattr(state, "_metadata"):
-        renamed._metadata = copy.copy(state._metadata)
-    consume_prefix_in_state_dict_if_present(renamed, prefix)
+        renamed._metadata = OrderedDict((rename(path), one) for path, one in state._metadata.items())
     return renamed
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -131,16 +133,16 @@ def test_a_key_that_is_not_a_string_names_a_file():
 @pytest.mark.parametrize("name", ["../best", "best/x", "/tmp/best"])
 def test_a_name_with_a_folder_is_rejected(tmp_path, name):
     saver = DiskSaver(tmp_path / "checkpoints")
-    for option in ("filename_prefix", "filename_pattern"):
-        with pytest.raises(ValueError, match=f"{option} must not contain a folder, got .*: make a DiskSaver for that"):
-            Checkpoint({"part": Part()}, saver, **{option: name})
+    with pytest.raises(ValueError, match="filename_pattern must not contain a folder, got .*: make a DiskSaver for"):
+        Checkpoint({"part": Part()}, saver, filename_pattern=name)
     assert names(tmp_path) == ["checkpoints"]
 
 
 @pytest.mark.parametrize("pattern", [None, "{name}-{filename_prefix}-{global_step}.pt"])
-def test_a_prefix_may_begin_with_a_folder_of_the_directory(tmp_path, pattern):
+@pytest.mark.parametrize("saver", [lambda path: path, DiskSaver, partial(DiskSaver, create_dir=False)])
+def test_a_prefix_may_begin_with_a_folder_of_the_directory(tmp_path, pattern, saver):
     (tmp_path / "best").mkdir()
-    checkpoint = Checkpoint({"part": Part()}, tmp_path, filename_prefix="best/x", filename_pattern=pattern)
+    checkpoint = Checkpoint({"part": Part()}, saver(tmp_path), filename_prefix="best/x", filename_pattern=pattern)
     for step in (1, 2):
         checkpoint(at(step))
     expected = "part-x-2.pt" if pattern else "x_part_2.pt"
@@ -157,9 +159,11 @@ def test_a_prefix_may_begin_with_a_folder_of_the_directory(tmp_path, pattern):
 
 @pytest.mark.parametrize("prefix", ["../best/x", "best/../../x", "/tmp/x"])
 def test_a_prefix_outside_the_directory_is_rejected(tmp_path, prefix):
-    for make in (ModelCheckpoint, lambda *args: Checkpoint({"part": Part()}, *args)):
+    for make in (ModelCheckpoint, partial(Checkpoint, {"part": Part()})):
         with pytest.raises(ValueError, match="filename_prefix must stay in the directory, got"):
             make(tmp_path, prefix)
+    with pytest.raises(ValueError, match="filename_prefix must stay in the directory, got"):
+        Checkpoint({"part": Part()}, DiskSaver(tmp_path), prefix)
     assert names(tmp_path) == []
 
 
