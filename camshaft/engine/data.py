@@ -164,11 +164,6 @@ def seek_with_new_length(data: Any, position: Position | None, epoch_length: int
     return number, left_out, length
 
 
-def _taken(batches: list[Any]) -> Iterator[Any]:
-    while batches:
-        yield batches.pop(0)
-
-
 # --- the current pass --------------------------------------------------------------------------------------------
 
 
@@ -185,7 +180,6 @@ class DataIterator:
         has_started: whether the first pass of the run has started.
         start: the progress from which the run starts, until its first pass has started.
         warns: whether to warn if the first pass is read from its beginning in the middle of an epoch.
-        batches: to yield before those of the first pass, as the data do not return them again; taken out on the way.
     """
 
     skips_forward = False  # whether data that cannot seek are read up to the position when a run resumes
@@ -197,7 +191,6 @@ class DataIterator:
         self.has_started = False
         self.start: Progress | None = None
         self.warns = False
-        self.batches: list[Any] = []
         self._cut_after: int | None = None  # iterations of the last epoch, if it was cut short
         self._is_shifted = False  # the pass began in the middle of an epoch, although each epoch is a pass
         self._announced: tuple[Any, int] | None = None  # the data, and the number
@@ -238,8 +231,7 @@ class DataIterator:
         assert data is not None, "there are passes over data only"
         if position is None and self.warns:
             warn_of_new_pass(data, self.start.done)
-        iterator, skipped = (iter(data), 0) if position is None else open_at(data, position)
-        return (itertools.chain(_taken(self.batches), iterator) if self.batches else iterator), skipped
+        return (iter(data), 0) if position is None else open_at(data, position)
 
     def open_pass(self, number: int, cut_after: int | None) -> Iterator[Any]:
         """Open a later pass.
@@ -258,7 +250,6 @@ class DataIterator:
 
     def cut(self, done: int) -> None:
         """Abandon the pass; the next epoch starts another one."""
-        self.batches.clear()
         if self.iterator is not None:
             self.iterator, self._cut_after = None, done
 
@@ -283,10 +274,6 @@ class DataIterator:
                 raise
             self._take(iterator, number, length_of(data))
 
-    def shift(self, iterations: int) -> None:
-        """Keep the position when ``state.iteration`` is changed by ``iterations``."""
-        self._first_iteration += iterations
-
     def announce_if_over(self) -> None:
         """Announce the number of the next pass if the next fetch starts one, as far as is known.
 
@@ -303,19 +290,6 @@ class DataIterator:
         if self._announced is None or self._announced[0] is not data or self._announced[1] != number:
             announce_epoch(data, number)
             self._announced = data, number
-
-    def can_return(self, batches: int, fetched: int) -> bool:
-        """Return whether a resumed run can get the last batches again.
-
-        Args:
-            batches: the last ones that iterations have begun with.
-            fetched: batches after those, that no iteration has begun with.
-        """
-        if not self.has_started or self.engine.state.dataloader is None:
-            return True
-        if has_own_state(self.engine.state.dataloader):
-            return batches == 0 and (not fetched or self._given() == 0)
-        return batches <= self._given()
 
     def position(self, back: int = 0) -> Position | None:
         """Return the position, ``back`` batches ago; ``None`` if a resumed run reads the data from their beginning."""

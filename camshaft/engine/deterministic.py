@@ -121,7 +121,7 @@ class SeededDataIterator(DataIterator):
         """Open the first pass of the run, seeded, at the batch where the run resumes."""
         assert self.start is not None, "the run has started"
         position, state = self.start.position, self.engine.state
-        if self.start.batches is not None or (position is not None and "state" in position):
+        if position is not None and "state" in position:
             return self._with_saved_random_state(*super().open_first_pass())
         data = state.dataloader = _with_reproducible_batches(state.dataloader)
         exact, sampler = exact_batches(data), getattr(data, "batch_sampler", None)

@@ -11,7 +11,7 @@ from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overl
 
 from camshaft import activity
 from camshaft.base import Serializable
-from camshaft.engine.data import DataIterator, can_start_anywhere, has_own_state, seek_with_new_length
+from camshaft.engine.data import DataIterator, can_start_anywhere, has_own_state, length_of, seek_with_new_length
 from camshaft.engine.dispatch import Dispatcher
 from camshaft.engine.events import (
     CallableEventWithFilter,
@@ -34,8 +34,7 @@ from camshaft.engine.progress import (
     target_of,
 )
 from camshaft.engine.state import Batch, Output, State
-from camshaft.errors import check_takes
-from camshaft.text import counted
+from camshaft.errors import check_takes, level_of_caller
 
 __all__ = ["CallableEventWithFilter", "Engine", "EventEnum", "Events", "EventsList", "RemovableEventHandle"]
 
@@ -47,6 +46,11 @@ Plain = TypeVar("Plain", bound="Callable[[Engine[Any, Any]], object] | Callable[
 def outermost_engine() -> Engine[Any, Any] | None:
     """Return the engine of this thread that does not run in a handler of another one, or ``None`` if none runs."""
     return next(iter(activity.in_thread()), None)
+
+
+def _is_rest(data: Any, progress: Progress, length: int | None) -> bool:
+    """Return whether a sequence has the length of the rest of an epoch, as of batches that were left."""
+    return not hasattr(data, "dataset") and length_of(data) == (length or 0) - progress.done
 
 
 class _Decorator:
@@ -127,7 +131,6 @@ class Engine(Serializable, Generic[Batch, Output]):
         self._state: State[Batch, Output] = State()
         self._progress = Progress(origin=Origin.COUNTERS)  # of the last run, or of a loaded state
         self._counters = (0, 0)  # in the state at that time; values that the user has set since take precedence
-        self._recounted_from: int | None = None  # iterations before the last resume counted them for another batch size
         self._run: Run | None = None  # also while it is paused
         self._next_data: Iterable[Any] | None = None
         self._surroundings: list[Callable[[Any], AbstractContextManager[object]]] = []  # of each call of run
@@ -371,15 +374,15 @@ class Engine(Serializable, Generic[Batch, Output]):
             state.max_epochs = None
         request.check_target(state)
         if self._run is not None and has_target(state):
-            request.resume(state, is_paused=True)
+            request.resume(state, is_given=True)
             if request.data is not None and not self._run.data.has_started:
                 state.dataloader = request.data
             self._log_resuming()
         else:
             if request.data is None and self._needs_data:
                 raise ValueError(f"data must be given to {type(self).__name__}, got None")
-            progress, self._recounted_from = self._progress_for(request.data), None
-            if request.exceeds(progress.retry or progress, state):
+            progress = self._progress_for(request.data)
+            if request.exceeds(progress, state):
                 self._resume(request, progress)
             # A job that had finished was started again. What another engine runs, such as an evaluator, is not a job.
             elif progress.origin is Origin.LOADED and has_target(state) and outermost_engine() is None:
@@ -425,51 +428,46 @@ class Engine(Serializable, Generic[Batch, Output]):
         progress, state = self._kept(), self.state
         if progress.origin is Origin.ENDED:  # perhaps in the middle of an epoch, whose rest is then left out
             return Progress(state.epoch, state.iteration)
-        if data is state.dataloader:
-            return progress
-        if progress.origin is Origin.FAILED and not can_start_anywhere(data):
-            return (progress.retry or progress)._replace(position=None, batches=None)
-        return progress._replace(retry=None)
+        if progress.origin is Origin.FAILED and data is not state.dataloader:
+            can_seek = can_start_anywhere(data)
+            return progress._replace(position=progress.position if can_seek else None, lost=False)
+        return progress
 
     def _resume(self, request: Request, progress: Progress) -> None:
         """Start a run from where the last one, or a loaded state, ended."""
-        state, knew_length = self.state, self.state.epoch_length is not None
-        new_length = seek_with_new_length(request.data, progress.position, state.epoch_length)
-        inferred = request.resume(state, is_paused=False)
+        state, before = self.state, self.state.epoch_length
+        found = seek_with_new_length(request.data, progress.position, before)
+        if found is not None and request.epoch_length not in (None, found[2]):
+            found = None
+        inferred = request.resume(state, self._has_given_length() or _is_rest(request.data, progress, before))
         if inferred is not None:
             self._inferred["epoch_length"] = inferred
-        if new_length is not None:
-            progress = self._recount(progress, new_length)
-        elif not knew_length:
-            progress = progress.in_epochs_of(state.epoch_length)
-        begins = progress.retry or progress
-        if begins.position is not None and (lost := begins.position.get("lost", 0)):
+        progress = self._in_present_epochs(progress, before, found)
+        if progress.lost:
             warnings.warn(
-                "the run resumes from the middle of an iteration or of a window of accumulated gradients, whose start "
-                f"its data cannot return to: {lost} {'batch is' if lost == 1 else 'batches are'} lost; save at the end "
-                "of a window, or use a loader of auto_dataloader with epochs that are passes",
+                f"the batch of the iteration that failed is lost: {type(request.data).__name__} cannot return it again",
                 stacklevel=3,
             )
-        state.iteration, state.epoch = begins.iteration, begins.epoch
+        state.iteration, state.epoch = progress.iteration, progress.epoch
         self._log_resuming()
         self._start(request.data, progress)
 
-    def _recount(self, progress: Progress, new_length: tuple[int, int, int]) -> Progress:
-        """Count iterations in batches of a loader that makes more or fewer per epoch than the one that was saved."""
-        number, done, length = new_length
-        assert progress.position is not None, "else no new length is found"
-        epoch = progress.epoch + number - progress.position["epoch"]
-        self.state.epoch_length, self._recounted_from = length, progress.iteration
-        iteration, target = epoch * length + done, self.state.max_iters
-        self.logger.info("The loader now makes %s per epoch: iterations are recounted", counted(length, "batch"))
-        if target is not None and iteration >= target:
-            warnings.warn(
-                f"the loader now makes {counted(length, 'batch')} per epoch, so the run counts "
-                f"{counted(iteration, 'iteration')} as completed, which reaches the target of {target}: "
-                "pass a larger max_iters",
-                stacklevel=4,
-            )
-        return progress._replace(epoch=epoch, done=done, iteration=iteration)
+    def _has_given_length(self) -> bool:
+        """Return whether the user has given the length of an epoch, and it is not that of the data."""
+        state = self.state
+        return state.epoch_length not in (None, self._inferred.get("epoch_length"), length_of(state.dataloader))
+
+    def _in_present_epochs(self, progress: Progress, before: int | None, found: Any) -> Progress:
+        """Return progress in epochs of the present length, which was ``before``; ``iteration`` never goes back."""
+        if found is not None:
+            number, done, self.state.epoch_length = found
+            assert progress.position is not None, "else nothing is found"
+            progress = progress._replace(epoch=progress.epoch + number - progress.position["epoch"], done=done)
+        else:
+            progress = progress.in_epochs_of(self.state.epoch_length, before)
+        if before not in (None, self.state.epoch_length):
+            self.logger.info("An epoch now has %s iterations, before %d", self.state.epoch_length, before)
+        return progress
 
     def _log_resuming(self) -> None:
         state = self.state
@@ -555,29 +553,57 @@ class Engine(Serializable, Generic[Batch, Output]):
         """
         return 1.0 if self._run is None else self._run.data.share()
 
-    def hold_position(self) -> None:
-        """Make ``state_dict()`` resume from the start of this iteration.
+    @property
+    def in_step(self) -> bool:
+        """Whether a step is open, whose end :meth:`defer` waits for.
 
-        For steps that accumulate gradients over several iterations: accumulated gradients are not saved, so a resumed
-        run repeats these iterations. The steps of supervised trainers call this themselves. Call
-        :meth:`release_position` after the optimizer has stepped; the end of an epoch has the same effect.
+        It is open from the fetch of a batch until the process function has returned, and while :attr:`is_accumulating`.
         """
-        if self._run is not None:
-            self._run.window = self._run.begun - 1
+        return self._run is not None and self._run.in_step
 
-    def release_position(self) -> None:
-        """Make ``state_dict()`` resume from the current iteration again."""
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether gradients wait for a later iteration.
+
+        Steps that accumulate gradients over several iterations set it to True, and to False when the optimizer has
+        stepped; those of supervised trainers do. The end of an epoch sets it to False.
+        """
+        return self._run is not None and self._run.is_accumulating
+
+    @is_accumulating.setter
+    def is_accumulating(self, value: bool) -> None:
         if self._run is not None:
-            self._run.window = None
+            self._run.is_accumulating = value
+
+    def defer(self, function: Callable[[Engine[Batch, Output]], object]) -> None:
+        """Call ``function(engine)`` once no step is open: now, or after the handlers of the iteration that ends it.
+
+        What is saved then belongs together: the position in the data, the weights, and what handlers have counted and
+        averaged. A function that is due already is called once. If the run is terminated meanwhile, the function is
+        called after ``TERMINATE``; after an error, it is not called.
+
+        >>> from camshaft.engine import Events
+        >>> engine = Engine(lambda engine, batch: engine.state_dict()["iteration"])
+        >>> handle = engine.add_event_handler(
+        ...     Events.ITERATION_STARTED,
+        ...     lambda: engine.defer(lambda engine: print(engine.state_dict()["iteration"])),
+        ... )
+        >>> _ = engine.run(range(2))
+        1
+        2
+        """
+        if self._run is None or not self._run.in_step:
+            function(self)
+        else:
+            self._stops.setdefault(Stop.DUE, {})[function] = True
 
     def change_epoch_length(self, length: int) -> None:
-        """Change the length of epochs, in ``EPOCH_STARTED``. Iterations are recounted as if all epochs had it."""
+        """Change the length of epochs, in ``EPOCH_STARTED``."""
         if self._run is None or not self._run.in_epoch or self._run.begun:
             raise RuntimeError("change_epoch_length must be called in EPOCH_STARTED of an epoch without iterations yet")
-        state, before = self.state, self.state.iteration
-        state.epoch_length = positive("length", length)
-        state.iteration = (state.epoch - 1) * length
-        self._run.data.shift(state.iteration - before)
+        if not self._has_given_length():
+            self._inferred["epoch_length"] = length
+        self.state.epoch_length = positive("length", length)
 
     def set_data(self, data: Iterable[Batch]) -> None:
         """Continue with other data: from the next fetch in a run, otherwise in the next run without data of its own.
@@ -601,11 +627,13 @@ class Engine(Serializable, Generic[Batch, Output]):
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return the progress, the target, and the attributes that ``state_dict_user_keys`` names.
 
-        ``iteration`` counts completed iterations: a run that resumes repeats an iteration whose process function had
-        not returned. ``epochs_completed`` and ``iterations_in_epoch``, those completed in the epoch after them, are
-        present once a run has started. ``position`` is present if the data can start in the middle of a pass: loaders
-        of ``auto_dataloader``, and data with ``state_dict`` and ``load_state_dict``. In the middle of a window of
-        accumulated gradients, the values are those of the start of the window.
+        ``iteration`` counts completed iterations. ``epochs_completed`` and ``iterations_in_epoch``, those completed in
+        the epoch after them, are present once a run has started. ``position`` is present if the data can start in the
+        middle of a pass: loaders of ``auto_dataloader``, and data with ``state_dict`` and ``load_state_dict``.
+        ``epoch_length_is_given`` is present if the length of an epoch does not come from the data.
+
+        While a step is open, what else is saved may be ahead of these values, and accumulated gradients are not saved:
+        this warns. Save in a function that :meth:`defer` calls, as :class:`.Checkpoint` does.
 
         >>> from camshaft.engine import Events
         >>> engine = Engine(lambda engine, batch: None)
@@ -617,6 +645,10 @@ class Engine(Serializable, Generic[Batch, Output]):
         {'epoch_length': 3, 'iteration': 4, 'max_epochs': 2, 'epochs_completed': 1, 'iterations_in_epoch': 1}
         """
         state, kept = self.state, self._kept()
+        if self.in_step or self.is_accumulating:
+            what = "accumulated gradients are lost" if self.is_accumulating else "what is saved with it may be ahead"
+            hint = "; save in a function that engine.defer calls" if self.in_step else ""
+            warnings.warn(f"the state is saved while a step is open: {what}{hint}", stacklevel=level_of_caller())
         progress = kept if self._run is None else self._run.progress()
         target = "max_epochs" if state.max_iters is None else "max_iters"
         saved: OrderedDict[str, Any] = OrderedDict(epoch_length=state.epoch_length, iteration=progress.iteration)
@@ -625,6 +657,8 @@ class Engine(Serializable, Generic[Batch, Output]):
             saved.update(epochs_completed=progress.epoch, iterations_in_epoch=progress.done)
         if progress.position is not None:
             saved["position"] = progress.position
+        if self._has_given_length() or length_of(state.dataloader) not in (None, state.epoch_length):
+            saved["epoch_length_is_given"] = True
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -655,15 +689,17 @@ class Engine(Serializable, Generic[Batch, Output]):
         if missing := [key for key in self.state_dict_user_keys if key not in state_dict]:
             raise ValueError(f"state_dict lacks the user keys {missing}, it has {list(state_dict)}")
         progress, measures = read(state_dict)
-        new_length = None
-        if run is not None and run.is_active:  # in STARTED, when the data are known
-            new_length = seek_with_new_length(state.dataloader, progress.position, measures["epoch_length"])
+        length, found, is_given = measures["epoch_length"], None, state_dict.get("epoch_length_is_given", False)
+        is_running = run is not None and run.is_active  # in STARTED, when the data are known
+        if is_running:
+            found = seek_with_new_length(state.dataloader, progress.position, length)
         else:
             self._discard_run()
         for name, value in (*measures.items(), *((key, state_dict[key]) for key in self.state_dict_user_keys)):
             setattr(state, name, value)
-        self._inferred, self._recounted_from = {}, None
-        if new_length is not None:
-            progress = self._recount(progress, new_length)
+        if is_running and not is_given:
+            state.epoch_length = length_of(state.dataloader) or length
+        self._inferred = {} if is_given else {"epoch_length": state.epoch_length}
+        progress = self._in_present_epochs(progress, length, found)
         state.iteration, state.epoch = progress.iteration, progress.epoch
         self._keep(progress)

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 Pauses = Generator[None, None, BaseException | None]
 _END: Any = object()
-_FETCHING = (Events.GET_BATCH_STARTED, Events.DATALOADER_STOP_ITERATION)
 
 
 class Stop(Enum):
@@ -49,6 +48,7 @@ class Stop(Enum):
     EPOCH = auto()
     PAUSE = auto()
     ERROR = auto()  # to raise an error that another thread has left; its value is the error
+    DUE = auto()  # nothing; its value holds the functions to call once no step is open
 
 
 class StopFlag:
@@ -93,9 +93,9 @@ class Run:
         data: the current pass over the data.
         begun: iterations of the epoch that have begun.
         completed: those whose process function has returned.
-        window: iterations of the epoch that were completed when an open window of accumulated gradients began, else
-            ``None``.
+        is_accumulating: whether gradients wait for an iteration to come.
         in_epoch: whether an epoch has begun whose iterations are not over.
+        is_leaving: whether the run ends, fails, or pauses now, so that an open step may never end.
         is_active: whether the run is being executed, and not paused.
         generator: executes the run up to the next pause.
     """
@@ -104,9 +104,8 @@ class Run:
         self.engine = engine
         self.data = engine._data_iterator(engine)
         self.begun = self.completed = 0
-        self.window: int | None = None
-        self.in_epoch = self.is_active = False
-        self._fetched = 0  # batches of the epoch when handlers of GET_BATCH_COMPLETED ran last
+        self.is_accumulating = self.in_epoch = self.is_active = self.is_leaving = False
+        self._fetched = 0  # batches of the epoch when something ran last after a fetch
         self._has_epochs = False
         self._failed = self._warned = False
         self.generator = self._run()
@@ -152,7 +151,7 @@ class Run:
                     except StopEpoch:
                         is_cut = True
                         self.data.cut(self.begun)
-                    self.in_epoch, self.window = False, None
+                    self.in_epoch = self.is_accumulating = self.is_leaving = False
                     self.data.end_epoch(self.begun)
                     if is_cut:
                         self._fire(Events.TERMINATE_SINGLE_EPOCH, iter_counter=self.begun)
@@ -170,9 +169,12 @@ class Run:
             except StopRun:
                 is_terminated = True
             if is_terminated:
-                if not is_done(engine.state, self.in_epoch):
+                self.is_leaving = True
+                length = engine.state.epoch_length
+                if not is_done(engine.state, self.in_epoch and (length is None or self.completed < length)):
                     activity.left_early(engine, engine._terminated_by)
                 self._fire(Events.TERMINATE)
+                self._do_what_is_due()
             engine.state.times["COMPLETED"] = perf_counter() - began
             if stops.get(Stop.RUN) != "skip_completed":
                 self._fire(Events.COMPLETED)
@@ -183,17 +185,20 @@ class Run:
             raise
         except BaseException as error:
             self._failed = True
-            return report(engine, error)
+            return self._report(error)
         return None
+
+    def _report(self, error: BaseException) -> BaseException | None:
+        self.is_leaving = True
+        self.engine._stops.pop(Stop.DUE, None)  # the step that it waited for does not end
+        return report(self.engine, error)
 
     def _begin_epoch(self) -> None:
         engine = self.engine
         self.begun = self.completed = self._fetched = 0
         if not self._has_epochs:  # a handler of STARTED may have changed the counters, or loaded a state
-            kept = engine._kept()
-            progress = self.data.start = kept.retry or kept
-            self.data.warns = kept.retry is None and kept.origin in (Origin.LOADED, Origin.FAILED)
-            self.data.batches = progress.batches or []
+            progress = self.data.start = engine._kept()
+            self.data.warns = progress.origin in (Origin.LOADED, Origin.FAILED)
             self.begun = self.completed = progress.done
         self.in_epoch = self._has_epochs = True
         engine.state.epoch += 1
@@ -219,6 +224,11 @@ class Run:
                 if batch is _END:
                     data.ran_out()
                     if state.epoch_length is None:  # the epoch is this pass
+                        if not begun:
+                            raise ValueError(
+                                "data must hold at least one batch, got an empty or exhausted "
+                                f"{type(state.dataloader).__name__}: pass data that can be iterated over again"
+                            )
                         engine._infer_epoch_length(begun)
                         return None
                     data.announce()
@@ -236,8 +246,10 @@ class Run:
                 if not data.fetched.since < state.iteration < data.fetched.due:
                     self._fetched = begun + 1
                     data.fetched.fire(engine)
-                if stops and self._act_on_stops():
-                    yield
+                if stops:
+                    self._fetched = begun + 1
+                    if self._act_on_stops():
+                        yield
                 state = engine._state
                 state.iteration = iteration = state.iteration + 1
                 self.begun = begun = begun + 1
@@ -260,7 +272,7 @@ class Run:
                     engine._stops[Stop.RUN] = True
                     raise StopRun
         except Exception as error:
-            return report(engine, error)
+            return self._report(error)
 
     def _fire(self, event: Events, **keywords: Any) -> None:
         self.engine._dispatcher.plans[event].fire_with(self.engine, **keywords)
@@ -269,6 +281,8 @@ class Run:
         """Leave the run or the epoch if requested; return whether the run is to pause."""
         stops = self.engine._stops
         self._raise_pending()
+        if Stop.DUE in stops and not self.in_step:
+            self._do_what_is_due()
         if Stop.RUN in stops:
             raise StopRun
         if Stop.EPOCH in stops:
@@ -277,10 +291,24 @@ class Run:
             raise StopEpoch
         if Stop.PAUSE not in stops:
             return False
+        self.is_leaving = True
         self._fire(Events.INTERRUPT)
+        self.is_leaving = False
         stops.pop(Stop.PAUSE, None)
         self._raise_pending()
         return True
+
+    @property
+    def in_step(self) -> bool:
+        """Whether an iteration or a window of accumulated gradients is open, and its end is to come."""
+        is_open = self.is_accumulating or self.begun > self.completed or self._fetched > self.begun
+        return is_open and self.in_epoch and not self.is_leaving
+
+    def _do_what_is_due(self) -> None:
+        if self.in_epoch and not self.is_leaving:
+            self.engine.last_event_name = Events.ITERATION_COMPLETED  # which does not fire if it has no handlers
+        for function in self.engine._stops.pop(Stop.DUE, ()):
+            function(self.engine)
 
     def _raise_pending(self) -> None:
         if Stop.ERROR in self.engine._stops:
@@ -307,60 +335,32 @@ class Run:
     # --- progress ------------------------------------------------------------------------------------------
 
     def progress(self) -> Progress:
-        """Return the progress to save: without an unfinished iteration, and from the start of an open window.
+        """Return the progress to save, without an iteration whose process function has not returned.
 
-        If the data cannot return the batches since then, they count as completed, and the position holds their number
-        as ``lost``.
+        It is part of the progress of data that save their position themselves, and are past its batch already.
         """
         if not self._has_epochs:
             return self.engine._kept()
-        if self.data.batches:  # the run has not reached the batch that it repeats
-            return self.engine._progress
-        done = self.completed if self.window is None else min(self.window, self.completed)
+        state, done = self.engine.state, self.completed
+        if self.in_epoch and has_own_state(state.dataloader):
+            done = max(self.begun, self._fetched)
         back = self.begun - done if self.in_epoch else 0
-        fetched = int(has_own_state(self.engine.state.dataloader) and self._has_fetched())
-        if self.data.can_return(back, fetched):
-            return self._progress(back)
-        return self._progress(-fetched, lost=back + fetched)
+        iteration, position = state.iteration - back, self.data.position(back)
+        if self.in_epoch and (state.epoch_length is None or done < state.epoch_length):
+            return Progress(state.epoch - 1, iteration, done, position)
+        return Progress(state.epoch, iteration, 0, position)
 
     def final_progress(self) -> Progress:
         """Return the progress of this run, which has ended."""
+        progress, state = self.progress(), self.engine.state
+        is_over = state.epoch_length is not None and self.completed >= state.epoch_length
         if not self._has_epochs:
-            return self.engine._kept()
-        length = self.engine.state.epoch_length
-        is_over = length is not None and self.completed >= length
+            return progress
         if not self._failed or not self.in_epoch or is_over:
-            return self.progress()._replace(origin=Origin.ENDED, retry=None)
-        if self.data.batches:
-            return self.progress()
-        retry = self._progress(self.begun - self.completed)._replace(origin=Origin.FAILED)
-        if not isinstance(self.engine.state.dataloader, Iterator):
-            if not has_own_state(self.engine.state.dataloader):
-                return self.progress()._replace(origin=Origin.FAILED)
-            if retry.position is None:  # the pass is read from its beginning
-                return retry
-        if self.window is not None and self.window < self.completed:
-            position = {**(retry.position or {"batches": 0}), "lost": self.completed - self.window}
-            retry = retry._replace(position=position)
-        is_kept = self.begun > self.completed or self._has_fetched()
-        retry = retry._replace(batches=[self.engine.state.batch] if is_kept else [])
-        return self.progress()._replace(origin=Origin.FAILED, retry=retry)
-
-    def _has_fetched(self) -> bool:
-        """Return whether there is a batch that no iteration has begun with."""
-        is_fetching = self._fetched > self.begun or self.engine.last_event_name in _FETCHING
-        is_between = self.in_epoch and self.begun == self.completed
-        return is_between and is_fetching and self.engine.state.batch is not None
-
-    def _progress(self, back: int, lost: int = 0) -> Progress:
-        """Return the progress ``back`` iterations ago."""
-        state, position = self.engine.state, self.data.position(back)
-        if lost:
-            position = {**(position or {"batches": 0}), "lost": lost}
-        done = self.begun - back
-        if self.in_epoch and (state.epoch_length is None or done < state.epoch_length):
-            return Progress(state.epoch - 1, state.iteration - back, done, position)
-        return Progress(state.epoch, state.iteration - back, 0, position)
+            return progress._replace(origin=Origin.ENDED)
+        cannot_return = isinstance(state.dataloader, Iterator) or has_own_state(state.dataloader)
+        lost = cannot_return and (self.begun > self.completed or self._fetched > self.begun)
+        return progress._replace(origin=Origin.FAILED, lost=lost)
 
 
 def elapsed(seconds: float) -> str:

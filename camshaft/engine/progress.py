@@ -35,9 +35,7 @@ class Progress(NamedTuple):
         done: iterations completed in the current epoch.
         position: position in the data, or ``None`` to read them from their beginning.
         origin: how the engine got there.
-        retry: progress from which the same data continue in this process, if they cannot return a batch again.
-        batches: in ``retry``, those that come before the next ones of the data: the batch of the interrupted iteration,
-            until it has been fetched again.
+        lost: whether a batch was fetched for an iteration that failed, and the data cannot return it again.
     """
 
     epoch: int = 0
@@ -45,15 +43,18 @@ class Progress(NamedTuple):
     done: int = 0
     position: Position | None = None
     origin: Origin = Origin.ENDED
-    retry: Progress | None = None
-    batches: list[Any] | None = None
+    lost: bool = False
 
-    def in_epochs_of(self, length: int | None) -> Progress:
-        """Return the progress now that the length of an epoch is known."""
-        if length is None:
+    def in_epochs_of(self, length: int | None, before: int | None) -> Progress:
+        """Return the progress in epochs of another length than ``before``, with the same share of the epoch done."""
+        if length is None or length == before:
             return self
-        retry = self.retry and self.retry.in_epochs_of(length)
-        return self._replace(epoch=self.epoch + self.done // length, done=self.done % length, retry=retry)
+        if before is None:  # an unfinished first pass
+            return self._replace(epoch=self.epoch + self.done // length, done=self.done % length)
+        position = self.position
+        if position is not None and position.get("steps") == before and "batches" in position:
+            position = {**position, "batches": position["batches"] * length // before, "steps": length}
+        return self._replace(done=self.done * length // before, position=position)
 
 
 # --- saved states ------------------------------------------------------------------------------------------------
@@ -94,7 +95,7 @@ def read(state_dict: Mapping[str, Any]) -> tuple[Progress, dict[str, int | None]
     position = state_dict.get("position")
     if position is not None:
         check_type("position", position, Mapping, "a mapping")
-        for name in ("epoch", "batches", "consumed", "steps", "lost"):
+        for name in ("epoch", "batches", "consumed", "steps"):
             if position.get(name) is not None:
                 _integer(f"position[{name!r}]", position[name], least=0)
     progress = Progress(epoch, iteration, done, position, Origin.LOADED)
@@ -121,11 +122,7 @@ def is_done(state: State[Any, Any], in_epoch: bool = False) -> bool:
     """Return whether the target of a state is reached; ``in_epoch``: the last of its epochs is not over."""
     if state.max_iters is not None and state.iteration >= state.max_iters:
         return True
-    if state.max_epochs is None:
-        return False
-    if state.epoch_length is not None and state.iteration >= state.epoch_length * state.max_epochs:
-        return True
-    return state.epoch - in_epoch >= state.max_epochs
+    return state.max_epochs is not None and state.epoch - in_epoch >= state.max_epochs
 
 
 def has_target(state: State[Any, Any]) -> bool:
@@ -224,16 +221,21 @@ class Request:
         state.max_epochs = 1 if self.max_epochs is None and self.max_iters is None else self.max_epochs
         return inferred
 
-    def resume(self, state: State[Any, Any], is_paused: bool) -> int | None:
-        """Set the targets of a state; return the length of its epochs if it is inferred from the data now."""
-        if self.epoch_length is not None and state.epoch_length not in (None, self.epoch_length):
+    def resume(self, state: State[Any, Any], is_given: bool) -> int | None:
+        """Set the targets of a state; return the length of its epochs if it comes from the data.
+
+        Args:
+            state: changed only if there is no error.
+            is_given: whether the length of its epochs must stay; otherwise, that of the data replaces it.
+        """
+        if self.epoch_length is not None and is_given and state.epoch_length not in (None, self.epoch_length):
             raise ValueError(
                 f"epoch_length must stay {state.epoch_length} when a run is resumed, got {self.epoch_length}; to start "
                 "from the beginning, set engine.state.max_epochs = engine.state.max_iters = None first"
             )
         inferred = None
-        if state.epoch_length is None and not is_paused:
-            state.epoch_length, inferred = self._length_after(None)
+        if not is_given:
+            state.epoch_length, inferred = self._length_after(state.epoch_length)
         state.epoch_length = self.epoch_length or state.epoch_length
         self._set_target(state)
         return inferred

@@ -399,8 +399,8 @@ class Accumulation:
         self._weight = self._weight + self._latest
         if is_last:
             self._step(engine)
-        elif self._pending == 1:
-            engine.hold_position()
+        else:
+            engine.is_accumulating = True
 
     def _step(self, engine: Any) -> None:
         """Step with the gradients; correct the mean if the window is shorter than the others."""
@@ -410,7 +410,7 @@ class Accumulation:
             else:
                 self._update.apply(self._size / self._pending if self._pending < self._size else None)
         self._pending = 0
-        engine.release_position()
+        engine.is_accumulating = False
 
     # --- handlers for ends that cannot be foreseen ---------------------------------------------------------
 

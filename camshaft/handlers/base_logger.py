@@ -13,7 +13,6 @@ import urllib.request
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from numbers import Integral, Number
 from typing import Any, ClassVar, TypeVar
 
@@ -551,8 +550,7 @@ class BaseLogger:
         """Rewind the log if this run resumes an earlier one."""
         if not any(_follows(handle, engine) for handle in self._attached):
             return  # all handlers were removed
-        with _counting_as_saved(engine):
-            reached = Reached(engine, self._attached)
+        reached = Reached(engine, self._attached)
         if engine.state.iteration > 0:
             written = self._rewind(reached)
             self._reached = reached if written is not None and reached.is_shared else None
@@ -680,19 +678,6 @@ class Reached:
         """Return whether a point lies after the point from which the run resumes."""
         last = self(path)
         return last is not None and step > last
-
-
-@contextmanager
-def _counting_as_saved(engine: Engine[Any, Any]) -> Iterator[None]:
-    """Undo in this block that iterations were recounted for another batch size: the log has the previous numbers."""
-    state = engine.state
-    count = state.iteration
-    if engine._recounted_from is not None:
-        state.iteration = engine._recounted_from
-    try:
-        yield
-    finally:
-        state.iteration = count
 
 
 def _as_read(path: Path) -> Path:

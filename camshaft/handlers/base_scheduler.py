@@ -50,7 +50,6 @@ class BaseParamScheduler(Serializable, ABC):
         self.event_index = 0
         self.save_history = save_history
         self._last_iteration: int | None = None  # in which it was called
-        self._first_repeated: int | None = None  # where a run that was saved in that iteration resumes
 
     @abstractmethod
     def get_param(self) -> Any:
@@ -93,7 +92,7 @@ class BaseParamScheduler(Serializable, ABC):
         memo = _memo(self)
         keys = self._state_dict_all_req_keys
         state = OrderedDict((name, copy.deepcopy(_state_of(getattr(self, name)), memo)) for name in keys)
-        state.update(last_iteration=self._last_iteration, first_repeated=self._first_repeated)
+        state.update(last_iteration=self._last_iteration)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -123,8 +122,7 @@ class BaseParamScheduler(Serializable, ABC):
 
     def _restore(self, state_dict: Mapping[str, Any]) -> None:
         memo = _memo(self)
-        self._last_iteration = state_dict.get("last_iteration")  # older states have neither, or only this one
-        self._first_repeated = state_dict.get("first_repeated", self._last_iteration)
+        self._last_iteration = state_dict.get("last_iteration")  # which older states lack
         for name in self._state_dict_all_req_keys:
             value, saved = getattr(self, name), copy.deepcopy(state_dict[name], memo)
             if hasattr(value, "load_state_dict"):
@@ -138,28 +136,19 @@ class BaseParamScheduler(Serializable, ABC):
                 attributes.update(saved)
 
     def _was_counted(self, engine: Engine[Any, Any]) -> bool:
-        """Return whether a resumed run continues an epoch, or repeats an iteration, in which it was called.
-
-        In the middle of a window of accumulated gradients, a run resumes from the start of the window. The optimizer
-        steps at its end, so until then it does not matter that its parameters are those of the last call.
-        """
-        event, last, first = engine.last_event_name, self._last_iteration, self._first_repeated
+        """Return whether a resumed run continues an epoch, or after an error repeats an iteration, of its last call."""
+        event = engine.last_event_name
         if event is _ITERATION_STARTED or event is _ITERATION_COMPLETED:
-            if last is None or first is None or engine._state.iteration > last:
-                return False
-            return utils.may_repeat_iteration(engine, first)
+            return self._last_iteration == engine._state.iteration and utils.repeats_iteration(engine)
         return event is _EPOCH_STARTED and self.event_index > 0 and utils.resumes_epoch(engine)
 
     def _remember_call(self, engine: Engine[Any, Any]) -> None:
         """Remember the iteration of a call."""
         try:
-            self._last_iteration = self._first_repeated = iteration = engine._state.iteration
+            self._last_iteration = engine._state.iteration
         except AttributeError:  # a check of each engine would take as long as all of this
             utils.check_engine("engine", engine)
             raise
-        run = engine._run
-        if run is not None and run.window is not None:
-            self._first_repeated = iteration - (run.begun - run.window) + 1
 
     def _record(self, engine: Engine[Any, Any], name: str, entry: Any) -> None:
         """Append an entry to the history."""

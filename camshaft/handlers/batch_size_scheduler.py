@@ -24,9 +24,8 @@ class BatchSizeScheduler(SteppedScheduler):
 
     Another size changes the number of batches, while the engine still counts ``epoch_length`` iterations, so an epoch
     is more or less than a pass over the data. With ``adapt_epoch_length=True`` it remains a pass: if epochs were passes
-    over this loader, the engine adopts the new number of batches at the start of an epoch. It then recounts its
-    iterations, as if all epochs had had the new length, so ``state.iteration`` jumps; this also happens in a run that
-    is resumed with another batch size. A run over ``max_iters`` iterations is unaffected.
+    over this loader, the engine adopts the new number of batches at the start of an epoch. A run over ``max_iters``
+    iterations is unaffected.
 
     Args:
         dataloader: a loader with a batch sampler of torch or of ``auto_dataloader``.

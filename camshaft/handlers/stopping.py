@@ -21,9 +21,10 @@ def stop_together(engine: Engine[Any, Any]) -> Callable[[], None]:
     """Return a function that ends the run of an engine on all ranks after the same iteration.
 
     Call this before the run, on every rank and on the same line. The returned function may then be called on any rank,
-    by a step, a handler, a signal handler, or another thread. The run proceeds to the end of the iteration that the
-    furthest rank is in, including ``EPOCH_COMPLETED`` if that is the last one of the epoch, and ends as after
-    ``engine.terminate()``. Until then, an iteration only checks a flag, without communication.
+    by a step, a handler, a signal handler, or another thread. The run proceeds to the end of the iteration, or of the
+    window of accumulated gradients, that the furthest rank is in, including ``EPOCH_COMPLETED`` if that is the last one
+    of the epoch, and ends as after ``engine.terminate()``. Until then, an iteration only checks a flag, without
+    communication.
 
     ``engine.terminate()`` on one rank alone would make the others wait for it in their next collective.
 
@@ -135,7 +136,7 @@ class StopTogether:
 
     def _after_iteration(self, engine: Engine[Any, Any]) -> None:
         # After the last iteration of an epoch, handlers of EPOCH_COMPLETED may still stop the run.
-        if engine.iteration_in_epoch != engine.state.epoch_length:
+        if engine.iteration_in_epoch != engine.state.epoch_length and not engine.in_step:
             self._proceed_or_stop(engine)
 
     def _proceed_or_stop(self, engine: Engine[Any, Any]) -> None:

@@ -71,11 +71,11 @@ def resumes_epoch(engine: Engine[Any, Any]) -> bool:
     return engine.last_event_name is Events.EPOCH_STARTED and engine.iteration_in_epoch > 0
 
 
-def may_repeat_iteration(engine: Engine[Any, Any], first: int) -> bool:
-    """Return whether a run resumed from a loaded state, or after an error, in iteration ``first`` or later."""
-    progress = engine._progress.retry or engine._progress
+def repeats_iteration(engine: Engine[Any, Any]) -> bool:
+    """Return whether a run resumed, from a loaded state or after an error, in the present iteration."""
+    progress = engine._progress
     is_resumed = progress.origin in (Origin.LOADED, Origin.FAILED)
-    return is_resumed and first <= progress.iteration + 1 <= engine.state.iteration
+    return is_resumed and engine._state.iteration == progress.iteration + 1
 
 
 def check_callable(name: str, value: Any, arguments: str | None = None) -> None:

@@ -256,6 +256,7 @@ class Checkpoint(Serializable):
             self._exchange.prepare()
         self._background = BackgroundSave()
         self._saved: list[Item] = []
+        self._due: Engine[Any, Any] | None = None  # whose event a save waits for that is not taken yet
         self._last_save: tuple[Any, int] | None = None  # its event and iteration
         self._ignores_files = False  # whether checkpoints of earlier runs were taken over, reported, or left alone
         self._last_run: tuple[str, int] | None = None  # the run of an engine in which this handler was called last
@@ -278,10 +279,24 @@ class Checkpoint(Serializable):
     def __call__(self, engine: Engine[Any, Any], *args: Any, **kwargs: Any) -> None:
         """Save, if the score or the step is large enough.
 
+        Inside an iteration or a window of accumulated gradients, of ``engine`` or of an engine in ``to_save``, the save
+        is taken at its end, under the step that is then completed.
+
         Raises:
             ValueError: ``score_function`` or ``global_step_transform`` does not return a number.
         """
-        self._save(engine)
+        check_type("engine", engine, Engine, "an Engine")
+        self._due = engine
+        self._save_if_due()
+
+    def _save_if_due(self, *_: Any) -> None:
+        if self._due is None:  # saved meanwhile, at the same step
+            return
+        for one in (self._due, *self._objects()):
+            if isinstance(one, Engine) and one.in_step:
+                one.defer(self._save_if_due)
+                return
+        self._save(self._due)
 
     def save_after(self, event: Any, engine: Engine[Any, Any]) -> None:
         """Save regardless of the step, unless the last save was on this event of this iteration; wait for the file."""
@@ -290,7 +305,7 @@ class Checkpoint(Serializable):
         self._background.settle()
 
     def _save(self, engine: Engine[Any, Any], always: bool = False) -> None:
-        check_type("engine", engine, Engine, "an Engine")
+        self._due = None
         self._background.settle()
         saver = self.save_handler
         save_on_rank = saver.save_on_rank if isinstance(saver, DiskSaver) else self.save_on_rank
@@ -542,7 +557,7 @@ class Checkpoint(Serializable):
             warnings.warn(text, stacklevel=level_of_caller())
             return
         engine, by_score = outermost_engine(), self.score_function is not None
-        is_from_0 = engine is not None and (engine._progress.retry or engine._progress).iteration == 0
+        is_from_0 = engine is not None and engine._progress.iteration == 0
         files = [one.file for one in found if by_score or one.file != filename]
         if files and not ignores_files and (self.n_saved is not None if by_score else is_from_0):
             what = f"{counted(len(files), 'checkpoint')} of an earlier run, such as '{files[0]}'"

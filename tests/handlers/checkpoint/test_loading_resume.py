@@ -978,14 +978,14 @@ def train(folder, batch_size=2, max_epochs=4, stop_at=None, **options):
     return ran
 
 
-def test_a_run_resumed_with_larger_batches_goes_on_saving_although_it_has_fewer_iterations(tmp_path):
+def test_a_run_resumed_with_larger_batches_counts_its_iterations_from_where_it_was(tmp_path):
     ran = train(tmp_path, stop_at=27, n_saved=2)  # of 12 per epoch
     assert ran[-1] == (3, 27)
     ran = train(tmp_path, batch_size=8, n_saved=2)  # 3 per epoch
-    assert ran[-1] == (4, 12)
-    assert names(tmp_path) == ["trainer_10.pt", "trainer_12.pt"]
+    assert ran[-1] == (4, 32)
+    assert names(tmp_path) == ["trainer_30.pt", "trainer_32.pt"]
     ran = train(tmp_path, batch_size=8, max_epochs=5, n_saved=2)
-    assert ran == [(5, 13), (5, 14), (5, 15)]
+    assert ran == [(5, 33), (5, 34), (5, 35)]
 
 
 def test_what_an_evaluation_changed_is_saved_although_its_iteration_was_saved_before(tmp_path):
