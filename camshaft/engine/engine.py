@@ -583,14 +583,15 @@ class Engine(Serializable, Generic[Batch, Output]):
         called after ``TERMINATE``; after an error, it is not called.
 
         >>> from camshaft.engine import Events
-        >>> engine = Engine(lambda engine, batch: engine.state_dict()["iteration"])
-        >>> handle = engine.add_event_handler(
-        ...     Events.ITERATION_STARTED,
-        ...     lambda: engine.defer(lambda engine: print(engine.state_dict()["iteration"])),
-        ... )
-        >>> _ = engine.run(range(2))
-        1
-        2
+        >>> engine = Engine(lambda engine, batch: print(batch))
+        >>> @engine.on(Events.ITERATION_STARTED(once=2))
+        ... def request() -> None:
+        ...     engine.defer(lambda engine: print("saved after iteration", engine.state.iteration))
+        >>> _ = engine.run(["first", "second", "third"])
+        first
+        second
+        saved after iteration 2
+        third
         """
         if self._run is None or not self._run.in_step:
             function(self)
@@ -630,7 +631,7 @@ class Engine(Serializable, Generic[Batch, Output]):
         ``iteration`` counts completed iterations. ``epochs_completed`` and ``iterations_in_epoch``, those completed in
         the epoch after them, are present once a run has started. ``position`` is present if the data can start in the
         middle of a pass: loaders of ``auto_dataloader``, and data with ``state_dict`` and ``load_state_dict``.
-        ``epoch_length_is_given`` is present if the length of an epoch does not come from the data.
+        ``data_length``, the number of batches in the data, is present if an epoch is a pass over them.
 
         While a step is open, what else is saved may be ahead of these values, and accumulated gradients are not saved:
         this warns. Save in a function that :meth:`defer` calls, as :class:`.Checkpoint` does.
@@ -641,8 +642,9 @@ class Engine(Serializable, Generic[Batch, Output]):
         {'epoch_length': None, 'iteration': 0, 'max_epochs': None}
         >>> handle = engine.add_event_handler(Events.ITERATION_COMPLETED(once=4), engine.terminate)
         >>> _ = engine.run(range(3), max_epochs=2)
-        >>> dict(engine.state_dict())
-        {'epoch_length': 3, 'iteration': 4, 'max_epochs': 2, 'epochs_completed': 1, 'iterations_in_epoch': 1}
+        >>> dict(engine.state_dict())  # doctest: +NORMALIZE_WHITESPACE
+        {'epoch_length': 3, 'iteration': 4, 'max_epochs': 2, 'epochs_completed': 1, 'iterations_in_epoch': 1,
+         'data_length': 3}
         """
         state, kept = self.state, self._kept()
         if self.in_step or self.is_accumulating:
@@ -657,8 +659,9 @@ class Engine(Serializable, Generic[Batch, Output]):
             saved.update(epochs_completed=progress.epoch, iterations_in_epoch=progress.done)
         if progress.position is not None:
             saved["position"] = progress.position
-        if self._has_given_length() or length_of(state.dataloader) not in (None, state.epoch_length):
-            saved["epoch_length_is_given"] = True
+        length = state.epoch_length
+        if length is not None and not self._has_given_length() and length_of(state.dataloader) in (None, length):
+            saved["data_length"] = length
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -689,7 +692,8 @@ class Engine(Serializable, Generic[Batch, Output]):
         if missing := [key for key in self.state_dict_user_keys if key not in state_dict]:
             raise ValueError(f"state_dict lacks the user keys {missing}, it has {list(state_dict)}")
         progress, measures = read(state_dict)
-        length, found, is_given = measures["epoch_length"], None, state_dict.get("epoch_length_is_given", False)
+        length, found = measures["epoch_length"], None
+        is_given = state_dict.get("data_length") != length
         is_running = run is not None and run.is_active  # in STARTED, when the data are known
         if is_running:
             found = seek_with_new_length(state.dataloader, progress.position, length)
@@ -699,7 +703,7 @@ class Engine(Serializable, Generic[Batch, Output]):
             setattr(state, name, value)
         if is_running and not is_given:
             state.epoch_length = length_of(state.dataloader) or length
-        self._inferred = {} if is_given else {"epoch_length": state.epoch_length}
+        self._inferred = {"epoch_length": state.epoch_length} if not is_given else {}
         progress = self._in_present_epochs(progress, length, found)
         state.iteration, state.epoch = progress.iteration, progress.epoch
         self._keep(progress)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 Pauses = Generator[None, None, BaseException | None]
 _END: Any = object()
+_FETCHING = (Events.GET_BATCH_STARTED, Events.DATALOADER_STOP_ITERATION)
 
 
 class Stop(Enum):
@@ -198,7 +199,8 @@ class Run:
         self.begun = self.completed = self._fetched = 0
         if not self._has_epochs:  # a handler of STARTED may have changed the counters, or loaded a state
             progress = self.data.start = engine._kept()
-            self.data.warns = progress.origin in (Origin.LOADED, Origin.FAILED)
+            is_iterator = isinstance(engine.state.dataloader, Iterator)  # which continues after an error
+            self.data.warns = progress.origin is Origin.LOADED or (progress.origin is Origin.FAILED and not is_iterator)
             self.begun = self.completed = progress.done
         self.in_epoch = self._has_epochs = True
         engine.state.epoch += 1
@@ -334,16 +336,17 @@ class Run:
 
     # --- progress ------------------------------------------------------------------------------------------
 
-    def progress(self) -> Progress:
+    def progress(self, is_past: bool = False) -> Progress:
         """Return the progress to save, without an iteration whose process function has not returned.
 
-        It is part of the progress of data that save their position themselves, and are past its batch already.
+        It is part of the progress with ``is_past``, and of data that save their position themselves: they are past its
+        batch, and cannot return it again.
         """
         if not self._has_epochs:
             return self.engine._kept()
         state, done = self.engine.state, self.completed
-        if self.in_epoch and has_own_state(state.dataloader):
-            done = max(self.begun, self._fetched)
+        if self.in_epoch and (is_past or has_own_state(state.dataloader)):
+            done = self.begun + self._has_fetched()
         back = self.begun - done if self.in_epoch else 0
         iteration, position = state.iteration - back, self.data.position(back)
         if self.in_epoch and (state.epoch_length is None or done < state.epoch_length):
@@ -352,15 +355,20 @@ class Run:
 
     def final_progress(self) -> Progress:
         """Return the progress of this run, which has ended."""
-        progress, state = self.progress(), self.engine.state
-        is_over = state.epoch_length is not None and self.completed >= state.epoch_length
+        state = self.engine.state
         if not self._has_epochs:
-            return progress
+            return self.engine._kept()
+        is_over = state.epoch_length is not None and self.completed >= state.epoch_length
         if not self._failed or not self.in_epoch or is_over:
-            return progress._replace(origin=Origin.ENDED)
-        cannot_return = isinstance(state.dataloader, Iterator) or has_own_state(state.dataloader)
-        lost = cannot_return and (self.begun > self.completed or self._fetched > self.begun)
-        return progress._replace(origin=Origin.FAILED, lost=lost)
+            return self.progress()._replace(origin=Origin.ENDED)
+        is_past = isinstance(state.dataloader, Iterator) or has_own_state(state.dataloader)
+        lost = is_past and (self.begun > self.completed or self._has_fetched())
+        return self.progress(is_past)._replace(origin=Origin.FAILED, lost=lost)
+
+    def _has_fetched(self) -> bool:
+        """Return whether there is a batch that no iteration has begun with."""
+        is_fetching = self.engine.last_event_name in _FETCHING and self.engine.state.batch is not None
+        return self._fetched > self.begun or is_fetching
 
 
 def elapsed(seconds: float) -> str:

@@ -228,7 +228,8 @@ class Request:
             state: changed only if there is no error.
             is_given: whether the length of its epochs must stay; otherwise, that of the data replaces it.
         """
-        if self.epoch_length is not None and is_given and state.epoch_length not in (None, self.epoch_length):
+        is_new = self.epoch_length is not None and state.epoch_length not in (None, self.epoch_length)
+        if is_new and (is_given or self.epoch_length != length_of(self.data)):
             raise ValueError(
                 f"epoch_length must stay {state.epoch_length} when a run is resumed, got {self.epoch_length}; to start "
                 "from the beginning, set engine.state.max_epochs = engine.state.max_iters = None first"

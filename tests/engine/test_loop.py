@@ -276,12 +276,17 @@ def test_an_iterator_is_restarted_by_hand(event):
     assert trace.batches == list("ababab")
 
 
-@pytest.mark.parametrize("epochs", [1, 3])
-def test_an_empty_iterator_makes_one_epoch_of_no_iterations(epochs):
-    engine, trace = traced()
-    engine.run(iter([]), max_epochs=epochs)
-    assert trace.take() == "S ES GS EC C"
-    assert counts_unsized(engine) == (1, 0, 0)
+@pytest.mark.parametrize("arguments", [{}, {"max_epochs": 3}, {"max_iters": 7}], ids=str)
+def test_an_empty_iterator_is_rejected_as_an_empty_list_is(arguments):
+    engine, data = Engine(echo), iter([1, 2])
+    for one in ([], iter([])):
+        with pytest.raises(ValueError, match="data must hold at least one batch, got an empty.*list"):
+            engine.run(one, **arguments)
+    engine.run(data)
+    engine.state.metrics["accuracy"] = 0.5
+    with pytest.raises(ValueError, match="exhausted"):  # the second evaluation over an iterator
+        engine.run(data, **arguments)
+    assert engine.state.epoch_length is None
 
 
 def test_iterations_over_unsized_data_derive_the_epochs():
@@ -316,13 +321,6 @@ def test_iterations_that_a_dry_iterator_cannot_reach_end_the_run(arguments, even
     assert len(caught) == 1
     assert trace.take() == flat(events)
     assert engine.state.iteration == 3
-
-
-def test_an_empty_iterator_cannot_reach_any_iterations():
-    engine, trace = traced()
-    with pytest.warns(UserWarning, match=RAN_OUT):
-        engine.run(iter([]), max_iters=7)
-    assert trace.take() == "S ES GS EC C"
 
 
 def test_a_length_that_was_found_does_not_apply_to_other_data():
@@ -639,7 +637,6 @@ RUNS = {
     "unsized": lambda: {"data": Sizeless(1, 2, 3), "max_epochs": 3},
     "unsized iterations": lambda: {"data": Sizeless(1, 2, 3), "max_iters": 7},
     "dry": lambda: {"data": unsized("ab"), "max_epochs": 2},
-    "empty": lambda: {"data": unsized(""), "max_epochs": 1},
 }
 
 
@@ -750,7 +747,7 @@ def test_a_paused_run_is_seen_as_unfinished():
     state = engine.run(DATA_INTERRUPT, max_epochs=EPOCHS_INTERRUPT)
     assert (state.iteration, state.epoch, state.batch, state.output) == (3, 2, 1, 1)
     assert engine.last_event_name == Events.INTERRUPT
-    counts = {"epochs_completed": 1, "iterations_in_epoch": 1}
+    counts = {"epochs_completed": 1, "iterations_in_epoch": 1, "data_length": 2}
     assert engine.state_dict() == {"epoch_length": 2, "iteration": 3, "max_epochs": EPOCHS_INTERRUPT, **counts}
 
 
@@ -961,17 +958,18 @@ def test_a_rejected_state_does_not_discard_the_paused_run():
 
 
 @pytest.mark.parametrize("make", [list, auto_dataloader], ids=["list", "loader"])
-def test_iterations_are_counted_as_if_all_epochs_had_had_the_new_length(make):
+def test_iterations_are_counted_on_when_epochs_change_their_length(make):
     lengths, seen = iter([4, 2, 3]), []
     engine = Engine(lambda engine, batch: seen.append((engine.state.epoch, engine.state.iteration)))
     engine.add_event_handler(Events.EPOCH_STARTED, lambda: engine.change_epoch_length(next(lengths)))
     engine.run(make(range(4)), max_epochs=3)
-    assert seen == [(1, 1), (1, 2), (1, 3), (1, 4), (2, 3), (2, 4), (3, 7), (3, 8), (3, 9)]
+    assert seen == [(1, 1), (1, 2), (1, 3), (1, 4), (2, 5), (2, 6), (3, 7), (3, 8), (3, 9)]
 
 
 def test_the_place_in_the_data_stays():
     places, loader = [], auto_dataloader(list(range(6)), batch_size=2)
-    engine = Engine(lambda engine, batch: places.append(engine.state_dict()["position"]))
+    engine = Engine(lambda engine, batch: None)
+    engine.add_event_handler(Events.GET_BATCH_STARTED, lambda: places.append(engine.state_dict().get("position")))
     engine.add_event_handler(Events.EPOCH_STARTED(once=2), lambda: engine.change_epoch_length(4))
     engine.run(loader, max_epochs=2)
     assert [(place["epoch"], place["consumed"]) for place in places] == [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
-import weakref
 from collections import OrderedDict, UserDict, defaultdict
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def test_the_target_that_is_set_is_saved(arguments, saved):
     engine = Engine(echo)
     engine.run([1, 2, 3], **arguments)
     epoch, done = divmod(saved["iteration"], 3)
-    assert engine.state_dict() == {**saved, "epochs_completed": epoch, "iterations_in_epoch": done}
+    assert engine.state_dict() == {**saved, "epochs_completed": epoch, "iterations_in_epoch": done, "data_length": 3}
 
 
 def test_a_state_can_be_saved_at_any_event():
@@ -742,29 +742,101 @@ def test_an_epoch_that_was_cut_short_is_followed_by_a_new_one(whole):
     assert (recorder.states["cut"]["position"]["epoch"], recorder.states["cut"]["position"]["consumed"]) == (1, 0)
 
 
-def test_with_another_batch_size_the_rest_of_the_epoch_is_seen_once_and_iterations_are_counted_anew(whole):
+def test_with_another_batch_size_the_rest_of_the_epoch_is_seen_once_and_iterations_count_from_where_they_were(whole):
     recorder = Recorder()
     seen = recorder.resumed(whole.states[6], loader(batch_size=2))
     assert sorted(joined(whole.seen[4:6]) + joined(seen[:3])) == list(range(SIZE))
     assert [len(batch) for batch in seen[:3]] == [2, 2, 1]
     assert recorder.engine.state.epoch_length == 6
-    assert (recorder.engine.state.iteration, recorder.engine.state.epoch) == (42, 7)
+    assert (recorder.engine.state.iteration, recorder.engine.state.epoch) == (6 + 3 + 5 * 6, 7)
     assert [sorted(joined(seen[begin : begin + 6])) for begin in range(3, len(seen), 6)] == [list(range(SIZE))] * 5
 
 
-def test_a_state_loaded_in_started_is_recounted_for_another_batch_size_too(whole):
+def test_so_does_a_state_loaded_in_started(whole):
     recorder = Recorder()
     recorder.engine.add_event_handler(Events.STARTED, lambda: recorder.engine.load_state_dict(whole.states[6]))
     recorder.engine.run(loader(batch_size=2), max_epochs=1)
     assert sorted(joined(whole.seen[4:6]) + joined(recorder.seen[:3])) == list(range(SIZE))
-    assert (recorder.engine.state.iteration, recorder.engine.state.epoch) == (42, 7)
+    assert (recorder.engine.state.iteration, recorder.engine.state.epoch) == (6 + 3 + 5 * 6, 7)
 
 
-def test_a_target_in_iterations_that_a_smaller_batch_size_reaches_at_once_warns():
+PLAIN_LOADERS = {
+    "list": lambda size, batch_size: list(torch.arange(size).split(batch_size)),
+    "loader": lambda size, batch_size: DataLoader(range(size), batch_size=batch_size),
+}
+
+
+@pytest.mark.filterwarnings("ignore:the run resumes after:UserWarning")
+@pytest.mark.parametrize(
+    ("done", "size", "batch_size", "rest"),
+    [
+        (3, 12, 2, 2 * 6),  # at the end of an epoch of three: two epochs are left
+        (3, 12, 6, 2 * 2),
+        (3, 20, 4, 2 * 5),  # the data have grown
+        (4, 12, 2, 4 + 6),  # a third of the epoch is done
+        (5, 12, 6, 1 + 2),
+        (5, 24, 4, 2 + 6),
+    ],
+)
+@pytest.mark.parametrize("make", PLAIN_LOADERS.values(), ids=PLAIN_LOADERS)
+@pytest.mark.parametrize("process", ["same", "other"])
+def test_a_length_that_comes_from_the_data_follows_the_data(make, process, done, size, batch_size, rest):
     first = Recorder()
-    first.engine.run(loader(batch_size=4), max_iters=8)
-    with pytest.warns(UserWarning, match="counts 14 iterations as completed, which reaches the target of 8: pass"):
-        assert Recorder().resumed(first.states[7], loader(batch_size=2)) == []
+    if process == "same":  # fails after an iteration
+        handle = first.engine.add_event_handler(Events.ITERATION_COMPLETED(once=done), lambda: 1 / 0, order=1)
+        with pytest.raises(ZeroDivisionError):
+            first.engine.run(make(12, 4), max_epochs=3)
+        handle.remove()
+        again, begun = first, len(first.seen)
+        again.engine.run(make(size, batch_size), max_epochs=3)
+    else:
+        first.engine.run(make(12, 4), max_epochs=3)
+        again, begun = Recorder(), 0
+        again.resumed(first.states[done], make(size, batch_size))
+    state = again.engine.state
+    assert len(again.seen) - begun == rest
+    assert (state.iteration, state.epoch, state.epoch_length) == (done + rest, 3, -(-size // batch_size))
+
+
+def test_a_deterministic_engine_resumes_with_the_same_sample_in_batches_of_another_size():
+    def data(batch_size):
+        manual_seed(2)
+        return DataLoader(range(12), batch_size=batch_size, shuffle=True)
+
+    first = Recorder(DeterministicEngine)
+    first.engine.run(data(4), max_epochs=2)
+    seen = Recorder(DeterministicEngine).resumed(first.states[4], data(2))
+    assert joined(seen) == joined(first.seen[4:])
+
+
+@pytest.mark.parametrize("length", [2, 5])
+def test_a_length_that_was_given_stays(length):
+    first, again = Recorder(), Recorder()
+    first.engine.run(make_list(3), max_epochs=2, epoch_length=length)
+    again.resumed(first.states[length], make_list(4))
+    assert again.engine.state.epoch_length == length
+    first.engine.run(make_list(6), max_epochs=3)  # another run of the same engine
+    assert first.engine.state.epoch_length == length
+
+
+def test_the_rest_of_an_epoch_may_be_passed():
+    whole, rest = Recorder(), Recorder()
+    whole.engine.run(make_list(5))
+    assert len(rest.resumed(whole.states[2], make_list(3))) == 3
+
+
+def make_list(length):
+    return list(torch.arange(length))
+
+
+def test_a_length_of_the_data_may_be_passed_again():
+    first = Recorder()
+    first.engine.run(make_list(3), max_epochs=2, epoch_length=3)
+    again = Recorder()
+    again.resumed(first.states[3], make_list(6), epoch_length=6)
+    assert (again.engine.state.epoch_length, again.engine.state.iteration) == (6, 3 + 6)
+    with pytest.raises(ValueError, match="epoch_length must stay 3"):
+        Recorder().resumed(first.states[3], make_list(6), epoch_length=4)
 
 
 @pytest.mark.parametrize("epoch_length", [3, 6])
@@ -796,6 +868,7 @@ def test_an_iteration_that_did_not_complete_is_repeated(whole, event, error, sav
     assert recorder.engine.state.iteration == 28
 
 
+@pytest.mark.filterwarnings("ignore:the state is saved while a step is open:UserWarning")
 @pytest.mark.parametrize("event", [Events.ITERATION_STARTED(once=6), Events.EXCEPTION_RAISED])
 def test_a_state_saved_before_the_step_returned_repeats_the_iteration(whole, event):
     states = []
@@ -822,54 +895,6 @@ def test_an_iteration_that_an_error_handler_abandoned_is_not_repeated(whole):
     assert recorder.states[10]["epochs_completed"] == 3
 
 
-@pytest.mark.parametrize("make", [iter, Stateful], ids=["iterator", "data with a state"])
-@pytest.mark.parametrize(
-    "event",
-    [
-        Events.GET_BATCH_COMPLETED(once=2),
-        Events.ITERATION_STARTED(once=3),
-        Events.ITERATION_STARTED(once=1),
-        Events.GET_BATCH_STARTED(once=2),
-        Events.ITERATION_COMPLETED(once=2),
-    ],
-)
-def test_a_batch_that_the_data_cannot_return_again_is_kept_for_the_next_run(make, event):
-    engine, data = Engine(lambda engine, batch: seen.append(batch)), make(list(range(5)))
-    seen = []
-    failing = engine.add_event_handler(event, lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        engine.run(data, epoch_length=5)
-    failing.remove()
-    engine.run(data)
-    assert seen == [0, 1, 2, 3, 4]
-    assert (engine.state.iteration, engine.state.epoch) == (5, 1)
-
-
-@pytest.mark.parametrize("make", [iter, Stateful], ids=["iterator", "data with a state"])
-def test_a_fetched_batch_is_kept_if_a_handler_of_an_event_fired_meanwhile_fails(make):
-    engine, data = Engine(lambda engine, batch: seen.append(batch)), make(list(range(5)))
-    seen = []
-    engine.register_events("batch_checked")
-    engine.add_event_handler(Events.GET_BATCH_COMPLETED(once=2), lambda: engine.fire_event("batch_checked"))
-    failing = engine.add_event_handler("batch_checked", lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        engine.run(data, epoch_length=5)
-    failing.remove()
-    engine.run(data)
-    assert seen == [0, 1, 2, 3, 4]
-
-
-def test_a_state_saved_in_a_pause_after_a_fetch_reports_the_batch_as_lost():
-    engine, seen = Engine(lambda engine, batch: None), []
-    engine.add_event_handler(Events.GET_BATCH_COMPLETED(once=2), engine.interrupt)
-    engine.run(Stateful(list(range(5))))
-    resumed = Engine(lambda engine, batch: seen.append(batch))
-    resumed.load_state_dict(engine.state_dict())
-    with pytest.warns(UserWarning, match="1 batch is lost"):
-        resumed.run(Stateful(list(range(5))))
-    assert seen == [3, 4]
-
-
 class InterruptedState(State):
     """A state in which Ctrl-C arrives just before the third iteration is counted."""
 
@@ -883,33 +908,35 @@ class InterruptedState(State):
 
 
 @pytest.mark.parametrize("make", [iter, Stateful], ids=["iterator", "data with a state"])
-def test_a_batch_that_was_fetched_when_ctrl_c_came_is_kept_for_the_next_run(make, monkeypatch):
-    monkeypatch.setattr(InterruptedState, "armed", True)
-    seen, data = [], make(list(range(5)))
-    engine = Engine(lambda engine, batch: seen.append(batch))
-    engine.state = InterruptedState()
-    with pytest.raises(KeyboardInterrupt):
-        engine.run(data, epoch_length=5)
-    engine.run(data)
-    assert seen == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("event", [Events.EPOCH_STARTED, Events.GET_BATCH_STARTED, Events.ITERATION_STARTED])
-@pytest.mark.parametrize("make", [iter, Stateful], ids=["iterator", "data with a state"])
-def test_a_kept_batch_survives_a_second_error_and_a_state_saved_before_it_counts_it_as_lost(make, event):
-    engine, data, seen, states = Engine(lambda engine, batch: seen.append(batch)), make(list(range(5))), [], []
-    first = engine.add_event_handler(Events.ITERATION_STARTED(once=3), lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        engine.run(data, epoch_length=5)
-    first.remove()
-    second = engine.add_event_handler(event, lambda: states.append(engine.state_dict()) or 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+@pytest.mark.parametrize(
+    ("event", "lost"),
+    [
+        (Events.GET_BATCH_COMPLETED(once=2), [2]),
+        (Events.ITERATION_STARTED(once=3), [2]),
+        (Events.ITERATION_STARTED(once=1), [0]),
+        ("Ctrl-C", [2]),
+        (Events.GET_BATCH_STARTED(once=2), []),
+        (Events.ITERATION_COMPLETED(once=2), []),
+    ],
+    ids=str,
+)
+def test_a_batch_that_the_data_cannot_return_again_is_lost_with_a_warning(make, event, lost, monkeypatch):
+    engine, data = Engine(lambda engine, batch: seen.append(batch)), make(list(range(5)))
+    seen = []
+    if event == "Ctrl-C":
+        monkeypatch.setattr(InterruptedState, "armed", True)
+        engine.state = InterruptedState()
+        with pytest.raises(KeyboardInterrupt):
+            engine.run(data, epoch_length=5)
+    else:
+        failing = engine.add_event_handler(event, lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.run(data, epoch_length=5)
+        failing.remove()
+    with pytest.warns(UserWarning, match="batch of the iteration that failed is lost") if lost else nullcontext():
         engine.run(data)
-    second.remove()
-    engine.run(data)
-    assert seen == [0, 1, 2, 3, 4]
-    if make is Stateful:
-        assert (states[0]["iteration"], states[0]["position"]["lost"]) == (3, 1)
+    assert seen == [number for number in range(5) if number not in lost]
+    assert (engine.state.iteration, engine.state.epoch) == (5, 1)
 
 
 @pytest.mark.parametrize("epoch_length", [None, 3, 5, 7])
@@ -920,37 +947,6 @@ def test_data_with_a_state_resume_in_the_pass_in_which_they_were_saved(epoch_len
     for iteration in range(1, len(recorder.seen)):
         seen = Recorder().resumed(recorder.states[iteration], EpochStream())
         assert seen == recorder.seen[iteration:], iteration
-
-
-def test_a_kept_batch_is_freed_when_it_has_been_repeated():
-    engine, alive = Engine(lambda engine, batch: None), []
-    failing = engine.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: 1 / 0)
-    data = (torch.zeros(1) for _ in range(4))
-    with pytest.raises(ZeroDivisionError):
-        engine.run(data, epoch_length=4)
-    failing.remove()
-    kept = weakref.ref(engine.state.batch)
-    engine.add_event_handler(Events.ITERATION_STARTED(once=3), lambda: alive.append(kept()))
-    engine.run(data)
-    assert alive == [None]
-
-
-@pytest.mark.parametrize("event", [Events.GET_BATCH_COMPLETED(once=2), Events.ITERATION_STARTED(once=3)])
-@pytest.mark.parametrize("failed", [False, True])
-def test_data_that_cannot_return_the_batch_of_an_unfinished_iteration_report_what_is_lost(event, failed):
-    engine = Engine(lambda engine, batch: None)
-    states = []
-    engine.add_event_handler(event, lambda engine: states.append(engine.state_dict()))
-    if failed:
-        engine.add_event_handler(event, lambda: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            engine.run(Stateful(map(torch.tensor, range(5))))
-        states = [engine.state_dict()]
-    else:
-        engine.run(Stateful(map(torch.tensor, range(5))))
-    with pytest.warns(UserWarning, match="1 batch is lost"):
-        seen = Recorder().resumed(states[0], Stateful(map(torch.tensor, range(5))))
-    assert seen == [3, 4]
 
 
 @pytest.mark.parametrize("event", [Events.EPOCH_COMPLETED, Events.ITERATION_COMPLETED(every=2)])
