@@ -430,7 +430,7 @@ class Engine(Serializable, Generic[Batch, Output]):
             return Progress(state.epoch, state.iteration)
         if progress.origin is Origin.FAILED and data is not state.dataloader:
             can_seek = can_start_anywhere(data)
-            return progress._replace(position=progress.position if can_seek else None, lost=False)
+            return progress._replace(position=progress.position if can_seek else None)
         return progress
 
     def _resume(self, request: Request, progress: Progress) -> None:
@@ -444,10 +444,7 @@ class Engine(Serializable, Generic[Batch, Output]):
             self._inferred["epoch_length"] = inferred
         progress = self._in_present_epochs(progress, before, found)
         if progress.lost:
-            warnings.warn(
-                f"the batch of the iteration that failed is lost: {type(request.data).__name__} cannot return it again",
-                stacklevel=3,
-            )
+            warnings.warn(f"the run resumes after an error, which has lost {progress.lost}", stacklevel=3)
         state.iteration, state.epoch = progress.iteration, progress.epoch
         self._log_resuming()
         self._start(request.data, progress)

@@ -362,8 +362,10 @@ class Run:
         if not self._failed or not self.in_epoch or is_over:
             return self.progress()._replace(origin=Origin.ENDED)
         is_past = isinstance(state.dataloader, Iterator) or has_own_state(state.dataloader)
-        lost = is_past and (self.begun > self.completed or self._has_fetched())
-        return self.progress(is_past)._replace(origin=Origin.FAILED, lost=lost)
+        lost = ["accumulated gradients"] if self.is_accumulating else []
+        if is_past and (self.begun > self.completed or self._has_fetched()):
+            lost.append(f"a batch, which {type(state.dataloader).__name__} cannot return again")
+        return self.progress(is_past)._replace(origin=Origin.FAILED, lost=" and ".join(lost))
 
     def _has_fetched(self) -> bool:
         """Return whether there is a batch that no iteration has begun with."""

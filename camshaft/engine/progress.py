@@ -35,7 +35,7 @@ class Progress(NamedTuple):
         done: iterations completed in the current epoch.
         position: position in the data, or ``None`` to read them from their beginning.
         origin: how the engine got there.
-        lost: whether a batch was fetched for an iteration that failed, and the data cannot return it again.
+        lost: what the run lacks from here on, because an error has left a step that cannot be repeated.
     """
 
     epoch: int = 0
@@ -43,7 +43,7 @@ class Progress(NamedTuple):
     done: int = 0
     position: Position | None = None
     origin: Origin = Origin.ENDED
-    lost: bool = False
+    lost: str = ""
 
     def in_epochs_of(self, length: int | None, before: int | None) -> Progress:
         """Return the progress in epochs of another length than ``before``, with the same share of the epoch done."""

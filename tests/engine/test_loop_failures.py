@@ -401,7 +401,7 @@ def test_a_run_that_failed_over_unsized_data_continues():
     with pytest.raises(KeyError):
         engine.run(data)
     assert trace.batches == ["a", "b"]
-    with pytest.warns(UserWarning, match="is lost"):
+    with pytest.warns(UserWarning, match="has lost a batch"):
         engine.run(data, epoch_length=4)
     assert trace.batches == ["a", "b", "c", "d"]
     assert (engine.state.epoch, engine.state.iteration) == (1, 4)

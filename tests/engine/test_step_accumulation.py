@@ -203,7 +203,8 @@ def test_a_run_that_continues_after_an_error_steps_means():
     trainer, _ = trainer_of(model, 3, failing_at(5))
     with pytest.raises(ArithmeticError):
         trainer.run(DATA[:6], max_epochs=2)
-    trainer.run(DATA[:6])  # from the beginning of the data
+    with pytest.warns(UserWarning, match="has lost accumulated gradients"):
+        trainer.run(DATA[:6])  # from the beginning of the data
     windows = [0, 1, 2], [0, 1], [2, 3, 4], [5, 0, 1]
     assert torch.allclose(weights_of(model), expected([[DATA[index] for index in window] for window in windows]))
 
@@ -673,7 +674,7 @@ def test_ranks_exchange_gradients_again_after_an_error_between_exchanges():
     with pytest.raises(ValueError, match="unpack"):
         trainer.run([*batches_of(2, 2), ("no pair",)], max_epochs=2)
     assert synchronized == [True] * 3
-    with pytest.raises(RuntimeError, match="size"):
+    with pytest.raises(RuntimeError, match="size"), pytest.warns(UserWarning, match="lost accumulated gradients"):
         trainer.run([(torch.ones(2, 3), torch.ones(2, 1))] * 3, max_epochs=2)
     assert model.require_backward_grad_sync
 
