@@ -98,7 +98,8 @@ def to_onehot(indices: torch.Tensor, num_classes: int) -> torch.Tensor:
     """
     if indices.is_floating_point() or indices.is_complex():
         raise TypeError(f"indices must be a tensor of integers, got dtype {indices.dtype}")
-    shape = (*indices.shape[:1], num_classes, *indices.shape[1:])
+    shape = list(indices.shape)  # in operations that torch.jit.script compiles
+    shape.insert(1, num_classes)
     onehot = torch.zeros(shape, dtype=torch.uint8, device=indices.device)
     return onehot.scatter_(1, indices.to(torch.int64).unsqueeze(1), 1)
 

@@ -292,6 +292,16 @@ def test_to_onehot_adds_the_classes_as_the_second_dimension(shape, dtype):
     assert result.sum() == indices.numel()
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_to_onehot_is_compiled_by_torch_jit():
+    compiled = torch.jit.script(to_onehot)
+    for shape in ((4,), (2, 3), (2, 3, 2)):
+        indices = torch.randint(5, shape)
+        assert torch.equal(compiled(indices, 5), to_onehot(indices, 5))
+    with pytest.raises(Exception, match="tensor of integers"):
+        compiled(torch.ones(2), 3)
+
+
 def test_to_onehot_stays_on_the_device():
     assert to_onehot(torch.zeros(2, dtype=torch.int64, device="meta"), 3).device.type == "meta"
 

@@ -39,6 +39,8 @@ EXTRA_ARGUMENTS: Mapping[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {
 """Placeholders of the arguments that an event passes besides the engine, positional and keyword."""
 
 _AFTER_STEPS = (Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED, Events.COMPLETED)
+# These fire again with the same count if no iteration follows, as in an epoch that was terminated.
+_FETCHES = (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED)
 _serials = itertools.count(1)
 
 
@@ -202,7 +204,7 @@ class Plan:
     """
 
     __slots__ = ("event", "counter", "registrations", "extra", "keywords", "since", "due", "_counted_since",
-                 "_counted_due", "_uncounted", "_is_counted", "_newest", "__weakref__")  # fmt: skip
+                 "_counted_due", "_counts_once", "_uncounted", "_is_counted", "_newest", "__weakref__")  # fmt: skip
 
     def __init__(self, event: Any, counter: str | None) -> None:
         self.event = event
@@ -211,6 +213,7 @@ class Plan:
         self.keywords: Mapping[str, Any] = {}
         self.registrations: tuple[Registration, ...] = ()
         self._newest = 0
+        self._counts_once = event in _FETCHES
         self.replan()
 
     def add(self, registration: Registration) -> None:
@@ -227,7 +230,7 @@ class Plan:
     def count(self, engine: Any) -> int:
         """Return the count of the event."""
         assert self.counter is not None, "filters on events without a counter are rejected at registration"
-        count: int = getattr(engine.state, self.counter)
+        count: int = getattr(engine.state, self.counter, 0)
         return count
 
     def fire(self, engine: Any) -> None:
@@ -270,10 +273,13 @@ class Plan:
 
     def _due_now(self, engine: Any) -> Iterable[Invocation]:
         """Return what calls the handlers that are due, of an event with filters by count."""
+        if not isinstance(self.event, Events):  # a handler may count it, so later filters see what earlier handlers did
+            return (one.invoke for one in self.registrations if one.accepts(engine, self.count(engine)))
         count = self.count(engine)
         if self._counted_since < count < self._counted_due:
             return self._uncounted
-        self._set_range(count, min(one.filter.following(count) for one in self.registrations if one.filter is not None))
+        since = count - self._counts_once
+        self._set_range(since, min(one.filter.following(count) for one in self.registrations if one.filter is not None))
         return [one.invoke for one in self.registrations if one.accepts(engine, count)]
 
     def replan(self) -> None:
@@ -297,12 +303,12 @@ class Dispatcher:
 
     Attributes:
         plans: the plan of each event.
-        counters: the attribute of the state that counts each event.
+        counters: the attribute of the state that counts each event that was registered with one.
     """
 
     def __init__(self) -> None:
         self.plans: dict[Any, Plan] = {}
-        self.counters: dict[Any, str] = dict(State.event_to_attr)
+        self.counters: dict[Any, str] = {}
         self._wrappers: list[Wrapper] = []
         self.register((*Events, *FailureEvents), None)
 
@@ -318,7 +324,7 @@ class Dispatcher:
         self.counters.update(event_to_attr or {})
         for event in events:
             if event not in self.plans:
-                self.plans[event] = Plan(event, self.counters.get(event))
+                self.plans[event] = Plan(event, self._counter_of(event))
         for event in event_to_attr or {}:
             if event in self.plans:
                 self.plans[event].counter = self.counters[event]
@@ -361,6 +367,7 @@ class Dispatcher:
         added = []
         for event in events_in(events):
             plan, event_filter = self.plan(event), getattr(event, "filter", None)
+            plan.counter = self._counter_of(plan.event)
             if event_filter is not None and plan.counter is None:
                 raise RuntimeError(
                     f"{event!r} has a filter, but nothing counts {plan.event!r}: "
@@ -371,6 +378,18 @@ class Dispatcher:
             registration.wrap(self._wrappers)
             plan.add(registration)
         return tuple(registration.serial for _, registration in added)
+
+    def never_due(self, state: Any) -> Any:
+        """Return an event whose filter by count accepts no epoch of a run of one epoch, as given, or ``None``."""
+        for event, epoch in ((Events.EPOCH_STARTED, 1), (Events.EPOCH_COMPLETED, 1), (Events.COMPLETED, 1)):
+            for one in self.plans[event].registrations:
+                if one.filter is not None and not one.filter(None, epoch):
+                    return event(one.filter)
+        return None
+
+    def _counter_of(self, event: Any) -> str | None:
+        """Return the attribute that counts an event; users may add theirs to those of ``State`` at any time."""
+        return self.counters.get(event, State.event_to_attr.get(event))
 
     def has(self, handler: Callable[..., Any], events: EventLike | None) -> bool:
         """Return whether a handler is registered on any of the events, or (``None``) on any event."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -135,6 +136,7 @@ class Engine(Serializable, Generic[Batch, Output]):
         self._next_data: Iterable[Any] | None = None
         self._surroundings: list[Callable[[Any], AbstractContextManager[object]]] = []  # of each call of run
         self._is_traced = False  # whether each firing is logged
+        self._short_runs = 0  # new runs of one epoch, one after the other
         # Values in the state that the engine inferred. The user did not request them: they do not bind the next run.
         self._inferred: dict[str, int | None] = {}
 
@@ -408,6 +410,14 @@ class Engine(Serializable, Generic[Batch, Output]):
         """Start a new run."""
         length = request.begin(self.state, self._inferred.get("epoch_length"))
         self._inferred = {} if length is None else {"epoch_length": length}
+        self._short_runs = self._short_runs + 1 if self.state.max_epochs == 1 else 0
+        if self._short_runs > 1 and (never := self._dispatcher.never_due(self.state)):
+            self._short_runs = -sys.maxsize  # warn once
+            warnings.warn(
+                f"handlers of {never!r} never run: filters count the epochs of a run, and each run of this engine has "
+                "one; use an event of the engine that starts these runs, or a function as event_filter",
+                stacklevel=level_of_caller(),
+            )
         self._discard_run()
         self.logger.info("Engine run starting with %s", target_of(self.state))
         self._start(request.data, Progress())

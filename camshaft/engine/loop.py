@@ -109,6 +109,8 @@ class Run:
         self._fetched = 0  # batches of the epoch when something ran last after a fetch
         self._has_epochs = False
         self._failed = self._warned = False
+        for event in (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED):
+            engine._dispatcher.plans[event].replan()  # whose count may be that of the last run's last fetch
         self.generator = self._run()
 
     def proceed(self) -> tuple[bool, BaseException | None]:

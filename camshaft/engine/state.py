@@ -6,7 +6,7 @@ import functools
 import math
 import numbers
 import operator
-from collections import OrderedDict
+from collections import ChainMap, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -110,8 +110,8 @@ class State(Generic[Batch, Output]):
 
     def _add_counters(self, counters: Mapping[Any, str]) -> None:
         """Add attributes that count events; new ones start at 0."""
-        if counters is not self.event_to_attr:
-            self.event_to_attr = {**self.event_to_attr, **counters}
+        if counters and counters is not self.event_to_attr:
+            self.event_to_attr = ChainMap(dict(counters), self.event_to_attr)
         for name in counters.values():
             if not hasattr(self, name):
                 setattr(self, name, 0)

@@ -121,6 +121,7 @@ def supervised_training_step(
 
     predict = forward if context is None else forward_in_context
 
+    @_switching(set_mode)
     def step(engine: Any, batch: Any) -> Any:
         if accumulation is None:
             optimizer.zero_grad()
@@ -244,6 +245,7 @@ def supervised_evaluation_step(
     _check_parts(model, prepare_batch, model_transform, output_transform, "(x, y, y_pred)")
     batch_of, set_mode = _preparing(prepare_batch, device, non_blocking), Mode(model, training=False)
 
+    @_switching(set_mode)
     @torch.no_grad()
     def step(engine: Any, batch: Any) -> Any:
         set_mode(engine)
@@ -361,6 +363,7 @@ def create_supervised_trainer(
     )  # fmt: skip
     _warn_unless_synchronized(model)
     trainer: Engine[Any, Any] = DeterministicEngine(step) if deterministic else Engine(step)
+    step.set_mode.attach(trainer)  # type: ignore[attr-defined]  # see _switching
     if new_scaler is not None:
         trainer.state.scaler = new_scaler
     return trainer
@@ -403,9 +406,9 @@ def create_supervised_evaluator(
     builder = (
         partial(supervised_evaluation_step_amp, amp_dtype=amp_dtype) if mode == "amp" else supervised_evaluation_step
     )
-    evaluator: Engine[Any, Any] = Engine(
-        builder(model, device, non_blocking, prepare_batch, model_transform, output_transform, model_fn)
-    )
+    step = builder(model, device, non_blocking, prepare_batch, model_transform, output_transform, model_fn)
+    evaluator: Engine[Any, Any] = Engine(step)
+    step.set_mode.attach(evaluator)  # type: ignore[attr-defined]
     check_type("metrics", metrics or {}, Mapping, "a mapping of names to metrics")
     others = {}
     for name, metric in (metrics or {}).items():
@@ -436,6 +439,16 @@ def _mode(device: DeviceLike | None, amp_mode: str | None, scaler: Any, amp_dtyp
     if amp_dtype is not None and amp_mode != "amp":
         raise ValueError(f"amp_dtype needs amp_mode='amp', got amp_mode={amp_mode!r} and amp_dtype={amp_dtype}")
     return "xla" if kind == "xla" else amp_mode
+
+
+def _switching(set_mode: Mode) -> Callable[[Step], Step]:
+    """Return a decorator that gives a step the attribute ``set_mode``."""
+
+    def decorate(step: Step) -> Step:
+        step.set_mode = set_mode  # type: ignore[attr-defined]
+        return step
+
+    return decorate
 
 
 def _preparing(

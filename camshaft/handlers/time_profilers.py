@@ -150,9 +150,13 @@ class _Profiler:
         self._started = perf_counter()
 
     def _end(self, samples: _Samples, shift: int, engine: Engine[Any, Any]) -> None:
-        """Keep what began last as a sample of the next row, or of one before it."""
+        """Keep what began last as a sample of the next row, or of one before it.
+
+        A fetch is measured without the handlers that run meanwhile; those that the process function fires are its own.
+        """
         if self._started is not None:
-            samples.seconds.append(perf_counter() - self._started - self._nested)
+            nested = self._nested if samples is self._fetches else 0.0
+            samples.seconds.append(perf_counter() - self._started - nested)
             samples.rows.append(len(self._epochs) + shift)
             self._started = None
 
@@ -299,8 +303,8 @@ class HandlersTimeProfiler(_Profiler):
 
     Every call is measured, also of handlers that are attached or removed during the run, whatever the run's length and
     however it ends; a call that a filter rejected does not count. Handlers of an event that is fired inside a handler
-    or the process function are measured separately from it. Each run is measured separately. The profiler never waits
-    for a device, see :class:`BasicTimeProfiler`.
+    are measured separately from it; those of an event that the process function fires are also part of its time. Each
+    run is measured separately. The profiler never waits for a device, see :class:`BasicTimeProfiler`.
 
     Attributes:
         EVENT_FILTER_THESHOLD_TIME: seconds; shorter calls of handlers of an event with a filter are ignored. Set it to

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from camshaft.engine import Engine, EventEnum, Events
+from camshaft.engine import Engine, EventEnum, Events, State
 from camshaft.engine.dispatch import Plan
 from camshaft.engine.events import Every, Once, Window
 from tests.engine.strategies import onces, windows
@@ -334,14 +334,6 @@ def test_filters_see_the_counter_of_the_event(event, counts):
     assert seen == counts
 
 
-def test_a_fetch_that_is_repeated_is_counted_twice():
-    engine, seen = Engine(echo), []
-    engine.add_event_handler(Events.GET_BATCH_STARTED(once=1), lambda: seen.append(engine.state.epoch))
-    engine.add_event_handler(Events.GET_BATCH_COMPLETED(once=1), lambda: engine.terminate_epoch())
-    engine.run(range(3), max_epochs=2)
-    assert seen == [1, 2]
-
-
 def test_new_counters_are_followed_from_run_to_run():
     engine, seen = Engine(echo), []
     engine.add_event_handler(EVENT_SCHEDULING(every=3), lambda: seen.append(engine.state.iteration))
@@ -425,3 +417,96 @@ def test_a_filter_of_the_user_is_asked_each_time_once():
     engine.run(range(5))
     assert counts == [1, 2, 3, 4, 5]
     assert ran == [3, 4, 5]
+
+
+# === Counters of events ===
+
+
+def counts_of(engine, event, steps=6):
+    """Fire a custom event whose first handler counts it; return the counts at which handlers of filters run."""
+    engine.state.steps = 0
+    seen = {"every": [], "function": [], "once": [], "after": []}
+    engine.add_event_handler(event, lambda: setattr(engine.state, "steps", engine.state.steps + 1))
+    filters = {
+        "every": event(every=2), "function": event(lambda engine, count: count % 2 == 0),
+        "once": event(once=[1, 4]), "after": event(after=4),
+    }  # fmt: skip
+    for name, filtered in filters.items():
+        engine.add_event_handler(filtered, lambda engine, name: seen[name].append(engine.state.steps), name)
+    for _ in range(steps):
+        engine.fire_event(event)
+    return seen
+
+
+EXPECTED = {"every": [2, 4, 6], "function": [2, 4, 6], "once": [1, 4], "after": [5, 6]}
+
+
+def test_filters_see_what_handlers_of_the_same_event_have_counted(engine):
+    engine.register_events(*Steps, event_to_attr={Steps.STEPPED: "steps"})
+    assert counts_of(engine, Steps.STEPPED) == EXPECTED
+
+
+@pytest.mark.parametrize("is_registered_first", [True, False])
+def test_counters_that_users_add_to_the_class_have_an_effect_on_existing_engines(
+    engine, monkeypatch, is_registered_first
+):
+    monkeypatch.setattr(State, "event_to_attr", dict(State.event_to_attr))
+    other = Engine(echo)
+    other.register_events("own", event_to_attr={"own": "owns"})  # whose state has counters of its own
+    for one in (engine, other):
+        if is_registered_first:
+            one.register_events(*Steps)
+    State.event_to_attr[Steps.STEPPED] = "steps"
+    for one in (engine, other):
+        one.register_events(*Steps)
+        assert counts_of(one, Steps.STEPPED) == EXPECTED
+        assert one.state.get_event_attrib_value(Steps.STEPPED) == 6
+
+
+@pytest.mark.parametrize("event", [Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED], ids=str)
+@pytest.mark.parametrize("filtering", [{"once": 3}, {"every": 3}, {"after": 2, "before": 4}], ids=str)
+def test_a_batch_that_is_fetched_again_is_counted_once(event, filtering):
+    engine, counts, left = Engine(echo), [], [1]
+
+    def end_epoch(engine):
+        if engine.state.iteration == 3 and left:
+            left.pop()
+            engine.terminate_epoch()
+
+    engine.add_event_handler(event, end_epoch)
+    engine.add_event_handler(event(**filtering), lambda: counts.append(engine.state.iteration))
+    engine.run(range(5), max_epochs=2)
+    expected = [count for count in (0, 3, 6) if "every" in filtering or count == 3]
+    assert counts == expected
+    engine.run(range(5), max_epochs=2)  # a new run counts from 0
+    assert counts == [*expected, *expected, *([9] if "every" in filtering else [])]
+
+
+def test_each_run_of_one_iteration_fetches_its_batch(engine):
+    counts = []
+    engine.add_event_handler(Events.GET_BATCH_STARTED(every=2), lambda: counts.append(engine.state.iteration))
+    for _ in range(3):
+        engine.run([1])
+    assert counts == [0, 0, 0]
+
+
+@pytest.mark.parametrize("event", [Events.COMPLETED, Events.EPOCH_COMPLETED, Events.EPOCH_STARTED], ids=str)
+@pytest.mark.parametrize("filtering", [{"every": 2}, {"after": 5}, {"once": 3}], ids=str)
+def test_a_filter_by_epochs_that_never_accepts_a_run_of_an_evaluator_warns_once(engine, event, filtering):
+    engine.add_event_handler(event(**filtering), lambda: 1 / 0)
+    engine.run([1])
+    with pytest.warns(UserWarning, match=rf"handlers of Events.{event.name}\({next(iter(filtering))}=.* never run"):
+        engine.run([1])
+    engine.run([1])
+
+
+@pytest.mark.parametrize(
+    "event", [Events.COMPLETED(once=1), Events.EPOCH_COMPLETED(before=3), Events.ITERATION_COMPLETED(every=2)], ids=str
+)
+def test_other_filters_and_runs_do_not_warn(engine, event):
+    engine.add_event_handler(event, lambda: None)
+    for _ in range(3):
+        engine.run([1])
+    for _ in range(3):
+        engine.add_event_handler(Events.EPOCH_COMPLETED(every=2), lambda: None)
+        engine.run([1], max_epochs=2)

@@ -128,6 +128,16 @@ def test_handlers_of_nested_events_are_measured_separately(engine, clock):
     assert found["Processing", "None"][0] == 3.0
 
 
+def test_handlers_that_the_process_function_fires_are_part_of_its_time(engine, clock):
+    engine.register_events("inner")
+    step = engine._process_function
+    engine._process_function = lambda engine, batch: (engine.fire_event("inner"), step(engine, batch))
+    engine.add_event_handler("inner", clock.taking(20))
+    engine.run([3])
+    assert rows(engine)["handler", "inner"][0] == 20.0
+    assert rows(engine)["Processing", "None"][0] == 23.0
+
+
 def test_events_registered_later_are_measured(engine, clock):
     checkpoint = Checkpoint({"part": Part()}, Memory())
     engine.add_event_handler(Events.EPOCH_COMPLETED, checkpoint)

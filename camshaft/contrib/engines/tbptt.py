@@ -111,5 +111,6 @@ def create_supervised_tbptt_trainer(
         return loss_value(x, y, None, stack(losses).mean())
 
     trainer: Engine[Any, Any] = Engine(step)
+    set_mode.attach(trainer)
     trainer.register_events(*Tbptt_Events)
     return trainer
