@@ -6,7 +6,7 @@ import logging
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
 
@@ -52,6 +52,11 @@ def outermost_engine() -> Engine[Any, Any] | None:
 def _is_rest(data: Any, progress: Progress, length: int | None) -> bool:
     """Return whether a sequence has the length of the rest of an epoch, as of batches that were left."""
     return not hasattr(data, "dataset") and length_of(data) == (length or 0) - progress.done
+
+
+def _is_read(data: Any, state: State[Any, Any]) -> bool:
+    """Return whether data are an iterator that the last run has read."""
+    return data is not None and data is state.dataloader and isinstance(data, Iterator)
 
 
 class _Decorator:
@@ -136,6 +141,7 @@ class Engine(Serializable, Generic[Batch, Output]):
         self._next_data: Iterable[Any] | None = None
         self._surroundings: list[Callable[[Any], AbstractContextManager[object]]] = []  # of each call of run
         self._is_traced = False  # whether each firing is logged
+        self._had_batches = self._is_exhausted = False  # whether an earlier run had any, and has read the present data
         self._short_runs = 0  # new runs of one epoch, one after the other
         # Values in the state that the engine inferred. The user did not request them: they do not bind the next run.
         self._inferred: dict[str, int | None] = {}
@@ -408,6 +414,7 @@ class Engine(Serializable, Generic[Batch, Output]):
 
     def _begin(self, request: Request) -> None:
         """Start a new run."""
+        self._had_batches, self._is_exhausted = self.state.iteration > 0, _is_read(request.data, self.state)
         length = request.begin(self.state, self._inferred.get("epoch_length"))
         self._inferred = {} if length is None else {"epoch_length": length}
         self._short_runs = self._short_runs + 1 if self.state.max_epochs == 1 else 0
@@ -535,6 +542,17 @@ class Engine(Serializable, Generic[Batch, Output]):
 
     def _prepare(self) -> None:
         """Prepare a run, before ``STARTED`` fires. For subclasses."""
+
+    def _report_that_data_are_empty(self) -> None:
+        """Raise or warn if a pass over data without a length has no batches, unless that is usual for this engine.
+
+        A rank without samples takes part in what the others do.
+        """
+        problem = f"data must hold at least one batch, got an empty or exhausted {type(self.state.dataloader).__name__}"
+        if self._is_exhausted:
+            raise ValueError(f"{problem}: pass data that can be iterated over again")
+        if self._had_batches:
+            warnings.warn(f"{problem}; results in the state are those of an earlier run", stacklevel=level_of_caller())
 
     def _infer_epoch_length(self, length: int) -> None:
         """Set the length of an epoch to that of the first pass over data without a length."""

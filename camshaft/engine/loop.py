@@ -228,12 +228,11 @@ class Run:
                 if batch is _END:
                     data.ran_out()
                     if state.epoch_length is None:  # the epoch is this pass
-                        if not begun:
-                            raise ValueError(
-                                "data must hold at least one batch, got an empty or exhausted "
-                                f"{type(state.dataloader).__name__}: pass data that can be iterated over again"
-                            )
-                        engine._infer_epoch_length(begun)
+                        if begun:
+                            engine._infer_epoch_length(begun)
+                        else:
+                            engine._report_that_data_are_empty()
+                            data.cut(0)
                         return None
                     data.announce()
                     self._fire(Events.DATALOADER_STOP_ITERATION)

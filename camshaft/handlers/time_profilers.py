@@ -81,7 +81,7 @@ class _Profiler:
         self._fetches, self._processes = _Samples(), _Samples()
         self._epochs, self._iterations = array("q"), array("q")  # by row
         self._started: float | None = None
-        self._nested = 0.0  # seconds since then that are not measured here
+        self._outside = 0.0  # seconds since then of handlers of the engine's events
 
     def attach(self, engine: Engine[Any, Any]) -> None:
         """Measure the runs of an engine. Attaching again to the same engine has no effect.
@@ -139,24 +139,20 @@ class _Profiler:
                 del calls[serial].seconds[:]
 
     def _begin(self, engine: Engine[Any, Any]) -> None:
-        self._nested = 0.0
+        self._outside = 0.0
         self._started = perf_counter()
 
     def _begin_row(self, engine: Engine[Any, Any]) -> None:
         state = engine._state  # the property takes as long as this
         self._epochs.append(state.epoch)
         self._iterations.append(state.iteration)
-        self._nested = 0.0
+        self._outside = 0.0
         self._started = perf_counter()
 
     def _end(self, samples: _Samples, shift: int, engine: Engine[Any, Any]) -> None:
-        """Keep what began last as a sample of the next row, or of one before it.
-
-        A fetch is measured without the handlers that run meanwhile; those that the process function fires are its own.
-        """
+        """Keep what began last as a sample of the next row, or of one before it."""
         if self._started is not None:
-            nested = self._nested if samples is self._fetches else 0.0
-            samples.seconds.append(perf_counter() - self._started - nested)
+            samples.seconds.append(perf_counter() - self._started - self._outside)
             samples.rows.append(len(self._epochs) + shift)
             self._started = None
 
@@ -324,14 +320,20 @@ class HandlersTimeProfiler(_Profiler):
 
     EVENT_FILTER_THESHOLD_TIME: float = 0.0001
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._nested = 0.0  # seconds of the handlers that the present one has fired
+
     def _timed(self, event: Any, registration: Registration, call: Invocation) -> Invocation:
         """Return the call of a handler with a clock around it."""
         super()._timed(event, registration, call)
         if registration.serial not in self._calls:
             return call
         seconds, is_filtered = self._calls[registration.serial].seconds, registration.is_filtered
+        is_of_engine = isinstance(event, Events)  # otherwise the process function or a handler fires it
 
         def timed(engine: Engine[Any, Any]) -> Any:
+            outside = self._outside
             outer, self._nested = self._nested, 0.0
             started = perf_counter()
             try:
@@ -341,6 +343,8 @@ class HandlersTimeProfiler(_Profiler):
                 if not is_filtered or took >= self.EVENT_FILTER_THESHOLD_TIME:
                     seconds.append(took - self._nested)
                 self._nested = outer + took
+                if is_of_engine:
+                    self._outside = outside + took
 
         return timed
 

@@ -276,17 +276,32 @@ def test_an_iterator_is_restarted_by_hand(event):
     assert trace.batches == list("ababab")
 
 
-@pytest.mark.parametrize("arguments", [{}, {"max_epochs": 3}, {"max_iters": 7}], ids=str)
-def test_an_empty_iterator_is_rejected_as_an_empty_list_is(arguments):
+@pytest.mark.parametrize("arguments", [{}, {"max_epochs": 1}], ids=str)
+def test_an_iterator_that_was_read_before_is_rejected_as_an_empty_list_is(arguments):
     engine, data = Engine(echo), iter([1, 2])
-    for one in ([], iter([])):
-        with pytest.raises(ValueError, match="data must hold at least one batch, got an empty.*list"):
-            engine.run(one, **arguments)
     engine.run(data)
-    engine.state.metrics["accuracy"] = 0.5
-    with pytest.raises(ValueError, match="exhausted"):  # the second evaluation over an iterator
-        engine.run(data, **arguments)
+    for one in ([], data):  # the second evaluation over an iterator
+        with pytest.raises(ValueError, match="data must hold at least one batch, got an empty"):
+            engine.run(one, **arguments)
+    assert engine.state.epoch_length in (None, 2)
+
+
+def test_another_iterator_without_batches_warns_if_there_were_any_before():
+    engine, data = Engine(echo), iter([1, 2])
+    engine.run(map(abs, data))
+    with pytest.warns(UserWarning, match="empty or exhausted map; results in the state are those of an earlier run"):
+        engine.run(map(abs, data))
     assert engine.state.epoch_length is None
+
+
+def test_a_rank_without_batches_has_the_epochs_of_the_others():
+    engine, trace = traced()
+    engine.run(iter([]), max_epochs=2)
+    assert trace.take() == "S ES GS EC ES GS EC C"
+    assert counts_unsized(engine) == (2, 0, None)
+    engine.run(unsized([]), max_epochs=3)
+    with pytest.warns(UserWarning, match=RAN_OUT):
+        Engine(echo).run(iter([]), max_iters=7)
 
 
 def test_iterations_over_unsized_data_derive_the_epochs():
