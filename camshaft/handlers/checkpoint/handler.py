@@ -471,7 +471,7 @@ class Checkpoint(Serializable):
         return _record(self._saved)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replace the record; files with another prefix belong to another handler, and are left out.
+        """Replace the record.
 
         Raises:
             TypeError: it is not a mapping.
@@ -489,14 +489,7 @@ class Checkpoint(Serializable):
             raise ValueError(f"_saved must be {expected}, got {state_dict['_saved']!r}: {error}") from error
         self.reset()
         self._unresumed = 0
-        prefix = self.filename_prefix if self.filename_pattern is None else ""
-        start = f"{prefix}_" if prefix else ""
-        own = [item for item in saved if item.filename.startswith(start)]
-        self._saved = in_order(own, self.score_function is not None)
-        if foreign := [item.filename for item in saved if item not in self._saved]:
-            text = f"the record names {foreign}, of a handler with another prefix than {prefix!r}, which are left alone"
-            hint = "save the records of handlers that share a directory under separate names in to_save"
-            warnings.warn(f"{text}; {hint}", stacklevel=2)
+        self._saved = in_order(saved, self.score_function is not None)
 
     @property
     def folder(self) -> Path | None:
