@@ -334,7 +334,7 @@ def _send(path: Path, newest: Entry, content: Any, lacking: list[int], seen: lis
     if get_rank() not in lacking:
         return content
     location = "cpu" if map_location is None else map_location
-    return torch.load(BytesIO(memoryview(sent.numpy())), map_location=location, weights_only=True)
+    return torch.load(BytesIO(sent.numpy().data), map_location=location, weights_only=True)
 
 
 def _check_may_start(
