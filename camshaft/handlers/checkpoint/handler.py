@@ -568,10 +568,12 @@ class Checkpoint(Serializable):
 
     def _unique_filename(self, name: str, score: Any, step: Any) -> str:
         """Return the name of a new file; its score has all digits if another file has the name with four decimals."""
-        filename = self._filename(name, score, step)
-        others = [item.priority for item in self._saved if item.filename == filename]
-        is_taken = isinstance(score, float) and others not in ([], [score])
-        return self._filename(name, repr(score), step) if is_taken else filename
+        if not isinstance(score, float):
+            return self._filename(name, score, step)
+        # repr(0.0002) is also what 0.00019 is with four decimals.
+        names = [self._filename(name, text, step) for text in (f"{score:.4f}", repr(score), f"{score:.17g}")]
+        taken = {item.filename for item in self._saved if item.priority != score}
+        return next((one for one in names if one not in taken), names[0])
 
     def _filename(self, name: str, score: Any = None, global_step: Any = None) -> str:
         """Return the name of a file: ``[prefix_]name[_step][_score_name=score].pt``, or that of the pattern."""

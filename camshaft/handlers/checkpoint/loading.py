@@ -223,7 +223,7 @@ class _Search:
 
     def look(self, skipped: Collection[str]) -> _Look:
         """Read the newest checkpoint, but for some files."""
-        found, problems, changes = _find(self.folder), dict[str, str](), 0
+        found, problems, changes = find(self.folder), dict[str, str](), 0
         newest = None
         while newest is None and (entry := _newest(found, self.wanted, {*problems, *skipped})):
             problem = None if entry == self.newest else self._read(entry)
@@ -235,7 +235,7 @@ class _Search:
             else:
                 problems[entry.file] = problem
                 # A trainer that saves to this directory may have replaced or pruned what has a problem.
-                if changes < _MOST_CHANGES and (again := _find(self.folder)) != found:
+                if changes < _MOST_CHANGES and (again := find(self.folder)) != found:
                     found, problems, changes = again, {}, changes + 1
         self.newest = newest
         is_first = get_local_rank() == 0
@@ -269,7 +269,7 @@ class _Search:
         return len(self.wanted) == 1 or (isinstance(named, Mapping) and named.keys() >= set(self.wanted))
 
 
-def _find(directory: Path) -> Found:
+def find(directory: Path) -> Found:
     """Find the checkpoints of a directory on this node."""
     found: Found = {}
     try:
@@ -280,7 +280,8 @@ def _find(directory: Path) -> Found:
         for file in checkpoints_in(directory):
             with suppress(FileNotFoundError):  # removed meanwhile
                 if file.name not in found:
-                    found[file.name] = Entry(file.name, "", None, file.stat(follow_symlinks=False).st_mtime_ns)
+                    status = file.stat(follow_symlinks=False)
+                    found[file.name] = Entry(file.name, "", status.st_size, status.st_mtime_ns)
     except OSError as error:
         raise OSError(f"the checkpoints in '{directory}' cannot be listed: {error}") from error
     return found

@@ -355,8 +355,8 @@ class Entry:
 
     Args:
         file: its name.
-        checksum: of its content.
-        size: in bytes; ``None`` for a file without an entry.
+        checksum: of its content; empty for a file without an entry.
+        size: in bytes.
         saved_at: nanoseconds since 1970; increases from one checkpoint of a directory to the next.
         objects: the names of the saved objects, if known.
         step: of the engine, if known.
@@ -369,7 +369,7 @@ class Entry:
 
     file: str
     checksum: str
-    size: int | None
+    size: int
     saved_at: int
     objects: list[str] | None = None
     step: int | float | None = field(default=None, compare=False)  # NaN is not equal to itself
@@ -379,15 +379,15 @@ class Entry:
     versions: Mapping[str, str] | None = None
     shards: Mapping[str, list[Any]] | None = None
 
-    def problem(self, path: Path, part: slice = slice(None)) -> str | None:
+    def problem(self, path: Path, part: slice = slice(None), reads: bool = True) -> str | None:
         """Return what is wrong with a file, or with this part of the shards of a sharded checkpoint, or ``None``."""
         if self.shards is None:
-            return _problem(path, self.checksum, self.size)
+            return _problem(path, self.checksum, self.size, reads)
         if path.is_symlink() or not path.is_dir():
             return "is not a directory, and links are not followed" if os.path.lexists(path) else MISSING
         for name, (checksum, size) in list(self.shards.items())[part]:
             is_link = (path / name).is_symlink()
-            if problem := "is a link" if is_link else _problem(path / name, checksum, size):
+            if problem := "is a link" if is_link else _problem(path / name, checksum, size, reads):
                 return f"has a shard '{name}' that {problem}"
         return None
 
@@ -525,15 +525,19 @@ def _portable(error: Exception) -> Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def _problem(path: Path, checksum: str, size: int | None) -> str | None:
-    """Return what is wrong with a file, or ``None``; reads all of it."""
+def _problem(path: Path, checksum: str, size: int, reads: bool) -> str | None:
+    """Return what is wrong with a file, or ``None``; reads all of it, or only looks at its size."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             return "is not a regular file"
-        if size is not None and status.st_size != size:
+        if status.st_size != size:
             return f"has {status.st_size:,} bytes instead of {size:,}"
-        return None if checksum_of(path) == checksum else "is damaged: its content does not match its checksum"
+        return (
+            None
+            if not reads or checksum_of(path) == checksum
+            else "is damaged: its content does not match its checksum"
+        )
     except FileNotFoundError:
         return MISSING
     except OSError as error:
