@@ -181,7 +181,11 @@ def test_the_record_always_holds_the_best_priorities(priorities, most, ties_win)
     assert [order(priority) for priority in kept] == sorted(map(order, priorities))[-most:]
 
 
-@given(st.lists(st.floats(-1e-3, 1e-3), min_size=1), st.integers(1, 3) | st.none(), st.sampled_from([None, "best.pt"]))
+@given(
+    st.lists(st.floats(-1e-3, 1e-3).map(lambda score: score + 0.0), min_size=1),
+    st.integers(1, 3) | st.none(),
+    st.sampled_from([None, "best.pt"]),
+)
 def test_a_better_checkpoint_is_never_replaced_by_a_worse_one(scores, most, pattern):
     checkpoint, memory = scored(scores, n_saved=most, filename_pattern=pattern)
     kept = [priority for priority, _ in checkpoint.state_dict()["_saved"]]
