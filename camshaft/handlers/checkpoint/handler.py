@@ -417,7 +417,7 @@ class Checkpoint(Serializable):
             hint = "use Checkpoint, or Checkpoint.resume(to_load, directory)"
             raise RuntimeError(f"resume_latest needs to_save, which is unknown before the first call: {hint}")
         self._background.settle()
-        if not any(isinstance(one, Engine) for one in self._objects()):
+        if get_rank() == 0 and not any(isinstance(one, Engine) for one in self._objects()):
             problem = "to_save holds no engine, so that a resumed run starts from the beginning with the loaded state"
             warnings.warn(f"{problem}: add the trainer to to_save", stacklevel=level_of_caller())
         path, entries = resume_newest(self.to_save, saver.dirname, map_location, kwargs)
@@ -425,6 +425,7 @@ class Checkpoint(Serializable):
             for one in self._objects():
                 if isinstance(one, Checkpoint):
                     one._unresumed = 0
+        saver.begin_after(entries[-1].saved_at if entries else 0)
         newest = next((number for number, entry in enumerate(entries) if path and entry.file == path.name), -1)
         key, by_score = self._key(name_of(self.to_save)), self.score_function is not None
         own = [entry for entry in entries[: newest + 1] if entry.handler == key]
@@ -529,7 +530,8 @@ class Checkpoint(Serializable):
         known = {item.filename for item in self._saved}
         others = [one for one in saver.entries() if one.handler == key and one.file not in known]
         found = [one for one in others if (saver.dirname / one.file).exists()]
-        if new := [one.file for one in found if one.saved_at > self._begins_after]:
+        new = [one.file for one in found if one.saved_at > self._begins_after]
+        if new and saver.save_on_rank != "node":  # where each node saves a file of this name
             hint = "give one of them another filename_prefix, score_name or directory, or use one handler for both"
             text = f"two Checkpoints save under the same names, such as '{saver.dirname / new[0]}': {hint}"
             warnings.warn(text, stacklevel=level_of_caller())
@@ -580,7 +582,7 @@ class Checkpoint(Serializable):
         if score is not None and not isinstance(score, str):
             score = str(score) if isinstance(score, Integral) else f"{score:.4f}"
         pattern = self._pattern(score is not None, global_step is not None)
-        score_name = None if score is None or self.score_name is None else _without_slashes(self.score_name)
+        score_name = self.score_name and _without_slashes(self.score_name)
         values = {"filename_prefix": self.filename_prefix, "name": _without_slashes(name), "global_step": global_step}
         values.update(score_name=score_name, score=score, ext=self.ext)
         try:

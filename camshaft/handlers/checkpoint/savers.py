@@ -281,6 +281,10 @@ class DiskSaver(BaseSaveHandler):
         """Return the entries of all checkpoints in the directory, the newest first."""
         return self._manifest.entries()
 
+    def begin_after(self, saved_at: int) -> None:
+        """Make the next checkpoint newer than one on any node, whatever the clock of this one says."""
+        self._manifest.least = max(self._manifest.least, saved_at)
+
     def is_of_another(self, filename: str, handler: str) -> bool:
         """Return whether another handler has saved a checkpoint, in place of one of this handler."""
         return any(entry.handler not in (None, handler) for entry in self._manifest.entries(filename))
@@ -406,7 +410,8 @@ class Manifest:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.folder = directory / FOLDER
-        self._newest: int | None = None  # saved_at of the newest entry
+        self.least = 0  # saved_at of an older checkpoint
+        self._has_looked = False
         self._damaged: set[Path] = set()  # entries that were reported
 
     def entries(self, file: str | None = None) -> list[Entry]:
@@ -447,12 +452,12 @@ class Manifest:
         shards: Mapping[str, list[Any]] | None = None,
     ) -> Entry:
         """Return an entry that is newer than all others, whatever the clock says."""
-        if self._newest is None:
-            self._newest = max((entry.saved_at for entry in self.entries()), default=0)
-        self._newest = max(time.time_ns(), self._newest + 1)
+        if not self._has_looked:
+            self.least, self._has_looked = max([self.least, *(entry.saved_at for entry in self.entries())]), True
+        self.least = max(time.time_ns(), self.least + 1)
         about = {name: metadata.get(name) for name in ("objects", "step", "score", "score_name", "handler")}
         versions = {"camshaft": __version__, "torch": torch.__version__, "python": platform.python_version()}
-        return Entry(file, checksum, size, self._newest, **about, versions=versions, shards=shards)
+        return Entry(file, checksum, size, self.least, **about, versions=versions, shards=shards)
 
     def write(self, entry: Entry) -> None:
         """Add an entry; those of an older file of the same name stay."""

@@ -240,7 +240,12 @@ def _named_like(own: Mapping[str, Any], target: nn.Module, state: Any) -> Any:
     there = set(_wrappers_in(state, plain))
     if not here and not there:
         return state
-    renamed = _renamed(state, lambda name: plain.get(name := _without(there, name), name))
+
+    def rename(name: str) -> str:
+        bare = _without(there, name)
+        return plain.get(bare, bare)
+
+    renamed = _renamed(state, rename)
     if hasattr(state, "_metadata"):  # of modules, wrappers included
         versions = {_without(there, path): one for path, one in state._metadata.items()}
         paths = [path for path, _ in target.named_modules(remove_duplicate=False)]

@@ -79,6 +79,13 @@ def test_a_checkpoint_of_one_node_is_sent_to_the_others(tmp_path, save_on_rank, 
         assert names(tmp_path / f"node_{number}")[-2:] == ["checkpoint_12.pt", "checkpoint_15.pt"]
 
 
+def test_a_node_whose_clock_is_behind_saves_newer_checkpoints_than_the_node_before_it(tmp_path, monkeypatch):
+    on_two_nodes(tmp_path, 3)
+    monkeypatch.setattr("time.time_ns", lambda: 1)
+    assert on_two_nodes(tmp_path, 4, is_swapped=True)[0] == (9, "checkpoint_9.pt")
+    assert on_two_nodes(tmp_path, 5)[0] == (12, "checkpoint_12.pt")
+
+
 def test_a_file_that_is_damaged_on_one_node_is_skipped_on_all(tmp_path):
     on_two_nodes(tmp_path, 3, save_on_rank="node")
     file = tmp_path / "node_1" / "checkpoint_9.pt"
