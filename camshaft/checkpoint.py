@@ -14,15 +14,14 @@ import pickle
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from camshaft.files import write_atomically
-from camshaft.handlers.checkpoint.loading import read_checkpoint
-from camshaft.handlers.checkpoint.savers import MISSING, Entry, Manifest, checkpoints_in
+from camshaft.handlers.checkpoint.loading import find, read_checkpoint
+from camshaft.handlers.checkpoint.savers import Manifest
 from camshaft.handlers.checkpoint.state import read_chunks
 from camshaft.handlers.utils import load_optional
 from camshaft.text import RED, Look, aligned
@@ -106,32 +105,20 @@ def checkpoints(directory: Path, is_verify: bool) -> list[Row]:
         raise ValueError(f"DIR must be an existing directory, got '{directory}'")
     if Manifest(directory.parent).lists(directory.name):
         raise ValueError(f"'{directory}' is a checkpoint: pass the directory that contains it")
-    rows: dict[str, Row] = {}
-    for entry in Manifest(directory).entries():
-        path = directory / entry.file
-        problem = entry.problem(path) if is_verify else _incomplete(entry, path)
-        row = {"checkpoint": entry.file, "step": entry.step}
-        if not is_verify:
-            ranks = None if entry.shards is None else len(entry.shards)
-            row |= {"score": entry.score, "size": entry.size, "ranks": ranks}
-        if entry.file not in rows or problem is None:  # the save that replaces it may have been interrupted
-            rows[entry.file] = {**row, "problem": problem}
-    unlisted: dict[str, os.stat_result] = {}
-    for file in checkpoints_in(directory):
-        with suppress(FileNotFoundError):  # removed meanwhile
-            unlisted[file.name] = file.stat()
-    newest_first = sorted(unlisted, key=lambda name: unlisted[name].st_mtime_ns, reverse=True)
-    others = [(name, unlisted[name].st_size, _UNLISTED) for name in newest_first]
-    with os.scandir(directory) as found:
-        folders = [one.name for one in found if one.is_dir(follow_symlinks=False) and any(Path(one).glob("shard-*.pt"))]
-    for name, size, problem in (
-        *others,
-        *((name, None, "is incomplete: its save was interrupted") for name in folders),
-    ):
-        if name not in rows:
-            columns = {"step": None} if is_verify else {"step": None, "score": None, "size": size, "ranks": None}
-            rows[name] = {"checkpoint": name, **columns, "problem": problem}
-    return list(rows.values())
+    rows: list[Row] = []
+    found = find(directory)
+    for entry in sorted(found.values(), key=lambda one: one.saved_at, reverse=True):
+        problem = entry.problem(directory / entry.file, reads=is_verify) if entry.checksum else _UNLISTED
+        ranks = None if entry.shards is None else len(entry.shards)
+        row = {"score": entry.score, "size": entry.size, "ranks": ranks, "problem": problem}
+        rows.append({"checkpoint": entry.file, "step": entry.step, **row})
+    with os.scandir(directory) as folders:
+        for one in folders:
+            if one.name not in found and one.is_dir(follow_symlinks=False) and any(Path(one).glob("shard-*.pt")):
+                row = dict.fromkeys(("checkpoint", "step", "score", "size", "ranks"))
+                rows.append({**row, "checkpoint": one.name, "problem": "is incomplete: its save was interrupted"})
+    shown = ("checkpoint", "step", "problem")
+    return [{name: row[name] for name in shown} for row in rows] if is_verify else rows
 
 
 def consolidate(checkpoint: Path, file: Path, name: str | None = None) -> None:
@@ -170,18 +157,6 @@ def as_safetensors(checkpoint: Any) -> bytes:
     library = load_optional("safetensors.torch", extra="safetensors", needed_by=f"a {SAFETENSORS} file")
     content: bytes = library.save(copies)
     return content
-
-
-def _incomplete(entry: Entry, path: Path) -> str | None:
-    """Return why a checkpoint is incomplete, by the sizes of its files."""
-    sizes = {path / name: size for name, (_, size) in (entry.shards or {}).items()} or {path: entry.size}
-    for file, size in sizes.items():
-        try:
-            if (found := file.stat().st_size) != size:
-                return f"'{file.name}' has {found:,} bytes instead of {size:,}"
-        except FileNotFoundError:
-            return MISSING if file == path else f"'{file.name}' {MISSING}"
-    return None
 
 
 def _text(value: Any) -> str:

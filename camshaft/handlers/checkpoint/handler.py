@@ -432,7 +432,7 @@ class Checkpoint(Serializable):
             hint = "use Checkpoint, or Checkpoint.resume(to_load, directory)"
             raise RuntimeError(f"resume_latest needs to_save, which is unknown before the first call: {hint}")
         self._background.settle()
-        if not any(isinstance(one, Engine) for one in self._objects()):
+        if get_rank() == 0 and not any(isinstance(one, Engine) for one in self._objects()):
             problem = "to_save holds no engine, so that a resumed run starts from the beginning with the loaded state"
             warnings.warn(f"{problem}: add the trainer to to_save", stacklevel=level_of_caller())
         path, entries = resume_newest(self.to_save, saver.dirname, map_location, kwargs)
@@ -440,6 +440,7 @@ class Checkpoint(Serializable):
             for one in self._objects():
                 if isinstance(one, Checkpoint):
                     one._unresumed = 0
+        saver.begin_after(entries[-1].saved_at if entries else 0)
         newest = next((number for number, entry in enumerate(entries) if path and entry.file == path.name), -1)
         key, by_score = self._key(name_of(self.to_save)), self.score_function is not None
         own = [entry for entry in entries[: newest + 1] if entry.handler == key]
@@ -486,7 +487,7 @@ class Checkpoint(Serializable):
         return _record(self._saved)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replace the record; files with another prefix belong to another handler, and are left out.
+        """Replace the record.
 
         Raises:
             TypeError: it is not a mapping.
@@ -504,14 +505,7 @@ class Checkpoint(Serializable):
             raise ValueError(f"_saved must be {expected}, got {state_dict['_saved']!r}: {error}") from error
         self.reset()
         self._unresumed = 0
-        prefix = self.filename_prefix if self.filename_pattern is None else ""
-        start = f"{prefix}_" if prefix else ""
-        own = [item for item in saved if item.filename.startswith(start)]
-        self._saved = in_order(own, self.score_function is not None)
-        if foreign := [item.filename for item in saved if item not in self._saved]:
-            text = f"the record names {foreign}, of a handler with another prefix than {prefix!r}, which are left alone"
-            hint = "save the records of handlers that share a directory under separate names in to_save"
-            warnings.warn(f"{text}; {hint}", stacklevel=2)
+        self._saved = in_order(saved, self.score_function is not None)
 
     @property
     def folder(self) -> Path | None:
@@ -551,7 +545,8 @@ class Checkpoint(Serializable):
         known = {item.filename for item in self._saved}
         others = [one for one in saver.entries() if one.handler == key and one.file not in known]
         found = [one for one in others if (saver.dirname / one.file).exists()]
-        if new := [one.file for one in found if one.saved_at > self._begins_after]:
+        new = [one.file for one in found if one.saved_at > self._begins_after]
+        if new and saver.save_on_rank != "node":  # where each node saves a file of this name
             hint = "give one of them another filename_prefix, score_name or directory, or use one handler for both"
             text = f"two Checkpoints save under the same names, such as '{saver.dirname / new[0]}': {hint}"
             warnings.warn(text, stacklevel=level_of_caller())
@@ -590,17 +585,19 @@ class Checkpoint(Serializable):
 
     def _unique_filename(self, name: str, score: Any, step: Any) -> str:
         """Return the name of a new file; its score has all digits if another file has the name with four decimals."""
-        filename = self._filename(name, score, step)
-        others = [item.priority for item in self._saved if item.filename == filename]
-        is_taken = isinstance(score, float) and others not in ([], [score])
-        return self._filename(name, repr(score), step) if is_taken else filename
+        if not isinstance(score, float):
+            return self._filename(name, score, step)
+        # repr(0.0002) is also what 0.00019 is with four decimals.
+        names = [self._filename(name, text, step) for text in (f"{score:.4f}", repr(score), f"{score:.17g}")]
+        taken = {item.filename for item in self._saved if item.priority != score}
+        return next((one for one in names if one not in taken), names[0])
 
     def _filename(self, name: str, score: Any = None, global_step: Any = None) -> str:
         """Return the name of a file: ``[prefix_]name[_step][_score_name=score].pt``, or that of the pattern."""
         if score is not None and not isinstance(score, str):
             score = str(score) if isinstance(score, Integral) else f"{score:.4f}"
         pattern = self._pattern(score is not None, global_step is not None)
-        score_name = None if score is None or self.score_name is None else _without_slashes(self.score_name)
+        score_name = self.score_name and _without_slashes(self.score_name)
         values = {"filename_prefix": self.filename_prefix, "name": _without_slashes(name), "global_step": global_step}
         values.update(score_name=score_name, score=score, ext=self.ext)
         try:

@@ -10,7 +10,7 @@ import stat
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -146,8 +146,9 @@ def resume_newest(
         read = {look.newest.file for look in seen if look.newest}
         # Of several problems of a file, that of the first rank, which has verified it.
         damaged = {file: what for look in seen[::-1] for file, what in look.problems.items() if what != MISSING}
+        damaged |= problems
         if read & damaged.keys():  # only some ranks have noticed, or only their disks are damaged
-            problems |= damaged
+            problems = damaged
             continue
         newest = max((one.newest for one in seen if one.newest), key=lambda one: (one.saved_at, one.file), default=None)
         lacking = [rank for rank, look in enumerate(seen) if newest and not _is_same(look.newest, newest)]
@@ -159,9 +160,11 @@ def resume_newest(
         problems |= {file: damaged.get(file, what) for file, what in look.problems.items() if file not in read}
         for file, entry in look.entries.items():
             entries[file] = max(entry, entries.get(file, entry), key=lambda one: one.saved_at)
-    texts = [f"the checkpoint '{folder / file}' {problem}" for file, problem in problems.items() if problem]
+    texts = [f"the checkpoint '{folder / file}' {problem}" for file, problem in problems.items()]
     if newest is None:
-        _check_may_start(to_load, folder, entries, problems, texts, seen, search.error)
+        if damaged:
+            raise DamagedCheckpointError("no checkpoint can be loaded:\n" + "\n".join(texts)) from search.error
+        _check_may_start(to_load, folder, entries, texts)
         return None, []
     path, content = folder / newest.file, search.content
     if lacking:
@@ -197,8 +200,7 @@ class _Look:
     Args:
         node: the node of the rank.
         newest: the newest checkpoint that it has read; ``None`` if there is none.
-        problems: of newer ones; empty if the file holds other objects.
-        others: the objects in those files.
+        problems: of newer ones.
         entries: all checkpoints, on the first rank of each node.
         files: the files in this and other directories, likewise.
     """
@@ -206,7 +208,6 @@ class _Look:
     node: str
     newest: Entry | None
     problems: dict[str, str]
-    others: dict[str, list[str]]
     entries: Found
     files: list[set[str]]
 
@@ -222,30 +223,29 @@ class _Search:
 
     def look(self, skipped: Collection[str]) -> _Look:
         """Read the newest checkpoint, but for some files."""
-        found, problems, others = _find(self.folder), dict[str, str](), dict[str, list[str]]()
-        changes = 0
-        while names := [file for file in _newest_first(found, self.wanted) if file not in {*problems, *skipped}]:
-            entry = found[names[0]]
+        found, problems, changes = find(self.folder), dict[str, str](), 0
+        newest = None
+        while newest is None and (entry := _newest(found, self.wanted, {*problems, *skipped})):
             problem = None if entry == self.newest else self._read(entry)
-            if problem is None:
-                self.newest = entry
-                break
-            problems[entry.file] = problem
-            if not problem and isinstance(self.content, Mapping):
-                others[entry.file] = list(self.content)
-            # A trainer that saves to this directory may have replaced or pruned what has a problem.
-            if changes < _MOST_CHANGES and (again := _find(self.folder)) != found:
-                found, problems, changes = again, {}, changes + 1
-        else:
-            self.newest = self.content = None
+            if problem is None and not self._holds_all():
+                held = list(self.content) if isinstance(self.content, Mapping) else []
+                found[entry.file] = replace(entry, objects=held)  # which its entry lacks
+            elif problem is None:
+                newest = entry
+            else:
+                problems[entry.file] = problem
+                # A trainer that saves to this directory may have replaced or pruned what has a problem.
+                if changes < _MOST_CHANGES and (again := find(self.folder)) != found:
+                    found, problems, changes = again, {}, changes + 1
+        self.newest = newest
         is_first = get_local_rank() == 0
         files = [_files_in(folder) if is_first else set[str]() for folder in (self.folder, *self.others)]
-        return _Look(_node(), self.newest, problems, others, found if is_first else {}, files)
+        return _Look(_node(), newest, problems, found if is_first else {}, files)
 
     def _read(self, entry: Entry) -> str | None:
         """Verify a checkpoint, once per node, or a part of its shards on each rank; read it, and return its problem."""
-        path, wanted = self.folder / entry.file, self.wanted
-        self.content = None
+        path = self.folder / entry.file
+        self.newest = None
         try:
             if entry.shards is not None:
                 problem = entry.problem(path, part=slice(get_rank(), None, get_world_size()))
@@ -253,12 +253,9 @@ class _Search:
                 problem = "is not a regular file, and links are not followed"
             else:
                 problem = entry.problem(path) if entry.checksum and get_local_rank() == 0 else None
-            if problem is not None:
-                return problem
-            self.content = _read(path, self.map_location) if entry.shards is None else _read_shards(path, entry)
-            named = _by_name(wanted, self.content)
-            holds_all = len(wanted) == 1 or (isinstance(named, Mapping) and named.keys() >= set(wanted))
-            return None if holds_all else ""
+            if problem is None:
+                self.content = _read(path, self.map_location) if entry.shards is None else _read_shards(path, entry)
+            return problem
         except FileNotFoundError:
             return MISSING
         except Exception as raised:  # the other ranks must not wait for this one
@@ -267,8 +264,12 @@ class _Search:
             reason = raised.__context__ if isinstance(raised, pickle.UnpicklingError) and raised.__context__ else raised
             return f"cannot be read: {type(raised).__name__}: {str(reason).partition(chr(10))[0]}"
 
+    def _holds_all(self) -> bool:
+        named = _by_name(self.wanted, self.content)
+        return len(self.wanted) == 1 or (isinstance(named, Mapping) and named.keys() >= set(self.wanted))
 
-def _find(directory: Path) -> Found:
+
+def find(directory: Path) -> Found:
     """Find the checkpoints of a directory on this node."""
     found: Found = {}
     try:
@@ -279,16 +280,17 @@ def _find(directory: Path) -> Found:
         for file in checkpoints_in(directory):
             with suppress(FileNotFoundError):  # removed meanwhile
                 if file.name not in found:
-                    found[file.name] = Entry(file.name, "", None, file.stat(follow_symlinks=False).st_mtime_ns)
+                    status = file.stat(follow_symlinks=False)
+                    found[file.name] = Entry(file.name, "", status.st_size, status.st_mtime_ns)
     except OSError as error:
         raise OSError(f"the checkpoints in '{directory}' cannot be listed: {error}") from error
     return found
 
 
-def _newest_first(found: Found, wanted: list[str]) -> list[str]:
-    """List the checkpoints that, according to the manifest, hold what is wanted."""
+def _newest(found: Found, wanted: list[str], skipped: Collection[str]) -> Entry | None:
+    """Return the newest checkpoint that, according to the manifest, holds what is wanted."""
     held = [one for one in found.values() if one.objects is None or {*wanted} <= {*one.objects}]
-    return [one.file for one in sorted(held, key=lambda one: (one.saved_at, one.file), reverse=True)]
+    return max((one for one in held if one.file not in skipped), key=lambda one: (one.saved_at, one.file), default=None)
 
 
 def _is_same(one: Entry | None, other: Entry) -> bool:
@@ -326,41 +328,30 @@ def _send(path: Path, newest: Entry, content: Any, lacking: list[int], seen: lis
     buffer = BytesIO()
     if get_rank() == source:
         torch.save(content, buffer)
-    written = torch.frombuffer(bytearray(buffer.getvalue() or b"0"), dtype=torch.uint8)
-    size = broadcast(len(written), src=source)
-    received = written if get_rank() == source else torch.empty(size, dtype=torch.uint8)
-    for first in range(0, size, _PIECE):
-        received[first : first + _PIECE] = broadcast(received[first : first + _PIECE], src=source)
+    size = broadcast(buffer.tell(), src=source)
+    sent = torch.frombuffer(buffer.getbuffer() if buffer.tell() else bytearray(size), dtype=torch.uint8)
+    for piece in torch.split(sent, _PIECE):
+        broadcast(piece, src=source)
     if get_rank() not in lacking:
         return content
     location = "cpu" if map_location is None else map_location
-    return torch.load(BytesIO(received.numpy().tobytes()), map_location=location, weights_only=True)
+    return torch.load(BytesIO(sent.numpy().data), map_location=location, weights_only=True)
 
 
 def _check_may_start(
     to_load: Mapping[str, Any],
     folder: Path,
     entries: Found,
-    problems: Mapping[str, str],
     texts: list[str],
-    seen: list[_Look],
-    error: Exception | None,
 ) -> None:
-    """Raise if there are checkpoints from which a run should resume rather than start from the beginning.
-
-    Raises:
-        DamagedCheckpointError: some of them are damaged.
-        ValueError: they hold an engine, but not all other objects.
-    """
-    if any(problem not in ("", MISSING) for problem in problems.values()):
-        raise DamagedCheckpointError("no checkpoint can be loaded:\n" + "\n".join(texts)) from error
+    """Raise ``ValueError`` if the checkpoints hold an engine, but not all other objects."""
     wanted = list(to_load)
-    others = {file: set(names) for look in seen for file, names in look.others.items()}
-    others |= {file: set(entry.objects) for file, entry in entries.items() if entry.objects}
     engines = {name for name, one in to_load.items() if isinstance(one, Engine)}
-    for file, held in others.items():
-        missing = [name for name in wanted if name not in held]
-        if missing and engines & held:  # to start from the beginning would be a mistake that replaces this file
+    for file, entry in entries.items():
+        missing = [name for name in wanted if name not in (entry.objects or ())]
+        if missing and engines & {
+            *(entry.objects or ())
+        }:  # to start from the beginning would be a mistake that replaces this file
             raise ValueError(
                 f"no checkpoint in '{folder}' holds all of {wanted}: '{file}' lacks {missing}. To continue from it, "
                 "load the others with Checkpoint.resume(to_load, directory), and save to another directory; to start "

@@ -25,8 +25,8 @@ def retained(
 ) -> tuple[list[Item], list[str]] | None:
     """Return the record after a save, and the files that are no longer kept; ``None`` if it is not worth saving.
 
-    By score, a checkpoint is saved if there is room or it is better than the one that it replaces: that of the same
-    name, or the worst.
+    By score, a checkpoint is saved if there is room or it is better than the worst one that is kept, but never in place
+    of a better one of the same name.
 
     Args:
         items: the record, the first to be removed first.
@@ -39,14 +39,16 @@ def retained(
     >>> retained([Item(1, "a"), Item(2, "b")], Item(3, "c"), 2, by_score=True)
     ([Item(priority=2, filename='b'), Item(priority=3, filename='c')], ['a'])
     """
+    if by_score and not always:
+        mine = comparable(new.priority)
+        if n_saved is not None and len(items) >= n_saved:
+            least = comparable(items[len(items) - n_saved].priority)
+            if not (mine > least or (ties_win and mine == least)):
+                return None
+        if any(item.filename == new.filename and comparable(item.priority) > mine for item in items):
+            return None
     kept = [item for item in items if item.filename != new.filename]
     num_dropped = 0 if n_saved is None else max(len(kept) + 1 - n_saved, 0)
-    if by_score and not always:
-        rivals = [item for item in items if item not in kept] or kept[:num_dropped][-1:]
-        least = max((comparable(item.priority) for item in rivals), default=None)
-        mine = comparable(new.priority)
-        if least is not None and not (mine > least or (ties_win and mine == least)):
-            return None
     return in_order([*kept[num_dropped:], new], by_score), [item.filename for item in kept[:num_dropped]]
 
 

@@ -281,6 +281,10 @@ class DiskSaver(BaseSaveHandler):
         """Return the entries of all checkpoints in the directory, the newest first."""
         return self._manifest.entries()
 
+    def begin_after(self, saved_at: int) -> None:
+        """Make the next checkpoint newer than one on any node, whatever the clock of this one says."""
+        self._manifest.least = max(self._manifest.least, saved_at)
+
     def is_of_another(self, filename: str, handler: str) -> bool:
         """Return whether another handler has saved a checkpoint, in place of one of this handler."""
         return any(entry.handler not in (None, handler) for entry in self._manifest.entries(filename))
@@ -355,8 +359,8 @@ class Entry:
 
     Args:
         file: its name.
-        checksum: of its content.
-        size: in bytes; ``None`` for a file without an entry.
+        checksum: of its content; empty for a file without an entry.
+        size: in bytes.
         saved_at: nanoseconds since 1970; increases from one checkpoint of a directory to the next.
         objects: the names of the saved objects, if known.
         step: of the engine, if known.
@@ -369,7 +373,7 @@ class Entry:
 
     file: str
     checksum: str
-    size: int | None
+    size: int
     saved_at: int
     objects: list[str] | None = None
     step: int | float | None = field(default=None, compare=False)  # NaN is not equal to itself
@@ -379,15 +383,15 @@ class Entry:
     versions: Mapping[str, str] | None = None
     shards: Mapping[str, list[Any]] | None = None
 
-    def problem(self, path: Path, part: slice = slice(None)) -> str | None:
+    def problem(self, path: Path, part: slice = slice(None), reads: bool = True) -> str | None:
         """Return what is wrong with a file, or with this part of the shards of a sharded checkpoint, or ``None``."""
         if self.shards is None:
-            return _problem(path, self.checksum, self.size)
+            return _problem(path, self.checksum, self.size, reads)
         if path.is_symlink() or not path.is_dir():
             return "is not a directory, and links are not followed" if os.path.lexists(path) else MISSING
         for name, (checksum, size) in list(self.shards.items())[part]:
             is_link = (path / name).is_symlink()
-            if problem := "is a link" if is_link else _problem(path / name, checksum, size):
+            if problem := "is a link" if is_link else _problem(path / name, checksum, size, reads):
                 return f"has a shard '{name}' that {problem}"
         return None
 
@@ -406,7 +410,8 @@ class Manifest:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.folder = directory / FOLDER
-        self._newest: int | None = None  # saved_at of the newest entry
+        self.least = 0  # saved_at of an older checkpoint
+        self._has_looked = False
         self._damaged: set[Path] = set()  # entries that were reported
 
     def entries(self, file: str | None = None) -> list[Entry]:
@@ -447,12 +452,12 @@ class Manifest:
         shards: Mapping[str, list[Any]] | None = None,
     ) -> Entry:
         """Return an entry that is newer than all others, whatever the clock says."""
-        if self._newest is None:
-            self._newest = max((entry.saved_at for entry in self.entries()), default=0)
-        self._newest = max(time.time_ns(), self._newest + 1)
+        if not self._has_looked:
+            self.least, self._has_looked = max([self.least, *(entry.saved_at for entry in self.entries())]), True
+        self.least = max(time.time_ns(), self.least + 1)
         about = {name: metadata.get(name) for name in ("objects", "step", "score", "score_name", "handler")}
         versions = {"camshaft": __version__, "torch": torch.__version__, "python": platform.python_version()}
-        return Entry(file, checksum, size, self._newest, **about, versions=versions, shards=shards)
+        return Entry(file, checksum, size, self.least, **about, versions=versions, shards=shards)
 
     def write(self, entry: Entry) -> None:
         """Add an entry; those of an older file of the same name stay."""
@@ -484,6 +489,8 @@ class Manifest:
 
 def agreed(act: Callable[[], T], gather: Gather) -> list[T]:
     """Call a function on all ranks and return their results; if it raises on one rank, raise the error on all."""
+    if get_world_size() == 1:
+        return [act()]
     outcome, error = None, None
     try:
         outcome = act()
@@ -523,15 +530,19 @@ def _portable(error: Exception) -> Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def _problem(path: Path, checksum: str, size: int | None) -> str | None:
-    """Return what is wrong with a file, or ``None``; reads all of it."""
+def _problem(path: Path, checksum: str, size: int, reads: bool) -> str | None:
+    """Return what is wrong with a file, or ``None``; reads all of it, or only looks at its size."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             return "is not a regular file"
-        if size is not None and status.st_size != size:
+        if status.st_size != size:
             return f"has {status.st_size:,} bytes instead of {size:,}"
-        return None if checksum_of(path) == checksum else "is damaged: its content does not match its checksum"
+        return (
+            None
+            if not reads or checksum_of(path) == checksum
+            else "is damaged: its content does not match its checksum"
+        )
     except FileNotFoundError:
         return MISSING
     except OSError as error:
@@ -622,15 +633,10 @@ def _read(path: Path, file: str, checksum: str) -> Entry:
         raise ValueError(f"format is {written!r}, and this version of camshaft reads {_FORMAT}")
     values: dict[str, Any] = {one.name: content.get(one.name) for one in fields(Entry)}
     entry = Entry(**values)
-    for name in ("size", "saved_at"):
-        if type(number := values[name]) is not int or not 0 <= number < _TOO_LARGE:
-            raise ValueError(f"{name} is {number!r}")
-    objects = values["objects"]
-    if objects is not None and not (isinstance(objects, list) and all(isinstance(one, str) for one in objects)):
-        raise ValueError(f"objects is {objects!r}")
-    shards = values["shards"]
-    if shards is not None and not (isinstance(shards, dict) and all(map(_SHARD.fullmatch, shards))):
-        raise ValueError(f"shards is {shards!r}")
-    if entry.file != file or entry.checksum != f"crc32:{checksum}":
-        raise ValueError("its content does not match its name")
+    numbers, objects, shards = (entry.size, entry.saved_at), entry.objects, entry.shards
+    is_valid = all(type(number) is int and 0 <= number < _TOO_LARGE for number in numbers)
+    is_valid &= objects is None or (isinstance(objects, list) and all(isinstance(one, str) for one in objects))
+    is_valid &= shards is None or (isinstance(shards, dict) and all(map(_SHARD.fullmatch, shards)))
+    if not is_valid or (entry.file, entry.checksum) != (file, f"crc32:{checksum}"):
+        raise ValueError("its fields are not those of an entry of this name")
     return entry

@@ -78,7 +78,7 @@ def state_of(target: Any) -> Any:
     target = unwrap(target)
     state = target.state_dict()
     wrappers = _wrappers(target)
-    return _renamed(state, partial(_without, wrappers)) if wrappers else state
+    return _renamed(state, partial(_without, wrappers)) if wrappers and _has_names(state) else state
 
 
 def differs_by_rank(objects: Any) -> bool:
@@ -192,6 +192,11 @@ def _replaced(function: Callable[[str, Any], Any], value: Any, attribute: str = 
 # are; in a file, they are the only ones where they stand, and the module to load has others there.
 
 
+def _has_names(state: Any) -> bool:
+    """Return whether this may be the state of a module, rather than what its own ``state_dict`` makes up."""
+    return isinstance(state, Mapping) and all(isinstance(key, str) for key in state)
+
+
 def _wrapped_name(module: nn.Module) -> str:
     """Return the name of the module inside a wrapper; empty if this is none."""
     if isinstance(module, (nn.DataParallel, DistributedDataParallel)):
@@ -233,14 +238,19 @@ def _without(wrappers: Collection[str], name: str) -> str:
 
 def _named_like(own: Mapping[str, Any], target: nn.Module, state: Any) -> Any:
     """Rename the entries of a state like those of a module, whichever wrappers were and are in it."""
-    if not isinstance(state, Mapping) or state.keys() == own.keys() or not all(isinstance(key, str) for key in state):
+    if not _has_names(state) or state.keys() == own.keys():
         return state
     here = _wrappers(target)
     plain = {_without(here, name): name for name in own}
     there = set(_wrappers_in(state, plain))
     if not here and not there:
         return state
-    renamed = _renamed(state, lambda name: plain.get(name := _without(there, name), name))
+
+    def rename(name: str) -> str:
+        bare = _without(there, name)
+        return plain.get(bare, bare)
+
+    renamed = _renamed(state, rename)
     if hasattr(state, "_metadata"):  # of modules, wrappers included
         versions = {_without(there, path): one for path, one in state._metadata.items()}
         paths = [path for path, _ in target.named_modules(remove_duplicate=False)]

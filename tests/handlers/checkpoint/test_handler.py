@@ -137,6 +137,7 @@ def test_without_a_score_the_newest_are_kept():
         ([-math.inf, NAN, 0.5], 2, False, [(-math.inf, "model_-inf.pt"), (0.5, "model_0.5000.pt")]),
         ([0.12341, 0.12344], 3, False, [(0.12341, "model_0.1234.pt"), (0.12344, "model_0.12344.pt")]),
         ([-4e-5, -3e-5, -3.5e-5], 2, False, [(-3.5e-5, "model_-3.5e-05.pt"), (-3e-5, "model_-3e-05.pt")]),
+        ([0.00019, 0.0002], 2, False, [(0.00019, "model_0.0002.pt"), (0.0002, "model_0.00020000000000000001.pt")]),
         ([-4e-5, -3e-5, -3.5e-5], 1, False, [(-3e-5, "model_-3e-05.pt")]),
         ([0.5, 0.25, 0.5, 0.25], 3, False, [(0.25, "model_0.2500.pt"), (0.5, "model_0.5000.pt")]),
         ([NAN, NAN, 1.0, NAN], None, True, [(NAN, "model_nan.pt"), (1.0, "model_1.0000.pt")]),
@@ -180,7 +181,11 @@ def test_the_record_always_holds_the_best_priorities(priorities, most, ties_win)
     assert [order(priority) for priority in kept] == sorted(map(order, priorities))[-most:]
 
 
-@given(st.lists(st.floats(-1e-3, 1e-3), min_size=1), st.integers(1, 3) | st.none(), st.sampled_from([None, "best.pt"]))
+@given(
+    st.lists(st.floats(-1e-3, 1e-3).map(lambda score: score + 0.0), min_size=1),
+    st.integers(1, 3) | st.none(),
+    st.sampled_from([None, "best.pt"]),
+)
 def test_a_better_checkpoint_is_never_replaced_by_a_worse_one(scores, most, pattern):
     checkpoint, memory = scored(scores, n_saved=most, filename_pattern=pattern)
     kept = [priority for priority, _ in checkpoint.state_dict()["_saved"]]

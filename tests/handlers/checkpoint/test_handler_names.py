@@ -194,11 +194,13 @@ def test_slashes_in_names_of_scores_and_objects_are_replaced(tmp_path):
     assert checkpoint.last_checkpoint == tmp_path / "a_b_validation_accuracy=0.5000.pt"
 
 
-def test_files_of_another_prefix_in_a_record_are_left_alone(tmp_path):
-    last = Checkpoint({"part": Part()}, DiskSaver(tmp_path), filename_prefix="last")
-    with pytest.warns(UserWarning, match=r"the record names \['best_part_1.pt'\], of a handler with another prefix"):
-        last.load_state_dict({"_saved": [(1, "best_part_1.pt"), (2, "last_part_2.pt")]})
-    assert last.state_dict() == {"_saved": [(2, "last_part_2.pt")]}
+def test_files_of_another_handler_in_a_record_are_not_removed(tmp_path):
+    best = Checkpoint({"part": Part()}, tmp_path, filename_prefix="best")
+    best(at(1))
+    last = Checkpoint({"part": Part()}, DiskSaver(tmp_path, require_empty=False), filename_prefix="last")
+    last.load_state_dict(best.state_dict())
+    last(at(2))
+    assert names(tmp_path) == ["best_part_1.pt", "last_part_2.pt"]
 
 
 def test_a_pattern_without_the_prefix_keeps_its_record(tmp_path):

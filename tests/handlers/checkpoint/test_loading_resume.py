@@ -658,7 +658,7 @@ def interrupt(monkeypatch, act, when):
         monkeypatch.setattr(owner, name, access)
 
     for owner, name in (
-        (loading, "_find"),
+        (loading, "find"),
         (loading, "checkpoints_in"),
         (Entry, "problem"),
         (loading, "_read"),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from contextlib import nullcontext
 
 import pytest
+import torch
 
 from camshaft import distributed as idist
 from camshaft.engine import Engine, Events
@@ -13,6 +15,7 @@ from camshaft.handlers import Checkpoint, DiskSaver
 from camshaft.handlers.checkpoint import loading
 from camshaft.handlers.checkpoint.savers import Manifest
 from tests.handlers.parts import Part, names
+from tests.ranks import on_ranks
 from tests.threads import run_on_threads
 
 
@@ -79,6 +82,13 @@ def test_a_checkpoint_of_one_node_is_sent_to_the_others(tmp_path, save_on_rank, 
         assert names(tmp_path / f"node_{number}")[-2:] == ["checkpoint_12.pt", "checkpoint_15.pt"]
 
 
+def test_a_node_whose_clock_is_behind_saves_newer_checkpoints_than_the_node_before_it(tmp_path, monkeypatch):
+    on_two_nodes(tmp_path, 3)
+    monkeypatch.setattr("time.time_ns", lambda: 1)
+    assert on_two_nodes(tmp_path, 4, is_swapped=True)[0] == (9, "checkpoint_9.pt")
+    assert on_two_nodes(tmp_path, 5)[0] == (12, "checkpoint_12.pt")
+
+
 def test_a_file_that_is_damaged_on_one_node_is_skipped_on_all(tmp_path):
     on_two_nodes(tmp_path, 3, save_on_rank="node")
     file = tmp_path / "node_1" / "checkpoint_9.pt"
@@ -86,6 +96,27 @@ def test_a_file_that_is_damaged_on_one_node_is_skipped_on_all(tmp_path):
     resumed, (message,) = on_two_nodes(tmp_path, 3, save_on_rank="node")
     assert resumed == (6, "checkpoint_6.pt")
     assert "checkpoint_9.pt' is damaged" in message
+
+
+@pytest.mark.parametrize("source", [0, 1])
+@on_ranks(2)
+def test_a_file_is_sent_in_pieces_through_a_process_group(tmp_path, monkeypatch, source):
+    monkeypatch.setattr(loading, "_PIECE", 100)
+    rank = idist.get_rank()
+    folder = tmp_path / str(rank)
+    saver = DiskSaver(folder, save_on_rank=source)
+    tied = torch.arange(60.0) + rank
+    saver({"model": {"a": tied, "b": tied[10:]}}, "model_1.pt")
+
+    class Kept:
+        def load_state_dict(self, state):
+            self.state = state
+
+    kept = Kept()
+    with pytest.warns(UserWarning, match=rf"not on node 0 \(ranks \[{1 - source}\]") if rank == 0 else nullcontext():
+        assert Checkpoint.resume({"model": kept}, folder) == folder / "model_1.pt"
+    assert torch.equal(kept.state["a"], torch.arange(60.0) + source)
+    assert kept.state["b"].data_ptr() == kept.state["a"][10:].data_ptr()
 
 
 @pytest.mark.parametrize("lost", [0, 1])

@@ -88,6 +88,21 @@ def test_a_state_of_any_wrapped_module_loads_into_any_other(states, source, targ
     assert list(versions.values()) == [2]  # of batch norm
 
 
+@pytest.mark.parametrize("state", [{0: 1}, [1, 2], {"module": {"weight": 1}}])
+def test_a_state_of_the_modules_own_making_is_left_alone(state):
+    class Own(nn.Sequential):
+        def state_dict(self):
+            return state
+
+        def load_state_dict(self, state):
+            self.loaded = state
+
+    memory, model = Memory(), Own(nn.DataParallel(nn.Linear(1, 1)))
+    Checkpoint({"model": model, "other": Net()}, memory)(at())
+    Checkpoint.load_objects({"model": model}, memory.files["checkpoint_0.pt"])
+    assert model.loaded == memory.files["checkpoint_0.pt"]["model"] == state
+
+
 def test_real_modules_called_module_stay_when_only_a_part_is_loaded():
     file = {"module.module.weight": torch.ones(1, 1), "module.other": torch.ones(1)}
     net = nn.ModuleDict({"module": nn.ModuleDict({"module": nn.Linear(1, 1)})})
