@@ -81,7 +81,7 @@ class ProgressBar(BaseLogger):
             metric_names: metrics to show, or ``"all"``.
             output_transform: called with the engine's output; returns a mapping, or a value to show as ``output``.
             event_name: advances the bar; may have a filter.
-            closing_event_name: fills and closes the bar, which the end of the run closes in any case.
+            closing_event_name: closes the bar, filled unless the epoch was cut; the end of the run closes it in any case.
             state_attributes: attributes of the engine's state to show.
 
         Returns:
@@ -156,7 +156,9 @@ class ProgressBar(BaseLogger):
         if look.width is not None:
             return self._tqdm(**{"colour": "green" if look.has_colors else None, **options})
         # with a delay, tqdm writes no line for the beginning
-        return _line_writer(self._tqdm)(**{"mininterval": 10.0, "delay": 1e-9, **options, "leave": True})
+        bar = _line_writer(self._tqdm)(**{"mininterval": 10.0, "delay": 1e-9, **options, "leave": True})
+        bar._instances.discard(bar)  # or tqdm writes it again after each message
+        return bar
 
 
 class _Bar:
@@ -172,6 +174,7 @@ class _Bar:
         self._event = event
         self._closing_event = closing_event
         self._counts_iterations = event in _PER_ITERATION
+        self._spans_epoch = self._counts_iterations and closing_event not in _PER_ITERATION
 
     def advance(self, engine: Engine[Any, Any]) -> None:
         bar = self.tqdm
@@ -192,12 +195,15 @@ class _Bar:
             bar.update(0)
 
     def finish(self, engine: Engine[Any, Any]) -> None:
-        """Fill and close the bar."""
+        """Close the bar, filled unless the epoch was cut."""
         bar = self.tqdm
         if bar is not None:
             if bar.total is None:
                 bar.total = _total(self._event, engine.state)
-            if bar.total is not None:
+            length, done = engine.state.epoch_length, engine.iteration_in_epoch
+            if self._spans_epoch and length is not None and done < length:
+                bar.n = done
+            elif bar.total is not None:
                 bar.n = bar.total
             self.stop(engine)
 

@@ -252,6 +252,7 @@ def test_the_writer_of_torch_is_preferred(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, "tensorboardX", types.ModuleType("tensorboardX"))
     with TensorboardLogger(**{name: tmp_path}) as logger:
         assert isinstance(logger.writer, SummaryWriter)
+        assert logger.writer.logdir == logger.logdir == logger.writer.log_dir == tmp_path
 
 
 def test_the_writer_of_tensorboardx_warns(monkeypatch):
