@@ -67,9 +67,11 @@ class TensorboardLogger(base_logger.ServiceLogger):
         writer_class = _writer_class()
         if "logdir" in kwargs:
             kwargs["log_dir"] = kwargs.pop("logdir")
-        self.writer: Any = writer_class(*args, **kwargs) if self.writes_here else Silence()
-        if hasattr(self.writer, "log_dir"):  # of torch; tensorboardX, which other code may expect, calls it logdir
-            self.writer.logdir = self.writer.log_dir
+        self.writer: Any = Silence()
+        if self.writes_here:
+            self.writer = writer_class(*args, **kwargs)
+            if hasattr(self.writer, "log_dir"):  # of torch; tensorboardX, which other code may expect, calls it logdir
+                self.writer.logdir = self.writer.log_dir
 
     def write_values(self, values: Mapping[Path, Any], step: int) -> None:
         """Write a scalar for each value."""

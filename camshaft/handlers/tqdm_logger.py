@@ -81,7 +81,8 @@ class ProgressBar(BaseLogger):
             metric_names: metrics to show, or ``"all"``.
             output_transform: called with the engine's output; returns a mapping, or a value to show as ``output``.
             event_name: advances the bar; may have a filter.
-            closing_event_name: closes the bar, filled unless the epoch was cut; the end of the run closes it in any case.
+            closing_event_name: closes the bar, filled unless the epoch was cut. The end of the run closes it in any
+                case.
             state_attributes: attributes of the engine's state to show.
 
         Returns:

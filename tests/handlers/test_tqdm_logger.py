@@ -104,7 +104,9 @@ def test_the_position_is_within_the_epoch_even_after_a_short_epoch(terminal):
     assert [text for text in terminal.drawn if "[2/2]" in text] == [*epoch, epoch[-1]]
 
 
-@pytest.mark.parametrize("event", [Events.ITERATION_STARTED, Events.ITERATION_COMPLETED, Events.ITERATION_COMPLETED(every=2)])
+@pytest.mark.parametrize(
+    "event", [Events.ITERATION_STARTED, Events.ITERATION_COMPLETED, Events.ITERATION_COMPLETED(every=2)]
+)
 @pytest.mark.parametrize("closing", [Events.EPOCH_COMPLETED, Events.COMPLETED])
 def test_an_epoch_that_was_cut_is_not_shown_as_complete(terminal, event, closing):
     trainer = trainer_of()
