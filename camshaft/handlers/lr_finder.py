@@ -40,7 +40,7 @@ class FastaiLRFinder:
     A search runs the trainer's step without the handlers that were attached before: no checkpoint, log record,
     average, or schedule is made. Handlers that are attached inside of the ``with`` block run.
 
-    Afterwards everything is as before: the trainer, random number generators, also those of the data, the given objects,
+    Afterwards everything is as before: the trainer, random number generators (of the data too), the given objects,
     and each object with ``state_dict`` and ``load_state_dict`` that the step refers to: in its closure, in global
     variables that it names, and in attributes of objects found there. What other objects hold is not restored. The
     copies of these states take memory during the search.
