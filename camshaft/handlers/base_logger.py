@@ -269,8 +269,11 @@ class BaseWeightsHandler(BaseHandler):
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the parameters, or the gradients that exist, by name. Sharded ones are gathered from all ranks."""
-        for name, parameter in self.weights:
-            tensor = parameter.grad if self.of_gradients else parameter
+        reshard(self.model)
+        current = dict(self.model.named_parameters())  # some may have been replaced
+        for name, _ in self.weights:
+            parameter = current.get(name)
+            tensor = getattr(parameter, "grad", None) if self.of_gradients else parameter
             if tensor is not None:
                 yield name, full_value(tensor.detach())
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import lru_cache
+from contextlib import suppress
+from functools import lru_cache, partial
 from numbers import Number
 from time import time
 from typing import Any
@@ -141,7 +142,7 @@ class ProgressBar(BaseLogger):
         """Write a line above the bar, on rank 0."""
         if self.writes_here:
             # in one piece: tqdm writes the end of the line separately, and another process may write in between
-            self._tqdm.write(f"{message}\n", file=self.tqdm_kwargs.get("file"), end="")
+            self._attempt(partial(self._tqdm.write, f"{message}\n", file=self.tqdm_kwargs.get("file"), end=""))
 
     def close(self) -> None:
         """Close the open bars."""
@@ -271,8 +272,9 @@ def _line_writer(bar_class: Any) -> Any:
             now = (self.n, self.postfix)
             if msg is None and now != self.shown:
                 self.shown = now
-                self.fp.write(f"{self}\n")
-                self.fp.flush()
+                with suppress(OSError):  # a full disk; warnings would go there too
+                    self.fp.write(f"{self}\n")
+                    self.fp.flush()
             return False
 
         def clear(self, *args: Any, **options: Any) -> None:

@@ -306,6 +306,16 @@ def test_missing_gradients_are_skipped():
     assert written(Gradients(model)) == {("grads_norm", "1", "weight"): 2}
 
 
+def test_replaced_weights_are_read_and_removed_ones_are_not():
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    handler = BaseWeightsScalarHandler(model)
+    model[0] = torch.nn.Linear(1, 1, bias=False)
+    model.load_state_dict({name: torch.full_like(one, 7.0) for name, one in model.state_dict().items()}, assign=True)
+    assert {name: tensor.item() for name, tensor in handler.tensors()} == dict.fromkeys(
+        ["0.weight", "1.weight", "1.bias"], 7.0
+    )
+
+
 @pytest.mark.parametrize(
     "whitelist", [["1"], ["1.weight"], lambda name, parameter: parameter.ndim == 2 and "1" in name]
 )

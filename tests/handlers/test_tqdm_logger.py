@@ -485,6 +485,20 @@ def test_without_a_terminal_a_message_does_not_repeat_the_open_bars(terminal):
     assert terminal.getvalue().splitlines() == lines
 
 
+def test_a_full_disk_does_not_end_the_run():
+    class Full(io.StringIO):
+        def write(self, text):
+            if text:
+                raise OSError(28, "No space left on device")
+
+    trainer = trainer_of()
+    bar = bar_on(Full(), mininterval=0, miniters=1)
+    bar.attach(trainer)
+    with pytest.warns(UserWarning, match="ProgressBar cannot write, values are lost: OSError"):
+        bar.log_message("lost")
+    assert trainer.run(range(5)).iteration == 5
+
+
 def test_a_message_is_written_together_with_the_end_of_its_line(monkeypatch):
     writes, terminal = [], Terminal()
     monkeypatch.setattr(terminal, "write", writes.append)
