@@ -129,7 +129,7 @@ class BaseOutputHandler(BaseHandler):
         """Write all values at once."""
         self.check(logger)
         values = self._setup_output_metrics_state_attrs(engine, log_text=logger.logs_text)
-        logger.write(logger.write_values, values, self.global_step(engine, event_name), self.trainer(engine))
+        logger._write(logger.write_values, values, self.global_step(engine, event_name), self.trainer(engine))
 
     def global_step(self, engine: Engine[Any, Any], event_name: Any) -> int:
         """Return the step to write.
@@ -223,7 +223,7 @@ class BaseOptimizerParamsHandler(BaseHandler):
         values = {self.path(number): group[self.param_name] for number, group in groups}
         fetch(values)
         values = {path: float(value) for path, value in values.items()}
-        logger.write(logger.write_values, values, self.global_step(engine, event_name), self.trainer(engine))
+        logger._write(logger.write_values, values, self.global_step(engine, event_name), self.trainer(engine))
 
     def path(self, group: int) -> Path:
         """Return the path of a group's parameter."""
@@ -336,7 +336,7 @@ class BaseWeightsScalarHandler(BaseWeightsHandler):
         values: dict[Any, Any] = {self.path(name): self.reduction(tensor) for name, tensor in self.tensors()}
         fetch(values)
         if logger.writes_here:
-            logger.write(logger.write_values, values, self.global_step(engine, event_name), self.trainer(engine))
+            logger._write(logger.write_values, values, self.global_step(engine, event_name), self.trainer(engine))
 
 
 class BaseWeightsHistHandler(BaseWeightsHandler):
@@ -349,7 +349,7 @@ class BaseWeightsHistHandler(BaseWeightsHandler):
         # one gathered parameter at a time is in the memory of the device
         tensors = {self.path(name): one.cpu() if gathers else one for name, one in self.tensors() if writes}
         if writes:
-            logger.write(logger.write_histograms, tensors, self.global_step(engine, event_name), self.trainer(engine))
+            logger._write(logger.write_histograms, tensors, self.global_step(engine, event_name), self.trainer(engine))
 
 
 def _count_of(engine: Engine[Any, Any], event_name: Any) -> int:
@@ -495,7 +495,7 @@ class BaseLogger:
         """
         raise NotImplementedError(f"{type(self).__name__} must define write_values()")
 
-    def write(self, method: Callable[..., object], values: Any, step: int, trainer: Engine[Any, Any]) -> None:
+    def _write(self, method: Callable[..., object], values: Any, step: int, trainer: Engine[Any, Any]) -> None:
         """Call :meth:`write_values` or :meth:`write_histograms` for values of a trainer, and warn once if it fails."""
         self.iteration = self._iterations[trainer] = trainer.state.iteration
         self._attempt(method, values, step)

@@ -277,9 +277,6 @@ def _line_writer(bar_class: Any) -> Any:
                     self.fp.flush()
             return False
 
-        def clear(self, *args: Any, **options: Any) -> None:
-            """Keep the lines."""
-
         def close(self) -> None:
             if not self.disable:
                 self.display()
