@@ -99,8 +99,15 @@ class Crash(Exception):
     pass
 
 
+def age(folder):
+    """Rename the files of earlier writers, so that they come first: their names differ by seconds only."""
+    for file in folder.glob("events.*"):
+        file.rename(folder / f"earlier.{len(list(folder.iterdir())):03}.{file.name}")
+
+
 def run(folder, attempt=1, stop_at=None, start_at=None, epochs=5, before=None):
     """Log by iteration, and evaluations by the trainer's iteration or its epoch."""
+    age(folder)
     trainer = Engine(lambda engine, batch: engine.state.iteration * attempt)
     evaluator = Engine(lambda engine, batch: None)
     with TensorboardLogger(log_dir=folder) as logger:
@@ -163,6 +170,7 @@ def test_after_a_kill_before_the_first_checkpoint_each_point_exists_once(tmp_pat
 
 def test_an_evaluation_in_the_folder_of_a_training_hides_nothing(tmp_path):
     run(tmp_path)
+    age(tmp_path)
     with TensorboardLogger(log_dir=tmp_path) as logger:
         evaluator = Engine(lambda engine, batch: 0.5)
         logger.attach_output_handler(evaluator, Events.COMPLETED, "test", output_transform=lambda output: output)
