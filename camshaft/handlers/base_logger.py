@@ -35,7 +35,7 @@ from camshaft.handlers.utils import (
     check_type,
     joined,
 )
-from camshaft.sharding import full_value, needs_all_ranks, reshard
+from camshaft.sharding import full_value, is_dtensor, needs_all_ranks, reshard
 
 __all__ = [
     "BaseHandler",
@@ -269,10 +269,9 @@ class BaseWeightsHandler(BaseHandler):
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the parameters, or the gradients that exist, by name. Sharded ones are gathered from all ranks."""
-        reshard(self.model)
         current = dict(self.model.named_parameters())  # some may have been replaced
-        for name, _ in self.weights:
-            parameter = current.get(name)
+        for name, given in self.weights:
+            parameter = given if is_dtensor(given) else current.get(name)  # fully_shard replaces its own for a pass
             tensor = getattr(parameter, "grad", None) if self.of_gradients else parameter
             if tensor is not None:
                 yield name, full_value(tensor.detach())
@@ -524,7 +523,7 @@ class BaseLogger:
     def _rewind(self, iteration: int) -> None:
         """Remove or hide what was written after an iteration of the trainer, from which a run resumes."""
 
-    def _begin(self, engine: Engine[Any, Any]) -> None:
+    def _begin(self) -> None:
         """Prepare for a job that does not resume an earlier one."""
 
     def _checkpoint_saved(self) -> None:
@@ -556,7 +555,7 @@ class BaseLogger:
             if not self._iterations or self._iterations.get(engine, 0) > iteration:
                 self._attempt(self._rewind, iteration)
         elif not self._has_begun and not any(one.state.iteration for one in sources):
-            self._attempt(self._begin, engine)
+            self._attempt(self._begin)
         self._has_begun = True
 
     @cached_property

@@ -15,7 +15,6 @@ from io import FileIO
 from pathlib import Path as FilePath
 from typing import Any, ClassVar
 
-from camshaft.engine.engine import Engine
 from camshaft.files import write_atomically
 from camshaft.handlers import base_logger
 from camshaft.handlers.base_logger import Path
@@ -146,7 +145,7 @@ class FileLogger(base_logger.BaseLogger, ABC):
             self._replace(records[:size])
         self._latest = {tuple(content): content for content in map(_content, records[:size])}
 
-    def _begin(self, engine: Engine[Any, Any]) -> None:
+    def _begin(self) -> None:
         if not self._records():
             return
         number = 1

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path as FilePath
 from typing import Any
 
-from camshaft.engine.engine import Engine
+from camshaft.engine.engine import outermost_engine
 from camshaft.engine.events import Events
 from camshaft.handlers import base_logger
 from camshaft.handlers.base_logger import Path, Silence
@@ -92,8 +92,9 @@ class TensorboardLogger(base_logger.ServiceLogger):
     def _checkpoint_saved(self) -> None:
         self.writer.flush()
 
-    def _begin(self, engine: Engine[Any, Any]) -> None:
-        is_training = num_epochs(engine.state) != 1 or any(
+    def _begin(self) -> None:
+        engine = outermost_engine()
+        is_training = (engine is not None and num_epochs(engine.state) != 1) or any(
             one.event_name in (Events.ITERATION_STARTED, Events.ITERATION_COMPLETED) for one in self._attached
         )
         folder = self.writer.file_writer.get_logdir()

@@ -377,7 +377,7 @@ class Rewinding(ListLogger):
     def _rewind(self, iteration):
         self.lines.append(iteration)
 
-    def _begin(self, engine):
+    def _begin(self):
         self.lines.append("begin")
 
 
@@ -473,7 +473,7 @@ class Failing(ListLogger):
     def write_histograms(self, tensors, step):
         self.do("histograms")
 
-    def _begin(self, engine):
+    def _begin(self):
         self.do("begin")
 
     def _rewind(self, iteration):

@@ -561,7 +561,7 @@ def test_a_resume_removes_the_records_of_its_own_run_only(kind, tmp_path):
         with kind(tmp_path) as logger:
             handler = {"tag": tag, "output_transform": lambda output: output}
             logger.attach_output_handler(trainer, Events.ITERATION_COMPLETED, **handler)
-            logger._begin = lambda engine: None  # continue the file
+            logger._begin = lambda: None  # continue the file
             trainer.load_state_dict(state or {"iteration": 0, "epoch_length": length, "max_epochs": 1})
             if stop_at is not None:
                 trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop_at), stop)
