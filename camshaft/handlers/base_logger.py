@@ -549,7 +549,7 @@ class BaseLogger:
         sources = self._sources()
         if engine not in sources or outermost_engine() is not engine:
             return  # all handlers were removed, or this is an evaluation in a handler
-        iteration = engine.state.iteration
+        iteration = max(engine.state.iteration, getattr(engine, "_recounted_from", None) or 0)  # as saved
         if iteration > 0:
             # else the values were written in a run that this one extends, or by another trainer
             if not self._iterations or self._iterations.get(engine, 0) > iteration:

@@ -241,7 +241,8 @@ def test_a_resume_with_larger_batches_keeps_the_points_of_smaller_ones(kind, tmp
     states, path = run(2, stop_at=31)
     before = range(2, 27, 2)  # what follows the checkpoint of iteration 26 is removed
     run(8, states[26])
-    assert curve(path, "steps/size") == [(step, 2) for step in before] + [(28, 8), (30, 8), (32, 8)]
+    assert curve(path, "steps/size")[: len(before)] == [(step, 2) for step in before]
+    assert [size for _, size in curve(path, "steps/size")[len(before) :]] == [8, 8, 8]
     assert curve(path, "epochs/size") == [(1, 2), (2, 2), (3, 8), (4, 8)]
 
 
