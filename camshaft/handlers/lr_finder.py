@@ -329,8 +329,13 @@ def _silenced(engine: Engine[Any, Any]) -> Iterator[None]:
     newest = max((one.serial for one in _registrations(engine)), default=0)
 
     def silence(event: Any, registration: Registration, call: Invocation) -> Invocation:
-        runs = registration.serial > newest or registration.order == Order.STEP
-        return call if runs else lambda engine: None
+        if registration.serial > newest or registration.order == Order.STEP:
+            return call
+        return reraise if event is Events.EXCEPTION_RAISED else lambda engine: None
+
+    def reraise(engine: Engine[Any, Any]) -> None:
+        (error,) = engine._dispatcher.plans[Events.EXCEPTION_RAISED].extra
+        raise error  # as if there was no handler
 
     engine._dispatcher.wrap(silence)
     try:

@@ -501,6 +501,21 @@ def test_handlers_do_not_run_in_a_search_unless_asked_for():
         called.clear()
 
 
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_a_handler_of_errors_that_does_not_run_swallows_none(error):
+    def fail(engine, batch):
+        raise error
+
+    search, handled = Search(), []
+    search.trainer = Engine(fail)
+    search.trainer.add_event_handler(Events.EXCEPTION_RAISED, handled.append)
+    with pytest.raises(error):
+        search.run()
+    assert handled == []
+    search.trainer.run(range(3))
+    assert len(handled) == 1
+
+
 @pytest.mark.parametrize("run_handlers", [False, True])
 def test_a_search_leaves_no_trace_in_a_whole_training(tmp_path, run_handlers):
     """The run after a search is that without one: scaler, accumulation, averages, schedules, order of data, records."""
