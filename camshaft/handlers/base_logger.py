@@ -6,21 +6,22 @@ Handlers collect values under *paths* such as ``("training", "loss")``; a logger
 
 from __future__ import annotations
 
-import copy
 import ssl
 import urllib.error
 import urllib.request
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from numbers import Integral, Number
 from typing import Any, ClassVar, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from camshaft.distributed import get_rank
-from camshaft.engine.engine import Engine
+from camshaft.engine.engine import Engine, outermost_engine
 from camshaft.engine.events import EventLike, Events, Order, RemovableEventHandle, events_in
 from camshaft.engine.state import LazyNumber, check_has_output, fetch
 from camshaft.errors import described, level_of_caller
@@ -34,7 +35,7 @@ from camshaft.handlers.utils import (
     check_type,
     joined,
 )
-from camshaft.sharding import full_value, needs_all_ranks, reshard
+from camshaft.sharding import full_value, is_dtensor, needs_all_ranks, reshard
 
 __all__ = [
     "BaseHandler",
@@ -70,14 +71,13 @@ class BaseHandler(ABC):
             event_name: the event, as passed to ``attach``.
         """
 
-    @property
-    def prefixes(self) -> tuple[Path, ...]:
-        """The paths under which this handler writes; by them, a resumed logger finds the handler of a value."""
-        return ()
-
     def global_step(self, engine: Engine[Any, Any], event_name: Any) -> int:
         """Return the step to write: the count of the event."""
         return _count_of(engine, event_name)
+
+    def trainer(self, engine: Engine[Any, Any]) -> Engine[Any, Any]:
+        """Return the engine that the values belong to: the one whose steps are written, or that runs ``engine``."""
+        return engine_followed(self) or outermost_engine() or engine
 
     def check(self, logger: Any) -> None:
         """Raise an error if this handler is not made for ``logger``."""
@@ -129,16 +129,7 @@ class BaseOutputHandler(BaseHandler):
         """Write all values at once."""
         self.check(logger)
         values = self._setup_output_metrics_state_attrs(engine, log_text=logger.logs_text)
-        logger.write_new_values(values, self.global_step(engine, event_name), self)
-
-    @property
-    def prefixes(self) -> tuple[Path, ...]:
-        """The tag, as long as the names are not known, and the tag with each known name."""
-        names = [*(self.metric_names if isinstance(self.metric_names, list) else ()), *(self.state_attributes or ())]
-        prefixes: list[Path] = [(self.tag, name) for name in names]
-        if self.metric_names == "all" or self.output_transform is not None:
-            prefixes.append((self.tag,))
-        return tuple(prefixes)
+        logger._write(logger.write_values, values, self.global_step(engine, event_name), self.trainer(engine))
 
     def global_step(self, engine: Engine[Any, Any], event_name: Any) -> int:
         """Return the step to write.
@@ -232,16 +223,11 @@ class BaseOptimizerParamsHandler(BaseHandler):
         values = {self.path(number): group[self.param_name] for number, group in groups}
         fetch(values)
         values = {path: float(value) for path, value in values.items()}
-        logger.write_new_values(values, self.global_step(engine, event_name))
+        logger._write(logger.write_values, values, self.global_step(engine, event_name), self.trainer(engine))
 
     def path(self, group: int) -> Path:
         """Return the path of a group's parameter."""
         return (*_tagged(self.tag), self.param_name, f"group_{group}")
-
-    @property
-    def prefixes(self) -> tuple[Path, ...]:
-        """The path without the group."""
-        return (self.path(0)[:-1],)
 
 
 class BaseWeightsHandler(BaseHandler):
@@ -283,8 +269,10 @@ class BaseWeightsHandler(BaseHandler):
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the parameters, or the gradients that exist, by name. Sharded ones are gathered from all ranks."""
-        for name, parameter in self.weights:
-            tensor = parameter.grad if self.of_gradients else parameter
+        current = dict(self.model.named_parameters())  # some may have been replaced
+        for name, given in self.weights:
+            parameter = given if is_dtensor(given) else current.get(name)  # fully_shard replaces its own for a pass
+            tensor = getattr(parameter, "grad", None) if self.of_gradients else parameter
             if tensor is not None:
                 yield name, full_value(tensor.detach())
 
@@ -298,14 +286,14 @@ class BaseWeightsHandler(BaseHandler):
         """The name component before the names of the parameters."""
         return "grads" if self.of_gradients else "weights"
 
+    @property
+    def prefix(self) -> Path:
+        """The path without the name of the parameter."""
+        return (*_tagged(self.tag), self.title)
+
     def path(self, name: str) -> Path:
         """Return the path of a parameter."""
-        return (*_tagged(self.tag), self.title, *name.split("."))
-
-    @property
-    def prefixes(self) -> tuple[Path, ...]:
-        """The path without the name of the parameter."""
-        return ((*_tagged(self.tag), self.title),)
+        return (*self.prefix, *name.split("."))
 
 
 class BaseWeightsScalarHandler(BaseWeightsHandler):
@@ -347,7 +335,7 @@ class BaseWeightsScalarHandler(BaseWeightsHandler):
         values: dict[Any, Any] = {self.path(name): self.reduction(tensor) for name, tensor in self.tensors()}
         fetch(values)
         if logger.writes_here:
-            logger.write_new_values(values, self.global_step(engine, event_name))
+            logger._write(logger.write_values, values, self.global_step(engine, event_name), self.trainer(engine))
 
 
 class BaseWeightsHistHandler(BaseWeightsHandler):
@@ -360,7 +348,7 @@ class BaseWeightsHistHandler(BaseWeightsHandler):
         # one gathered parameter at a time is in the memory of the device
         tensors = {self.path(name): one.cpu() if gathers else one for name, one in self.tensors() if writes}
         if writes:
-            logger.write_histograms(tensors, self.global_step(engine, event_name))
+            logger._write(logger.write_histograms, tensors, self.global_step(engine, event_name), self.trainer(engine))
 
 
 def _count_of(engine: Engine[Any, Any], event_name: Any) -> int:
@@ -422,18 +410,23 @@ class BaseLogger:
     rank holds the full tensor; other DTensors are skipped with a warning, since only the rank that writes would gather
     them.
 
+    A failing write, on a full disk or to a service that does not answer, loses values. The logger warns once, and the
+    run continues.
+
     Attributes:
         ranks: the ranks that write, ``None`` for all; may be set by a subclass.
         logs_text: whether strings are written; may be set by a subclass.
+        iteration: of the trainer, for the values that are being written.
+        has_failed: whether an error ends the ``with`` block of the logger; set before :meth:`close` is called.
     """
 
     ranks: ClassVar[tuple[int, ...] | None] = (0,)
     logs_text: ClassVar[bool] = False
     # defaults on the class: subclasses need not call __init__
+    iteration = 0
+    has_failed = False
     _attached: Sequence[RemovableEventHandle] = ()
-    _has_begun = False
-    _already_written: Collection[tuple[str, int]] = frozenset()  # names and steps of the last step before a resume
-    _reached: Reached | None = None  # after a resume, if handlers that count differently share a tag
+    _has_begun = _has_warned = False
 
     def attach(
         self,
@@ -472,7 +465,7 @@ class BaseLogger:
             if source is not None and not source.has_event_handler(self._run_started, Events.STARTED):
                 # before handlers that write at STARTED
                 source.add_event_handler(Events.STARTED, self._run_started, order=Order.RESULTS)
-                source.add_event_handler(CheckpointEvents.SAVED_CHECKPOINT, self._checkpoint_saved)
+                source.add_event_handler(CheckpointEvents.SAVED_CHECKPOINT, self._flush)
         return handle
 
     def attach_output_handler(
@@ -501,16 +494,10 @@ class BaseLogger:
         """
         raise NotImplementedError(f"{type(self).__name__} must define write_values()")
 
-    def write_new_values(self, values: Mapping[Path, Any], step: int, handler: BaseHandler | None = None) -> None:
-        """Write values except those that the resumed job had written already just before it was killed."""
-        written = self._already_written
-        if self._reached is not None and (reached := self._reached.by(handler, values)) is not None:
-            written = {*written, *(self._rewind(reached) or ())}
-        if written:
-            values = {path: one for path, one in values.items() if ("/".join(path), step) not in written}
-            if not values:
-                return
-        self.write_values(values, step)
+    def _write(self, method: Callable[..., object], values: Any, step: int, trainer: Engine[Any, Any]) -> None:
+        """Call :meth:`write_values` or :meth:`write_histograms` for values of a trainer, and warn once if it fails."""
+        self.iteration = self._iterations[trainer] = trainer.state.iteration
+        self._attempt(method, values, step)
 
     def write_histograms(self, tensors: Mapping[Path, Any], step: int) -> None:
         """Write histograms of tensors. Subclasses that can show histograms override this."""
@@ -522,7 +509,9 @@ class BaseLogger:
     def __enter__(self: Self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        is_exit = isinstance(error, SystemExit) and error.code in (None, 0)
+        self.has_failed = kind is not None and not is_exit
         self.close()
 
     def _create_output_handler(self, *args: Any, **kwargs: Any) -> Callable[..., object]:
@@ -531,14 +520,8 @@ class BaseLogger:
     def _create_opt_params_handler(self, *args: Any, **kwargs: Any) -> Callable[..., object]:
         return BaseOptimizerParamsHandler(*args, **kwargs)
 
-    def _rewind(self, reached: Reached) -> Collection[tuple[str, int]] | None:
-        """Remove what was written after the point from which a run resumes.
-
-        Returns:
-            The names and steps that are already written for the very step before that point, to be written once;
-            ``None`` if this logger removes nothing.
-        """
-        return None
+    def _rewind(self, iteration: int) -> None:
+        """Remove or hide what was written after an iteration of the trainer, from which a run resumes."""
 
     def _begin(self) -> None:
         """Prepare for a job that does not resume an earlier one."""
@@ -546,27 +529,48 @@ class BaseLogger:
     def _checkpoint_saved(self) -> None:
         """Put on disk what was written before a checkpoint."""
 
+    def _attempt(self, function: Callable[..., object], *args: Any) -> None:
+        """Call a function that writes; if it fails, warn once and continue."""
+        try:
+            function(*args)
+        except NotImplementedError:
+            raise
+        except Exception as error:
+            if not self._has_warned:
+                self._has_warned = True
+                text = f"{type(self).__name__} cannot write, values are lost: {type(error).__name__}: {error}"
+                warnings.warn(text, stacklevel=level_of_caller())
+
+    def _flush(self) -> None:
+        self._attempt(self._checkpoint_saved)
+
     def _run_started(self, engine: Engine[Any, Any]) -> None:
         """Rewind the log if this run resumes an earlier one."""
-        if not any(_follows(handle, engine) for handle in self._attached):
-            return  # all handlers were removed
-        reached = Reached(engine, self._attached)
-        if engine.state.iteration > 0:
-            written = self._rewind(reached)
-            self._reached = reached if written is not None and reached.is_shared else None
-            self._already_written = written or frozenset()
-            if self._already_written:
-                self._write_all_from_next_iteration(engine)
-        elif not self._has_begun and not reached.any:
-            self._begin()
+        sources = self._sources()
+        if engine not in sources or outermost_engine() is not engine:
+            return  # all handlers were removed, or this is an evaluation in a handler
+        iteration = engine.state.iteration
+        if iteration > 0:
+            # else the values were written in a run that this one extends, or by another trainer
+            if not self._iterations or self._iterations.get(engine, 0) > iteration:
+                self._attempt(self._rewind, iteration)
+        elif not self._has_begun and not any(one.state.iteration for one in sources):
+            self._attempt(self._begin)
         self._has_begun = True
 
-    def _write_all_from_next_iteration(self, engine: Engine[Any, Any]) -> None:
-        def write_all() -> None:
-            self._already_written = frozenset()
-            handle.remove()
+    @cached_property
+    def _iterations(self) -> WeakKeyDictionary[Engine[Any, Any], int]:
+        """The iterations of the values that were written last, by trainer."""
+        return WeakKeyDictionary()
 
-        handle = engine.add_event_handler(Events.ITERATION_STARTED, write_all)
+    def _sources(self) -> list[Engine[Any, Any]]:
+        """Return the engines that handlers are attached to, and those whose steps they write."""
+        found: list[Engine[Any, Any] | None] = []
+        for one in self._attached:
+            source, handler = one.engine(), one.handler()
+            if source is not None and handler is not None and source.has_event_handler(handler):
+                found += [source, engine_followed(handler)]
+        return [one for one in found if one is not None]
 
 
 class ServiceLogger(BaseLogger):
@@ -609,107 +613,7 @@ def answers(url: str, seconds: float = 10.0) -> bool:
     return True
 
 
-# --- resuming ----------------------------------------------------------------------------------------------------
-
-
-class Reached:
-    """For each name in a log, the last step before the point from which a run resumes.
-
-    Args:
-        engine: the engine that starts a run.
-        attached: the handles of the logger's handlers.
-
-    >>> from camshaft.handlers.file_logger import OutputHandler
-    >>> trainer = Engine(lambda engine, batch: None)
-    >>> trainer.state.epoch, trainer.state.iteration = 2, 20
-    >>> by_iteration, by_epoch = (
-    ...     OutputHandler("training", "all"),
-    ...     OutputHandler("training", ["accuracy"]),
-    ... )
-    >>> attached = [
-    ...     RemovableEventHandle(Events.ITERATION_COMPLETED, by_iteration, trainer),
-    ...     RemovableEventHandle(Events.EPOCH_COMPLETED, by_epoch, trainer),
-    ... ]
-    >>> reached = Reached(trainer, attached)
-    >>> reached(("training", "loss")), reached(("training", "accuracy"))
-    (20, 2)
-    """
-
-    def __init__(self, engine: Engine[Any, Any], attached: Iterable[RemovableEventHandle]) -> None:
-        self.any = False  # whether a handler has a step behind it
-        self.is_shared = False  # whether handlers with different steps write under the same prefix
-        self._default: int | None = engine.state.iteration
-        self._steps: dict[Path, int | None] = {}
-        self._steps_by: dict[int, int | None] = {}  # by the id of the handler
-        self._settled: set[Path] = set()
-        for handle in attached:
-            handler = handle.handler()
-            if isinstance(handler, BaseHandler):
-                step = _step_before(engine, handle, handler)
-                self.any |= bool(step)
-                if engine_followed(handler) not in (None, engine):
-                    step = None  # of another trainer
-                self._steps_by[id(handler)] = _larger(step, self._steps_by.get(id(handler), step))
-                for prefix in map(_as_read, handler.prefixes):
-                    other = self._steps.get(prefix, step)
-                    self.is_shared |= other != step
-                    self._steps[prefix] = _larger(step, other)
-
-    def __call__(self, path: Path) -> int | None:
-        """Return the step of a name, or ``None`` if it is unknown; names without a handler count iterations."""
-        known = (path[:length] for length in range(len(path), 0, -1) if path[:length] in self._steps)
-        prefix = next(known, None)
-        return self._default if prefix is None else self._steps[prefix]
-
-    def by(self, handler: BaseHandler | None, paths: Iterable[Path]) -> Reached | None:
-        """Return the steps of the names that a handler is the first to write, where others were assumed.
-
-        Of handlers that write all metrics under the same tag, the one with the largest step is assumed to write a name
-        until one of them does, so that nothing is removed by mistake. ``None`` if the assumptions were right.
-        """
-        new = {*map(_as_read, paths)} - self._settled
-        self._settled |= new
-        step = self._steps_by.get(id(handler))
-        found = copy.copy(self)
-        found._default, found._steps = None, {path: step for path in new if self(path) != step}
-        return found if found._steps and step is not None else None
-
-    def is_beyond(self, path: Path, step: int) -> bool:
-        """Return whether a point lies after the point from which the run resumes."""
-        last = self(path)
-        return last is not None and step > last
-
-
-def _as_read(path: Path) -> Path:
-    """Return the path of a name as it is read back from a file: a tag, too, may contain slashes."""
-    return tuple("/".join(path).split("/"))
-
-
-def _larger(step: int | None, other: int | None) -> int | None:
-    return None if step is None or other is None else max(step, other)
-
-
 def engine_followed(handler: Any) -> Engine[Any, Any] | None:
     """Return the engine whose steps a handler writes by ``global_step_from_engine``, if it does."""
     transform = getattr(handler, "global_step_transform", None)
     return transform.engine if isinstance(transform, StepOf) else None
-
-
-def _follows(handle: RemovableEventHandle, engine: Engine[Any, Any]) -> bool:
-    """Return whether a handler is still attached and writes steps of an engine."""
-    source, handler = handle.engine(), handle.handler()
-    if source is None or handler is None or not source.has_event_handler(handler):
-        return False
-    return engine in (source, engine_followed(handler))
-
-
-def _step_before(running: Engine[Any, Any], handle: RemovableEventHandle, handler: BaseHandler) -> int | None:
-    """Return the step that a handler would write now, or ``None`` if it is unrelated to the run of ``running``."""
-    engine = handle.engine()
-    has_own_steps = getattr(handler, "global_step_transform", _count_of) is not _count_of
-    if engine is None or (engine is not running and not has_own_steps):
-        return None  # the count of an evaluator, which restarts each time
-    try:
-        return handler.global_step(engine, handle.event_name)
-    except Exception:
-        return None  # it may need something that exists only when its event fires; if not, it raises again then

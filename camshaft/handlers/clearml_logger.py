@@ -108,10 +108,12 @@ class ClearMLLogger(base_logger.ServiceLogger):
             self.grad_helper.add_histogram(title=title, series=series, step=step, hist_data=data)
 
     def close(self) -> None:
-        """Flush, and close the task."""
+        """Flush, and close the task, which failed after an error."""
         self.clearml_logger.flush()
         task, self._task = self._task, None
         if task is not None:
+            if self.has_failed:
+                task.mark_failed(status_reason="an error has ended the run")
             task.close()
 
     def _create_opt_params_handler(self, *args: Any, **kwargs: Any) -> OptimizerParamsHandler:
@@ -157,7 +159,7 @@ class WeightsScalarHandler(base_logger.BaseWeightsScalarHandler):
 
     def path(self, name: str) -> Path:
         """Return the path of a parameter."""
-        return _plot_of_module("/".join(self.prefixes[0]) + "/", name)
+        return _plot_of_module("/".join(self.prefix) + "/", name)
 
 
 class WeightsHistHandler(base_logger.BaseWeightsHistHandler):
@@ -167,7 +169,7 @@ class WeightsHistHandler(base_logger.BaseWeightsHistHandler):
 
     def path(self, name: str) -> Path:
         """Return the path of a parameter."""
-        return _plot_of_module("/".join(self.prefixes[0]) + "_", name)
+        return _plot_of_module("/".join(self.prefix) + "_", name)
 
 
 class GradsScalarHandler(WeightsScalarHandler):

@@ -207,5 +207,6 @@ class EarlyStopping(Serializable, ResettableHandler):
 
     def _exceeds(self, score: float, best: float, threshold: float) -> bool:
         """Return whether a score is better by more than the threshold, which is false if either is NaN."""
-        margin = threshold * (abs(best) if self.threshold_mode == "rel" else 1)
+        is_relative = self.threshold_mode == "rel" and math.isfinite(best)  # any finite score differs from infinity
+        margin = threshold * (abs(best) if is_relative else 1)
         return score > best + margin if self.mode == "max" else score < best - margin

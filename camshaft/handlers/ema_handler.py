@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,11 +59,28 @@ class EMAWarmUp(StateParamScheduler):
         return self.momentum if share >= 1 else self.momentum_warmup + (self.momentum - self.momentum_warmup) * share
 
 
+@dataclass
+class _Fine:
+    """The average of a weight that is too coarse to hold it."""
+
+    weight: Tensor
+    average: Tensor  # in float32
+    version: int = -1  # of the weight after the last update
+
+    def follow(self) -> None:
+        """Take over what others have written into the weight."""
+        if self.weight._version != self.version:
+            average, weight = local(self.average), local(self.weight)
+            average.copy_(torch.where(average.to(weight.dtype) == weight, average, weight))
+            self.version = self.weight._version
+
+
 class EMAHandler(Serializable):
     """Keep a moving average of a model: ``ema = (1 - momentum) * ema + momentum * model``.
 
     Its state is that of ``ema_model``, and with a warm-up that of ``momentum_scheduler``. They can also be saved
-    separately.
+    separately. Weights in bfloat16 or float16 are too coarse for small steps: they are averaged in float32, and the
+    state holds these averages, while ``ema_model`` has the dtypes of ``model``.
 
     Args:
         model: the model that is trained, already on its device, and already sharded if it will be. The average is
@@ -124,8 +142,6 @@ class EMAHandler(Serializable):
         if ema_model is not None:
             check_type("ema_model", ema_model, nn.Module, "a torch.nn.Module")
             self.ema_model = _unwrapped(ema_model)
-            if _layout(self.ema_model) != _layout(self.model):
-                raise ValueError("ema_model must have the parameters of model, sharded in the same way")
         elif any(outermost_sharded(self.model)):
             raise ValueError(
                 "model was sharded by fully_shard, which does not allow copies: pass ema_model, another model that was "
@@ -134,6 +150,7 @@ class EMAHandler(Serializable):
         else:
             self.ema_model = deepcopy(self.model)
         self.ema_model.requires_grad_(False).train(handle_buffers == "ema_train")
+        self._fine: dict[str, _Fine] = {}
         self._pair_tensors()
         if ema_model is not None:
             self.ema_model.load_state_dict(self.model.state_dict())
@@ -173,8 +190,13 @@ class EMAHandler(Serializable):
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return the state of ``ema_model``, and that of ``momentum_scheduler`` or None."""
+        self._follow()
+        average = unwrap(self.ema_model)
+        state = state_of(average)
+        names = dict(zip(average.state_dict(), state, strict=True))  # in the state, without wrappers
+        state.update({names[name]: one.average for name, one in self._fine.items() if name in names})
         return OrderedDict(
-            ema_model=state_of(self.ema_model),
+            ema_model=state,
             momentum_scheduler=None if self._scheduler is None else self._scheduler.state_dict(),
         )
 
@@ -194,8 +216,17 @@ class EMAHandler(Serializable):
         if (self._scheduler is None) != (warmup is None):
             kind = "without" if self._scheduler is None else "with"
             raise ValueError(f"state_dict must be that of an EMAHandler {kind} a warm-up; or load only its 'ema_model'")
-        weights, average = state_dict["ema_model"], unwrap(self.ema_model)
-        load_state(average, weights, {})
+        average, loaded = unwrap(self.ema_model), dict[str, Any]()
+        # with the names and the sharding of ema_model, but not yet rounded to its dtypes
+        hook = average.register_load_state_dict_pre_hook(lambda module, state, *rest: loaded.update(state))
+        try:
+            load_state(average, state_dict["ema_model"], {})
+        finally:
+            hook.remove()
+        self._follow()
+        for name, one in self._fine.items():
+            if name in loaded:
+                one.average.copy_(loaded[name])
         if self._scheduler is not None:
             self._scheduler.load_state_dict(warmup)
 
@@ -209,41 +240,86 @@ class EMAHandler(Serializable):
         Args:
             momentum: how far, from 0 to 1.
         """
-        if self._is_sharded:
-            reshard(self.ema_model)  # the full weights of an evaluation are outdated now
+        self._follow()
+        averages, values = map(self._local, self._mixed)
+        if averages:
+            converted = [torch.empty_like(one) for one in averages]
+            torch._foreach_copy_(converted, values)
+            torch._foreach_lerp_(averages, converted, momentum)
         averages, values = map(self._local, self._averaged)
         if averages:  # as torch.optim.swa_utils.get_ema_multi_avg_fn does, where the momentum is fixed
             torch._foreach_lerp_(averages, values, momentum)
         copies, values = map(self._local, self._copied)
         if copies:
             torch._foreach_copy_(copies, values)
+        for one in self._fine.values():
+            one.version = one.weight._version
 
     def _local(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return the local parts of tensors, which are looked up each time because ``fully_shard`` may move them."""
         return [local(tensor) for tensor in tensors] if self._is_sharded else tensors
 
+    def _follow(self) -> None:
+        """Find tensors that were replaced since the last update, and values that others have written."""
+        if not all(table.get(name) is member for table, name, member in self._members):
+            self._pair_tensors()
+        elif self._is_sharded:
+            reshard(self.ema_model)  # the full weights of an evaluation are outdated now
+        for one in self._fine.values():
+            one.follow()
+
     def _pair_tensors(self) -> None:
-        """Find the tensors of both models, again for each run since they may have been replaced."""
-        reshard(self.model)
-        reshard(self.ema_model)
-        pairs: list[tuple[Tensor, Tensor, bool]]
-        pairs = [(*pair, True) for pair in zip(self.ema_model.parameters(), self.model.parameters(), strict=True)]
+        """Find the tensors of both models.
+
+        Raises:
+            ValueError: the models have different parameters.
+        """
+        if _layout(self.ema_model) != _layout(self.model):
+            raise ValueError(
+                "ema_model must have the parameters of model, sharded in the same way; if the model was changed, "
+                "create a new EMAHandler"
+            )
+        average = unwrap(self.ema_model)  # which has the names of the state
+        parameters = zip(average.named_parameters(), self.model.parameters(), strict=True)
+        tensors: list[tuple[str, Tensor, Tensor, bool]]
+        tensors = [(name, ours, theirs, True) for (name, ours), theirs in parameters]
         self._is_sharded = any(is_dtensor(parameter) for parameter in self.model.parameters())
         if self.handle_buffers != "ema_train":
-            buffers = zip(self.ema_model.buffers(), self.model.buffers(), strict=True)
-            pairs += [(*pair, self.handle_buffers == "update") for pair in buffers]
-        self._averaged: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self._copied: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for ours, theirs, is_averaged in pairs:
-            is_continuous = theirs.is_floating_point() or theirs.is_complex()
-            targets, values = self._averaged if is_averaged and is_continuous else self._copied
-            targets.append(ours)
-            values.append(theirs)
+            buffers = zip(average.named_buffers(), self.model.buffers(), strict=True)
+            tensors += [(name, ours, theirs, self.handle_buffers == "update") for (name, ours), theirs in buffers]
+        former, self._fine = self._fine, {}
+        averaged: list[tuple[Tensor, Tensor]] = []
+        mixed: list[tuple[Tensor, Tensor]] = []
+        copied: list[tuple[Tensor, Tensor]] = []
+        for name, ours, theirs, is_averaged in tensors:
+            if not is_averaged or not (theirs.is_floating_point() or theirs.is_complex()):
+                copied.append((ours, theirs))
+                continue
+            target = ours
+            if ours.is_floating_point() and ours.itemsize < torch.float32.itemsize:
+                target = (former[name].average if name in former else ours.detach()).to(ours.device, torch.float32)
+                self._fine[name] = _Fine(ours, target)
+                copied.append((ours, target))
+            (averaged if target.dtype == theirs.dtype else mixed).append((target, theirs))
+        self._averaged, self._mixed, self._copied = map(_transposed, (averaged, mixed, copied))
+        self._members = [*_members(self.model), *_members(self.ema_model)]
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
     return inner
+
+
+def _transposed(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    return [first for first, _ in pairs], [second for _, second in pairs]
+
+
+def _members(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Yield the modules and tensors of a model, and where each is found."""
+    for module in model.modules():
+        for table in (module._modules, module._parameters, module._buffers):
+            for name, member in table.items():
+                yield table, name, member
 
 
 def _layout(model: nn.Module) -> list[Any]:

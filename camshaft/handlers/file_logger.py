@@ -9,7 +9,6 @@ import json
 import math
 import os
 import time
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from io import FileIO
@@ -18,7 +17,7 @@ from typing import Any, ClassVar
 
 from camshaft.files import write_atomically
 from camshaft.handlers import base_logger
-from camshaft.handlers.base_logger import Path, Reached
+from camshaft.handlers.base_logger import Path
 from camshaft.handlers.utils import global_step_from_engine
 from camshaft.types import PathLike
 
@@ -35,16 +34,16 @@ __all__ = [
 
 Record = dict[str, Any]
 
-STEP, TIME = "step", "time"  # names of values contain a slash, these do not
+STEP, TIME, ITERATION = "step", "time", "iteration"  # names of values contain a slash, these do not
 
 
 class FileLogger(base_logger.BaseLogger, ABC):
-    """Writes records to one file: a step, the Unix time in seconds, and values by name.
+    """Writes records to one file: a step, the Unix time in seconds, the trainer's iteration, and values by name.
 
-    Each record is written in one piece. A resumed run continues the file and first removes the records after the point
-    from which it resumes; a new job renames an existing file. A record after :meth:`close` reopens the file; several
-    loggers may write to the same file. If the disk is full, records are lost with one warning. A handler that is
-    attached to two events writes one record if both have the same step and the same values.
+    Each record is written in one piece. A resumed run continues the file and first removes the records at its end that
+    have a later iteration; a new job renames an existing file. A record after :meth:`close` reopens the file; several
+    loggers may write to the same file. If the disk is full, records are lost with one warning. A record with the step
+    and the values of the last one with the same names is not written again, as at two events of the same step.
 
     Args:
         path: the file, or a directory for it. A path with the suffix of the logger is a file.
@@ -62,8 +61,7 @@ class FileLogger(base_logger.BaseLogger, ABC):
         is_file = given.suffix == self.suffix and not given.is_dir()
         self.path = given if is_file else given / f"metrics{self.suffix}"
         self._file: FileIO | None = None
-        self._latest: dict[tuple[str, ...], Record] = {}  # by the names in it
-        self._has_failed = False
+        self._latest: dict[tuple[str, ...], dict[str, str]] = {}  # by the names in it
         if self.writes_here:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._open()
@@ -72,19 +70,15 @@ class FileLogger(base_logger.BaseLogger, ABC):
         """Append a record."""
         if not (values and self.writes_here):
             return
-        named = {STEP: step, **{"/".join(path): plain(value) for path, value in values.items()}}
-        try:
-            if self._file is None or os.fstat(self._file.fileno()).st_nlink == 0:  # closed, removed, or replaced
-                self.close()
-                self._open()
-            if self._latest.get(tuple(named)) == named:
-                return
-            self._append({STEP: step, TIME: round(time.time(), 3), **named})
-            self._latest[tuple(named)] = named
-        except (OSError, ValueError) as error:
-            if not self._has_failed:
-                warnings.warn(f"cannot write to {self.path}, records are lost: {error}", stacklevel=2)
-            self._has_failed = True
+        named = {"/".join(path): plain(value) for path, value in values.items()}
+        record = {STEP: step, TIME: round(time.time(), 3), ITERATION: self.iteration, **named}
+        if self._file is None or os.fstat(self._file.fileno()).st_nlink == 0:  # closed, removed, or replaced
+            self.close()
+            self._open()
+        content = _content(record)
+        if self._latest.get(tuple(content)) != content:
+            self._append(record)
+            self._latest[tuple(content)] = content
 
     def close(self) -> None:
         """Close the file."""
@@ -142,12 +136,14 @@ class FileLogger(base_logger.BaseLogger, ABC):
         self._file = FileIO(self.path, "ab")
         self._latest.clear()
 
-    def _rewind(self, reached: Reached) -> set[tuple[str, int]]:
+    def _rewind(self, iteration: int) -> None:
         records = self._records()
-        kept = [one for one in records if not any(reached.is_beyond(path, one[STEP]) for path in _paths(one))]
-        if len(kept) < len(records):
-            self._replace(kept)
-        return {("/".join(path), one[STEP]) for one in kept for path in _paths(one) if reached(path) == one[STEP]}
+        size, later = len(records), math.inf
+        while size and iteration < (found := int(records[size - 1].get(ITERATION, 0))) <= later:
+            size, later = size - 1, found  # an increase is the end of another run, as of a trainer that ran before
+        if size < len(records):
+            self._replace(records[:size])
+        self._latest = {tuple(content): content for content in map(_content, records[:size])}
 
     def _begin(self) -> None:
         if not self._records():
@@ -161,7 +157,7 @@ class FileLogger(base_logger.BaseLogger, ABC):
 
 
 class CSVLogger(FileLogger):
-    """Writes a table with the columns ``step``, ``time`` and one for each value, such as ``training/loss``.
+    """Writes a table with the columns ``step``, ``time``, ``iteration`` and one for each value, as ``training/loss``.
 
     Each handler writes rows of its own, and the cells of the others are empty there. ``frame.groupby("step").first()``
     of pandas merges the rows of a step, provided that all handlers count the same steps: let evaluators log with the
@@ -229,7 +225,7 @@ class CSVLogger(FileLogger):
 
 
 class JSONLinesLogger(FileLogger):
-    """Writes a line ``{"step": ..., "time": ..., "training/loss": ...}`` whenever a handler writes.
+    """Writes a line ``{"step": ..., "time": ..., "iteration": ..., "training/loss": ...}`` whenever a handler writes.
 
     JSON has no NaN and no infinity; they are written as the strings ``NaN``, ``Infinity`` and ``-Infinity``.
     See :class:`~camshaft.handlers.file_logger.FileLogger` for resuming and errors.
@@ -301,5 +297,6 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str)) else str(value)
 
 
-def _paths(record: Record) -> list[Path]:
-    return [tuple(name.split("/")) for name in record if name not in (STEP, TIME)]
+def _content(record: Record) -> dict[str, str]:
+    """Return the step and the values of a record as text, as a file has them."""
+    return {name: str(value) for name, value in record.items() if name not in (TIME, ITERATION)}

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
+from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from camshaft.distributed import all_reduce, get_world_size
+from camshaft.engine.dispatch import Invocation, Registration
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, Order
 from camshaft.handlers import utils
@@ -23,13 +29,23 @@ from camshaft.text import counted
 __all__ = ["FastaiLRFinder"]
 
 _OF_THE_RUN = ("dataloader", "batch", "_output")  # attributes of the state that are large and never changed in place
+_NOT_OF_THE_STEP = (*_OF_THE_RUN, "_dispatcher", "_surroundings")  # attributes of an engine
+_EMPTY = CellType()
+_MOST_ELEMENTS = 1000  # of a container in which objects are looked for; a larger one holds data
 
 
 class FastaiLRFinder:
     """Search for a learning rate: train briefly with increasing rates, and find where the loss falls fastest.
 
-    Afterwards the given objects, the trainer, and the random number generators are restored. With several ranks the
-    mean of their losses is used. Each iteration reads the loss, which waits for the device.
+    A search runs the trainer's step without the handlers that were attached before: no checkpoint, log record,
+    average, or schedule is made. Handlers that are attached inside of the ``with`` block run.
+
+    Afterwards everything is as before: the trainer, random number generators (of the data too), the given objects,
+    and each object with ``state_dict`` and ``load_state_dict`` that the step refers to: in its closure, in global
+    variables that it names, and in attributes of objects found there. What other objects hold is not restored. The
+    copies of these states take memory during the search.
+
+    With several ranks the mean of their losses is used. Each iteration reads the loss, which waits for the device.
 
     >>> import torch
     >>> from camshaft.engine import create_supervised_trainer
@@ -63,13 +79,15 @@ class FastaiLRFinder:
         step_mode: str = "exp",
         smooth_f: float = 0.05,
         diverge_th: float = 5.0,
+        *,
+        run_handlers: bool = False,
     ) -> Iterator[Engine[Any, Any]]:
         """Return a context manager in which a run of the trainer is a search.
 
         Args:
             trainer: the trainer, not in the middle of a run; the context manager yields it.
-            to_save: objects that the run changes, by name, to restore on exit: the optimizer as ``"optimizer"``, the
-                model, schedulers.
+            to_save: objects to restore on exit, by name: the optimizer as ``"optimizer"``, and objects that the step
+                changes and that are not found, see above.
             output_transform: called with the output of the trainer; returns the loss, a number or a tensor with one
                 element.
             num_iter: number of iterations, whatever ``run`` is called with; by default those of the run.
@@ -79,7 +97,10 @@ class FastaiLRFinder:
             step_mode: ``"exp"`` multiplies the rate in each iteration, ``"linear"`` adds to it.
             smooth_f: weight of a new loss in the smoothed loss; 0 for no smoothing.
             diverge_th: stop the search when the loss exceeds this multiple of the best loss. For losses below 0 the
-                distance from the best loss is the same.
+                distance from the best loss is the same. With ``math.inf``, the search runs to its end, and losses that
+                are not finite are left out; otherwise such a loss ends it.
+            run_handlers: whether the handlers that are attached already run too, such as one that makes the optimizer
+                step. What they refer to is restored likewise; files and log records remain.
 
         Raises:
             TypeError: an argument has the wrong type.
@@ -93,12 +114,13 @@ class FastaiLRFinder:
             utils.integer("num_iter", num_iter, least=1)
         utils.check_choice("step_mode", step_mode, ("exp", "linear"))
         utils.number("smooth_f", smooth_f, least=0, below=1)
-        utils.number("diverge_th", diverge_th, least=1)
+        if diverge_th != math.inf:
+            utils.number("diverge_th", diverge_th, least=1)
         bounds = _bounds(to_save["optimizer"].param_groups, start_lr, end_lr, step_mode == "exp")
-        count, diverged = 0, False
+        count, done, diverged = 0, 0, False
 
         def start(engine: Engine[Any, Any]) -> None:
-            nonlocal count, diverged
+            nonlocal count, done, diverged
             state, target = engine.state, engine.state.max_iters
             if target is None and state.epoch_length is not None and state.max_epochs is not None:
                 target = state.epoch_length * state.max_epochs
@@ -108,10 +130,11 @@ class FastaiLRFinder:
                 raise ValueError("num_iter must be given, since the data have no length")
             state.max_epochs, state.max_iters = None, target
             self._rates, self._losses = [], []
-            count, diverged = target - state.iteration, False
+            count, done, diverged = target - state.iteration, 0, False
+            _restore_later(stack, (), [one for one in _reached([state.dataloader]) if isinstance(one, torch.Generator)])
 
         def current_rates() -> list[float]:
-            share = len(self._losses) / max(1, count - 1)
+            share = done / max(1, count - 1)
             if step_mode == "linear":
                 return [start + share * (end - start) for start, end in bounds]
             return [start * (end / start) ** share for start, end in bounds]
@@ -120,7 +143,7 @@ class FastaiLRFinder:
             _write_rates(to_save["optimizer"], current_rates())
 
         def record(engine: Engine[Any, Any]) -> None:
-            nonlocal diverged
+            nonlocal done, diverged
             loss = float(utils.scalar("output_transform", output_transform(engine.state.output)))
             if get_world_size() > 1:
                 loss = all_reduce(loss) / get_world_size()
@@ -129,6 +152,9 @@ class FastaiLRFinder:
             if math.isfinite(loss):
                 self._rates.append(current_rates())
                 self._losses.append(loss)
+            done += 1
+            if diverge_th == math.inf:
+                return
             best = min(self._losses, default=math.inf)
             if not math.isfinite(loss) or loss > best + (diverge_th - 1) * abs(best):
                 diverged = True
@@ -138,11 +164,18 @@ class FastaiLRFinder:
                 engine._terminate_together()
 
         def complete() -> None:
-            if not diverged:
+            if not diverged and diverge_th != math.inf:
                 text = "the search ended before the loss diverged: a larger end_lr or num_iter may show more"
                 warnings.warn(text, stacklevel=2)
 
-        with _restored(trainer, to_save), ExitStack() as stack:
+        if trainer._run is not None:
+            raise RuntimeError("the trainer is in the middle of a run: search before it, or when it has ended")
+        with ExitStack() as stack:  # restores in reverse order, and all of it whatever fails
+            _restore_engine_later(stack, trainer)
+            _restore_later(stack, to_save.values(), _reached(_parts_of(trainer, run_handlers), trainer))
+            stack.enter_context(preserved_random_state())
+            if not run_handlers:
+                stack.enter_context(_silenced(trainer))
             for event, handler, order in (
                 (Events.STARTED, start, Order.LAST),
                 (Events.ITERATION_STARTED, set_rates, Order.LAST),  # after schedulers, whose rates it replaces
@@ -291,13 +324,69 @@ def _check_objects(to_save: Any) -> None:
 
 
 @contextmanager
-def _restored(engine: Engine[Any, Any], objects: Mapping[str, Any]) -> Iterator[None]:
-    """Restore objects, an engine and the random states on exit, also after an error.
+def _silenced(engine: Engine[Any, Any]) -> Iterator[None]:
+    """Do not call the handlers that are attached now, except those that are a part of the step."""
+    newest = max((one.serial for one in _registrations(engine)), default=0)
 
-    All attributes of the engine and of its state are restored: no state dict holds them all.
-    """
-    if engine._run is not None:
-        raise RuntimeError("the trainer is in the middle of a run: search before it, or when it has ended")
+    def silence(event: Any, registration: Registration, call: Invocation) -> Invocation:
+        if registration.serial > newest or registration.order == Order.STEP:
+            return call
+        return reraise if event is Events.EXCEPTION_RAISED else lambda engine: None
+
+    def reraise(engine: Engine[Any, Any]) -> None:
+        (error,) = engine._dispatcher.plans[Events.EXCEPTION_RAISED].extra
+        raise error  # as if there was no handler
+
+    engine._dispatcher.wrap(silence)
+    try:
+        yield
+    finally:
+        engine._dispatcher.unwrap(silence)
+
+
+# --- what a search changes -------------------------------------------------------------------------------------------
+
+
+def _restore_later(stack: ExitStack, given: Collection[Any], found: Iterable[Any]) -> None:
+    """Make a stack restore objects with a state; those that were found, not given, only warn if they cannot be."""
+    memo: dict[int, Any] = {}  # copies memory that several states share only once
+    for one in (*given, *found):
+        is_given = any(one is other for other in given)
+        if isinstance(one, torch.Generator):
+            stack.callback(one.set_state, one.get_state())
+        elif isinstance(one, Engine):
+            if one._run is None:  # else it runs this search
+                _restore_engine_later(stack, one)
+        else:
+            with _warning_unless(is_given, one):
+                state = deepcopy(one.state_dict(), memo)
+                stack.callback(_warning_unless(is_given, one)(one.load_state_dict), state)
+        if isinstance(one, nn.Module):  # what its state does not contain
+            for module in one.modules():
+                stack.callback(setattr, module, "training", module.training)
+                for name in module._non_persistent_buffers_set:
+                    if (buffer := module._buffers[name]) is not None:
+                        stack.callback(module._buffers.__setitem__, name, buffer)
+                        stack.callback(buffer.copy_, buffer.clone())
+        for group in getattr(one, "param_groups", ()) if isinstance(one, Optimizer) else ():
+            for parameter in group["params"]:
+                stack.callback(setattr, parameter, "grad", parameter.grad)
+                parameter.grad = None
+
+
+@contextmanager
+def _warning_unless(is_given: bool, one: Any) -> Iterator[None]:
+    """Replace an error by a warning that an object is not restored, unless the user has requested that."""
+    try:
+        yield
+    except Exception as error:
+        if is_given:
+            raise
+        warnings.warn(f"{type(one).__name__} is not restored after the search: {error}", stacklevel=2)
+
+
+def _restore_engine_later(stack: ExitStack, engine: Engine[Any, Any]) -> None:
+    """Make a stack restore all attributes of an engine and of its state: no state dict holds them all."""
     own = {name: copy(value) if isinstance(value, (dict, list)) else value for name, value in vars(engine).items()}
     of_state = {
         name: deepcopy(value) if isinstance(value, (dict, list)) and name not in _OF_THE_RUN else value
@@ -309,9 +398,62 @@ def _restored(engine: Engine[Any, Any], objects: Mapping[str, Any]) -> Iterator[
             vars(target).clear()
             vars(target).update(contents)
 
-    with ExitStack() as stack:  # restores in reverse order, and all of it whatever fails
-        stack.callback(restore)
-        for one in objects.values():
-            stack.callback(one.load_state_dict, deepcopy(one.state_dict()))
-        stack.enter_context(preserved_random_state())
-        yield
+    stack.callback(restore)
+
+
+def _reached(values: Iterable[Any], without: Engine[Any, Any] | None = None) -> list[Any]:
+    """Return the engines, generators and objects with a state that code or objects refer to, directly or not."""
+    found: list[Any] = []
+    seen = {id(without): without}  # references, or another object may get the id
+    waiting = list(values)
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen or isinstance(one, (ModuleType, type, str, bytes, torch.Tensor)):
+            continue
+        seen[id(one)] = one
+        has_state = all(callable(getattr(type(one), name, None)) for name in ("state_dict", "load_state_dict"))
+        if isinstance(one, torch.Generator) or (has_state and not isinstance(one, DataLoader)):
+            found.append(one)
+        waiting += _parts_of(one)
+    return found
+
+
+def _parts_of(value: Any, with_handlers: bool = True) -> list[Any]:
+    """Return what a function, a container or another object refers to."""
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, DataLoader):
+        return [value.sampler, value.batch_sampler, value.generator]
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY]
+        is_of_library = str(value.__module__).partition(".")[0] in ("torch", "camshaft")
+        names = () if is_of_library else _names_in(value.__code__)
+        known = [value.__globals__[name] for name in names if name in value.__globals__]
+        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        return [*cells, *known, *defaults, *vars(value).values()]
+    if isinstance(value, (list, tuple, set, dict)):
+        elements = value.values() if isinstance(value, dict) else value
+        return list(elements) if len(value) <= _MOST_ELEMENTS else []
+    attributes = vars(value) if hasattr(value, "__dict__") else {}
+    if isinstance(value, nn.Module):  # its state is that of its parts
+        return [one for name, one in attributes.items() if name not in ("_modules", "_parameters", "_buffers")]
+    if isinstance(value, Engine):
+        handlers = [one.invoke for one in _registrations(value)] if with_handlers else []
+        attributes = {**attributes, **vars(value.state)}
+        return [*handlers, *(one for name, one in attributes.items() if name not in _NOT_OF_THE_STEP)]
+    return list(attributes.values())
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Yield the names of global variables and attributes in a function and the functions inside of it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+def _registrations(engine: Engine[Any, Any]) -> Iterator[Registration]:
+    for plan in engine._dispatcher.plans.values():
+        yield from plan.registrations

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from camshaft.handlers import base_logger
-from camshaft.handlers.base_logger import Path, Reached, Silence, answers
+from camshaft.handlers.base_logger import Path, Silence, answers
 from camshaft.handlers.utils import global_step_from_engine, load_optional
 
 __all__ = ["MLflowLogger", "OptimizerParamsHandler", "OutputHandler", "global_step_from_engine"]
@@ -86,10 +86,10 @@ class MLflowLogger(base_logger.ServiceLogger):
         self._outbox.put(self._send, metrics, step, int(time.time() * 1000))
 
     def close(self) -> None:
-        """Wait at most a minute for metrics that are still to be sent, and end the run."""
+        """Wait at most a minute for metrics that are still to be sent, and end the run, which failed after an error."""
         self._outbox.close()
         if self.active_run is not None:
-            self._mlflow.end_run()
+            self._mlflow.end_run(*(["FAILED"] if self.has_failed else []))
             self.active_run = None
 
     def _send(self, values: dict[str, float], step: int, milliseconds: int) -> None:
@@ -108,7 +108,7 @@ class MLflowLogger(base_logger.ServiceLogger):
             self._last_steps[name] = max((metric.step for metric in history), default=-1)
         return step > self._last_steps[name]
 
-    def _rewind(self, reached: Reached) -> None:
+    def _rewind(self, iteration: int) -> None:
         self._last_steps = {}  # MLflow cannot delete points, so skip those that exist
 
 

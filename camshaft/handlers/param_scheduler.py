@@ -402,7 +402,6 @@ class LRScheduler(ParamScheduler):
         self.lr_scheduler = lr_scheduler
         self._steps_from = 0 if use_legacy else 1
         self._has_stepped = False
-        self._has_own_step = type(lr_scheduler).step is not native.LRScheduler.step or "step" in vars(lr_scheduler)
         if use_legacy:
             text = "a scheduler with use_legacy=True must be attached to Events.ITERATION_COMPLETED"
             warnings.warn(text, stacklevel=2)
@@ -410,33 +409,13 @@ class LRScheduler(ParamScheduler):
     def _apply(self, engine: Engine[Any, Any] | None) -> None:
         # Many schedulers compute the next rates from those in the groups, which a warm-up may have overwritten.
         scheduler, groups = self.lr_scheduler, self.optimizer.param_groups
-        first, rates = groups[0], scheduler.get_last_lr()
-        if len(groups) > 1 or first["lr"] is not rates[0]:
-            for group, rate in zip(groups, rates):  # noqa: B905  # the step checks the lengths
-                if group["lr"] is not rate:
-                    write(group, "lr", rate)
-        if self.event_index < self._steps_from:
-            return
-        if self._has_own_step:
+        for group, rate in zip(groups, scheduler.get_last_lr()):  # noqa: B905  # the step checks the lengths
+            if group["lr"] is not rate:
+                write(group, "lr", rate)
+        if self.event_index >= self._steps_from:
             with nullcontext() if self._has_stepped else no_step_warnings():
                 scheduler.step()
             self._has_stepped = True
-            return
-        # torch's step() without its warnings and the deprecated argument, which take most of its time
-        scheduler._step_count += 1
-        scheduler._get_lr_called_within_step = True
-        scheduler.last_epoch += 1
-        try:
-            rates = scheduler._last_lr = scheduler.get_lr()
-        finally:
-            scheduler._get_lr_called_within_step = False
-        if len(rates) == len(groups) == 1 and (first["lr"] is rates[0] or type(first["lr"]) is type(rates[0]) is float):
-            first["lr"] = rates[0]  # without a loop, whose start takes as long as all of this
-            return
-        self._write(rates)
-        if not all(type(rate) is float for rate in rates):
-            last = [group["lr"] for group in groups]  # tensors are copied, as they may be changed in place
-            scheduler._last_lr = [one.clone() if isinstance(one, Tensor) else one for one in last]
 
     def get_param(self) -> Any:
         """Return the current rate, or a list of rates if there are several groups."""

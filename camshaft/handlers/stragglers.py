@@ -13,11 +13,8 @@ from camshaft import activity
 from camshaft.activity import OwnClock
 from camshaft.distributed.coordination.watcher import Watcher
 from camshaft.distributed.run import current
-from camshaft.engine.dispatch import Invocation, Registration
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, Order
-from camshaft.handlers.checkpoint.handler import Checkpoint
-from camshaft.handlers.checkpoint.savers import DiskSaver
 from camshaft.handlers.utils import check_engine, integer, number
 
 __all__ = ["Stragglers"]
@@ -28,11 +25,10 @@ Found = dict[tuple[str, int], tuple[float, ...]]
 Times = Mapping[str, float]
 """Of a rank, in seconds per iteration: each phase that it measures, and ``iteration``; ``half`` is their number."""
 
-_PHASES = {"loading": "data loading", "step": "the step", "saving": "saving"}
+_PHASES = {"loading": "data loading", "step": "the step"}
 _PARTS = 5  # of half a window; their median counts, so that one disturbance does not
 _LASTING = 30.0  # seconds to judge: on a machine with other work, one rank or another is slow for some seconds
 _OFTEN = 0.8  # of the comparisons in that time
-_SAVES = 5, 3  # at most, and at least, whose median counts
 _LEAST = 0.05  # of the time of an iteration: what a rank must lose for a log message
 _CHANGED = 1.5  # by what the factor of a straggler must change for another one
 _AGAIN = 600.0  # seconds until it is repeated
@@ -49,15 +45,13 @@ class Stragglers:
     - *the step*: seconds in which the thread of the run uses a processor inside the process function. ``backward``
       reduces gradients out of sight, and waiting there takes no processor time. Neither does any other waiting, for a
       disk or in ``time.sleep``, so it does not count. Where the backend uses other devices than CPUs the step is not
-      compared: threads that wait for a GPU are busy;
-    - *saving*: seconds in each :class:`Checkpoint` that is attached to the engine and writes to a disk, if several
-      ranks do.
+      compared: threads that wait for a GPU are busy.
 
     Rank 0 logs a warning when a rank takes ``factor`` times as long as the median of the ranks (of an even number of
     ranks, the faster one in the middle), in both halves of a window, and loses 5% or more of the time of an iteration.
     If a window takes less than 30 s, that has to be so in 80% of the halves in 30 s: on machines with other work, even
-    ranks differ for seconds. A half counts as the median of 5 parts of it, and saving as that of the last 5 times. The
-    warning is repeated if the factor changes by half, and after 10 minutes.
+    ranks differ for seconds. A half counts as the median of 5 parts of it. The warning is repeated if the factor
+    changes by half, and after 10 minutes.
 
     Attach it on every rank. An iteration costs a few readings of clocks; nothing is exchanged by collectives, but by
     the thread that watches the job, once a second among the ranks of a node, and every 10 s among nodes. In a single
@@ -199,7 +193,6 @@ class _Times:
         self._engine, self._clock, self._part = engine, clock, part
         self._phases = ("iteration", "loading", *(["step"] if measures_step else []))
         self._parts: list[tuple[float, ...]] = []
-        self._saves: list[tuple[int, float]] = []  # iterations and seconds
         self._began = perf_counter()  # of the part
         self._loading = self._step = 0.0  # in the part
         self._num_iterations = self._num_halves = 0
@@ -213,13 +206,11 @@ class _Times:
             add(Events.ITERATION_STARTED, self._begin, order=Order.MEASURE_LAST),
             add(Events.ITERATION_COMPLETED, self._end, order=Order.MEASURE_FIRST),
         ]
-        self._engine._dispatcher.wrap(self._timed)
         return self
 
     def __exit__(self, *exception: object) -> None:
         for handle in self._handles:
             handle.remove()
-        self._engine._dispatcher.unwrap(self._timed)
 
     def _fetch(self) -> None:
         self._fetching = self._clock.seconds()
@@ -244,31 +235,4 @@ class _Times:
             medians = [median(values) / self._part for values in zip(*self._parts, strict=True)]
             self._parts.clear()
             self._num_halves += 1
-            self.published = (
-                dict(zip(self._phases, medians, strict=False)) | self._saving() | {"half": self._num_halves}
-            )
-
-    def _saving(self) -> dict[str, float]:
-        if len(self._saves) < _SAVES[1]:
-            return {}
-        (first, _), (last, _) = self._saves[0], self._saves[-1]
-        interval = (last - first) / (len(self._saves) - 1)
-        return {"saving": median(seconds for _, seconds in self._saves) / max(interval, 1.0)}
-
-    def _timed(self, event: Any, registration: Registration, call: Invocation) -> Invocation:
-        """Measure a handler if it saves on this rank."""
-        handler = registration.handler
-        if not isinstance(handler, Checkpoint):
-            return call
-        saver = handler.save_handler
-        if not (isinstance(saver, DiskSaver) and saver.writes):
-            return call
-
-        def save(engine: Any) -> None:
-            before, began = handler._last_save, self._clock.seconds()
-            call(engine)
-            if handler._last_save != before:
-                self._saves.append((self._num_iterations, self._clock.seconds() - began))
-                del self._saves[: -_SAVES[0]]
-
-        return save
+            self.published = dict(zip(self._phases, medians, strict=False)) | {"half": self._num_halves}

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import struct
+import logging
 import sys
-import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path as FilePath
-from typing import Any, NamedTuple
+from typing import Any
 
+from camshaft.engine.engine import outermost_engine
+from camshaft.engine.events import Events
 from camshaft.handlers import base_logger
-from camshaft.handlers.base_logger import Path, Reached, Silence
-from camshaft.handlers.utils import global_step_from_engine, load_optional
+from camshaft.handlers.base_logger import Path, Silence
+from camshaft.handlers.utils import global_step_from_engine, load_optional, num_epochs
 
 __all__ = [
     "GradsHistHandler",
@@ -27,14 +28,15 @@ __all__ = [
     "global_step_from_engine",
 ]
 
-_HEADER = struct.Struct("<QI")  # the length of a record, and a checksum of the length
-_FOOTER_BYTES = 4
+logger = logging.getLogger(__name__)
 
 
 class TensorboardLogger(base_logger.ServiceLogger):
     """Writes event files for TensorBoard, on rank 0.
 
-    A run that resumes in the directory of an earlier one hides the points after the step from which it resumes. Points
+    A run that resumes in the directory of an earlier one hides all points with later steps than its iteration, as the
+    writer's ``purge_step`` does, and a training that starts from the beginning hides all points after step 0. Points
+    whose steps are epochs may thus remain and appear twice: let evaluators log with the trainer's iteration. Points
     logged before a checkpoint are on disk when the checkpoint is.
 
     Args:
@@ -67,7 +69,11 @@ class TensorboardLogger(base_logger.ServiceLogger):
         writer_class = _writer_class()
         if "logdir" in kwargs:
             kwargs["log_dir"] = kwargs.pop("logdir")
-        self.writer: Any = writer_class(*args, **kwargs) if self.writes_here else Silence()
+        self.writer: Any = Silence()
+        if self.writes_here:
+            self.writer = writer_class(*args, **kwargs)
+            if hasattr(self.writer, "log_dir"):  # of torch; tensorboardX, which other code may expect, calls it logdir
+                self.writer.logdir = self.writer.log_dir
 
     def write_values(self, values: Mapping[Path, Any], step: int) -> None:
         """Write a scalar for each value."""
@@ -81,34 +87,28 @@ class TensorboardLogger(base_logger.ServiceLogger):
 
     def close(self) -> None:
         """Flush and close the files."""
-        self.writer.close()
+        self._attempt(self.writer.close)
 
     def _checkpoint_saved(self) -> None:
         self.writer.flush()
 
-    def _rewind(self, reached: Reached) -> set[tuple[str, int]]:
-        # TensorBoard drops all points from some step on, whatever their name, when a new file says so. Where steps
-        # count different things, iterations of a trainer and epochs of its evaluators, this drops too much; the points
-        # to keep are written again, with their original times.
-        self.writer.flush()
-        folder = FilePath(self.writer.file_writer.get_logdir())
-        # events of the library that the writer uses
-        event_class = sys.modules[type(self.writer._get_file_writer()).__module__].event_pb2.Event
-        points = _points(folder, event_class)
-        beyond = [point.step for point in points if reached.is_beyond(point.path, point.step)]
-        if beyond:
-            first = min(beyond)
-            kept = [one for one in points if one.step >= first and not reached.is_beyond(one.path, one.step)]
-            self.writer.close()
-            time.sleep(1)  # files are named by seconds, and read in the order of their names
-            self.writer.purge_step = first  # read when the writer opens its next file
-            file_writer = self.writer._get_file_writer()
-            for point in kept:
-                event = event_class()
-                event.summary.value.append(point.value)
-                file_writer.add_event(event, point.step, point.wall_time)
-            self.writer.flush()
-        return {("/".join(point.path), point.step) for point in points if reached(point.path) == point.step}
+    def _begin(self) -> None:
+        engine = outermost_engine()
+        is_training = (engine is not None and num_epochs(engine.state) != 1) or any(
+            one.event_name in (Events.ITERATION_STARTED, Events.ITERATION_COMPLETED) for one in self._attached
+        )
+        folder = self.writer.file_writer.get_logdir()
+        if is_training and len(list(FilePath(folder).glob("*tfevents*"))) > 1:
+            logger.info(
+                "TensorBoard hides the points of earlier runs in %s: this run starts from the beginning", folder
+            )
+            self._rewind(0)
+
+    def _rewind(self, iteration: int) -> None:
+        # what the writer does with purge_step when it opens a file
+        library = sys.modules[type(self.writer).__module__]
+        start = library.Event(session_log=library.SessionLog(status=library.SessionLog.START))
+        self.writer.file_writer.add_event(start, iteration + 1)
 
 
 class OutputHandler(base_logger.BaseOutputHandler):
@@ -160,37 +160,3 @@ def _writer_class() -> Any:
         )
         return import_module("tensorboardX").SummaryWriter
     return import_module("torch.utils.tensorboard").SummaryWriter
-
-
-# --- the event files of an earlier run ---------------------------------------------------------------------------
-
-
-class _Point(NamedTuple):
-    path: Path
-    step: int
-    wall_time: float
-    value: Any
-
-
-def _points(folder: FilePath, event_class: Any) -> list[_Point]:
-    """Read all points that TensorBoard shows, in the order in which it reads them."""
-    points: list[_Point] = []
-    for file in sorted(folder.glob("*tfevents*")):
-        for record in _records(file):
-            event = event_class.FromString(record)
-            if event.HasField("session_log") and event.session_log.status == event.session_log.START:
-                points = [point for point in points if point.step < event.step]
-            for value in event.summary.value:
-                points.append(_Point(tuple(value.tag.split("/")), event.step, event.wall_time, value))
-    return points
-
-
-def _records(file: FilePath) -> Iterator[bytes]:
-    """Read the records of an event file, without a last one that a kill has truncated."""
-    with open(file, "rb") as stream:
-        while len(header := stream.read(_HEADER.size)) == _HEADER.size:
-            length, _ = _HEADER.unpack(header)
-            record = stream.read(length)
-            if len(record) < length or len(stream.read(_FOOTER_BYTES)) < _FOOTER_BYTES:
-                return
-            yield record

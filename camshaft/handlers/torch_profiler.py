@@ -6,6 +6,7 @@ import inspect
 import logging
 import math
 import time
+import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ class TorchProfiler:
     fails or pauses during a cycle leaves a trace of what was recorded; the next cycle starts after that.
 
     The traces are files ``rank<rank>.<time>.pt.trace.json``. TensorBoard's profiler plugin shows them if they are in
-    its log directory, and so do Perfetto (https://ui.perfetto.dev) and Chrome (``chrome://tracing``).
+    its log directory, and so do Perfetto (https://ui.perfetto.dev) and Chrome (``chrome://tracing``). A trace that
+    cannot be written causes a warning.
 
     Args:
         directory: directory for the traces; created if missing.
@@ -156,8 +158,12 @@ class TorchProfiler:
         self._cycles += 1
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / f"rank{get_rank()}.{time.time_ns()}{self._suffix}"
-        running.export_chrome_trace(str(path))
-        self.traces.append(path)
-        logger.info("Wrote a trace to %s", path)
+        try:
+            running.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:  # torch raises the latter if the disk is full
+            warnings.warn(f"TorchProfiler cannot write to {self.directory}, the trace is lost: {error}", stacklevel=2)
+        else:
+            self.traces.append(path)
+            logger.info("Wrote a trace to %s", path)
         if self._on_trace_ready is not None:
             self._on_trace_ready(running)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import lru_cache
+from contextlib import suppress
+from functools import lru_cache, partial
 from numbers import Number
 from time import time
 from typing import Any
@@ -81,7 +82,8 @@ class ProgressBar(BaseLogger):
             metric_names: metrics to show, or ``"all"``.
             output_transform: called with the engine's output; returns a mapping, or a value to show as ``output``.
             event_name: advances the bar; may have a filter.
-            closing_event_name: fills and closes the bar, which the end of the run closes in any case.
+            closing_event_name: closes the bar, filled unless the epoch was cut. The end of the run closes it in any
+                case.
             state_attributes: attributes of the engine's state to show.
 
         Returns:
@@ -140,7 +142,7 @@ class ProgressBar(BaseLogger):
         """Write a line above the bar, on rank 0."""
         if self.writes_here:
             # in one piece: tqdm writes the end of the line separately, and another process may write in between
-            self._tqdm.write(f"{message}\n", file=self.tqdm_kwargs.get("file"), end="")
+            self._attempt(partial(self._tqdm.write, f"{message}\n", file=self.tqdm_kwargs.get("file"), end=""))
 
     def close(self) -> None:
         """Close the open bars."""
@@ -156,7 +158,9 @@ class ProgressBar(BaseLogger):
         if look.width is not None:
             return self._tqdm(**{"colour": "green" if look.has_colors else None, **options})
         # with a delay, tqdm writes no line for the beginning
-        return _line_writer(self._tqdm)(**{"mininterval": 10.0, "delay": 1e-9, **options, "leave": True})
+        bar = _line_writer(self._tqdm)(**{"mininterval": 10.0, "delay": 1e-9, **options, "leave": True})
+        bar._instances.discard(bar)  # or tqdm writes it again after each message
+        return bar
 
 
 class _Bar:
@@ -172,6 +176,7 @@ class _Bar:
         self._event = event
         self._closing_event = closing_event
         self._counts_iterations = event in _PER_ITERATION
+        self._spans_epoch = self._counts_iterations and closing_event not in _PER_ITERATION
 
     def advance(self, engine: Engine[Any, Any]) -> None:
         bar = self.tqdm
@@ -192,12 +197,15 @@ class _Bar:
             bar.update(0)
 
     def finish(self, engine: Engine[Any, Any]) -> None:
-        """Fill and close the bar."""
+        """Close the bar, filled unless the epoch was cut."""
         bar = self.tqdm
         if bar is not None:
             if bar.total is None:
                 bar.total = _total(self._event, engine.state)
-            if bar.total is not None:
+            length, done = engine.state.epoch_length, engine.iteration_in_epoch
+            if self._spans_epoch and length is not None and done < length:
+                bar.n = done
+            elif bar.total is not None:
                 bar.n = bar.total
             self.stop(engine)
 
@@ -264,12 +272,10 @@ def _line_writer(bar_class: Any) -> Any:
             now = (self.n, self.postfix)
             if msg is None and now != self.shown:
                 self.shown = now
-                self.fp.write(f"{self}\n")
-                self.fp.flush()
+                with suppress(OSError):  # a full disk; warnings would go there too
+                    self.fp.write(f"{self}\n")
+                    self.fp.flush()
             return False
-
-        def clear(self, *args: Any, **options: Any) -> None:
-            """Keep the lines."""
 
         def close(self) -> None:
             if not self.disable:

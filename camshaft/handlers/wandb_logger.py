@@ -62,8 +62,8 @@ class WandBLogger(ServiceLogger):
         self._wandb.log({"/".join(path): value for path, value in values.items()}, step=step)
 
     def close(self) -> None:
-        """Finish the run."""
-        self._wandb.finish()
+        """Finish the run, which failed after an error."""
+        self._wandb.finish(**({"exit_code": 1} if self.has_failed else {}))
 
     def _create_output_handler(self, *args: Any, **kwargs: Any) -> OutputHandler:
         return OutputHandler(*args, **kwargs)

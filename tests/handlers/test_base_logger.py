@@ -8,7 +8,7 @@ import socket
 import socketserver
 import threading
 from collections import namedtuple
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy
 import pytest
@@ -16,15 +16,16 @@ import torch
 
 from camshaft.engine import Engine, EventEnum, Events
 from camshaft.engine.state import LazyNumber
-from camshaft.handlers import file_logger, global_step_from_engine
+from camshaft.handlers import Checkpoint, file_logger, global_step_from_engine
 from camshaft.handlers.base_logger import (
     BaseLogger,
     BaseOptimizerParamsHandler,
     BaseOutputHandler,
+    BaseWeightsHistHandler,
     BaseWeightsScalarHandler,
     answers,
 )
-from tests.handlers.parts import at
+from tests.handlers.parts import Memory, Part, at
 from tests.ranks import on_ranks
 
 Pair = namedtuple("Pair", "x y")
@@ -305,6 +306,16 @@ def test_missing_gradients_are_skipped():
     assert written(Gradients(model)) == {("grads_norm", "1", "weight"): 2}
 
 
+def test_replaced_weights_are_read_and_removed_ones_are_not():
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    handler = BaseWeightsScalarHandler(model)
+    model[0] = torch.nn.Linear(1, 1, bias=False)
+    model.load_state_dict({name: torch.full_like(one, 7.0) for name, one in model.state_dict().items()}, assign=True)
+    assert {name: tensor.item() for name, tensor in handler.tensors()} == dict.fromkeys(
+        ["0.weight", "1.weight", "1.bias"], 7.0
+    )
+
+
 @pytest.mark.parametrize(
     "whitelist", [["1"], ["1.weight"], lambda name, parameter: parameter.ndim == 2 and "1" in name]
 )
@@ -363,9 +374,8 @@ class Rewinding(ListLogger):
     def write_values(self, values, step):
         pass
 
-    def _rewind(self, reached):
-        names = [("t", "loss"), ("t", "accuracy"), ("net", "lr", "group_0"), ("own", "thing"), ("lone", "epoch")]
-        self.lines.append([reached(name) for name in names])
+    def _rewind(self, iteration):
+        self.lines.append(iteration)
 
     def _begin(self):
         self.lines.append("begin")
@@ -393,13 +403,24 @@ def resumable(logger, iteration):
     return trainer, evaluator
 
 
-def test_rewind_is_called_once_per_resume_with_the_last_step_of_each_name():
+def test_rewind_is_called_with_the_iteration_from_which_a_loaded_state_resumes():
     logger = Rewinding()
     trainer, evaluator = resumable(logger, iteration=10)
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run([0]))
+    trainer.run(range(4))
+    assert logger.lines == [10]
+    trainer.run(range(4), max_epochs=6)  # extends the run
+    assert logger.lines == [10]
+    trainer.load_state_dict({"iteration": 8, "epoch_length": 4, "max_epochs": 5})
+    trainer.run(range(4))
+    assert logger.lines == [10, 8]
+
+
+def test_an_evaluation_before_a_resumed_run_neither_begins_nor_rewinds():
+    logger = Rewinding()
+    _trainer, evaluator = resumable(logger, iteration=10)
     evaluator.run([0])
     assert logger.lines == []
-    trainer.run(range(4))
-    assert logger.lines == [[10, 2, 2, 10, None]]
 
 
 def test_begin_is_called_once_per_new_job():
@@ -410,6 +431,105 @@ def test_begin_is_called_once_per_new_job():
     trainer.state.max_epochs = None
     trainer.run(range(4))
     assert logger.lines == ["begin"]
+
+
+def test_each_record_has_the_iteration_of_the_trainer():
+    class Iterations(ListLogger):
+        def write_values(self, values, step):
+            self.lines.append((step, self.iteration))
+
+    logger = Iterations()
+    trainer, evaluator, alone = (Engine(lambda engine, batch: 1.0) for _ in range(3))
+    step = global_step_from_engine(trainer)
+    for engine, event, transform in (
+        (trainer, Events.ITERATION_COMPLETED(every=2), None),
+        (evaluator, Events.COMPLETED, step),
+        (alone, Events.COMPLETED, None),
+    ):
+        handler = Silent("t", output_transform=lambda output: output, global_step_transform=transform)
+        logger.attach(engine, handler, event)
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: [one.run([0, 0, 0]) for one in (evaluator, alone)])
+    trainer.run(range(4))
+    evaluator.run([0])
+    alone.run([0])
+    assert logger.lines == [(2, 2), (4, 4), (1, 4), (1, 4), (1, 4), (1, 1)]
+
+
+class Failing(ListLogger):
+    """Fails where the name of the method says so."""
+
+    def __init__(self, fails):
+        super().__init__()
+        self.fails = fails
+
+    def do(self, name, *args):
+        self.lines.append(name)
+        if name in self.fails:
+            raise ConnectionError(f"{name} failed")
+
+    def write_values(self, values, step):
+        self.do("write")
+
+    def write_histograms(self, tensors, step):
+        self.do("histograms")
+
+    def _begin(self):
+        self.do("begin")
+
+    def _rewind(self, iteration):
+        self.do("rewind")
+
+    def _checkpoint_saved(self):
+        self.do("flush")
+
+
+@pytest.mark.parametrize("name", ["write", "histograms", "begin", "rewind", "flush"])
+def test_a_failing_backend_warns_once_and_does_not_end_the_run(name):
+    logger = Failing({name})
+    trainer = Engine(lambda engine, batch: 1.0)
+    logger.attach(trainer, Silent("t", output_transform=lambda output: output), Events.ITERATION_COMPLETED)
+    logger.attach(trainer, BaseWeightsHistHandler(torch.nn.Linear(1, 1)), Events.ITERATION_COMPLETED)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, Checkpoint({"part": Part()}, Memory()))
+    if name == "rewind":
+        trainer.load_state_dict({"iteration": 2, "epoch_length": 4, "max_epochs": 1})
+    with pytest.warns(
+        UserWarning, match=f"^Failing cannot write, values are lost: ConnectionError: {name} failed$"
+    ) as caught:
+        trainer.run(range(4))
+    assert trainer.state.iteration == 4
+    assert [warning.filename for warning in caught] == [__file__]
+    assert logger.lines.count("write") == logger.lines.count("flush") == (2 if name == "rewind" else 4)
+
+
+def test_histograms_of_a_logger_that_shows_none_raise():
+    engine = at()
+    with pytest.raises(NotImplementedError, match="shows no histograms"):
+        BaseWeightsHistHandler(torch.nn.Linear(1, 1))(engine, ListLogger(), Events.COMPLETED)
+
+
+@pytest.mark.parametrize(
+    ("error", "has_failed"),
+    [
+        (None, False),
+        (ValueError(), True),
+        (KeyboardInterrupt(), True),
+        (SystemExit(3), True),
+        (SystemExit("failed"), True),
+        (SystemExit(0), False),
+        (SystemExit(), False),
+    ],
+)
+def test_a_logger_knows_when_it_closes_whether_its_block_failed(error, has_failed):
+    seen = []
+
+    class Closing(ListLogger):
+        def close(self):
+            seen.append(self.has_failed)
+
+    with suppress(BaseException), Closing():
+        if error is not None:
+            raise error
+    assert seen == [has_failed]
 
 
 def test_values_are_read_only_at_logging_events(monkeypatch):

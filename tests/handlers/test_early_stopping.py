@@ -54,6 +54,19 @@ def stops_after(scores, **options):
         ([math.nan, math.nan], {"patience": 2}, 2),
         ([math.nan, 0.5, 0.4], {"patience": 2}, None),
         ([1.0, 2.0, 3.0], {"threshold": math.inf, "patience": 2}, 3),
+        *(
+            (scores, {"threshold": threshold, "threshold_mode": kind, "mode": mode}, expected)
+            for threshold in (0.0, 0.1)
+            for kind in ("abs", "rel")
+            for mode, scores, expected in (
+                ("min", [math.inf, 5.0, 2.0], None),
+                ("min", [math.inf, math.inf], 2),
+                ("min", [-math.inf, 5.0], 2),
+                ("max", [-math.inf, -5.0, 2.0], None),
+                ("max", [math.inf, 5.0], 2),
+                ("max", [torch.tensor(-math.inf, dtype=torch.float16), torch.tensor([2.0])], None),
+            )
+        ),
     ],
 )
 def test_when_it_stops(scores, options, expected):

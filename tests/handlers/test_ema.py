@@ -145,16 +145,141 @@ def test_weights_of_several_dtypes_are_averaged():
     assert {complex(one.flatten()[0].item()) for one in ema.ema_model.parameters()} == {1 + 0j}
 
 
-def test_weights_replaced_between_runs_are_found():
-    model = nn.Linear(1, 1)
-    ema = EMAHandler(model)
-    trainer = trainer_of(model)
-    ema.attach(trainer)
+def replace_weights(model):
     model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
-    trainer.state.ema_momentum = 0.5
+
+
+def replace_module(model):
+    model[0] = nn.Linear(1, 1)
+
+
+def replace_buffer(model):
+    model[0].register_buffer("level", model[0].level + 0)
+
+
+@pytest.mark.parametrize("replace", [replace_weights, replace_module, replace_buffer])
+@pytest.mark.parametrize("when", ["before the run", "in the run", "without a run"])
+@pytest.mark.parametrize("of", ["model", "ema_model"])
+def test_what_is_replaced_is_found(replace, when, of):
+    model = nn.Sequential(nn.Linear(1, 1))
+    if replace is replace_buffer:
+        model[0].register_buffer("level", torch.zeros(()))
+    ema = EMAHandler(model, handle_buffers="update")
     set_to(ema.ema_model, 0.0)
-    trainer.run([2.0])
+
+    def step(engine=None, batch=0.0):
+        if when != "before the run":
+            replace(getattr(ema, of))
+        set_to(ema.ema_model, 0.0)
+        set_to(model, 2.0)
+
+    trainer = Engine(step)
+    trainer.state.ema_momentum = 0.5
+    ema.attach(trainer, warn_if_exists=False)
+    if when == "without a run":
+        step()
+        ema.update(0.5)
+    else:
+        if when == "before the run":
+            replace(getattr(ema, of))
+        trainer.run([0.0])
     assert values(ema.ema_model) == {1.0}
+    assert all(one.item() == 1.0 for one in ema.ema_model.buffers())
+
+
+def test_a_changed_architecture_is_reported():
+    model = nn.Sequential(nn.Linear(1, 1))
+    ema = EMAHandler(model)
+    model[0] = nn.Linear(2, 1)
+    with pytest.raises(ValueError, match="create a new EMAHandler"):
+        ema.update(0.5)
+
+
+# --- low precision -----------------------------------------------------------------------------------------
+
+LOW = [torch.bfloat16, torch.float16]
+
+
+def low(dtype, buffered=False):
+    model = Buffered().to(dtype) if buffered else nn.Linear(2, 2, dtype=dtype)
+    set_to(model, 1.0)
+    return model
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_weights_of_low_precision_are_averaged_in_float32_and_handed_out_as_they_are(dtype):
+    model, exact = low(dtype, buffered=True), low(torch.float32, buffered=True)
+    ema, reference = (EMAHandler(one, handle_buffers="update") for one in (model, exact))
+    set_to(model, 2.0)
+    set_to(exact, 2.0)
+    for _ in range(2000):  # of the default momentum, none of which changes the weight by itself
+        ema.update(ema.momentum)
+        reference.update(ema.momentum)
+    for ours, theirs in zip(
+        ema.ema_model.state_dict().values(), reference.ema_model.state_dict().values(), strict=True
+    ):
+        assert ours.dtype in (dtype, torch.int64)
+        assert torch.equal(ours, theirs.to(ours.dtype))
+    assert max(values(reference.ema_model)) == pytest.approx(1.33, abs=0.01)
+    state = ema.state_dict()["ema_model"]
+    assert state["first.weight"].dtype == state["mean"].dtype == torch.float32
+    assert torch.equal(state["first.weight"], reference.ema_model.first.weight)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_resumed_average_of_low_precision_continues_exactly(dtype, tmp_path):
+    def updated(ema, number):
+        for _ in range(number):
+            set_to(ema.model, 2.0)
+            ema.update(0.001)
+        return ema
+
+    whole = updated(EMAHandler(low(dtype)), 100).state_dict()
+    torch.save(updated(EMAHandler(low(dtype)), 50).state_dict(), tmp_path / "ema.pt")
+    resumed = EMAHandler(low(dtype))
+    resumed.load_state_dict(torch.load(tmp_path / "ema.pt"))
+    torch.testing.assert_close(updated(resumed, 50).state_dict(), whole, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("way", ["handler", "model", "prefixed"])
+def test_states_of_low_precision_load_as_those_of_earlier_versions(dtype, way):
+    ema = EMAHandler(low(dtype))
+    ema.update(0.5)
+    earlier = low(dtype)
+    set_to(earlier, 5.0)
+    weights = earlier.state_dict()
+    if way == "model":
+        ema.ema_model.load_state_dict(weights)
+    else:
+        prefix = "_orig_mod." if way == "prefixed" else ""
+        weights = {f"{prefix}{name}": one for name, one in weights.items()}
+        ema.load_state_dict({"ema_model": weights, "momentum_scheduler": None})
+    set_to(ema.model, 7.0)
+    ema.update(0.5)
+    assert values(ema.ema_model) == {6.0}
+
+
+def test_weights_swapped_in_and_out_for_an_evaluation_keep_their_exact_average():
+    ema = EMAHandler(low(torch.bfloat16))
+    set_to(ema.model, 2.0)
+    ema.update(0.001)
+    before = ema.state_dict()["ema_model"]["weight"].clone()
+    kept = copy.deepcopy(ema.ema_model.state_dict())
+    set_to(ema.ema_model, 9.0)
+    ema.ema_model.load_state_dict(kept)
+    ema.update(0.0)
+    assert torch.equal(ema.state_dict()["ema_model"]["weight"], before)
+    assert before.unique().item() == pytest.approx(1.001)
+
+
+def test_the_average_may_have_another_precision_than_the_model():
+    model = low(torch.bfloat16)
+    ema = EMAHandler(model, ema_model=nn.Linear(2, 2))
+    set_to(model, 2.0)
+    ema.update(0.001)
+    assert values(ema.ema_model) == {1.001}
+    assert ema.ema_model.weight.dtype == torch.float32
 
 
 def test_a_model_without_weights_is_accepted():

@@ -30,7 +30,7 @@ both = pytest.mark.parametrize("kind", KINDS)
 
 
 def records(path):
-    """Read a file as users would, without the times."""
+    """Read a file as users would, without the times and the iterations."""
     lines = path.read_text().splitlines()
     if path.suffix == ".jsonl":
         found = [json.loads(line) for line in lines]
@@ -38,6 +38,7 @@ def records(path):
         found = [{name: number(cell) for name, cell in row.items() if cell} for row in csv.DictReader(lines)]
     for record in found:
         assert record.pop("time") > 1.7e9
+        assert record.pop("iteration") >= 0
     return found
 
 
@@ -177,8 +178,8 @@ def test_a_late_column_is_added_to_all_rows(tmp_path):
         for metrics in ({"a": 1}, {"a": 2, "b": 3}, {"c": 4}, {"b": 5}):
             handler(at(**metrics), logger, Events.COMPLETED)
     header, *rows = csv.reader(logger.path.read_text().splitlines())
-    assert header == ["step", "time", "t/a", "t/b", "t/c"]
-    assert [row[2:] for row in rows] == [["1", "", ""], ["2", "3", ""], ["", "", "4"], ["", "5", ""]]
+    assert header == ["step", "time", "iteration", "t/a", "t/b", "t/c"]
+    assert [row[3:] for row in rows] == [["1", "", ""], ["2", "3", ""], ["", "", "4"], ["", "5", ""]]
 
 
 @both
@@ -325,7 +326,7 @@ def test_records_after_close_warn_if_the_directory_is_gone(kind, tmp_path):
         handler = file_logger.OutputHandler("t", "all")
     logger.path.unlink()
     logger.path.parent.rmdir()
-    with pytest.warns(UserWarning, match="cannot write to .*, records are lost"):
+    with pytest.warns(UserWarning, match=f"{kind.__name__} cannot write, values are lost: FileNotFoundError"):
         handler(at(a=1), logger, Events.COMPLETED)
 
 
@@ -412,30 +413,31 @@ def test_foreign_files_are_rejected_and_unchanged(kind, tmp_path, content):
     assert path.read_bytes() == content.encode("latin1")
 
 
+class Full:
+    """A file on a full disk, which accepts half of a record."""
+
+    def __init__(self, file):
+        self.file, self.size = file, file.tell()
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+    def write(self, content):
+        if self.file.tell() > self.size:
+            raise OSError(28, "No space left on device")
+        return self.file.write(content[: len(content) // 2])
+
+
 @both
-def test_a_full_disk_warns_once_and_loses_records_only(kind, tmp_path, monkeypatch):
+def test_a_full_disk_warns_once_and_loses_records_only(kind, tmp_path):
     with kind(tmp_path) as logger:
         handler = file_logger.OutputHandler("t", "all")
         handler(at(a=1), logger, Events.COMPLETED)
         before = logger.path.read_bytes()
-
-        class Full:
-            """A file on a full disk, which accepts half of a record."""
-
-            def __init__(self, file):
-                self.file = file
-
-            def __getattr__(self, name):
-                return getattr(self.file, name)
-
-            def write(self, content):
-                if self.file.tell() > len(before):
-                    raise OSError(28, "No space left on device")
-                return self.file.write(content[: len(content) // 2])
-
-        real = logger._file
-        logger._file = Full(real)
-        with pytest.warns(UserWarning, match=r"cannot write to .*, records are lost: .*No space left"):
+        real, logger._file = logger._file, Full(logger._file)
+        with pytest.warns(
+            UserWarning, match=rf"{kind.__name__} cannot write, values are lost: OSError: .*No space left"
+        ):
             handler(at(a=2), logger, Events.COMPLETED)
         handler(at(a=3), logger, Events.COMPLETED)  # without another warning
         assert logger.path.read_bytes() == before
@@ -551,6 +553,41 @@ def test_resuming_one_trainer_keeps_the_records_of_another(tmp_path):
 
 
 @both
+def test_a_resume_removes_the_records_of_its_own_run_only(kind, tmp_path):
+    """Records of a trainer that ran before in the same file, or of earlier versions, remain."""
+
+    def trained(length, tag, state=None, stop_at=None):
+        trainer = Engine(lambda engine, batch: 1.0)
+        with kind(tmp_path) as logger:
+            handler = {"tag": tag, "output_transform": lambda output: output}
+            logger.attach_output_handler(trainer, Events.ITERATION_COMPLETED, **handler)
+            logger._begin = lambda: None  # continue the file
+            trainer.load_state_dict(state or {"iteration": 0, "epoch_length": length, "max_epochs": 1})
+            if stop_at is not None:
+                trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop_at), stop)
+            with nullcontext() if stop_at is None else pytest.raises(Crash):
+                trainer.run(range(length))
+            return logger.path
+
+    trained(9, "first")
+    trained(6, "second", stop_at=5)
+    path = trained(6, "second", {"iteration": 3, "epoch_length": 6, "max_epochs": 1})
+    assert [step for step, _ in curve(path, "first/output")] == [*range(1, 10)]
+    assert [step for step, _ in curve(path, "second/output")] == [*range(1, 7)]
+
+
+def test_a_file_of_an_earlier_version_is_continued(tmp_path):
+    path = tmp_path / "metrics.csv"
+    path.write_text("step,time,training/loss\n2,1800000000.0,2.0\n4,1800000000.0,4.0\n")
+    with CSVLogger(path) as logger:
+        job(logger, start_at=4).run(range(EPOCH_LENGTH))
+    rows = list(csv.DictReader(path.read_text().splitlines()))
+    losses = [row for row in rows if row["training/loss"]]
+    assert [int(row["step"]) for row in losses] == [*range(2, 21, 2)]
+    assert [row["iteration"] for row in losses[:4]] == ["", "", "6", "8"]
+
+
+@both
 def test_a_later_run_writes_the_steps_of_a_resume_again(kind, tmp_path):
     with kind(tmp_path / f"first{kind.suffix}") as logger:
         states = evaluated(logger, killed=True)
@@ -577,21 +614,3 @@ def test_a_detached_evaluator_does_not_rewind_the_file(tmp_path):
     trainer.load_state_dict({"iteration": 2, "epoch_length": 2, "max_epochs": 3})
     trainer.run(range(2))
     assert [record["step"] for record in records(tmp_path / "log.csv")] == [1, 2, 3]
-
-
-def test_tags_and_names_with_slashes_are_rewound_by_their_own_counter(tmp_path):
-    path = tmp_path / "log.csv"
-
-    def logged(state=None, epochs=3):
-        trainer = Engine(lambda engine, batch: batch)
-        with CSVLogger(path) as logger:
-            logger.attach_output_handler(
-                trainer, Events.EPOCH_COMPLETED, "net/a", output_transform=lambda output: {"last/output": output}
-            )
-            if state:
-                trainer.load_state_dict(state)
-            trainer.run(range(4), max_epochs=epochs)
-
-    logged()
-    logged({"iteration": 4, "epoch_length": 4, "max_epochs": 3})
-    assert [step for step, _ in curve(path, "net/a/last/output")] == [1, 2, 3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import sys
@@ -13,8 +14,22 @@ import torch
 from torch import nn
 
 from camshaft import distributed as idist
-from camshaft.engine import DeterministicEngine, Engine, Events, create_supervised_trainer
-from camshaft.handlers import FastaiLRFinder, LRScheduler
+from camshaft.engine import (
+    DeterministicEngine,
+    Engine,
+    Events,
+    create_supervised_evaluator,
+    create_supervised_trainer,
+)
+from camshaft.handlers import (
+    Checkpoint,
+    CosineAnnealingScheduler,
+    EarlyStopping,
+    EMAHandler,
+    FastaiLRFinder,
+    LRScheduler,
+    RunningAverage,
+)
 from tests.ranks import on_ranks
 
 
@@ -29,7 +44,7 @@ class Search:
         self.losses = iter(losses)
         self.used = []
         self.trainer = kind(self.step)
-        self.finder = FastaiLRFinder()
+        self.finder, self.options = FastaiLRFinder(), {}
         self.to_save = {"optimizer": self.optimizer}
 
     def step(self, engine, batch):
@@ -40,7 +55,7 @@ class Search:
     def run(self, data=range(5), max_epochs=None, max_iters=None, epoch_length=None, **options):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "the search ended before")
-            with self.finder.attach(self.trainer, self.to_save, **options) as trainer:
+            with self.finder.attach(self.trainer, self.to_save, **self.options, **options) as trainer:
                 assert trainer is self.trainer
                 trainer.run(data, max_epochs=max_epochs, max_iters=max_iters, epoch_length=epoch_length)
         return self.finder.get_results()
@@ -79,6 +94,7 @@ def test_each_group_has_its_own_rates():
 @pytest.mark.parametrize("late", [False, True])
 def test_a_schedule_of_the_trainer_does_not_interfere(late):
     search = Search()
+    search.options["run_handlers"] = True
     scheduler = LRScheduler(torch.optim.lr_scheduler.StepLR(search.optimizer, 1))
     search.to_save["scheduler"] = scheduler
     if late:
@@ -92,6 +108,7 @@ def test_a_schedule_of_the_trainer_does_not_interfere(late):
 
 def test_a_tensor_rate_is_updated_in_place():
     search = Search()
+    search.options["run_handlers"] = True
     search.optimizer.param_groups[0]["lr"] = rate = torch.tensor(0.5)
     kinds = set()
     search.trainer.add_event_handler(
@@ -187,6 +204,21 @@ def test_a_non_finite_loss_stops_the_search_and_is_not_recorded(loss):
     assert results["loss"] == [3.0, 2.5, 1.75]
     assert len(results["lr"]) == 3
     assert search.finder.lr_suggestion() == results["lr"][1]
+
+
+def test_an_infinite_threshold_draws_the_whole_curve():
+    losses = [3.0, 1.0, math.inf, math.nan, 1e30, -1e30, 2.0]
+    search = Search(losses)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with search.finder.attach(
+            search.trainer, search.to_save, smooth_f=0, start_lr=1.0, end_lr=64.0, diverge_th=math.inf
+        ) as trainer:
+            trainer.run(range(7))
+    assert len(search.used) == 7
+    results = search.finder.get_results()
+    assert results["loss"] == [3.0, 1.0, 1e30, -1e30, 2.0]
+    assert results["lr"] == pytest.approx([1.0, 2.0, 16.0, 32.0, 64.0])
 
 
 def test_a_search_without_a_divergence_warns():
@@ -344,6 +376,7 @@ def test_everything_is_restored_after_an_error(where, error):
 
 def test_a_run_interrupted_in_the_block_is_discarded():
     search = Search()
+    search.options["run_handlers"] = True
     search.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), search.trainer.interrupt)
     search.trainer.interrupt_resume_enabled = True
     search.run()
@@ -369,6 +402,192 @@ def test_an_error_while_restoring_does_not_prevent_the_rest():
         search.run()
     assert search.optimizer.param_groups[0]["lr"] == 0.5
     assert search.trainer.state.iteration == 0
+
+
+# --- handlers and what else the step changes -----------------------------------------------------------------------
+
+
+class Own:
+    """An object of the user's with a state, and one without that holds others."""
+
+    def __init__(self, **parts):
+        self.count = 0
+        vars(self).update(parts)
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict):
+        self.count = state_dict["count"]
+
+
+class Holder:
+    def __init__(self, **parts):
+        vars(self).update(parts)
+
+    def step(self, engine, batch):
+        return self.take_step(engine, batch)
+
+
+named_by_the_step = Own()
+
+
+def count_by_name():
+    return [setattr(named_by_the_step, "count", named_by_the_step.count + 1) for _ in range(1)]
+
+
+def ways_to_refer(one):
+    """Return steps that refer to an object with a counter."""
+
+    def count(engine=None, batch=None, one=None, scale=1):
+        one.count += 1
+        return 1.0
+
+    def by_name(engine, batch):
+        count_by_name()
+        return 1.0
+
+    def from_state(engine, batch):
+        return count(one=engine.state.one)
+
+    holder = Holder(parts={"deep": [(one,)]}, take_step=lambda engine, batch: count(one=one))
+    return {
+        "closure": (one, lambda engine, batch: count(one=one)),
+        "partial": (one, functools.partial(count, one=one)),
+        "default": (one, lambda engine, batch, one=one: count(one=one)),
+        "method": (one, holder.step),
+        "global": (named_by_the_step, by_name),
+        "state": (one, from_state),
+        "decorated": (one, functools.wraps(count)(lambda *arguments: count(one=one))),
+    }
+
+
+@pytest.mark.parametrize("way", ways_to_refer(None))
+def test_objects_that_the_step_refers_to_are_restored(way):
+    one, step = ways_to_refer(Own())[way]
+    search = Search()
+    search.trainer = Engine(step)
+    if way == "state":
+        search.trainer.state.one = one
+    one.count = 7
+    seen = []
+    with search.finder.attach(search.trainer, search.to_save, diverge_th=math.inf) as trainer:
+        trainer.run(range(5))
+        seen.append(one.count)
+    assert (seen, one.count) == ([12], 7)
+
+
+def test_handlers_do_not_run_in_a_search_unless_asked_for():
+    called = []
+    for options, expected in (
+        ({}, ["inside"] * 5),
+        ({"run_handlers": True}, ["outside", "inside"] * 5),
+        ({}, ["inside"] * 5),
+    ):
+        search = Search()
+        search.trainer.register_events("own")
+        search.trainer.add_event_handler(Events.ITERATION_COMPLETED(every=1), lambda: called.append("outside"))
+        search.trainer.add_event_handler("own", lambda: called.append("own"))
+        with search.finder.attach(search.trainer, search.to_save, **options) as trainer:
+            handle = trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: called.append("inside"))
+            with pytest.warns(UserWarning, match="diverged"):
+                trainer.run(range(5))
+        assert called == expected
+        handle.remove()
+        called.clear()
+        search.trainer.run(range(2))
+        search.trainer.fire_event("own")
+        assert called == ["outside", "outside", "own"]
+        called.clear()
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_a_handler_of_errors_that_does_not_run_swallows_none(error):
+    def fail(engine, batch):
+        raise error
+
+    search, handled = Search(), []
+    search.trainer = Engine(fail)
+    search.trainer.add_event_handler(Events.EXCEPTION_RAISED, handled.append)
+    with pytest.raises(error):
+        search.run()
+    assert handled == []
+    search.trainer.run(range(3))
+    assert len(handled) == 1
+
+
+@pytest.mark.parametrize("run_handlers", [False, True])
+def test_a_search_leaves_no_trace_in_a_whole_training(tmp_path, run_handlers):
+    """The run after a search is that without one: scaler, accumulation, averages, schedules, order of data, records."""
+
+    def train(searches):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.5))
+        teacher = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).requires_grad_(False)
+        teacher.register_buffer("calls", torch.zeros(()), persistent=False)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu")
+        model[0].weight.grad = torch.ones(2, 2)
+
+        def loss_of(y_pred, y):
+            teacher.calls.add_(1)
+            return nn.functional.mse_loss(y_pred, y) + nn.functional.mse_loss(y_pred, teacher(y))
+
+        trainer = create_supervised_trainer(
+            model, optimizer, loss_of, amp_mode="amp", scaler=scaler, gradient_accumulation_steps=3
+        )
+        ema = EMAHandler(model, 0.1)
+        ema.attach(trainer)
+        RunningAverage(alpha=0.5).attach(trainer, "loss")
+        scheduler = CosineAnnealingScheduler(optimizer, "lr", 0.01, 0.1, 8, save_history=True)
+        scheduler.attach(trainer)
+        evaluator = create_supervised_evaluator(model)
+        stopping = EarlyStopping(50, lambda engine: -trainer.state.metrics["loss"], trainer)
+        stopping.attach(evaluator)
+        evaluator_data = [(torch.ones(2, 2), torch.ones(2, 2))]
+        trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(evaluator_data))
+        checkpoint = Checkpoint(
+            {"model": model}, tmp_path / str(searches), score_function=lambda engine: engine.state.iteration
+        )
+        trainer.add_event_handler(Events.EPOCH_COMPLETED, checkpoint)
+        data = torch.utils.data.TensorDataset(torch.randn(10, 2), torch.randn(10, 2))
+        loader = torch.utils.data.DataLoader(data, 2, shuffle=True, generator=torch.Generator().manual_seed(1))
+        if searches:
+            teacher.eval()
+            finder = FastaiLRFinder()
+            to_save = {"model": model, "optimizer": optimizer}
+            options = {"end_lr": 1e6, "num_iter": 17, "diverge_th": math.inf, "run_handlers": run_handlers}
+            with finder.attach(trainer, to_save, **options) as searching:
+                searching.add_event_handler(Events.STARTED, lambda: teacher.train())
+                searching.run(loader)
+            assert len(finder.get_results()["lr"]) > 5
+            assert not teacher.training
+            assert any((tmp_path / "1").iterdir()) == run_handlers
+            assert model[0].weight.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+        teacher.train()
+        trainer.run(loader, max_epochs=2)
+        return [
+            *(one.state_dict() for one in (model, teacher, optimizer, trainer, scaler)),
+            ema.ema_model.state_dict(),
+            (scheduler.event_index, stopping.counter, stopping.best_score),
+            trainer.state.metrics,
+            trainer.state.param_history,
+            teacher.calls,
+            evaluator.state.iteration,
+        ]
+
+    torch.testing.assert_close(train(searches=1), train(searches=0), rtol=0, atol=0)
+
+
+def test_an_object_that_has_no_state_now_is_left_alone():
+    class Broken(Own):
+        def state_dict(self):
+            raise RuntimeError("needs more ranks")
+
+    search, broken = Search(), Broken()
+    search.trainer = Engine(lambda engine, batch: (broken, 1.0)[1])
+    with pytest.warns(UserWarning, match="Broken is not restored after the search: needs more ranks"):
+        search.run()
 
 
 # --- invalid arguments ---------------------------------------------------------------------------------------------
@@ -397,6 +616,7 @@ OPTIMIZER = torch.optim.SGD([torch.zeros(1)], lr=0.1)
         ({"smooth_f": 1}, ValueError, "smooth_f must be at least 0 and below 1"),
         ({"smooth_f": -0.1}, ValueError, "smooth_f must be at least 0 and below 1"),
         ({"smooth_f": "0"}, TypeError, "smooth_f must be a number"),
+        ({"diverge_th": math.nan}, ValueError, "diverge_th must be a finite number"),
         ({"diverge_th": 0.9}, ValueError, "diverge_th must be at least 1"),
         ({"diverge_th": None}, TypeError, "diverge_th must be a number"),
     ],

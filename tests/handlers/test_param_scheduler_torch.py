@@ -140,13 +140,6 @@ def reread_state(scheduler):
     return {name: value for name, value in scheduler.state_dict().items() if name not in ("_schedulers", "lr_lambdas")}
 
 
-def test_step_of_torch_is_not_called(monkeypatch):
-    """Most of its time is not spent on computing the rates."""
-    scheduler = LRScheduler(native.StepLR(sgd(0.5, 0.1), 3, gamma=0.1))
-    monkeypatch.setattr(native.LRScheduler, "step", lambda self: pytest.fail("step() was called"))
-    assert calls(scheduler, 4, lambda: scheduler.get_param()[0]) == [0.5, 0.5, 0.5, pytest.approx(0.05)]
-
-
 def test_a_custom_step_method_is_called():
     class Own(native.ExponentialLR):
         def step(self):
@@ -164,7 +157,7 @@ def test_a_changed_number_of_groups_is_rejected():
     scheduler(None)
     optimizer.add_param_group({"params": [torch.zeros(1)], "lr": 1.0})
     scheduler.lr_scheduler.get_lr = lambda: [0.25]
-    with pytest.raises(ValueError, match="2 values, one for each group, got "):
+    with pytest.raises(ValueError, match="shorter"):
         scheduler(None)
 
 

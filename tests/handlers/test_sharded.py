@@ -122,6 +122,38 @@ def test_handlers_of_models_see_whole_weights_of_sharded_models(name):
     check_model_handlers(LAYOUTS[name])
 
 
+@on_ranks(2, limit=80)
+def test_sharded_weights_of_low_precision_are_averaged_in_float32():
+    from torch.distributed.fsdp import fully_shard
+
+    def filled(value, shard=True):
+        model = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
+        for parameter in model.parameters():
+            torch.nn.init.constant_(parameter, value)
+        return fully_shard(model) if shard else model
+
+    def updated(ema):
+        for _ in range(20):
+            ema.update(0.001)
+            ema.ema_model(torch.ones(1, 4, dtype=torch.bfloat16))
+        return ema
+
+    alone = EMAHandler(filled(1.0, shard=False))
+    torch.nn.init.constant_(alone.model.weight, 2.0)
+    for _ in range(40):
+        alone.update(0.001)
+    expected = alone.state_dict()["ema_model"]["weight"]
+    ema = EMAHandler(filled(1.0), ema_model=filled(0.0))
+    torch.nn.init.constant_(ema.model.weight, 2.0)
+    state = copy.deepcopy(updated(ema).state_dict())
+    assert torch.equal(whole_of(updated(ema).state_dict()["ema_model"]["weight"]), expected)
+    full = {name: whole_of(one) for name, one in state["ema_model"].items()}
+    for saved in (state, {**state, "ema_model": full}):
+        ema.load_state_dict(saved)
+        assert torch.equal(whole_of(updated(ema).state_dict()["ema_model"]["weight"]), expected)
+    assert torch.equal(whole_of(ema.ema_model.weight), expected.bfloat16())
+
+
 class Sum:
     """A metric."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 import threading
 import time
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from camshaft import activity
 from camshaft.activity import OwnClock
 from camshaft.distributed.coordination import watcher
 from camshaft.engine import Engine, Events
-from camshaft.handlers import Checkpoint, DiskSaver, Stragglers, stragglers
+from camshaft.handlers import Stragglers, stragglers
 from camshaft.handlers.stragglers import slow
 from tests.handlers.clocks import Clock, clock_in
 from tests.ranks import on_ranks
@@ -114,40 +113,6 @@ def test_waiting_in_a_collective_of_the_loader_is_not_own_time():
         trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: time.sleep(0.01 * idist.get_rank()))
 
     assert train(lambda: None, agreeing, epochs=15, prepare=prepare) == []
-
-
-@on_ranks(2)
-def test_slow_saving_is_named():
-    class Slow(nn.Linear):
-        def state_dict(self, *args, **kwargs):
-            time.sleep(0.2 if idist.get_rank() == 0 else 0)
-            return super().state_dict(*args, **kwargs)
-
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(DiskSaver, "writes", True):
-        checkpoint = Checkpoint({"model": Slow(2, 2)}, DiskSaver(folder))
-        found = train(
-            lambda: burn(0.001),
-            prepare=lambda trainer: trainer.add_event_handler(Events.ITERATION_COMPLETED(every=10), checkpoint),
-        )
-    assert found == (["rank 0 is slow in saving"] if idist.get_rank() == 0 else [])
-
-
-@pytest.mark.jobs
-@on_ranks(2)
-def test_saving_of_a_single_rank_is_not_compared():
-    class Slow(nn.Linear):
-        def state_dict(self, *args, **kwargs):
-            time.sleep(0.02)
-            return super().state_dict(*args, **kwargs)
-
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint = Checkpoint({"model": Slow(2, 2)}, folder)
-        found = train(
-            lambda: burn(0.001),
-            epochs=30,
-            prepare=lambda trainer: trainer.add_event_handler(Events.ITERATION_COMPLETED(every=4), checkpoint),
-        )
-    assert found == []
 
 
 @on_ranks(2)
@@ -254,7 +219,7 @@ def test_the_time_in_collectives_is_not_own_time(clocks):
     assert passing() == (8.0, 2.0)
 
 
-def test_each_phase_is_a_median_of_parts_per_iteration(clocks, tmp_path):
+def test_each_phase_is_a_median_of_parts_per_iteration(clocks):
     clock, used = clocks
 
     def data():
@@ -266,24 +231,17 @@ def test_each_phase_is_a_median_of_parts_per_iteration(clocks, tmp_path):
         clock.take(4.0)
         used.take(3.0)
 
-    class Slow(nn.Linear):
-        def state_dict(self, *args, **kwargs):
-            clock.take(10.0)
-            return super().state_dict(*args, **kwargs)
-
     engine, own = Engine(step), OwnClock()
     engine.add_event_handler(Events.ITERATION_COMPLETED, lambda: used.take(100.0))
-    engine.add_event_handler(Events.ITERATION_COMPLETED(every=5), Checkpoint({"model": Slow(1, 1)}, tmp_path))
     with stragglers._Times(engine, own, part=2, measures_step=True) as times:
         seen = []
         engine.add_event_handler(Events.ITERATION_COMPLETED(every=5), lambda: seen.append(times.published))
         engine.run(data(), max_epochs=1, epoch_length=30)
     assert seen[0] is None
     assert seen[1] is seen[2]
-    assert "saving" not in seen[1]
     assert {**seen[1], "iteration": None} == {"iteration": None, "loading": 2.0, "step": 3.0, "half": 1}
-    assert {**seen[3], "iteration": None} == {"iteration": None, "loading": 2.0, "step": 3.0, "saving": 2.0, "half": 2}
-    assert 6.0 <= seen[3]["iteration"] <= 11.0
+    assert {**seen[3], "iteration": None} == {"iteration": None, "loading": 2.0, "step": 3.0, "half": 2}
+    assert seen[3]["iteration"] == 6.0
 
 
 def test_nothing_is_measured_of_the_step_where_threads_wait_actively(clocks):
@@ -306,7 +264,6 @@ def test_slow_is_what_exceeds_the_median_by_a_factor_and_matters():
     assert found(step=0.07, loading=0.06) == {("loading", 2): pytest.approx(3.0), ("step", 2): pytest.approx(1.4)}
     assert found(step=0.001) == {}  # a fast rank
     assert found(iteration=10.0, step=0.07) == {}  # of no importance
-    assert found(saving=1.0) == {}  # the others do not save
     assert slow({0: EVEN, 1: {**EVEN, "loading": 0.04}}, 1.3).keys() == {("loading", 1)}
     assert slow({0: {**EVEN, "loading": 0.04}, 1: EVEN}, 1.3).keys() == {("loading", 0)}
     assert slow({0: EVEN}, 1.3) == slow({}, 1.3) == {}

@@ -24,7 +24,6 @@ from camshaft.handlers.tensorboard_logger import (
     WeightsScalarHandler,
 )
 from tests.handlers.parts import Memory, Part, at
-from tests.handlers.test_file_logger import evaluated
 from tests.ranks import on_ranks
 
 EPOCH_LENGTH = 4
@@ -100,18 +99,24 @@ class Crash(Exception):
     pass
 
 
-def run(folder, attempt=1, stop_at=None, start_at=None, epochs=5):
-    """Log by iteration and by epoch, also under one tag, and a histogram."""
+def age(folder):
+    """Rename the files of earlier writers, so that they come first: their names differ by seconds only."""
+    for file in folder.glob("events.*"):
+        file.rename(folder / f"earlier.{len(list(folder.iterdir())):03}.{file.name}")
+
+
+def run(folder, attempt=1, stop_at=None, start_at=None, epochs=5, before=None):
+    """Log by iteration, and evaluations by the trainer's iteration or its epoch."""
+    age(folder)
     trainer = Engine(lambda engine, batch: engine.state.iteration * attempt)
     evaluator = Engine(lambda engine, batch: None)
-    step = global_step_from_engine(trainer)
     with TensorboardLogger(log_dir=folder) as logger:
         logger.attach_output_handler(
             trainer, Events.ITERATION_COMPLETED(every=2), "training", output_transform=lambda output: {"loss": output}
         )
-        for tag in ("training", "validation"):
+        for tag, event in (("validation", Events.ITERATION_COMPLETED), ("by epoch", Events.EPOCH_COMPLETED)):
+            step = global_step_from_engine(trainer, event)
             logger.attach_output_handler(evaluator, Events.COMPLETED, tag, ["accuracy"], global_step_transform=step)
-        logger.attach(trainer, WeightsHistHandler(model()), Events.EPOCH_COMPLETED)
 
         @trainer.on(Events.EPOCH_COMPLETED)
         def evaluate():
@@ -121,6 +126,8 @@ def run(folder, attempt=1, stop_at=None, start_at=None, epochs=5):
 
         if start_at is not None:
             trainer.load_state_dict({"iteration": start_at, "epoch_length": EPOCH_LENGTH, "max_epochs": epochs})
+        if before is not None:
+            before(logger)
         if stop_at is None:
             trainer.run(range(EPOCH_LENGTH), max_epochs=epochs)
             return
@@ -133,44 +140,57 @@ def stop():
     raise Crash
 
 
-def check(folder, places):
+def check(folder, attempts):
     """Assert that each point exists once, in order, with the value of the attempt that wrote it."""
-    loss = [(step, step * places(step / EPOCH_LENGTH)) for step in range(2, 21, 2)]
-    accuracy = [(epoch, epoch * places(epoch)) for epoch in range(1, 6)]
-    assert curve(folder, "training/loss") == loss
-    assert curve(folder, "training/accuracy") == accuracy
-    assert curve(folder, "validation/accuracy") == accuracy
-    assert curve(folder, "own") == [(epoch * EPOCH_LENGTH, places(epoch)) for epoch in range(1, 6)]
-    for name in ("weights/0/weight", "weights/1/weight"):
-        assert [point.step for point in reader(folder).Histograms(name)] == [1, 2, 3, 4, 5]
+    assert curve(folder, "training/loss") == [(step, step * attempts(step)) for step in range(2, 21, 2)]
+    ends = [(epoch, epoch * EPOCH_LENGTH) for epoch in range(1, 6)]
+    assert curve(folder, "validation/accuracy") == [(step, epoch * attempts(step)) for epoch, step in ends]
+    assert curve(folder, "own") == [(step, attempts(step)) for _, step in ends]
 
 
 def test_after_a_resume_each_point_exists_exactly_once(tmp_path):
     run(tmp_path, stop_at=15)
     run(tmp_path, attempt=100, start_at=8)
-    check(tmp_path, lambda epoch: 1 if epoch <= 2 else 100)
+    check(tmp_path, lambda step: 1 if step <= 8 else 100)
 
 
 def test_a_run_may_be_resumed_repeatedly_from_any_step(tmp_path):
     run(tmp_path, stop_at=18)
     run(tmp_path, attempt=100, start_at=10, stop_at=19)
     run(tmp_path, attempt=10_000, start_at=16)
-    check(tmp_path, lambda epoch: 1 if epoch <= 2.5 and epoch != 3 else 100 if epoch <= 4 else 10_000)
+    check(tmp_path, lambda step: 1 if step <= 10 else 100 if step <= 16 else 10_000)
 
 
-def test_rewritten_points_keep_their_times(tmp_path):
+def test_after_a_kill_before_the_first_checkpoint_each_point_exists_once(tmp_path):
     run(tmp_path, stop_at=15)
-    before = {point.step: point.wall_time for point in reader(tmp_path).Scalars("training/loss")}
-    run(tmp_path, attempt=100, start_at=8)
-    after = {point.step: point.wall_time for point in reader(tmp_path).Scalars("training/loss")}
-    assert [after[step] == before[step] for step in (2, 4, 6, 8)] == [True] * 4
+    run(tmp_path, attempt=100, before=lambda logger: logger.add_scalar("initial", 1.0, 0))
+    check(tmp_path, lambda step: 100)
+    assert curve(tmp_path, "initial") == [(0, 1.0)]
 
 
-def test_without_points_to_hide_no_new_file_is_written(tmp_path):
-    run(tmp_path, epochs=3)
-    run(tmp_path, start_at=12)
-    check(tmp_path, lambda epoch: 1)
-    assert len(list(tmp_path.iterdir())) == 2
+def test_an_evaluation_in_the_folder_of_a_training_hides_nothing(tmp_path):
+    run(tmp_path)
+    age(tmp_path)
+    with TensorboardLogger(log_dir=tmp_path) as logger:
+        evaluator = Engine(lambda engine, batch: 0.5)
+        logger.attach_output_handler(evaluator, Events.COMPLETED, "test", output_transform=lambda output: output)
+        evaluator.run([0])
+    check(tmp_path, lambda step: 1)
+    assert curve(tmp_path, "test/output") == [(1, 0.5)]
+
+
+def test_extending_a_run_hides_nothing_that_another_trainer_wrote(tmp_path):
+    first, second = (Engine(lambda engine, batch: 1.0) for _ in range(2))
+    with TensorboardLogger(log_dir=tmp_path) as logger:
+        for name, engine in {"first": first, "second": second}.items():
+            options = {"tag": name, "output_transform": lambda output: output}
+            logger.attach_output_handler(engine, Events.ITERATION_COMPLETED, **options)
+        first.run(range(4), max_epochs=2)
+        second.run(range(4), max_epochs=1)
+        first.run(range(4), max_epochs=3)
+        second.run(range(4), max_epochs=2)
+    assert [step for step, _ in curve(tmp_path, "first/output")] == [*range(1, 13)]
+    assert [step for step, _ in curve(tmp_path, "second/output")] == [*range(1, 9)]
 
 
 def test_a_truncated_record_does_not_prevent_a_resume(tmp_path):
@@ -179,6 +199,25 @@ def test_a_truncated_record_does_not_prevent_a_resume(tmp_path):
     file.write_bytes(file.read_bytes()[:-5])
     run(tmp_path, attempt=100, start_at=8)
     assert [step for step, _ in curve(tmp_path, "training/loss")] == list(range(2, 21, 2))
+
+
+def test_a_full_disk_warns_once_and_loses_points_only(tmp_path, monkeypatch):
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    trainer, logger = Engine(lambda engine, batch: batch), TensorboardLogger(log_dir=tmp_path)
+    logger.attach_output_handler(trainer, Events.ITERATION_COMPLETED, "t", output_transform=lambda output: output)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, Checkpoint({"part": Part()}, Memory()))
+    trainer.add_event_handler(Events.COMPLETED, logger.close)
+    for name in ("add_scalar", "flush", "close"):
+        monkeypatch.setattr(logger.writer, name, fail)
+    with pytest.warns(
+        UserWarning, match="TensorboardLogger cannot write, values are lost: OSError: .*No space"
+    ) as caught:
+        assert trainer.run(range(5)).iteration == 5
+    assert len(caught) == 1
+    monkeypatch.undo()
+    logger.close()
 
 
 def test_points_logged_before_a_checkpoint_are_flushed_with_it(tmp_path, monkeypatch):
@@ -208,7 +247,7 @@ def test_many_handlers_flush_once_per_checkpoint(tmp_path, monkeypatch):
             handle = logger.attach_output_handler(trainer, Events.COMPLETED, f"{number}", "all")
         handle.remove()
         trainer.run(range(5), max_epochs=2)
-        assert seen == [2, 4, 5, 6, 8, 10]  # at 5 it reads the existing points of the resumed run
+        assert seen == [2, 4, 6, 8, 10]
         monkeypatch.undo()
 
 
@@ -252,6 +291,7 @@ def test_the_writer_of_torch_is_preferred(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, "tensorboardX", types.ModuleType("tensorboardX"))
     with TensorboardLogger(**{name: tmp_path}) as logger:
         assert isinstance(logger.writer, SummaryWriter)
+        assert logger.writer.logdir == logger.logdir == logger.writer.log_dir == tmp_path
 
 
 def test_the_writer_of_tensorboardx_warns(monkeypatch):
@@ -279,13 +319,3 @@ def test_only_rank_0_has_a_writer():
         from pathlib import Path
 
         assert [file.name for file in Path(folder).iterdir()] == (["0"] if rank == 0 else [])
-
-
-@pytest.mark.parametrize(("saved", "tag"), [(1, "training"), (2, "validation")])
-def test_an_evaluation_repeated_after_a_kill_is_logged_once(tmp_path, saved, tag):
-    with TensorboardLogger(tmp_path) as logger:
-        states = evaluated(logger, killed=True, tag=tag)
-    with TensorboardLogger(tmp_path) as logger:
-        evaluated(logger, states[saved], tag=tag)
-    assert [event.step for event in reader(tmp_path).Scalars(f"{tag}/accuracy")] == [1, 2, 3, 4]
-    assert [event.step for event in reader(tmp_path).Scalars("training/loss")] == [*range(1, 9)]

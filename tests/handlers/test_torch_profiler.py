@@ -49,6 +49,19 @@ def files(directory):
     return sorted(directory.iterdir()) if directory.exists() else []
 
 
+def test_a_trace_that_cannot_be_written_warns(tmp_path, monkeypatch):
+    def fail(profiler, path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", fail)
+    engine = trainer()
+    profiler = profiled(engine, tmp_path)
+    with pytest.warns(UserWarning, match="TorchProfiler cannot write to .*, the trace is lost: .*No space"):
+        engine.run(range(10))
+    assert engine.state.iteration == 10
+    assert profiler.traces == []
+
+
 @pytest.mark.parametrize(
     ("options", "iterations"),
     [

@@ -104,6 +104,18 @@ def test_the_position_is_within_the_epoch_even_after_a_short_epoch(terminal):
     assert [text for text in terminal.drawn if "[2/2]" in text] == [*epoch, epoch[-1]]
 
 
+@pytest.mark.parametrize(
+    "event", [Events.ITERATION_STARTED, Events.ITERATION_COMPLETED, Events.ITERATION_COMPLETED(every=2)]
+)
+@pytest.mark.parametrize("closing", [Events.EPOCH_COMPLETED, Events.COMPLETED])
+def test_an_epoch_that_was_cut_is_not_shown_as_complete(terminal, event, closing):
+    trainer = trainer_of()
+    bar_on(terminal).attach(trainer, event_name=event, closing_event_name=closing)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda engine: engine.terminate_epoch())
+    trainer.run(range(10))
+    assert terminal.lines == ["Iteration: 3/10", ""]
+
+
 def test_a_resumed_run_starts_at_its_position(terminal):
     trainer = trainer_of()
     trainer.load_state_dict({"iteration": 7, "epoch_length": 5, "max_epochs": 2})
@@ -456,8 +468,35 @@ def test_without_a_terminal_complete_lines_are_written(terminal):
         trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: bar.log_message("half of it"))
         trainer.add_event_handler(Events.ITERATION_COMPLETED(once=8), trainer.terminate)
         trainer.run(range(5), max_epochs=2)
-    text = "Epoch [1/2]: 3/5\n" if "3/5" in terminal.getvalue() else ""
-    assert terminal.getvalue() == f"half of it\n{text}Epoch [1/2]: 5/5, i=5\nEpoch [2/2]: 3/5, i=8\n"
+    assert terminal.getvalue() == "half of it\nEpoch [1/2]: 5/5, i=5\nEpoch [2/2]: 3/5, i=8\n"
+
+
+def test_without_a_terminal_a_message_does_not_repeat_the_open_bars(terminal):
+    terminal.is_real = False
+    trainer, evaluator = trainer_of(), trainer_of()
+    bar = bar_on(terminal, mininterval=0, miniters=1)
+    bar.attach(trainer)
+    bar.attach(evaluator)
+    evaluator.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: bar.log_message("evaluating"))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: evaluator.run([1]))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: tqdm.write("training", file=terminal))
+    trainer.run(range(2))
+    lines = ["training", "Iteration: 2/2", "evaluating", "Iteration: 1/1", "training"]
+    assert terminal.getvalue().splitlines() == lines
+
+
+def test_a_full_disk_does_not_end_the_run():
+    class Full(io.StringIO):
+        def write(self, text):
+            if text:
+                raise OSError(28, "No space left on device")
+
+    trainer = trainer_of()
+    bar = bar_on(Full(), mininterval=0, miniters=1)
+    bar.attach(trainer)
+    with pytest.warns(UserWarning, match="ProgressBar cannot write, values are lost: OSError"):
+        bar.log_message("lost")
+    assert trainer.run(range(5)).iteration == 5
 
 
 def test_a_message_is_written_together_with_the_end_of_its_line(monkeypatch):

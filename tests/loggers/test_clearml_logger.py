@@ -156,6 +156,30 @@ def test_online_each_slot_is_a_model_with_the_metadata_as_its_comment(monkeypatc
     assert "basename: model" in task.models[1].comment
 
 
+def test_a_task_whose_block_failed_is_marked_as_failed(tmp_path):
+    run_script(
+        tmp_path,
+        f"""
+        from camshaft.handlers.clearml_logger import *
+        ClearMLLogger.set_bypass_mode(True)
+        warnings.simplefilter("ignore")
+        calls = []
+        try:
+            with {NEW} as logger:
+                task = logger.get_task()
+                by_iteration(logger).run(range(4))
+                marked, closed = task.mark_failed, task.close
+                task.mark_failed = lambda *args, **options: calls.append("failed") or marked(*args, **options)
+                task.close = lambda: calls.append("closed") or closed()
+                raise ZeroDivisionError
+        except ZeroDivisionError:
+            pass
+        assert calls == ["failed", "closed"], calls
+        """,
+    )
+    assert scalars(tmp_path) == [("training", "loss", 2, 1.0), ("training", "loss", 4, 2.0)]
+
+
 def test_an_unreachable_server_keeps_the_task_offline_with_one_warning(tmp_path):
     run_script(
         tmp_path,

@@ -76,6 +76,23 @@ def test_metrics_are_written_to_the_store(store, tmp_path):
     assert query(store, "select status from runs") == [("FINISHED",)]
 
 
+def test_a_run_whose_block_failed_is_marked_as_failed(store, tmp_path):
+    run_script(
+        tmp_path,
+        f"""
+        from camshaft.handlers import MLflowLogger
+        try:
+            with MLflowLogger({store!r}) as logger:
+                by_iteration(logger).run(range(4))
+                raise ZeroDivisionError
+        except ZeroDivisionError:
+            pass
+        """,
+    )
+    assert history(store, "training loss") == [(2, 1.0), (4, 2.0)]
+    assert query(store, "select status from runs") == [("FAILED",)]
+
+
 def test_each_point_exists_once_after_a_resume(store, tmp_path):
     run_script(
         tmp_path,

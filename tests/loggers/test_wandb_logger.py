@@ -113,7 +113,7 @@ class Module(ModuleType):
 
     def __init__(self):
         super().__init__("wandb")
-        self.lines, self.inits, self.finished = [], [], 0
+        self.lines, self.inits, self.finished = [], [], []
 
     def init(self, *args, **kwargs):
         self.inits.append((args, kwargs))
@@ -121,8 +121,8 @@ class Module(ModuleType):
     def log(self, values, step):
         self.lines.append((values, step))
 
-    def finish(self):
-        self.finished += 1
+    def finish(self, exit_code=None):
+        self.finished.append(exit_code)
 
 
 @pytest.fixture
@@ -136,9 +136,32 @@ def test_an_existing_run_is_reused(wandb):
     with wandb_logger.WandBLogger(init=False, project="p") as logger:
         assert wandb.inits == []
         assert logger.lines is wandb.lines
-    assert wandb.finished == 1
+    assert wandb.finished == [None]
     wandb_logger.WandBLogger("entity", project="p")
     assert wandb.inits == [(("entity",), {"project": "p"})]
+
+
+def test_a_run_whose_block_failed_is_marked_as_failed(wandb):
+    with pytest.raises(ZeroDivisionError), wandb_logger.WandBLogger():
+        raise ZeroDivisionError
+    assert wandb.finished == [1]
+
+
+def test_the_exit_code_of_a_failed_run_is_recorded(tmp_path):
+    run_script(
+        tmp_path,
+        """
+        from camshaft.handlers import WandBLogger
+        try:
+            with WandBLogger(project="p", mode="offline") as logger:
+                raise ZeroDivisionError
+        except ZeroDivisionError:
+            pass
+        """,
+    )
+    (file,) = tmp_path.glob("wandb/*run-*/*.wandb")
+    exits = [record.exit.exit_code for record in records(file) if record.WhichOneof("record_type") == "exit"]
+    assert exits == [1]
 
 
 def test_a_wrong_key_raises(wandb):
