@@ -85,6 +85,9 @@ class NativeBackend(Backend):
         self._world: Any = dist.group.WORLD
         self._send_waiters: defaultdict[int, gloo.SendWaiter] = defaultdict(gloo.SendWaiter)
         self._connections = connections_to(self.store())  # without those of its clones, which are made later
+
+    def enter(self) -> None:
+        """Drain gloo at the exit of this process."""
         gloo.drain_at_exit(self._world)
 
     def messages_at(self, group: Group | None) -> torch.device:
