@@ -60,6 +60,8 @@ _PATIENCE = 10.0  # seconds that the launcher of a failed job has to end it
 # on the nodes of the job. The user's own settings take precedence.
 _ON_THIS_MACHINE = {"HYDRA_LAUNCHER": "fork", "PRTE_MCA_ras": "^slurm"}
 
+_LAUNCHERS = {name: name for name in ("torchrun", "horovodrun")} | dict(openmpi="mpirun", mpich="mpirun", slurm="srun")
+
 Task: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], dict[str, Any]]
 """A function, its arguments, and the options of `install`."""
 
@@ -99,11 +101,13 @@ def spawn(
 
     Raises:
         ValueError: the backend is not available, or a number of nodes or processes is out of range.
+        RuntimeError: a launcher has already started several processes, each of which would start its own.
         TypeError: an argument is unknown, or ``fn`` and its arguments cannot be pickled.
         torch.multiprocessing.ProcessRaisedException: ``fn`` raised in a process.
         torch.multiprocessing.ProcessExitedException: a process was killed, or exited with another code than 0.
     """
     module_of(backend)  # raises if it is not available
+    check_not_launched(kwargs.get("nnodes"))
     check_type("args", args, (tuple, list), "a tuple")
     check_takes("fn", fn, "(local_rank, *args, **kwargs_dict)", (0, *args), kwargs_dict or {})
     check_positive("nproc_per_node", nproc_per_node)
@@ -370,6 +374,30 @@ def check_nodes(
         raise ValueError(f"master_addr and master_port, or init_method, must be given with nnodes={nnodes}, {address}")
     if master_port is not None and not (str(master_port).isdecimal() and 0 < int(master_port) < 65536):
         raise ValueError(f"master_port must be a number in [1, 65535], got {master_port!r}")
+
+
+def check_not_launched(nnodes: int | None) -> None:
+    """Check that no launcher has already started the processes that this one is about to start.
+
+    It may have started one on each of several nodes, if there are as many.
+
+    Raises:
+        RuntimeError: it has.
+    """
+    launch = None
+    with suppress(RuntimeError):  # contradictory variables do not matter here
+        launch = environments.detect(os.environ)
+    name = None if launch is None else _LAUNCHERS.get(launch.launcher)
+    if launch is None or name is None or launch.topology.world_size == 1:
+        return
+    if launch.topology.local_world_size == 1 and nnodes == launch.topology.num_nodes:
+        return
+    if name == "torchrun" and environments.torchrun_agent(os.environ) is None:  # a worker of torchrun started this one
+        return
+    raise RuntimeError(
+        f"{name} has already started {launch.topology.world_size} processes: omit nproc_per_node; if it did not start "
+        f"this process, unset the variables that say so: {', '.join(launch.sources.values())}"
+    )
 
 
 def check_positive(name: str, count: Any) -> None:
