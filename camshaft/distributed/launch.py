@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -38,8 +38,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.multiprocessing.spawn import ProcessException, ProcessExitedException, ProcessRaisedException
 
-from camshaft.distributed import environments
-from camshaft.distributed.backend import Backend, check_known
+from camshaft.distributed import cores, environments
+from camshaft.distributed.backend import Backend, check_known, variable_set
 from camshaft.distributed.coordination import diagnosis
 from camshaft.distributed.groups import failing
 from camshaft.distributed.ranks import get_local_rank
@@ -293,8 +293,11 @@ def _spawn(
     node_rank, world_size = node_rank or 0, nnodes * nproc_per_node
     all_options = {"init_method": init_method, **options}
     processes = Processes()
+    threads = cores.share(nproc_per_node, cores.available())
+    # torch and other libraries read the variable when they are imported, which is before a process can set it
+    limited = nullcontext() if threads is None else variable_set(cores.VARIABLE, str(threads))
     try:
-        with socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN) as server:
+        with socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN) as server, limited:
             if hosts_store:
                 master_addr, master_port = server.getsockname()
             for index in range(nproc_per_node):
@@ -306,7 +309,8 @@ def _spawn(
                     None if master_port is None else int(master_port),
                     agent_store=hosts_store,
                 )
-                arguments = (index, name, launch, (*task, all_options), processes.folder.name, start_method == "fork")
+                whole_task = (*task, all_options)
+                arguments = (index, name, launch, whole_task, processes.folder.name, start_method, threads)
                 process = context.Process(target=_run_rank, args=arguments, daemon=daemon)
                 process.start()
                 processes.processes.append(process)
@@ -328,12 +332,15 @@ def _spawn(
     return None if join and processes.join() else processes
 
 
-def _run_rank(index: int, name: str, launch: Launch, task: tuple[Any, ...], folder: str, is_forked: bool) -> None:
+def _run_rank(
+    index: int, name: str, launch: Launch, task: tuple[Any, ...], folder: str, start_method: str, threads: int | None
+) -> None:
     """Run in each process."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "multiprocessing started this process"
     end_with_parent(parent.sentinel)
-    if is_forked:
+    cores.limit(threads)  # a forkserver may have imported torch before there was a limit
+    if start_method == "fork":
         # OpenMP's threads, if the parent has used any, do not survive the fork, and the first parallel operation would
         # wait for them forever. Workers of a DataLoader use a single thread for the same reason.
         torch.set_num_threads(1)
@@ -542,7 +549,7 @@ def _spawn_mpi(name: str, task: Task, nproc_per_node: int, nnodes: int = 1, node
         pickled = pickle.dumps(preparation) + pickle.dumps((*task, options))
     except (AttributeError, TypeError, pickle.PicklingError) as error:
         raise not_picklable(task, error) from error
-    _run_command([mpiexec, "-n", str(nproc_per_node)], run_mpi_rank, pickled, **_ON_THIS_MACHINE)
+    _run_command([mpiexec, "-n", str(nproc_per_node)], run_mpi_rank, pickled, nproc_per_node, **_ON_THIS_MACHINE)
 
 
 def run_mpi_rank(folder: str) -> None:
@@ -599,7 +606,8 @@ def _spawn_horovod(
     except Exception as error:
         raise not_picklable(task, error) from error
     # In a process of its own, as it replaces signal handlers and leaves servers running.
-    _run_command([], run_horovod, pickle.dumps((pickled, {"num_proc": nproc_per_node, **options})))
+    whole_task = pickle.dumps((pickled, {"num_proc": nproc_per_node, **options}))
+    _run_command([], run_horovod, whole_task, nproc_per_node)
 
 
 def run_horovod(folder: str) -> None:
@@ -622,7 +630,9 @@ def run_horovod_rank(pickled: bytes, path: list[str], folder: str) -> None:
     work(launch.topology.rank if launch else 0, partial(pickle.loads, pickled), create, report)
 
 
-def _run_command(command: list[str], function: Callable[[str], None], task: bytes, **variables: str) -> None:
+def _run_command(
+    command: list[str], function: Callable[[str], None], task: bytes, processes: int, **variables: str
+) -> None:
     """Run Python with a command, call a function of this module there with the folder of the task, and wait for it."""
     with (
         tempfile.TemporaryDirectory(prefix="camshaft-") as folder,
@@ -632,7 +642,9 @@ def _run_command(command: list[str], function: Callable[[str], None], task: byte
         path = [*map(str, sys.path)]
         call = f"start({function.__name__!r}, {folder!r}, {server.getsockname()[1]})"
         python = [sys.executable, "-c", f"import sys; sys.path[:] = {path}; from {__name__} import start; {call}"]
-        process = subprocess.Popen([*command, *python], stdin=subprocess.DEVNULL, env=variables | os.environ)
+        threads = cores.share(processes, cores.available())
+        limits = {} if threads is None else {cores.VARIABLE: str(threads)}
+        process = subprocess.Popen([*command, *python], stdin=subprocess.DEVNULL, env=variables | limits | os.environ)
         try:
             while process.poll() is None and not Failure.all_in(folder):
                 with suppress(subprocess.TimeoutExpired):

@@ -19,6 +19,7 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from camshaft import activity
+from camshaft.distributed import cores
 from camshaft.distributed.backend import Backend, Job, Observer, Resource
 from camshaft.distributed.backends.serial import SerialBackend
 from camshaft.distributed.coordination import collective_check
@@ -188,6 +189,8 @@ def _start(
     job, topology = backend.job, backend.topology
     job.number = next(_job_numbers)  # here, which all ranks reach, not where a rank first needs it
     backend.enter()
+    if is_everywhere and topology.local_world_size > 1:
+        cores.limit(cores.share(topology.local_world_size, os.cpu_count() or 1))
     if topology.world_size > 1:
         try:
             job.record = Record(topology.rank, topology.world_size)
