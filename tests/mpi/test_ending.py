@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -263,3 +265,22 @@ def test_a_rank_that_waits_for_a_late_one_reports_it() -> None:
     assert run.returncode == 0, run.stdout
     assert "rank 0 is waiting up to 1800 s for all ranks to start MPI; missing: 1" in run.stdout
     assert "all came: 2" in run.stdout
+
+
+KILL = """
+import signal
+if rank == int(sys.argv[1]):
+    os.kill(os.getpid(), signal.SIGKILL)
+print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_does_not_wait_at_its_end_for_one_that_was_killed(victim: int) -> None:
+    """Where the launcher leaves the others alone, as srun does. Rank 0 serves the store."""
+    library = subprocess.run([sys.executable, "-m", "mpi4py", "--mpi-lib-version"], capture_output=True, text=True).stdout
+    if "MPICH" not in library:
+        pytest.skip("only the launcher of MPICH can be told to leave the others alone")
+    run = mpirun(2, "-c", BEGIN + KILL, str(victim), options=["-disable-auto-cleanup"])
+    assert "done" in run.stdout
+    assert f"the processes of ranks [{victim}] were killed; exiting" in run.stdout
