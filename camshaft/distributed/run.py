@@ -183,9 +183,7 @@ def _detected() -> Backend:
         return _process
 
 
-def _start(
-    backend: Backend, debug: bool | None, hang_report_after: float = 60.0, is_everywhere: bool = False
-) -> None:
+def _start(backend: Backend, debug: bool | None, hang_report_after: float = 60.0, is_everywhere: bool = False) -> None:
     job, topology = backend.job, backend.topology
     job.number = next(_job_numbers)  # here, which all ranks reach, not where a rank first needs it
     backend.enter()

@@ -47,7 +47,9 @@ def node(monkeypatch):
         (64, 64, 64, 1, {}, 64),
     ],
 )
-def test_ranks_share_the_cores_of_their_node(node, monkeypatch, of_node, of_process, present, ranks, variables, expected):
+def test_ranks_share_the_cores_of_their_node(
+    node, monkeypatch, of_node, of_process, present, ranks, variables, expected
+):
     monkeypatch.setattr(run, "Record", lambda *place: (_ for _ in ()).throw(OSError("not under test")))
     threads = node(of_node, of_process, present, **variables)
     run.install(lambda: StoreOnly(dist.HashStore(), ranks - 1, ranks))

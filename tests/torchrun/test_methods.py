@@ -104,9 +104,7 @@ def refused(error: type[Exception], match: str) -> Iterator[None]:
 
 def fail_on_the_port_in_use(method: str, store: str, free: str) -> None:
     rank = destroy_group()
-    mistake = (
-        "the port is in use; choose another one" if rank == 0 else "another program uses the port"
-    )
+    mistake = "the port is in use; choose another one" if rank == 0 else "another program uses the port"
     with refused(dist.DistNetworkError, f"^rank {rank} .* the store at {re.escape(store)}.*{mistake}"):
         initialize(rank, 2, method, SHORT)
     initialize(rank, 2, free)
