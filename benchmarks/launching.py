@@ -78,15 +78,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     contenders = [contender(name, options.processes) for name in LAUNCHERS]
     seconds = interleave(contenders, options.iterations, options.repetitions)
     times = Spread.of([ours / theirs for ours, theirs in zip(seconds["Parallel"], seconds["torchrun"], strict=True)])
-    row = {
-        "what": f"step, {options.processes} processes",
-        "ms": {name: Spread.of(sample, 1e-3) for name, sample in seconds.items()},
-        "times": times,
-        "target": TARGET,
-        "verdict": verdict(times, TARGET),
-    }
+    what, spreads = (
+        f"step, {options.processes} processes",
+        {name: Spread.of(one, 1e-3) for name, one in seconds.items()},
+    )
+    reached = verdict(times, TARGET)
+    row = {"what": what, "ms": spreads, "times": times, "target": TARGET, "verdict": reached}
     print(f"milliseconds per training step on gloo ranks; medians of {options.repetitions}, and quartiles")
-    cells = [row["what"], *map(str, row["ms"].values()), str(times), f"<= {TARGET}", row["verdict"]]
+    cells = [what, *map(str, spreads.values()), str(times), f"<= {TARGET}", reached]
     report("launching", ["what", *LAUNCHERS, "times torchrun", "target", "camshaft"], [cells], {}, rows=[row])
 
 

@@ -70,7 +70,8 @@ def joined() -> tuple[Any, ...]:
     >>> joined()
     (None, False, False)
     """
-    horovod, xla = _imported.get("horovod.torch"), getattr(_imported.get("torch_xla"), "_XLAC", None)
+    horovod: Any = _imported.get("horovod.torch")
+    xla: Any = getattr(_imported.get("torch_xla"), "_XLAC", None)  # None while it is being imported
     return (
         _torch_world.default_pg,
         hasattr(horovod, "is_initialized") and horovod.is_initialized(),

@@ -221,6 +221,7 @@ class ExceptHook(Resource):
         self._previous, sys.excepthook = sys.excepthook, self
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Publish the error, and pass on what is to be reported in its place."""
         watcher = self._job.find(Watcher)
         found = error if watcher is None else watcher.fail(error)
         self._previous(type(found), found, found.__traceback__)

@@ -70,7 +70,7 @@ def test_a_pass_costs_a_rank_a_few_requests_among_any_number_of_ranks(size, ends
     store.requests.clear()
     for number, rank in enumerate(ranks):
         rank.report(BatchCount(3 if ends == "all" or number == 1 else 8))
-    for number, rank in enumerate(ranks):
+    for rank in ranks:
         if last is None:
             assert rank.collect() == ([BatchCount(3)] * size if ends == "all" else reports_of(size))
         else:
