@@ -42,7 +42,7 @@ def limit(threads: int | None) -> None:
 
 
 def _is_default(threads: int) -> bool:
-    """Return whether torch chooses this number by itself: that of the cores, or with MKL of those that are not virtual."""
+    """Return whether torch chooses this number by itself: that of the cores, with MKL without the virtual ones."""
     siblings = 1
     with suppress(OSError):  # not on Linux
         siblings += Path("/sys/devices/system/cpu/smt/active").read_text().strip() == "1"

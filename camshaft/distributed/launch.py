@@ -60,7 +60,13 @@ _PATIENCE = 10.0  # seconds that the launcher of a failed job has to end it
 # on the nodes of the job. The user's own settings take precedence.
 _ON_THIS_MACHINE = {"HYDRA_LAUNCHER": "fork", "PRTE_MCA_ras": "^slurm"}
 
-_LAUNCHERS = {name: name for name in ("torchrun", "horovodrun")} | dict(openmpi="mpirun", mpich="mpirun", slurm="srun")
+_LAUNCHERS = {
+    "openmpi": "mpirun",
+    "mpich": "mpirun",
+    "slurm": "srun",
+    "torchrun": "torchrun",
+    "horovodrun": "horovodrun",
+}
 
 Task: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], dict[str, Any]]
 """A function, its arguments, and the options of `install`."""
