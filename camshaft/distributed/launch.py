@@ -45,7 +45,7 @@ from camshaft.distributed.groups import failing
 from camshaft.distributed.ranks import get_local_rank
 from camshaft.distributed.record import find, read
 from camshaft.distributed.registry import module_of
-from camshaft.distributed.run import abandon, current, finalize, install
+from camshaft.distributed.run import ExceptHook, abandon, current, finalize, install
 from camshaft.distributed.topology import Launch, Topology
 from camshaft.errors import check_takes, check_type
 
@@ -458,7 +458,9 @@ class Processes:
                     self.end()
                 elif not self._wait_until(deadline):
                     return False
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and not isinstance(sys.excepthook, ExceptHook):
+                ExceptHook(None)
             self.end()
             raise
         if self._cause is not None:

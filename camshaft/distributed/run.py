@@ -7,9 +7,10 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from contextvars import ContextVar
 from functools import partial
+from io import StringIO
 from itertools import count
 from multiprocessing.util import Finalize
 from threading import RLock
@@ -27,7 +28,7 @@ from camshaft.distributed.coordination.watcher import Watcher
 from camshaft.distributed.environments import detect, infer, torchrun_agent
 from camshaft.distributed.record import Record
 from camshaft.distributed.registry import adopt, joined, module_of, nothing_to_adopt
-from camshaft.errors import check_type
+from camshaft.errors import check_type, line_of_error
 
 logger = logging.getLogger("camshaft.distributed")
 _serial = SerialBackend()
@@ -200,7 +201,7 @@ def _start(backend: Backend, debug: bool | None, hang_report_after: float = 60.0
             watcher.has_connected.wait(_CONNECTING)
             if (record := job.record) is not None:  # all ranks begin to count here
                 backend.observe(Observer(record.begin_in_torch, record.end, watcher.explained))
-        job.resource(ExceptHook, job)
+        job.resource(ExceptHook, job, topology.rank)
     collective_check.enable_if(debug, backend)
     atexit.unregister(_close_at_exit)
     atexit.register(_close_at_exit)  # registered last, called first: before a backend waits there for the other ranks
@@ -213,22 +214,33 @@ def _start(backend: Backend, debug: bool | None, hang_report_after: float = 60.0
 class ExceptHook(Resource):
     """Publishes an error that ends this process before its traceback is written, as long as the job lasts.
 
+    Ctrl-C interrupts all processes of a job, and none of their tracebacks is of any use, so there is one line instead.
+
     Other hooks, such as torch's of the next job, may refer to this one for longer, so it only passes errors on then.
+
+    Args:
+        job: of this rank; ``None`` in a process that has started others.
+        rank: the rank; rank 0 writes the line.
     """
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, job: Job | None, rank: int = 0) -> None:
+        self._job, self._rank = job, rank
         self._previous, sys.excepthook = sys.excepthook, self
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Publish the error, and pass on what is to be reported in its place."""
-        watcher = self._job.find(Watcher)
+        watcher = None if self._job is None else self._job.find(Watcher)
         found = error if watcher is None else watcher.fail(error)
-        self._previous(type(found), found, found.__traceback__)
+        is_interrupt = isinstance(found, KeyboardInterrupt)
+        if is_interrupt and self._rank == 0:
+            where = [*getattr(found, "__notes__", ()), f"at {line_of_error(found)}"]
+            sys.stderr.write(f"{activity.summary(found)}, {', '.join(where)}\n")
+        with redirect_stderr(StringIO()) if is_interrupt else nullcontext():  # other hooks do not only print
+            self._previous(type(found), found, found.__traceback__)
 
     def close(self) -> None:
-        """Remove the hook, unless another one was set on top of it."""
-        if sys.excepthook is self:
+        """Remove the hook, unless another one was set on top of it, or an interrupt is on its way to the end."""
+        if sys.excepthook is self and not isinstance(sys.exc_info()[1], KeyboardInterrupt):
             sys.excepthook = self._previous
 
 

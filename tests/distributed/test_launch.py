@@ -718,7 +718,7 @@ def hanging(local_rank, folder):
     time.sleep(9000)
 
 if __name__ == "__main__":
-    with idist.Parallel("gloo", nproc_per_node=1 if sys.argv[1:] else 2) as parallel:
+    with idist.Parallel("gloo", nproc_per_node=2) as parallel:
         parallel.run(*((hanging, sys.argv[1]) if sys.argv[1:] else (training, "hello")))
 """
 # As in the middle of a job of Slurm, on one of its nodes: none of it is about the new processes.
@@ -749,7 +749,8 @@ def run_script(tmp_path):
         script.write_text(SCRIPT)
         environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen([sys.executable, script, *arguments], env=environment, **pipes)
+        command = [sys.executable, script, *arguments]
+        return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
 
     return run
 
@@ -776,3 +777,18 @@ def test_a_script_that_is_killed_takes_its_processes_with_it(run_script, tmp_pat
         finally:
             script.kill()
             end_all_in(tmp_path)
+
+
+@pytest.mark.jobs
+def test_an_interrupt_of_all_processes_is_reported_in_one_line(run_script, tmp_path):
+    with run_script({}, tmp_path) as script:
+        try:
+            wait_until(lambda: len(processes_in(tmp_path)) == 2)
+            os.killpg(script.pid, signal.SIGINT)  # as a terminal does
+            _, errors = script.communicate()
+        finally:
+            script.kill()
+            end_all_in(tmp_path)
+    assert script.returncode == -signal.SIGINT
+    (line,) = errors.splitlines()
+    assert line.startswith("KeyboardInterrupt, at ")

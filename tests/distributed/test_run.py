@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -430,3 +431,33 @@ def test_the_hook_of_each_job_goes_with_it_and_reports_once(monkeypatch, wraps):
     sys.excepthook(KeyError, (error := KeyError("after the end")), None)
     assert printed == [error]
     assert wraps != "never" or sys.excepthook is original
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("leaves", [True, False])
+def test_an_interrupt_of_all_ranks_is_reported_in_one_line(monkeypatch, capsys, rank, leaves):
+    """Also if it has left the block of the job; hooks that do more than print are called."""
+    called = []
+
+    def previous(kind, error, trace):
+        called.append(error)
+        print("Traceback", file=sys.stderr)
+
+    monkeypatch.setattr(sys, "excepthook", previous)
+    monkeypatch.setattr(run, "Record", mock.Mock(side_effect=OSError("no space")))
+    monkeypatch.setattr(Watcher, "fail", lambda self, error: error)
+    run.install(lambda: StoreOnly(dist.HashStore(), 1, 3))
+    run.current().job.find(run.ExceptHook)._rank = rank
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt as error:
+        if leaves:
+            run.abandon()
+        error.__notes__ = ["raised in epoch 1, iteration 3"]
+        sys.excepthook(KeyboardInterrupt, error, error.__traceback__)
+        assert called == [error]
+    run.abandon()
+    lines = capsys.readouterr().err.splitlines()
+    assert [re.sub(":.*", "", line) for line in lines] == [
+        f"KeyboardInterrupt, raised in epoch 1, iteration 3, at {__file__}"
+    ] * (rank == 0)

@@ -28,6 +28,7 @@ REPORT_AFTER = 10.0  # seconds until the log names the ranks that are missing
 _MEETING = "camshaft/meeting"
 _LONGEST_PAUSE = 0.5
 _MOST_NAMED = 10  # ranks in a message
+_LINGER = 5.0  # seconds that rank 0 waits for more ranks once one was told another size
 _PATIENCE = 2.0  # seconds for a store that does not answer, perhaps because its machine is gone
 _DIFFERENT = "rank %d was told that there are %d processes (world_size), but rank 0 meets ranks that were told %s"
 
@@ -219,8 +220,13 @@ def _host(store: Store, size: int, deadline: float, where: str) -> str:
             awaited.pop()
         if not awaited or store.check([_key(name, "others")]):
             break
-    absent = _absent(store, name, awaited)
-    others = [one.split() for one in _read(store, _key(name, "others")).split(",")[:-1]]  # that were told another size
+    absent, others = _absent(store, name, awaited), list[list[str]]()
+    if awaited and store.check([_key(name, "others")]):  # ranks that were told another size
+        for _ in _attempts(time.monotonic() + _LINGER):  # let all ranks learn of it that come at about the same time
+            others = [one.split() for one in _read(store, _key(name, "others")).split(",")[:-1]]
+            absent = _absent(store, name, range(1, size))
+            if size - len(absent) + len(others) >= max(size, *(int(told) for _, told, _ in others)):
+                break
     marks = store.multi_get([_key(name, rank) for rank in range(1, size) if rank not in absent])
     problem = None
     if others:
