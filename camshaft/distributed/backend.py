@@ -104,6 +104,8 @@ class Job:
         mesh: the mesh of the job, if the user has created one.
         compares_collectives: whether the debug mode is on.
         number: of the job in this process, for keys in a store that may outlive it; 0 until the job has started.
+        process: id of the process that has joined the job; those that it forks have not. ``None`` where a forked
+            process was the first to ask.
         record: the flight record of this rank, ``None`` in a single process.
         verdict: returns the error that every collective raises, once a rank has failed or the ranks have diverged.
     """
@@ -117,7 +119,12 @@ class Job:
         self.verdict: Callable[[], RuntimeError] | None = None
         self._names: Counter[str] = Counter()
         self._resources: dict[type[Resource], Any] = {}
-        self._process = os.getpid()
+        self.process: int | None = os.getpid()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process is a rank of the job."""
+        return self.process == os.getpid()
 
     def unique_name(self, name: str) -> str:
         """Return a prefix for keys in the store; the n-th call with a name returns the same one on all ranks."""
@@ -132,8 +139,8 @@ class Job:
         return found
 
     def find(self, kind: type[R]) -> R | None:
-        """Return the resource of a kind, if there is one."""
-        return self._resources.get(kind)
+        """Return the resource of a kind, if there is one; there is none in a forked process, which is not a rank."""
+        return self._resources.get(kind) if self.is_ours else None
 
     def has(self, kind: type[Resource]) -> bool:
         """Return True if the job has a resource of a kind."""
@@ -148,7 +155,7 @@ class Job:
         """Release all resources; in a forked child, which is not a rank, only forget them."""
         resources, self._resources, self.compares_collectives = self._resources, {}, False
         self.mesh = None
-        if os.getpid() == self._process:
+        if self.is_ours:
             for resource in resources.values():
                 resource.close()
 
@@ -285,6 +292,9 @@ class Backend(ABC):
         With ``cp``, it also has the flattened axis ``dp_shard_cp`` of ``dp_shard`` and ``cp``, for sharding models.
         """
         self.lack("device meshes")
+
+    def enter(self) -> None:  # noqa: B027  # most have nothing to do
+        """Prepare for the end of this process, which has joined the job."""
 
     def is_alive(self) -> bool:
         """Return True if an adopted run still exists."""

@@ -295,7 +295,8 @@ def new_group(ranks: Sequence[int], **kwargs: Any) -> Any:
     """Create a group of some ranks; all ranks must call this, in the same order.
 
     Args:
-        ranks: global ranks, a list, tuple or range in any order; the group orders them by rank.
+        ranks: global ranks, a list, tuple or range in any order; the group orders them by rank. In a single process
+            there may be none, so ``list(range(1, world_size))`` works there too.
         kwargs: for ``torch.distributed.new_group``, such as ``timeout``, if the backend supports them.
 
     Returns:

@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -36,6 +36,7 @@ _VARIABLES = {
 _HOSTS = {"horovodrun": "HOROVOD_HOSTNAME", "openmpi": "PMIX_HOSTNAME", "mpich": "PMI_HOSTNAME"}
 _TORCHRUN_MODULES = ("-m", "torch.distributed.run"), ("-m", "torch.distributed.launch")
 _FIRST_INTERNAL_STEP = 0xFFFFFFF0  # the script of sbatch, the shell of salloc
+_SHELLS = {"ash", "bash", "csh", "dash", "fish", "ksh", "sh", "tcsh", "zsh"}
 
 
 def detect(environ: Mapping[str, str]) -> Launch | None:
@@ -47,7 +48,7 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
 
     Args:
         environ: environment variables, such as ``os.environ``. Only the address of Slurm's rank 0, looked up when
-            :attr:`Launch.master_addr` is read, needs more than these.
+            :attr:`Launch.master_addr` is read, and a terminal that srun opened need more than these.
 
     Raises:
         RuntimeError: a variable is missing or not an integer, or variables contradict each other; the message contains
@@ -176,13 +177,16 @@ def _read_slurm(environ: Mapping[str, str]) -> Launch | None:
     """Return what srun sets for the task of a step, or ``None`` if it did not start this process.
 
     The variables of a job alone do not mean several processes: ``python`` in an sbatch script or under salloc is a
-    single process, although it sees how many tasks the job may start.
+    single process, although it sees how many tasks the job may start. So is ``python`` in the shell of ``srun --pty
+    bash``: only the first task has a terminal, and the shells of the others have ended at once.
 
     Rank 0 listens on the first host of the step: on port 15000 plus the last four digits of the job id in the first
     step of a job, and in later ones on a port from 25000 that depends on the job and the step.
     """
     is_step = "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ
     if not is_step or (step := _integer(environ, "SLURM_STEP_ID")) >= _FIRST_INTERNAL_STEP:
+        return None
+    if "SLURM_PTY_PORT" in environ and is_interactive(_task_of_step()):
         return None
 
     def of_step(name: str, otherwise: str) -> str:  # the job may have more nodes and tasks
@@ -208,6 +212,28 @@ def _read_slurm(environ: Mapping[str, str]) -> Launch | None:
         mpi=any(environ.get(name) == environ["SLURM_PROCID"] for name in ("PMI_RANK", "PMIX_RANK")),
         host=environ.get("SLURMD_NODENAME"),
     )
+
+
+def _task_of_step() -> list[str]:
+    """Return the command line of the task of srun that this process is or descends from; empty if it is unknown."""
+    pid = os.getpid()
+    with suppress(OSError, ValueError):  # no /proc, or an ancestor has ended
+        while pid > 1:
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            if Path(f"/proc/{parent}/comm").read_text().startswith("slurmstepd"):
+                return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")[:-1]
+            pid = parent
+    return []
+
+
+def is_interactive(words: Sequence[str]) -> bool:
+    """Return whether a command line is that of a shell that reads commands from a terminal.
+
+    >>> is_interactive(["/bin/bash", "-l"]), is_interactive(["bash", "train.sh"])
+    (True, False)
+    """
+    is_shell = bool(words) and Path(words[0]).name.removeprefix("-") in _SHELLS
+    return is_shell and all(word.startswith("-") and word != "-c" for word in words[1:])
 
 
 def slurm_job(environ: Mapping[str, str]) -> str | None:

@@ -140,6 +140,8 @@ def make(backend: Backend, ranks: list[int], /, **options: Any) -> Group:
         RankDivergenceError: not all ranks are here or, in debug mode, they call something else.
     """
     check_known(options, _OPTIONS, "new_group")  # also where the backend ignores all of them
+    if not ranks:
+        return ranks
     _check_can_make(backend, backend.members(None), ranks)
     group = backend.new_group(ranks, **options)
     if not options and _known(backend, ranks) is None:
@@ -151,13 +153,16 @@ def checked_ranks(backend: Backend, ranks: Any) -> list[int]:
     """Return a list of ranks in ascending order, which is the order of every group.
 
     Raises:
-        ValueError: it is not a list of distinct integers in ``[0, world_size)``.
+        ValueError: it is not a list of distinct integers in ``[0, world_size)``, at least one unless there is a
+            single process.
     """
     size = backend.topology.world_size
     try:
         plain = [operator.index(rank) for rank in ranks] if isinstance(ranks, _SEQUENCES) else []
     except TypeError:
         plain = []
+    if isinstance(ranks, _SEQUENCES) and not ranks and size == 1:  # as list(range(1, size)) is
+        return []
     if not plain or bool in map(type, ranks):
         raise ValueError(f"ranks must be a non-empty list of int, got {ranks!r}")
     if len(set(plain)) < len(plain) or not all(0 <= rank < size for rank in plain):
@@ -212,6 +217,8 @@ def _resolve(backend: Backend, group: Any) -> tuple[Group, Sequence[int]]:
     if not isinstance(group, _SEQUENCES):
         raise ValueError(f"group must be None, a list of ranks, or an existing group from new_group, got {group!r}")
     checked = checked_ranks(backend, group)
+    if not checked:
+        return group, ()
     found = _known(backend, checked)
     if found is None and not backend.members_make_groups:
         found = make(backend, checked)

@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -38,14 +38,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.multiprocessing.spawn import ProcessException, ProcessExitedException, ProcessRaisedException
 
-from camshaft.distributed import environments
-from camshaft.distributed.backend import Backend, check_known
+from camshaft.distributed import cores, environments
+from camshaft.distributed.backend import Backend, check_known, variable_set
 from camshaft.distributed.coordination import diagnosis
 from camshaft.distributed.groups import failing
 from camshaft.distributed.ranks import get_local_rank
 from camshaft.distributed.record import find, read
 from camshaft.distributed.registry import module_of
-from camshaft.distributed.run import abandon, current, finalize, install
+from camshaft.distributed.run import ExceptHook, abandon, current, finalize, install
 from camshaft.distributed.topology import Launch, Topology
 from camshaft.errors import check_takes, check_type
 
@@ -59,6 +59,14 @@ _PATIENCE = 10.0  # seconds that the launcher of a failed job has to end it
 # Within a Slurm job, MPICH would start the processes with srun, which waits for the step of this process, and Open MPI
 # on the nodes of the job. The user's own settings take precedence.
 _ON_THIS_MACHINE = {"HYDRA_LAUNCHER": "fork", "PRTE_MCA_ras": "^slurm"}
+
+_LAUNCHERS = {
+    "openmpi": "mpirun",
+    "mpich": "mpirun",
+    "slurm": "srun",
+    "torchrun": "torchrun",
+    "horovodrun": "horovodrun",
+}
 
 Task: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], dict[str, Any]]
 """A function, its arguments, and the options of `install`."""
@@ -99,11 +107,13 @@ def spawn(
 
     Raises:
         ValueError: the backend is not available, or a number of nodes or processes is out of range.
+        RuntimeError: a launcher has already started several processes, each of which would start its own.
         TypeError: an argument is unknown, or ``fn`` and its arguments cannot be pickled.
         torch.multiprocessing.ProcessRaisedException: ``fn`` raised in a process.
         torch.multiprocessing.ProcessExitedException: a process was killed, or exited with another code than 0.
     """
     module_of(backend)  # raises if it is not available
+    check_not_launched(kwargs.get("nnodes"))
     check_type("args", args, (tuple, list), "a tuple")
     check_takes("fn", fn, "(local_rank, *args, **kwargs_dict)", (0, *args), kwargs_dict or {})
     check_positive("nproc_per_node", nproc_per_node)
@@ -289,8 +299,11 @@ def _spawn(
     node_rank, world_size = node_rank or 0, nnodes * nproc_per_node
     all_options = {"init_method": init_method, **options}
     processes = Processes()
+    threads = cores.share(nproc_per_node, cores.available())
+    # torch and other libraries read the variable when they are imported, which is before a process can set it
+    limited = nullcontext() if threads is None else variable_set(cores.VARIABLE, str(threads))
     try:
-        with socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN) as server:
+        with socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN) as server, limited:
             if hosts_store:
                 master_addr, master_port = server.getsockname()
             for index in range(nproc_per_node):
@@ -302,7 +315,8 @@ def _spawn(
                     None if master_port is None else int(master_port),
                     agent_store=hosts_store,
                 )
-                arguments = (index, name, launch, (*task, all_options), processes.folder.name, start_method == "fork")
+                whole_task = (*task, all_options)
+                arguments = (index, name, launch, whole_task, processes.folder.name, start_method, threads)
                 process = context.Process(target=_run_rank, args=arguments, daemon=daemon)
                 process.start()
                 processes.processes.append(process)
@@ -324,12 +338,15 @@ def _spawn(
     return None if join and processes.join() else processes
 
 
-def _run_rank(index: int, name: str, launch: Launch, task: tuple[Any, ...], folder: str, is_forked: bool) -> None:
+def _run_rank(
+    index: int, name: str, launch: Launch, task: tuple[Any, ...], folder: str, start_method: str, threads: int | None
+) -> None:
     """Run in each process."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "multiprocessing started this process"
     end_with_parent(parent.sentinel)
-    if is_forked:
+    cores.limit(threads)  # a forkserver may have imported torch before there was a limit
+    if start_method == "fork":
         # OpenMP's threads, if the parent has used any, do not survive the fork, and the first parallel operation would
         # wait for them forever. Workers of a DataLoader use a single thread for the same reason.
         torch.set_num_threads(1)
@@ -370,6 +387,30 @@ def check_nodes(
         raise ValueError(f"master_addr and master_port, or init_method, must be given with nnodes={nnodes}, {address}")
     if master_port is not None and not (str(master_port).isdecimal() and 0 < int(master_port) < 65536):
         raise ValueError(f"master_port must be a number in [1, 65535], got {master_port!r}")
+
+
+def check_not_launched(nnodes: int | None) -> None:
+    """Check that no launcher has already started the processes that this one is about to start.
+
+    It may have started one on each of several nodes, if there are as many.
+
+    Raises:
+        RuntimeError: it has.
+    """
+    launch = None
+    with suppress(RuntimeError):  # contradictory variables do not matter here
+        launch = environments.detect(os.environ)
+    name = None if launch is None else _LAUNCHERS.get(launch.launcher)
+    if launch is None or name is None or launch.topology.world_size == 1:
+        return
+    if launch.topology.local_world_size == 1 and nnodes == launch.topology.num_nodes:
+        return
+    if name == "torchrun" and environments.torchrun_agent(os.environ) is None:  # a worker of torchrun started this one
+        return
+    raise RuntimeError(
+        f"{name} has already started {launch.topology.world_size} processes: omit nproc_per_node; if it did not start "
+        f"this process, unset the variables that say so: {', '.join(launch.sources.values())}"
+    )
 
 
 def check_positive(name: str, count: Any) -> None:
@@ -417,7 +458,9 @@ class Processes:
                     self.end()
                 elif not self._wait_until(deadline):
                     return False
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and not isinstance(sys.excepthook, ExceptHook):
+                ExceptHook(None)
             self.end()
             raise
         if self._cause is not None:
@@ -514,7 +557,7 @@ def _spawn_mpi(name: str, task: Task, nproc_per_node: int, nnodes: int = 1, node
         pickled = pickle.dumps(preparation) + pickle.dumps((*task, options))
     except (AttributeError, TypeError, pickle.PicklingError) as error:
         raise not_picklable(task, error) from error
-    _run_command([mpiexec, "-n", str(nproc_per_node)], run_mpi_rank, pickled, **_ON_THIS_MACHINE)
+    _run_command([mpiexec, "-n", str(nproc_per_node)], run_mpi_rank, pickled, nproc_per_node, **_ON_THIS_MACHINE)
 
 
 def run_mpi_rank(folder: str) -> None:
@@ -571,7 +614,8 @@ def _spawn_horovod(
     except Exception as error:
         raise not_picklable(task, error) from error
     # In a process of its own, as it replaces signal handlers and leaves servers running.
-    _run_command([], run_horovod, pickle.dumps((pickled, {"num_proc": nproc_per_node, **options})))
+    whole_task = pickle.dumps((pickled, {"num_proc": nproc_per_node, **options}))
+    _run_command([], run_horovod, whole_task, nproc_per_node)
 
 
 def run_horovod(folder: str) -> None:
@@ -594,7 +638,9 @@ def run_horovod_rank(pickled: bytes, path: list[str], folder: str) -> None:
     work(launch.topology.rank if launch else 0, partial(pickle.loads, pickled), create, report)
 
 
-def _run_command(command: list[str], function: Callable[[str], None], task: bytes, **variables: str) -> None:
+def _run_command(
+    command: list[str], function: Callable[[str], None], task: bytes, processes: int, **variables: str
+) -> None:
     """Run Python with a command, call a function of this module there with the folder of the task, and wait for it."""
     with (
         tempfile.TemporaryDirectory(prefix="camshaft-") as folder,
@@ -604,7 +650,9 @@ def _run_command(command: list[str], function: Callable[[str], None], task: byte
         path = [*map(str, sys.path)]
         call = f"start({function.__name__!r}, {folder!r}, {server.getsockname()[1]})"
         python = [sys.executable, "-c", f"import sys; sys.path[:] = {path}; from {__name__} import start; {call}"]
-        process = subprocess.Popen([*command, *python], stdin=subprocess.DEVNULL, env=variables | os.environ)
+        threads = cores.share(processes, cores.available())
+        limits = {} if threads is None else {cores.VARIABLE: str(threads)}
+        process = subprocess.Popen([*command, *python], stdin=subprocess.DEVNULL, env=variables | limits | os.environ)
         try:
             while process.poll() is None and not Failure.all_in(folder):
                 with suppress(subprocess.TimeoutExpired):

@@ -12,7 +12,7 @@ from typing import Any
 
 from camshaft.distributed.environments import detect
 from camshaft.distributed.groups import failing
-from camshaft.distributed.launch import check_nodes, check_options, check_positive, spawn
+from camshaft.distributed.launch import check_nodes, check_not_launched, check_options, check_positive, spawn
 from camshaft.distributed.ranks import get_local_rank, get_rank, get_world_size
 from camshaft.distributed.registry import available_backends, choose
 from camshaft.distributed.run import abandon, current, finalize, initialize
@@ -47,6 +47,7 @@ class Parallel:
 
     Raises:
         ValueError: an argument is out of range, or is given without those that it needs.
+        RuntimeError: ``nproc_per_node`` is given, but a launcher has already started several processes.
         TypeError: the backend does not know an option.
 
     >>> def training(local_rank, epochs):
@@ -76,6 +77,7 @@ class Parallel:
         if nproc_per_node is not None:
             check_positive("nproc_per_node", nproc_per_node)
             check_nodes(**nodes, init_method=init_method)
+            check_not_launched(nnodes)
         options = nodes | _given(init_method=init_method) | spawn_kwargs
         is_one_of_many = backend is not None and nproc_per_node is None
         if is_one_of_many and (ignored := {name: options.pop(name) for name in _FOR_SPAWN if name in options}):

@@ -64,6 +64,21 @@ def nothing_to_adopt() -> bool:
     return _torch_world.default_pg is None and "torch_xla" not in _imported and "horovod.torch" not in _imported
 
 
+def joined() -> tuple[Any, ...]:
+    """Return what identifies the jobs that this process, or the one that forked it, has joined.
+
+    >>> joined()
+    (None, False, False)
+    """
+    horovod: Any = _imported.get("horovod.torch")
+    xla: Any = getattr(_imported.get("torch_xla"), "_XLAC", None)  # None while it is being imported
+    return (
+        _torch_world.default_pg,
+        hasattr(horovod, "is_initialized") and horovod.is_initialized(),
+        hasattr(xla, "_xla_runtime_is_initialized") and xla._xla_runtime_is_initialized(),
+    )
+
+
 def adopt(infer: Callable[[int, int], tuple[Topology, tuple[str, ...]]]) -> Backend | None:
     """Return the backend of a job that the user has joined, if there is one: its library has been imported.
 

@@ -21,6 +21,7 @@ on the way out of the run or the epoch, ``INTERRUPT`` before a pause. The run is
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Generator, Iterator
 from enum import Enum, auto
@@ -401,7 +402,8 @@ def report(engine: Any, error: BaseException) -> BaseException | None:
     except Exception:
         engine.logger.exception("A handler of %s failed", FailureEvents.ERROR_MET)
     engine.last_event_name = event
-    engine.logger.error("Engine met an exception: %r", error)
+    level = logging.INFO if isinstance(error, KeyboardInterrupt) else logging.ERROR  # the user knows, on every rank
+    engine.logger.log(level, "Engine met an exception: %r", error)
     plan = engine._dispatcher.plans[Events.EXCEPTION_RAISED]
     if not plan.registrations:
         return error

@@ -84,6 +84,17 @@ def test_collectives_measures_all_rows(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_launching_measures_both_launchers(tmp_path: Path) -> None:
+    result = result_of(run("launching.py", "--repetitions", "1", "--iterations", "2", folder=tmp_path))
+    assert result["benchmark"] == "launching"
+    [row] = result["rows"]
+    assert set(row["ms"]) == {"torchrun", "Parallel"}
+    assert row["target"] == 1.1
+    assert row["verdict"] in ("reached", "missed")
+    assert all(set(spread) == SPREAD and spread["median"] > 0 for spread in (*row["ms"].values(), row["times"]))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_handlers_measures_the_set_and_each_handler(tmp_path: Path) -> None:
     result = result_of(run("handlers.py", "--repetitions", "2", "--iterations", "20", folder=tmp_path))
     assert result["benchmark"] == "handlers"

@@ -51,6 +51,22 @@ def a_group_reduces_over_its_members_only() -> None:
 
 
 @check
+def in_one_process_no_ranks_are_a_group_too() -> None:
+    _, size = place()
+    for ranks in ([], (), range(1, 1)):
+        if size > 1:
+            with pytest.raises(ValueError, match="must be a non-empty list of int"):
+                idist.new_group(ranks)
+            continue
+        for group in (ranks, idist.new_group(ranks)):
+            equal(idist.all_reduce(3, group=group), 3)
+            equal(idist.broadcast("text", group=group), "text")
+            idist.barrier(group=group)
+            with pytest.raises(RankDivergenceError, match="which is not in its group"):
+                idist.reduce(1, 0, group=group)
+
+
+@check
 def ranks_in_any_sequence_name_the_group_that_a_list_of_them_names() -> None:
     rank, size = place()
     for ranks in (range(size), (0,), tuple(range(size)), range(size - 1, -1, -1)):
@@ -161,11 +177,11 @@ def what_is_no_group_is_refused() -> None:
                 call(1, group=group)
         with pytest.raises(ValueError, match="group must be"):
             idist.barrier(group=group)
-    lists: list[Any] = [[], [size], [-1], [0, 0], [0.0], ["0"], [None], [[0, 0]], [False]]
-    for ranks in (*lists, (), (0, 0), range(size, size + 1)):
+    lists: list[Any] = [[size], [-1], [0, 0], [0.0], ["0"], [None], [[0, 0]], [False]]
+    for ranks in (*lists, (0, 0), range(size, size + 1)):
         with pytest.raises(ValueError, match="ranks must be"):
             idist.all_reduce(1, group=ranks)
-    for ranks in (*lists, (), (0, 0), 0, None, {0}, torch.arange(size)):
+    for ranks in (*lists, (0, 0), 0, None, {0}, torch.arange(size)):
         with pytest.raises(ValueError, match="ranks must be"):
             idist.new_group(ranks)
 

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 import pytest
 
+from camshaft.distributed import environments
 from camshaft.distributed.environments import detect, first_host, torchrun_agent
 from camshaft.distributed.topology import Launch, Topology
 from tests.distributed.observed import (
@@ -28,6 +29,7 @@ from tests.distributed.observed import (
 )
 from tests.limits import HANG
 
+ROOT = Path(__file__).resolve().parents[2]
 NODES = ("num_nodes", "node_rank")
 
 
@@ -77,6 +79,38 @@ ONE_LAUNCHER = [
     (horovod(1, 3, 0, 2, 1, 2), "horovodrun", (1, 3), (0, 2), (1, 2), ()),
     (horovod(2, 3, 1, 2, 0, 1), "horovodrun", (2, 3), (1, 2), (1, 2), NODES),  # "cross" counts few nodes here
 ]
+
+
+@pytest.mark.parametrize(
+    ("task", "has_terminal", "is_launch"),
+    [
+        (["bash"], True, False),
+        (["/bin/bash", "-l"], True, False),
+        (["-zsh"], True, False),
+        (["bash"], False, True),  # each reads the same script from srun
+        (["bash", "train.sh"], True, True),
+        (["bash", "-c", "python train.py"], True, True),
+        (["python", "train.py"], True, True),
+        ([], True, True),  # nobody knows
+    ],
+)
+def test_the_shell_of_a_step_with_a_terminal_is_not_one_of_several_processes(
+    monkeypatch, task, has_terminal, is_launch
+):
+    monkeypatch.setattr(environments, "_task_of_step", lambda: task)
+    environ = step(0, 0, [4]) | ({"SLURM_PTY_PORT": "4711"} if has_terminal else {})
+    assert (found(environ) is not None) == is_launch
+
+
+def test_the_task_is_the_child_of_the_daemon_of_the_step(tmp_path):
+    """A script under a program that calls itself as the daemon does."""
+    script = "import os, subprocess, sys; from pathlib import Path; Path('/proc/self/comm').write_text('slurmstepd');"
+    ask = "from camshaft.distributed import environments; print(environments._task_of_step())"
+    script += f"subprocess.run(['sh', '-c', '{sys.executable} -c \"{ask}\"; true'])"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    words = eval(done.stdout)
+    assert words[:2] == ["sh", "-c"]
+    assert ask in words[2]
 
 
 @pytest.mark.parametrize(("environ", "launcher", "rank", "local_rank", "node_rank", "assumed"), ONE_LAUNCHER)

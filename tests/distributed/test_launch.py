@@ -52,6 +52,7 @@ def tell(local_rank, folder, **more):
         "nodes": [idist.get_node_rank(), idist.get_nnodes(), idist.get_nproc_per_node()],
         "variables": {name: os.environ.get(name) for name in VARIABLES},
         "backend": [idist.backend(), idist.device().type],
+        "threads": torch.get_num_threads(),
     }
     Path(folder, str(idist.get_rank())).write_text(json.dumps(told))
 
@@ -239,7 +240,7 @@ def test_debug_mode_reaches_the_processes_of_horovod(monkeypatch, begun, tmp_pat
     monkeypatch.setitem(sys.modules, "horovod", SimpleNamespace(run=lambda function, num_proc: function()))
     monkeypatch.setitem(sys.modules, "cloudpickle", pickle)
 
-    def run(command, function, task):
+    def run(command, function, task, processes):
         (tmp_path / "task").write_bytes(task)
         function(str(tmp_path))
 
@@ -262,6 +263,39 @@ def test_debug_mode_reaches_the_process_of_xla(monkeypatch, begun):
         monkeypatch.setitem(sys.modules, name, module)
     launch._spawn_xla("xla-tpu", (print, (), {}, {"debug": True}), 1)
     assert begun == [{"debug": True}]
+
+
+class Started:
+    """Stands for a process that is started; keeps the variables that it inherits, and its arguments."""
+
+    exitcode = sentinel = pid = 0
+
+    def __init__(self, target, args, daemon):
+        self.arguments = args
+
+    def start(self):
+        self.variable = os.environ.get("OMP_NUM_THREADS")
+
+    def terminate(self):
+        """It has ended."""
+
+
+@pytest.mark.parametrize(
+    ("cores", "variables", "threads"),
+    [(8, {}, 2), (6, {}, 1), (2, {}, 1), (8, {"OMP_NUM_THREADS": "3"}, None), (8, {"MKL_NUM_THREADS": "3"}, None)],
+)
+def test_processes_get_their_share_of_the_cores_unless_the_user_has_chosen(monkeypatch, cores, variables, threads):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(cores))
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: SimpleNamespace(Process=Started))
+    processes = idist.spawn("gloo", print, (), nproc_per_node=4, join=False)
+    inherited = variables.get("OMP_NUM_THREADS") if threads is None else str(threads)
+    assert [process.variable for process in processes.processes] == [inherited] * 4
+    assert [process.arguments[-1] for process in processes.processes] == [threads] * 4
+    assert os.environ.get("OMP_NUM_THREADS") == variables.get("OMP_NUM_THREADS")
+    processes.join()
 
 
 def test_join_waits_as_long_as_it_is_told(tmp_path):
@@ -684,15 +718,15 @@ def hanging(local_rank, folder):
     time.sleep(9000)
 
 if __name__ == "__main__":
-    with idist.Parallel("gloo", nproc_per_node=1 if sys.argv[1:] else 2) as parallel:
+    with idist.Parallel("gloo", nproc_per_node=2) as parallel:
         parallel.run(*((hanging, sys.argv[1]) if sys.argv[1:] else (training, "hello")))
 """
 # As in the middle of a job of Slurm, on one of its nodes: none of it is about the new processes.
 IN_SLURM = {
     "SLURM_JOB_ID": "12345",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
+    "SLURM_STEP_ID": str(0xFFFFFFFB),  # that of the batch script
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
     "SLURM_NTASKS": "4",
     "SLURM_JOB_NODELIST": "node[1-2]",
     "SLURM_JOB_NUM_NODES": "2",
@@ -715,7 +749,8 @@ def run_script(tmp_path):
         script.write_text(SCRIPT)
         environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen([sys.executable, script, *arguments], env=environment, **pipes)
+        command = [sys.executable, script, *arguments]
+        return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
 
     return run
 
@@ -742,3 +777,18 @@ def test_a_script_that_is_killed_takes_its_processes_with_it(run_script, tmp_pat
         finally:
             script.kill()
             end_all_in(tmp_path)
+
+
+@pytest.mark.jobs
+def test_an_interrupt_of_all_processes_is_reported_in_one_line(run_script, tmp_path):
+    with run_script({}, tmp_path) as script:
+        try:
+            wait_until(lambda: len(processes_in(tmp_path)) == 2)
+            os.killpg(script.pid, signal.SIGINT)  # as a terminal does
+            _, errors = script.communicate()
+        finally:
+            script.kill()
+            end_all_in(tmp_path)
+    assert script.returncode == -signal.SIGINT
+    (line,) = errors.splitlines()
+    assert line.startswith("KeyboardInterrupt, at ")

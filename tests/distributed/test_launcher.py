@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from datetime import timedelta
+from functools import partial, wraps
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 import camshaft.distributed as idist
-from camshaft.distributed import launcher
+from camshaft.distributed import launch, launcher
 from camshaft.distributed.environments import detect
 from camshaft.distributed.registry import choose
 from camshaft.distributed.topology import Launch, Topology
@@ -274,6 +275,47 @@ def test_what_is_for_new_processes_is_ignored_with_a_warning_that_names_the_line
         assert parallel.run(give)[3] == "gloo"
 
 
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NODELIST": "a,b",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "environ", "nnodes", "is_refused"),
+    [
+        ("torchrun", "TORCHRUN", None, True),
+        ("torchrun", "TORCHRUN", 2, True),
+        ("mpirun", "OPEN_MPI", None, True),
+        ("mpirun", "MPICH", None, True),
+        ("horovodrun", "HOROVODRUN", None, True),
+        ("srun", SLURM | {"SLURM_STEP_NUM_NODES": "1"}, None, True),
+        ("srun", SLURM | {"SLURM_STEP_NUM_NODES": "2"}, None, True),
+        ("srun", SLURM | {"SLURM_STEP_NUM_NODES": "2"}, 3, True),
+        ("srun", SLURM | {"SLURM_STEP_NUM_NODES": "2"}, 2, False),  # one process on each node starts those of the node
+        ("srun", SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}, None, False),
+        ("mpirun", {"OMPI_COMM_WORLD_RANK": "0"}, None, False),  # nothing that counts
+        ("a worker of torchrun", "TORCHRUN", None, False),
+    ],
+)
+def test_no_process_of_a_launcher_starts_processes_that_are_there(monkeypatch, name, environ, nnodes, is_refused):
+    for variable, value in (globals()[environ] if isinstance(environ, str) else environ).items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(launch.environments, "torchrun_agent", lambda environ: 1 if name == "torchrun" else None)
+    monkeypatch.setattr(launch, "_spawn", wraps(launch._spawn)(lambda *args, **kwargs: "started"))
+    where = {} if nnodes is None else {"nnodes": nnodes, "node_rank": 0, "init_method": "file:///tmp/a"}
+    for start in (partial(idist.Parallel, "gloo"), partial(idist.spawn, "gloo", print, ())):
+        if is_refused:
+            with pytest.raises(RuntimeError, match=f"^{name} has already started 2 processes: omit nproc_per_node"):
+                start(nproc_per_node=2, **where)
+        else:
+            assert start(nproc_per_node=2, **where)
+
+
 # --- the log -----------------------------------------------------------------------------------------------------
 
 
@@ -314,6 +356,7 @@ HOROVODRUN = {
     "HOROVOD_CROSS_SIZE": "1",
     "HOROVOD_CONTROLLER": "gloo",
 }
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 ALL = ("nccl", "gloo", "mpi", "xla-tpu", "horovod")
 WITHOUT_NCCL = ("gloo", "mpi")
 ONE_MPS = (
@@ -361,9 +404,9 @@ class Device:
 
 
 def test_auto_chooses_mpi_for_a_step_of_slurm_that_serves_it():
-    launch = Launch("slurm", Topology(world_size=2, local_world_size=2), mpi=True)
-    assert choose({}, launch, None, ALL) == ("mpi", "slurm started this process, for MPI")
-    assert choose({}, Launch("slurm", launch.topology), None, ("gloo",))[0] == "gloo"
+    step = Launch("slurm", Topology(world_size=2, local_world_size=2), mpi=True)
+    assert choose({}, step, None, ALL) == ("mpi", "slurm started this process, for MPI")
+    assert choose({}, Launch("slurm", step.topology), None, ("gloo",))[0] == "gloo"
 
 
 def test_auto_says_why_and_runs_in_one_process_when_nothing_asks_for_more(caplog):
@@ -430,7 +473,7 @@ def test_no_warning_is_given_without_need():
 
 
 def test_without_a_backend_a_process_of_several_is_told_that_it_runs_alone(monkeypatch):
-    for name, value in {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}.items():
+    for name, value in MPICH.items():
         monkeypatch.setenv(name, value)
     with pytest.warns(UserWarning, match="a launcher started 2 processes, but backend is None") as caught:
         parallel = idist.Parallel().__enter__()

@@ -312,6 +312,20 @@ def test_a_dropped_handle_drops_its_message_only():
     idist.barrier()
 
 
+@on_ranks(2)
+def test_what_is_kept_for_dropped_handles_does_not_grow():
+    if idist.get_rank() == 1:
+        for number in range(50):
+            idist.irecv(0)
+            assert len(transfers().dropped) <= 3
+            assert idist.recv(0) == number  # so the message for the dropped handle has arrived
+    else:
+        for number in range(50):
+            idist.isend("for nobody", 1)
+            idist.send(number, 1)
+    idist.barrier()
+
+
 # --- who may talk to whom ----------------------------------------------------------------------------------------
 
 

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import pickle
+import re
 import socket
 import subprocess
-from contextlib import contextmanager
+import sys
+import threading
+import traceback
+from contextlib import contextmanager, suppress
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import camshaft.distributed as idist
+from camshaft import activity
 from camshaft.distributed import run
+from camshaft.distributed.coordination.watcher import Watcher
 from camshaft.distributed.topology import Topology
+from tests.distributed.coordination.stand_in import StoreOnly
 from tests.distributed.observed import step
 from tests.distributed.test_ranks import Somewhere
 from tests.limits import TIMEOUT, wait_until
@@ -254,3 +265,199 @@ def test_an_existing_group_is_adopted_and_dropped():
     finally:
         dist.destroy_process_group()
     assert idist.backend() is None
+
+
+# --- processes that are forked from a rank ---------------------------------------------------------------------------
+
+
+def ask():
+    """Ask as a data set may, in a process that is not a rank, and clean up."""
+    place = idist.get_rank(), idist.get_world_size(), idist.get_nproc_per_node()
+    begun = [thread.name for thread in threading.enumerate()]
+    idist.finalize()
+    return place, begun, type(sys.excepthook).__name__
+
+
+def ask_in_a_worker_that_imports_the_package():
+    for name in [name for name in sys.modules if name.partition(".")[0] == "camshaft"]:
+        del sys.modules[name]
+    torch.utils.data._utils.worker._worker_info = object()
+    import camshaft.distributed
+
+    assert camshaft.distributed is not idist
+    return *ask(), camshaft.distributed.get_rank()
+
+
+def fail():
+    """Report an error as the interpreter does, and tell how many waits for a watcher there were."""
+    waits, wait = [], threading.Event.wait
+    threading.Event.wait = lambda event, seconds=None: waits.append(seconds) or wait(event, seconds)
+    error = RuntimeError("connection closed by peer")
+    for explain in activity.explainers:
+        explain(error)
+    sys.excepthook(RuntimeError, error, None)
+    return waits
+
+
+def in_a_fork(function):
+    """Return what a function returns in a child of this process, which then ends as interpreters do."""
+    ready, tell = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            outcome = pickle.dumps((True, function()))
+        except BaseException:
+            outcome = pickle.dumps((False, traceback.format_exc()))
+        with suppress(BaseException):
+            os.write(tell, outcome)
+            atexit._run_exitfuncs()
+        os._exit(0)
+    os.close(tell)
+    with open(ready, "rb") as came:
+        passed, outcome = pickle.loads(came.read())
+    os.waitpid(pid, 0)
+    assert passed, outcome
+    return outcome
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("was_asked", [False, True])
+def test_a_forked_process_may_ask_but_is_not_a_rank(was_asked):
+    rank = dist.get_rank()
+    if was_asked:
+        idist.all_reduce(1)
+    found, threads, hook = in_a_fork(ask)
+    assert found == (rank, 2, 2)
+    assert threads == ["MainThread"]
+    assert was_asked or hook != "ExceptHook"
+    assert in_a_fork(fail) == []
+    assert idist.all_reduce(1) == 2
+    dist.barrier()
+    assert idist.all_reduce(1) == 2
+    assert run.current().job.verdict is None
+
+
+@on_ranks(2)
+def test_a_worker_that_imports_the_package_first_is_not_a_rank():
+    found, threads, hook, again = in_a_fork(ask_in_a_worker_that_imports_the_package)
+    assert (found[0], again) == (dist.get_rank(), dist.get_rank())
+    assert threads == ["MainThread"]
+    assert hook != "ExceptHook"
+
+
+def become_a_rank():
+    idist.initialize("gloo", rank=0, world_size=1, init_method=None)
+    found = run.current().job.is_ours
+    idist.finalize()
+    return found
+
+
+def test_a_forked_process_of_a_parent_without_a_job_may_join_one():
+    assert in_a_fork(become_a_rank)
+
+
+# --- threads ---------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_threads_that_ask_first_adopt_the_group_once():
+    together, watchers, found, really_adopt, start = threading.Barrier(4), [], [], run.adopt, Watcher.__init__
+
+    def adopt(infer):
+        with suppress(threading.BrokenBarrierError):
+            together.wait(0.2)  # all of them, if nothing keeps them apart
+        return really_adopt(infer)
+
+    def watch(self, *args):
+        watchers.append(self)
+        start(self, *args)
+
+    run.adopt, Watcher.__init__ = adopt, watch
+    threads = [threading.Thread(target=lambda: found.append(run.current())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(watchers) == 1
+    assert found == [run.current()] * 4
+    assert idist.all_reduce(1) == 2
+
+
+def test_no_thread_adopts_a_group_that_initialize_is_making():
+    def create():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        thread = threading.Thread(target=lambda: seen.append(idist.backend()))
+        thread.start()
+        thread.join()
+        with pytest.raises(RuntimeError, match="initialize is already running"):
+            idist.initialize("gloo")
+        return Closing()
+
+    seen = []
+    run.install(create)
+    assert seen == [None]
+    assert isinstance(run.current(), Closing)
+    run.abandon()
+
+
+# --- several jobs in one process -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wraps", ["never", "before", "after"])
+def test_the_hook_of_each_job_goes_with_it_and_reports_once(monkeypatch, wraps):
+    """torch, for one, adds a hook to the present one with each group, and never removes it."""
+    printed = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: printed.append(error))
+    monkeypatch.setattr(run, "Record", mock.Mock(side_effect=OSError("no space")))  # it is not under test
+    original = sys.excepthook
+
+    def wrap():
+        previous = sys.excepthook
+        sys.excepthook = lambda *args: previous(*args)
+
+    def create():
+        if wraps == "before":
+            wrap()
+        return StoreOnly(dist.HashStore(), 1, 2)  # rank 0 would wait for others to learn of its end
+
+    for _ in range(3):
+        run.install(create)
+        if wraps == "after":
+            wrap()
+        error = ValueError("no data")
+        sys.excepthook(ValueError, error, None)
+        assert printed == [error]
+        printed.clear()
+        run.abandon()
+    sys.excepthook(KeyError, (error := KeyError("after the end")), None)
+    assert printed == [error]
+    assert wraps != "never" or sys.excepthook is original
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("leaves", [True, False])
+def test_an_interrupt_of_all_ranks_is_reported_in_one_line(monkeypatch, capsys, rank, leaves):
+    """Also if it has left the block of the job; hooks that do more than print are called."""
+    called = []
+
+    def previous(kind, error, trace):
+        called.append(error)
+        print("Traceback", file=sys.stderr)
+
+    monkeypatch.setattr(sys, "excepthook", previous)
+    monkeypatch.setattr(run, "Record", mock.Mock(side_effect=OSError("no space")))
+    monkeypatch.setattr(Watcher, "fail", lambda self, error: error)
+    run.install(lambda: StoreOnly(dist.HashStore(), 1, 3))
+    run.current().job.find(run.ExceptHook)._rank = rank
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt as error:
+        if leaves:
+            run.abandon()
+        error.__notes__ = ["raised in epoch 1, iteration 3"]
+        sys.excepthook(KeyboardInterrupt, error, error.__traceback__)
+        assert called == [error]
+    run.abandon()
+    lines = capsys.readouterr().err.splitlines()
+    assert [re.sub(":.*", "", line) for line in lines] == [
+        f"KeyboardInterrupt, raised in epoch 1, iteration 3, at {__file__}"
+    ] * (rank == 0)

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import socket
+import subprocess
+import sys
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
-from camshaft.distributed.backends.mpi import check_launcher
+from camshaft.distributed.backends import mpi
+from camshaft.distributed.backends.mpi import MPIGroup, check_launcher
 from tests.mpi.checking import mpirun
 
 pytestmark = pytest.mark.jobs
@@ -263,3 +272,55 @@ def test_a_rank_that_waits_for_a_late_one_reports_it() -> None:
     assert run.returncode == 0, run.stdout
     assert "rank 0 is waiting up to 1800 s for all ranks to start MPI; missing: 1" in run.stdout
     assert "all came: 2" in run.stdout
+
+
+class Group:
+    """What is left of a group of two ranks at the end of one, which the other has not left."""
+
+    killed = MPIGroup.killed
+
+    def __init__(self, store: object) -> None:
+        self.store, self.world, self.looks = store, self, 0
+
+    def rank(self) -> int:
+        return 1
+
+    def size(self) -> int:
+        return 2
+
+    def departures(self) -> dict[int, object]:
+        self.looks += 1
+        return {}
+
+    def shutdown(self) -> None:
+        """It has left."""
+
+
+@pytest.mark.parametrize("state", ["ended", "a zombie", "the store is lost", "alive", "on another host", "unknown"])
+def test_a_rank_waits_at_its_end_unless_the_other_was_killed(
+    state: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Where the launcher leaves the others alone, as srun does."""
+    process = subprocess.Popen([sys.executable, "-c", "" if state in ("ended", "a zombie") else "input()"], stdin=-1)
+    store = dist.HashStore()
+    if state != "unknown":
+        host = "elsewhere" if state == "on another host" else socket.gethostname()
+        store.set("process/0", json.dumps([host, process.pid]))
+    group = Group(mock.Mock(**{"check.side_effect": dist.DistNetworkError()}) if "store" in state else store)
+    groups = {group}
+    monkeypatch.setattr(mpi, "_groups", groups)
+    monkeypatch.setattr(mpi, "mpi", lambda: mock.Mock(**{"Is_finalized.return_value": False}))
+    monkeypatch.setattr(mpi, "_LOOK", 0.0)
+    monkeypatch.setattr(mpi, "free_unused", lambda: groups.clear() if group.looks == 3 else None)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    is_killed = state in ("ended", "a zombie", "the store is lost")
+    with process:
+        if state == "ended":
+            process.wait()
+        elif state == "a zombie":
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        with pytest.raises(SystemExit, match="1") if is_killed else nullcontext():
+            mpi.leave_all()
+        process.communicate()
+    assert ("the processes of ranks [0] were killed; exiting" in capfd.readouterr().err) == is_killed
+    assert group.looks == (1 if is_killed else 3)

@@ -104,9 +104,7 @@ def refused(error: type[Exception], match: str) -> Iterator[None]:
 
 def fail_on_the_port_in_use(method: str, store: str, free: str) -> None:
     rank = destroy_group()
-    mistake = (
-        "the port is in use; choose another one" if rank == 0 else "rank 0 did not reach initialize, or another program"
-    )
+    mistake = "the port is in use; choose another one" if rank == 0 else "another program uses the port"
     with refused(dist.DistNetworkError, f"^rank {rank} .* the store at {re.escape(store)}.*{mistake}"):
         initialize(rank, 2, method, SHORT)
     initialize(rank, 2, free)
@@ -149,20 +147,31 @@ def test_a_missing_rank_0_is_reported(tmp_path: Path) -> None:
         1,
         fail_on_missing_rank_0,
         f"env://127.0.0.1:{port}",
-        f"no answer from .*:{port} .*within 5 s: rank 0 did not reach initialize",
+        f"no answer from .*:{port} .*within 5 s: no process listens there: rank 0 has not reached initialize",
     )
     run_on_ranks(
         1, fail_on_missing_rank_0, f"file://{tmp_path}/meet", f"rank 0 did not connect to the file {tmp_path}/meet"
     )
 
 
-def test_a_missing_rank_0_is_logged_before_the_timeout(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("rank", "host", "why"),
+    [
+        (1, "127.0.0.1", "no process listens there: rank 0 has not reached initialize, or this is not its address"),
+        (1, "nobody.invalid", "the name 'nobody.invalid' cannot be resolved"),
+        (0, "nobody.invalid", "the name 'nobody.invalid' cannot be resolved"),
+    ],
+)
+def test_a_store_that_cannot_be_reached_is_logged_with_the_reason_before_the_timeout(
+    rank: int, host: str, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Rank 0 listens, but connects to the address as the others do."""
     monkeypatch.setattr(rendezvous, "REPORT_AFTER", 0.05)
-    with pytest.raises(dist.DistNetworkError, match="rank 0 did not reach initialize"):
-        open_store(None, f"tcp://127.0.0.1:{free_port()}", 1, 2, timedelta(seconds=0.3))
-    assert caplog.messages == ["rank 1 has waited 0.05 s for rank 0, which has not reached initialize"]
+    port = free_port()
+    with pytest.raises(dist.DistNetworkError, match=why):
+        open_store(None, f"tcp://{host}:{port}", rank, 2, timedelta(seconds=0.3))
+    (message,) = caplog.messages
+    assert message.startswith(f"rank {rank} has waited 0.05 s for the store at {host}:{port} (init_method): {why}")
 
 
 @pytest.mark.parametrize(

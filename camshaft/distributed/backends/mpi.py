@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import json
 import os
 import socket
 import subprocess
@@ -81,6 +82,7 @@ _made: Counter[tuple[int, ...]] = Counter()  # groups of these ranks since the d
 
 _SPIN = 2e-4  # seconds in which we poll again and again; MPI itself would do so forever, and take a whole core
 _LONGEST_NAP = 1e-3
+_LOOK = 1.0  # seconds between two looks for ranks that were killed, at the end
 _PATIENCE = 5.0  # seconds in which a message that was sent before its sender left must have arrived
 _NOT_SET = timedelta(0)  # torch passes zero or less if no timeout was requested
 
@@ -438,6 +440,7 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         self._collectives = 0
         self._departures: dict[int, tuple[int, float]] = {}
         self._farewells: list[tuple[Any, array[int]]] = []
+        store.set(_process_key(comm.rank), json.dumps([socket.gethostname(), os.getpid()]))
         _groups.add(self)
 
     # --- what torch asks a group ---------------------------------------------------------------------------
@@ -498,6 +501,20 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
             message.Recv([note, mpi().INT64_T])
             self._departures[status.Get_source()] = note[0], time.monotonic()
         return self._departures
+
+    def killed(self) -> list[int]:
+        """Return the ranks of this group that have ended without leaving, as far as this rank can tell: on its host.
+
+        The process of rank 0 serves the store. It stays there until all have left, unless it was killed.
+        """
+        departed = self.departures()
+        missing = [rank for rank in range(self.size()) if rank != self.rank() and rank not in departed]
+        keys = [_process_key(rank) for rank in missing]
+        try:
+            processes = self.store.multi_get(keys) if missing and self.store.check(keys) else []
+        except RuntimeError:
+            return [0] if self.world is self else []
+        return [rank for rank, told in zip(missing, processes, strict=False) if _has_ended(*json.loads(told))]
 
     def is_over(self) -> bool:
         """Return whether all have left, so that no message is under way any more."""
@@ -736,15 +753,44 @@ if hasattr(os, "register_at_fork"):
 def leave_all() -> None:
     """Leave all groups before this process ends, and wait until all ranks have left them.
 
-    ``MPI_Finalize`` would wait as well, but take a whole core, and what was kept for others would be gone by then.
+    ``MPI_Finalize`` would wait as well, but take a whole core, and what was kept for others would be gone by then. It
+    would wait forever for a rank that was killed, so then this process ends without it.
     """
     if not _groups or mpi().Is_finalized():
         return
-    for group in list(_groups):
+    groups = list(_groups)
+    for group in groups:
         group.shutdown()
+    look_at = time.monotonic() + _LOOK
     while _groups:
         free_unused()
         time.sleep(0.01)
+        if _groups and time.monotonic() > look_at:
+            look_at += _LOOK
+            if killed := sorted({rank for group in groups if group in _groups for rank in group.killed()}):
+                text = f"camshaft: MPI cannot be finalized, as the processes of ranks {killed} were killed; exiting\n"
+                os.write(2, text.encode())
+                sys.stdout.flush()
+                os._exit(1)
+
+
+def _process_key(rank: int) -> str:
+    return f"process/{rank}"
+
+
+def _has_ended(host: str, pid: int) -> bool:
+    """Return whether a process has certainly ended: it was one of this host."""
+    if host != socket.gethostname():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # of another user
+        return False
+    with suppress(OSError):  # not on Linux
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"  # a launcher may not look
+    return False
 
 
 @functools.cache

@@ -27,7 +27,8 @@ from camshaft.distributed.run import current
 from camshaft.errors import RankDivergenceError, line_of_caller
 
 _FAREWELL = 10.0  # seconds for which rank 0, whose process usually holds the store, stays until all have read it
-_ENDED = 1 << 44  # in the counter of reports, a rank whose data have ended: above any number of reports
+# In the counter of reports, a rank whose data have ended, and one that has left: above any number of the one before.
+_ENDED, _LEFT = 1 << 32, 1 << 47
 _WHAT = "a synchronized pass over the data"
 
 # --- the same data ---------------------------------------------------------------------------------------------------
@@ -201,8 +202,8 @@ class BatchCount:
 class BatchCounts:
     """The batch counts of all ranks in one pass, in the store of the job; without a store, one collective per window.
 
-    For each window the ranks add themselves to a counter, and those whose data end in it also to its upper part: only
-    if there are any, or a rank has left, are the reports of all ranks read. So a window costs a rank as much among a
+    For each window the ranks add themselves to a counter, which also counts those whose data have ended and those that
+    have left. Only if there are any, a rank reads which ones, from one list. So a rank makes as many requests among a
     thousand ranks as among two. The last rank to leave deletes all keys.
 
     Args:
@@ -228,9 +229,16 @@ class BatchCounts:
         """Report for the next window, without waiting."""
         self._mine = mine
         self._window += 1
-        if self._store is not None:
-            self._write(self._store, has_left=False)
-            self._store.add("reports", 1 if mine.count == self._full else 1 + _ENDED)
+        store = self._store
+        if store is None:
+            return
+        store.append(f"window/{self._window}", f"{self._rank} ")  # type: ignore[attr-defined]  # torch's stubs
+        if self._rank == 0:
+            store.delete_key(f"window/{self._window - 2}")  # all have reported for the one after it
+        has_ended = mine.count < self._full
+        if has_ended:
+            self._list(store, mine.count, mine.error)
+        store.add("reports", 1 + has_ended * _ENDED)
 
     def collect(self) -> list[BatchCount]:
         """Wait for the reports of all ranks, and return them in the order of the ranks.
@@ -238,61 +246,60 @@ class BatchCounts:
         Raises:
             RankDivergenceError: one has left, or does not report in time.
         """
-        store = self._store
+        store, window = self._store, self._window
         if store is None:
             return [BatchCount(*report) for report in all_gather((self._mine.count, self._mine.error))]
 
-        def poll() -> list[tuple[int, bool, BatchCount]] | None:
-            ended, reports = divmod(store.add("reports", 0), _ENDED)
-            is_complete = reports >= self._window * len(self._ranks)
-            if is_complete and not ended:
-                return []
-            if not is_complete and (not store.check(["left"]) or self._late(store)):
-                return None
-            return [_latest(store, rank) for rank in self._ranks]
+        def poll() -> list[list[Any]] | None:
+            left, others = divmod(store.add("reports", 0), _LEFT)
+            ended, reports = divmod(others, _ENDED)
+            missing = window * len(self._ranks) - reports
+            if not left and (missing > 0 or not ended):
+                return None if missing > 0 else []
+            listed: list[list[Any]] = json.loads(b"[" + store.get("ends")[:-1] + b"]")
+            # a rank that has left lacks every window since
+            missing -= sum(max(0, window - last) for _, last, count, _ in listed if count is None)
+            return None if missing > 0 else listed
 
         def detail() -> str:
-            why = "they are still loading a batch, run other code, or have exited"
-            return f"ranks {self._late(store)} in {_WHAT}: {why}"
+            reported = store.get(f"window/{window}").split()
+            late = [rank for rank in self._ranks if str(rank).encode() not in reported]
+            return f"ranks {late} in {_WHAT}: they are still loading a batch, run other code, or have exited"
 
-        latest = wait_for(poll, store, _WHAT, ranks=self._ranks, rank=self._rank, detail=detail)
-        if gone := [rank for rank, (window, *_) in enumerate(latest) if window < self._window]:
+        listed = wait_for(poll, store, _WHAT, ranks=self._ranks, rank=self._rank, detail=detail)
+        if gone := sorted(rank for rank, last, count, _ in listed if count is None and last < window):
             raise RankDivergenceError(
                 f"rank {self._rank} is in {_WHAT}, but ranks {gone} failed or stopped before its end"
             )
-        full = BatchCount(self._full)  # also of a rank that has reported for the next window
-        return [report if window == self._window else full for window, _, report in latest] or [full] * len(self._ranks)
+        reports = [BatchCount(self._full)] * len(self._ranks)  # also of a rank that has reported for the next window
+        for rank, last, count, error in listed:
+            if last == window and count is not None:
+                reports[rank] = BatchCount(count, error)
+        return reports
 
     def leave(self) -> None:
         """Report nothing more, and do not let the others wait; the last rank deletes what is left."""
-        if self._store is None or self._has_left:
+        store = self._store
+        if store is None or self._has_left:
             return
         self._has_left = True
         with suppress(RuntimeError):  # the process that holds the store has ended already
-            self._write(self._store, has_left=True)
-            if self._store.add("left", 1) == len(self._ranks):
-                for key in (*(f"rank/{rank}" for rank in self._ranks), "reports", "left"):
-                    self._store.delete_key(key)
+            self._list(store, None, None)
+            if store.add("reports", _LEFT) // _LEFT == len(self._ranks):
+                windows = (f"window/{self._window + offset}" for offset in (-1, 0, 1))
+                for key in (*windows, "ends", "reports"):
+                    store.delete_key(key)
 
     def wait_for_readers(self) -> None:
         """Wait on rank 0 until all have left, but not for long: its process may end next, and the store with it."""
-        deadline = time.monotonic() + _FAREWELL
+        began = time.monotonic()
         with suppress(RuntimeError):
-            while self._store and not self._rank and self._store.check(["left"]) and time.monotonic() < deadline:
-                time.sleep(PAUSE / 10)
+            while self._store and not self._rank and self._store.check(["reports"]):
+                if (waited := time.monotonic() - began) > _FAREWELL:
+                    break
+                time.sleep(min(PAUSE, max(PAUSE / 50, waited / 4)))
 
-    def _write(self, store: Store, has_left: bool) -> None:
-        text = json.dumps([self._window, has_left, self._mine.count, self._mine.error])
-        store.set(f"rank/{self._rank}", text)
-
-    def _late(self, store: Store) -> list[int]:
-        """Return the ranks that may still report for this window."""
-        latest = (_latest(store, rank) for rank in self._ranks)
-        return [rank for rank, (window, has_left, _) in enumerate(latest) if window < self._window and not has_left]
-
-
-def _latest(store: Store, rank: int) -> tuple[int, bool, BatchCount]:
-    """Return the window that a rank has reported for last, whether it has left, and the report."""
-    key = f"rank/{rank}"
-    window, has_left, *report = json.loads(store.get(key)) if store.check([key]) else (0, False, 0)
-    return window, has_left, BatchCount(*report)
+    def _list(self, store: Store, count: int | None, error: str | None) -> None:
+        """Add this rank to those whose data have ended in this window or, without a count, that have left after it."""
+        entry = json.dumps([self._rank, self._window, count, error]) + ","
+        store.append("ends", entry)  # type: ignore[attr-defined]  # torch's stubs

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from camshaft.distributed.collectives import all_reduce
+from camshaft.distributed.coordination.waiting import EACH, PAUSE
 from camshaft.distributed.coordination.watcher import Watcher
 from camshaft.distributed.run import current
 
-_PAUSE = 0.005  # seconds between requests while the ranks agree
+_PAUSE = 0.005  # seconds, at least, between two requests while the ranks agree
 _PATIENCE = 10.0  # seconds to wait for a rank that does not answer: it may not take part at all
 
 logger = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ class StopInStore(CommonStop):
     Once a stop is announced, a rank begins no further step and reports the one that it is in. The furthest of all is
     the last step: the ranks before it proceed to it, and no rank waits within a step for one that has stopped earlier.
     If the run of a rank ended before it learned of the stop, the others stop, too, but without a reason, as that rank
-    knows none. The last rank to leave deletes all keys.
+    knows none. The last rank to report decides for all; the last one to leave deletes all keys.
 
     Args:
         watcher: of the job.
@@ -99,11 +100,11 @@ class StopInStore(CommonStop):
     def __init__(self, watcher: Watcher, topic: str, store: Store, rank: int, size: int, step: int) -> None:
         super().__init__()
         self._watcher, self._topic, self._store = watcher, topic, store
-        self._rank, self._keys, self._step = rank, [f"at/{other}" for other in range(size)], step
+        self._rank, self._size, self._step = rank, size, step
         self._lock = Lock()  # of the next two
         self._is_closed = False  # no step begins before the last one is known
         self._has_reported = self._is_wanted = False
-        self._deadline: float | None = None
+        self._began: float | None = None
         self._last: int | None = None
         self._is_known = Event()
         watcher.watch(topic, self._agree)
@@ -122,7 +123,7 @@ class StopInStore(CommonStop):
             if not self._is_closed:
                 self._step = step
                 return True
-        self._is_known.wait()
+        self._wait()
         if self._last is None:  # the store was lost: this rank obeys its own request, whenever it is made
             return not self._is_wanted
         return step <= self._last
@@ -131,7 +132,7 @@ class StopInStore(CommonStop):
         """Report that this rank has stopped, and wait for the others if a stop was announced before."""
         with suppress(dist.DistError):
             if not self._report(has_left=True):
-                self._is_known.wait()
+                self._wait()
         return self._reason
 
     def leave(self) -> None:
@@ -139,29 +140,27 @@ class StopInStore(CommonStop):
         self._watcher.forget(self._topic)
         with suppress(dist.DistError):
             self._report(has_left=True)
-            if self._store.add("left", 1) == len(self._keys):
-                for key in (*self._keys, "reason", "reported", "left", "last"):
+            if self._store.add("left", 1) == self._size:
+                for key in ("reports", "reason", "reported", "left", "last"):
                     self._store.delete_key(key)
+
+    def _wait(self) -> None:
+        """Wait for the last step; this thread asks for it, too, should the watcher not do so any more."""
+        while not self._is_known.wait(_PATIENCE):
+            self._agree()
 
     def _agree(self) -> float:
         """Find the last step, on the watcher's thread, in several calls."""
         if self._is_known.is_set():
             return math.inf
         try:
-            if self._deadline is None:
-                self._deadline = time.monotonic() + _PATIENCE
+            if self._began is None:
+                self._began = time.monotonic()
                 self._report()
             if not self._store.check(["last"]):
-                is_late = time.monotonic() > self._deadline
-                if self._store.add("reported", 0) < len(self._keys) and not is_late:
-                    return _PAUSE
-                there = [key for key in self._keys if not is_late or self._store.check([key])]
-                if len(there) < len(self._keys):
-                    missing = [rank for rank, key in enumerate(self._keys) if key not in there]
-                    logger.warning("ranks %s did not respond to %s: the run stops without them", missing, self._topic)
-                steps, has_left = zip(*(map(int, found.split()) for found in self._store.multi_get(there)), strict=True)
-                reason = b"0" if any(has_left) else self._store.get("reason")
-                self._store.compare_set("last", "", f"{max(steps)} {reason.decode()}")
+                if (waited := time.monotonic() - self._began) < _PATIENCE:
+                    return min(max(PAUSE, EACH * self._size), max(_PAUSE, waited / 4))
+                self._decide()
             self._last, self._reason = map(int, self._store.get("last").split())
         except dist.DistError as error:
             logger.info("the ranks could not agree on the last step: %s", error)
@@ -185,6 +184,17 @@ class StopInStore(CommonStop):
                 return False
             self._has_reported = self._is_closed = True
             step = self._step
-        self._store.set(self._keys[self._rank], f"{step} {has_left:d}")
-        self._store.add("reported", 1)
+        self._store.append("reports", f"{self._rank} {step} {has_left:d};")  # type: ignore[attr-defined]  # torch's stubs
+        if self._store.add("reported", 1) == self._size:
+            self._decide()
         return has_left
+
+    def _decide(self) -> None:
+        """Write down the last step, as far as the ranks have reported."""
+        reports = [report.split() for report in self._store.get("reports").decode().split(";")[:-1]]
+        there = {int(rank) for rank, _, _ in reports}
+        if missing := [rank for rank in range(self._size) if rank not in there]:
+            logger.warning("ranks %s did not respond to %s: the run stops without them", missing, self._topic)
+        has_left = any(left == "1" for _, _, left in reports)
+        reason = "0" if has_left else self._store.get("reason").decode()
+        self._store.compare_set("last", "", f"{max(int(step) for _, step, _ in reports)} {reason}")

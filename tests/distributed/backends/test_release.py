@@ -10,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -101,30 +102,49 @@ def release_backward():
 
 
 @on_ranks(2)
-def test_connections_of_stores_and_of_python_outlast_a_release():
+def test_connections_that_do_not_belong_to_the_job_outlast_a_release():
+    """Neither Python nor torch knows of those of a library."""
     store, backend = current().store(), current()
     server = socket.create_server(("127.0.0.1", 0))
     client = socket.create_connection(server.getsockname())
     accepted = server.accept()[0]
-    listener = multiprocessing.connection.Listener(("127.0.0.1", 0))
-    calling = multiprocessing.connection.Client(listener.address)
-    answering = listener.accept()
+    of_a_library = [os.dup(one.fileno()) for one in (client, accepted, server)]
+    for one in (client, accepted, server):
+        one.close()
     pipe = multiprocessing.Pipe()
     if not prepare(store):
         return
     other = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
     group = dist.new_group([0], backend="gloo")  # alone in it
     released(dist.barrier, backend)
-    client.sendall(b"text")
-    assert accepted.recv(4) == b"text"
-    calling.send("text")
-    assert answering.recv() == "text"
+    os.write(of_a_library[0], b"text")
+    assert os.read(of_a_library[1], 4) == b"text"
     pipe[0].send("text")
     assert pipe[1].recv() == "text"
+    other.set("still", "there")
     store.clone().set("done/0", "yes")
     del other, group
-    for one in (server, client, accepted, listener, calling, answering, *pipe):
+    for descriptor in of_a_library:
+        os.close(descriptor)
+    for one in pipe:
         one.close()
+
+
+@on_ranks(3)
+def test_a_group_that_camshaft_made_is_released_when_its_store_is_lost():
+    """So is the default group. The process of rank 0 serves the store, and a rank that is stopped closes nothing."""
+    group, backend, rank = idist.new_group([0, 1, 2]), current(), dist.get_rank()
+    clone = backend.store().underlying_store.clone()
+    if rank == 2:
+        clone.get("done/1")
+        return
+    if rank == 0:
+        clone.get("done/1")
+        return
+    watcher._LEARNING = 0.1
+    with mock.patch.object(dist.Store, "check", side_effect=dist.DistNetworkError("lost")):
+        released(lambda: idist.barrier(group=group), backend)
+    clone.set("done/1", "yes")
 
 
 @on_ranks(2)
@@ -278,32 +298,3 @@ def test_a_released_process_ends_with_its_own_exit_code():
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(rounds)]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=HANG)
     assert eval(done.stdout) == [7] * 2 * rounds, done.stderr
-
-
-def test_listing_the_connections_of_python_does_not_disturb_a_tuple_that_another_thread_makes():
-    is_listing, is_made = threading.Event(), threading.Event()
-
-    class Derived(socket.socket):
-        def fileno(self):
-            if threading.current_thread() is lister:
-                is_listing.set()
-                assert is_made.wait(HANG)
-            return super().fileno()
-
-    def numbers():
-        for number in range(200):
-            if number == 5:
-                lister.start()
-                assert is_listing.wait(HANG)
-            yield number
-        is_made.set()
-
-    ours, theirs = multiprocessing.Pipe()
-    lister = threading.Thread(target=release._owned_by_python)
-    with Derived() as one, ours, theirs:
-        assert {one.fileno(), ours.fileno(), theirs.fileno()} <= release._owned_by_python()
-        try:
-            assert tuple(numbers()) == tuple(range(200))  # raises SystemError if something else refers to the tuple
-        finally:
-            is_made.set()
-            lister.join()

@@ -129,6 +129,34 @@ def test_the_log_names_missing_ranks_long_before_the_timeout(
     assert caplog.messages == reported
 
 
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (3, 2, 3), (2, 3, 3), (3, 2, 2), (4, 3, 4, 2)])
+def test_ranks_that_were_told_different_sizes_learn_what_each_believes(
+    sizes: tuple[int, ...], order: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "_LINGER", HANG if len(sizes) > 2 else 0.1)  # nobody else comes
+    store, deadline = HashStore(), time.monotonic() + HANG
+    with ThreadPoolExecutor(len(sizes)) as threads:
+        coming = [
+            threads.submit(meet, store, rank, size, deadline, "to the test")
+            for rank, size in list(enumerate(sizes))[::order]
+        ]
+    texts = {str(one.exception()) for one in coming}
+    beginning = f"the ranks were told different numbers of processes (world_size): rank 0 {sizes[0]}, rank "
+    assert all(text.startswith(beginning) for text in texts), texts
+
+
+def test_a_rank_that_rank_0_does_not_wait_for_learns_that_it_was_told_another_size(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = HashStore()
+    come(store, (0, 1), 2)
+    monkeypatch.setattr(rendezvous, "time", Clock(store, 0))
+    with pytest.raises(DistStoreError, match="told that there are 3 processes .* ranks that were told 2") as caught:
+        meet(store, 2, 3, PATIENCE, "to the test")
+    assert caplog.messages == [str(caught.value)]
+
+
 def test_a_missing_rank_0_is_logged_also_where_earlier_processes_have_met(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch.distributed as dist
 
 from camshaft.distributed.backends.serial import SerialBackend
 from camshaft.distributed.coordination.watcher import Watcher
@@ -30,3 +33,20 @@ def watching(store: Any, rank: int = 0, size: int = 2) -> Iterator[Watcher]:
         yield Watcher.of(backend)
     finally:
         backend.job.close()
+
+
+class CountingStore:
+    """A store that counts its requests, as those over a network do.
+
+    Attributes:
+        requests: how often each method was called.
+    """
+
+    def __init__(self) -> None:
+        self._store = dist.HashStore()
+        self.requests = Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("timeout", "num_keys"):
+            self.requests[name] += 1
+        return getattr(self._store, name)

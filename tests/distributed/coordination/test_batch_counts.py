@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from camshaft.distributed.coordination.data import BatchCount, BatchCounts
 from camshaft.errors import RankDivergenceError
+from tests.distributed.coordination.stand_in import CountingStore
 
 
 def test_a_long_wait_is_logged_once(caplog):
@@ -55,10 +56,52 @@ def test_rank_0_does_not_stay_for_ever():
         first.wait_for_readers()
 
 
+@pytest.mark.parametrize("size", [2, 1024])
+@pytest.mark.parametrize("ends", ["all", "one", "one has left"])
+def test_a_pass_costs_a_rank_a_few_requests_among_any_number_of_ranks(size, ends):
+    store = CountingStore()
+    ranks = [BatchCounts(store, rank, size, 8) for rank in range(size)]
+    for rank in ranks:
+        rank.report(BatchCount(8))
+    assert all(rank.collect() == [BatchCount(8)] * size for rank in ranks[:2])
+    last = ranks.pop() if ends == "one has left" else None
+    if last is not None:
+        last.leave()
+    store.requests.clear()
+    for number, rank in enumerate(ranks):
+        rank.report(BatchCount(3 if ends == "all" or number == 1 else 8))
+    for rank in ranks:
+        if last is None:
+            assert rank.collect() == ([BatchCount(3)] * size if ends == "all" else reports_of(size))
+        else:
+            with pytest.raises(RankDivergenceError, match=rf"but ranks \[{size - 1}\] failed or stopped"):
+                rank.collect()
+        rank.leave()
+    ranks[0].wait_for_readers()
+    assert store.num_keys() == 0
+    assert sum(store.requests.values()) <= 8 * size + 10  # those that clean up
+
+
+def reports_of(size):
+    return [BatchCount(8), BatchCount(3), *[BatchCount(8)] * (size - 2)]
+
+
+def test_ranks_that_wait_together_make_a_limited_number_of_requests(monkeypatch):
+    """However many they are: each of a thousand asks four times a second at most."""
+    pauses = []
+    clock = mock.Mock(**{"monotonic.side_effect": lambda: sum(pauses), "sleep.side_effect": pauses.append})
+    monkeypatch.setattr("camshaft.distributed.coordination.waiting.time", clock)
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=8))
+    rank = BatchCounts(store, 0, 1024, 8)
+    rank.report(BatchCount(8))
+    with pytest.raises(RankDivergenceError, match="timed out after 8 s waiting for ranks"):
+        rank.collect()
+    assert len(pauses) < 75
+
+
 def test_a_lost_store_is_reported():
-    first = BatchCounts(
-        mock.Mock(spec=dist.HashStore, **{"add.side_effect": [1, dist.DistNetworkError("gone")]}), 0, 2, 8
-    )
+    first = BatchCounts(mock.Mock(**{"add.side_effect": [1, dist.DistNetworkError("gone")]}), 0, 2, 8)
     first.report(BatchCount(1))
     with pytest.raises(RankDivergenceError, match="the process that hosts the store of this job has ended"):
         first.collect()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
@@ -10,7 +11,9 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from camshaft.distributed.coordination import stop as stop_module
 from camshaft.distributed.coordination.stop import StopInStore
+from tests.distributed.coordination.stand_in import CountingStore
 
 
 @pytest.fixture(autouse=True)
@@ -113,3 +116,59 @@ def test_no_rank_has_a_reason_if_one_had_ended_before_it_knew(is_first, watcher_
         assert one.settle() == 7  # although its run has ended by itself meanwhile
         one.leave()
     assert store.num_keys() == 3
+
+
+class Still:
+    """A watcher without a thread."""
+
+    def __init__(self):
+        self.callbacks = {}
+
+    def watch(self, topic, callback):
+        self.callbacks[topic] = callback
+
+    def forget(self, topic):
+        self.callbacks.pop(topic, None)
+
+    def announce(self, topic):
+        pass
+
+
+@pytest.mark.parametrize("size", [2, 1024])
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_stop_costs_a_rank_a_few_requests_among_any_number_of_ranks(size, absent, monkeypatch):
+    store, watchers, now = CountingStore(), [Still() for _ in range(size)], [0.0]
+    monkeypatch.setattr("camshaft.distributed.coordination.stop.time", mock.Mock(monotonic=lambda: now[0]))
+    stops = [StopInStore(watchers[rank], "stop", store, rank, size, 0) for rank in range(size - absent)]
+    assert all(stop.may_begin(3 + rank % 2) for rank, stop in enumerate(stops))
+    stops[0].want(7)
+    for watcher, _ in zip(watchers, stops, strict=False):
+        watcher.callbacks["stop"]()
+    now[0] = stop_module._PATIENCE
+    assert [watcher.callbacks["stop"]() for watcher, _ in zip(watchers, stops, strict=False)] == [math.inf] * len(stops)
+    last = 4 if len(stops) > 1 else 3
+    assert [(stop.may_begin(last), stop.may_begin(last + 1)) for stop in stops] == [(True, False)] * len(stops)
+    assert [stop.settle() for stop in stops] == [7] * len(stops)
+    for stop in stops:
+        stop.leave()
+    assert absent or store.num_keys() == 0
+    assert sum(store.requests.values()) <= 8 * size + 10
+
+
+def test_ranks_that_agree_together_make_a_limited_number_of_requests(monkeypatch):
+    now, pauses = [0.0], []
+    monkeypatch.setattr("camshaft.distributed.coordination.stop.time", mock.Mock(monotonic=lambda: now[0]))
+    stop = StopInStore(Still(), "stop", dist.HashStore(), 0, 1024, 0)
+    stop.want()
+    while (pause := stop._agree()) < math.inf:
+        pauses.append(pause)
+        now[0] += pause
+    assert len(pauses) < 4 * stop_module._PATIENCE + 20
+
+
+def test_a_rank_does_not_wait_for_a_watcher_that_has_ended(monkeypatch):
+    monkeypatch.setattr(stop_module, "_PATIENCE", 0.01)
+    stop = StopInStore(Still(), "stop", dist.HashStore(), 0, 2, 3)
+    stop.want()
+    assert not stop.may_begin(4)
+    assert stop.settle() == 1

@@ -85,7 +85,12 @@ class NativeBackend(Backend):
         self._world: Any = dist.group.WORLD
         self._send_waiters: defaultdict[int, gloo.SendWaiter] = defaultdict(gloo.SendWaiter)
         self._connections = connections_to(self.store())  # without those of its clones, which are made later
+
+    def enter(self) -> None:
+        """Drain gloo at the exit of this process, and learn which connections are its own."""
         gloo.drain_at_exit(self._world)
+        if "gloo" in dist.get_backend_config() and self.topology.world_size > 1:
+            gloo.addresses_of(self._world)
 
     def messages_at(self, group: Group | None) -> torch.device:
         """Return the CPU: nccl ignores tags, and two ranks that send to each other would wait forever."""
@@ -235,7 +240,7 @@ class NativeBackend(Backend):
 
         A thread that waits in the store itself, such as for the members of a new group or the first collective of nccl,
         is released too: the connections to the store that this process had before the job began are closed then, after
-        a second. Other threads keep their connections to the store, and Python objects their sockets.
+        a second. All other connections are left alone.
         """
         if self.is_alive():
             release_groups(self.store(), self._connections)

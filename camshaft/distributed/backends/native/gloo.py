@@ -43,6 +43,7 @@ _ANY_PORT = 9  # nothing is sent to it
 
 _world: Any = c10d._world
 _known: weakref.WeakSet[Any] = weakref.WeakSet()  # groups that may outlive their end
+_addresses: weakref.WeakKeyDictionary[Any, bytes] = weakref.WeakKeyDictionary()  # where the members of groups listen
 _unfinished: list[Any] = []  # groups with operations that have not ended, for which their destruction would wait
 _owner = 0  # the process whose groups these are; forked children have none of the threads
 
@@ -56,7 +57,38 @@ def connected(group: Any) -> Any:
     gloo = None if group == dist.GroupMember.NON_GROUP_MEMBER else _gloo_of(group)
     if gloo is not None:
         gloo.barrier().wait()
+        addresses_of(group)
     return group
+
+
+def addresses_of(group: Any) -> bytes:
+    """Return where the members of a gloo group listen, as gloo has published it in the store of the group.
+
+    Once read, it is also known when the process that serves the store has ended. It contains each address as
+    :func:`packed` returns it.
+    """
+    if group not in _addresses:
+        store, keys = _world.pg_map[group][1], [f"cpu//0/{rank}" for rank in range(group.size())]
+        _addresses[group] = b"".join(store.multi_get(keys)) if store.check(keys) else b""
+    return _addresses[group]
+
+
+def known_addresses() -> bytes:
+    """Return the addresses of all groups for which they have been read."""
+    return b"".join(_addresses.values())
+
+
+def packed(address: Any) -> bytes:
+    """Return an address of Python as the system has it in memory, without what follows it.
+
+    >>> packed(("127.0.0.1", 258)).hex()
+    '020001027f000001'
+    """
+    host, port, *rest = address
+    if not rest:
+        return struct.pack("=HH4s", socket.AF_INET, socket.htons(port), socket.inet_aton(host))
+    of_host = socket.inet_pton(socket.AF_INET6, host.partition("%")[0])
+    return struct.pack("=HHI16s", socket.AF_INET6, socket.htons(port), socket.htonl(rest[0]), of_host)
 
 
 def drain_at_exit(group: Any) -> None:

@@ -1,26 +1,24 @@
 """Making the operations of this process fail, from another thread, when a rank that they wait for will not arrive.
 
 gloo has no call for that: ``abort`` and ``shutdown`` leave the waiting threads where they are. They fail when their
-connections are shut down, which gloo does not reveal. They are what remains of the TCP connections of the process
-without those that Python objects own and those of stores. Libraries that open connections outside of Python lose them
-too.
+connections are shut down, which gloo does not reveal. They are those of which one end is an address that gloo has
+published for the other ranks; all others, such as those of a database, are left alone.
 """
 
 from __future__ import annotations
 
-import gc
 import socket
 import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from camshaft.distributed.connections import Addresses, connections, server_of
+from camshaft.distributed.backends.native import gloo
+from camshaft.distributed.connections import Addresses, connections
 
 _PATIENCE = 1.0  # seconds for a store to answer, if no thread waits in it
 _world: Any = dist.distributed_c10d._world
@@ -40,42 +38,32 @@ def release_groups(store: Store | None, own: Collection[Addresses]) -> None:
             _in_thread(group._get_backend(torch.device("cuda")).abort)
         elif hasattr(group, "release"):  # over mpi4py
             group.release()
-    kinds = ",".join(groups.values())
-    if "gloo" in kinds and "mpi" not in kinds:  # MPI has connections of its own, and ends the process without them
-        servers = [server_of(other) for other in (store, *(other for _, other in list(_world.pg_map.values())))]
-        ports = {server.port for server in servers if server is not None}
-        _shut_down(lambda local, remote: not {local[1], remote[1]} & ports)
-    asking = _in_thread(lambda: store is not None and store.check(["camshaft"]))
+    over_gloo = [group for group, config in groups.items() if "gloo" in config]
+    if over_gloo:
+        _shut_down(_is_between(gloo.known_addresses()))
+
+    def ask() -> None:
+        for group in over_gloo:  # also those that the user has made
+            _shut_down(_is_between(gloo.addresses_of(group)))
+        if store is not None:
+            store.check(["camshaft"])
+
+    asking = _in_thread(ask)
     asking.join(_PATIENCE)
     if asking.is_alive():
-        _shut_down(lambda *addresses: addresses in own)
+        _shut_down(lambda addresses: addresses in own)
 
 
-def _shut_down(is_meant: Callable[[Any, Any], bool]) -> None:
-    """Shut down the connections whose addresses are meant, except for those that Python objects own."""
-    found = {descriptor: addresses for descriptor, _, addresses in connections()}
-    owned = _owned_by_python()  # also those that were opened while the others were listed
-    for descriptor, connection, addresses in connections():
-        if found.get(descriptor) == addresses and descriptor not in owned and is_meant(*addresses):
+def _is_between(published: bytes) -> Callable[[Addresses], bool]:
+    return lambda addresses: any(gloo.packed(address) in published for address in addresses)
+
+
+def _shut_down(is_meant: Callable[[Addresses], bool]) -> None:
+    """Shut down the connections whose addresses are meant."""
+    for _, connection, addresses in connections():
+        if is_meant(addresses):
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-
-
-def _owned_by_python() -> frozenset[int]:
-    """Return the file descriptors that Python objects close.
-
-    They are found as referrers of their classes. A list of all objects would refer to a tuple that another thread is
-    making, which that thread would fail to resize, with a ``SystemError``.
-    """
-    kinds: list[type] = [socket.socket, Connection]
-    for kind in kinds:
-        kinds += kind.__subclasses__()
-    owned = set()
-    for one in gc.get_referrers(*kinds):
-        if issubclass(type(one), (socket.socket, Connection)):  # isinstance would ask the object, which may warn
-            with suppress(OSError):  # it is closed
-                owned.add(one.fileno())
-    return frozenset(owned)
 
 
 def _in_thread(call: Callable[[], object]) -> threading.Thread:

@@ -6,6 +6,7 @@ import concurrent.futures
 import json
 import logging
 import os
+import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,10 @@ from camshaft.distributed.topology import Launch
 REPORT_AFTER = 10.0  # seconds until the log names the ranks that are missing
 _MEETING = "camshaft/meeting"
 _LONGEST_PAUSE = 0.5
+_MOST_NAMED = 10  # ranks in a message
+_LINGER = 5.0  # seconds that rank 0 waits for more ranks once one was told another size
 _PATIENCE = 2.0  # seconds for a store that does not answer, perhaps because its machine is gone
+_DIFFERENT = "rank %d was told that there are %d processes (world_size), but rank 0 meets ranks that were told %s"
 
 _DEFAULT_PORT = 15000
 _last = ""  # the last meeting of this process
@@ -148,19 +152,33 @@ def _connect(host: str, port: int, place: str, has_agent: bool, rank: int, size:
     # in a thread, as torch waits forever for the answer of a program that is not a store
     opened = _in_thread(lambda: TCPStore(host, port, size, listens, timeout, wait_for_workers=False, multi_tenant=True))
     try:
-        if not listens and not has_agent and limit > REPORT_AFTER:
+        if limit > REPORT_AFTER:
             concurrent.futures.wait([opened], REPORT_AFTER)
             if not opened.done():
-                _report_missing_first(rank)
+                why = _why_unreachable(host, port)
+                logger.warning("rank %d has waited %g s for %s: %s", rank, REPORT_AFTER, place, why)
                 limit -= REPORT_AFTER
         return opened.result(limit)
     except Exception as error:
         if "EADDRINUSE" in str(error):
             what = f"cannot open {place}: the port is in use; choose another one"
         else:
-            what = f"got no answer from {place} within {round(timeout.total_seconds(), 1):g} s"
-            what += "" if listens else ": rank 0 did not reach initialize, or another program uses the port"
+            seconds = round(timeout.total_seconds(), 1)
+            what = f"got no answer from {place} within {seconds:g} s: {_why_unreachable(host, port)}"
         raise DistNetworkError(f"rank {rank} {what}") from error
+
+
+def _why_unreachable(host: str, port: int) -> str:
+    """Return why a store cannot be used, as far as this process can tell."""
+    try:
+        socket.create_connection((host, port), _PATIENCE).close()
+    except (socket.gaierror, UnicodeError) as error:
+        return f"the name {host!r} cannot be resolved ({error})"
+    except ConnectionRefusedError:
+        return "no process listens there: rank 0 has not reached initialize, or this is not its address"
+    except OSError as error:
+        return f"that address cannot be reached ({error})"
+    return "another program uses the port"
 
 
 def meet(store: Store, rank: int, size: int, deadline: float, where: str) -> str:
@@ -179,7 +197,7 @@ def meet(store: Store, rank: int, size: int, deadline: float, where: str) -> str
         where: the store and the time limit, for the error: ``"to FILE within 5 s"``.
 
     Raises:
-        DistStoreError: not all ranks connected; it lists those that are missing.
+        DistStoreError: not all ranks connected, or they were told different sizes; it lists the ranks.
         StaleStore: rank 0 has not opened the store of this run yet.
     """
     global _last
@@ -190,7 +208,7 @@ def meet(store: Store, rank: int, size: int, deadline: float, where: str) -> str
 def _host(store: Store, size: int, deadline: float, where: str) -> str:
     """Open a meeting on rank 0, wait for the others, and confirm those that joined."""
     name = uuid.uuid4().hex
-    store.set(_MEETING, name)
+    store.set(_MEETING, f"{name} {size}")
     awaited = list(range(1, size))
 
     def report() -> None:
@@ -200,44 +218,67 @@ def _host(store: Store, size: int, deadline: float, where: str) -> str:
     for _ in _attempts(deadline, report):
         while awaited and store.check([_key(name, awaited[-1])]):
             awaited.pop()
-        if not awaited:
+        if not awaited or store.check([_key(name, "others")]):
             break
-    absent = _absent(store, name, awaited)
-    marks = store.multi_get([_key(name, rank) for rank in range(1, size) if rank not in absent])
-    store.set(_key(name, "called"), json.dumps({"marks": [mark.decode() for mark in marks], "absent": absent}))
-    if absent:
-        for _ in _attempts(time.monotonic() + 2 * _LONGEST_PAUSE):  # the store may go away with this process
-            if store.add(_key(name, "told"), 0) == len(marks):
+    absent, others = _absent(store, name, awaited), list[list[str]]()
+    if awaited and store.check([_key(name, "others")]):  # ranks that were told another size
+        for _ in _attempts(time.monotonic() + _LINGER):  # let all ranks learn of it that come at about the same time
+            others = [one.split() for one in _read(store, _key(name, "others")).split(",")[:-1]]
+            absent = _absent(store, name, range(1, size))
+            if size - len(absent) + len(others) >= max(size, *(int(told) for _, told, _ in others)):
                 break
-        raise _incomplete(absent, size, where)
+    marks = store.multi_get([_key(name, rank) for rank in range(1, size) if rank not in absent])
+    problem = None
+    if others:
+        believed = ", ".join(f"rank {rank} {told}" for rank, told, _ in others[:_MOST_NAMED])
+        problem = f"the ranks were told different numbers of processes (world_size): rank 0 {size}, {believed}"
+    elif absent:
+        problem = _incomplete(absent, size, where)
+    called = [*map(bytes.decode, marks), *(mark for *_, mark in others)]
+    store.set(_key(name, "called"), json.dumps({"marks": called, "problem": problem}))
+    if problem is not None:
+        for _ in _attempts(time.monotonic() + 2 * _LONGEST_PAUSE):  # the store may go away with this process
+            if store.add(_key(name, "told"), 0) == len(called):
+                break
+        raise DistStoreError(problem)
     return name
 
 
 def _join(store: Store, rank: int, size: int, deadline: float, where: str) -> str:
     """Join the meeting that is open, or the next one if rank 0 does not confirm this rank."""
-    name, mark = "", uuid.uuid4().hex
+    meeting, mark = "", uuid.uuid4().hex
+    name = told = ""
 
     def report() -> None:
-        if not name or not _absent(store, name, range(1, size)):  # else rank 0 is there, and reports who is not
-            _report_missing_first(rank)
+        if told not in ("", str(size)):  # of this run, or of an earlier one in the same store
+            logger.warning(_DIFFERENT, rank, size, told)
+        elif not name or not _absent(store, name, range(1, size)):  # else rank 0 is there, and reports who is not
+            text = "rank %d has waited %g s for rank 0, which has not reached initialize"
+            logger.warning(text, rank, REPORT_AFTER)
 
     for _ in _attempts(deadline, report):
         try:
-            if (found := _read(store, _MEETING)) != name:
-                name = found
-                store.set(_key(name, rank), mark)
+            if (found := _read(store, _MEETING)) != meeting:
+                meeting = found
+                name, _, told = meeting.partition(" ")
+                if told in ("", str(size)):
+                    store.set(_key(name, rank), mark)
+                else:
+                    store.append(_key(name, "others"), f"{rank} {size} {mark},")  # type: ignore[attr-defined]  # stubs
             answer = json.loads(_read(store, _key(name, "called")) or "{}")
         except RuntimeError as error:
             if _last and name in ("", _last):
                 raise StaleStore from error
             raise
         if mark in answer.get("marks", ()):
-            if answer["absent"]:
+            if answer["problem"]:
                 store.add(_key(name, "told"), 1)
-                raise _incomplete(answer["absent"], size, where)
+                raise DistStoreError(answer["problem"])
             return name
+    if told not in ("", str(size)):
+        raise DistStoreError(_DIFFERENT % (rank, size, told))
     if name and (absent := _absent(store, name, range(1, size))):
-        raise _incomplete(absent, size, where)
+        raise DistStoreError(_incomplete(absent, size, where))
     raise DistStoreError(f"rank 0 did not connect {where}, or another process has joined as rank {rank}")
 
 
@@ -277,10 +318,6 @@ def _attempts(deadline: float, report: Callable[[], None] | None = None) -> Iter
         time.sleep(min(0.001 + (now - begin) / 10, _LONGEST_PAUSE, deadline - now))
 
 
-def _report_missing_first(rank: int) -> None:
-    logger.warning("rank %d has waited %g s for rank 0, which has not reached initialize", rank, REPORT_AFTER)
-
-
 def _key(name: str, *what: object) -> str:
     return "/".join(["camshaft", name, *map(str, what)])
 
@@ -293,9 +330,9 @@ def _absent(store: Store, name: str, ranks: Sequence[int]) -> list[int]:
     return [rank for rank in ranks if not store.check([_key(name, rank)])]
 
 
-def _incomplete(absent: Sequence[int], size: int, where: str) -> DistStoreError:
-    return DistStoreError(f"{size - len(absent)} of {size} ranks connected {where}; missing: {_listed(absent)}")
+def _incomplete(absent: Sequence[int], size: int, where: str) -> str:
+    return f"{size - len(absent)} of {size} ranks connected {where}; missing: {_listed(absent)}"
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:10])) + (", ..." if len(ranks) > 10 else "")
+    return ", ".join(map(str, ranks[:_MOST_NAMED])) + (", ..." if len(ranks) > _MOST_NAMED else "")
