@@ -34,9 +34,10 @@ test-gpu:
 test-jobs:
 	@$(ENVIRONMENT) dev python -m pytest -m jobs $(FILES) tests $(ARGS)
 
-# the MPI tests of `make test` (with ARGS="-m jobs", of `make test-jobs`) with Open MPI; an environment can hold only one MPI library
+# MPI tests with Open MPI (with ARGS="-m jobs", those of `make test-jobs`); an environment can hold only one MPI library
 test-openmpi:
 	@$(ENVIRONMENT) openmpi python -m pytest $(FILES) tests/mpi $(ARGS)
+	@$(ENVIRONMENT) openmpi python -m pytest -m jobs tests/mpi/test_conformance.py
 
 # torch_xla with the torch that it needs, on the CPU unless PJRT_DEVICE is set; takes 7 GB of disk space
 test-xla: export PJRT_DEVICE ?= CPU

@@ -39,8 +39,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if collection_path.suffix == ".py" and not collection_path.name.startswith("test_") else None
 
 
+gc.disable()  # until the tests have been collected
+
+
 def pytest_collection_finish() -> None:
-    """Let garbage collections skip the modules: each would visit a million objects."""
+    """Let garbage collections skip what was imported: each would visit a million objects."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

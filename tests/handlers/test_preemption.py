@@ -348,7 +348,8 @@ def train_with_workers(folder, method, number):
     return True
 
 
-METHODS = ["fork", "spawn", "forkserver"]
+# new processes import torch, which takes seconds
+METHODS = ["fork", *(pytest.param(method, marks=pytest.mark.jobs) for method in ("spawn", "forkserver"))]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

@@ -10,6 +10,9 @@ from tests.distributed.conformance import CHECKS
 from tests.mpi.checking import mpirun
 
 
+pytestmark = pytest.mark.jobs
+
+
 @pytest.fixture(scope="module")
 def ran() -> CompletedProcess[str]:
     return mpirun(2, "-m", "tests.distributed.run_conformance", "--backend", "mpi")
