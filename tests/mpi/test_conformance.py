@@ -9,7 +9,6 @@ import pytest
 from tests.distributed.conformance import CHECKS
 from tests.mpi.checking import mpirun
 
-
 pytestmark = pytest.mark.jobs
 
 
