@@ -10,6 +10,8 @@ ARGS ?=
 ENVIRONMENT = $(PYTHON) scripts/environment.py
 TWO = -n 2 --dist worksteal  # at a time, because they mostly wait
 FILES = -n 2 --dist loadfile  # the same, where the tests of a file share a job or a server
+WITHOUT_TORCH = benchmarks messages distributed/test_environments.py distributed/test_topology.py distributed/coordination/test_diagnosis.py \
+    handlers/checkpoint/test_crashes.py test_architecture.py test_guards.py test_migrate.py test_output.py test_packaging.py test_text.py
 MANY = -n $$(($$(getconf _NPROCESSORS_ONLN) + 2)) --dist loadfile  # as in scripts/check
 
 .PHONY: demo test test-torch test-gpu test-jobs test-openmpi test-xla test-horovod test-hosts test-slurm test-restarts test-loggers test-browser test-docs site bench bench-gpu format clean
@@ -21,10 +23,10 @@ test:
 	@$(ENVIRONMENT) dev scripts/check $(ARGS)
 
 # tests with another version of torch, next to other libraries that are often installed: make test-torch VERSION=2.15.0
-# Format, lint and types do not depend on torch, so only `make test` checks them.
+# Only `make test` runs what does not depend on torch: doctests, and tests of files, texts, environments, and verdicts.
 test-torch:
 	@$(if $(VERSION),,$(error which torch? make test-torch VERSION=2.15.0))
-	@OMP_NUM_THREADS=1 $(ENVIRONMENT) torch-$(VERSION) python -m pytest $(MANY) --ignore tests/engine/test_typing.py $(ARGS)
+	@OMP_NUM_THREADS=1 $(ENVIRONMENT) torch-$(VERSION) python -m pytest $(MANY) tests $(WITHOUT_TORCH:%=--ignore tests/%) $(ARGS)
 
 # tests on all GPUs of this machine, with the torch and pytest installed for $(PYTHON); needs no network
 test-gpu:
@@ -34,9 +36,10 @@ test-gpu:
 test-jobs:
 	@$(ENVIRONMENT) dev python -m pytest -m jobs $(FILES) tests $(ARGS)
 
-# the MPI tests of `make test` (with ARGS="-m jobs", of `make test-jobs`) with Open MPI; an environment can hold only one MPI library
+# MPI tests with Open MPI (with ARGS="-m jobs", those of `make test-jobs`); an environment can hold only one MPI library
 test-openmpi:
 	@$(ENVIRONMENT) openmpi python -m pytest $(FILES) tests/mpi $(ARGS)
+	@$(ENVIRONMENT) openmpi python -m pytest -m jobs tests/mpi/test_conformance.py
 
 # torch_xla with the torch that it needs, on the CPU unless PJRT_DEVICE is set; takes 7 GB of disk space
 test-xla: export PJRT_DEVICE ?= CPU

@@ -18,6 +18,7 @@ import pytest
 
 from camshaft import handlers
 from camshaft.version import __version__
+from scripts import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -207,3 +208,20 @@ def test_it_installs_in_an_empty_environment_and_passes_its_tests_there(
     run = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
     done = subprocess.run(run, cwd=tmp_path / "run", env=inside, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def test_the_environments_take_a_build_of_torch_from_the_index_that_the_user_has_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (pin,) = re.findall(r"(?m)^torch==(\S+)", environment.constraints("dev"))
+    for version in (pin, f"{pin}+cpu"):
+        with ZipFile(tmp_path / f"torch-{version}-py3-none-any.whl", "w") as wheel:
+            folder = f"torch-{version}.dist-info"
+            wheel.writestr(f"{folder}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+            wheel.writestr(f"{folder}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{folder}/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    pins = ("--constraint", str(ROOT / "constraints.txt"))
+    environment.pip_install(Path(sys.prefix), "--dry-run", "--ignore-installed", "--no-deps", *pins, "torch")
+    assert f"Would install torch-{pin}+cpu" in capfd.readouterr().err

@@ -9,6 +9,8 @@ import pytest
 from tests.distributed.conformance import CHECKS
 from tests.mpi.checking import mpirun
 
+pytestmark = pytest.mark.jobs
+
 
 @pytest.fixture(scope="module")
 def ran() -> CompletedProcess[str]:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -239,27 +240,36 @@ def test_the_right_launcher_is_accepted(environ: dict[str, str], world_size: int
 
 
 NEVER_ARRIVES = """
-import os, time
+import os, sys, time
 from datetime import timedelta
+from pathlib import Path
 
-if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
-    time.sleep(600)
+rank = os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))
+if rank == "1":
+    time.sleep(9000)
 import camshaft.distributed as idist
+Path(sys.argv[1], rank).touch()
+while len(os.listdir(sys.argv[1])) < 2:
+    time.sleep(0.01)
 idist.initialize("mpi", timeout=timedelta(seconds=5))
 """
 
 
-def test_a_rank_that_never_initializes_mpi_ends_the_others_which_name_it() -> None:
-    run = mpirun(3, "-c", NEVER_ARRIVES)
+def test_a_rank_that_never_initializes_mpi_ends_the_others_which_name_it(tmp_path: Path) -> None:
+    run = mpirun(3, "-c", NEVER_ARRIVES, str(tmp_path))
     assert run.returncode != 0
     assert re.search("rank [02] timed out after 5 s waiting for all ranks to start MPI; missing: 1$", run.stdout, re.M)
 
 
 STARTS_LATE = """
-import os, time
+import os, sys, time
 
+errors = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
 if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
-    time.sleep(20)
+    while "missing: 1" not in open(sys.argv[1]).read():
+        time.sleep(0.01)
+else:
+    os.dup2(errors, 2)  # what it reports
 import camshaft.distributed as idist
 idist.initialize("mpi")
 total = idist.all_reduce(1)
@@ -267,10 +277,11 @@ idist.one_rank_only()(print)("all came:", total)
 """
 
 
-def test_a_rank_that_waits_for_a_late_one_reports_it() -> None:
-    run = mpirun(2, "-c", STARTS_LATE)
+def test_a_rank_that_waits_for_a_late_one_reports_it(tmp_path: Path) -> None:
+    run = mpirun(2, "-c", STARTS_LATE, str(tmp_path / "errors"))
     assert run.returncode == 0, run.stdout
-    assert "rank 0 is waiting up to 1800 s for all ranks to start MPI; missing: 1" in run.stdout
+    reported = (tmp_path / "errors").read_text()
+    assert "rank 0 is waiting up to 1800 s for all ranks to start MPI; missing: 1" in reported
     assert "all came: 2" in run.stdout
 
 

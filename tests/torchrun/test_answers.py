@@ -8,6 +8,7 @@ import pytest
 
 from tests.torchrun.launching import Launched, free_port, lines, torchrun
 
+pytestmark = pytest.mark.jobs
 ANSWERS = ("-m", "tests.torchrun.answers")
 
 
@@ -22,8 +23,8 @@ def expected(rank: int, **others: Any) -> dict[str, Any]:
     "launcher",
     [
         ("torch.distributed.run", "--standalone", "--nproc-per-node=2", *ANSWERS),
-        pytest.param(("torch.distributed.launch", "--nproc-per-node=2", "--use-env", *ANSWERS), marks=pytest.mark.jobs),
-        pytest.param(("torch.distributed.launch", "--nproc-per-node=2", *ANSWERS), marks=pytest.mark.jobs),
+        pytest.param(("torch.distributed.launch", "--nproc-per-node=2", "--use-env", *ANSWERS)),
+        pytest.param(("torch.distributed.launch", "--nproc-per-node=2", *ANSWERS)),
     ],
     ids=["torchrun", "launch_use_env", "launch"],
 )
