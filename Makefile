@@ -81,7 +81,8 @@ test-docs:
 
 # builds the site of docs/ in ./site
 site:
-	@$(ENVIRONMENT) docs python -m mkdocs build --strict $(ARGS)
+	@NO_MKDOCS_2_WARNING=1 $(ENVIRONMENT) docs python -m mkdocs build --strict --quiet $(ARGS)
+	@echo "site/index.html"
 
 bench:
 	@$(ENVIRONMENT) bench python benchmarks/engine_overhead.py $(ARGS)

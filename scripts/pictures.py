@@ -32,7 +32,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 from torch import Tensor, nn
 
-from camshaft.engine import Engine, Events, create_supervised_trainer
+from camshaft.engine import Engine, create_supervised_trainer
 from camshaft.handlers import (
     ConcatScheduler,
     CosineAnnealingScheduler,
@@ -40,6 +40,7 @@ from camshaft.handlers import (
     LinearCyclicalScheduler,
     PiecewiseLinear,
 )
+from tests.docs.pages import blocks
 from tests.docs.titled import titled
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -163,7 +164,7 @@ def pictures() -> Iterator[tuple[str, Callable[[], Figure]]]:
 
 
 def make_trainer(lr: float) -> tuple[Engine[tuple[Tensor, Tensor], float], dict[str, Any]]:
-    """Return the trainer of the start page, with its model and optimizer."""
+    """Return a trainer that learns which points lie above a diagonal, with its model and optimizer."""
     model = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2))
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
     trainer = create_supervised_trainer(model, optimizer, nn.functional.cross_entropy)
@@ -177,10 +178,12 @@ def make_batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def loss_curve() -> Figure:
-    batches, losses = make_batches(), []
-    trainer, _ = make_trainer(lr=0.02)
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: losses.append(engine.state.output))
-    trainer.run(batches, max_epochs=30)
+    """Draw the losses of the page that shows the curve, without its own plot."""
+    page = (ROOT / "docs" / "tutorials" / "train.md").read_text("utf-8")
+    names: dict[str, Any] = {}
+    for block in [one for one in blocks(page) if one.language == "python"][:-1]:
+        exec(block.code, names)
+    losses = names["losses"]
     figure, axes = pyplot.subplots(figsize=(6, 3))
     axes.plot(range(1, len(losses) + 1), losses, color=COLORS[0])
     axes.set(xlabel="iteration", ylabel="loss", ylim=(0, None))

@@ -388,9 +388,7 @@ def test_modules_beside_a_script_that_stay_with_ignite_are_named(script, capsys)
     plain.write_text("import torch\n")
     with script.open("a") as file:
         file.write("import helper, plain\nfrom helper import Engine\nfrom .parts.loaders import *\nimport missing\n")
-    text = (
-        "which imports PyTorch-Ignite and is not among PATHS (docs/reference/pytorch-ignite.md#half-migrated-scripts)"
-    )
+    text = f"which imports PyTorch-Ignite and is not among PATHS ({module.PAGE}#half-migrated-scripts)"
     main([str(script)])
     lines = [line for line in capsys.readouterr().err.splitlines() if "PATHS" in line]
     assert lines == [f"{script}: change: imports {one}, {text}" for one in (helper, part)]

@@ -692,8 +692,8 @@ MISTAKES = [
         'Checkpoint({"model": model}, "checkpoints", filename_pattern="{name}.safetensors")',
         ValueError,
         (
-            "filename_pattern must not end in '.safetensors', got '{name}.safetensors': save .pt files, and convert them "
-            "with `python -m camshaft.checkpoint consolidate`"
+            "filename_pattern must not end in '.safetensors', got '{name}.safetensors': save .pt files, and convert "
+            "them with `python -m camshaft.checkpoint consolidate`"
         ),
     ),
     (
