@@ -454,9 +454,10 @@ def test_an_interrupt_of_all_ranks_is_reported_in_one_line(monkeypatch, capsys, 
         if leaves:
             run.abandon()
         error.__notes__ = ["raised in epoch 1, iteration 3"]
+        raised = error
         sys.excepthook(KeyboardInterrupt, error, error.__traceback__)
-        assert called == [error]
     run.abandon()
+    assert called == [raised]
     lines = capsys.readouterr().err.splitlines()
     assert [re.sub(":.*", "", line) for line in lines] == [
         f"KeyboardInterrupt, raised in epoch 1, iteration 3, at {__file__}"
