@@ -26,7 +26,7 @@ def run(attempt, start_at=None):
     with TensorboardLogger(log_dir="runs/first") as logger:
         trainer = by_iteration(logger, attempt)
         evaluator = Engine(lambda engine, batch: trainer.state.epoch / 10)
-        step = global_step_from_engine(trainer)
+        step = global_step_from_engine(trainer, Events.ITERATION_COMPLETED)
         logger.attach_output_handler(evaluator, Events.COMPLETED, "validation", global_step_transform=step,
                                      output_transform=lambda output: {"accuracy": output})
         trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run([0]))
