@@ -512,7 +512,7 @@ class BaseLogger:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         is_exit = isinstance(error, SystemExit) and error.code in (None, 0)
         self.has_failed = kind is not None and not is_exit
-        self.close()
+        self._attempt(self.close)
 
     def _create_output_handler(self, *args: Any, **kwargs: Any) -> Callable[..., object]:
         return BaseOutputHandler(*args, **kwargs)
@@ -529,10 +529,10 @@ class BaseLogger:
     def _checkpoint_saved(self) -> None:
         """Put on disk what was written before a checkpoint."""
 
-    def _attempt(self, function: Callable[..., object], *args: Any) -> None:
+    def _attempt(self, function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         """Call a function that writes; if it fails, warn once and continue."""
         try:
-            function(*args)
+            function(*args, **kwargs)
         except NotImplementedError:
             raise
         except Exception as error:

@@ -89,7 +89,7 @@ class MLflowLogger(base_logger.ServiceLogger):
         """Wait at most a minute for metrics that are still to be sent, and end the run, which failed after an error."""
         self._outbox.close()
         if self.active_run is not None:
-            self._mlflow.end_run(*(["FAILED"] if self.has_failed else []))
+            self._attempt(self._mlflow.end_run, *(["FAILED"] if self.has_failed else []))
             self.active_run = None
 
     def _send(self, values: dict[str, float], step: int, milliseconds: int) -> None:

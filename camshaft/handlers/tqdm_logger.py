@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from numbers import Number
 from time import time
 from typing import Any
@@ -142,7 +142,7 @@ class ProgressBar(BaseLogger):
         """Write a line above the bar, on rank 0."""
         if self.writes_here:
             # in one piece: tqdm writes the end of the line separately, and another process may write in between
-            self._attempt(partial(self._tqdm.write, f"{message}\n", file=self.tqdm_kwargs.get("file"), end=""))
+            self._attempt(self._tqdm.write, f"{message}\n", file=self.tqdm_kwargs.get("file"), end="")
 
     def close(self) -> None:
         """Close the open bars."""

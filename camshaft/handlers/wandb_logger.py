@@ -63,7 +63,7 @@ class WandBLogger(ServiceLogger):
 
     def close(self) -> None:
         """Finish the run, which failed after an error."""
-        self._wandb.finish(**({"exit_code": 1} if self.has_failed else {}))
+        self._attempt(self._wandb.finish, **({"exit_code": 1} if self.has_failed else {}))
 
     def _create_output_handler(self, *args: Any, **kwargs: Any) -> OutputHandler:
         return OutputHandler(*args, **kwargs)

@@ -532,6 +532,21 @@ def test_a_logger_knows_when_it_closes_whether_its_block_failed(error, has_faile
     assert seen == [has_failed]
 
 
+def test_a_failing_close_warns_and_hides_no_error():
+    class Closing(ListLogger):
+        def close(self):
+            raise ConnectionError("close failed")
+
+    with pytest.warns(UserWarning, match="Closing cannot write, values are lost: ConnectionError"), Closing():
+        pass
+    with (
+        pytest.raises(ZeroDivisionError),
+        pytest.warns(UserWarning, match="Closing cannot write, values are lost: ConnectionError"),
+        Closing(),
+    ):
+        raise ZeroDivisionError
+
+
 def test_values_are_read_only_at_logging_events(monkeypatch):
     reads, read_number = [], LazyNumber.read
     monkeypatch.setattr(LazyNumber, "read", lambda number: reads.append(1) or read_number(number))
