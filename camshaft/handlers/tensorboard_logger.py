@@ -97,7 +97,7 @@ class TensorboardLogger(base_logger.ServiceLogger):
         is_training = (engine is not None and num_epochs(engine.state) != 1) or any(
             one.event_name in (Events.ITERATION_STARTED, Events.ITERATION_COMPLETED) for one in self._attached
         )
-        folder = self.writer.file_writer.get_logdir()
+        folder = self.writer._get_file_writer().get_logdir()
         if is_training and len(list(FilePath(folder).glob("*tfevents*"))) > 1:
             logger.info(
                 "TensorBoard hides the points of earlier runs in %s: this run starts from the beginning", folder
@@ -108,7 +108,7 @@ class TensorboardLogger(base_logger.ServiceLogger):
         # what the writer does with purge_step when it opens a file
         library = sys.modules[type(self.writer).__module__]
         start = library.Event(session_log=library.SessionLog(status=library.SessionLog.START))
-        self.writer.file_writer.add_event(start, iteration + 1)
+        self.writer._get_file_writer().add_event(start, iteration + 1)  # opens a file after close()
 
 
 class OutputHandler(base_logger.BaseOutputHandler):

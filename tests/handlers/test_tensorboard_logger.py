@@ -193,6 +193,18 @@ def test_extending_a_run_hides_nothing_that_another_trainer_wrote(tmp_path):
     assert [step for step, _ in curve(tmp_path, "second/output")] == [*range(1, 9)]
 
 
+def test_a_closed_logger_rewinds_and_writes_again(tmp_path):
+    trainer = Engine(lambda engine, batch: engine.state.iteration)
+    with TensorboardLogger(log_dir=tmp_path) as logger:
+        logger.attach_output_handler(trainer, Events.ITERATION_COMPLETED, "t", output_transform=lambda output: output)
+        trainer.run(range(EPOCH_LENGTH), max_epochs=2)
+    age(tmp_path)
+    trainer.load_state_dict({"iteration": 4, "epoch_length": EPOCH_LENGTH, "max_epochs": 2})
+    trainer.run(range(EPOCH_LENGTH))
+    logger.close()
+    assert [step for step, _ in curve(tmp_path, "t/output")] == [*range(1, 9)]
+
+
 def test_a_truncated_record_does_not_prevent_a_resume(tmp_path):
     run(tmp_path, stop_at=15)
     (file,) = tmp_path.iterdir()
