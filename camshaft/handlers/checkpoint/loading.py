@@ -38,11 +38,13 @@ from camshaft.handlers.checkpoint.savers import (
     checkpoints_in,
 )
 from camshaft.handlers.checkpoint.state import CHECKPOINTER, check_objects, is_container, joined, load_state, walk
+from camshaft.text import counted
 from camshaft.types import PathLike
 
 logger = logging.getLogger(__name__)
 Found = dict[str, Entry]
 _MOST_CHANGES = 100
+_MOST_NAMED = 4  # nodes in a message
 _PIECE = 1 << 26  # bytes that are sent at a time
 
 
@@ -318,8 +320,12 @@ def _send(path: Path, newest: Entry, content: Any, lacking: list[int], seen: lis
     Raises:
         RuntimeError: it is sharded.
     """
-    nodes = {seen[rank].node: [one for one in lacking if seen[one].node == seen[rank].node] for rank in lacking}
-    where = ", ".join(f"{node} (ranks {ranks})" for node, ranks in nodes.items())
+    nodes: dict[str, list[int]] = {}
+    for rank in lacking:
+        nodes.setdefault(seen[rank].node, []).append(rank)
+    named = [f"{node} ({counted(len(ranks), 'rank')}, from {ranks[0]})" for node, ranks in nodes.items()]
+    more = [counted(len(nodes) - _MOST_NAMED, "other node")] if len(nodes) > _MOST_NAMED else []
+    where = ", ".join([*named[:_MOST_NAMED], *more])
     problem, hint = f"the checkpoint '{path}' is not on {where}", "use a directory that all nodes share"
     if newest.shards is not None:
         raise RuntimeError(f"{problem}: {hint}, or copy '{path}' and '{path.parent / FOLDER}' to all nodes")
