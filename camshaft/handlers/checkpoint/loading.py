@@ -22,7 +22,6 @@ from camshaft.distributed import (
     all_gather,
     broadcast,
     get_local_rank,
-    get_node_rank,
     get_rank,
     get_world_size,
     hostname,
@@ -200,7 +199,7 @@ class _Look:
     """What a rank sees in a directory.
 
     Args:
-        node: the node of the rank.
+        node: the name of its machine.
         newest: the newest checkpoint that it has read; ``None`` if there is none.
         problems: of newer ones.
         entries: all checkpoints, on the first rank of each node.
@@ -242,7 +241,7 @@ class _Search:
         self.newest = newest
         is_first = get_local_rank() == 0
         files = [_files_in(folder) if is_first else set[str]() for folder in (self.folder, *self.others)]
-        return _Look(_node(), newest, problems, found if is_first else {}, files)
+        return _Look(hostname(), newest, problems, found if is_first else {}, files)
 
     def _read(self, entry: Entry) -> str | None:
         """Verify a checkpoint, once per node, or a part of its shards on each rank; read it, and return its problem."""
@@ -305,13 +304,6 @@ def _files_in(folder: Path | None) -> set[str]:
         return set() if folder is None else {name for name in os.listdir(folder) if not name.startswith(".")}
     except (FileNotFoundError, NotADirectoryError):
         return set()
-
-
-def _node() -> str:
-    try:
-        return f"node {get_node_rank()}"
-    except RuntimeError:  # unknown
-        return f"host {hostname()}"
 
 
 def _send(path: Path, newest: Entry, content: Any, lacking: list[int], seen: list[_Look], map_location: Any) -> Any:
