@@ -181,14 +181,10 @@ class BackgroundSave:
             future.result()
             on_saved()
 
-    def wait(self) -> None:
-        """Wait for the save in progress, if any; its error is raised later."""
-        if self._pending is not None:
-            wait([self._pending[0]])
-
     def _finish(self) -> None:
         self._handlers.close()
-        self.wait()
+        if self._pending is not None:
+            wait([self._pending[0]])
 
     def _check(self) -> None:
         if self._pending is not None and self._pending[0].done():

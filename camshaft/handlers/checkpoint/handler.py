@@ -261,7 +261,7 @@ class Checkpoint(Serializable):
         self._ignores_files = False  # whether checkpoints of earlier runs were taken over, reported, or left alone
         self._last_run: tuple[str, int] | None = None  # the run of an engine in which this handler was called last
         self._has_warned = False  # of a repeated step
-        entries = save_handler.entries() if isinstance(save_handler, DiskSaver) and save_handler.writes else []
+        entries = [] if self.folder is None else Manifest(self.folder).entries()
         self._begins_after = max((entry.saved_at for entry in entries), default=0)
 
     @property
@@ -440,12 +440,12 @@ class Checkpoint(Serializable):
             for one in self._objects():
                 if isinstance(one, Checkpoint):
                     one._unresumed = 0
-        saver.begin_after(entries[-1].saved_at if entries else 0)
-        newest = next((number for number, entry in enumerate(entries) if path and entry.file == path.name), -1)
+        else:
+            saver.begin_after(entries[-1].saved_at)
+            entries = entries[: [entry.file for entry in entries].index(path.name) + 1]
         key, by_score = self._key(name_of(self.to_save)), self.score_function is not None
-        own = [entry for entry in entries[: newest + 1] if entry.handler == key]
-        priorities = [(entry.score if by_score else entry.step, entry.file) for entry in own]
-        self.load_state_dict(_record([Item(priority, file) for priority, file in priorities if priority is not None]))
+        own = [(one.score if by_score else one.step, one.file) for one in entries if one.handler == key]
+        self.load_state_dict({"_saved": [item for item in own if item[0] is not None]})
         return path
 
     def reload_objects(
@@ -543,7 +543,7 @@ class Checkpoint(Serializable):
         """
         ignores_files, self._ignores_files = self._ignores_files, True
         known = {item.filename for item in self._saved}
-        others = [one for one in saver.entries() if one.handler == key and one.file not in known]
+        others = [one for one in Manifest(saver.dirname).entries() if one.handler == key and one.file not in known]
         found = [one for one in others if (saver.dirname / one.file).exists()]
         new = [one.file for one in found if one.saved_at > self._begins_after]
         if new and saver.save_on_rank != "node":  # where each node saves a file of this name
@@ -588,7 +588,7 @@ class Checkpoint(Serializable):
         if not isinstance(score, float):
             return self._filename(name, score, step)
         # repr(0.0002) is also what 0.00019 is with four decimals.
-        names = [self._filename(name, text, step) for text in (f"{score:.4f}", repr(score), f"{score:.17g}")]
+        names = [self._filename(name, text, step) for text in (f"{score:.4f}", repr(score), f"{score:.17e}")]
         taken = {item.filename for item in self._saved if item.priority != score}
         return next((one for one in names if one not in taken), names[0])
 

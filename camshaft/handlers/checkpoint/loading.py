@@ -22,7 +22,6 @@ from camshaft.distributed import (
     all_gather,
     broadcast,
     get_local_rank,
-    get_node_rank,
     get_rank,
     get_world_size,
     hostname,
@@ -38,11 +37,13 @@ from camshaft.handlers.checkpoint.savers import (
     checkpoints_in,
 )
 from camshaft.handlers.checkpoint.state import CHECKPOINTER, check_objects, is_container, joined, load_state, walk
+from camshaft.text import counted
 from camshaft.types import PathLike
 
 logger = logging.getLogger(__name__)
 Found = dict[str, Entry]
 _MOST_CHANGES = 100
+_MOST_NAMED = 4  # nodes in a message
 _PIECE = 1 << 26  # bytes that are sent at a time
 
 
@@ -198,7 +199,7 @@ class _Look:
     """What a rank sees in a directory.
 
     Args:
-        node: the node of the rank.
+        node: the name of its machine.
         newest: the newest checkpoint that it has read; ``None`` if there is none.
         problems: of newer ones.
         entries: all checkpoints, on the first rank of each node.
@@ -240,7 +241,7 @@ class _Search:
         self.newest = newest
         is_first = get_local_rank() == 0
         files = [_files_in(folder) if is_first else set[str]() for folder in (self.folder, *self.others)]
-        return _Look(_node(), newest, problems, found if is_first else {}, files)
+        return _Look(hostname(), newest, problems, found if is_first else {}, files)
 
     def _read(self, entry: Entry) -> str | None:
         """Verify a checkpoint, once per node, or a part of its shards on each rank; read it, and return its problem."""
@@ -305,21 +306,18 @@ def _files_in(folder: Path | None) -> set[str]:
         return set()
 
 
-def _node() -> str:
-    try:
-        return f"node {get_node_rank()}"
-    except RuntimeError:  # unknown
-        return f"host {hostname()}"
-
-
 def _send(path: Path, newest: Entry, content: Any, lacking: list[int], seen: list[_Look], map_location: Any) -> Any:
     """Return the content of a checkpoint on all ranks, which is sent to those that lack the file.
 
     Raises:
         RuntimeError: it is sharded.
     """
-    nodes = {seen[rank].node: [one for one in lacking if seen[one].node == seen[rank].node] for rank in lacking}
-    where = ", ".join(f"{node} (ranks {ranks})" for node, ranks in nodes.items())
+    nodes: dict[str, list[int]] = {}
+    for rank in lacking:
+        nodes.setdefault(seen[rank].node, []).append(rank)
+    named = [f"{node} ({counted(len(ranks), 'rank')}, from {ranks[0]})" for node, ranks in nodes.items()]
+    more = [counted(len(nodes) - _MOST_NAMED, "other node")] if len(nodes) > _MOST_NAMED else []
+    where = ", ".join([*named[:_MOST_NAMED], *more])
     problem, hint = f"the checkpoint '{path}' is not on {where}", "use a directory that all nodes share"
     if newest.shards is not None:
         raise RuntimeError(f"{problem}: {hint}, or copy '{path}' and '{path.parent / FOLDER}' to all nodes")

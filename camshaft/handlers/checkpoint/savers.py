@@ -277,13 +277,9 @@ class DiskSaver(BaseSaveHandler):
             _warn_if_unloadable(path / name)
         self._newest = path
 
-    def entries(self) -> list[Entry]:
-        """Return the entries of all checkpoints in the directory, the newest first."""
-        return self._manifest.entries()
-
     def begin_after(self, saved_at: int) -> None:
         """Make the next checkpoint newer than one on any node, whatever the clock of this one says."""
-        self._manifest.least = max(self._manifest.least, saved_at)
+        self._manifest.newest = saved_at
 
     def is_of_another(self, filename: str, handler: str) -> bool:
         """Return whether another handler has saved a checkpoint, in place of one of this handler."""
@@ -410,8 +406,7 @@ class Manifest:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.folder = directory / FOLDER
-        self.least = 0  # saved_at of an older checkpoint
-        self._has_looked = False
+        self.newest: int | None = None  # saved_at of the newest entry
         self._damaged: set[Path] = set()  # entries that were reported
 
     def entries(self, file: str | None = None) -> list[Entry]:
@@ -452,12 +447,12 @@ class Manifest:
         shards: Mapping[str, list[Any]] | None = None,
     ) -> Entry:
         """Return an entry that is newer than all others, whatever the clock says."""
-        if not self._has_looked:
-            self.least, self._has_looked = max([self.least, *(entry.saved_at for entry in self.entries())]), True
-        self.least = max(time.time_ns(), self.least + 1)
+        if self.newest is None:
+            self.newest = max((entry.saved_at for entry in self.entries()), default=0)
+        self.newest = max(time.time_ns(), self.newest + 1)
         about = {name: metadata.get(name) for name in ("objects", "step", "score", "score_name", "handler")}
         versions = {"camshaft": __version__, "torch": torch.__version__, "python": platform.python_version()}
-        return Entry(file, checksum, size, self.least, **about, versions=versions, shards=shards)
+        return Entry(file, checksum, size, self.newest, **about, versions=versions, shards=shards)
 
     def write(self, entry: Entry) -> None:
         """Add an entry; those of an older file of the same name stay."""

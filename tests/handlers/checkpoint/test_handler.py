@@ -137,7 +137,7 @@ def test_without_a_score_the_newest_are_kept():
         ([-math.inf, NAN, 0.5], 2, False, [(-math.inf, "model_-inf.pt"), (0.5, "model_0.5000.pt")]),
         ([0.12341, 0.12344], 3, False, [(0.12341, "model_0.1234.pt"), (0.12344, "model_0.12344.pt")]),
         ([-4e-5, -3e-5, -3.5e-5], 2, False, [(-3.5e-5, "model_-3.5e-05.pt"), (-3e-5, "model_-3e-05.pt")]),
-        ([0.00019, 0.0002], 2, False, [(0.00019, "model_0.0002.pt"), (0.0002, "model_0.00020000000000000001.pt")]),
+        ([0.00019, 0.0002], 2, False, [(0.00019, "model_0.0002.pt"), (0.0002, "model_2.00000000000000010e-04.pt")]),
         ([-4e-5, -3e-5, -3.5e-5], 1, False, [(-3e-5, "model_-3e-05.pt")]),
         ([0.5, 0.25, 0.5, 0.25], 3, False, [(0.25, "model_0.2500.pt"), (0.5, "model_0.5000.pt")]),
         ([NAN, NAN, 1.0, NAN], None, True, [(NAN, "model_nan.pt"), (1.0, "model_1.0000.pt")]),

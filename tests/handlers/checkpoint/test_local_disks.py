@@ -19,6 +19,11 @@ from tests.ranks import on_ranks
 from tests.threads import run_on_threads
 
 
+@pytest.fixture
+def names_of_nodes(monkeypatch):
+    monkeypatch.setattr(loading, "hostname", lambda: f"node-{idist.get_node_rank()}")
+
+
 def train(folder, max_epochs, **options):
     """Resume and train in the directory of this node; return where the run resumed, and the file."""
     trainer, part = Engine(lambda engine, batch: None), Part()
@@ -53,6 +58,7 @@ def on_two_nodes(tmp_path, max_epochs, is_swapped=False, **options):
 REPLACED = {"node 0 replaced": 0, "node 1 replaced": 1}
 
 
+@pytest.mark.usefixtures("names_of_nodes")
 @pytest.mark.parametrize(
     ("save_on_rank", "event"),
     [
@@ -75,7 +81,7 @@ def test_a_checkpoint_of_one_node_is_sent_to_the_others(tmp_path, save_on_rank, 
         assert seen == []
     else:
         (message,) = seen
-        assert f"checkpoint_9.pt' is not on node {lacking} (ranks {[2 * lacking, 2 * lacking + 1]}" in message
+        assert f"checkpoint_9.pt' is not on node-{lacking} (2 ranks, from {2 * lacking})" in message
         assert "all nodes share" in message
     writers = (0, 1) if save_on_rank == "node" else (int(is_swapped),)
     for number in writers:
@@ -113,12 +119,30 @@ def test_a_file_is_sent_in_pieces_through_a_process_group(tmp_path, monkeypatch,
             self.state = state
 
     kept = Kept()
-    with pytest.warns(UserWarning, match=rf"not on node 0 \(ranks \[{1 - source}\]") if rank == 0 else nullcontext():
+    with pytest.warns(UserWarning, match=rf"not on \S+ \(1 rank, from {1 - source}\)") if rank == 0 else nullcontext():
         assert Checkpoint.resume({"model": kept}, folder) == folder / "model_1.pt"
     assert torch.equal(kept.state["a"], torch.arange(60.0) + source)
     assert kept.state["b"].data_ptr() == kept.state["a"][10:].data_ptr()
 
 
+@pytest.mark.usefixtures("names_of_nodes")
+def test_a_message_names_a_few_nodes(tmp_path):
+    def resume():
+        folder = tmp_path / str(idist.get_rank())
+        if idist.get_rank() == 0:
+            DiskSaver(folder)({"value": 3}, "part_1.pt")
+        idist.barrier()
+        Checkpoint.resume({"part": (part := Part())}, folder)
+        return part.value
+
+    with pytest.warns(UserWarning, match="is not on node-1") as seen:
+        assert run_on_threads(8, resume, nodes=8) == [3] * 8
+    (message,) = [str(one.message) for one in seen]
+    assert "is not on node-1 (1 rank, from 1), node-2 (1 rank, from 2), " in message
+    assert "node-4 (1 rank, from 4), 3 other nodes, so rank 0 sends it" in message
+
+
+@pytest.mark.usefixtures("names_of_nodes")
 @pytest.mark.parametrize("lost", [0, 1])
 def test_shards_that_one_node_does_not_see_raise_on_all_ranks_and_nothing_is_removed(tmp_path, lost):
     trainer = Engine(lambda engine, batch: None)
@@ -128,7 +152,7 @@ def test_shards_that_one_node_does_not_see_raise_on_all_ranks_and_nothing_is_rem
         (folder := node(tmp_path)).mkdir(exist_ok=True)
         checkpoint = Checkpoint({"part": Part(), "trainer": Engine(lambda engine, batch: None)}, folder)
         with pytest.raises(
-            RuntimeError, match=rf"checkpoint_0.sharded' is not on node {lost} \(ranks \[.*all nodes share"
+            RuntimeError, match=rf"checkpoint_0.sharded' is not on node-{lost} \(2 ranks, .*all nodes share"
         ):
             checkpoint.resume_latest()
         if idist.get_rank() == 0 and lost == 1:
