@@ -74,7 +74,7 @@ def addresses_of(group: Any) -> bytes:
 
 
 def learn_addresses(group: Any) -> None:
-    """Read where the members of a group listen, in a thread, as another one may be waiting in the store of the group."""
+    """Read where the members of a group listen, in a thread, as another one may wait in the store of the group."""
 
     def learn() -> None:
         with suppress(RuntimeError):  # the store is lost
