@@ -87,6 +87,7 @@ site:
 bench:
 	@$(ENVIRONMENT) bench python benchmarks/engine_overhead.py $(ARGS)
 	@$(ENVIRONMENT) bench python benchmarks/collectives.py
+	@$(ENVIRONMENT) bench python benchmarks/launching.py
 	@$(ENVIRONMENT) bench python benchmarks/import_time.py
 	@$(ENVIRONMENT) bench python benchmarks/sampler.py
 	@$(ENVIRONMENT) bench python benchmarks/handlers.py

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -127,6 +128,22 @@ def test_connections_that_do_not_belong_to_the_job_outlast_a_release():
         os.close(descriptor)
     for one in pipe:
         one.close()
+
+
+@on_ranks(2)
+def test_adopting_a_group_waits_for_no_thread_that_waits_in_its_store():
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    clone = store.clone()
+    waiting = threading.Thread(target=store.get, args=("asked",))
+    waiting.start()
+    time.sleep(AFTER)
+    assert idist.get_rank() == rank
+    clone.add("number of ranks", 1)
+    while clone.add("number of ranks", 0) < 2:
+        time.sleep(0.01)
+    if rank == 0:
+        clone.set("asked", "yes")
+    waiting.join()
 
 
 @on_ranks(3)

@@ -67,10 +67,20 @@ def addresses_of(group: Any) -> bytes:
     Once read, it is also known when the process that serves the store has ended. It contains each address as
     :func:`packed` returns it.
     """
-    if group not in _addresses:
+    if group not in _addresses and group in _world.pg_map:
         store, keys = _world.pg_map[group][1], [f"cpu//0/{rank}" for rank in range(group.size())]
         _addresses[group] = b"".join(store.multi_get(keys)) if store.check(keys) else b""
-    return _addresses[group]
+    return _addresses.get(group, b"")
+
+
+def learn_addresses(group: Any) -> None:
+    """Read where the members of a group listen, in a thread, as another one may wait in the store of the group."""
+
+    def learn() -> None:
+        with suppress(RuntimeError):  # the store is lost
+            addresses_of(group)
+
+    threading.Thread(target=learn, name="camshaft-addresses", daemon=True).start()
 
 
 def known_addresses() -> bytes:
