@@ -16,6 +16,7 @@ from camshaft.distributed.backend import Backend, check_ddp_options
 from camshaft.distributed.data.loaders import EvenLoader, make_loader
 from camshaft.distributed.data.samplers import DistributedProxySampler
 from camshaft.distributed.mesh import data_place, use_mesh
+from camshaft.distributed.replicas import register
 from camshaft.distributed.run import current
 from camshaft.distributed.sharding import (
     Layout,
@@ -111,7 +112,9 @@ def auto_model(
         return model
     if any(one.device.type != device.type or device.index not in (None, one.device.index) for one in tensors):
         model.to(device)
-    return cast(Model, backend.wrap_model(model, sync_bn, **kwargs))
+    wrapped = backend.wrap_model(model, sync_bn, **kwargs)
+    register(wrapped, is_replicated=True)
+    return cast(Model, wrapped)
 
 
 def _distributed(

@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate, get_worker_info
 
 from camshaft.distributed.data.permutation import key_of, mixed
@@ -123,13 +124,17 @@ class _SeededFetching:
     def __init__(self, dataset: Any, collate: Callable[[Any], Any]) -> None:
         self.dataset, self.collate = dataset, collate
         self._in_batches, self._is_ready = fetches_batches(dataset), is_ready(dataset)
-        with suppress(ImportError):  # before the first sample that uses it; in a worker, torch does so
-            import_module("numpy.random")
+        self._has_epochs = callable(getattr(dataset, "set_epoch", None))
+        self._epoch: int | None = None  # that a worker has announced
+        _import_numpy()  # before the first sample that uses it; in a worker, torch does so
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
         if not isinstance(indices, Indices):
             return self.collate(self._fetch(indices))
         if get_worker_info() is not None:  # where torch has imported numpy.random, and nothing needs to be restored
+            if self._has_epochs and indices.epoch != self._epoch:  # a persistent worker has its own dataset
+                self.dataset.set_epoch(indices.epoch)
+                self._epoch = indices.epoch
             return self._seeded(indices)
         with preserved_generators():
             return self._seeded(indices)
@@ -219,6 +224,48 @@ def preserved_generators() -> Iterator[None]:
         torch.default_generator.set_state(torchs)
         if numpy_random is not None:
             numpy_random.set_bit_generator(own)
+
+
+class OwnGenerators:
+    """Generators of what is read in the main process, apart from those that the training draws from.
+
+    Args:
+        bits: seed them.
+    """
+
+    def __init__(self, bits: int) -> None:
+        _import_numpy()
+        self._bits = bits
+        self._states: tuple[Any, Tensor, Any] | None = None
+
+    def read(self, batches: Iterator[Sample]) -> Iterator[Sample]:
+        """Yield batches that are read with these generators."""
+        while True:
+            with preserved_generators():
+                self._set()
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+                numpy_random = sys.modules.get("numpy.random")
+                bit_generator = None if numpy_random is None else numpy_random.get_bit_generator()
+                self._states = random.getstate(), torch.default_generator.get_state(), bit_generator
+            yield batch
+
+    def _set(self) -> None:
+        if self._states is None:
+            seed_generators(self._bits)
+            return
+        python, torchs, bit_generator = self._states
+        random.setstate(python)
+        torch.default_generator.set_state(torchs)
+        if bit_generator is not None:
+            sys.modules["numpy.random"].set_bit_generator(bit_generator)
+
+
+def _import_numpy() -> None:
+    with suppress(ImportError):
+        import_module("numpy.random")
 
 
 def _number(index: Any) -> int:
