@@ -129,7 +129,7 @@ def register(model: nn.Module, is_replicated: bool = False) -> Replicas | None:
         model: perhaps compiled or wrapped.
         is_replicated: all ranks hold its weights, even if it is not wrapped in ``DistributedDataParallel``.
     """
-    outer = getattr(model, "_orig_mod", model)
+    outer: Any = getattr(model, "_orig_mod", model)
     is_parallel = isinstance(outer, DistributedDataParallel)
     inner: Any = outer.module if is_parallel else outer
     inner = getattr(inner, "_orig_mod", inner)
@@ -159,7 +159,7 @@ def _checksums(tensors: list[Tensor]) -> list[str]:
     for tensor in tensors:
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         bits = real.contiguous().view(_INTEGERS[real.element_size()]).flatten()
-        blocks = [block.sum(dtype=torch.int64) for block in torch.split(bits, _BLOCK)]
+        blocks = [block.sum(dtype=torch.int64) for block in bits.split(_BLOCK)]  # type: ignore[no-untyped-call]
         sums.setdefault(tensor.device, []).append(torch.stack(blocks).sum())
     found = {device: iter(torch.stack(some).tolist()) for device, some in sums.items()}
     return [f"{next(found[tensor.device]) % 2**64:x}" for tensor in tensors]
