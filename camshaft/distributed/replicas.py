@@ -10,7 +10,6 @@ import os
 import platform
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -29,6 +28,7 @@ from camshaft.distributed.run import current
 from camshaft.distributed.values import is_dense
 from camshaft.errors import level_of_caller
 from camshaft.sharding import any_dtensor, is_wrapped
+from camshaft.tree import apply_to_type
 
 _BLOCK = 1 << 24  # elements that are summed at once, as integers of eight bytes
 _KEPT = 8  # moments that stay in the store, for ranks that fall behind
@@ -104,10 +104,10 @@ class Replicas:
         store, sampler = store_at(self.backend, self._name), type(getattr(loader, "sampler", None))
         is_plain = type(getattr(loader, "batch_sampler", None)) is BatchSampler
         is_plain = is_plain and sampler in (RandomSampler, SequentialSampler)
-        if store is None or not is_plain or alone.get() is not None:
+        content = _content(batch) if store is not None and is_plain and alone.get() is None else None
+        if store is None or content is None:
             return
         (place, size), rank = data_place(self.backend), self.backend.topology.rank
-        content = [len(loader.dataset), crc32(repr(_described(batch)).encode())]
         with suppress(RuntimeError):
             other, their_place, theirs = json.loads(store.compare_set("batch", "", json.dumps([rank, place, content])))
             if theirs == content and place != their_place and store.add("same", 1) == 1:
@@ -171,12 +171,17 @@ def _hardware(device: torch.device) -> str:
     return f"{device.type}, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
-def _described(value: Any) -> Any:
-    """Return the content of a batch as plain values, of each tensor a part."""
-    if isinstance(value, Tensor):
-        return value.dtype, value.shape, value.detach().flatten()[:_COMPARED].tolist() if is_dense(value) else None
-    if isinstance(value, Mapping):
-        return [(key, _described(one)) for key, one in value.items()]
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return [_described(one) for one in value]
-    return value if isinstance(value, (str, bytes, int, float)) else type(value)
+def _content(batch: Any) -> int | None:
+    """Return a hash of a batch, of each tensor a part; ``None`` if it holds anything but tensors, numbers and text."""
+    content = []
+
+    def note(leaf: Any) -> Any:
+        is_tensor = isinstance(leaf, Tensor)
+        content.append((leaf.shape, leaf.detach().flatten()[:_COMPARED].tolist()) if is_tensor else leaf)
+        return leaf
+
+    try:
+        apply_to_type(batch, (Tensor, int, float, str, bytes), note)
+    except (TypeError, RuntimeError):  # another object, or a sparse tensor
+        return None
+    return crc32(repr(content).encode())

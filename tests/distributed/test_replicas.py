@@ -208,6 +208,16 @@ def test_a_checksum_depends_on_every_element(dtype):
 # --- data --------------------------------------------------------------------------------------------------------
 
 
+class Pair:
+    """A batch that is none of the usual containers."""
+
+    def __init__(self, some, rank):
+        self.parts = [torch.stack(part) + rank for part in zip(*some, strict=True)]
+
+    def __getitem__(self, index):
+        return self.parts[index]
+
+
 def plain(shuffle=False):
     return DataLoader(samples(), batch_size=4, shuffle=shuffle)
 
@@ -219,6 +229,10 @@ DATA = {
     "auto_dataloader": (lambda: idist.auto_dataloader(samples(), batch_size=4), False),
     "own samples": (lambda: DataLoader(samples(idist.get_rank()), batch_size=4), False),
     "own part": (lambda: DataLoader(Subset(samples(), range(idist.get_rank(), 12, 2)), batch_size=4), False),
+    "objects": (
+        lambda: DataLoader(samples(), batch_size=4, collate_fn=lambda some: Pair(some, idist.get_rank())),
+        False,
+    ),
     "a list": (lambda: [tuple(samples()[:4])] * 3, False),
 }
 
@@ -233,7 +247,9 @@ def tells(what):
     make, is_same = DATA[what]
 
     def run():
-        trainer = trainer_of(idist.auto_model(network()))
+        trainer = trainer_of(
+            idist.auto_model(network()), prepare_batch=lambda batch, device, non_blocking: (batch[0], batch[1])
+        )
         torch.manual_seed(1)
         for target in (1, 2):
             trainer.run(make(), max_epochs=target)

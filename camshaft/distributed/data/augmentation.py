@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import operator
 import random
 import sys
@@ -14,7 +15,6 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate, get_worker_info
 
 from camshaft.distributed.data.permutation import key_of, mixed
@@ -126,7 +126,8 @@ class _SeededFetching:
         self._in_batches, self._is_ready = fetches_batches(dataset), is_ready(dataset)
         self._has_epochs = callable(getattr(dataset, "set_epoch", None))
         self._epoch: int | None = None  # that a worker has announced
-        _import_numpy()  # before the first sample that uses it; in a worker, torch does so
+        with suppress(ImportError):  # before the first sample that uses it; in a worker, torch does so
+            import_module("numpy.random")
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
         if not isinstance(indices, Indices):
@@ -226,46 +227,16 @@ def preserved_generators() -> Iterator[None]:
             numpy_random.set_bit_generator(own)
 
 
-class OwnGenerators:
-    """Generators of what is read in the main process, apart from those that the training draws from.
-
-    Args:
-        bits: seed them.
-    """
-
-    def __init__(self, bits: int) -> None:
-        _import_numpy()
-        self._bits = bits
-        self._states: tuple[Any, Tensor, Any] | None = None
-
-    def read(self, batches: Iterator[Sample]) -> Iterator[Sample]:
-        """Yield batches that are read with these generators."""
-        while True:
-            with preserved_generators():
-                self._set()
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    return
-                numpy_random = sys.modules.get("numpy.random")
-                bit_generator = None if numpy_random is None else numpy_random.get_bit_generator()
-                self._states = random.getstate(), torch.default_generator.get_state(), bit_generator
-            yield batch
-
-    def _set(self) -> None:
-        if self._states is None:
-            seed_generators(self._bits)
-            return
-        python, torchs, bit_generator = self._states
-        random.setstate(python)
-        torch.default_generator.set_state(torchs)
-        if bit_generator is not None:
-            sys.modules["numpy.random"].set_bit_generator(bit_generator)
-
-
-def _import_numpy() -> None:
-    with suppress(ImportError):
-        import_module("numpy.random")
+def read_apart(batches: Iterator[Sample], seed: int) -> Iterator[Sample]:
+    """Yield batches that are read in the main process with random numbers of their own, not those of the training."""
+    for number in itertools.count():
+        with preserved_generators():
+            seed_generators(mixed(seed, number))
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+        yield batch
 
 
 def _number(index: Any) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from camshaft.distributed.data.augmentation import OwnGenerators, SeededLoader
+from camshaft.distributed.data.augmentation import SeededLoader, read_apart
 from camshaft.distributed.data.orders import Order, Sequential, Shuffled
 from camshaft.distributed.data.permutation import key_of
 from camshaft.distributed.data.read_ahead import end_together
@@ -47,7 +47,7 @@ class PlainLoader(DataLoader[Any]):
         apart = copy.copy(self)
         vars(apart)["generator"] = torch.Generator(device=device).manual_seed(seed)
         iterator = DataLoader._get_iterator(apart)
-        return iterator if self.num_workers else OwnGenerators(seed).read(iterator)
+        return iterator if self.num_workers else read_apart(iterator, seed)
 
 
 class EvenLoader(PlainLoader):
