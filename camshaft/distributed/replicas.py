@@ -10,6 +10,7 @@ import os
 import platform
 import warnings
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -129,11 +130,8 @@ def register(model: nn.Module, is_replicated: bool = False) -> Replicas | None:
         model: perhaps compiled or wrapped.
         is_replicated: all ranks hold its weights, even if it is not wrapped in ``DistributedDataParallel``.
     """
-    outer: Any = getattr(model, "_orig_mod", model)
-    is_parallel = isinstance(outer, DistributedDataParallel)
-    inner: Any = outer.module if is_parallel else outer
-    inner = getattr(inner, "_orig_mod", inner)
-    backend, here = current(), alone.get()
+    backend, here, outer, inner = current(), alone.get(), *_unwrapped(model)
+    is_parallel = outer is not inner and isinstance(outer, DistributedDataParallel)
     if (known := _replicas.get(inner)) is not None and known.backend is backend:
         return known
     is_alone = backend.topology.world_size == 1 or (here is not None and here.turn is None)
@@ -145,6 +143,21 @@ def register(model: nn.Module, is_replicated: bool = False) -> Replicas | None:
         return None
     _replicas[inner] = Replicas(inner, outer, backend)
     return _replicas[inner]
+
+
+def compare_saved(objects: Mapping[str, Any], engine: Any, when: str) -> None:
+    """Compare the weights of models that are saved; see :meth:`Replicas.compare_weights`."""
+    for name, one in objects.items():
+        replicas = _replicas.get(_unwrapped(one)[1]) if isinstance(one, nn.Module) else None
+        if replicas is not None and replicas.backend is current():
+            replicas.compare_weights(engine, f"{when}, as {name!r}")
+
+
+def _unwrapped(model: nn.Module) -> tuple[Any, Any]:
+    """Return a model without what compiles it, and without what averages its gradients, too."""
+    outer: Any = getattr(model, "_orig_mod", model)
+    inner = outer.module if isinstance(outer, DistributedDataParallel) else outer
+    return outer, getattr(inner, "_orig_mod", inner)
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:

@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDatas
 import camshaft.distributed as idist
 from camshaft.distributed.replicas import _checksums, register
 from camshaft.distributed.run import current
-from camshaft.engine import create_supervised_trainer
-from tests.ranks import on_ranks
+from camshaft.engine import Engine, Events, create_supervised_trainer
+from camshaft.handlers import Checkpoint
+from tests.ranks import on_ranks, run_on_ranks
 
 
 def network():
@@ -98,6 +99,25 @@ def drifts(form):
     (report,) = [message for part in messages for message in part]
     assert f"the first of which is {name!r}: unfreeze parameters before auto_model" in report
     assert "ranks 0 and 1" in report or "ranks 1 and 0" in report
+
+
+def save(folder):
+    model = idist.auto_model(network())
+
+    def step(engine, batch):
+        with torch.no_grad():
+            model.module[2].bias.add_(idist.get_rank())
+
+    trainer = Engine(step)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=2), Checkpoint({"net": model}, folder))
+    messages = messages_of(lambda: trainer.run(range(5), max_epochs=2))
+    (report,) = [message for part in messages for message in part]
+    assert "the replicas of the model differ when net_2.pt is saved, as 'net': ranks " in report
+    assert "the first of which is '2.bias'" in report
+
+
+def test_replicas_are_compared_when_they_are_saved(tmp_path):
+    run_on_ranks(2, save, tmp_path)
 
 
 @on_ranks(2)
