@@ -57,22 +57,22 @@ class SharedSource:
 
     def __init__(self, seed: int | None) -> None:
         backend, here = current(), alone.get()
-        own, self._value = torch.initial_seed(), seed
+        self._own, self._value = torch.initial_seed(), seed
         self._compared: set[str] = set()
         self._passes, self._collectives = 0, 0
         self.backend: Callable[[], Backend | None] = lambda: None
         if here is not None and here.turn is None:
-            self._value = own if seed is None else seed
+            self._value = self._own if seed is None else seed
             return
         self._line = line_of_caller("distributed").rpartition(os.sep)[2]  # folders may differ between nodes
         self.backend = weakref.ref(backend)  # of the thread that creates the sampler; another thread may read it
         self._name = backend.job.unique_name(f"data/{self._line}")
         self._broadcasts = store_at(backend, self._name) is None
         if seed is None and self._broadcasts:
-            self._value = None if here else _from_rank_0(own)
+            self._value = None if here else _from_rank_0(self._own)
         elif seed is None and backend.topology.rank == 0:
-            self._value = own
-            self._store().set("seed", str(own))
+            self._value = self._own
+            self._store().set("seed", str(self._own))
 
     def __reduce__(self) -> tuple[type[SharedSource], tuple[int]]:
         return SharedSource, (index(self),)
@@ -84,7 +84,7 @@ class SharedSource:
             RankDivergenceError: rank 0 does not create the sampler, or the run has ended.
         """
         if self._value is None:
-            self._value = _from_rank_0(torch.initial_seed()) if self._broadcasts else self._read()
+            self._value = _from_rank_0(self._own) if self._broadcasts else self._read()
         return self._value
 
     def _store(self) -> Any:
@@ -150,8 +150,10 @@ class SharedSource:
             if mine[name] != theirs[name]
         ]
         if differences:
-            message = "the ranks do not read the same data, so samples would be repeated or skipped: "
-            raise ValueError(message + "; ".join(differences))
+            raise ValueError(
+                "the ranks do not read the same data, so samples would be repeated or skipped: "
+                f"{'; '.join(differences)} (a loader that only some ranks create belongs into one_rank_only)"
+            )
 
     def completed_by_all(self, run: int, mine: Any, start: Any) -> Any:
         """Return the progress of the rank that has completed least, from which a run resumes without a gap.
@@ -195,9 +197,9 @@ def _from_rank_0(seed: int) -> int:
 
 
 def _num_collectives() -> int:
-    """Return how many collectives of all ranks this process has begun."""
-    everybody: Any = dist.group.WORLD if dist.is_initialized() else None
-    return 0 if everybody is None else int(everybody._get_sequence_number_for_group())
+    """Return how many collectives of torch this process has begun, in all groups."""
+    groups: Any = dist.distributed_c10d._world.pg_map if dist.is_available() else ()
+    return sum(group._get_sequence_number_for_group() for group in groups)
 
 
 # --- the same number of batches ---------------------------------------------------------------------------------------

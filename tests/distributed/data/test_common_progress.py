@@ -105,8 +105,14 @@ def test_a_save_waits_for_ranks_that_come_later():
     dist.barrier()
 
 
+@pytest.mark.parametrize("in_group", [False, True])
+def test_steps_with_collectives_exchange_nothing(in_group):
+    exchanges_nothing(in_group)
+
+
 @on_ranks(2)
-def test_steps_with_collectives_exchange_nothing():
+def exchanges_nothing(in_group):
+    group = dist.new_group([0, 1]) if in_group else None
     requests, store_of = [], data.SharedSource._store
 
     def counted(source):
@@ -114,7 +120,7 @@ def test_steps_with_collectives_exchange_nothing():
         return store_of(source)
 
     with mock.patch.object(data.SharedSource, "_store", counted):
-        _, states, _ = work(Engine, (11, 11), step=lambda: idist.all_reduce(1))
+        _, states, _ = work(Engine, (11, 11), step=lambda: idist.all_reduce(1, group=group))
     assert [state["iteration"] for state in states] == [5, 10]
     assert len(requests) == 1, "when the first pass begins"
 
