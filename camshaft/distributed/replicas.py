@@ -33,6 +33,7 @@ from camshaft.tree import apply_to_type
 
 _BLOCK = 1 << 24  # elements that are summed at once, as integers of eight bytes
 _KEPT = 8  # moments that stay in the store, for ranks that fall behind
+_PLAIN = ((BatchSampler, RandomSampler), (BatchSampler, SequentialSampler))
 _COMPARED = 1 << 12  # elements of each tensor of a batch
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
 
@@ -71,7 +72,8 @@ class Replicas:
             return
         weights = _weights(model)
         sums, hardware = _checksums(list(weights.values())), sorted({_hardware(one.device) for one in weights.values()})
-        text = json.dumps([rank, [crc32(repr([*weights]).encode()), hardware], sums])
+        kind = [crc32(repr([*weights]).encode()), *hardware]
+        text = json.dumps([rank, kind, sums])
         key = f"{engine.run_line.rpartition(os.sep)[2]}/{engine.run_number}/{when}"  # folders may differ between nodes
         try:
             found = store.compare_set(key, "", text).decode()
@@ -81,8 +83,8 @@ class Replicas:
                     store.delete_key(self._written.popleft())
         except RuntimeError:  # the process that holds the store has ended
             return
-        other, kind, theirs = json.loads(found)
-        if theirs == sums or kind != json.loads(text)[1]:
+        other, their_kind, theirs = json.loads(found)
+        if theirs == sums or their_kind != kind:
             return
         self._is_done = True
         different = [name for name, own, its in zip(weights, sums, theirs, strict=True) if own != its]
@@ -102,10 +104,9 @@ class Replicas:
 
         Only loaders of torch with the default samplers are compared, which yield all samples of a dataset.
         """
-        store, sampler = store_at(self.backend, self._name), type(getattr(loader, "sampler", None))
-        is_plain = type(getattr(loader, "batch_sampler", None)) is BatchSampler
-        is_plain = is_plain and sampler in (RandomSampler, SequentialSampler)
-        content = _content(batch) if store is not None and is_plain and alone.get() is None else None
+        kinds = type(getattr(loader, "batch_sampler", None)), type(getattr(loader, "sampler", None))
+        store = store_at(self.backend, self._name) if kinds in _PLAIN and alone.get() is None else None
+        content = _content(batch) if store is not None else None
         if store is None or content is None:
             return
         (place, size), rank = data_place(self.backend), self.backend.topology.rank
