@@ -261,7 +261,7 @@ def reduce_scatter(tensor: Tensor, op: str = "SUM", group: Any = None) -> Tensor
         size = len(call.ranks)
         if not isinstance(tensor, Tensor) or tensor.dim() == 0 or len(tensor) % size:
             raise ValueError(f"tensor must be one whose first dimension is a multiple of {size}, got {tensor!r}")
-        rows = prepared(backend, tensor, "reduce_scatter").view(size, len(tensor) // size, *tensor.shape[1:])
+        rows = prepared(backend, tensor).view(size, len(tensor) // size, *tensor.shape[1:])
         return backend.reduce_scatter(rows, op, call.group).to(tensor.device)
 
 

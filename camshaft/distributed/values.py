@@ -134,7 +134,7 @@ class Buffer:
 def prepared(backend: Backend, tensor: Tensor, collective: str = "") -> Tensor:
     """Return a tensor on the device and in the layout that the backend works on, without its graph.
 
-    With the name of a collective whose result may enter a loss, warn if the tensor has a graph.
+    With the name of a collective whose result often enters a loss, warn if the tensor has a graph.
 
     Raises:
         TypeError: it is sparse, quantized, nested or on ``meta``.

@@ -179,11 +179,10 @@ def test_ranks_and_shapes_must_be_integers():
 
 
 @on_ranks(2)
-def test_collectives_whose_result_may_enter_a_loss_say_that_it_has_no_gradient():
+def test_gathered_tensors_have_no_gradient_and_a_warning_says_so():
     x = torch.ones(2, 1, requires_grad=True)
     calls = {
         "all_gather": idist.all_gather,
-        "reduce_scatter": idist.reduce_scatter,
         "all_gather_tensors_with_shapes": lambda one: idist.all_gather_tensors_with_shapes(one, [(2, 1)] * 2),
     }
     for name, call in calls.items():
