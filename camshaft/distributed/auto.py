@@ -16,6 +16,7 @@ from camshaft.distributed.backend import Backend, check_ddp_options
 from camshaft.distributed.data.loaders import EvenLoader, make_loader
 from camshaft.distributed.data.samplers import DistributedProxySampler
 from camshaft.distributed.mesh import data_place, use_mesh
+from camshaft.distributed.replicas import register
 from camshaft.distributed.run import current
 from camshaft.distributed.sharding import (
     Layout,
@@ -61,7 +62,12 @@ def auto_model(
     ``dp_shard`` and ``cp``, with replicas along ``dp_replicate``; if only ``dp_replicate`` is larger than one, it is
     wrapped in ``DistributedDataParallel``. All ranks first receive the weights of rank 0. The model need not fit on one
     device, because it is moved there block by block. A model on the meta device stays there: initialize it yourself,
-    after ``model.to_empty(device=idist.device())``. The layout arguments have no effect in a single process.
+    after ``model.to_empty(device=idist.device())``, and compute its buffers, also in a run that resumes: checkpoints
+    lack those that are not persistent. The layout arguments have no effect in a single process.
+
+    Replicas must stay equal. If they drift apart, because weights were unfrozen afterwards, the wrapper is not called,
+    or one rank loads other weights, trainers of :func:`camshaft.engine.create_supervised_trainer` warn after the epoch,
+    with the first parameter that differs; in debug mode they raise.
 
     A model that is already wrapped, sharded or parallelized is returned unchanged. With ``mesh``, a model that you have
     made tensor-parallel is still sharded along the other axes, if there are any.
@@ -111,7 +117,9 @@ def auto_model(
         return model
     if any(one.device.type != device.type or device.index not in (None, one.device.index) for one in tensors):
         model.to(device)
-    return cast(Model, backend.wrap_model(model, sync_bn, **kwargs))
+    wrapped = backend.wrap_model(model, sync_bn, **kwargs)
+    register(wrapped, is_replicated=True)
+    return cast(Model, wrapped)
 
 
 def _distributed(
@@ -184,7 +192,8 @@ def auto_dataloader(dataset: Dataset[Any] | Sequence[Any], **kwargs: Any) -> Dat
     shuffle=False is given**. A batch sampler must yield different batches on each rank; in a single process it is drawn
     for a whole epoch. An iterable dataset that has ``shard(num_shards=..., index=...)``, as those of Hugging Face, is
     sharded by rank and worker; any other must itself yield different data on each rank, and the same data on peers. All
-    ranks end at the same step, when the first of them runs out of data.
+    ranks end at the same step, when the first of them runs out of data. Each rank draws its own random numbers for a
+    stream.
 
     Args:
         dataset: what to load.
@@ -202,7 +211,8 @@ def auto_dataloader(dataset: Dataset[Any] | Sequence[Any], **kwargs: Any) -> Dat
         TypeError: an argument has a wrong type.
         ValueError: there are fewer samples than ranks, or with ``drop_last`` than a batch of all ranks, or an order
             expects more or fewer samples than the dataset has. While it is read, if the ranks do not read the same data
-            in the same order, if the dataset has changed its length, or if a sampler yields an index that it lacks.
+            in the same order, if the dataset has changed its length, or if a sampler yields an index that it lacks;
+            or ``in_order`` is False.
 
     >>> auto_dataloader([1.0, 2.0, 3.0], batch_size=2).batch_size
     2

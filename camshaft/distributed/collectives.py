@@ -64,6 +64,8 @@ def all_reduce(tensor: T, op: str = "SUM", group: Any = None) -> T:
 def all_gather(tensor: Any, group: Any = None) -> Any:
     """Gather a value from every rank; every rank gets all of them, in the order of the ranks.
 
+    The result has no gradient. For one, as in a contrastive loss, use ``torch.distributed.nn.functional.all_gather``.
+
     Args:
         tensor: a tensor of the same shape on all ranks, or a number, a string, or any picklable object.
         group: as for :func:`all_reduce`.
@@ -88,7 +90,7 @@ def all_gather(tensor: Any, group: Any = None) -> Any:
             return all_gather_values(backend, tensor, call.group)
         if backend.name is None:
             return tensor
-        here = prepared(backend, tensor)
+        here = prepared(backend, tensor, "all_gather")
         sizes = here.shape or (1,)
         out = here.new_empty((len(call.ranks) * sizes[0], *sizes[1:]))
         backend.all_gather_into(out, here if tensor.dim() else here.view(1), call.group)
@@ -136,7 +138,7 @@ def all_gather_tensors_with_shapes(tensor: Tensor, shapes: Sequence[Sequence[int
             raise ValueError(f"shapes must hold this rank's shape {tuple(tensor.shape)} at {place}, got {plain[place]}")
         call.begin(how=f"{tensor.dtype} {plain}" if backend.job.compares_collectives else "")
         largest = [max(sizes) for sizes in zip(*plain, strict=True)]
-        padded = prepared(backend, tensor).new_zeros(largest)
+        padded = prepared(backend, tensor, "all_gather_tensors_with_shapes").new_zeros(largest)
         padded[tuple(map(slice, tensor.shape))] = tensor.detach()
         stacked = backend.all_gather(padded, call.group).to(tensor.device)
         return [row[tuple(map(slice, shape))] for row, shape in zip(stacked, plain, strict=True)]

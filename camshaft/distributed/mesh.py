@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from contextlib import suppress
-from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from camshaft.distributed.backend import Backend
@@ -20,17 +19,9 @@ if TYPE_CHECKING:
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 _DATA_AXES, _OUTPUT_AXES = AXES[:2], AXES[:3]
-_OTHER_NAMES = {  # of axes and layouts
-    **dict.fromkeys(("fsdp", "fsdp2", "zero"), "dp_shard"),
-    **dict.fromkeys(("data", "dp"), "dp_replicate or dp_shard"),
-    **dict.fromkeys(("model", "mp", "tensor"), "tp"),
-    **dict.fromkeys(("context", "sequence", "sp"), "cp"),
-    "ddp": "dp_replicate",
-    "hsdp": "dp_replicate and dp_shard",
-}
 
 
-def make_mesh(dp_replicate: int = 1, dp_shard: int = 1, cp: int = 1, tp: int = 1, **unknown: int) -> DeviceMesh | None:
+def make_mesh(dp_replicate: int = 1, dp_shard: int = 1, cp: int = 1, tp: int = 1) -> DeviceMesh | None:
     """Arrange the ranks of the job along the axes of a torch ``DeviceMesh``; all ranks must call this.
 
     :func:`get_mesh` then returns this mesh, and data are distributed by it: ranks that differ only along ``cp`` or
@@ -43,13 +34,12 @@ def make_mesh(dp_replicate: int = 1, dp_shard: int = 1, cp: int = 1, tp: int = 1
         cp: number of ranks that divide each sequence (context parallelism); the model is also sharded over them.
         tp: number of ranks that divide layers (tensor parallelism) and process the same samples together.
             One of these sizes may be -1, for the remaining ranks.
-        unknown: there are no other axes; any other name raises an error.
 
     Returns:
         The mesh, with ``dp_shard`` and all axes larger than one; ``None`` in a single process.
 
     Raises:
-        TypeError: a size is not an integer, or there is no such axis.
+        TypeError: a size is not an integer.
         ValueError: a size is out of range, or the product of the sizes is not the number of ranks.
         RuntimeError: a launcher started several processes, but no backend is initialized.
         NotImplementedError: the backend does not support meshes.
@@ -57,10 +47,6 @@ def make_mesh(dp_replicate: int = 1, dp_shard: int = 1, cp: int = 1, tp: int = 1
     >>> make_mesh(dp_shard=-1) is None
     True
     """
-    for name in unknown:
-        meant = _OTHER_NAMES.get(name) or next(iter(get_close_matches(name, AXES, n=1)), None)
-        hint = f": did you mean {meant}?" if meant else ""
-        raise TypeError(f"the axes of a mesh are {', '.join(AXES)}, got {name!r}{hint}")
     backend = current()
     if not backend.has_meshes:
         backend.lack("device meshes", "gloo or nccl")

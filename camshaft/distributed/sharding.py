@@ -12,18 +12,18 @@ from weakref import WeakSet
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from camshaft import activity
 from camshaft.distributed.backend import Backend
 from camshaft.distributed.groups import enter
 from camshaft.distributed.mesh import size_of
 from camshaft.errors import annotate, check_type, described
-from camshaft.sharding import any_dtensor
+from camshaft.sharding import any_dtensor, is_fully_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Shard: TypeAlias = type[nn.Module] | Iterable[type[nn.Module]] | Callable[[nn.Module], bool]
 _MOST_NAMES = 20  # of modules in an error, to find the right one
-_MOST_CHOICES = 3  # of patterns that an error suggests
 _REPLACED = "_camshaft_replaced_in_model"  # set on a parameter for which the model now has a distributed one
 _adapted: WeakSet[Optimizer] = WeakSet()
 
@@ -62,8 +62,8 @@ class Layout:
                 check_type(f"tensor_plan[{pattern!r}]", style, ParallelStyle, "a ParallelStyle")
                 if not any(_matches(name, pattern) for name in names):
                     raise ValueError(
-                        f"tensor_plan has a pattern that matches no module, {pattern!r}: "
-                        + (_longer(names, pattern) or f"the model has {_listed(names)}")
+                        f"tensor_plan has a pattern that matches no module, {pattern!r}, where * matches one component "
+                        f"of a name: the model has {_listed(names)}"
                     )
         if mesh is None:
             return
@@ -90,6 +90,8 @@ class Layout:
         Raises:
             ValueError: modules that shared a weight no longer do.
         """
+        if explained not in activity.explainers:
+            activity.explainers.append(explained)
         before = dict(model.named_parameters(remove_duplicate=False))
         with enter("auto_model", backend, None, how=f"mesh {mesh.mesh_dim_names}"):
             backend.broadcast_model(model)
@@ -174,6 +176,26 @@ class Layout:
                     local.copy_(backend.broadcast(local.contiguous(), backend.members(group)[0], group))
 
 
+def explained(error: BaseException) -> BaseException:
+    """Add a note to an error of a run that torch raises if a method of a sharded model is called in place of forward.
+
+    Its weights are still DTensors there.
+    """
+    trace, method, module = error.__traceback__, "", None
+    while trace is not None and isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
+        code, this = trace.tb_frame.f_code, trace.tb_frame.f_locals.get("self")
+        if module is None and isinstance(this, nn.Module) and is_fully_sharded(this):
+            method, module = code.co_name, this
+        trace = trace.tb_next
+    if module is not None and method not in ("forward", "__call__", "_call_impl", "_wrapped_call_impl"):
+        annotate(
+            error,
+            f"{type(module).__name__}.{method} was called on a sharded model, whose weights are gathered for forward "
+            f"only: call torch.distributed.fsdp.register_fsdp_forward_method(model, {method!r}) after auto_model",
+        )
+    return error
+
+
 def has_distributed(model: nn.Module) -> bool:
     """Return whether a model has distributed parameters: it is sharded or parallelized, perhaps by hand."""
     return any_dtensor(model.parameters())
@@ -239,17 +261,6 @@ def _matches(name: str, pattern: str) -> bool:
     """Return whether torch applies a pattern to a module: each part of its name matches that of the pattern."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
-
-
-def _longer(names: Iterable[str], pattern: str) -> str:
-    """Suggest the shortest patterns that match if each wildcard of a pattern, and one before it, may match dots."""
-    found = [name.split(".") for name in names if name and fnmatchcase(f".{name}", f"*.{pattern}")]
-    shortest = min(map(len, found), default=0)
-    patterns = [
-        ".".join("*" if part.isdecimal() else part for part in parts) for parts in found if len(parts) == shortest
-    ]
-    choices = " or ".join(map(repr, list(dict.fromkeys(patterns))[:_MOST_CHOICES]))
-    return f"* matches one component of a name; did you mean {choices}?" if choices else ""
 
 
 def _listed(names: Iterable[str], most: int = _MOST_NAMES) -> str:

@@ -14,6 +14,7 @@ import pickle
 import reprlib
 import struct
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from numbers import Complex, Integral, Number, Rational, Real
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from camshaft.distributed.backend import Backend, Group
-from camshaft.errors import MismatchError, annotate
+from camshaft.errors import MismatchError, annotate, level_of_caller
 
 Wrong = TypeError | ValueError | None
 """Why this rank cannot take part; all ranks raise it."""
@@ -130,8 +131,10 @@ class Buffer:
         return memoryview(self._content if self._is_here else bytes_of(self.tensor if moved is None else moved))
 
 
-def prepared(backend: Backend, tensor: Tensor) -> Tensor:
+def prepared(backend: Backend, tensor: Tensor, collective: str = "") -> Tensor:
     """Return a tensor on the device and in the layout that the backend works on, without its graph.
+
+    With the name of a collective whose result often enters a loss, warn if the tensor has a graph.
 
     Raises:
         TypeError: it is sparse, quantized, nested or on ``meta``.
@@ -140,6 +143,12 @@ def prepared(backend: Backend, tensor: Tensor) -> Tensor:
         kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
         raise TypeError(f"tensor must be dense and hold values, got a {kind} one on {tensor.device}")
     if tensor.requires_grad:
+        if collective and tensor.grad_fn is not None and torch.is_grad_enabled():
+            warnings.warn(
+                f"{collective} returns values without gradients: where they are needed, use that of "
+                "torch.distributed.nn.functional; elsewhere, pass tensor.detach()",
+                stacklevel=level_of_caller(),
+            )
         tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()

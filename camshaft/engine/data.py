@@ -60,8 +60,11 @@ def samplers_of(data: Any) -> list[Any]:
 
 
 def exact_batches(data: Any) -> Any:
-    """Return the batch sampler of a loader if it can start at any sample: its class has ``position`` and ``seek``."""
-    sampler = getattr(data, "batch_sampler", None)
+    """Return the batch sampler of a loader if it can start at any sample: its class has ``position`` and ``seek``.
+
+    Batches that a loader yields out of order have no position.
+    """
+    sampler = getattr(data, "batch_sampler", None) if getattr(data, "in_order", True) else None
     kind = type(sampler)  # the class, as a mock has every attribute
     return sampler if callable(getattr(kind, "position", None)) and callable(getattr(kind, "seek", None)) else None
 
@@ -311,6 +314,12 @@ class DataIterator:
         if not is_skipped or (self._length is None and not batches):
             return None
         return {"epoch": self._number + over, "batches": 0 if over else batches, "steps": self._length}
+
+    def completed_by_all(self, progress: Progress, start: Progress) -> Progress:
+        """Return the progress that all ranks that share the data have made, which is at least ``start``."""
+        shared = getattr(self._exact, "completed_by_all", None)
+        least: Progress = progress if shared is None else shared(self.engine.run_number, progress, start)
+        return least
 
     def share(self) -> float:
         """Return the size of this rank's batch over the mean size of those of all ranks."""

@@ -676,7 +676,9 @@ class Engine(Serializable, Generic[Batch, Output]):
             what = "accumulated gradients are lost" if self.is_accumulating else "what is saved with it may be ahead"
             hint = "; save in a function that engine.defer calls" if self.in_step else ""
             warnings.warn(f"the state is saved while a step is open: {what}{hint}", stacklevel=level_of_caller())
-        progress = kept if self._run is None else self._run.progress()
+        progress = kept
+        if self._run is not None:
+            progress = self._run.data.completed_by_all(self._run.progress(), self._progress)
         target = "max_epochs" if state.max_iters is None else "max_iters"
         saved: OrderedDict[str, Any] = OrderedDict(epoch_length=state.epoch_length, iteration=progress.iteration)
         saved.update((key, getattr(state, key)) for key in [target, *self.state_dict_user_keys])

@@ -423,7 +423,9 @@ class Accumulation:
     def synchronization(self, engine: Any, is_last: bool) -> AbstractContextManager[Any]:
         """Return the context for a micro-batch, in which ranks exchange gradients only if it is the last."""
         exchanges = is_last or engine.state.epoch_length is None
-        self._exchanges = exchanges or not (self._shards or hasattr(self._model, "no_sync"))
+        # torch does not support no_sync with a static graph; exchanged or not, the gradients of the window are the same
+        can_wait = self._shards or (hasattr(self._model, "no_sync") and not getattr(self._model, "static_graph", False))
+        self._exchanges = exchanges or not can_wait
         if self._exchanges:
             return nullcontext()
         self._is_synchronized = False

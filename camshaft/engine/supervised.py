@@ -17,8 +17,10 @@ from torch.nn.parameter import is_lazy
 
 from camshaft.distributed import get_world_size, model_name
 from camshaft.distributed.coordination.waiting import alone
+from camshaft.distributed.replicas import register
 from camshaft.engine.deterministic import DeterministicEngine
 from camshaft.engine.engine import Engine
+from camshaft.engine.events import Events, Order
 from camshaft.engine.metrics import attach_metrics
 from camshaft.engine.step import (
     Accumulation,
@@ -364,6 +366,7 @@ def create_supervised_trainer(
     _warn_unless_synchronized(model)
     trainer: Engine[Any, Any] = DeterministicEngine(step) if deterministic else Engine(step)
     step.set_mode.attach(trainer)  # type: ignore[attr-defined]  # see _switching
+    _compare_replicas(trainer, model)
     if new_scaler is not None:
         trainer.state.scaler = new_scaler
     return trainer
@@ -510,6 +513,25 @@ def _warn_unless_synchronized(model: Any) -> None:
             "the model through camshaft.distributed.auto_model, unless that is intended",
             stacklevel=level_of_caller(),
         )
+
+
+def _compare_replicas(trainer: Engine[Any, Any], model: Any) -> None:
+    """Compare the replicas of a model when a run starts and after each epoch, and the data that they train on once."""
+    replicas = register(model) if isinstance(model, torch.nn.Module) and get_world_size() > 1 else None
+    if replicas is None:
+        return
+
+    def compare_weights(engine: Engine[Any, Any]) -> None:
+        is_start = engine.last_event_name is Events.STARTED
+        when = "when a run starts" if is_start else f"after epoch {engine.state.epoch}"
+        replicas.compare_weights(engine, f"{when}, in iteration {engine.state.iteration}")
+
+    def compare_data(engine: Engine[Any, Any]) -> None:
+        handle.remove()
+        replicas.compare_data(engine.state.dataloader, engine.state.batch)
+
+    trainer.add_event_handler(Events.STARTED | Events.EPOCH_COMPLETED, compare_weights, order=Order.RESULTS)
+    handle = trainer.add_event_handler(Events.ITERATION_STARTED, compare_data, order=Order.RESULTS)
 
 
 def _kinds(parameters: list[Any]) -> Counter[Any]:

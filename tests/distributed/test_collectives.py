@@ -176,3 +176,21 @@ def test_ranks_and_shapes_must_be_integers():
     for shapes in (5, [1], [(2, 1.0)]):
         with pytest.raises(TypeError, match=r"shapes must hold a shape for each rank, as \(2, 3\), got"):
             idist.all_gather_tensors_with_shapes(torch.ones(2, 1), shapes)
+
+
+@on_ranks(2)
+def test_gathered_tensors_have_no_gradient_and_a_warning_says_so():
+    x = torch.ones(2, 1, requires_grad=True)
+    calls = {
+        "all_gather": idist.all_gather,
+        "all_gather_tensors_with_shapes": lambda one: idist.all_gather_tensors_with_shapes(one, [(2, 1)] * 2),
+    }
+    for name, call in calls.items():
+        with pytest.warns(
+            UserWarning, match=f"{name} returns values without gradients: where they are needed, use that"
+        ):
+            call(2 * x)
+        call(x), call((2 * x).detach())
+        with torch.no_grad():
+            call(2 * x)
+    idist.all_reduce(2 * x)  # which changes its argument

@@ -7,12 +7,19 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 import camshaft.distributed as idist
+from camshaft.engine import Engine
 from tests.ranks import on_ranks
 from tests.threads import on_threads
 
@@ -71,9 +78,12 @@ def close(got, wanted):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"tensor_plan": {"blocks.*.upper": ColwiseParallel()}}, ValueError, "'blocks.*.upper': the model has heads, "),
-        ({"tensor_plan": {"*.up": ColwiseParallel()}}, ValueError, r"one component .* mean 'blocks\.\*\.up'\?$"),
-        ({"tensor_plan": {"up": ColwiseParallel()}}, ValueError, r"'up': .*; did you mean 'blocks\.\*\.up'\?$"),
+        (
+            {"tensor_plan": {"blocks.*.upper": ColwiseParallel()}},
+            ValueError,
+            r"'blocks.*.upper', .*: the model has heads, ",
+        ),
+        ({"tensor_plan": {"up": ColwiseParallel()}}, ValueError, r"'up', where \* matches one component of a name: "),
         ({"tensor_plan": {"blocks": {}}}, TypeError, r"tensor_plan\['blocks'\] must be a ParallelStyle, got {}"),
         ({"tensor_plan": ColwiseParallel}, TypeError, "tensor_plan must be a dict of styles, or a style, got"),
         ({"shard": [nn.Conv2d]}, ValueError, "shard matches no module, got .*: the model has Block, LayerNorm"),
@@ -331,3 +341,19 @@ def test_an_offloaded_model_stays_in_host_memory():
     model = idist.auto_model(Net(), mesh=idist.make_mesh(dp_shard=2), offload_policy=CPUOffloadPolicy(pin_memory=False))
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())
     close([model(INPUTS)], [model(INPUTS)])
+
+
+class Scored(Net):
+    def score(self, x):
+        return self.heads[0](x)
+
+
+@on_ranks(2)
+def test_a_method_called_in_place_of_forward_is_named_with_the_way_out():
+    model = idist.auto_model(Scored(), mesh=idist.make_mesh(dp_shard=-1), shard=[Block])
+    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor") as caught:
+        Engine(lambda engine, batch: model.score(batch)).run([INPUTS])
+    note = "call torch.distributed.fsdp.register_fsdp_forward_method(model, 'score') after auto_model"
+    assert any(note in one and "Scored.score" in one for one in caught.value.__notes__)
+    register_fsdp_forward_method(model, "score")
+    Engine(lambda engine, batch: model.score(batch)).run([INPUTS])

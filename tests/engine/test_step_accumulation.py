@@ -453,7 +453,7 @@ def data_of(sizes):
     return [batches_of(*own, seed=rank) for rank, own in enumerate(sizes)]
 
 
-def on_a_rank(sizes, size, count=6, sized=True, action=None, fails_at=None, **options):
+def on_a_rank(sizes, size, count=6, sized=True, action=None, fails_at=None, static_graph=False, **options):
     """Train on the batches of this rank; give the weights, and how often gradients were exchanged and stepped."""
     exchanges, calls = [], []
 
@@ -467,7 +467,7 @@ def on_a_rank(sizes, size, count=6, sized=True, action=None, fails_at=None, **op
             raise ArithmeticError("no loss")
         return squared(y_pred, y)
 
-    model = DistributedDataParallel(Weighted())
+    model = DistributedDataParallel(Weighted(), static_graph=static_graph)
     model.register_comm_hook(None, hook)
     data = data_of(sizes)[torch.distributed.get_rank()][:count]
     trainer, steps = trainer_of(model, size, loss_fn, **options)
@@ -540,6 +540,13 @@ def test_the_gradient_of_all_ranks_is_clipped(action):
     windows = [[0, 1, 2], [3], [0, 1, 2], [3, 4, 5]] if action else [[0, 1, 2], [3, 4, 5]] * 2
     weights = expected(union(SIZES, windows), lambda parameters: nn.utils.clip_grad_norm_(parameters, LIMIT_RANKS))
     check_ranks(results, weights, 3 if action else 4, 4, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["a shorter last window", "an epoch cut short"])
+def test_a_static_graph_exchanges_in_every_batch(case):
+    arguments, windows, _ = CASES[case]
+    results = run_on_ranks(2, on_a_rank, SIZES, **arguments, static_graph=True)
+    check_ranks(results, expected(union(SIZES, windows)), sum(map(len, windows)), len(windows))
 
 
 @pytest.mark.parametrize("weighed", [False, True], ids=["even batches", "uneven batches by weight"])

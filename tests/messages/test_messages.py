@@ -1284,16 +1284,6 @@ MISTAKES = [
         ),
     ),
     (
-        "idist.make_mesh(fsdp=2)",
-        TypeError,
-        "the axes of a mesh are dp_replicate, dp_shard, cp, tp, got 'fsdp': did you mean dp_shard?",
-    ),
-    (
-        "idist.make_mesh(replicate=2)",
-        TypeError,
-        "the axes of a mesh are dp_replicate, dp_shard, cp, tp, got 'replicate': did you mean dp_replicate?",
-    ),
-    (
         "launched(4)\nidist.make_mesh(dp_shard=-1)",
         RuntimeError,
         (

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
+import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import sha256
-from operator import index
+from operator import attrgetter, index
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from camshaft.distributed.backend import Backend
@@ -25,8 +25,11 @@ from camshaft.distributed.collectives import all_gather, broadcast
 from camshaft.distributed.coordination.waiting import PAUSE, alone, store_at, wait_for
 from camshaft.distributed.run import current
 from camshaft.errors import RankDivergenceError, line_of_caller
+from camshaft.text import counted
 
 _FAREWELL = 10.0  # seconds for which rank 0, whose process usually holds the store, stays until all have read it
+_DONE = ("epoch", "iteration", "done", "position")  # of the progress of an engine
+_PATIENCE = 10.0  # seconds for which a rank that saves waits for the others to come as far
 # In the counter of reports, a rank whose data have ended, and one that has left: above any number of the one before.
 _ENDED, _LEFT = 1 << 32, 1 << 47
 _WHAT = "a synchronized pass over the data"
@@ -34,128 +37,61 @@ _WHAT = "a synchronized pass over the data"
 # --- the same data ---------------------------------------------------------------------------------------------------
 
 
-class DataConsistency:
-    """Compares what the passes of one sampler follow from on all ranks.
+class SharedSource:
+    """What the ranks that divide the data of a sampler have in common: its seed, and what else the order follows from.
 
-    The first rank that starts a pass writes down what it has, and each other rank compares with that: one or two
-    requests to the store per pass, and no rank waits for another. A rank that finds a difference raises and leaves the
-    message, which the others find when they start their next pass. A rank that is a pass behind compares all but the
-    place; so does one that was never told where a pass begins, until it has read two to their ends.
+    A sampler without a seed gets rank 0's ``torch.initial_seed()`` at the time it is created. Rank 0 writes it to the
+    store without waiting. Every other rank reads it when it is first needed, which is when a pass starts, unless a
+    saved position holds the seed; only then does it wait for rank 0 to create the sampler. Where there is no store, the
+    seed is broadcast, deferred to the first use inside of ``one_rank_first``.
 
-    Ranks identify a sampler by the chain of calls that created it, and by how many were created there before: one that
-    a single rank creates, on a line of its own, is not confused with another. A copy is another sampler.
+    When a rank reads the data for the first time, it compares with the rank that did so before, in one request: nobody
+    waits. In debug mode, each pass is compared at its end.
+
+    Ranks identify a sampler by the line of the user's code that creates it, and by how many were created there before.
+    One that is created where only some ranks are, as in ``one_rank_only``, is their own. A copy is another sampler.
+
+    Args:
+        seed: of the user, or ``None``.
     """
 
-    def __init__(self) -> None:
-        backend = current()
-        self.backend = weakref.ref(backend)  # of the thread that creates the sampler; another thread may read it
-        self._name = backend.job.unique_name(f"data/{_calls()}")
-        self._passes, self._place, self._is_over, self._num_ended = 0, (0, 0), False, 0
-
-    def __reduce__(self) -> tuple[type[DataConsistency], tuple[()]]:
-        return DataConsistency, ()
-
-    def place(self, epoch: int, consumed: int) -> None:
-        """Count the pass that starts as a new one: all ranks were told where it begins.
-
-        The same place again is the same pass if only its first batches were read, perhaps on one rank alone.
-        """
-        if self._passes == 0 or self._is_over or self._place != (epoch, consumed):
-            self._passes, self._place, self._is_over = self._passes + 1, (epoch, consumed), False
-
-    def end(self) -> None:
-        """Note that a pass was read to its end."""
-        self._is_over = True
-        self._num_ended += 1
-
-    def check(self, source: Mapping[str, Any], drawn: str | None) -> None:
-        """Compare with what the other ranks have.
-
-        Args:
-            source: what all passes follow from, by name.
-            drawn: what else this one follows from.
-
-        Raises:
-            ValueError: there is a difference.
-        """
-        backend = self.backend()
-        store = store_at(backend, self._name)
-        if backend is None or store is None:
-            return
-        rank, place = backend.topology.rank, {"epoch": self._place[0], "samples skipped": self._place[1]}
-        entry = {**source, **place, "hash of the samples drawn": drawn}
-        text, there = json.dumps([self._passes, rank, entry], default=index), ""
-        mine = json.loads(text)[-1]
-        with suppress(RuntimeError):  # the process that holds the store has ended
-            while True:  # replace the entry of an earlier pass, unless another rank is faster
-                there = store.compare_set("first", there, text).decode()
-                passes, first, theirs = json.loads(there)
-                if there == text or passes is None or passes >= self._passes:
-                    break
-            if passes is None:
-                raise ValueError(theirs)
-            only_others_were_told = self._passes == 0 and min(self._num_ended, passes) >= 2
-            in_same_pass = passes == self._passes or only_others_were_told
-            differences = [
-                f"{name} is {theirs[name]!r} on rank {first}, but {mine[name]!r} on rank {rank}"
-                for name in (mine if in_same_pass else source)
-                if mine[name] != theirs[name]
-            ]
-            if differences:
-                message = "the ranks do not read the same data, so samples would be repeated or skipped: "
-                message += "; ".join(differences)
-                store.set("first", json.dumps([None, rank, message]))
-                raise ValueError(message)
-
-
-class SharedSeed:
-    """The seed of loaders created without one: rank 0's ``torch.initial_seed()`` at the time the loader is created.
-
-    Rank 0 writes it to the store without waiting. Every other rank reads it when it is first needed, which is when a
-    pass starts, unless a saved position holds the seed; only then does it wait for rank 0 to create the loader. So
-    creating a loader never blocks where there is a store. Where there is none, it costs one broadcast, deferred to the
-    first use inside of ``one_rank_first``.
-
-    Ranks identify a loader by the line of the user's code that creates it, and by how many were created there before.
-    A loader created where only some ranks are, as in ``one_rank_only``, takes the seed of its own rank.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, seed: int | None) -> None:
         backend, here = current(), alone.get()
-        self._own = torch.initial_seed()
-        self._value: int | None = None
+        self._own, self._value = torch.initial_seed(), seed
+        self._compared: set[str] = set()
+        self._passes, self._collectives = 0, 0
+        self.backend: Callable[[], Backend | None] = lambda: None
         if here is not None and here.turn is None:
-            self._value = self._own
+            self._value = self._own if seed is None else seed
             return
         self._line = line_of_caller("distributed").rpartition(os.sep)[2]  # folders may differ between nodes
-        self._backend, self._name = weakref.ref(backend), backend.job.unique_name(f"seed/{self._line}")
-        store = store_at(backend, self._name)
-        self._is_broadcast = store is None
-        if store is None:
-            self._value = None if here else self._broadcast()
-        elif backend.topology.rank == 0:
+        self.backend = weakref.ref(backend)  # of the thread that creates the sampler; another thread may read it
+        self._name = backend.job.unique_name(f"data/{self._line}")
+        self._broadcasts = store_at(backend, self._name) is None
+        if seed is None and self._broadcasts:
+            self._value = None if here else _from_rank_0(self._own)
+        elif seed is None and backend.topology.rank == 0:
             self._value = self._own
-            store.set("seed", str(self._value))
+            self._store().set("seed", str(self._own))
 
-    def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        return int, (index(self),)
+    def __reduce__(self) -> tuple[type[SharedSource], tuple[int]]:
+        return SharedSource, (index(self),)
 
     def __index__(self) -> int:
-        """Return the seed; the first call may ask the store for it, and wait until rank 0 has created the loader.
+        """Return the seed; the first call may ask the store for it, and wait until rank 0 has created the sampler.
 
         Raises:
-            RankDivergenceError: rank 0 does not create the loader, or the run has ended.
+            RankDivergenceError: rank 0 does not create the sampler, or the run has ended.
         """
         if self._value is None:
-            self._value = self._broadcast() if self._is_broadcast else self._read()
+            self._value = _from_rank_0(self._own) if self._broadcasts else self._read()
         return self._value
 
-    def _broadcast(self) -> int:
-        return int(broadcast(str(self._own), src=0))  # as text: numbers travel with 63 bits, and seeds have 64
+    def _store(self) -> Any:
+        return store_at(self.backend(), self._name)
 
     def _read(self) -> int:
-        backend = self._backend()
-        store = store_at(backend, self._name)
+        backend, store = self.backend(), self._store()
         if backend is None or store is None:
             raise RankDivergenceError(
                 f"the job ended before this rank read the seed of the loader created at {self._line}, which rank 0 "
@@ -173,14 +109,97 @@ class SharedSeed:
             detail=lambda: detail,
         )
 
+    def begin(self, source: Mapping[str, Any], is_announced: bool) -> None:
+        """Compare with the other ranks what the first pass follows from.
 
-def _calls() -> str:
-    """Return a hash of the chain of calls that led here."""
-    frame, names = sys._getframe(), []
-    while frame.f_back is not None:
-        frame = frame.f_back
-        names.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
-    return sha256(" ".join(names).encode()).hexdigest()[:16]
+        Args:
+            source: by name.
+            is_announced: all ranks were told where the pass begins. They may be told after a rank has read a batch, so
+                the first such pass is compared too.
+
+        Raises:
+            ValueError: there is a difference.
+        """
+        self._collectives = _num_collectives()
+        if is_announced and "announced" not in self._compared:
+            self._compare("announced", source)
+        elif not self._compared:
+            self._compare("first", source)
+
+    def end(self, source: Mapping[str, Any]) -> None:
+        """Compare a pass that was read to its end, in debug mode."""
+        self._passes += 1
+        if (backend := self.backend()) is not None and backend.job.compares_collectives:
+            self._compare(f"pass/{self._passes}", source)
+
+    def _compare(self, key: str, source: Mapping[str, Any]) -> None:
+        self._compared.add(key)
+        backend = self.backend()
+        if backend is None or alone.get() is not None or (store := self._store()) is None:
+            return
+        rank = backend.topology.rank
+        text = json.dumps([rank, source], default=index)
+        try:
+            found = store.compare_set(key, "", text)
+        except RuntimeError:  # the process that holds the store has ended
+            return
+        (first, theirs), (_, mine) = json.loads(found), json.loads(text)
+        differences = [
+            f"{name} is {theirs[name]!r} on rank {first}, but {mine[name]!r} on rank {rank}"
+            for name in mine
+            if mine[name] != theirs[name]
+        ]
+        if differences:
+            raise ValueError(
+                "the ranks do not read the same data, so samples would be repeated or skipped: "
+                f"{'; '.join(differences)} (a loader that only some ranks create belongs into one_rank_only)"
+            )
+
+    def completed_by_all(self, run: int, mine: Any, start: Any) -> Any:
+        """Return the progress of the rank that has completed least, from which a run resumes without a gap.
+
+        Steps with collectives keep the ranks together, and nothing is exchanged. If the ranks have not communicated
+        since the pass began, each writes its progress to the store and waits for the others to come as far, but not for
+        long: to resume from less repeats samples, which is better than to lose them.
+
+        Args:
+            run: number of the run of the engine.
+            mine: the progress of this rank.
+            start: that of the start of the run, for ranks that have not saved in it.
+        """
+        backend, here, deadline, pause = self.backend(), alone.get(), time.monotonic() + _PATIENCE, PAUSE / 50
+        if backend is None or here is not None or self._collectives != _num_collectives():
+            return mine
+        if (store := self._store()) is None:
+            return mine
+        rank, keys = backend.topology.rank, [f"done/{rank}" for rank in range(backend.topology.world_size)]
+        store.set(keys[rank], json.dumps([run, {name: getattr(mine, name) for name in _DONE}]))
+        while True:
+            rows = [json.loads(text) for text in store.multi_get(keys)] if store.check(keys) else []
+            done = [mine._replace(**one) for number, one in rows if number == run]
+            least = min(done, key=attrgetter("iteration")) if len(done) == len(keys) else start
+            if least.iteration >= mine.iteration or time.monotonic() > deadline:
+                break
+            time.sleep(pause)
+            pause *= 2
+        if least is start and least.iteration < mine.iteration:
+            warnings.warn(
+                f"rank {rank} saves after {counted(mine.iteration, 'iteration')}, but not all ranks have saved in this "
+                "run, and no collectives keep them together: what is saved is the progress that all of them have made "
+                "for certain, which is that of the start of the run; save on all ranks",
+                stacklevel=2,
+            )
+        return least if least.iteration < mine.iteration else mine
+
+
+def _from_rank_0(seed: int) -> int:
+    return int(broadcast(str(seed), src=0))  # as text: numbers travel with 63 bits, and seeds have 64
+
+
+def _num_collectives() -> int:
+    """Return how many collectives of torch this process has begun, in all groups."""
+    groups: Any = dist.distributed_c10d._world.pg_map if dist.is_available() else ()
+    return sum(group._get_sequence_number_for_group() for group in groups)
 
 
 # --- the same number of batches ---------------------------------------------------------------------------------------

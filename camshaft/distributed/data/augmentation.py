@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import operator
 import random
 import sys
@@ -123,6 +124,8 @@ class _SeededFetching:
     def __init__(self, dataset: Any, collate: Callable[[Any], Any]) -> None:
         self.dataset, self.collate = dataset, collate
         self._in_batches, self._is_ready = fetches_batches(dataset), is_ready(dataset)
+        self._has_epochs = callable(getattr(dataset, "set_epoch", None))
+        self._epoch: int | None = None  # that a worker has announced
         with suppress(ImportError):  # before the first sample that uses it; in a worker, torch does so
             import_module("numpy.random")
 
@@ -130,6 +133,9 @@ class _SeededFetching:
         if not isinstance(indices, Indices):
             return self.collate(self._fetch(indices))
         if get_worker_info() is not None:  # where torch has imported numpy.random, and nothing needs to be restored
+            if self._has_epochs and indices.epoch != self._epoch:  # a persistent worker has its own dataset
+                self.dataset.set_epoch(indices.epoch)
+                self._epoch = indices.epoch
             return self._seeded(indices)
         with preserved_generators():
             return self._seeded(indices)
@@ -219,6 +225,18 @@ def preserved_generators() -> Iterator[None]:
         torch.default_generator.set_state(torchs)
         if numpy_random is not None:
             numpy_random.set_bit_generator(own)
+
+
+def read_apart(batches: Iterator[Sample], seed: int) -> Iterator[Sample]:
+    """Yield batches that are read in the main process with random numbers of their own, not those of the training."""
+    for number in itertools.count():
+        with preserved_generators():
+            seed_generators(mixed(seed, number))
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+        yield batch
 
 
 def _number(index: Any) -> int:

@@ -7,17 +7,16 @@ import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
-from operator import index
 from types import NoneType
 from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from camshaft.distributed.coordination.data import SharedSeed
-from camshaft.distributed.data.augmentation import SeededLoader
+from camshaft.distributed.data.augmentation import SeededLoader, read_apart
 from camshaft.distributed.data.orders import Order, Sequential, Shuffled
+from camshaft.distributed.data.permutation import key_of
 from camshaft.distributed.data.read_ahead import end_together
 from camshaft.distributed.data.samplers import DistributedProxySampler, ExactBatchSampler, check_length, length_of
 from camshaft.distributed.topology import Topology
@@ -33,9 +32,22 @@ class PlainLoader(DataLoader[Any]):
 
     Attributes:
         is_skipped_forward: a run that resumes within a pass loads the batches that it had before, and discards them.
+        share: of a stream that several ranks read, the number of the share: each draws its own random numbers.
     """
 
     is_skipped_forward = True
+    share: int | None = None
+
+    def _get_iterator(self) -> Any:
+        if self.share is None:
+            return super()._get_iterator()
+        device = torch.get_default_device()
+        drawn = torch.empty((), dtype=torch.int64, device=device).random_(generator=self.generator)  # as torch does
+        seed = key_of(int(drawn), self.share)
+        apart = copy.copy(self)
+        vars(apart)["generator"] = torch.Generator(device=device).manual_seed(seed)
+        iterator = DataLoader._get_iterator(apart)
+        return iterator if self.num_workers else read_apart(iterator, seed)
 
 
 class EvenLoader(PlainLoader):
@@ -107,7 +119,18 @@ def make_loader(
     if not isinstance(sampler, Order | None) and not hasattr(sampler, "__iter__") and not hasattr(sampler, "__len__"):
         raise TypeError(f"sampler must be a sampler, an order or a sequence of indices, got {sampler!r}")
     if batch_size is None and not is_alone and not isinstance(sampler, DistributedSampler):
-        sampler = _padding_sampler(dataset, sampler, options.pop("shuffle", None), seed, place)
+        if size > 1:
+            warnings.warn(
+                "with batch_size=None there are no batches of different sizes: if the samples cannot be divided "
+                "evenly, some are repeated; pass a batch_size",
+                stacklevel=3,
+            )
+        is_shuffled = options.pop("shuffle", None) is not False
+        sampler = (
+            DistributedSampler(dataset, size, rank, is_shuffled, seed or 0)
+            if sampler is None
+            else DistributedProxySampler(sampler, size, rank)
+        )
     has_length = isinstance(sampler, Order | Sized | None) or not is_alone
     if batch_size is None or isinstance(sampler, DistributedSampler) or not has_length:
         return PlainLoader(dataset, batch_size=per_rank, sampler=sampler, **options)
@@ -137,6 +160,11 @@ def make_loader(
 
 def _exact(dataset: Dataset[Any], options: dict[str, Any]) -> DataLoader[Any]:
     """Return the loader of an exact batch sampler, which is told what its indices refer to."""
+    if not options.get("in_order", True):
+        raise ValueError(
+            "in_order must be True, got False: a run resumes after a number of batches, and would repeat or leave out "
+            "those that came out of order"
+        )
     batches: ExactBatchSampler = options["batch_sampler"]
     check_length(batches.source, dataset)
     loader: DataLoader[Any] = SeededLoader(dataset, **options)
@@ -160,51 +188,6 @@ def _with_batch_sampler(dataset: Dataset[Any], options: dict[str, Any], seed: An
     return PlainLoader(dataset, **options)
 
 
-def _padding_sampler(
-    dataset: Dataset[Any], sampler: Any, shuffle: bool | None, seed: int | None, place: tuple[int, int]
-) -> DistributedSampler[Any]:
-    """Return a sampler that distributes samples without batches, in torch's way."""
-    rank, size = place
-    if size > 1:
-        warnings.warn(
-            "with batch_size=None there are no batches of different sizes: if the samples cannot be divided evenly, "
-            "some are repeated; pass a batch_size",
-            stacklevel=4,
-        )
-    if sampler is not None:
-        sampler = sampler if isinstance(sampler, Sampler) else _Indices(sampler)
-        return DistributedProxySampler(sampler, size, rank)
-    is_shuffled = shuffle is not False
-    padding = _PaddingSampler(dataset, size, rank, is_shuffled, 0 if seed is None else seed)
-    if is_shuffled and seed is None:
-        padding.shared_seed = SharedSeed()
-    return padding
-
-
-class _Indices(Sampler[Any]):
-    """A sequence of indices, as a sampler."""
-
-    def __init__(self, indices: Any) -> None:
-        self.indices = indices
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.indices)
-
-    def __len__(self) -> int:
-        return length_of(self.indices)
-
-
-class _PaddingSampler(DistributedSampler[Any]):
-    """torch's sampler, with the seed of rank 0, which is known when the first pass starts."""
-
-    shared_seed: SharedSeed | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        if self.shared_seed is not None:
-            self.seed = index(self.shared_seed) % 2**63  # torch adds the epoch
-        return super().__iter__()
-
-
 def _over_stream(
     dataset: IterableDataset[Any],
     options: dict[str, Any],
@@ -212,15 +195,18 @@ def _over_stream(
     is_alone: bool,
     logger: logging.Logger,
 ) -> DataLoader[Any]:
-    (rank, size), kind = place, type(dataset).__name__
+    (rank, size), kind, workers = place, type(dataset).__name__, options.get("num_workers", 0)
+    has_shards = callable(getattr(dataset, "shard", None))
     if is_alone:
-        workers, shards = options.get("num_workers", 0), getattr(dataset, "num_shards", None)
-        has_shards = callable(getattr(dataset, "shard", None)) and not (isinstance(shards, int) and shards < workers)
-        return PlainLoader(ShardedStream(dataset, 0, 1) if workers and has_shards else dataset, **options)
-    if callable(getattr(dataset, "shard", None)):
-        return EvenLoader(ShardedStream(dataset, rank, size), **options)
-    logger.info("using an iterable dataset as it is: it must yield different samples on each rank")
-    if rank == 0 and size > 1:
+        shards = getattr(dataset, "num_shards", None)
+        has_shards = has_shards and workers > 0 and not (isinstance(shards, int) and shards < workers)
+    if has_shards or (options.get("persistent_workers") and callable(getattr(dataset, "set_epoch", None))):
+        dataset = ShardedStream(dataset, *place) if has_shards else Stream(dataset)
+    if is_alone:
+        return PlainLoader(dataset, **options)
+    if not has_shards:
+        logger.info("using an iterable dataset as it is: it must yield different samples on each rank")
+    if not has_shards and rank == 0 and size > 1:
         warnings.warn(
             f"{kind} has no method shard(num_shards, index), so each of the {size} ranks and each of its workers reads "
             "all of it, unless it splits itself: return the shard of the index-th of num_shards readers from such a "
@@ -229,10 +215,44 @@ def _over_stream(
             "of get_data_parallel_size() * num_workers readers, and ignore this warning",
             stacklevel=4,
         )
-    return EvenLoader(dataset, **options)
+    loader = EvenLoader(dataset, **options)
+    loader.share = rank
+    return loader
 
 
-class ShardedStream(IterableDataset[Any]):
+class Stream(IterableDataset[Any]):
+    """An iterable dataset that knows the epoch in the workers of a loader, even if they outlast it.
+
+    Other attributes are those of the dataset, except ``state_dict`` and ``load_state_dict``.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._epoch = torch.tensor(_UNSET)
+        self._epoch.share_memory_()  # type: ignore[no-untyped-call]  # so persistent workers learn of a new one
+        self._has_epochs = callable(getattr(dataset, "set_epoch", None))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass an epoch to the dataset, here and where the next pass over it is read."""
+        self._epoch.fill_(epoch)
+        if self._has_epochs:
+            self._dataset.set_epoch(epoch)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_dataset", "state_dict", "load_state_dict") or name.startswith("__"):  # when unpickling
+            raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+        return getattr(self._dataset, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._informed(self._dataset))
+
+    def _informed(self, dataset: Any) -> Any:
+        if self._has_epochs and (epoch := int(self._epoch)) != _UNSET:
+            dataset.set_epoch(epoch)
+        return dataset
+
+
+class ShardedStream(Stream):
     """The shard of an iterable dataset that one rank reads; in the workers of a loader, that of the worker.
 
     Other attributes are those of the dataset, except ``state_dict`` and ``load_state_dict``, which concern all shards.
@@ -248,33 +268,17 @@ class ShardedStream(IterableDataset[Any]):
     """
 
     def __init__(self, dataset: Any, rank: int, world_size: int) -> None:
-        self._dataset = dataset
+        super().__init__(dataset)
         self._rank = rank
         self._world_size = world_size
-        self._epoch = torch.tensor(_UNSET)
-        self._epoch.share_memory_()  # type: ignore[no-untyped-call]  # so persistent workers learn of a new one
-        self._has_epochs = callable(getattr(dataset, "set_epoch", None))
         self._check_shards(1)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Pass an epoch to the dataset, and to the next shard, which may not get it from there."""
-        self._epoch.fill_(epoch)
-        if self._has_epochs:
-            self._dataset.set_epoch(epoch)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("_dataset", "state_dict", "load_state_dict") or name.startswith("__"):  # when unpickling
-            raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
-        return getattr(self._dataset, name)
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         workers, worker = (1, 0) if info is None else (info.num_workers, info.id)
         self._check_shards(workers)
         shard = self._dataset.shard(num_shards=self._world_size * workers, index=self._rank * workers + worker)
-        if self._has_epochs and (epoch := int(self._epoch)) != _UNSET:
-            shard.set_epoch(epoch)
-        return _hiding_workers(shard)
+        return _hiding_workers(self._informed(shard))
 
     def _check_shards(self, workers: int) -> None:
         shards = getattr(self._dataset, "num_shards", None)

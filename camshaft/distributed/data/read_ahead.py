@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from abc import ABC
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,10 +15,13 @@ from torch.nn.utils.rnn import PackedSequence
 
 from camshaft.distributed.coordination.data import BatchCount, BatchCounts
 from camshaft.distributed.run import current
+from camshaft.errors import level_of_caller
+from camshaft.text import counted
 from camshaft.tree import apply_to_type
 from camshaft.types import DeviceLike, Stateful
 
 Loader = TypeVar("Loader", bound=Iterable[Any])
+_FEW = 3  # batches that a rank may have left at the end of a pass without a warning
 
 
 # --- ending together -----------------------------------------------------------------------------------------------
@@ -80,9 +84,21 @@ def end_together(batches: Iterator[Any], window: int = 8) -> Iterator[Any]:
             raise end
         if failed:
             raise RuntimeError(f"rank {failed[0]} failed to load batch {given + 1}: {reports[failed[0]].error}")
+        _warn_if_uneven([one.count - common for one in reports], given)
     finally:
         counts.leave()
         end = None  # its traceback refers to this frame, and both would outlast the workers
+
+
+def _warn_if_uneven(left: Sequence[int], given: int) -> None:
+    """Warn on one rank if a pass ended although ranks have several batches left; they know of those read ahead."""
+    most = max(left)
+    if most > _FEW and current().topology.rank == left.index(most):
+        warnings.warn(
+            f"a pass over the stream ended after {counted(given, 'batch')} of each rank, as rank {left.index(0)} has "
+            f"no more: rank {left.index(most)} has at least {most} left, which are dropped; distribute the data evenly",
+            stacklevel=level_of_caller(),
+        )
 
 
 # --- copying to the GPU --------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from zlib import crc32
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 
-from camshaft.distributed.coordination.data import DataConsistency, SharedSeed
+from camshaft.distributed.coordination.data import SharedSource
 from camshaft.distributed.data.augmentation import Indices
 from camshaft.distributed.data.orders import Order, Sequential
 from camshaft.distributed.data.partition import Partition, even_partition, partition_of_batches
@@ -194,16 +194,14 @@ class ExactBatchSampler(BatchSampler):
         self.drop_last = drop_last
         is_shared = current().topology.world_size > 1 and (self.rank, self.num_replicas) == here
         self._is_seed_given = seed is not None
-        self._seed: int | SharedSeed = (
-            index(seed) if seed is not None else SharedSeed() if is_shared else torch.initial_seed()
-        )
+        self._shared = SharedSource(None if seed is None else index(seed)) if is_shared else None
+        self._seed: int | SharedSource = self._shared or index(torch.initial_seed() if seed is None else seed)
         self._epoch = 0
         self.sampler: Any = source if self.num_replicas == 1 and isinstance(source, Sampler) else ExactSampler(self)
         self._begin = 0  # where the next pass starts
         self._is_announced: bool | None = None  # whether set_epoch was called for it; None before the first pass
         self._pass: _Pass | None = None
         self._drawn: _DrawnEpoch | None = None
-        self._consistency = DataConsistency() if is_shared else None
         length = source.length if isinstance(source, Order) else length_of(source)
         if batch_size is not None:  # raises for too few samples, before anything is drawn
             even_partition(0, length, batch_size, self.num_replicas, drop_last)
@@ -241,22 +239,23 @@ class ExactBatchSampler(BatchSampler):
     def _batches(self) -> Iterator[Indices]:
         # A loader with workers asks for two iterators and uses the second: where to start holds until the first batch.
         check_length(self.source, self.dataset)
-        if self._is_announced is False and self.num_replicas == 1 and self._consistency is None:
+        if self._is_announced is False and self.num_replicas == 1 and self._shared is None:
             self._epoch += 1  # there are no other ranks to diverge from
         this: _Pass = self.next_pass()
-        if self._consistency is not None:
-            backend = self._consistency.backend()
+        source: dict[str, Any] = {}
+        if self._shared is not None:
+            backend = self._shared.backend()
             has_mesh = backend is not None and backend.job.mesh is not None  # it ends with the job
             if has_mesh and (now := data_place(backend)) != (self.rank, self.num_replicas):
                 raise RuntimeError(
                     f"this loader was created for part {self.rank} of {self.num_replicas} of the data, but with the "
                     f"mesh, this rank reads part {now[0]} of {now[1]}: call make_mesh before auto_dataloader"
                 )
-            if self._is_announced:
-                self._consistency.place(this.epoch, self._begin)
-            source: dict[str, Any] = {"seed": this.seed, "order": self._describe()}
-            source |= {"batch_size": self.total_batch_size, "drop_last": self.drop_last}
-            self._consistency.check(source, None if this.drawn is None else this.drawn.fingerprint)
+            drawn = None if this.drawn is None else this.drawn.fingerprint
+            source = {"seed": this.seed, "order": self._describe(), "batch_size": self.total_batch_size}
+            source |= {"drop_last": self.drop_last, "epoch": this.epoch, "samples skipped": self._begin}
+            source["hash of the samples drawn"] = drawn
+            self._shared.begin(source, bool(self._is_announced))
         self._pass = this
         self._begin, self._is_announced = 0, False
         steps, step, most = this.partition.steps, 0, _FIRST
@@ -270,8 +269,8 @@ class ExactBatchSampler(BatchSampler):
             end = 0
             for number, size in enumerate(sizes, start=step + 1):
                 begin, end = end, end + size
-                if number == steps and self._consistency is not None:
-                    self._consistency.end()
+                if number == steps and self._shared is not None:
+                    self._shared.end(source)
                 yield Indices(samples[begin:end], this.seed, this.epoch)
             step, most = step + count, min(4 * most, BLOCK)
 
@@ -339,6 +338,10 @@ class ExactBatchSampler(BatchSampler):
         if consumed and this.drawn is not None:
             position["drawn"] = this.drawn.fingerprint
         return position
+
+    def completed_by_all(self, run: int, mine: Any, start: Any) -> Any:
+        """Return the progress of a run that all ranks have completed; see :class:`SharedSource`."""
+        return mine if self._shared is None else self._shared.completed_by_all(run, mine, start)
 
     def seek(self, position: Mapping[str, Any]) -> tuple[int, int]:
         """Start the next pass at the place of another run.

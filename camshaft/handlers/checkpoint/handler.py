@@ -16,6 +16,7 @@ from typing import Any
 
 from camshaft.base import Serializable
 from camshaft.distributed import all_gather, get_rank
+from camshaft.distributed.replicas import compare_saved
 from camshaft.engine.engine import Engine, outermost_engine
 from camshaft.engine.events import Events, HandlerEvents, Order
 from camshaft.engine.state import LazyNumber
@@ -339,6 +340,8 @@ class Checkpoint(Serializable):
             self._warn_of_other_files(saver, filename, key)
         state = take_state(self.to_save, writes, gather=not self.sharded, of_ranks=of_ranks)
         checkpoint = next(iter(state.values())) if len(state) == 1 else state
+        if last != Events.EXCEPTION_RAISED:  # ranks fail in different places
+            compare_saved(self.to_save, engine, f"when {filename} is saved")
         if self.include_self:
             # The state may be the object's own, so the key goes into a copy.
             checkpoint = copy.copy(checkpoint if isinstance(checkpoint, MutableMapping) else state)

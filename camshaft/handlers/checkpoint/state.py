@@ -17,6 +17,7 @@ from camshaft.errors import check_is_no_class, described
 from camshaft.handlers.checkpoint.shards import Chunk, Chunks, like, own_chunk
 from camshaft.handlers.utils import check_type
 from camshaft.sharding import any_dtensor, is_dtensor
+from camshaft.text import counted
 
 _RANKS = "ranks"  # the key of the state of an engine that holds what is different on each rank
 CHECKPOINTER = "checkpointer"
@@ -110,6 +111,8 @@ def take_state(objects: Any, keep: bool, gather: bool = True, of_ranks: bool = F
 def load_state(target: Any, state: Any, module_options: Mapping[str, Any]) -> None:
     """Load the state of an object; a tensor goes where it is needed, sharded as the one that it replaces."""
     target = unwrap(target)
+    if hasattr(target, "_keys_of_ranks") and isinstance(state, Mapping):
+        _check_own_states(state.get(_RANKS) or [state])
     if hasattr(target, "_keys_of_ranks") and isinstance(state, Mapping) and state.get(_RANKS):
         ranks, rank = state[_RANKS], get_rank()
         # A new rank starts a new pass: with the random numbers of another rank, it would only repeat them.
@@ -128,6 +131,17 @@ def load_state(target: Any, state: Any, module_options: Mapping[str, Any]) -> No
         target.load_state_dict(_replaced(lambda where, leaf: like(own.get(where), leaf), state))
     else:
         target.load_state_dict(state)
+
+
+def _check_own_states(ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ``ValueError`` if loaders that save their own state were those of another number of ranks."""
+    is_own = any(isinstance(position := one.get("position"), Mapping) and "state" in position for one in ranks)
+    if is_own and len(ranks) != get_world_size():
+        raise ValueError(
+            f"the checkpoint has the states of the loaders of {counted(len(ranks), 'rank')}, which other loaders would "
+            f"misunderstand, but this job has {counted(get_world_size(), 'rank')}: resume on as many ranks, or restart "
+            "the epoch: load the checkpoint by hand, without 'position' and 'ranks' in the state of the engine"
+        )
 
 
 def split(state: Any, is_first: bool) -> dict[str, Any]:

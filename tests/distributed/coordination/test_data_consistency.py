@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 from datetime import timedelta
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler
 import camshaft.distributed as idist
 from camshaft.distributed.coordination import waiting
 from camshaft.distributed.data import ExactBatchSampler, Sequential, Shuffled
+from camshaft.distributed.run import current
 from camshaft.engine import Engine, Events
 from camshaft.errors import RankDivergenceError
 from tests.ranks import await_watchers, on_ranks
@@ -79,23 +79,51 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
-def test_a_rank_with_different_data_raises_and_so_do_the_others_in_their_next_pass(what):
-    raises_on_both(what)
+def test_a_rank_with_different_data_raises_when_it_first_reads(what):
+    raises(what)
 
 
 @on_ranks(2)
-def raises_on_both(what):
+def raises(what):
     make, message = DIFFERENT[what]
     loader = make(idist.get_rank())
-    first = one_after_the_other(lambda: len(list(loader)))
-    second = one_after_the_other(lambda: len(list(loader)))
-    if idist.get_rank() == 0:
-        assert first == len(loader), "it came first, and does not wait"
-    else:
-        assert first == second
-    assert second.startswith("the ranks do not read the same data, so samples would be repeated or skipped: ")
-    assert message in second
-    assert len(set(idist.all_gather(second))) == 1
+    for announces in (False, True):
+        if announces:
+            loader.sampler.set_epoch(0)
+        found = one_after_the_other(lambda: len(list(loader)))
+        if idist.get_rank() == 0:
+            assert found == len(loader), "it came first, and does not wait"
+        else:
+            assert found.startswith("the ranks do not read the same data, so samples would be repeated or skipped: ")
+            assert message in found
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_later_passes_are_compared_in_debug_mode(debug):
+    compares_later(debug)
+
+
+@on_ranks(2)
+def compares_later(debug):
+    current().job.compares_collectives = debug
+    loader = idist.auto_dataloader(range(12), batch_size=4)
+    for epoch, is_different in ((0, False), (1, True)):
+        loader.sampler.set_epoch(epoch + 5 * is_different * idist.get_rank())
+        current().job.compares_collectives = False  # not what the test does in between
+        idist.barrier()
+        current().job.compares_collectives = debug
+        try:
+            found = len(list(loader))
+        except ValueError as error:
+            found = str(error)
+        current().job.compares_collectives = False
+        outcomes = idist.all_gather(found)
+        current().job.compares_collectives = debug
+        if is_different and debug:
+            assert 3 in outcomes
+            assert any("epoch is " in str(one) and "samples drawn" not in str(one) for one in outcomes)
+        else:
+            assert outcomes == [3, 3]
 
 
 @on_ranks(2)
@@ -103,10 +131,8 @@ def test_a_different_epoch_or_place_in_it_raises():
     rank = idist.get_rank()
     loader = idist.auto_dataloader(range(12), batch_size=4)
     loader.sampler.set_epoch(5 + rank)
-    assert one_after_the_other(lambda: len(list(loader))) == (3, mock.ANY)[rank]
-    if rank:
-        with pytest.raises(ValueError, match="epoch is 5 on rank 0, but 6 on rank 1"):
-            list(loader)
+    found = one_after_the_other(lambda: len(list(loader)))
+    assert found == 3 if rank == 0 else "epoch is 5 on rank 0, but 6 on rank 1" in found
     loader = idist.auto_dataloader(range(12), batch_size=4)
     loader.batch_sampler.seek({**loader.batch_sampler.position(0), "consumed": 4 * rank})
     found = one_after_the_other(lambda: len(list(loader)))
@@ -127,24 +153,11 @@ def test_a_rank_may_read_a_batch_before_the_epoch_is_announced():
 
 
 @on_ranks(2)
-def test_a_rank_without_announced_epochs_raises_in_its_third_pass():
-    rank = idist.get_rank()
-    loader = idist.auto_dataloader(range(12), batch_size=4)
-    next(iter(loader))  # as one rank alone may do
-    for epoch in range(3):
-        if rank:
-            loader.sampler.set_epoch(epoch)
-        found = one_after_the_other(lambda: len(list(loader)))
-        assert found == 3 if epoch < 2 else "epoch is 1 on rank 1, but 0 on rank 0" in found
-
-
-@on_ranks(2)
 def test_engines_raise_if_only_one_rank_resumes():
     rank = idist.get_rank()
-    loader = idist.auto_dataloader(range(12), batch_size=4)
     saved = Engine(lambda engine, batch: None)
-    saved.run(loader, max_epochs=1)
-    engine = Engine(lambda engine, batch: None)
+    saved.run(idist.auto_dataloader(range(12), batch_size=4), max_epochs=1)
+    engine, loader = Engine(lambda engine, batch: None), idist.auto_dataloader(range(12), batch_size=4)
     if rank:
         engine.load_state_dict(saved.state_dict())
     found = one_after_the_other(lambda: engine.run(loader, max_epochs=1 + rank).epoch)
@@ -152,7 +165,7 @@ def test_engines_raise_if_only_one_rank_resumes():
 
 
 @on_ranks(2)
-def test_a_pass_costs_at_most_two_requests_and_leaves_one_key():
+def test_only_the_first_pass_costs_a_request_and_it_leaves_one_key():
     loader = idist.auto_dataloader(range(12), batch_size=2, seed=0)
     store = dist.distributed_c10d._get_default_store()
     await_watchers()
@@ -163,7 +176,7 @@ def test_a_pass_costs_at_most_two_requests_and_leaves_one_key():
         Counted.asked = 0
         with mock.patch("camshaft.distributed.coordination.waiting.PrefixStore", Counted):
             assert len(list(loader)) == 6
-        assert 1 <= Counted.asked <= 2
+        assert Counted.asked == (epoch == 0)
         idist.barrier()
     assert store.num_keys() == before + 1
     idist.barrier()
@@ -227,7 +240,7 @@ def test_a_loader_of_a_single_rank_is_not_compared_with_others():
     loaders = {}
     for number in range(3):
         if idist.get_rank() == number % 2:
-            loaders["alone"] = idist.auto_dataloader(range(20), batch_size=2, seed=number)
+            loaders["alone"] = idist.auto_dataloader(range(20), batch_size=2, seed=number)  # on a line of its own
         loaders[number] = idist.auto_dataloader(range(12), batch_size=4, seed=number)
     for loader in loaders.values():
         list(loader)
@@ -247,20 +260,6 @@ def test_a_copy_is_another_loader():
             one.set_epoch(number)
             assert len(list(one)) == 3
     idist.barrier()
-
-
-@on_ranks(2)
-def test_a_rank_that_is_a_pass_behind_compares_all_but_the_place():
-    rank = idist.get_rank()
-
-    def passes(loader):
-        for epoch in range(1 if rank else 3):
-            loader.sampler.set_epoch(epoch + 1)
-            list(loader)
-
-    for seed in (0, rank):
-        found = one_after_the_other(partial(passes, idist.auto_dataloader(range(12), batch_size=4, seed=seed)))
-        assert found is None if rank == 0 or seed == 0 else "seed is 0 on rank 0, but 1 on rank 1" in found
 
 
 @on_ranks(2)

@@ -7,6 +7,7 @@ import gc
 import itertools
 import multiprocessing
 import time
+import warnings
 import weakref
 from collections import namedtuple
 from datetime import timedelta
@@ -64,6 +65,7 @@ class Samples(IterableDataset):
 
 
 def ending(loader, window=8):
+    warnings.filterwarnings("ignore", "a pass over the stream ended")
     return end_together(iter(loader), window)
 
 
@@ -100,6 +102,20 @@ def test_all_ranks_end_with_the_first_that_runs_out():
         with store_is_left_clean():
             for _ in range(2):
                 assert list(ending(Loader(lengths[rank]), window)) == list(range(min(lengths))), (lengths, window)
+
+
+@on_ranks(2)
+def test_batches_that_are_left_are_reported_on_one_rank():
+    for lengths, given, left in [((100, 1), 1, 7), ((0, 100), 0, 8), ((20, 24), 20, 4), ((20, 23), 20, None)]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert len(list(end_together(iter(Loader(lengths[idist.get_rank()]))))) == given
+        found = [message for part in idist.all_gather([str(one.message) for one in caught]) for message in part]
+        longer = lengths.index(max(lengths))
+        assert len(found) == (left is not None)
+        for message in found:
+            assert f"ended after {given} batch" in message
+            assert f"rank {longer} has at least {left} left, which are dropped; distribute the data evenly" in message
 
 
 @on_ranks(2)

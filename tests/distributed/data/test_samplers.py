@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
+    DataLoader,
     DistributedSampler,
     RandomSampler,
     Sampler,
@@ -21,6 +22,7 @@ from torch.utils.data import (
 
 from camshaft.distributed import DistributedProxySampler, auto
 from camshaft.distributed.data import ExactBatchSampler, Sequential, Shuffled, ShuffledWindows
+from camshaft.engine.data import exact_batches
 from tests.distributed.test_ranks import at_rank
 
 RANKS = st.integers(1, 5)
@@ -572,3 +574,9 @@ def test_a_proxy_refuses_invalid_ranks_and_samplers_without_indices():
         DistributedProxySampler(SequentialSampler(range(3)), num_replicas=2, rank=2)
     with pytest.raises(ValueError, match="sampler must yield 3 indices, as its length says, got none"):
         list(DistributedProxySampler(Drawing(3, 0), num_replicas=1, rank=0))
+
+
+def test_batches_that_come_out_of_order_have_no_position():
+    for in_order in (True, False):
+        loader = DataLoader(range(4), batch_sampler=ExactBatchSampler(Shuffled(4), 2), in_order=in_order)
+        assert (exact_batches(loader) is not None) == in_order

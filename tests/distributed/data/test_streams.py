@@ -5,16 +5,23 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import multiprocessing
 import pickle
+import random
+import warnings
 from unittest import mock
 
+import numpy
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 import camshaft.distributed as idist
 from camshaft.distributed.data.loaders import ShardedStream
+from camshaft.engine import Engine
 from camshaft.types import Stateful
+from camshaft.utils import manual_seed
+from tests.ranks import run_on_ranks
 
 
 class Files(IterableDataset):
@@ -139,3 +146,81 @@ def test_fewer_shards_than_readers_are_refused():
         read(dataset, 2)
     with mock.patch.object(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1):
         gc.collect()  # the workers end with their loader, which the traceback held
+
+
+# --- epochs and random numbers in workers -------------------------------------------------------------------------
+
+
+class Told(Dataset):
+    """Samples that are the epoch that the dataset was told last."""
+
+    epoch = -1
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return self.epoch
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+class ToldStream(IterableDataset):
+    """A stream without shards, likewise."""
+
+    epoch = -1
+
+    def __iter__(self):
+        info = get_worker_info()
+        yield from [self.epoch] * (2 if info is None else 2 // info.num_workers)
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("dataset", [Told(), ToldStream(), Files(range(4))], ids=["map-style", "stream", "shards"])
+def test_an_epoch_reaches_the_dataset_in_workers(dataset, persistent):
+    loader = idist.auto_dataloader(dataset, batch_size=2, num_workers=2, persistent_workers=persistent)
+    epochs = []
+    engine = Engine(lambda engine, batch: epochs.append((engine.state.epoch - 1, *batch.tolist())))
+    engine.run(loader, max_epochs=3)
+    del loader
+    engine.state.dataloader = None
+    told = {
+        (epoch, number // 1000 if isinstance(dataset, Files) else number) for epoch, *rest in epochs for number in rest
+    }
+    assert told == {(0, 0), (1, 1), (2, 2)}
+
+
+class Drawing(IterableDataset):
+    """Random numbers from all three generators, without end; each reader draws its own."""
+
+    def __iter__(self):
+        while True:
+            yield torch.tensor([torch.rand(()).item(), random.random(), numpy.random.random()])
+
+
+def drawn(workers):
+    warnings.simplefilter("ignore")  # that it has no shards, and of forks
+    multiprocessing.process.current_process()._config["daemon"] = False  # else it may have no workers
+    multiprocessing.set_start_method("fork", force=True)
+    manual_seed(5)
+    loader = idist.auto_dataloader(Drawing(), batch_size=1, num_workers=workers * idist.get_nproc_per_node())
+    numbers = [tuple(batch[0].tolist()) for batch in itertools.islice(loader, 4)]
+    del loader
+    return numbers, torch.rand(()).item(), random.random(), numpy.random.random()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_ranks_draw_different_random_numbers_for_streams_and_the_same_otherwise(workers):
+    first, again = run_on_ranks(2, drawn, workers), run_on_ranks(2, drawn, workers)
+    assert first == again, "they follow from the seed"
+    (numbers, *rest), (others, *their_rest) = first
+    for mine, theirs in zip(zip(*numbers, strict=True), zip(*others, strict=True), strict=True):
+        assert len({*mine, *theirs}) == 8
+    assert rest == their_rest, "training draws what it drew without the stream"
+    manual_seed(5)
+    torch.empty((), dtype=torch.int64).random_()
+    assert rest == [torch.rand(()).item(), random.random(), numpy.random.random()]

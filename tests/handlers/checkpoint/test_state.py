@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -12,7 +13,7 @@ from camshaft import distributed as idist
 from camshaft.engine import Engine, Events
 from camshaft.handlers import Checkpoint, DiskSaver
 from tests.handlers.parts import at, load
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, run_on_ranks
 
 
 def make(seed=0, sharded=True):
@@ -79,3 +80,50 @@ def test_sharded_tensors_are_gathered_on_the_rank_on_which_the_disk_saver_writes
     idist.barrier()
     for name, tensor in load(tmp_path / "model_1.pt").items():
         torch.testing.assert_close(tensor, expected[name])
+
+
+class Counting:
+    """A loader with a state of its own."""
+
+    def __init__(self):
+        self.done = 0
+
+    def __iter__(self):
+        while self.done < 5:
+            self.done += 1
+            yield self.done
+        self.done = 0
+
+    def state_dict(self):
+        return {"done": self.done}
+
+    def load_state_dict(self, state):
+        self.done = state["done"]
+
+
+def save_state_of_loader(folder):
+    engine = Engine(lambda engine, batch: None)
+    checkpoint = Checkpoint({"trainer": engine}, folder)
+    engine.add_event_handler(Events.ITERATION_COMPLETED(once=3), checkpoint)
+    engine.run(Counting())
+
+
+def resume_state_of_loader(folder):
+    engine, seen = Engine(lambda engine, batch: seen.append(batch)), []
+    try:
+        Checkpoint({"trainer": engine}, folder).resume_latest()
+    except ValueError as error:
+        return str(error)
+    engine.run(Counting(), max_epochs=1)
+    return seen
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [(2, 2), (1, 1), (2, 1), (2, 3), (1, 2)])
+def test_the_state_of_a_loader_is_that_of_as_many_ranks(tmp_path, saved, resumed):
+    run_on_ranks(saved, save_state_of_loader, tmp_path)
+    for found in run_on_ranks(resumed, resume_state_of_loader, tmp_path):
+        if saved == resumed:
+            assert found == [4, 5]
+        else:
+            assert f"states of the loaders of {saved} rank" in found
+            assert f"but this job has {resumed} rank" in found
