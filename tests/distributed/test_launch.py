@@ -32,6 +32,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 import camshaft.distributed as idist
 from camshaft.distributed import launch
 from camshaft.distributed.registry import module_of
+from camshaft.errors import RankFailedError
 from tests.guards import children, is_running
 from tests.limits import FOREVER, HANG, TIMEOUT, wait_until
 from tests.ranks import context
@@ -463,6 +464,20 @@ def test_an_error_of_a_signal_handler_during_the_report_is_reported_with_the_fir
         launch.work(0, load, None, report)
     assert "EOFError" in reports[-1].text
     assert "worker is killed" in reports[-1].text
+
+
+@pytest.mark.parametrize("is_consequence", [False, True])
+def test_a_process_failed_before_the_others_learnt_of_it(monkeypatch, is_consequence):
+    learnt, reports, other = [], [], RankFailedError("rank 1 failed first")
+
+    def publish(error, backend):
+        learnt.append(time.monotonic())
+        return other if is_consequence else error
+
+    monkeypatch.setattr(launch, "failing", publish)
+    with pytest.raises(RankFailedError if is_consequence else ZeroDivisionError):
+        launch.work(0, lambda: 1 / 0, None, reports.append)
+    assert (reports[0].when > learnt[0]) == is_consequence
 
 
 def test_the_others_learn_what_a_process_failed_with(tmp_path, monkeypatch):
