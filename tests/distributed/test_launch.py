@@ -602,12 +602,12 @@ def be_a_notebook(times, outcomes):
 
 def test_a_cell_that_failed_runs_once_it_is_corrected_however_often():
     outcomes, theirs = context.Pipe(duplex=False)
-    notebook = context.Process(target=be_a_notebook, args=(3, theirs))
+    notebook = context.Process(target=be_a_notebook, args=(2, theirs))
     notebook.start()
     theirs.close()
     try:
         assert received_by(outcomes) is None
-        for _ in range(3):
+        for _ in range(2):
             assert "ValueError: no data" in received_by(outcomes)
             assert received_by(outcomes) is None
     finally:
