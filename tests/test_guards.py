@@ -20,6 +20,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from tests import guards
+from tests.limits import HANG
 
 
 @contextmanager
@@ -169,6 +170,11 @@ def test_files_that_other_commands_create_meanwhile_are_not_left_by_a_test(
     for name in ("site", "build", "dist", "camshaft.egg-info", "left-over"):
         (tmp_path / name).mkdir()
     assert next(watching) == f"files left in {tmp_path}: ['left-over']"
+
+
+def test_what_hangs_is_reported_by_its_test_before_pytest_ends_it(pytestconfig: pytest.Config) -> None:
+    timeouts = [float(pytestconfig.getini(name)) for name in ("timeout", "faulthandler_timeout")]
+    assert HANG < timeouts[0] < timeouts[1]
 
 
 def test_random_states_are_restored() -> None:

@@ -134,7 +134,7 @@ class Job:
     def resource(self, kind: type[R], *args: Any) -> R:
         """Return the job's only resource of a kind, created from the arguments on first use."""
         if kind not in self._resources:
-            self._resources[kind] = kind(*args)
+            self._resources.setdefault(kind, kind(*args))  # another thread may have been faster
         found: R = self._resources[kind]
         return found
 

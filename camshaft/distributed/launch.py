@@ -164,12 +164,12 @@ class Failure(NamedTuple):
     text: str = ""
 
     @classmethod
-    def of(cls, error: BaseException, rank: int) -> Failure:
-        """Describe an exception."""
+    def of(cls, error: BaseException, rank: int, when: float) -> Failure:
+        """Describe an exception that was raised at a time."""
         notes = getattr(error, "__notes__", ()) if sys.version_info < (3, 11) else ()
         text = "".join([*traceback.format_exception(error), *(f"{note}\n" for note in notes)])
         code = exit_code(error) if isinstance(error, SystemExit) else None
-        return cls(time.monotonic(), rank, os.getpid(), code, text)
+        return cls(when, rank, os.getpid(), code, text)
 
     def exception(self) -> ProcessException:
         """Return the error to raise in the parent."""
@@ -224,11 +224,12 @@ def work(
                 raise
         finalize()
     except BaseException as error:  # KeyboardInterrupt, too
+        when = time.monotonic()  # before other ranks learn of it, and fail in consequence
         try:
             found = failing(error, current())
-            report(Failure.of(found, rank))
+            report(Failure.of(found, rank, when if found is error else time.monotonic()))
         except BaseException as later:  # torch's handler of SIGCHLD raises anywhere if a data loader worker was killed
-            report(Failure.of(later, rank))
+            report(Failure.of(later, rank, when))
             raise
         if found is error:
             raise

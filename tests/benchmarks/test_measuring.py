@@ -117,4 +117,4 @@ def test_a_report_ends_with_json_and_lists_skipped_peers(capsys: pytest.CaptureF
     result = json.loads(last)
     assert result["us"]["camshaft"] == {"low": 1.0, "median": 2.0, "high": 3.0}
     assert result["skipped"] == {"lightning": "not installed"}
-    assert set(result["machine"]) == {"date", "cores", "python", "torch"}
+    assert set(result["machine"]) == {"date", "processor", "cores", "python", "torch"}

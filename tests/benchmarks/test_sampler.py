@@ -50,6 +50,7 @@ def test_all_figures_are_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "skipped: torch's samplers at 1e08 (--peers-up-to is 1e07)" in printed
 
 
+@pytest.mark.jobs
 def test_memory_is_measured_in_a_process_of_its_own() -> None:
     command = [sys.executable, str(Path(sampler.__file__)), "--memory-of", "camshaft", "--lengths", "1000"]
     assert float(subprocess.run(command, check=True, capture_output=True, text=True).stdout) >= 0

@@ -32,6 +32,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 import camshaft.distributed as idist
 from camshaft.distributed import launch
 from camshaft.distributed.registry import module_of
+from camshaft.errors import RankFailedError
 from tests.guards import children, is_running
 from tests.limits import FOREVER, HANG, TIMEOUT, wait_until
 from tests.ranks import context
@@ -465,6 +466,20 @@ def test_an_error_of_a_signal_handler_during_the_report_is_reported_with_the_fir
     assert "worker is killed" in reports[-1].text
 
 
+@pytest.mark.parametrize("is_consequence", [False, True])
+def test_a_process_failed_before_the_others_learnt_of_it(monkeypatch, is_consequence):
+    learnt, reports, other = [], [], RankFailedError("rank 1 failed first")
+
+    def publish(error, backend):
+        learnt.append(time.monotonic())
+        return other if is_consequence else error
+
+    monkeypatch.setattr(launch, "failing", publish)
+    with pytest.raises(RankFailedError if is_consequence else ZeroDivisionError):
+        launch.work(0, lambda: 1 / 0, None, reports.append)
+    assert (reports[0].when > learnt[0]) == is_consequence
+
+
 def test_the_others_learn_what_a_process_failed_with(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "_SETTLE", 30.0)  # they may be slow to learn, but this is not what is tested
     with pytest.raises(ProcessRaisedException, match="process 1 failed"):
@@ -602,12 +617,12 @@ def be_a_notebook(times, outcomes):
 
 def test_a_cell_that_failed_runs_once_it_is_corrected_however_often():
     outcomes, theirs = context.Pipe(duplex=False)
-    notebook = context.Process(target=be_a_notebook, args=(3, theirs))
+    notebook = context.Process(target=be_a_notebook, args=(2, theirs))
     notebook.start()
     theirs.close()
     try:
         assert received_by(outcomes) is None
-        for _ in range(3):
+        for _ in range(2):
             assert "ValueError: no data" in received_by(outcomes)
             assert received_by(outcomes) is None
     finally:

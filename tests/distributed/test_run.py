@@ -21,6 +21,7 @@ import torch.distributed as dist
 import camshaft.distributed as idist
 from camshaft import activity
 from camshaft.distributed import run
+from camshaft.distributed.backend import Job, Resource
 from camshaft.distributed.coordination.watcher import Watcher
 from camshaft.distributed.topology import Topology
 from tests.distributed.coordination.stand_in import StoreOnly
@@ -397,6 +398,23 @@ def test_no_thread_adopts_a_group_that_initialize_is_making():
     assert seen == [None]
     assert isinstance(run.current(), Closing)
     run.abandon()
+
+
+class Slow(Resource):
+    together = threading.Barrier(2)
+
+    def __init__(self):
+        self.together.wait()
+
+
+def test_threads_that_use_a_resource_first_get_the_same_one():
+    job, found = Job(), []
+    threads = [threading.Thread(target=lambda: found.append(job.resource(Slow))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [job.find(Slow)] * 2
 
 
 # --- several jobs in one process -------------------------------------------------------------------------------------

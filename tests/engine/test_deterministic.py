@@ -515,10 +515,7 @@ def test_every_iteration_and_epoch_can_be_resumed_from(sampler, length):
         assert batches_of(loader(), 3, length, by_epoch) == whole[epoch * length :]
 
 
-@pytest.mark.parametrize(
-    ("sampler", "size", "length"),
-    [("random", 5, 3), ("random", 5, 2), ("random", 5, 4), ("weighted", 4, 2), ("distributed", 7, 2)],
-)
+@pytest.mark.parametrize(("sampler", "size", "length"), [("random", 5, 4), ("distributed", 7, 2)])
 def test_every_iteration_can_be_resumed_from_with_workers(sampler, size, length):
     def loader():
         return loader_of(size, sampler=sampler, num_workers=2)

@@ -17,7 +17,6 @@ from tests.engine.traces import at
 from tests.layouts import Layout, Net, data_of, full_weights, made, token_loss, tokens, trained_alone
 from tests.ranks import on_ranks
 
-pytestmark = pytest.mark.timeout(88)
 LIMIT = 0.2
 SIZES = [[3, 1, 2, 1, 4], [1, 4, 1, 2, 2], [2, 2, 3, 1, 1], [1, 1, 1, 3, 2]]
 WINDOWS = [[0, 1], [2, 3], [4]]
@@ -193,13 +192,13 @@ def check_all(names):
             check_named(name, check_cut_short, ON_4[name])
 
 
-@on_ranks(4, limit=80)
+@on_ranks(4)
 def test_four_ranks_that_shard_a_model_step_like_one_process_with_no_more_collectives_than_bare_torch():
     check_all(["hsdp", "fsdp2 + tp"])  # in one start of the ranks
 
 
 @pytest.mark.jobs
-@on_ranks(4, limit=80)
+@on_ranks(4)
 def test_four_ranks_step_like_one_process_in_other_layouts_too():
     check_all(["fsdp2", "fsdp2 of parts, without names", "tp"])
 
@@ -208,7 +207,7 @@ def test_four_ranks_step_like_one_process_in_other_layouts_too():
 
 
 @pytest.mark.jobs
-@on_ranks(2, limit=80)
+@on_ranks(2)
 def test_two_ranks_that_shard_a_model_step_like_one_process():
     for name, layout in {"fsdp2": Layout(dp_shard=2), "tp": Layout(tp=2)}.items():
         check_named(name, check_layout, layout)
@@ -216,7 +215,7 @@ def test_two_ranks_that_shard_a_model_step_like_one_process():
 
 
 @pytest.mark.jobs
-@on_ranks(8, limit=80)
+@on_ranks(8)
 def test_eight_ranks_with_three_mesh_dimensions_step_like_one_process():
     check_layout(Layout(dp_replicate=2, dp_shard=2, tp=2))
 
@@ -227,7 +226,7 @@ def compile_blocks(net):
 
 
 @pytest.mark.jobs
-@on_ranks(2, limit=80)
+@on_ranks(2)
 def test_blocks_may_be_compiled():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the compiler
@@ -235,7 +234,7 @@ def test_blocks_may_be_compiled():
             check_named(name, check_layout, layout, 1, compile_blocks)
 
 
-@on_ranks(2, limit=80)
+@on_ranks(2)
 def test_a_scaler_that_is_disabled_has_no_effect():
     def weights_after(scaler):
         model = made(Layout(dp_shard=2))
@@ -251,7 +250,7 @@ def test_a_scaler_that_is_disabled_has_no_effect():
         assert torch.allclose(one, other, atol=0.02)  # one of them was computed in lower precision
 
 
-@on_ranks(2, limit=80)
+@on_ranks(2)
 def test_an_optimizer_that_was_created_before_the_model_was_sharded_is_rejected():
     for layout in (Layout(dp_shard=2), Layout(tp=2)):
         model = Net()

@@ -122,7 +122,7 @@ def test_handlers_of_models_see_whole_weights_of_sharded_models(name):
     check_model_handlers(LAYOUTS[name])
 
 
-@on_ranks(2, limit=80)
+@on_ranks(2)
 def test_sharded_weights_of_low_precision_are_averaged_in_float32():
     from torch.distributed.fsdp import fully_shard
 

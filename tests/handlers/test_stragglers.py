@@ -58,8 +58,8 @@ def fast():
         yield
 
 
-def train(step, data=lambda: range(20), epochs=200, prepare=lambda trainer: None, iterations=20):
-    """Train until rank 0 has logged something, at most this long; return what each rank has logged first."""
+def train(step, data=lambda: range(20), epochs=1_000_000, prepare=lambda trainer: None, iterations=20):
+    """Train until rank 0 has logged something, or for some epochs; return what each rank has logged first."""
     model = DistributedDataParallel(nn.Linear(4, 4))
 
     def update(engine, batch):

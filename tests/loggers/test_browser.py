@@ -54,7 +54,7 @@ def server(tmp_path):
         yield until(process, log, lambda: re.search(r"http://127\.0\.0\.1:\d+/", log.read_text()))[0]
     finally:
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait(30)
+        process.wait(HANG)
 
 
 def until(process, log, find):

@@ -150,7 +150,7 @@ def stop(process):
     """Kill the server and its child processes."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait(30)
+    process.wait(HANG)
 
 
 def test_metrics_are_sent_to_a_server(server, store, tmp_path):

@@ -102,7 +102,7 @@ def passes(dataset, num_epochs=2, workers=None, collate_fn=None, **of_sampler):
     return seen
 
 
-@pytest.fixture(params=[(0, False), (1, False), (3, False), (3, True)], ids=["0", "1", "3", "3 persistent"])
+@pytest.fixture(params=[(0, False), (2, False), (2, True)], ids=["0", "2", "2 persistent"])
 def workers(request, monkeypatch):
     number, persistent = request.param
     monkeypatch.setattr(DataLoader, "check_worker_number_rationality", lambda self: None)  # it warns on few cores

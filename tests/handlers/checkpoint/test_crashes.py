@@ -116,11 +116,12 @@ MODES = {
 
 
 CASES = [*((mode, False) for mode in MODES), *((mode, True) for mode in ("two", "one name", "sharded"))]
+QUICK = [("two", False), ("one name", False), ("best", False), ("two", True)]
 
 
 @pytest.mark.parametrize(
     ("mode", "asynchronous"),
-    [pytest.param(*case, marks=[pytest.mark.jobs] if MODES[case[0]].get("sharded") else []) for case in CASES],
+    [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.jobs]) for case in CASES],
 )
 @on_ranks(1)
 def test_a_kill_at_any_disk_change_loses_no_saved_checkpoint(tmp_path, mode, asynchronous):
@@ -188,7 +189,7 @@ def run_kills(folder: Path, *arguments: object) -> list[str]:
     return result.stdout.splitlines()
 
 
-@pytest.mark.parametrize("mode", ["waiting", "background"])
+@pytest.mark.parametrize("mode", [pytest.param("waiting", marks=pytest.mark.jobs), "background"])
 def test_a_killed_process_resumes_from_the_last_reported_checkpoint(tmp_path, mode):
     assert len(run_kills(tmp_path, 4, mode)) == 4
 
