@@ -6,9 +6,9 @@
     mpirun -np 2 python examples/cifar10.py --backend mpi
 
 You see a progress bar with the running loss, and the accuracy on the test images after each epoch, exact over all
-processes. The training stops early when it no longer improves, the best weights and the latest checkpoint are kept in
-`runs/cifar10`, and the same command resumes after a kill. Without `--data`, small files in the format of CIFAR-10 are
-generated, with a frame of another color for each class; the real ones are at
+processes. The best weights and the latest checkpoint are kept in `runs/cifar10`, and the same command resumes after a
+kill. With more epochs, `--patience` ends a training that no longer improves. Without `--data`, small files in the
+format of CIFAR-10 are generated, with a frame of another color for each class; the real ones are at
 https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz.
 """
 
@@ -32,7 +32,6 @@ from camshaft.handlers import (
     ProgressBar,
     RunningAverage,
     TerminateOnNan,
-    attach_metrics,
     global_step_from_engine,
 )
 from camshaft.utils import manual_seed
@@ -89,8 +88,8 @@ def training(local_rank: int, config: argparse.Namespace) -> float:
     optimizer = idist.auto_optim(torch.optim.AdamW(model.parameters(), lr=config.lr))
     loss_function = nn.functional.cross_entropy
     trainer = create_supervised_trainer(model, optimizer, loss_function, device, prepare_batch=prepare_batch)
-    evaluator = create_supervised_evaluator(model, device=device, prepare_batch=prepare_batch)
-    attach_metrics(evaluator, {"accuracy": MulticlassAccuracy(10, average="micro", validate_args=False)})
+    metrics = {"accuracy": MulticlassAccuracy(10, average="micro", validate_args=False)}
+    evaluator = create_supervised_evaluator(model, metrics, device, prepare_batch=prepare_batch)
 
     steps = config.epochs * len(train_loader)
     schedule = LRScheduler(torch.optim.lr_scheduler.OneCycleLR(optimizer, config.lr, total_steps=steps + 1))
@@ -104,7 +103,7 @@ def training(local_rank: int, config: argparse.Namespace) -> float:
     def accuracy(engine: Engine) -> float:
         return float(engine.state.metrics["accuracy"])
 
-    stopping = EarlyStopping(patience=5, score_function=accuracy, trainer=trainer)
+    stopping = EarlyStopping(config.patience, score_function=accuracy, trainer=trainer)
     epoch = global_step_from_engine(trainer)
     best = Checkpoint({"model": model}, config.output, "best", accuracy, "accuracy", global_step_transform=epoch)
     evaluator.add_event_handler(Events.COMPLETED, stopping)
@@ -120,8 +119,10 @@ def training(local_rank: int, config: argparse.Namespace) -> float:
     trainer.add_event_handler(Events.EPOCH_COMPLETED, latest)  # after `evaluate`, which was registered earlier
     if (newest := latest.resume_latest()) is not None:
         bar.log_message(f"resuming from {newest}")
-
-    trainer.run(train_loader, max_epochs=config.epochs)
+    if trainer.state.iteration >= steps:
+        bar.log_message(f"already finished: pass more than --epochs {config.epochs} to continue")
+    else:
+        trainer.run(train_loader, max_epochs=config.epochs)
     return float(evaluator.state.metrics.get("accuracy", 0.0))
 
 
@@ -132,6 +133,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=6, help="passes over the images, in all runs (default: 6)")
     parser.add_argument("--batch_size", type=int, default=30, help="images in a step, over all processes")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate (default: 0.002)")
+    parser.add_argument("--patience", type=int, default=5, help="epochs without a better accuracy before it stops")
     parser.add_argument("--seed", type=int, default=17)
     parser.add_argument("--backend", help="gloo, nccl, mpi, horovod, xla-tpu, or auto (default: a single process)")
     parser.add_argument("--nproc_per_node", type=int, help="processes to start; omit under a launcher")

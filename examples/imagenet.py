@@ -5,7 +5,7 @@
     tensorboard --logdir runs/imagenet
 
 The data are a folder with `train` and `val`, with one folder of images per class in each. You see a progress bar with
-the loss and images per second, and after each epoch the accuracy (top 1 and top 5) over all validation images, each
+the loss, and after each epoch the images per second and the accuracy (top 1 and top 5) over all validation images, each
 counted once on any number of processes. It is that of the averaged weights, the best of which are kept as
 `runs/imagenet/best_model_*.pt`. Kill the training at any time, or let Slurm preempt it: the same command resumes with
 the next image, also on another number of processes. When it has finished, the same command does nothing.
@@ -31,7 +31,6 @@ from camshaft.handlers import (
     ProgressBar,
     TensorboardLogger,
     Throughput,
-    attach_metrics,
     create_lr_scheduler_with_warmup,
     global_step_from_engine,
 )
@@ -125,16 +124,16 @@ def training(local_rank: int, config: argparse.Namespace) -> dict[str, float]:
     # the averaged weights, which are evaluated and kept
     average = EMAHandler(network, momentum=min(0.1, 50 / steps), momentum_warmup=0.5, warmup_iters=warm_up)
     average.attach(trainer)
-    evaluator = create_supervised_evaluator(
-        average.ema_model, device=device, non_blocking=True, prepare_batch=prepare_batch, **precision
-    )
     accuracy: Any = {"num_classes": len(train_data.classes), "average": "micro", "validate_args": False}
-    attach_metrics(evaluator, {f"top{k}": MulticlassAccuracy(top_k=k, **accuracy) for k in (1, 5)})
+    metrics = {f"top{k}": MulticlassAccuracy(top_k=k, **accuracy) for k in (1, 5)}
+    evaluator = create_supervised_evaluator(
+        average.ema_model, metrics, device, non_blocking=True, prepare_batch=prepare_batch, **precision
+    )
 
     every = Events.ITERATION_COMPLETED(every=config.log_every)
     Throughput(samples=lambda batch: len(batch[1])).attach(trainer, every)
     bar = ProgressBar()
-    bar.attach(trainer, ["samples_per_second"], output_transform=lambda loss: {"loss": loss})
+    bar.attach(trainer, output_transform=lambda loss: {"loss": loss})
     logger = TensorboardLogger(log_dir=config.output)
     logger.attach_output_handler(
         trainer, every, "training", ["samples_per_second"], output_transform=lambda loss: {"loss": loss}
@@ -152,8 +151,9 @@ def training(local_rank: int, config: argparse.Namespace) -> dict[str, float]:
 
     @trainer.on(Events.EPOCH_COMPLETED)
     def evaluate(engine: Engine) -> None:
-        metrics = evaluator.run(val_loader).metrics
-        bar.log_message(f"epoch {engine.state.epoch}: top 1 {metrics['top1']:.2%}, top 5 {metrics['top5']:.2%}")
+        top1, top5 = map(evaluator.run(val_loader).metrics.get, ("top1", "top5"))
+        speed = engine.state.metrics["samples_per_second"]
+        bar.log_message(f"epoch {engine.state.epoch}: top 1 {top1:.2%}, top 5 {top5:.2%}; {speed:.0f} images/s")
 
     to_save = {"trainer": trainer, "model": model, "optimizer": optimizer, "schedule": schedule, "average": average}
     to_save["best"] = best

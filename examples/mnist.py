@@ -29,7 +29,6 @@ from camshaft.handlers import (
     ModelCheckpoint,
     ProgressBar,
     TensorboardLogger,
-    attach_metrics,
     global_step_from_engine,
 )
 from camshaft.utils import manual_seed
@@ -90,8 +89,7 @@ def training(local_rank: int, config: argparse.Namespace) -> float | None:
     loaders, evaluators = {}, {}
     for name, part in zip(("train", "validation"), parts, strict=True):
         loaders[name] = idist.auto_dataloader(part, batch_size=512, shuffle=False)
-        evaluators[name] = create_supervised_evaluator(model, device=idist.device())
-        attach_metrics(evaluators[name], {"accuracy": Accuracy()})
+        evaluators[name] = create_supervised_evaluator(model, {"accuracy": Accuracy()}, device=idist.device())
 
     @trainer.on(Events.EPOCH_COMPLETED)
     def evaluate(engine: Engine) -> None:
@@ -101,11 +99,9 @@ def training(local_rank: int, config: argparse.Namespace) -> float | None:
     best = ModelCheckpoint(config.output, "best", score_name="accuracy", require_empty=not config.checkpoints)
     evaluators["validation"].add_event_handler(Events.COMPLETED, best, {"model": model})
     to_save: dict[str, Any] = {"trainer": trainer, "model": model, "optimizer": optimizer, "best": best}
-
     if config.patience:
         to_save["stopping"] = EarlyStopping(config.patience, Checkpoint.get_default_score_fn("accuracy"), trainer)
         evaluators["validation"].add_event_handler(Events.COMPLETED, to_save["stopping"])
-
     if config.tensorboard:
         logger = TensorboardLogger(log_dir=config.tensorboard)
         logger.attach_output_handler(
@@ -136,9 +132,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch_size", type=int, default=32, help="images in a batch, over all processes")
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate (default: 0.002)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the weights and the order of the data")
-    parser.add_argument(
-        "--output", type=Path, help="folder for the best model (default: in --checkpoints, or a new one)"
-    )
+    parser.add_argument("--output", type=Path, help="folder for the best model (default: a new one)")
     parser.add_argument("--checkpoints", type=Path, help="folder for the newest checkpoint, from which a run resumes")
     parser.add_argument("--tensorboard", type=Path, help="folder for TensorBoard curves")
     parser.add_argument("--patience", type=int, help="stop after this many epochs without improvement")

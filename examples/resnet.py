@@ -27,7 +27,6 @@ from camshaft.handlers import (
     CosineAnnealingScheduler,
     EMAHandler,
     Throughput,
-    attach_metrics,
     create_lr_scheduler_with_warmup,
 )
 from camshaft.utils import manual_seed
@@ -138,8 +137,8 @@ def training(local_rank: int, config: argparse.Namespace) -> dict[str, float]:
 
     evaluators = {}
     for name, one in (("model", model), ("average", average)):
-        evaluators[name] = create_supervised_evaluator(one, device=idist.device(), non_blocking=True)
-        attach_metrics(evaluators[name], {"accuracy": Accuracy()})
+        metrics = {"accuracy": Accuracy()}
+        evaluators[name] = create_supervised_evaluator(one, metrics, device=idist.device(), non_blocking=True)
 
     @trainer.on(Events.EPOCH_COMPLETED)
     def evaluate() -> None:

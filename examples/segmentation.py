@@ -26,7 +26,6 @@ from torchvision.transforms.v2 import functional
 
 import camshaft.distributed as idist
 from camshaft.engine import Engine, Events, create_supervised_evaluator, create_supervised_trainer
-from camshaft.handlers import attach_metrics
 from camshaft.utils import manual_seed
 
 BORDER = 255  # pixels of Pascal VOC that belong to no class
@@ -102,8 +101,8 @@ def training(local_rank: int, config: argparse.Namespace) -> float:
     loss_function = nn.CrossEntropyLoss(ignore_index=BORDER)
     options: Any = {"device": device, "model_transform": lambda output: output["out"]}  # the model returns a dict
     trainer = create_supervised_trainer(model, optimizer, loss_function, **options)
-    evaluator = create_supervised_evaluator(model, **options)
-    attach_metrics(evaluator, {"iou": MulticlassJaccardIndex(classes, ignore_index=BORDER, validate_args=False)})
+    metrics = {"iou": MulticlassJaccardIndex(classes, ignore_index=BORDER, validate_args=False)}
+    evaluator = create_supervised_evaluator(model, metrics, **options)
 
     @trainer.on(Events.EPOCH_COMPLETED)
     def evaluate(engine: Engine) -> None:

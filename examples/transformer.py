@@ -122,8 +122,8 @@ def training(local_rank: int, config: argparse.Namespace) -> None:
         objects = {"trainer": trainer, "model": model, "optimizer": optimizer}
         checkpoint = Checkpoint(objects, config.checkpoints, sharded=bool(layout))
         trainer.add_event_handler(Events.EPOCH_COMPLETED, checkpoint)
-        if config.resume:
-            checkpoint.resume_latest()
+        if config.resume and (newest := checkpoint.resume_latest()) is not None:
+            show(f"resuming from {newest}")
 
     trainer.run(data, max_epochs=config.epochs)
     show(write(model), flush=True)

@@ -5,6 +5,8 @@ word on its own, such as `device` or `send`, is usually an argument or another l
 
 A table of three or more columns with code and text does not fit on a phone, where its cells are stacked (site.css):
 each cell gets the heading of its column as a label. The path in a heading of the API may wrap after its dots.
+
+The table of contents leaves out methods that many classes have, such as `state_dict`.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 CELL = re.compile(r"<t([hd])([^>]*)>(.*?)</t\1>", re.DOTALL)
 TAG = re.compile(r"<[^>]+>")
 PATH = re.compile(r"(?<=doc-object-name )([^>]*>)([\w.]+)")
+COMMON = ("__call__", "load_state_dict", "state_dict")  # methods that are not listed in a table of contents
 identifiers: dict[str, str] = {}
 
 
@@ -38,6 +41,15 @@ def on_config(config: Any) -> None:
 def on_page_content(html: str, **arguments: Any) -> str:
     html = PATH.sub(lambda name: name[1] + name[2].replace(".", ".<wbr>"), html)
     return PART.sub(link, TABLE.sub(labelled, html))
+
+
+def on_page_context(context: dict[str, Any], page: Any, **arguments: Any) -> None:
+    def prune(entries: list[Any]) -> None:
+        entries[:] = [one for one in entries if one.id.rpartition(".")[2] not in COMMON]
+        for one in entries:
+            prune(one.children)
+
+    prune(page.toc.items)
 
 
 def labelled(table: re.Match[str]) -> str:
