@@ -51,7 +51,7 @@ def outermost_engine() -> Engine[Any, Any] | None:
 
 def _is_rest(data: Any, progress: Progress, length: int | None) -> bool:
     """Return whether a sequence has the length of the rest of an epoch, as of batches that were left."""
-    return not hasattr(data, "dataset") and length_of(data) == (length or 0) - progress.done
+    return length is not None and not hasattr(data, "dataset") and length_of(data) == length - progress.done
 
 
 def _is_read(data: Any, state: State[Any, Any]) -> bool:

@@ -306,7 +306,7 @@ class Run:
     def in_step(self) -> bool:
         """Whether an iteration or a window of accumulated gradients is open, and its end is to come."""
         is_open = self.is_accumulating or self.begun > self.completed or self._fetched > self.begun
-        return is_open and self.in_epoch and not self.is_leaving
+        return is_open and self.in_epoch and self.is_active and not self.is_leaving
 
     def _do_what_is_due(self) -> None:
         if self.in_epoch and not self.is_leaving:

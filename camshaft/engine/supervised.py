@@ -309,6 +309,9 @@ def create_supervised_trainer(
 ) -> Engine[Any, Any]:
     """Return an engine that trains a model on batches of inputs and targets.
 
+    A run starts with the whole model in train mode. To freeze a part, such as the statistics of batch norm in a
+    backbone, put it into eval mode in a handler of ``STARTED`` or ``EPOCH_STARTED``; evaluations do not change that.
+
     Args:
         model: the model, plain, compiled, wrapped for several ranks, or sharded by ``fully_shard`` or
             ``parallelize_module``, on one or several meshes. It is not moved.

@@ -433,10 +433,13 @@ def test_a_state_that_does_not_know_its_length_learns_it_when_resumed(arguments)
 
 
 def test_a_state_that_does_not_know_its_length_is_not_resumed_without_one():
-    engine = Engine(echo)
-    engine.load_state_dict({"iteration": 6, "epoch_length": None, "max_epochs": 3})
-    with pytest.raises(ValueError, match="epoch_length"):
-        engine.run()
+    for iteration in (0, 6):
+        engine = Engine(echo)
+        engine.load_state_dict({"iteration": iteration, "epoch_length": None, "max_epochs": 3})
+        with pytest.raises(ValueError, match="epoch_length"):
+            engine.run()
+        with pytest.raises(ValueError, match="at least one batch"):
+            engine.run([])
 
 
 def test_a_state_given_by_hand_after_a_failure_counts_as_it_is():
