@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from camshaft.distributed import cores, run
-from tests.distributed.coordination.stand_in import StoreOnly
+from tests.distributed.failures.stand_in import StoreOnly
 
 
 @pytest.fixture

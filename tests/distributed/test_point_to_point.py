@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import camshaft.distributed as idist
 from camshaft.distributed import point_to_point
-from camshaft.distributed.coordination.waiting import only
+from camshaft.distributed.failures.waiting import only
 from camshaft.distributed.run import current
 from camshaft.errors import RankDivergenceError
 from tests.guards import outlasting

@@ -17,13 +17,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from camshaft.distributed.failures import Watcher
 
 import camshaft.distributed as idist
 from camshaft import activity
 from camshaft.distributed import run
-from camshaft.distributed.coordination.watcher import Watcher
 from camshaft.distributed.topology import Topology
-from tests.distributed.coordination.stand_in import StoreOnly
+from tests.distributed.failures.stand_in import StoreOnly
 from tests.distributed.observed import step
 from tests.distributed.test_ranks import Somewhere
 from tests.limits import TIMEOUT, wait_until

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 import camshaft.distributed as idist
-from camshaft.distributed.coordination import waiting
 from camshaft.distributed.data import ExactBatchSampler, Sequential, Shuffled
+from camshaft.distributed.failures import waiting
 from camshaft.engine import Engine, Events
 from camshaft.errors import RankDivergenceError
 from tests.ranks import await_watchers, on_ranks
@@ -161,7 +161,7 @@ def test_a_pass_costs_at_most_two_requests_and_leaves_one_key():
     for epoch in range(4):
         loader.sampler.set_epoch(epoch)
         Counted.asked = 0
-        with mock.patch("camshaft.distributed.coordination.waiting.PrefixStore", Counted):
+        with mock.patch("camshaft.distributed.failures.waiting.PrefixStore", Counted):
             assert len(list(loader)) == 6
         assert 1 <= Counted.asked <= 2
         idist.barrier()
@@ -329,7 +329,7 @@ def test_loaders_without_a_seed_share_torchs_seed_of_rank_0():
 def test_the_seed_is_requested_once_and_creating_a_loader_does_not_block():
     rank = idist.get_rank()
     await_watchers()
-    with mock.patch("camshaft.distributed.coordination.waiting.PrefixStore", Counted):
+    with mock.patch("camshaft.distributed.failures.waiting.PrefixStore", Counted):
         if rank == 1:
             loader = make()
             assert Counted.asked == 0

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from threading import get_ident
 from typing import NamedTuple, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -14,6 +15,7 @@ from torch.distributed import DistNetworkError
 
 from camshaft.distributed.backend import Backend
 from camshaft.errors import RankDivergenceError
+from camshaft.text import shortened_ranks
 
 T = TypeVar("T")
 PAUSE = 0.05  # longest time between two requests of a rank that waits, in seconds; later it is a second
@@ -41,6 +43,9 @@ class Alone(NamedTuple):
 alone: ContextVar[Alone | None] = ContextVar("camshaft_alone", default=None)
 """What this thread runs at the moment without other ranks; every collective checks it."""
 
+inside: dict[int, list[Alone]] = {}
+"""The same by the identifiers of threads, outermost first, for reports on this process."""
+
 
 @contextlib.contextmanager
 def only(present: Sequence[int], what: str, where: str, turn: tuple[int, bool] | None = None) -> Iterator[None]:
@@ -49,11 +54,16 @@ def only(present: Sequence[int], what: str, where: str, turn: tuple[int, bool] |
     here = frozenset(present)
     if outer is not None:
         here, turn = here & outer.present, turn or outer.turn
-    token = alone.set(Alone(here, what, where, turn))
+    block = Alone(here, what, where, turn)
+    token, blocks = alone.set(block), inside.setdefault(get_ident(), [])
+    blocks.append(block)
     try:
         yield
     finally:
         alone.reset(token)
+        blocks.remove(block)
+        if not blocks:
+            inside.pop(get_ident(), None)
 
 
 def check_all_present(collective: str, ranks: Sequence[int], rank: int) -> None:
@@ -65,10 +75,10 @@ def check_all_present(collective: str, ranks: Sequence[int], rank: int) -> None:
     here = alone.get()
     if here is None or here.present.issuperset(ranks):
         return
-    absent = sorted(set(ranks) - here.present)
+    absent, present = shortened_ranks(set(ranks) - here.present), shortened_ranks(here.present)
     raise RankDivergenceError(
         f"{collective} on rank {rank} waits for ranks {absent}, which do not run {here.what} ({here.where}); "
-        f"only ranks {sorted(here.present)} do: move the call outside of it, or use a group of these ranks"
+        f"only ranks {present} do: move the call outside of it, or use a group of these ranks"
     )
 
 
