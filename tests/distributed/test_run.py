@@ -17,11 +17,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from camshaft.distributed.failures import Watcher
 
 import camshaft.distributed as idist
 from camshaft import activity
 from camshaft.distributed import run
+from camshaft.distributed.failures import Watcher
 from camshaft.distributed.topology import Topology
 from tests.distributed.failures.stand_in import StoreOnly
 from tests.distributed.observed import step
@@ -407,7 +407,7 @@ def test_the_hook_of_each_job_goes_with_it_and_reports_once(monkeypatch, wraps):
     """torch, for one, adds a hook to the present one with each group, and never removes it."""
     printed = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: printed.append(error))
-    monkeypatch.setattr(run, "Record", mock.Mock(side_effect=OSError("no space")))  # it is not under test
+    monkeypatch.setattr(run.failures, "Record", mock.Mock(side_effect=OSError("no space")))  # it is not under test
     original = sys.excepthook
 
     def wrap():

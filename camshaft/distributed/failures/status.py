@@ -12,7 +12,7 @@ from typing import Any
 
 from camshaft import activity
 from camshaft.distributed.failures.trace import Call, Found, Trace
-from camshaft.distributed.failures.waiting import inside
+from camshaft.distributed.failures.waiting import inside, strays
 from camshaft.errors import line_of
 
 PATIENCE = 3.0  # seconds that a rank waits before its wait is evidence
@@ -92,6 +92,7 @@ class Observer:
             "stack": stack,
             "doing": doing,
             "inside": list(inside[self._main][-1][1:3]) if inside.get(self._main) else None,
+            "strays": list(strays),
             **self._processor(now, frames),
         }
         unfinished = self._trace.unfinished()

@@ -119,14 +119,14 @@ def verdict(snapshots: Iterable[Snapshot], now: float) -> Verdict | None:
     """
     ranks = {one.rank: one for one in sorted(snapshots, key=lambda one: one.rank)}
     if found := _different(ranks):
-        return found._replace(text="\n".join([*_stops(ranks), found.text]))
+        return found._replace(text="\n".join([*_hints(ranks), found.text]))
     if text := _cycle(ranks):
-        return Verdict("diverged", "\n".join([*_stops(ranks), text]))
+        return Verdict("diverged", "\n".join([*_hints(ranks), text]))
     for one in ranks.values():
         if one.status.get("killed") and not one.status.get("left"):
             return Verdict("failed", end_text(one, ranks))
     if text := _awaited_end(ranks, now):
-        return Verdict("failed", "\n".join([text, *_stops(ranks)]))
+        return Verdict("failed", "\n".join([text, *_hints(ranks)]))
     return None
 
 
@@ -273,8 +273,8 @@ def place_of(one: Snapshot, run: str = " of the run at {line}") -> str:
     return f"epoch {{epoch}}, iteration {{iteration}}{run}".format(**engines[-1]) if engines else ""
 
 
-def _stops(ranks: Ranks) -> list[str]:
-    """Return which ranks ended a run early that others are still in; that is a hint, as runs may be different ones."""
+def _hints(ranks: Ranks) -> list[str]:
+    """Return hints: which ranks ended a run early that others are in, or sent something in code for some ranks only."""
     texts = []
     for rank, one in ranks.items():
         inside = {_run_of(engine) for engine in one.status.get("engines", ())}
@@ -292,6 +292,7 @@ def _stops(ranks: Ranks) -> list[str]:
             if others:
                 texts.append(_stop_text(rank, end, others))
                 break
+        texts += [f"rank {rank} {text}, which not all of them run" for text in one.status.get("strays", ())[-1:]]
     return texts
 
 

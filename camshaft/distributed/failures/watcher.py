@@ -67,7 +67,20 @@ _IN_TORCH = (
     os.path.join("nn", "parallel", "distributed.py"),
     os.path.join("autograd", "graph.py"),
 )
-_ANSWERED = ("time", "engines", "ended", "doing", "inside", "idle_for", "waits", "begun", "at_most", "is_stuck", "left")
+_ANSWERED = (
+    "time",
+    "engines",
+    "ended",
+    "doing",
+    "inside",
+    "idle_for",
+    "waits",
+    "begun",
+    "at_most",
+    "is_stuck",
+    "strays",
+    "left",
+)
 
 Exchange: TypeAlias = Callable[[dict[int, Any]], Any]
 """Runs on the watcher's thread; gets the values of the ranks, and returns that of this rank, to be written as JSON."""

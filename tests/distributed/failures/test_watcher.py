@@ -33,12 +33,12 @@ def own_watcher() -> Watcher:
     return run.current().job.resource(Watcher)
 
 
-def logged() -> list[str]:
+def logged(name: str = "camshaft.distributed") -> list[str]:
     """Return the list of the messages that this process logs from now on."""
     texts: list[str] = []
-    handler = logging.Handler()
+    handler = logging.Handler(logging.WARNING)
     handler.emit = lambda entry: texts.append(entry.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("camshaft.distributed").addHandler(handler)
+    logging.getLogger(name).addHandler(handler)
     return texts
 
 
@@ -143,9 +143,10 @@ def test_an_engine_that_calls_no_collective_ends_too() -> None:
     if idist.get_rank() == 1:
         own_watcher().fail(ValueError("no data"))
         return
-    engine = Engine(lambda engine, batch: time.sleep(0.01))
+    texts, engine = logged("camshaft"), Engine(lambda engine, batch: time.sleep(0.01))
     with pytest.raises(RankFailedError, match="rank 1 failed first: ValueError: no data"):
         engine.run(range(3000))
+    assert texts == []  # it is reported once, with its traceback
 
 
 @on_ranks(2)
@@ -215,6 +216,26 @@ def test_a_collective_that_all_ranks_have_begun_may_take_as_long_as_a_rank_that_
         hangs.report(local, local, now)
         counts.append(len(texts))
     assert counts == [0, 0, 0, 0, 1, 1]
+
+
+@on_ranks(2)
+def test_what_one_rank_has_sent_in_code_for_it_alone_is_named_with_the_divergence_that_follows() -> None:
+    """As a sharded model does that a handler of one rank calls: its calls meet those of the next step."""
+
+    @idist.one_rank_only()
+    def evaluate() -> None:
+        dist.all_reduce(torch.ones(2))
+
+    await_watchers()
+    evaluate()
+    with pytest.raises((RankDivergenceError, RuntimeError)) as caught:
+        if idist.get_rank() == 1:
+            dist.all_reduce(torch.ones(2))
+            dist.all_reduce(torch.ones(2))
+        idist.barrier()
+    found = translate(caught.value, run.current())
+    assert isinstance(found, RankDivergenceError)
+    assert re.search(r"rank 0 sent 1 collective of ranks 0-1 in \S*evaluate, which is for rank 0 only", str(found))
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
