@@ -152,9 +152,9 @@ def use_everywhere(group, ranks):
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("debug", [False, True])
-def test_groups_of_torch_are_accepted_everywhere(debug):
-    if debug:
+@pytest.mark.parametrize("compares", [False, True])
+def test_groups_of_torch_are_accepted_everywhere(compares):
+    if compares:
         debug.enable(current())
     rank = idist.get_rank()
     some = dist.new_group([2, 0])

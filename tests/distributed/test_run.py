@@ -444,7 +444,7 @@ def test_an_interrupt_of_all_ranks_is_reported_in_one_line(monkeypatch, capsys, 
         print("Traceback", file=sys.stderr)
 
     monkeypatch.setattr(sys, "excepthook", previous)
-    monkeypatch.setattr(run, "Record", mock.Mock(side_effect=OSError("no space")))
+    monkeypatch.setattr(run.failures, "Record", mock.Mock(side_effect=OSError("no space")))
     monkeypatch.setattr(Watcher, "fail", lambda self, error: error)
     run.install(lambda: StoreOnly(dist.HashStore(), 1, 3))
     run.current().job.find(run.ExceptHook)._rank = rank

@@ -75,11 +75,12 @@ class Observer:
         self._idle_for = 0.0
         self._places: dict[int, tuple[Any, float]] = {}  # by thread, where it is, and since when
 
-    def describe(self, is_asked: bool = False) -> dict[str, Any]:
+    def describe(self, is_asked: bool = False, is_urgent: bool = False) -> dict[str, Any]:
         """Return the status.
 
         Args:
             is_asked: whether other ranks want to know the last collectives.
+            is_urgent: whether they must be in it, however often they were read.
         """
         now = time.monotonic()
         frames = sys._current_frames()
@@ -99,8 +100,8 @@ class Observer:
         if unfinished != self._unfinished or not unfinished:
             self._unfinished, self._unfinished_since = unfinished, now
         status["waits_for"] = now - self._unfinished_since
-        if is_asked or now - self._unfinished_since >= EARLY:
-            found = self._trace.read(now)
+        if is_asked or is_urgent or now - self._unfinished_since >= EARLY:
+            found = self._trace.read(now, is_urgent)
             if found is not None:
                 status |= self._calls(found, frames, now)
         return status

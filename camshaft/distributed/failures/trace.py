@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import sys
 import threading
 import time
 from collections import deque
@@ -130,6 +131,7 @@ class Trace:
     def __init__(self, own: Calls | None = None) -> None:
         self.own = [] if own is None else [own]
         self._keys: dict[int, tuple[Any, str, str]] = {}  # of torch's groups, by their ids
+        self._known: list[tuple[str, str, str, int]] = []  # groups, when they were looked for last
         self._state: Any = None
         self._found = Found()
         self._next = 0.0
@@ -196,8 +198,8 @@ class Trace:
 
     def _groups(self) -> list[tuple[str, str, str, int]]:
         """Return for each of torch's groups its name, key, ranks, and the number of operations that it has begun."""
-        if not (dist.is_available() and dist.is_initialized()):
-            return []
+        if not (dist.is_available() and dist.is_initialized()):  # destroyed, with the recorder left as it is
+            return [(name, key, ranks, sys.maxsize) for name, key, ranks, _ in self._known]
         world, groups = dist.distributed_c10d._world, list[tuple[str, str, str, int]]()
         for group, name in tuple(world.pg_names.items())[:_MOST_GROUPS]:
             known = self._keys.get(id(group))
@@ -210,6 +212,7 @@ class Trace:
             except RuntimeError:  # a backend that does not count
                 continue
             groups.append((str(name), known[1], known[2], int(count)))
+        self._known = groups
         return groups
 
 

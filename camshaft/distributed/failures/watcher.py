@@ -67,19 +67,9 @@ _IN_TORCH = (
     os.path.join("nn", "parallel", "distributed.py"),
     os.path.join("autograd", "graph.py"),
 )
-_ANSWERED = (
-    "time",
-    "engines",
-    "ended",
-    "doing",
-    "inside",
-    "idle_for",
-    "waits",
-    "begun",
-    "at_most",
-    "is_stuck",
-    "strays",
-    "left",
+_ANSWERED = (  # of the status of a rank on another node
+    *("time", "engines", "ended", "doing", "inside", "idle_for", "waits", "begun", "at_most", "is_stuck", "strays"),
+    *("left", "lost"),
 )
 
 Exchange: TypeAlias = Callable[[dict[int, Any]], Any]
@@ -300,7 +290,8 @@ class Watcher(Resource):
     def look(self, now: float) -> None:
         """Write the status of this rank, read what is new, and judge: one round."""
         told = self._left, self._failure
-        status = self._observer.describe(any(told) or bool(self._lost) or self._is_asked(self._local, now))
+        is_urgent = any(told) or bool(self._lost)
+        status = self._observer.describe(self._is_asked(self._local, now), is_urgent)
         status |= {"left": told[0], "failure": told[1], "lost": next(iter(tuple(self._lost.values())), None)}
         status |= {"final": self._final, "shared": self._sharing.own, **self._places.exchange(self._local)}
         self._write(status)
