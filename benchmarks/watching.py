@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""What does it cost that a rank records its collectives, and that the ranks watch each other?
+"""What does it cost that the ranks of a job watch each other?
 
-python benchmarks/watching.py --repetitions 2000 --ranks 8 64 1024 4096
+python benchmarks/watching.py --ranks 8 64 1024 4096
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import pickle
-import socket
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,73 +26,22 @@ from torch.multiprocessing.spawn import spawn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this clone, installed or not
 
 import camshaft.distributed as idist
-from benchmarks.measuring import Contender, Spread, interleave, report, seconds_of, table, verdict
+from benchmarks.measuring import Spread, report, table, verdict
 from camshaft.distributed import run
 from camshaft.distributed.backends.serial import SerialBackend
-from camshaft.distributed.coordination import watcher as module
-from camshaft.distributed.coordination.watcher import Watcher
-from camshaft.distributed.record import Record, Snapshot
+from camshaft.distributed.failures import board as module
+from camshaft.distributed.failures import watcher as watcher_module
+from camshaft.distributed.failures.board import Board
+from camshaft.distributed.failures.watcher import Watcher
 from camshaft.distributed.topology import Topology
 from camshaft.engine import Engine
 
 MICROSECOND = 1e-6
-RECORD_TARGET = 1.0  # us
-NODE_TARGET = 1  # request per second and node
+RANK_TARGET = 1  # request per second and rank
 CPU_TARGET = 0.1  # percent of a core
 ITERATION_TARGET = 0.1  # us
-NOTHING = "nothing"  # the loop and the call of an empty function, which is subtracted
 RANKS_PER_NODE = 8
 POLLS, HANDLERS = 20, 3  # per second, of each stopping handler, before there were watchers
-
-
-# --- recording a collective ------------------------------------------------------------------------------------------
-
-
-def recorded(record: Record, value: Any, group: Any, ranks: Sequence[int]) -> Callable[[], None]:
-    def call() -> None:
-        record.end(record.begin(group, ranks, "all_reduce", value, "SUM", None))
-
-    return call
-
-
-def contender(name: str, function: Callable[[], None]) -> Contender:
-    def run(iterations: int) -> float:
-        def loop() -> None:
-            for _ in range(iterations):
-                function()
-
-        return seconds_of(loop)
-
-    return Contender(name, run)
-
-
-def nothing() -> None:
-    """Do nothing."""
-
-
-def measured_record(iterations: int, repetitions: int) -> dict[str, dict[str, Any]]:
-    """Return by row the microseconds to record a collective: the minimum, and the median with quartiles."""
-    with tempfile.TemporaryDirectory() as folder:
-        record = Record(0, 8, Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(folder))
-        group, pair, half = object(), [0, 1], [0, 2, 4, 6]
-        functions = {
-            NOTHING: nothing,
-            "of a tensor": recorded(record, torch.ones(4), None, range(8)),
-            "of a tensor, in a group of 4": recorded(record, torch.ones(4), group, half),
-            "of a number": recorded(record, 3, None, range(8)),
-            "without a value, in a group of 2": recorded(record, None, [], pair),
-        }
-        seconds = interleave([contender(*one) for one in functions.items()], iterations, repetitions)
-        record.close()
-    idle = min(seconds.pop(NOTHING))
-    return {
-        f"record: begin and end of one collective {name}": {
-            "minimum": round((min(sample) - idle) / MICROSECOND, 3),
-            "us": Spread.of([one - idle for one in sample], MICROSECOND),
-            "target": RECORD_TARGET,
-        }
-        for name, sample in seconds.items()
-    }
 
 
 # --- requests to the store -------------------------------------------------------------------------------------------
@@ -113,78 +61,42 @@ class Counted(PrefixStore):
 
 
 class _Backend(SerialBackend):
+    """One of many ranks that share a store."""
+
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
 
 
-class _Status:
-    """What the record of a simulated rank says; it has no collectives."""
-
-    job = "simulated"
-
-    def __init__(self, rank: int, cluster: Cluster) -> None:
-        self._rank, self._cluster = rank, cluster
-        self._status: dict[str, Any] = {}
-
-    def write_status(self, status: Mapping[str, Any]) -> None:
-        self._status = {**status, "time": self._cluster.now}
-
-    def read(self) -> Snapshot:
-        return Snapshot(Path(), self.job, self._rank, len(self._cluster.watchers), 0, True, "", self._status, ())
-
-
-class _Watcher(Watcher):
-    """The watcher of a simulated rank: it has no thread, and sees the records of its node only."""
-
-    def __init__(self, topology: Topology, store: Any, own: _Status, node: dict[int, _Status]) -> None:
-        super().__init__(_Backend(topology), own)  # type: ignore[arg-type]  # it only has what a watcher needs
-        self._node = node
-        self._store = store
-
-    def _local(self, with_entries: bool = True) -> dict[int, Snapshot]:
-        return {rank: one.read() for rank, one in self._node.items()}
-
-
 class Cluster:
-    """The watchers of all ranks of a simulated cluster, which share a store and take turns.
+    """The boards of all ranks of a simulated cluster, which share a store and take turns.
 
     Attributes:
-        watchers: by rank.
-        now: the simulated time in seconds.
+        boards: by rank.
     """
 
-    def __init__(self, store: Any, num_nodes: int, ranks_per_node: int) -> None:
-        self.now, size = time.monotonic(), num_nodes * ranks_per_node
-        self.watchers: list[Watcher] = []
-        records = [_Status(rank, self) for rank in range(size)]
-        self._sockets = socket.socketpair()
-        with mock.patch.object(socket, "socketpair", return_value=self._sockets):  # 8,192 files are too many
-            for rank in range(size):
-                node, local_rank = divmod(rank, ranks_per_node)
-                siblings = range(node * ranks_per_node, (node + 1) * ranks_per_node)
-                topology = Topology(rank, size, local_rank, ranks_per_node, node, num_nodes)
-                seen = {sibling: records[sibling] for sibling in siblings}
-                self.watchers.append(_Watcher(topology, store, records[rank], seen))
+    def __init__(self, store: Any, num_ranks: int) -> None:
+        self.boards: list[Board] = []
+        with mock.patch.object(module, "store_at", return_value=store):
+            for rank in range(num_ranks):
+                local_size = min(num_ranks, RANKS_PER_NODE)
+                node, local_rank = divmod(rank, local_size)
+                topology = Topology(rank, num_ranks, local_rank, local_size, node, num_ranks // local_size)
+                self.boards.append(Board(_Backend(topology)))
+                self.boards[-1].look()
 
     def next_second(self) -> None:
-        """Let all watchers look once."""
-        self.now += module.PERIOD
-        for watcher in self.watchers:
-            watcher.look(self.now)
+        """Let all boards look once."""
+        for board in self.boards:
+            board.look()
 
     def fail(self, rank: int) -> None:
         """Publish that a rank has failed."""
-        with mock.patch.object(module, "_TELLING", 0.0):  # it waits for its thread
-            self.watchers[rank].fail(ValueError("no data"))
+        self.boards[rank].decide({"kind": "failed", "text": "no data", "traceback": ""})
 
     @property
     def num_ended(self) -> int:
         """Number of ranks that raise an error from now on."""
-        return sum(one._backend.job.verdict is not None for one in self.watchers)
-
-    def close(self) -> None:
-        for one in self._sockets:
-            one.close()
+        return sum(one.final is not None for one in self.boards)
 
 
 def serve(connection: Any) -> None:
@@ -219,27 +131,25 @@ def measured_requests(num_ranks: int, seconds: int) -> dict[str, Any]:
     num_nodes = max(1, num_ranks // RANKS_PER_NODE)
     with served() as (store, cpu_time):
         counted = Counted(str(num_ranks), store)
-        cluster = Cluster(counted, num_nodes, num_ranks // num_nodes)
-        cluster.next_second()
+        cluster = Cluster(counted, num_ranks)
         before, cpu = counted.requests.total(), cpu_time()
         for _ in range(seconds):
             cluster.next_second()
         rate, load = (counted.requests.total() - before) / seconds, (cpu_time() - cpu) / seconds
         before, rounds = counted.requests.total(), 0
         cluster.fail(num_ranks - 1)
-        while cluster.num_ended < num_ranks - 1 and rounds < 10:
+        while cluster.num_ended < num_ranks and rounds < 10:
             cluster.next_second()
             rounds += 1
-        cluster.close()
     return {
         "nodes": num_nodes,
         "requests_per_second": rate,
         "server_ms_per_second": round(load * 1000, 2),
         "seconds_to_end": rounds,
         "requests_to_end": counted.requests.total() - before,
-        "computed": {"one watcher per rank": num_ranks, "polling handlers": num_ranks * POLLS * HANDLERS},
-        "target": NODE_TARGET * num_nodes,
-        "verdict": "reached" if rate <= NODE_TARGET * num_nodes else "missed",
+        "computed": {"polling handlers": num_ranks * POLLS * HANDLERS},
+        "target": RANK_TARGET * num_ranks,
+        "verdict": "reached" if rate <= RANK_TARGET * num_ranks else "missed",
     }
 
 
@@ -269,12 +179,12 @@ def on_rank(rank: int, size: int, folder: str, options: argparse.Namespace) -> N
     tensor = torch.ones(4)
     for _ in range(64):
         idist.all_reduce(tensor)
-    watcher = Watcher.of(run.current())
+    watcher = run.current().job.resource(Watcher)
     samples = []
     trainer = Engine(train_a_little)
     for _ in range(options.rounds + 1):
         began, used = time.monotonic(), thread_time(watcher)
-        while time.monotonic() - began < module.PERIOD:
+        while time.monotonic() - began < watcher_module.PERIOD:
             trainer.run(range(10))
         samples.append(100 * (thread_time(watcher) - used) / (time.monotonic() - began))
     results["cpu"] = idist.all_gather(Spread.of(samples[1:]).median)
@@ -292,8 +202,8 @@ def measured_iterations(watcher: Watcher, options: argparse.Namespace) -> dict[s
     samples: dict[str, list[float]] = {"on": [], "off": []}
     for _ in range(options.rounds + 1):
         for name, period in ("off", 3600.0), ("on", 1.0):
-            with mock.patch.object(module, "PERIOD", period):
-                watcher._wake()
+            with mock.patch.object(watcher_module, "PERIOD", period):
+                watcher._wake.set()
                 time.sleep(0.05)  # the round that this starts
                 used, began, count = time.process_time(), time.monotonic(), 0
                 while time.monotonic() - began < 1.0:
@@ -335,7 +245,7 @@ def measured_cpu(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     torch.set_num_threads(1)
-    rows = measured_record(options.iterations, options.repetitions) | measured_cpu(options)
+    rows = measured_cpu(options)
     lines = []
     for what, row in rows.items():
         minimum, sample = row["minimum"], row.get("us") or row["percent"]
@@ -343,15 +253,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         lines.append([what, f"{minimum:.2f}", str(sample)])
     requests = {num_ranks: measured_requests(num_ranks, options.rounds) for num_ranks in options.ranks}
     print(
-        "requests to the store per second, of simulated ranks and a real TCPStore; the columns in brackets are computed"
+        "requests to the store per second, of simulated ranks and a real TCPStore; the column in brackets is computed"
     )
-    head = ["ranks", "nodes", "[polling handlers]", "[one watcher per rank]", "camshaft"]
+    head = ["ranks", "nodes", "[polling handlers]", "camshaft"]
     head += ["CPU time of the server, ms per second", "after a failure, all ranks end within s", "requests for that"]
     cells = []
     for num_ranks, row in requests.items():
-        before = [row["computed"]["polling handlers"], row["computed"]["one watcher per rank"]]
-        now = [f"{row['requests_per_second']:g}", row["server_ms_per_second"]]
-        cells.append([num_ranks, row["nodes"], *before, *now, row["seconds_to_end"], row["requests_to_end"]])
+        now = [row["computed"]["polling handlers"], f"{row['requests_per_second']:g}", row["server_ms_per_second"]]
+        cells.append([num_ranks, row["nodes"], *now, row["seconds_to_end"], row["requests_to_end"]])
     print(table(head, [[f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in line] for line in cells]))
     print("microseconds, or percent; the minimum depends least on what else the machine does")
     head = ["what", "minimum", "median, and quartiles"]
@@ -362,13 +271,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=1000, help="rounds that are measured (%(default)s)")
     parser.add_argument("--iterations", type=int, default=100, help="calls per round (%(default)s)")
     parser.add_argument("--rounds", type=int, default=20, help="rounds of the watchers, one per second (%(default)s)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 1024, 4096], help="simulated (8 to 4,096)")
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 8], help="real ranks on a node (2 and 8)")
     options = parser.parse_args(arguments)
-    if min(options.repetitions, options.iterations, options.rounds, *options.ranks, *options.processes) < 1:
+    if min(options.iterations, options.rounds, *options.ranks, *options.processes) < 1:
         parser.error("all numbers must be at least 1")
     if any(num_ranks > RANKS_PER_NODE and num_ranks % RANKS_PER_NODE for num_ranks in options.ranks):
         parser.error(f"--ranks must be at most {RANKS_PER_NODE}, or divisible by it")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, zip_longest
 from numbers import Number, Real
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 BOLD, RED, GREEN, YELLOW, CYAN = "1", "31", "32", "33", "36"  # styles, by their numbers in ANSI escape codes
 
 _MOST_ELEMENTS = 10
+_MOST_RANKS = 8  # in a list; more are shortened to spans
 _USUAL_WIDTH = 80
 _NARROWEST = 8  # characters of a column that is wrapped
 
@@ -185,3 +186,26 @@ def _tensor_text(tensor: torch.Tensor) -> str:
         return f"Shape{list(tensor.shape)}"
     texts = [f"{number:.4f}" for number in tensor[:_MOST_ELEMENTS].tolist()]
     return f"[{', '.join(texts + ['...'] * (len(tensor) > _MOST_ELEMENTS))}]"
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Return numbers in ascending order, with runs of them shortened.
+
+    >>> spans([5, 0, 1, 2])
+    '0-2, 5'
+    """
+    texts = []
+    for _, group in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in group]
+        texts.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
+    return ", ".join(texts)
+
+
+def shortened_ranks(ranks: Iterable[int]) -> str:
+    """Return a list of ranks as text, which stays short for many of them.
+
+    >>> shortened_ranks([0, 1]), shortened_ranks(range(1024))
+    ('[0, 1]', '[0-1023]')
+    """
+    listed = sorted(ranks)
+    return str(listed) if len(listed) <= _MOST_RANKS else f"[{spans(listed)}]"

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from camshaft.distributed import set_local_rank
-from camshaft.distributed.coordination.watcher import Watcher
+from camshaft.distributed.failures import Watcher
 from camshaft.distributed.run import current
 from tests.limits import HANG, SOON
 
@@ -77,7 +77,7 @@ def kill_on_ranks(size: int, function: Callable[..., Any], /, *args: Any, limit:
 
 def await_watchers() -> None:
     """Adopt the group of the test, and wait until the watchers of all ranks have made their first requests."""
-    assert current().job.find(Watcher).has_connected.wait(HANG)
+    assert current().job.find(Watcher).board.has_connected.wait(HANG)
     dist.barrier()
 
 

@@ -44,11 +44,9 @@ def inside(*names: str) -> tuple[str, ...]:
     return tuple(f"camshaft.distributed.{name}" for name in names)
 
 
-CONTRACT = (*inside("backend", "record", "topology"), *LEAVES)
+CONTRACT = (*inside("backend", "topology"), *LEAVES)
 ENVIRONMENTS, LAUNCH = inside("environments"), inside("launch")
-RECORD, VALUES = inside("record"), inside("values")
-WATCHER = inside("coordination.watcher", "coordination.diagnosis")
-WAITING, CHECK = inside("coordination.waiting"), inside("coordination.collective_check")
+VALUES, FAILURES, WAITING = inside("values"), inside("failures", "failures.*"), inside("failures.waiting")
 
 # allowed imports inside `distributed`, from the bottom up
 IN_DISTRIBUTED: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
@@ -57,22 +55,18 @@ IN_DISTRIBUTED: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], 
     (inside("registry"), (*inside("backend", "topology"), "camshaft.text"), ()),
     (ENVIRONMENTS, (*inside("topology"), *LEAVES), ()),
     (LAUNCH, (*DISTRIBUTED, *LEAVES), inside("backends.*")),
-    (RECORD, (*inside("topology"), *LEAVES), ()),
     ((*VALUES, *WAITING), CONTRACT, ()),
     (inside("connections", "cores"), (), ()),
-    (WATCHER, (*WATCHER, *WAITING, *inside("connections"), *CONTRACT), ()),
-    (CHECK, (*VALUES, *WAITING, *CONTRACT), ()),
-    (
-        inside("run"),
-        (*inside("cores", "registry", "environments", "backends.serial"), *CHECK, *WATCHER, *CONTRACT),
-        (),
-    ),
-    (inside("groups"), (*CHECK, *WATCHER, *WAITING, *CONTRACT), ()),
+    (inside("failures.record", "failures.trace"), LEAVES, ()),
+    (inside("failures.debug"), (*FAILURES, *VALUES, *CONTRACT), ()),
+    (FAILURES, (*FAILURES, *inside("connections"), *CONTRACT), inside("failures.debug")),
+    (inside("run"), (*inside("cores", "registry", "environments", "backends.serial"), *FAILURES, *CONTRACT), ()),
+    (inside("groups"), (*FAILURES, *CONTRACT), ()),
     (inside("ranks"), (*inside("groups", "run"), *WAITING, *CONTRACT), ()),
     (inside("collectives", "point_to_point"), (*inside("groups", "run"), *VALUES, *WAITING, *CONTRACT), ()),
     (
         inside("coordination", "coordination.*"),
-        (*inside("coordination.*", "collectives", "run"), *CONTRACT),
+        (*inside("coordination.*", "collectives", "run"), *FAILURES, *CONTRACT),
         (),
     ),
     (

@@ -17,7 +17,7 @@ import torch
 import camshaft.distributed as idist
 from camshaft import checkpoint, migrate
 from camshaft.distributed import __main__ as distributed
-from camshaft.distributed.record import Snapshot
+from camshaft.distributed.failures import Snapshot
 from camshaft.engine import Engine, Events
 from camshaft.handlers import DiskSaver, HandlersTimeProfiler, ProgressBar
 from camshaft.text import RED, Look, aligned
@@ -148,7 +148,7 @@ def of_distributed(tmp_path):
 
 
 def of_inspect(tmp_path):
-    one = Snapshot(tmp_path, "job", 0, 2, pid=7, is_alive=False, host="here", status={}, entries=())
+    one = Snapshot(tmp_path, "job", 0, 2, pid=7, is_alive=False, host="here", status={})
     return lambda: sys.stdout.write(distributed.jobs_text([one], Look.of(sys.stdout))), {
         "\x1b[1mjob job: 1 of 2 ranks ran",
         "\x1b[31mdead",

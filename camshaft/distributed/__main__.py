@@ -25,10 +25,12 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from camshaft.distributed import failures
 from camshaft.distributed.backend import accelerator
 from camshaft.distributed.collectives import all_reduce, gather
 from camshaft.distributed.environments import detect
-from camshaft.distributed.record import Snapshot, find, read, state_of
+from camshaft.distributed.failures import Snapshot
+from camshaft.distributed.failures.status import user_line
 from camshaft.distributed.registry import NEEDS, choose, known_backends, lack_of
 from camshaft.distributed.run import current, finalize, initialize
 from camshaft.distributed.topology import Topology
@@ -64,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     look = Look.of(sys.stdout)
     if options.inspect:
-        snapshots = [found for path in find() if (found := read(path)) is not None]
+        snapshots = failures.inspect()
         sys.stdout.write(as_json(snapshots) if options.json else jobs_text(snapshots, look))
         return 0
 
@@ -218,11 +220,11 @@ def _facts(one: Snapshot) -> dict[str, str]:
         facts["status"] = f"{max(0.0, time.monotonic() - one.status['time']):.1f} s old"
     if engines := one.status.get("engines"):
         facts |= {name: str(engines[-1].get(name)) for name in ("event", "epoch", "iteration")}
-    if (last := one.last) is None:
-        return {**facts, "last collective": "no call yet"}
-    call = " ".join(filter(None, (last.collective, last.how, last.root and f"root {last.root}", last.value)))
-    group = "" if last.group == "all" else f" of {last.group}"
-    return {**facts, "last collective": call + group, "state": state_of(one, last), "line": last.place}
+    for wait in one.status.get("waits", ())[:1]:
+        now = time.monotonic() if one.is_alive else one.status["time"]
+        call = " ".join(filter(None, (wait["what"], wait["value"])))
+        facts |= {"waits in": f"{call} of ranks {wait['ranks']}", "for": f"{now - wait['began']:.0f} s"}
+    return facts | {"line": user_line(one.status.get("stack", ()))}
 
 
 def devices() -> dict[str, str]:

@@ -9,13 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar
+from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 
-from camshaft.distributed.record import Record
 from camshaft.distributed.topology import Topology
 
 
@@ -78,21 +77,6 @@ class Resource:
         """Release the resource without waiting for other ranks."""
 
 
-class Observer(NamedTuple):
-    """What is called for each collective that torch begins by itself, or that the user asks torch for.
-
-    Args:
-        begin: when it begins; takes the group, the operation, its reduction and root, and its tensors, see
-            ``Record.begin_in_torch``; returns a number, or 0 if this collective needs no further call.
-        end: when it has completed; takes this number.
-        explained: when it fails; returns the error to raise in place of the one of the library.
-    """
-
-    begin: Callable[[str, str, str, int | None, Sequence[Tensor]], int]
-    end: Callable[[int], None]
-    explained: Callable[[BaseException], BaseException]
-
-
 R = TypeVar("R", bound=Resource)
 
 
@@ -106,7 +90,6 @@ class Job:
         number: of the job in this process, for keys in a store that may outlive it; 0 until the job has started.
         process: id of the process that has joined the job; those that it forks have not. ``None`` where a forked
             process was the first to ask.
-        record: the flight record of this rank, ``None`` in a single process.
         verdict: returns the error that every collective raises, once a rank has failed or the ranks have diverged.
     """
 
@@ -115,7 +98,6 @@ class Job:
         self.groups: dict[tuple[int, ...], Group] = {}
         self.mesh: Any = None
         self.compares_collectives = False
-        self.record: Record | None = None
         self.verdict: Callable[[], RuntimeError] | None = None
         self._names: Counter[str] = Counter()
         self._resources: dict[type[Resource], Any] = {}
@@ -176,6 +158,9 @@ class Backend(ABC):
         instead_of_sync_bn: what the error for synchronized batch norm recommends, if the backend lacks it.
         assumed: the numbers of :attr:`topology` that are guesses. Ranks may guess differently, so a query for one of
             them raises.
+        errors: what its library raises where the cause may be the failure of another rank, other than torch's errors.
+        calls: the last collectives, a ``Calls`` of ``failures.trace``, where torch does not record them.
+        adds_calls: whether ``camshaft.distributed`` adds its collectives there, as nobody else does.
     """
 
     name: str | None
@@ -185,6 +170,9 @@ class Backend(ABC):
     assumed: tuple[str, ...] = ()
     reductions: tuple[str, ...] = ("SUM", "PRODUCT", "MIN", "MAX", "AND", "OR")
     has_meshes: bool = False
+    errors: tuple[type[BaseException], ...] = ()
+    calls: Any = None
+    adds_calls: bool = False
     instead_of_sync_bn: str = "; backend 'nccl' synchronizes batch norm"
 
     @cached_property
@@ -314,9 +302,6 @@ class Backend(ABC):
         The job cannot be used any more. By default nothing happens: a single process waits for nobody, Horovod itself
         raises when a process of the job has ended, and XLA cannot be interrupted.
         """
-
-    def observe(self, observer: Observer) -> None:  # noqa: B027  # those of other libraries cannot be seen
-        """Notify an observer of the collectives that torch begins from now on, where this package carries them out."""
 
     def close(self) -> None:  # noqa: B027  # a single process has nothing to end
         """End the run."""

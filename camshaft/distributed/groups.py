@@ -13,12 +13,10 @@ import torch.distributed as dist
 
 from camshaft import activity
 from camshaft.distributed.backend import Backend, Group, check_known
-from camshaft.distributed.coordination import collective_check
-from camshaft.distributed.coordination.waiting import alone, check_all_present
-from camshaft.distributed.coordination.watcher import OUR_OWN, Watcher
-from camshaft.distributed.record import Record
+from camshaft.distributed.failures import OUR_OWN, debug, translate
+from camshaft.distributed.failures.waiting import alone, check_all_present
 from camshaft.errors import RankDivergenceError, annotate, check_type
-from camshaft.text import counted
+from camshaft.text import counted, shortened_ranks
 
 _SEQUENCES = (list, tuple, range)
 _OPTIONS = tuple(inspect.signature(dist.new_group).parameters)[1:]
@@ -39,20 +37,26 @@ class Call:
         ValueError: ``group`` is not a group.
     """
 
-    __slots__ = ("_backend", "_collective", "_number", "_record", "group", "is_member", "ranks")
+    __slots__ = ("_added", "_backend", "_collective", "_has_begun", "group", "is_member", "ranks")
 
     def __init__(self, collective: str, backend: Backend, group: Any) -> None:
         self._collective = collective
         self._backend = backend
-        self._record: Record | None = None  # in which this call has a number
+        self._added: list[Any] | None = None  # to the calls of the backend
+        self._has_begun = False
         if group is None:  # not worth a call
             self.group, self.ranks, self.is_member = None, backend.members(None), True
         else:
             self.group, self.ranks = _resolve(backend, group)
             self.is_member = backend.topology.rank in self.ranks
 
-    def begin(self, value: Any = None, how: str = "", root: Any = None, is_long: bool = False) -> None:
-        """Check on members that the collective can complete, and record it; for the arguments see :meth:`Record.begin`.
+    def begin(self, value: Any = None, how: str = "", root: Any = None) -> None:
+        """Check on members that the collective can complete.
+
+        Args:
+            value: what this rank passes; in debug mode, dtype and shape of a tensor are compared.
+            how: what else is the same on all ranks, for example the reduction.
+            root: the rank that sends, or that receives the result.
 
         Raises:
             RankDivergenceError: not all ranks can be here or, in debug mode, they call something else.
@@ -66,24 +70,27 @@ class Call:
             check_all_present(self._collective, self.ranks, backend.topology.rank)
         if job.verdict is not None:
             raise job.verdict()
-        if (record := job.record) is not None:
-            self._record = record
-            self._number = record.begin(self.group, self.ranks, self._collective, value, how, root, is_long, 3)
-            if (clock := activity.own_clock) is not None:
-                clock.pause()
+        if (clock := activity.own_clock) is not None:
+            clock.pause()
+            self._has_begun = True
+        if backend.adds_calls and backend.calls is not None:
+            name = "all" if self.group is None else str(list(self.ranks))
+            self._added = backend.calls.begin(name, self.ranks, self._collective)
         if job.compares_collectives:
             try:
-                collective_check.compare(backend, self.group, self.ranks, self._collective, value, how, root)
+                debug.compare(backend, self.group, self.ranks, self._collective, value, how, root)
             except RankDivergenceError as error:
                 lost = error.__cause__  # the connection to the store
-                if lost is not None and (found := explained(lost, backend)) is not lost:
+                if lost is not None and (found := translate(lost, backend)) is not lost:
                     raise found from found.__cause__
                 raise
 
     def require_member(self) -> None:
         """Raise ``RankDivergenceError`` on a rank that is not in the group."""
         if not self.is_member:
-            known = f" {list(self.ranks)}" if self.ranks else ""  # unknown for a group that this rank is not in
+            known = (
+                f" {shortened_ranks(self.ranks)}" if self.ranks else ""
+            )  # unknown for a group that this rank is not in
             rank = self._backend.topology.rank
             raise RankDivergenceError(f"{self._collective} was called on rank {rank}, which is not in its group{known}")
 
@@ -92,7 +99,7 @@ class Call:
         if type(rank) is not int:  # looked at first: isinstance of a protocol takes much longer
             check_type(name, rank, SupportsIndex, "an integer")
         if rank not in self.ranks:
-            raise ValueError(f"{name} must be a rank of the group {list(self.ranks)}, got {rank!r}")
+            raise ValueError(f"{name} must be a rank of the group {shortened_ranks(self.ranks)}, got {rank!r}")
         return int(rank)
 
     def one_for_each(self, name: str, values: Any) -> tuple[list[Any], ValueError | None]:
@@ -114,14 +121,14 @@ class Call:
     ) -> None:
         try:
             if error is not None:
-                among = f", among the ranks {list(self.ranks)}" if self.ranks else ""
+                among = f", among the ranks {shortened_ranks(self.ranks)}" if self.ranks else ""
                 rank = self._backend.topology.rank
                 explain(error, self._backend, self.ranks, f"in {self._collective} on rank {rank}{among}")
         finally:
-            if self._record is not None:
-                self._record.end(self._number)
-                if (clock := activity.own_clock) is not None:
-                    clock.resume()
+            if self._added is not None and self._backend.calls is not None:
+                self._backend.calls.end(self._added)
+            if self._has_begun and (clock := activity.own_clock) is not None:
+                clock.resume()
 
 
 def enter(collective: str, backend: Backend, group: Any, value: Any = None, how: str = "", root: Any = None) -> Call:
@@ -178,25 +185,13 @@ def explain(error: BaseException, backend: Backend, ranks: Sequence[int], where:
         RankDivergenceError: the ranks called different collectives.
     """
     annotate(error, where)
-    found = explained(error, backend)
+    found = translate(error, backend)
     if found is not error:
         annotate(found, where)
         raise found from found.__cause__
     is_of_library = isinstance(error, RuntimeError) and not isinstance(error, OUR_OWN)
     if is_of_library and not backend.job.compares_collectives and len(ranks) > 1:
         annotate(error, _HINT)
-
-
-def explained(error: BaseException, backend: Backend) -> BaseException:
-    """Return the error to raise in place of one of a library, if another rank has failed before."""
-    watcher = backend.job.find(Watcher)
-    return error if watcher is None else watcher.explained(error)
-
-
-def failing(error: BaseException, backend: Backend) -> BaseException:
-    """Publish that an error ends this rank, before it has any consequences; return the error to raise."""
-    watcher = backend.job.find(Watcher)
-    return error if watcher is None else watcher.fail(error)
 
 
 def _resolve(backend: Backend, group: Any) -> tuple[Group, Sequence[int]]:
@@ -238,4 +233,4 @@ def _known(backend: Backend, ranks: list[int]) -> Group | None:
 def _check_can_make(backend: Backend, needed: Sequence[int], ranks: list[int]) -> None:
     check_all_present("new_group", needed, backend.topology.rank)
     if backend.job.compares_collectives and (len(needed) == backend.topology.world_size or backend.store() is not None):
-        collective_check.compare(backend, None, needed, "new_group", how=str(ranks))
+        debug.compare(backend, None, needed, "new_group", how=str(ranks))

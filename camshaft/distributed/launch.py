@@ -38,12 +38,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.multiprocessing.spawn import ProcessException, ProcessExitedException, ProcessRaisedException
 
-from camshaft.distributed import cores, environments
+from camshaft.distributed import cores, environments, failures
 from camshaft.distributed.backend import Backend, check_known, variable_set
-from camshaft.distributed.coordination import diagnosis
-from camshaft.distributed.groups import failing
 from camshaft.distributed.ranks import get_local_rank
-from camshaft.distributed.record import find, read
 from camshaft.distributed.registry import module_of
 from camshaft.distributed.run import ExceptHook, abandon, current, finalize, install
 from camshaft.distributed.topology import Launch, Topology
@@ -226,7 +223,7 @@ def work(
     except BaseException as error:  # KeyboardInterrupt, too
         when = time.monotonic()  # before other ranks learn of it, and fail in consequence
         try:
-            found = failing(error, current())
+            found = failures.publish(error, current())
             report(Failure.of(found, rank, when if found is error else time.monotonic()))
         except BaseException as later:  # torch's handler of SIGCHLD raises anywhere if a data loader worker was killed
             report(Failure.of(later, rank, when))
@@ -516,12 +513,7 @@ class Processes:
 
     def _last_words(self, index: int) -> str:
         """Return what the records say of a process that was killed or crashed."""
-        pids = {process.pid for process in self.processes}
-        ranks = {one.pid: one for one in map(read, find()) if one is not None and one.pid in pids}
-        own = ranks.get(self.processes[index].pid or 0)
-        if own is None:
-            return ""
-        return diagnosis.mismatch(ranks.values(), time.monotonic()) or diagnosis.end_text(own, ranks.values())
+        return failures.explain_end(self.processes[index].pid, [process.pid for process in self.processes])
 
 
 def _exists(process: BaseProcess) -> bool:

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from camshaft.distributed.environments import detect
-from camshaft.distributed.groups import failing
+from camshaft.distributed.failures import publish
 from camshaft.distributed.launch import check_nodes, check_not_launched, check_options, check_positive, spawn
 from camshaft.distributed.ranks import get_local_rank, get_rank, get_world_size
 from camshaft.distributed.registry import available_backends, choose
@@ -118,7 +118,7 @@ class Parallel:
             if error is None:
                 finalize()
             else:
-                found = failing(error, current())
+                found = publish(error, current())
                 if isinstance(found, Exception):
                     _record_for_torchrun(found)
                 abandon()  # other ranks may be gone

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from camshaft.distributed.backend import Backend, Group, Resource, Work
-from camshaft.distributed.coordination.waiting import check_all_present
+from camshaft.distributed.failures.waiting import check_all_present
 from camshaft.distributed.groups import Call, explain
 from camshaft.distributed.run import current
 from camshaft.distributed.values import PLAIN, bytes_of, decode, encode, is_dense, prepared

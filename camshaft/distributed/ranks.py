@@ -13,7 +13,7 @@ from typing import ParamSpec, SupportsIndex, TypeVar
 import torch
 
 from camshaft.distributed.backend import Backend
-from camshaft.distributed.coordination.waiting import alone, check_all_present, only
+from camshaft.distributed.failures.waiting import alone, check_all_present, only
 from camshaft.distributed.groups import Call
 from camshaft.distributed.run import current
 from camshaft.errors import check_type, line_of_caller
@@ -172,7 +172,7 @@ def one_rank_only(rank: int = 0, with_barrier: bool = False) -> Callable[[Callab
                     return function(*args, **kwargs)
             finally:
                 if with_barrier:
-                    _synchronize(current(), "one_rank_only", rank, is_long=get_rank() != rank)
+                    _synchronize(current(), "one_rank_only", rank)
 
         return wrapper
 
@@ -209,7 +209,7 @@ def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
     mine, size = (topology.local_rank, topology.local_world_size) if local else (topology.rank, topology.world_size)
     is_first = mine == rank
     if not is_first:
-        _synchronize(backend, "one_rank_first", rank, is_long=True)
+        _synchronize(backend, "one_rank_first", rank)
     # not earlier: nodes that have such a rank wait for this one
     _check_exists(rank, size, " on this node" if local else "")
     what = f"the body of one_rank_first(rank={rank}, local={local})"
@@ -221,10 +221,10 @@ def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
             _synchronize(backend, "one_rank_first", rank)
 
 
-def _synchronize(backend: Backend, where: str, rank: int, is_long: bool = False) -> None:
-    """Wait for all ranks; ``is_long`` if one of them has work to do first."""
+def _synchronize(backend: Backend, where: str, rank: int) -> None:
+    """Wait for all ranks."""
     with Call(where, backend, None) as call:
-        call.begin(root=rank, is_long=is_long)
+        call.begin(root=rank)
         backend.barrier(None)
 
 

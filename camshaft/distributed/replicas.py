@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from camshaft.distributed.backend import Backend
-from camshaft.distributed.coordination.waiting import alone, store_at
+from camshaft.distributed.failures.waiting import alone, store_at
 from camshaft.distributed.mesh import data_place
 from camshaft.distributed.run import current
 from camshaft.distributed.values import is_dense

@@ -20,13 +20,11 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from camshaft import activity
-from camshaft.distributed import cores
-from camshaft.distributed.backend import Backend, Job, Observer, Resource
+from camshaft.distributed import cores, failures
+from camshaft.distributed.backend import Backend, Job, Resource
 from camshaft.distributed.backends.serial import SerialBackend
-from camshaft.distributed.coordination import collective_check
-from camshaft.distributed.coordination.watcher import Watcher
 from camshaft.distributed.environments import detect, infer, torchrun_agent
-from camshaft.distributed.record import Record
+from camshaft.distributed.failures import debug as debug_mode
 from camshaft.distributed.registry import adopt, joined, module_of, nothing_to_adopt
 from camshaft.errors import check_type, line_of_error
 
@@ -191,18 +189,12 @@ def _start(backend: Backend, debug: bool | None, hang_report_after: float = 60.0
     if is_everywhere and topology.local_world_size > 1:
         cores.limit(cores.share(topology.local_world_size, os.cpu_count() or 1))
     if topology.world_size > 1:
-        try:
-            job.record = Record(topology.rank, topology.world_size)
-        except OSError as error:
-            logger.warning("rank %d has no flight record: %s", topology.rank, error)
-        watcher = Watcher.of(backend, job.record, hang_report_after, torchrun_agent(os.environ))
+        watcher = failures.watch(backend, hang_report_after, torchrun_agent(os.environ))
         if is_everywhere:  # a group that is adopted must not wait for its store
             watcher.is_everywhere = True
-            watcher.has_connected.wait(_CONNECTING)
-            if (record := job.record) is not None:  # all ranks begin to count here
-                backend.observe(Observer(record.begin_in_torch, record.end, watcher.explained))
+            watcher.board.has_connected.wait(_CONNECTING)
         job.resource(ExceptHook, job, topology.rank)
-    collective_check.enable_if(debug, backend)
+    debug_mode.enable_if(debug, backend)
     atexit.unregister(_close_at_exit)
     atexit.register(_close_at_exit)  # registered last, called first: before a backend waits there for the other ranks
     global _finalizer
@@ -229,7 +221,7 @@ class ExceptHook(Resource):
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Publish the error, and pass on what is to be reported in its place."""
-        watcher = None if self._job is None else self._job.find(Watcher)
+        watcher = None if self._job is None else self._job.find(failures.Watcher)
         found = error if watcher is None else watcher.fail(error)
         is_interrupt = isinstance(found, KeyboardInterrupt)
         if is_interrupt and self._rank == 0:
@@ -245,7 +237,7 @@ class ExceptHook(Resource):
 
 
 def _close_at_exit() -> None:
-    if watcher := _process.job.find(Watcher):
+    if watcher := _process.job.find(failures.Watcher):
         watcher.leave("has exited: it returned, or called sys.exit()")
     _process.job.close()
 

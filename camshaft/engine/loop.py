@@ -32,7 +32,7 @@ from camshaft import activity
 from camshaft.engine.data import has_own_state
 from camshaft.engine.events import Events, FailureEvents
 from camshaft.engine.progress import Origin, Progress, is_done, target_of
-from camshaft.errors import annotate, line_of_caller, line_of_error
+from camshaft.errors import RankDivergenceError, RankFailedError, annotate, line_of_caller, line_of_error
 from camshaft.text import counted
 
 if TYPE_CHECKING:
@@ -402,7 +402,8 @@ def report(engine: Any, error: BaseException) -> BaseException | None:
     except Exception:
         engine.logger.exception("A handler of %s failed", FailureEvents.ERROR_MET)
     engine.last_event_name = event
-    level = logging.INFO if isinstance(error, KeyboardInterrupt) else logging.ERROR  # the user knows, on every rank
+    is_known = isinstance(error, (KeyboardInterrupt, RankDivergenceError, RankFailedError))  # the same on every rank
+    level = logging.INFO if is_known else logging.ERROR
     engine.logger.log(level, "Engine met an exception: %r", error)
     plan = engine._dispatcher.plans[Events.EXCEPTION_RAISED]
     if not plan.registrations:

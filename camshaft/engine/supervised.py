@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from camshaft.distributed import get_world_size, model_name
-from camshaft.distributed.coordination.waiting import alone
+from camshaft.distributed.failures.waiting import alone
 from camshaft.distributed.replicas import register
 from camshaft.engine.deterministic import DeterministicEngine
 from camshaft.engine.engine import Engine

@@ -11,7 +11,7 @@ from typing import Any
 
 from camshaft import activity
 from camshaft.activity import OwnClock
-from camshaft.distributed.coordination.watcher import Watcher
+from camshaft.distributed.failures import Watcher
 from camshaft.distributed.run import current
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, Order

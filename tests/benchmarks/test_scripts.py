@@ -51,20 +51,14 @@ def test_engine_overhead_measures_all_rows(tmp_path: Path) -> None:
 
 
 def test_watching_measures_all_rows(tmp_path: Path) -> None:
-    few = ("--repetitions", "2", "--iterations", "3", "--rounds", "2", "--ranks", "8", "64", "--processes", "2")
+    few = ("--iterations", "3", "--rounds", "2", "--ranks", "8", "64", "--processes", "2")
     result = result_of(run("watching.py", *few, folder=tmp_path))
     assert result["benchmark"] == "watching"
-    rows = [row for row in result["rows"] if row["what"].startswith("record: begin and end of one collective")]
-    assert len(rows) == 4
-    for row in rows:
-        assert row["target"] == 1.0
-        assert row["verdict"] in ("reached", "missed")
-        assert set(row["us"]) == SPREAD
     share, iteration = (row for row in result["rows"] if row["what"].startswith("watcher: "))
     assert 0 < share["minimum"] < 100
     assert set(iteration["on"]) == set(iteration["off"]) == SPREAD
     requests = [row for row in result["rows"] if row["what"].startswith("requests to the store: ")]
-    assert [(row["nodes"], row["requests_per_second"]) for row in requests] == [(1, 1.0), (8, 8.0)]
+    assert [(row["nodes"], row["requests_per_second"]) for row in requests] == [(1, 8.0), (8, 64.0)]
     assert [row["computed"]["polling handlers"] for row in requests] == [480, 3840]
     assert list(tmp_path.iterdir()) == []
 

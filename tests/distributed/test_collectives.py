@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import camshaft.distributed as idist
-from camshaft.distributed.coordination import collective_check
+from camshaft.distributed.failures import debug
 from camshaft.distributed.groups import Call
 from camshaft.distributed.run import current
 from camshaft.errors import RankDivergenceError
@@ -159,7 +159,7 @@ def test_only_errors_of_torch_point_to_the_debug_mode():
         with pytest.raises(error) as caught, Call("barrier", current(), None):
             raise error("here")
         assert any("CAMSHAFT_DEBUG=1" in note for note in caught.value.__notes__) is is_told
-    collective_check.enable(current())
+    debug.enable(current())
     with pytest.raises(RuntimeError) as caught, Call("barrier", current(), None):
         raise RuntimeError("the comparison is on already")
     assert len(caught.value.__notes__) == 1

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from camshaft.distributed import cores, run
-from tests.distributed.coordination.stand_in import StoreOnly
+from tests.distributed.failures.stand_in import StoreOnly
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def node(monkeypatch):
 def test_ranks_share_the_cores_of_their_node(
     node, monkeypatch, of_node, of_process, present, ranks, variables, expected
 ):
-    monkeypatch.setattr(run, "Record", lambda *place: (_ for _ in ()).throw(OSError("not under test")))
+    monkeypatch.setattr(run.failures, "Record", lambda *place: (_ for _ in ()).throw(OSError("not under test")))
     threads = node(of_node, of_process, present, **variables)
     run.install(lambda: StoreOnly(dist.HashStore(), ranks - 1, ranks))
     run.abandon()

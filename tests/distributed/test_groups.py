@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import camshaft.distributed as idist
-from camshaft.distributed.coordination import collective_check
+from camshaft.distributed.failures import debug
 from camshaft.distributed.run import current
 from camshaft.errors import RankDivergenceError
 from tests.limits import TIMEOUT
@@ -69,7 +69,7 @@ def test_one_rank_only_may_use_a_group_of_that_rank():
 
 @on_ranks(3)
 def test_debug_mode_compares_the_members_of_a_list_of_ranks():
-    collective_check.enable(current())
+    debug.enable(current())
     rank = idist.get_rank()
     if rank < 2:
         assert idist.all_reduce(1, group=[0, 1]) == 2
@@ -152,10 +152,10 @@ def use_everywhere(group, ranks):
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("debug", [False, True])
-def test_groups_of_torch_are_accepted_everywhere(debug):
-    if debug:
-        collective_check.enable(current())
+@pytest.mark.parametrize("compares", [False, True])
+def test_groups_of_torch_are_accepted_everywhere(compares):
+    if compares:
+        debug.enable(current())
     rank = idist.get_rank()
     some = dist.new_group([2, 0])
     mesh = init_device_mesh("cpu", (3,))

@@ -22,9 +22,9 @@ import camshaft.distributed as idist
 from camshaft import activity
 from camshaft.distributed import run
 from camshaft.distributed.backend import Job, Resource
-from camshaft.distributed.coordination.watcher import Watcher
+from camshaft.distributed.failures import Watcher
 from camshaft.distributed.topology import Topology
-from tests.distributed.coordination.stand_in import StoreOnly
+from tests.distributed.failures.stand_in import StoreOnly
 from tests.distributed.observed import step
 from tests.distributed.test_ranks import Somewhere
 from tests.limits import TIMEOUT, wait_until
@@ -425,7 +425,7 @@ def test_the_hook_of_each_job_goes_with_it_and_reports_once(monkeypatch, wraps):
     """torch, for one, adds a hook to the present one with each group, and never removes it."""
     printed = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: printed.append(error))
-    monkeypatch.setattr(run, "Record", mock.Mock(side_effect=OSError("no space")))  # it is not under test
+    monkeypatch.setattr(run.failures, "Record", mock.Mock(side_effect=OSError("no space")))  # it is not under test
     original = sys.excepthook
 
     def wrap():
@@ -462,7 +462,7 @@ def test_an_interrupt_of_all_ranks_is_reported_in_one_line(monkeypatch, capsys, 
         print("Traceback", file=sys.stderr)
 
     monkeypatch.setattr(sys, "excepthook", previous)
-    monkeypatch.setattr(run, "Record", mock.Mock(side_effect=OSError("no space")))
+    monkeypatch.setattr(run.failures, "Record", mock.Mock(side_effect=OSError("no space")))
     monkeypatch.setattr(Watcher, "fail", lambda self, error: error)
     run.install(lambda: StoreOnly(dist.HashStore(), 1, 3))
     run.current().job.find(run.ExceptHook)._rank = rank

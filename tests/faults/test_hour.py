@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import camshaft.distributed as idist
 from camshaft.distributed import run
-from camshaft.distributed.coordination import diagnosis, watcher
+from camshaft.distributed.failures import board, reports, status, verdicts, watcher
 from camshaft.engine import Engine, Events
 from camshaft.handlers import Checkpoint, EarlyStopping, TerminateOnNan, TimeLimit
 from tests.ranks import run_on_ranks
@@ -25,8 +25,11 @@ from tests.ranks import run_on_ranks
 SPEED = 30.0
 NUM_EPOCHS = 37  # each kind of wait comes six times
 TIMES = {  # not those that allow for a busy machine
-    watcher: ["PERIOD", "URGENT", "PATIENCE", "COMPARISON", "SHARING", "AGAIN", "_SEARCH"],
-    diagnosis: ["PATIENCE", "_REST"],
+    watcher: ["PERIOD", "URGENT", "PATIENCE", "SHARING", "AGAIN"],
+    board: ["PERIOD"],
+    status: ["PATIENCE", "EARLY"],
+    verdicts: ["PATIENCE"],
+    reports: ["_REST"],
 }
 
 
@@ -65,7 +68,7 @@ def train_for_an_hour(folder: Path) -> tuple[int, int, list[tuple[int, str]]]:
     logger = logging.getLogger("camshaft.distributed")
     logger.setLevel(logging.INFO)
     logger.addHandler(log)
-    run.current().job.find(watcher.Watcher)._report_after /= SPEED
+    run.current().job.find(watcher.Watcher)._hangs.after /= SPEED
 
     network = torch.nn.Linear(4, 1)
     model = DistributedDataParallel(network)

@@ -16,7 +16,7 @@ from camshaft.distributed.coordination.stop import StopInStore
 from camshaft.engine import Engine, Events, create_supervised_trainer
 from camshaft.handlers import EarlyStopping, TerminateOnNan, TimeLimit, stop_together
 from camshaft.handlers.stopping import StopTogether
-from tests.distributed.coordination.stand_in import watching
+from tests.distributed.failures.stand_in import watching
 from tests.ranks import await_watchers, on_ranks, run_on_ranks
 
 
@@ -54,9 +54,7 @@ def test_all_ranks_stop_after_the_same_iteration():
 @on_ranks(2)
 def test_ranks_may_be_far_apart(monkeypatch):
     await_watchers()
-    monkeypatch.setattr(
-        "camshaft.distributed.coordination.watcher.PERIOD", 0.05
-    )  # otherwise a rank gets a second ahead
+    monkeypatch.setattr("camshaft.distributed.failures.board.PERIOD", 0.05)  # otherwise a rank gets a second ahead
 
     def step(engine, batch):
         if idist.get_rank() == 0 and batch < 3000 and batch % 7 == 0:  # then it catches up, however far the other is
@@ -395,7 +393,7 @@ def test_a_stop_request_after_the_others_have_exited_stops_this_rank():
 
     store = Gone()
     with watching(store, rank=1) as watcher:
-        stop = StopInStore(watcher, "stop", store, rank=1, size=2, step=3)
+        stop = StopInStore(watcher.board, "stop", store, rank=1, size=2, step=3)
         stop.want()
         assert stop.may_begin(3)
         assert not stop.may_begin(4)

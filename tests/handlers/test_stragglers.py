@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import camshaft.distributed as idist
 from camshaft import activity
 from camshaft.activity import OwnClock
-from camshaft.distributed.coordination import watcher
+from camshaft.distributed.failures import record, watcher
 from camshaft.engine import Engine, Events
 from camshaft.handlers import Stragglers, stragglers
 from camshaft.handlers.stragglers import slow
@@ -117,10 +117,11 @@ def test_waiting_in_a_collective_of_the_loader_is_not_own_time():
 
 @on_ranks(2)
 def test_ranks_of_different_nodes_are_compared_through_the_store():
-    def own(watcher_, with_entries=True):  # no rank sees the record of another one
-        return {watcher_._rank: watcher.read(watcher_._record.path)}
+    def own(node, is_urgent=False):  # no rank sees the record of another one
+        one = record.read(node._record.path)
+        return {one.rank: one}
 
-    with mock.patch.object(watcher.Watcher, "_local", own):
+    with mock.patch.object(record.Node, "read", own):
         found = train(lambda: burn(0.006 if idist.get_rank() == 1 else 0.002))
     assert found == (["rank 1 is slow in the step"] if idist.get_rank() == 0 else [])
 
@@ -142,7 +143,7 @@ def test_nothing_is_left_after_a_run():
         for _ in range(2):
             trainer.run(range(30))
             assert activity.own_clock is None
-            assert not idist.run.current().job.find(watcher.Watcher)._exchanges
+            assert not idist.run.current().job.find(watcher.Watcher)._sharing.exchanges
         assert isinstance(clocks[0], OwnClock)
         idist.barrier()
 

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from camshaft.distributed.backend import Backend, Group, check_known, variable_set
 from camshaft.distributed.backends.dtypes import WIDER, as_bytes, check_reducible, reduced_wider
+from camshaft.distributed.failures.trace import Calls
 from camshaft.distributed.topology import Launch, Topology
 
 _REDUCTIONS = {"SUM": "Sum", "AVERAGE": "Average", "ADASUM": "Adasum", "MIN": "Min", "MAX": "Max", "PRODUCT": "Product"}
@@ -47,6 +48,7 @@ class HorovodBackend(Backend):
     name = "horovod"
     model_name = "horovod-dist"
     reductions = tuple(_REDUCTIONS)
+    adds_calls = True
     has_ended = False
     """Whether a run of this process has ended."""
 
@@ -54,6 +56,8 @@ class HorovodBackend(Backend):
         self.topology = topology
         self.device = device
         self._hvd = hvd
+        self.calls = Calls()
+        self.errors = (import_module("horovod.common.exceptions").HorovodInternalError,)
         self._seconds = timeout.total_seconds()
         self._wrapped = itertools.count()
 

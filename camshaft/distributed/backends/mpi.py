@@ -33,6 +33,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from camshaft.distributed.backends.native.backend import NativeBackend
+from camshaft.distributed.failures.trace import Calls
 from camshaft.distributed.topology import Launch, Topology
 from camshaft.text import counted
 
@@ -229,7 +230,7 @@ class Operation(dist.Work):
         results: the tensors that the user waits for.
         number: of the collective, counted in the group; ``None`` for a message.
         timeout: how long to wait; the group's timeout if not set.
-        observed: number that the observer of the job has given to it, 0 if it observes something around it.
+        entry: of the calls of the job.
 
     Raises:
         DistBackendError: MPI raises an error, or this rank has left the group.
@@ -243,25 +244,21 @@ class Operation(dist.Work):
         results: list[Tensor],
         number: int | None = None,
         timeout: timedelta = _NOT_SET,
-        observed: int = 0,
+        entry: list[Any] | None = None,
     ) -> None:
         super().__init__()
         if group.given_up is not None:
             raise dist.DistBackendError(f"{name} was called on a group that is no longer usable: {group.given_up}")
         self._group, self._name, self._number, self._timeout = group, name, number, timeout
-        self._observed = observed
+        self._entry = entry
         self._transfers, self._results = transfers, results
         self._done = False
         self._error: dist.DistBackendError | None = None
         self._status = mpi().Status()
         self._lock = threading.Lock()
-        try:
-            with self._lock:
-                _remember(self)
-                self._requests = self._calling_mpi(lambda: [transfer.begin() for transfer in transfers])
-        except dist.DistBackendError as error:
-            self._explain(error)
-            raise
+        with self._lock:
+            _remember(self)
+            self._requests = self._calling_mpi(lambda: [transfer.begin() for transfer in transfers])
 
     def wait(self, timeout: timedelta = _NOT_SET) -> bool:
         """Wait until the results are there.
@@ -269,17 +266,13 @@ class Operation(dist.Work):
         Raises:
             DistBackendError: they did not arrive in time or can no longer arrive, or MPI failed.
         """
-        try:
-            with self._lock:
-                if self._error is not None:
-                    raise self._error
-                if not self._done:
-                    limit = next(limit for limit in (timeout, self._timeout, self._group.timeout) if limit > _NOT_SET)
-                    self._calling_mpi(lambda: self._wait_for_all(limit.total_seconds()))
-                    self._deliver()
-        except dist.DistBackendError as error:
-            self._explain(error)
-            raise
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if not self._done:
+                limit = next(limit for limit in (timeout, self._timeout, self._group.timeout) if limit > _NOT_SET)
+                self._calling_mpi(lambda: self._wait_for_all(limit.total_seconds()))
+                self._deliver()
         return True
 
     def is_completed(self) -> bool:
@@ -320,11 +313,6 @@ class Operation(dist.Work):
         rank: int = self._status.Get_source()
         return rank
 
-    def _explain(self, error: dist.DistBackendError) -> None:
-        """Raise the error of the job in place of one of MPI, unless that is done for a collective around this one."""
-        if self._observed and (found := self._group.world.observer.explained(error)) is not error:
-            raise found from found.__cause__
-
     def _calling_mpi(self, call: Callable[[], Any]) -> Any:
         try:
             return call()
@@ -346,8 +334,8 @@ class Operation(dist.Work):
                 if got != expected:
                     raise self._lost(f"got {got} bytes from rank {self._source_rank()}, the tensor has {expected}")
             transfer.deliver()
-        if self._observed:
-            self._group.world.observer.end(self._observed)
+        if self._entry is not None:
+            Calls.end(self._entry)
 
     def _check(self, waited: float, limit: float) -> None:
         """Raise if the results did not arrive in time, or cannot arrive because a rank has left."""
@@ -362,6 +350,8 @@ class Operation(dist.Work):
                 raise self._lost(f"cannot complete: rank {rank} left after {counted(collectives, 'collective')}")
 
     def _lost(self, what: str) -> dist.DistBackendError:
+        if self._entry is not None:
+            Calls.end(self._entry)
         place = "" if self._number is None else f", collective {self._number} of this group,"
         self._error = self._group.give_up(f"{self._name}{place} {what}", self._number)
         return self._error
@@ -415,21 +405,28 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         store: what the ranks share beside it; rank 0 may host it, so it lives as long as the communicator.
         timeout: how long an operation may take.
         world: the default group; ``None`` if this is it.
-        title: what the observer of the job calls this group.
+        title: of this group in the calls of the job.
+        members: the global ranks; ``None`` for all.
 
     Attributes:
-        observer: of the collectives of the job; that of the default group counts.
+        calls: the last collectives of the job; those of the default group count.
     """
 
     supports_coalescing = supports_splitting = supports_time_estimate = False
 
     def __init__(
-        self, comm: Any, store: Store, timeout: timedelta, world: MPIGroup | None = None, title: str = "all"
+        self,
+        comm: Any,
+        store: Store,
+        timeout: timedelta,
+        world: MPIGroup | None = None,
+        title: str = "all",
+        members: Sequence[int] | None = None,
     ) -> None:
         super().__init__(comm.rank, comm.size)
         self.world = world or self
-        self.observer: Any = None
-        self._title = title
+        self.calls = Calls("mpi")
+        self._title, self._members = title, range(comm.size) if members is None else members
         self.comm = comm
         self.store = store
         self.timeout = timeout
@@ -540,7 +537,7 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
             begin = functools.partial(self.comm.Iallreduce, mpi().IN_PLACE, _reduced(buffer), op)
             return Transfer(begin, buffer, [tensor], divisor)
 
-        return self._collective("all_reduce", map(transfer, tensors), tensors, opts, opts.reduceOp)
+        return self._collective("all_reduce", map(transfer, tensors), tensors, opts)
 
     allreduce_coalesced = allreduce
 
@@ -551,14 +548,14 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         messages = (mpi().IN_PLACE, _reduced(buffer)) if is_root else (_reduced(buffer), None)
         begin = functools.partial(self.comm.Ireduce, *messages, op, opts.rootRank)
         transfer = Transfer(begin, buffer, tensors if is_root else [], divisor)
-        return self._collective("reduce", [transfer], tensors, opts, opts.reduceOp, opts.rootRank)
+        return self._collective("reduce", [transfer], tensors, opts)
 
     def broadcast(self, tensors: Tensors, opts: Any = _DEFAULTS) -> dist.Work:
         """Overwrite tensors by those of one rank."""
         is_root = self.rank() == opts.rootRank
         buffer, targets = (_sendable(*tensors), []) if is_root else (_receivable(*tensors), tensors)
         transfer = Transfer(lambda: self.comm.Ibcast(_moved(buffer), opts.rootRank), buffer, targets)
-        return self._collective("broadcast", [transfer], tensors, opts, root=opts.rootRank)
+        return self._collective("broadcast", [transfer], tensors, opts)
 
     def allgather(self, outputs: list[Tensors], tensors: Tensors, opts: Any = _DEFAULTS) -> dist.Work:
         """Fill the list with the tensor of each rank; the sizes may differ over the ranks."""
@@ -582,13 +579,13 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         """Fill the list on one rank with the tensor of each rank; the other ranks have no list."""
         parts = outputs[0] if outputs else []
         transfer = self._transfer(self.comm.Igatherv, tensors, parts, opts.rootRank, receives=_sizes(parts))
-        return self._collective("gather", [transfer], parts, opts, root=opts.rootRank)
+        return self._collective("gather", [transfer], parts, opts)
 
     def scatter(self, outputs: Tensors, tensors: list[Tensors], opts: Any = _DEFAULTS) -> dist.Work:
         """Fill a tensor with this rank's one of the list on one rank; the other ranks have no list."""
         parts = tensors[0] if tensors else []
         transfer = self._transfer(self.comm.Iscatterv, parts, outputs, opts.rootRank, sends=_sizes(parts))
-        return self._collective("scatter", [transfer], outputs, opts, root=opts.rootRank)
+        return self._collective("scatter", [transfer], outputs, opts)
 
     def alltoall(self, outputs: Tensors, tensors: Tensors, opts: Any = _DEFAULTS) -> dist.Work:
         """Send each rank one tensor, and fill others with what each rank sends."""
@@ -613,7 +610,7 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         """Reduce the tensors of a list over the ranks, and fill a tensor with this rank's one."""
         (output,), (parts,) = outputs, tensors
         transfer = self._reduced_parts(output, parts, _sizes(parts), opts)
-        return self._collective("reduce_scatter", [transfer], outputs, opts, opts.reduceOp)
+        return self._collective("reduce_scatter", [transfer], outputs, opts)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = _DEFAULTS) -> dist.Work:
         """Reduce a tensor over the ranks, and fill another with this rank's part."""
@@ -625,7 +622,7 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         def transfer(output: Tensor, tensor: Tensor) -> Transfer:
             return self._reduced_parts(output, [tensor], self._split(tensor), opts)
 
-        return self._collective("reduce_scatter_tensor", map(transfer, outputs, tensors), outputs, opts, opts.reduceOp)
+        return self._collective("reduce_scatter_tensor", map(transfer, outputs, tensors), outputs, opts)
 
     def barrier(self, opts: Any = _DEFAULTS) -> dist.Work:
         """Wait for all ranks."""
@@ -658,22 +655,11 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
 
     # --- how they begin ------------------------------------------------------------------------------------
 
-    def _collective(
-        self,
-        name: str,
-        transfers: Iterable[Transfer],
-        results: Tensors,
-        opts: Any,
-        op: Any = None,
-        root: int | None = None,
-    ) -> dist.Work:
+    def _collective(self, name: str, transfers: Iterable[Transfer], results: Tensors, opts: Any) -> dist.Work:
         prepared = list(transfers)  # may find something wrong with the arguments
         self._collectives += 1
-        observed = 0
-        if (observer := self.world.observer) is not None:
-            how = "" if op is None else "SUM" if op == dist.ReduceOp.SUM else getattr(op, "op", op).name
-            observed = observer.begin(self._title, name, how, root, results)
-        return Operation(self, name, prepared, results, self._collectives, opts.timeout, observed)
+        entry = self.world.calls.begin(self._title, self._members, name, results)
+        return Operation(self, name, prepared, results, self._collectives, opts.timeout, entry)
 
     def _transfer(
         self,
@@ -961,7 +947,7 @@ def create_group(ranks: Sequence[int], timeout: timedelta) -> MPIGroup:
     members = everybody.Incl(list(ranks))
     try:
         title = f"{_made[tuple(ranks)]}: {list(ranks)}"
-        return MPIGroup(world.comm.Create_group(members), store, timeout, world, title)
+        return MPIGroup(world.comm.Create_group(members), store, timeout, world, title, ranks)
     finally:
         members.Free()
         everybody.Free()

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from camshaft.distributed.backend import Backend, Group, check_known
+from camshaft.distributed.failures.trace import Calls
 from camshaft.distributed.topology import Launch, Topology
 
 OPTIONS = {"spmd"}
@@ -53,6 +54,7 @@ class XlaBackend(Backend):
         " with a process for each device; backend 'nccl' supports it, and so does "
         "initialize('xla-tpu', spmd=True), where batch norm uses the whole batch"
     )
+    adds_calls = True
     has_ended = False
     """Whether the run of this process has ended; the runtime lives on, and must not be adopted then."""
 
@@ -61,6 +63,7 @@ class XlaBackend(Backend):
         self.device = device
         self._xla = _xla()
         self._model = self._xla.core.xla_model
+        self.calls = Calls()
 
     def all_reduce(self, tensor: Tensor, op: str, group: Group | None) -> Tensor:
         """Reduce in place."""

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import Store
 
 from camshaft.distributed.backend import Backend
 from camshaft.distributed.collectives import all_gather, broadcast
-from camshaft.distributed.coordination.waiting import PAUSE, alone, store_at, wait_for
+from camshaft.distributed.failures.waiting import PAUSE, alone, store_at, wait_for
 from camshaft.distributed.run import current
 from camshaft.errors import RankDivergenceError, line_of_caller
 from camshaft.text import counted

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from camshaft.distributed.collectives import all_reduce
-from camshaft.distributed.coordination.waiting import EACH, PAUSE
-from camshaft.distributed.coordination.watcher import Watcher
+from camshaft.distributed.failures import watch
+from camshaft.distributed.failures.board import Board
+from camshaft.distributed.failures.waiting import EACH, PAUSE
 from camshaft.distributed.run import current
 
 _PAUSE = 0.005  # seconds, at least, between two requests while the ranks agree
@@ -36,9 +37,9 @@ def common_stop(name: str, step: int) -> CommonStop:
     store = backend.store()
     if store is None:
         return StopByCollective()
-    watcher = Watcher.of(backend)
+    board = watch(backend).board
     topic = job.unique_name(f"stop/{name}")
-    return StopInStore(watcher, topic, PrefixStore(topic, store), topology.rank, topology.world_size, step)
+    return StopInStore(board, topic, PrefixStore(topic, store), topology.rank, topology.world_size, step)
 
 
 class CommonStop:
@@ -89,7 +90,7 @@ class StopInStore(CommonStop):
     knows none. The last rank to report decides for all; the last one to leave deletes all keys.
 
     Args:
-        watcher: of the job.
+        board: of the job.
         topic: of this stop alone.
         store: for this stop alone.
         rank: of this process.
@@ -97,9 +98,9 @@ class StopInStore(CommonStop):
         step: the step that this rank is in.
     """
 
-    def __init__(self, watcher: Watcher, topic: str, store: Store, rank: int, size: int, step: int) -> None:
+    def __init__(self, board: Board, topic: str, store: Store, rank: int, size: int, step: int) -> None:
         super().__init__()
-        self._watcher, self._topic, self._store = watcher, topic, store
+        self._board, self._topic, self._store = board, topic, store
         self._rank, self._size, self._step = rank, size, step
         self._lock = Lock()  # of the next two
         self._is_closed = False  # no step begins before the last one is known
@@ -107,7 +108,7 @@ class StopInStore(CommonStop):
         self._began: float | None = None
         self._last: int | None = None
         self._is_known = Event()
-        watcher.watch(topic, self._agree)
+        board.watch(topic, self._agree)
 
     def want(self, reason: int = 1) -> None:
         """Begin no further step, and announce the stop."""
@@ -115,7 +116,7 @@ class StopInStore(CommonStop):
             self._is_closed = self._is_wanted = True
         with suppress(dist.DistError):  # the other ranks have gone, and the store with them
             self._store.set("reason", str(reason))
-        self._watcher.announce(self._topic)
+        self._board.announce(self._topic)
 
     def may_begin(self, step: int) -> bool:
         """Return True if no stop was announced; otherwise wait for the last step, and compare with it."""
@@ -137,7 +138,7 @@ class StopInStore(CommonStop):
 
     def leave(self) -> None:
         """Report where this rank has stopped."""
-        self._watcher.forget(self._topic)
+        self._board.forget(self._topic)
         with suppress(dist.DistError):
             self._report(has_left=True)
             if self._store.add("left", 1) == self._size:

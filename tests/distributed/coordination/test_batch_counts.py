@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from camshaft.distributed.coordination.data import BatchCount, BatchCounts
 from camshaft.errors import RankDivergenceError
-from tests.distributed.coordination.stand_in import CountingStore
+from tests.distributed.failures.stand_in import CountingStore
 
 
 def test_a_long_wait_is_logged_once(caplog):
@@ -19,7 +19,7 @@ def test_a_long_wait_is_logged_once(caplog):
     store.set_timeout(timedelta(seconds=0.3))
     first, second = (BatchCounts(store, rank, 2, 8) for rank in range(2))
     first.report(BatchCount(8))
-    with mock.patch("camshaft.distributed.coordination.waiting.SILENCE", 0.0), pytest.raises(RankDivergenceError):
+    with mock.patch("camshaft.distributed.failures.waiting.SILENCE", 0.0), pytest.raises(RankDivergenceError):
         first.collect()
     assert [record.getMessage() for record in caplog.records] == [
         "rank 0 is waiting up to 0.3 s for ranks [1] in a synchronized pass over the data: they are "
@@ -90,7 +90,7 @@ def test_ranks_that_wait_together_make_a_limited_number_of_requests(monkeypatch)
     """However many they are: each of a thousand asks four times a second at most."""
     pauses = []
     clock = mock.Mock(**{"monotonic.side_effect": lambda: sum(pauses), "sleep.side_effect": pauses.append})
-    monkeypatch.setattr("camshaft.distributed.coordination.waiting.time", clock)
+    monkeypatch.setattr("camshaft.distributed.failures.waiting.time", clock)
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=8))
     rank = BatchCounts(store, 0, 1024, 8)

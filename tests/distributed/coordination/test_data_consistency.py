@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 import camshaft.distributed as idist
-from camshaft.distributed.coordination import waiting
 from camshaft.distributed.data import ExactBatchSampler, Sequential, Shuffled
+from camshaft.distributed.failures import waiting
 from camshaft.distributed.run import current
 from camshaft.engine import Engine, Events
 from camshaft.errors import RankDivergenceError
@@ -174,7 +174,7 @@ def test_only_the_first_pass_costs_a_request_and_it_leaves_one_key():
     for epoch in range(4):
         loader.sampler.set_epoch(epoch)
         Counted.asked = 0
-        with mock.patch("camshaft.distributed.coordination.waiting.PrefixStore", Counted):
+        with mock.patch("camshaft.distributed.failures.waiting.PrefixStore", Counted):
             assert len(list(loader)) == 6
         assert Counted.asked == (epoch == 0)
         idist.barrier()
@@ -328,7 +328,7 @@ def test_loaders_without_a_seed_share_torchs_seed_of_rank_0():
 def test_the_seed_is_requested_once_and_creating_a_loader_does_not_block():
     rank = idist.get_rank()
     await_watchers()
-    with mock.patch("camshaft.distributed.coordination.waiting.PrefixStore", Counted):
+    with mock.patch("camshaft.distributed.failures.waiting.PrefixStore", Counted):
         if rank == 1:
             loader = make()
             assert Counted.asked == 0

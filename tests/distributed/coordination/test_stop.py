@@ -13,17 +13,17 @@ from torch._C._distributed_c10d import PrefixStore
 
 from camshaft.distributed.coordination import stop as stop_module
 from camshaft.distributed.coordination.stop import StopInStore
-from tests.distributed.coordination.stand_in import CountingStore
+from tests.distributed.failures.stand_in import CountingStore
 
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
-    monkeypatch.setattr("camshaft.distributed.coordination.watcher.PERIOD", 0.02)
+    monkeypatch.setattr("camshaft.distributed.failures.board.PERIOD", 0.02)
 
 
-def run_until_stopped(watcher_at, store, rank, size, wants_at, pause):
+def run_until_stopped(board_at, store, rank, size, wants_at, pause):
     """Run steps, and return the last one."""
-    stop = StopInStore(watcher_at(store, rank, size), "stop", PrefixStore("stop", store), rank, size, 0)
+    stop = StopInStore(board_at(store, rank, size), "stop", PrefixStore("stop", store), rank, size, 0)
     step = 0
     while stop.may_begin(step + 1):
         step += 1
@@ -35,22 +35,22 @@ def run_until_stopped(watcher_at, store, rank, size, wants_at, pause):
 
 
 @pytest.mark.parametrize("wants", [[5, None, None], [None, 3, 4], [2, 2, 2]])
-def test_all_stop_after_the_furthest_step_and_leave_no_keys(wants, watcher_at):
+def test_all_stop_after_the_furthest_step_and_leave_no_keys(wants, board_at):
     store, size = dist.HashStore(), len(wants)
     with ThreadPoolExecutor(size) as pool:
         runs = [
-            pool.submit(run_until_stopped, watcher_at, store, rank, size, at, 0.001 * (1 + 3 * rank))
+            pool.submit(run_until_stopped, board_at, store, rank, size, at, 0.001 * (1 + 3 * rank))
             for rank, at in enumerate(wants)
         ]
         last = [run.result(timeout=30) for run in runs]
     assert len(set(last)) == 1
     assert last[0] >= max(at for at in wants if at)
-    assert store.num_keys() == 3  # the name of the job, how many know it, and the announcement
+    assert store.num_keys() == 7  # six of the board, and the announcement
 
 
-def test_a_stop_that_is_wanted_after_the_store_was_lost_stops_this_rank(watcher_at):
+def test_a_stop_that_is_wanted_after_the_store_was_lost_stops_this_rank(board_at):
     store = dist.HashStore()
-    stop = StopInStore(watcher_at(store, 0, 2), "stop", PrefixStore("stop", store), 0, 2, 0)
+    stop = StopInStore(board_at(store, 0, 2), "stop", PrefixStore("stop", store), 0, 2, 0)
     with mock.patch.object(stop, "_report", side_effect=dist.DistNetworkError("lost")):
         stop._agree()
     assert stop.may_begin(1)
@@ -59,11 +59,9 @@ def test_a_stop_that_is_wanted_after_the_store_was_lost_stops_this_rank(watcher_
     stop.leave()
 
 
-def test_a_rank_that_has_left_is_not_waited_for(watcher_at):
+def test_a_rank_that_has_left_is_not_waited_for(board_at):
     store = dist.HashStore()
-    stops = [
-        StopInStore(watcher_at(store, rank, 2), "stop", PrefixStore("stop", store), rank, 2, 0) for rank in range(2)
-    ]
+    stops = [StopInStore(board_at(store, rank, 2), "stop", PrefixStore("stop", store), rank, 2, 0) for rank in range(2)]
     assert all(stop.may_begin(3) for stop in stops)
     stops[0].leave()
     began = time.monotonic()
@@ -71,15 +69,15 @@ def test_a_rank_that_has_left_is_not_waited_for(watcher_at):
     assert not stops[1].may_begin(4)
     assert time.monotonic() - began < 5
     stops[1].leave()
-    assert store.num_keys() == 3
+    assert store.num_keys() == 7
 
 
 @pytest.mark.parametrize("wants", [[5, None, None], [None, 3, 4]])
-def test_all_ranks_learn_the_same_reason(wants, watcher_at):
+def test_all_ranks_learn_the_same_reason(wants, board_at):
     store, size = dist.HashStore(), len(wants)
 
     def run(rank):
-        stop = StopInStore(watcher_at(store, rank, size), "stop", PrefixStore("stop", store), rank, size, 0)
+        stop = StopInStore(board_at(store, rank, size), "stop", PrefixStore("stop", store), rank, size, 0)
         step = 0
         while stop.may_begin(step + 1):
             step += 1
@@ -94,14 +92,14 @@ def test_all_ranks_learn_the_same_reason(wants, watcher_at):
         reasons = list(pool.map(run, range(size), timeout=30))
     assert len(set(reasons)) == 1
     assert reasons[0] in [10 + rank for rank in range(size) if wants[rank]]
-    assert store.num_keys() == 3
+    assert store.num_keys() == 7
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_no_rank_has_a_reason_if_one_had_ended_before_it_knew(is_first, watcher_at):
+def test_no_rank_has_a_reason_if_one_had_ended_before_it_knew(is_first, board_at):
     store = dist.HashStore()
     one, other = (
-        StopInStore(watcher_at(store, rank, 2), "stop", PrefixStore("stop", store), rank, 2, 0) for rank in range(2)
+        StopInStore(board_at(store, rank, 2), "stop", PrefixStore("stop", store), rank, 2, 0) for rank in range(2)
     )
     assert one.may_begin(3)
     assert other.may_begin(3)
@@ -115,7 +113,7 @@ def test_no_rank_has_a_reason_if_one_had_ended_before_it_knew(is_first, watcher_
     if not is_first:
         assert one.settle() == 7  # although its run has ended by itself meanwhile
         one.leave()
-    assert store.num_keys() == 3
+    assert store.num_keys() == 7
 
 
 class Still:

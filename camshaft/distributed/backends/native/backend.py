@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from camshaft.distributed.backend import Backend, Group, Observer, Work, accelerator, check_known
+from camshaft.distributed.backend import Backend, Group, Work, accelerator, check_known
 from camshaft.distributed.backends.dtypes import FLOAT8, as_bytes, check_reducible, from_bytes, reduced_wider
 from camshaft.distributed.backends.native import gloo
 from camshaft.distributed.backends.native.release import release_groups
 from camshaft.distributed.backends.native.rendezvous import open_store
 from camshaft.distributed.connections import connections_to
+from camshaft.distributed.failures.trace import RECORDS_GLOO, Calls
 from camshaft.distributed.topology import Launch, Topology
 from camshaft.sharding import is_wrapped
 
@@ -84,6 +85,8 @@ class NativeBackend(Backend):
         self._timeout = timeout
         self._world: Any = dist.group.WORLD
         self._send_waiters: defaultdict[int, gloo.SendWaiter] = defaultdict(gloo.SendWaiter)
+        self.adds_calls = not (RECORDS_GLOO or hasattr(self._world, "calls") or "nccl" in config)
+        self.calls = Calls() if self.adds_calls else getattr(self._world, "calls", None)
         self._connections = connections_to(self.store())  # without those of its clones, which are made later
 
     def enter(self) -> None:
@@ -244,11 +247,6 @@ class NativeBackend(Backend):
         """
         if self.is_alive():
             release_groups(self.store(), self._connections)
-
-    def observe(self, observer: Observer) -> None:
-        """Notify an observer of the collectives over mpi4py."""
-        if hasattr(self._world, "observer"):
-            self._world.observer = observer
 
     def close(self) -> None:
         """Destroy the process groups."""

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from camshaft.distributed.backend import Backend, Group, Resource
-from camshaft.distributed.coordination.waiting import store_at, wait_for
-from camshaft.distributed.record import layout_of
+from camshaft.distributed.failures.trace import Calls
+from camshaft.distributed.failures.waiting import store_at, wait_for
+from camshaft.distributed.failures.watcher import Watcher
 from camshaft.distributed.values import all_gather_values
 from camshaft.errors import RankDivergenceError, line_of_caller
-from camshaft.text import table
+from camshaft.text import shortened_ranks, table
 
 Row = dict[str, str]
 """What a rank calls."""
@@ -73,11 +75,11 @@ def compare(
         "ranks": "all" if len(ranks) == backend.topology.world_size else str(list(ranks)),
         "how": how,
         "root": "" if root is None else str(root),
-        "value": layout_of(value)[2],
+        "value": _layout(value),
         "line": line_of_caller("distributed"),
     }
     if (check := backend.job.find(CollectiveCheck)) is not None:
-        rows = check.exchange(ranks, mine)
+        rows = check.exchange(getattr(group, "group_name", mine["ranks"]), ranks, mine)
     else:
         rows = dict(zip(ranks, all_gather_values(backend, mine, group), strict=True))
     if _differ(rows, mine):
@@ -94,18 +96,25 @@ class CollectiveCheck(Resource):
 
     def __init__(self, backend: Backend, store: Store) -> None:
         self._backend, self._store = backend, store
-        self._num_calls = Counter[str]()  # of each group
+        self._calls = Calls()
+        if (watcher := backend.job.find(Watcher)) is not None:
+            watcher.add_calls(self._calls)
 
-    def exchange(self, ranks: Sequence[int], mine: Row) -> dict[int, Row]:
+    def exchange(self, group: str, ranks: Sequence[int], mine: Row) -> dict[int, Row]:
         """Write this rank's call, and return those of all ranks of a group; if some differ, those known so far.
+
+        Args:
+            group: a name of the group, which tells it from others of the same ranks.
+            ranks: of the group.
+            mine: what this rank calls.
 
         Raises:
             RankDivergenceError: some ranks time out, or diverge elsewhere.
             RankFailedError: a rank has failed or left.
         """
-        group, what, job, this = mine["ranks"], mine["collective"], self._backend.job, self._backend.topology.rank
-        self._num_calls[group] += 1
-        number = self._num_calls[group]
+        what, job, this = mine["collective"], self._backend.job, self._backend.topology.rank
+        call = self._calls.begin(f"debug {group}", ranks, what)
+        number = call[1]
         keys = {rank: f"{group}/{number}/{rank}" for rank in ranks}
         here: dict[int, Row] = {}
 
@@ -123,12 +132,26 @@ class CollectiveCheck(Resource):
             return known() if len(here) == len(ranks) or _differ(here, mine) else None
 
         def detail() -> str:
-            return f"ranks {[rank for rank in ranks if rank not in here]} in {what}:\n{_table(known())}"
+            return f"ranks {shortened_ranks(rank for rank in ranks if rank not in here)} in {what}:\n{_table(known())}"
 
-        rows = wait_for(poll, self._store, what, ranks=ranks, rank=this, detail=detail)
+        try:
+            rows = wait_for(poll, self._store, what, ranks=ranks, rank=this, detail=detail)
+        finally:
+            self._calls.end(call)
         if number > 2:  # all have written the call before this one, so they have read the one before that
             self._store.delete_key(f"{group}/{number - 2}/{this}")
         return rows
+
+
+def _layout(value: Any) -> str:
+    """Return dtype and shape of a tensor as text; of other values, ``""``."""
+    if not isinstance(value, Tensor):
+        return ""
+    try:
+        layout = [] if value.layout is torch.strided else [str(value.layout).removeprefix("torch.")]
+        return " ".join([*layout, str(value.dtype), str(list(value.shape))])
+    except Exception:  # a subclass of the user's
+        return type(value).__name__
 
 
 def _differ(rows: Mapping[int, Row], mine: Row) -> bool:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import camshaft.distributed as idist
-from camshaft.distributed.coordination import collective_check
+from camshaft.distributed.failures import debug
 from camshaft.distributed.run import current
 from camshaft.errors import RankDivergenceError, RankFailedError
 from tests.ranks import on_ranks
@@ -19,7 +19,7 @@ from tests.ranks import on_ranks
 def enable():
     """Turn the comparison on, anew for each part of a test."""
     dist.barrier()
-    collective_check.enable(current())
+    debug.enable(current())
     dist.barrier()
 
 
@@ -78,7 +78,7 @@ def test_different_calls_raise_on_all_ranks():
     ):
         rows = rows_of(lambda one=one, other=other: by_rank(one, other))
         assert all(text in row for text, row in zip(shown, rows, strict=True)), rows
-        assert all("test_collective_check.py:" in row for row in rows), rows
+        assert all("test_debug.py:" in row for row in rows), rows
 
 
 @on_ranks(3)
@@ -183,6 +183,6 @@ def test_the_environment_enables_it_for_a_group_that_is_adopted(monkeypatch):
 def test_the_argument_precedes_the_environment(monkeypatch, text, wanted, enables):
     monkeypatch.setenv("CAMSHAFT_DEBUG", text)
     enabled = []
-    monkeypatch.setattr(collective_check, "enable", enabled.append)
-    collective_check.enable_if(wanted, current())
+    monkeypatch.setattr(debug, "enable", enabled.append)
+    debug.enable_if(wanted, current())
     assert enabled == ([current()] if enables else [])

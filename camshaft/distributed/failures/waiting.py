@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from threading import get_ident
 from typing import NamedTuple, TypeVar
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistNetworkError
 
 from camshaft.distributed.backend import Backend
 from camshaft.errors import RankDivergenceError
+from camshaft.text import counted, shortened_ranks, spans
 
 T = TypeVar("T")
 PAUSE = 0.05  # longest time between two requests of a rank that waits, in seconds; later it is a second
@@ -41,6 +45,12 @@ class Alone(NamedTuple):
 alone: ContextVar[Alone | None] = ContextVar("camshaft_alone", default=None)
 """What this thread runs at the moment without other ranks; every collective checks it."""
 
+inside: dict[int, list[Alone]] = {}
+"""The same by the identifiers of threads, outermost first, for reports on this process."""
+
+strays: deque[str] = deque(maxlen=4)
+"""What this process has sent last in such blocks to ranks that do not run them, for the text of a verdict."""
+
 
 @contextlib.contextmanager
 def only(present: Sequence[int], what: str, where: str, turn: tuple[int, bool] | None = None) -> Iterator[None]:
@@ -49,11 +59,30 @@ def only(present: Sequence[int], what: str, where: str, turn: tuple[int, bool] |
     here = frozenset(present)
     if outer is not None:
         here, turn = here & outer.present, turn or outer.turn
-    token = alone.set(Alone(here, what, where, turn))
+    block = Alone(here, what, where, turn)
+    token, blocks = alone.set(block), inside.setdefault(get_ident(), [])
+    blocks.append(block)
+    before = _sent(here)
     try:
         yield
     finally:
+        for ranks, number in (_sent(here) - before).items():
+            strays.append(f"sent {counted(number, 'collective')} of ranks {spans(ranks)} in {what} ({where})")
         alone.reset(token)
+        blocks.remove(block)
+        if not blocks:
+            inside.pop(get_ident(), None)
+
+
+def _sent(present: frozenset[int]) -> Counter[frozenset[int]]:
+    """Return how much this process has sent in torch's groups that have other ranks, too, by the ranks of the group."""
+    sent = Counter[frozenset[int]]()
+    if dist.is_available() and dist.is_initialized():
+        for group, members in tuple(dist.distributed_c10d._world.pg_group_ranks.items()):
+            if not present.issuperset(members):
+                with contextlib.suppress(RuntimeError):  # a backend that does not count
+                    sent[frozenset(members)] += group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    return sent
 
 
 def check_all_present(collective: str, ranks: Sequence[int], rank: int) -> None:
@@ -65,10 +94,10 @@ def check_all_present(collective: str, ranks: Sequence[int], rank: int) -> None:
     here = alone.get()
     if here is None or here.present.issuperset(ranks):
         return
-    absent = sorted(set(ranks) - here.present)
+    absent, present = shortened_ranks(set(ranks) - here.present), shortened_ranks(here.present)
     raise RankDivergenceError(
         f"{collective} on rank {rank} waits for ranks {absent}, which do not run {here.what} ({here.where}); "
-        f"only ranks {sorted(here.present)} do: move the call outside of it, or use a group of these ranks"
+        f"only ranks {present} do: move the call outside of it, or use a group of these ranks"
     )
 
 

@@ -1,0 +1,707 @@
+"""The watcher of a job: one thread per process that finds out whether the job can still proceed.
+
+Once a second it writes the status of its rank into the record of this process, and reads the records of the ranks on
+its node. The lowest rank of a node that is able to, its leader, judges: if a rank waits, it asks the other nodes
+through the store, and announces a verdict if there is a proof. Every rank raises the verdict, or the failure that came
+first.
+"""
+
+from __future__ import annotations
+
+import dis
+import json
+import logging
+import math
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from threading import Event, Thread, get_ident, main_thread
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from camshaft import activity
+from camshaft.activity import summary
+from camshaft.distributed.backend import Backend, Resource
+from camshaft.distributed.failures import reports, verdicts
+from camshaft.distributed.failures.board import Board
+from camshaft.distributed.failures.record import Node, Record, Snapshot, remove
+from camshaft.distributed.failures.status import PATIENCE, Observer, named, stack_of
+from camshaft.distributed.failures.trace import Call, Calls, Found, Trace
+from camshaft.errors import MismatchError, RankDivergenceError, RankFailedError, RemoteTraceback, annotate
+from camshaft.text import spans
+
+PERIOD = 1.0  # seconds between two rounds
+URGENT = 0.05  # the same while this rank waits to learn why an operation failed
+ANSWER = 5.0  # seconds that another node has to answer; then a rank is judged without it
+LOST = 60.0  # seconds without any answer after which a node is taken for lost: an extension may hold the GIL as long
+UNREACHABLE = 15.0  # the same for the host of the store, whose kernel answers; torchrun waits as long for a heartbeat
+PLACES = 10.0  # seconds that a rank has to look up the line of a call that has completed
+SHARING = 10.0  # seconds between two exchanges of shared values among nodes
+AGAIN = 600.0  # seconds until a rank that still waits is reported again
+_ABLE = 4.0  # age in seconds of the status of a rank that can lead its node
+_LONGEST_BREAK = 60.0  # seconds between two questions of the same rank
+_LEARNING = 6.0  # seconds that a rank waits to learn why an operation failed
+_NOTICING = 0.5  # seconds until it is known on a node that one of its processes has ended
+_TELLING = 2.0  # seconds that a rank that leaves has to publish how
+_ENDING = 5.0  # seconds that its thread has to end
+_RAISING = 2.0  # seconds that this rank has to raise a verdict before it is logged
+_ORPHANED = 30.0  # seconds that a rank has to end once its torchrun was killed; torchrun itself allows as many
+_MOST_NOTES, _LONGEST_TRACEBACK = 3, 8000
+_MOST_KEYS, _MOST_STACKS = 16, 4  # of an answer
+_RAISE = dis.opmap["RAISE_VARARGS"]
+_TRANSLATED = "camshaft_translated"  # attribute of an error that was looked at before
+OUR_OWN = (RankDivergenceError, RankFailedError, NotImplementedError)
+_LIBRARIES = tuple(os.path.join(os.path.dirname(str(module.__file__)), "") for module in (activity, torch))
+_TORCH, _OWN = _LIBRARIES[1], os.path.join(_LIBRARIES[0], "distributed", "")
+_IN_TORCH = (
+    "distributed" + os.sep,
+    os.path.join("nn", "parallel", "distributed.py"),
+    os.path.join("autograd", "graph.py"),
+)
+_ANSWERED = (  # of the status of a rank on another node
+    *("time", "engines", "ended", "doing", "inside", "idle_for", "waits", "begun", "at_most", "is_stuck", "strays"),
+    *("left", "lost"),
+)
+
+Exchange: TypeAlias = Callable[[dict[int, Any]], Any]
+"""Runs on the watcher's thread; gets the values of the ranks, and returns that of this rank, to be written as JSON."""
+
+logger = logging.getLogger("camshaft.distributed")
+
+
+class Watcher(Resource):
+    """Learns what becomes of other ranks, and whether this one can still proceed.
+
+    Args:
+        backend: of the job.
+        record: of this rank; ``None`` if there is no space for it, then nothing is known of the ranks of this node.
+        report_after: seconds that a rank waits in a collective until the log names the ranks that have not arrived.
+        agent: process id of the torchrun that started this process, if any; this process ends if torchrun has ended.
+
+    Attributes:
+        board: what the ranks tell each other through the store.
+        is_everywhere: whether every rank has a watcher, as in a job that is initialized; of a group that was adopted,
+            some ranks may never use this package.
+    """
+
+    def __init__(
+        self, backend: Backend, record: Record | None, report_after: float = 60.0, agent: int | None = None
+    ) -> None:
+        self._backend, self._record, self._agent = backend, record, agent
+        self._rank, self._size = backend.topology.rank, backend.topology.world_size
+        self._main = main_thread().ident or get_ident()
+        self._wake = Event()
+        self.board = Board(backend, self._wake.set, self._name_record)
+        self._node = None if record is None else Node(record, backend.topology.local_world_size)
+        self._trace = Trace(backend.calls)
+        self._observer = Observer(self._trace, self._main)
+        self._hangs = _Hangs(self._rank, report_after)
+        self._nodes = _OtherNodes(self.board, self._rank, self._size)
+        self._sharing = _Sharing(self.board, self._rank)
+        self._places = _Places(self._trace, self._rank)
+        self.is_everywhere = self._is_closed = False
+        self._left: str | None = None
+        self._failure: dict[str, Any] | None = None
+        self._lost: dict[
+            int, dict[str, Any]
+        ] = {}  # by thread, operations that failed, and whose cause is not known yet
+        self._final: dict[str, Any] | None = None
+        self._local: dict[int, Snapshot] = {}  # what the records of this node said in the last round
+        self._obeyed_at = self._end_at = self._gone_since = math.inf
+        self._has_told, self._has_verdict, self._has_raised = Event(), Event(), Event()
+        self._failed_level = logging.WARNING
+        self._thread = Thread(target=self._run, name="camshaft-watcher", daemon=True)
+
+    def start(self) -> None:
+        """Start the threads."""
+        activity.explainers.append(self.translate)
+        if self._record is not None:
+            try:
+                self._record.catch_crashes()
+            except OSError as error:
+                logger.warning("the stack of a crash of rank %d will not be known: %s", self._rank, error)
+        self.board.thread.start()
+        self._thread.start()
+
+    # --- for other threads -------------------------------------------------------------------------------------
+
+    def share(self, name: str, exchange: Exchange) -> None:
+        """Exchange a value with the other ranks in each round, until :meth:`unshare`.
+
+        Rank 0 gets the values of all ranks, those of other nodes up to 20 s late; the others get those of their node.
+        """
+        self._sharing.exchanges[name] = exchange
+
+    def unshare(self, name: str) -> None:
+        """Share a value no longer."""
+        self._sharing.exchanges.pop(name, None)
+
+    def add_calls(self, calls: Calls) -> None:
+        """Watch also calls that torch does not record."""
+        self._trace.own.append(calls)
+
+    def fail(self, error: BaseException) -> BaseException:
+        """Publish that an error ends this rank, before anything else; return the error to raise.
+
+        It is another one if this rank only fails because another one has failed before.
+        """
+        found = self.translate(error)
+        if found is not error and found.__traceback__ is None:
+            found = found.with_traceback(error.__traceback__)
+        if found is error and self._backend.job.verdict is None and self._failure is None and self._left is None:
+            self._failure = _failure(error, self._rank)
+            self._has_told.clear()
+            is_known = self.board.decide(self._failure)
+            self._wake.set()
+            if self._thread.is_alive():
+                until = time.monotonic() + _TELLING
+                is_known.wait(_TELLING)
+                self._has_told.wait(max(0.0, until - time.monotonic()))
+                if self._rank == 0 and self._backend.topology.local_world_size < self._size:
+                    time.sleep(2 * PERIOD)  # the store may end with this process: let the other nodes read it
+        return found
+
+    def translate(self, error: BaseException) -> BaseException:
+        """Return the verdict in place of an error of a library in a collective, which only shows the consequences.
+
+        What a user raises is returned at once: only an error that torch or the backend has raised counts, and only
+        while this thread was in a collective.
+        """
+        if isinstance(error, OUR_OWN):
+            self._has_raised.set()
+            return error
+        job = self._backend.job
+        if self._is_closed or _TRANSLATED in vars(error) or not _is_of_backend(error, self._backend):
+            return error
+        vars(error)[_TRANSLATED] = True  # it is seen at several places on its way up
+        if job.verdict is None and not self._learn_why(error):
+            return error
+        if job.verdict is None:
+            if (text := self._hangs.last_text) is not None:
+                annotate(error, text)
+            return error
+        return job.verdict()
+
+    def _learn_why(self, error: BaseException) -> bool:
+        """Wait for a verdict on an operation that failed; return False if none has."""
+        thread = get_ident()
+        found = self._trace.read(time.monotonic(), is_urgent=True) or Found()
+        call = next((one for one in reversed(found.calls) if one.thread in (0, thread)), None)
+        is_certain = isinstance(error, (dist.DistError, MismatchError, *self._backend.errors)) or _was_sent(error)
+        ranks = verdicts.members(spans(range(self._size)) if call is None else found.members.get(call.group, ""))
+        lost = {
+            "ranks": spans(ranks),
+            "key": None if call is None else call[:2],
+            "operation": "" if call is None else call.operation,
+            "value": "" if call is None else call.value,
+            **named(_lines(error.__traceback__), "" if call is None else call.operation),
+        }
+        # torch computes there, too
+        if not (is_certain or (call and self._observer.may_have_failed(call) and self._is_in_trouble(lost, ranks))):
+            return False
+        self._lost[thread] = lost
+        self._wake.set()
+        until = time.monotonic() + _LEARNING
+        while self._thread.is_alive() and not self._has_verdict.wait(URGENT):
+            is_prepared = any(one.status.get("wanted") for one in self._local.values())
+            if time.monotonic() > until + (PLACES if is_prepared else 0.0):
+                break
+            if isinstance(error, MismatchError) and call is not None and self._all_have_sent(call, ranks):
+                break
+        self._lost.pop(thread, None)
+        return True
+
+    def _all_have_sent(self, call: Call, ranks: frozenset[int]) -> bool:
+        """Return whether all ranks of a group are known to have met in the same call."""
+        row = [call.group, call.sequence, call.operation, call.value, call.size]
+        return all(row in self._local[rank].status.get("calls", ()) if rank in self._local else False for rank in ranks)
+
+    def _is_in_trouble(self, lost: dict[str, Any], ranks: frozenset[int]) -> bool:
+        """Return whether a rank is known, or in a moment, to have ended before a call, or to have lost its own."""
+        until = time.monotonic() + (_NOTICING if len(ranks) <= self._backend.topology.local_world_size else PATIENCE)
+        while time.monotonic() < until:
+            local = {} if self._node is None else self._node.read(is_urgent=True)
+            known = [one for rank, one in local.items() if rank in ranks and rank != self._rank]
+            wait = verdicts.lost_call(self._rank, lost)
+            ended = [one for one in known if verdicts.has_ended(one) and not verdicts.has_sent(one, wait)]
+            if self._final or ended or any(one.status.get("lost") for one in known):
+                return True
+            if not self._thread.is_alive() or self._has_verdict.wait(URGENT):
+                break
+        return self._has_verdict.is_set()
+
+    def leave(self, how: str) -> None:
+        """Publish how this rank leaves the job."""
+        if self._left is None and self._thread.is_alive():
+            self._has_told.clear()
+            self._left = how
+            self._wake.set()
+            until = time.monotonic() + _TELLING
+            self._has_told.wait(_TELLING)
+            self.board.say_farewell(self._rank, how, self._size if self.is_everywhere else 0, until)
+
+    def close(self) -> None:
+        """Publish that this rank has left the job, and end the threads."""
+        if self._is_closed:
+            return
+        with suppress(ValueError):
+            activity.explainers.remove(self.translate)
+        error = sys.exc_info()[1]
+        self.leave("has left the run without an error" if error is None else f"has left with {summary(error)}")
+        self._is_closed = True
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join(_ENDING)
+        self.board.close()
+        local = {} if self._node is None else self._node.read(is_urgent=True)
+        others = [other for rank, other in local.items() if rank != self._rank]
+        has_failed = self._failure is not None or self._backend.job.verdict is not None
+        is_last = not has_failed and all(not other.is_alive or other.status.get("left") for other in others)
+        if self._node is not None and not self._thread.is_alive():
+            self._node.close()
+        if self._record is not None:
+            self._record.close(keep=not is_last)  # of a job that failed the records are kept, for --inspect
+        for other in others if is_last else ():
+            remove(other.path)
+
+    # --- the thread --------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            try:
+                self.look(time.monotonic())
+            except Exception:  # the job must not end because nobody watches it
+                if self._is_closed:
+                    break
+                level, self._failed_level = self._failed_level, logging.DEBUG  # log it once
+                logger.log(level, "the watcher of rank %d could not look", self._rank, exc_info=True)
+            self._wake.wait(URGENT if self._lost or self._gone_since < math.inf else PERIOD)
+            self._wake.clear()
+
+    def look(self, now: float) -> None:
+        """Write the status of this rank, read what is new, and judge: one round."""
+        told = self._left, self._failure
+        is_urgent = any(told) or bool(self._lost)
+        status = self._observer.describe(self._is_asked(self._local, now), is_urgent)
+        status |= {"left": told[0], "failure": told[1], "lost": next(iter(tuple(self._lost.values())), None)}
+        status |= {"final": self._final, "shared": self._sharing.own, **self._places.exchange(self._local)}
+        self._write(status)
+        if told == (self._left, self._failure):  # else, it has left or failed in this round
+            self._has_told.set()
+        local = self._local = {} if self._node is None else self._node.read(is_urgent=bool(self._lost))
+        self._final = self._final or self.board.final or _first_final(local.values())
+        if self._agent is not None and os.getppid() != self._agent:
+            self._end_without_agent(now)
+        if told[0] is not None:
+            return
+        able = [rank for rank, one in local.items() if _is_here(one) and now - one.status.get("time", now) < _ABLE]
+        leads = self._rank == min(able, default=self._rank)
+        if leads:
+            self._nodes.answer(local, now)
+            if self._final is None:
+                self._judge(local, now)
+        if self._final is not None and status["final"] is None:
+            self._write(status | {"final": self._final})  # the store may end with the next process
+        self._obey(now)
+        self._hangs.report(self._nodes.known(local, now), local, now)
+        self._sharing.exchange(local, leads and len(local) < self._size, now)
+
+    def _write(self, status: dict[str, Any]) -> None:
+        if self._record is not None:
+            self._record.write_status(status)
+
+    def _name_record(self, job: str) -> None:
+        """Let other ranks find the record of this one, also if it dies before its next round."""
+        if self._record is not None:
+            self._record.job = job
+
+    def _is_asked(self, local: Mapping[int, Snapshot], now: float) -> bool:
+        """Return whether a rank waits that may wait for this one."""
+        return self._nodes.is_asked(now) or any(
+            one.status.get("waits_for", 0.0) >= PATIENCE - PERIOD or one.status.get("lost") for one in local.values()
+        )
+
+    def _judge(self, local: dict[int, Snapshot], now: float) -> None:
+        """Announce a verdict if there is a proof that the job cannot proceed."""
+        ranks: dict[int, Snapshot] | None = local
+        waiting = [one for one in local.values() if reports.waited(one, now) > PATIENCE or one.status.get("lost")]
+        if waiting and len(local) < self._size:
+            if now - self.board.silent_since > UNREACHABLE and self.board.host not in (None, *local):
+                assert self.board.host is not None
+                ranks = local | {self.board.host: _departed(self.board.host, self._size, verdicts.NO_ANSWER)}
+            elif self.board.usable_store is not None:
+                ranks = self._nodes.ask(local, waiting, now)
+        found = None if ranks is None else verdicts.verdict(ranks.values(), now)
+        if found is None:
+            return
+        if found.kind == "failed" and not self._is_fresh(local, now):
+            return
+        wanted = [one for one in found.unknown if one[0] in local and _is_here(local[one[0]])]
+        if wanted and not self._places.wanted:
+            self._places.wanted, self._places.until = wanted, now + PLACES
+        if not wanted or now >= self._places.until:
+            self._give_verdict(found)
+
+    def _is_fresh(self, local: dict[int, Snapshot], now: float) -> bool:
+        """Return whether the ranks have reported since one has disappeared: their calls may be the reason."""
+        gone = [one for one in local.values() if not one.is_alive and not one.status.get("left")]
+        self._gone_since = min(self._gone_since, now) if gone else math.inf
+        reported = min((one.status.get("time", now) for one in local.values() if _is_here(one)), default=now)
+        return not gone or reported > self._gone_since or now - self._gone_since > _ABLE
+
+    def _give_verdict(self, verdict: verdicts.Verdict) -> None:
+        final = {"kind": verdict.kind, "text": verdict.text, "traceback": ""}
+        self.board.decide(final).wait(PERIOD)
+        self._final = self.board.final or final
+
+    def _end_without_agent(self, now: float) -> None:
+        """Announce that torchrun has ended before its workers; if this process is still running later, end it."""
+        self._end_at = min(self._end_at, now + _ORPHANED)
+        if now >= self._end_at:
+            logger.error("rank %d exits: torchrun has ended %g s ago, and this process has not", self._rank, _ORPHANED)
+            os._exit(1)  # the main thread may never return to Python
+        if not self.board.is_watched() and self._final is None:  # else, a checkpoint may be in progress
+            text = f"torchrun (process {self._agent}), which had started rank {self._rank}, was killed"
+            self._give_verdict(verdicts.Verdict("failed", text))
+
+    def _obey(self, now: float) -> None:
+        """Make this rank raise what was announced; log it if that takes a while."""
+        job = self._backend.job
+        if (final := self._final) is None or self._failure is not None:
+            return
+        if job.verdict is None:
+
+            def raised() -> RuntimeError:
+                self._has_raised.set()
+                return _error(final)
+
+            job.verdict = raised
+            self._obeyed_at = now
+            self._has_verdict.set()
+            self._backend.release()
+            for engine in tuple(activity.running):
+                engine._raise_soon(_error(final))
+        elif now - self._obeyed_at > _RAISING and not self._has_raised.is_set():
+            self._has_raised.set()
+            logger.error("%s", final["text"])
+
+
+class _OtherNodes:
+    """Questions to the leaders of other nodes, and their answers.
+
+    Args:
+        board: of the job.
+        rank: of this process.
+        size: number of ranks of the job.
+    """
+
+    def __init__(self, board: Board, rank: int, size: int) -> None:
+        self._board, self._rank, self._size = board, rank, size
+        self._asked: tuple[int, float] | None = None  # number of the question, and when
+        self._next = 0.0
+        self._answers: list[dict[str, Any]] = []
+        self._known: tuple[dict[int, Snapshot], float] = {}, 0.0  # what was answered last, and when
+        self._silent: dict[int, float] = {}  # ranks that have not answered, and since when
+        self._seen: tuple[int, float] = 0, math.inf  # the last question of another node, and when it was seen
+        self._answered = 0
+        self._farewells: dict[int, str] = {}
+
+    def known(self, local: dict[int, Snapshot], now: float) -> dict[int, Snapshot]:
+        """Return the ranks of this node, and those of others as they answered last."""
+        found, then = self._known
+        return {rank: _shifted(one, now - then) for rank, one in found.items()} | local
+
+    def is_asked(self, now: float) -> bool:
+        """Return whether another node has asked what the ranks of this one have called."""
+        query = self._board.query
+        if query is not None and query["number"] != self._seen[0]:
+            self._seen = query["number"], now
+        return now - self._seen[1] < ANSWER
+
+    def answer(self, local: dict[int, Snapshot], now: float) -> None:
+        """Answer the last question, once the ranks of this node have had the time to write what they have called."""
+        query = self._board.query
+        if query is None or query["by"] in local or self._answered == query["number"]:
+            return
+        self.is_asked(now)
+        if now - self._seen[1] < 2 * PERIOD:
+            return
+        self._answered = query["number"]
+        keys = {tuple(key) for key in query["keys"]}
+        content, num_stacks = [], 0
+        for one in local.values():
+            status = {name: one.status[name] for name in _ANSWERED if one.status.get(name) is not None}
+            status["calls"] = [call for call in one.status.get("calls", ()) if tuple(call[:2]) in keys]
+            if not status.get("waits") and num_stacks < _MOST_STACKS:
+                status["stack"], num_stacks = one.status.get("stack", ()), num_stacks + 1
+            content.append(asdict(_shifted(replace(one, status=status), -now)))
+        self._board.write_place("answer", {"number": query["number"], "ranks": content})
+
+    def ask(self, local: dict[int, Snapshot], waiting: list[Snapshot], now: float) -> dict[int, Snapshot] | None:
+        """Ask the other nodes; return what all ranks have called once they have answered, or have not."""
+        if self._asked is None:
+            if now >= self._next:
+                longest = max(reports.waited(one, now) for one in waiting)
+                self._next = now + min(max(longest, PERIOD), _LONGEST_BREAK)
+                keys = [wait.key for one in waiting for wait in verdicts.waits_of(one)]
+                keys += [
+                    tuple(one.status["lost"]["key"]) for one in waiting if (one.status.get("lost") or {}).get("key")
+                ]
+                number = 1 + (self._board.query or {"number": 0})["number"]
+                query = {"number": number, "by": self._rank, "keys": list(dict.fromkeys(keys))[:_MOST_KEYS]}
+                self._asked, self._answers = (number, now), []
+                self._board.submit(lambda store: store.set("query", json.dumps(query)))
+            return None
+        number, then = self._asked
+        if (self._board.query or {}).get("number", 0) > number or (
+            (self._board.query or {}).get("number") == number and self._board.query["by"] != self._rank  # type: ignore[index]
+        ):
+            self._asked = None  # another node has asked at the same time, and judges
+            return None
+        found = {
+            one.rank: one for answer in self._answers if answer["number"] == number for one in _snapshots(answer, now)
+        }
+        missing = [rank for rank in range(self._size) if rank not in found and rank not in local]
+        if missing and now - then < ANSWER:
+            if now - then > 2 * PERIOD:
+                self._board.read_places("answer", self._receive)
+            return None
+        self._asked = None
+        self._silent = {rank: self._silent.get(rank, then) for rank in missing}
+        if missing:
+            self._board.submit(lambda store: self._farewells.update(_farewells(store, missing)))
+        for rank, since in self._silent.items():
+            if rank in self._farewells:
+                found[rank] = _departed(rank, self._size, self._farewells[rank])
+            elif now - since > LOST:
+                found[rank] = _departed(rank, self._size, verdicts.NO_ANSWER)
+        self._known = found, now
+        return found | local
+
+    def _receive(self, answers: list[Any]) -> None:
+        self._answers = answers
+
+
+class _Places:
+    """The lines of calls that have completed, and differ from those of other ranks; they are only looked up then.
+
+    Args:
+        trace: of this process.
+        rank: of this process.
+
+    Attributes:
+        wanted: by this rank: rank, group, and number of each call.
+        until: when to stop waiting for them.
+    """
+
+    def __init__(self, trace: Trace, rank: int) -> None:
+        self._trace, self._rank = trace, rank
+        self.wanted: list[tuple[int, str, int]] = []
+        self.until = math.inf
+        self._found: list[Any] = []  # group and number, and the place
+        self._looks = False
+
+    def exchange(self, local: dict[int, Snapshot]) -> dict[str, Any]:
+        """Look up the calls of this rank that others want to know; return what is known, and what is wanted."""
+        asked = [key for one in local.values() for rank, *key in one.status.get("wanted", ()) if rank == self._rank]
+        if asked and not self._looks:
+            self._looks = True
+            Thread(target=self._look_up, args=(asked,), name="camshaft-places", daemon=True).start()
+        return {"wanted": self.wanted, "places": self._found}
+
+    def _look_up(self, asked: list[Any]) -> None:
+        for group, sequence in asked:
+            stack = self._trace.stack_of(group, sequence)
+            place = named(stack) if stack else {"what": "", "line": "(completed)"}
+            self._found = [*self._found, [[group, sequence], place]]
+
+
+class _Sharing:
+    """Values that ranks exchange in each round.
+
+    Args:
+        board: of the job.
+        rank: of this process.
+    """
+
+    def __init__(self, board: Board, rank: int) -> None:
+        self._board, self._rank = board, rank
+        self.exchanges: dict[str, Exchange] = {}
+        self.own: dict[str, Any] = {}  # values of this rank, by name
+        self._values: dict[str, dict[int, Any]] = {}  # of other nodes, by name and rank
+        self._next = 0.0
+
+    def exchange(self, local: dict[int, Snapshot], has_others: bool, now: float) -> None:
+        """Pass the values of all ranks to who compares them; with other nodes, the leader writes those of its own."""
+        near = {rank: one.status["shared"] for rank, one in local.items() if _is_here(one) and one.status.get("shared")}
+        if has_others and now >= self._next and (near or self.exchanges):
+            self._next = now + SHARING
+            self._board.write_place("shared", list(near.items()))
+            if self._rank == 0:
+                self._board.read_places("shared", self._receive)
+        own = {}
+        for name, exchange in tuple(self.exchanges.items()):
+            known = {rank: values[name] for rank, values in near.items() if name in values}
+            try:
+                value = exchange(self._values.get(name, {}) | known)
+            except Exception:
+                logger.warning("what compares %s failed", name, exc_info=True)
+                continue
+            if value is not None:
+                own[name] = value
+        self.own = own
+
+    def _receive(self, nodes: list[Any]) -> None:
+        self._values = {}
+        for rank, values in (item for node in nodes for item in node):
+            for name, value in values.items():
+                self._values.setdefault(name, {})[rank] = value
+
+
+class _Hangs:
+    """Logs what this rank waits for, if it is the first on its node that has waited for long.
+
+    Args:
+        rank: of this process.
+        after: seconds that it has waited.
+
+    Attributes:
+        last_text: the last report, while this rank waits.
+    """
+
+    def __init__(self, rank: int, after: float) -> None:
+        self._rank, self.after = rank, after
+        self.last_text: str | None = None
+        self._call: Any = None
+        self._next = 0.0
+        self._complete_since = 0.0  # when all ranks that this one waits for had arrived
+
+    def report(self, ranks: dict[int, Snapshot], local: dict[int, Snapshot], now: float) -> None:
+        """Log a report if it is time."""
+        own = local.get(self._rank)
+        waited = 0.0 if own is None else reports.waited(own, now)
+        if waited < min(PATIENCE, self.after):
+            self._next, self._complete_since, self._call = 0.0, now, None
+            if own is None or not own.status.get("lost"):
+                self.last_text = None
+            return
+        is_first = all(reports.waited(one, now) < self.after for rank, one in local.items() if rank < self._rank)
+        if not is_first or (waited < self.after and self.last_text is not None):
+            return
+        report = reports.hang_report(ranks, self._rank, now)
+        if report is None:
+            return
+        if self._call != report.call:  # nobody looked between the two waits
+            self._call, self._next = report.call, 0.0
+        self.last_text = report.text
+        if report.missing:
+            self._complete_since = now
+        elif now - self._complete_since < self.after:  # the last rank has arrived, and the operation may take a while
+            return
+        if waited >= self.after and now >= self._next:
+            self._next = now + AGAIN
+            logger.log(logging.WARNING if report.is_alarm else logging.INFO, "%s", report.text)
+
+
+def _failure(error: BaseException, rank: int) -> dict[str, Any]:
+    """Describe an error for the other ranks."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames
+    lines = [f"at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}"] if own else []
+    what, where = summary(error), ", ".join([*getattr(error, "__notes__", ())[:_MOST_NOTES], *lines])
+    return {
+        "kind": "failed",
+        "rank": rank,
+        "error": what,
+        "where": where,
+        "text": f"rank {rank} failed first: {what}, {where}",
+        "traceback": "".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:],
+    }
+
+
+def _is_of_backend(error: BaseException, backend: Backend) -> bool:
+    """Return whether torch's collectives, or the backend, have raised an error, and not a user or this package."""
+    if isinstance(error, (MismatchError, *backend.errors)):
+        return True
+    trace = error.__traceback__
+    if not isinstance(error, RuntimeError) or trace is None:
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    path = trace.tb_frame.f_code.co_filename
+    if path.startswith(_OWN):  # which calls the backend, and raises errors of its own
+        return isinstance(error, dist.DistError) or not _has_raised(trace)
+    return path.startswith(_TORCH) and path.removeprefix(_TORCH).startswith(_IN_TORCH)
+
+
+def _was_sent(error: BaseException) -> bool:
+    """Return whether an error comes from the wait for a call, and not from the check of its arguments."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    found = [] if trace is None else list(trace.tb_frame.f_locals.values())
+    is_own = trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OWN)
+    return is_own or any(isinstance(one, dist.Work) for one in found)
+
+
+def _has_raised(trace: TracebackType) -> bool:
+    """Return whether a frame executed a ``raise`` statement, and not a call of compiled code."""
+    return trace.tb_frame.f_code.co_code[trace.tb_lasti] == _RAISE
+
+
+def _lines(trace: TracebackType | None) -> list[str]:
+    """Return where an error was raised, and the stack of this thread from there outwards, innermost first."""
+    raised = [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in traceback.extract_tb(trace)]
+    return raised[::-1] + stack_of(sys._getframe(1))[0]
+
+
+def _first_final(ranks: Any) -> dict[str, Any] | None:
+    """Return what ends the job, as far as the ranks of this node know, in case the store has ended."""
+    known = (one.status.get("final") or one.status.get("failure") for one in ranks)
+    return next((final for final in known if final), None)
+
+
+def _error(final: dict[str, Any]) -> RuntimeError:
+    """Return a new error for a verdict or a failure."""
+    if final["kind"] == "diverged":
+        return RankDivergenceError(final["text"])
+    error = RankFailedError(final["text"])
+    error.__cause__ = RemoteTraceback(final["traceback"]) if final["traceback"] else None
+    return error
+
+
+def _is_here(one: Snapshot) -> bool:
+    return one.is_alive and not one.status.get("left")
+
+
+def _departed(rank: int, size: int, how: str) -> Snapshot:
+    return Snapshot(Path(), "", rank, size, 0, False, "", {"left": how})
+
+
+def _farewells(store: Store, ranks: list[int]) -> dict[int, str]:
+    keys = [f"left/{rank}" for rank in ranks]
+    there = ranks if store.check(keys) else [rank for rank, key in zip(ranks, keys, strict=True) if store.check([key])]
+    return {rank: store.get(f"left/{rank}").decode() for rank in there}
+
+
+def _snapshots(answer: dict[str, Any], now: float) -> list[Snapshot]:
+    return [_shifted(Snapshot(**{**one, "path": Path(one["path"])}), now) for one in answer["ranks"]]
+
+
+def _shifted(one: Snapshot, by: float) -> Snapshot:
+    """Move the times in a snapshot, which mean nothing on another machine."""
+    status = dict(one.status)
+    if "time" in status:
+        status["time"] += by
+    if "waits" in status:
+        status["waits"] = [wait | {"began": wait["began"] + by} for wait in status["waits"]]
+    return replace(one, status=status)

@@ -1,0 +1,165 @@
+"""What was sent: counted per group, by whichever thread, and only what was really sent."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import camshaft.distributed as idist
+from camshaft.distributed.failures.status import BACKWARD, FSDP, named
+from camshaft.distributed.failures.trace import RECORDS_GLOO, Call, Calls, Trace
+from tests.guards import outlasting
+from tests.ranks import on_ranks
+
+pytestmark = pytest.mark.skipif(not RECORDS_GLOO, reason="this torch does not record what gloo does")
+
+
+def calls_of(trace: Trace) -> list[Call]:
+    found = trace.read(time.monotonic(), is_urgent=True)
+    assert found is not None
+    return list(found.calls)
+
+
+@on_ranks(2)
+def test_whatever_calls_it_is_recorded_with_its_size() -> None:
+    trace, group = Trace(), dist.new_group([0, 1])
+    idist.all_reduce(torch.ones(3, 2))
+    dist.broadcast(torch.ones(5, dtype=torch.int64), 0, group=group)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+    model(torch.ones(1, 2)).sum().backward()
+    assert not outlasting(lambda: not all(call.is_done for call in calls_of(trace)))
+    calls = calls_of(trace)
+    first, second, *_, last = [call for call in calls if call.operation != "barrier"]
+    assert (first.operation, first.value, first.size) == ("all_reduce", "torch.float32 [3, 2]", "torch.float32 6")
+    assert (second.operation, second.value) == ("broadcast", "torch.int64 [5]")
+    assert (last.operation, last.value) == ("all_reduce", "torch.float32 [3]")
+    assert first.group == last.group != second.group
+    assert second.sequence == 1
+    assert {call.thread for call in calls} == {threading.get_ident()}
+
+
+@on_ranks(2)
+def test_calls_that_fail_in_the_check_of_their_arguments_do_not_count() -> None:
+    idist.barrier()
+    trace = Trace()
+    before = calls_of(trace)[-1].sequence
+    for wrong in (
+        lambda: dist.broadcast(torch.ones(1), 7),
+        lambda: dist.all_gather([torch.ones(1)], torch.ones(1)),
+        lambda: dist.all_reduce(torch.ones(1).to_sparse(), op=dist.ReduceOp.MAX),
+    ):
+        if dist.get_rank() == 0:
+            with pytest.raises((RuntimeError, ValueError)):
+                wrong()
+    dist.all_reduce(torch.ones(1))
+    assert calls_of(trace)[-1].sequence == before + 1
+
+
+@on_ranks(2)
+def test_groups_of_the_same_ranks_in_threads_count_for_themselves() -> None:
+    groups, trace = [dist.new_group([0, 1]) for _ in range(2)], Trace()
+
+    def call(group: Any, number: int) -> None:
+        for _ in range(number):
+            dist.all_reduce(torch.ones(1), group=group)
+
+    threads = [threading.Thread(target=call, args=(group, 5 + 3 * index)) for index, group in enumerate(groups)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = trace.read(time.monotonic(), is_urgent=True)
+    assert found is not None
+    assert sorted(found.begun.values())[-2:] == [5, 8]
+    assert set(found.members.values()) == {"0-1"}
+
+
+@on_ranks(2)
+def test_what_is_not_completed_is_known_at_little_cost_and_with_its_line() -> None:
+    trace = Trace()
+    idist.barrier()
+    assert not outlasting(lambda: bool(trace.unfinished()))
+    if dist.get_rank() == 0:
+        thread = threading.Thread(target=dist.all_reduce, args=(torch.ones(4),))
+        thread.start()
+        assert not outlasting(lambda: not trace.unfinished())
+        (running,) = [call for call in calls_of(trace) if not call.is_done]
+        assert running.value == "torch.float32 [4]"
+        assert running.thread == thread.ident
+        assert 0 <= time.monotonic() - running.began < 40
+    else:
+        time.sleep(0.5)
+        dist.all_reduce(torch.ones(4))
+    if dist.get_rank() == 0:
+        thread.join()
+    assert not outlasting(lambda: bool(trace.unfinished()))
+
+
+@on_ranks(2)
+def test_a_reading_is_repeated_only_if_something_has_changed() -> None:
+    trace = Trace()
+    idist.barrier()
+    assert not outlasting(lambda: bool(trace.unfinished()))
+    found = trace.read(time.monotonic(), is_urgent=True)
+    assert trace.read(0.0) is found
+    dist.all_reduce(torch.ones(1))
+    assert trace.read(0.0) is None  # it is too early
+    assert trace.read(time.monotonic() + 1000) is not found
+
+
+def test_a_library_that_torch_does_not_record_keeps_its_last_calls() -> None:
+    calls = Calls("mpi")
+    for number in range(100):
+        call = calls.begin("all", range(4), "all_reduce", [torch.ones(number)])
+        if number < 99:
+            calls.end(call)
+    trace = Trace(calls)
+    assert trace.unfinished() == [("all", 100)]
+    found = trace.read(0.0)
+    assert found is not None
+    assert len(found.calls) == 64
+    assert (found.begun, found.members) == ({"all": 100}, {"all": "0-3"})
+    assert found.calls[-1].value == "torch.float32 [99]"
+    assert trace.read(0.0) is found
+    calls.end(call)
+    assert trace.unfinished() == []
+
+
+TORCH, OURS = "/l/site-packages/torch", "/x/camshaft"
+
+
+@pytest.mark.parametrize(
+    ("stack", "what", "via"),
+    [
+        ([f"{TORCH}/autograd/graph.py:1 in _engine_run_backward"], BACKWARD, ""),
+        ([f"{TORCH}/distributed/distributed_c10d.py:1 in barrier"], "torch.distributed.barrier", ""),
+        (
+            [
+                f"{TORCH}/distributed/distributed_c10d.py:1 in barrier",
+                f"{OURS}/distributed/ranks.py:3 in _synchronize",
+                f"{OURS}/distributed/ranks.py:2 in one_rank_first",
+                "/usr/lib/python3.11/contextlib.py:9 in __enter__",
+            ],
+            "one_rank_first",
+            "",
+        ),
+        (
+            [
+                f"{OURS}/distributed/collectives.py:2 in all_reduce",
+                f"{OURS}/handlers/ema.py:3 in _update",
+                f"{OURS}/engine/engine.py:4 in run",
+            ],
+            "all_reduce",
+            "camshaft/handlers/ema.py:3 in _update",
+        ),
+        ([f"{TORCH}/distributed/fsdp/a.py:1 in g", f"{TORCH}/distributed/distributed_c10d.py:1 in x"], FSDP, ""),
+    ],
+)
+def test_calls_are_named_as_the_user_knows_them(stack: list[str], what: str, via: str) -> None:
+    assert named([*stack, "a.py:1 in f"], "all_gather") == {"what": what, "line": "a.py:1 in f", "via": via}

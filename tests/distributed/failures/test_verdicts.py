@@ -1,0 +1,356 @@
+"""A verdict needs a proof: calls that differ under one number, a cycle of waits, or an end that somebody waits for."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from camshaft.distributed.failures import verdicts
+from camshaft.distributed.failures.record import LEFT_BY_EXIT, Snapshot
+from tests.distributed.failures.stand_in import sent, snapshot, waiting
+
+RUN = {"line": "train.py:9 in main", "number": 1, "epoch": 1, "iteration": 3, "event": "ITERATION_COMPLETED"}
+END = {**RUN, "how": "terminate() at train.py:5 in stop", "time": 90.0}
+FLOAT = "torch.float32 4"
+
+
+def judged(*ranks: Snapshot) -> verdicts.Verdict | None:
+    return verdicts.verdict(ranks, 100.0)
+
+
+def computing(**status: Any) -> dict[str, Any]:
+    return {"begun": {"0": 4}, "at_most": {}, "calls": [], "is_stuck": False, **status}
+
+
+# kind, a pattern of the text, and the status of each rank
+PROOFS: dict[str, tuple[str, str, list[Snapshot]]] = {
+    "another operation": (
+        "diverged",
+        r"the ranks call different things:\n.*\nrank 0 +all_reduce +a.py:1\nrank 1 +barrier +b.py:2",
+        [
+            snapshot(0, **waiting("0", 5, "all_reduce", "0-1", "a.py:1")),
+            snapshot(1, **waiting("0", 5, "barrier", "0-1", "b.py:2")),
+        ],
+    ),
+    "another size, while one rank has completed the call": (
+        "diverged",
+        r"rank 0 +all_reduce +torch.float32 4 +a.py:1\nrank 1 +all_reduce +torch.float32 3 +\(completed\)",
+        [
+            snapshot(0, **waiting("0", 5, "all_reduce", "0-1", "a.py:1", value=FLOAT)),
+            snapshot(1, **sent(("0", 4, "barrier"), ("0", 5, "all_reduce", "torch.float32 3"), ("0", 6, "barrier"))),
+        ],
+    ),
+    "of several differences, the first one": (
+        "diverged",
+        r"rank 0 +barrier +\(completed\)\nrank 1 +all_reduce +\(completed\)",
+        [
+            snapshot(0, **sent(("0", 4, "x"), ("0", 5, "barrier"), ("0", 6, "all_reduce"))),
+            snapshot(1, **sent(("0", 4, "x"), ("0", 5, "all_reduce"), ("0", 6, "barrier"))),
+        ],
+    ),
+    "a rank that terminated its run, named with the difference": (
+        "diverged",
+        r"^rank 1 stopped alone in epoch 1, iteration 3 of the run at train.py:9 in main: terminate\(\) at "
+        r"train.py:5 in stop; rank 0 is still in that run. .*stop_together\(engine\)\nthe ranks call different things",
+        [
+            snapshot(0, **waiting("0", 5, "all_reduce", "0-1", "a.py:1", engines=[RUN])),
+            snapshot(1, **waiting("0", 5, "barrier", "0-1", "b.py:2", ended=[END])),
+        ],
+    ),
+    "two groups in another order": (
+        "diverged",
+        r"wait for each other(.|\n)*rank 0 +0-1 +barrier +a.py:1 +rank 1\nrank 1 +0-1 +barrier +b.py:2 +rank 0",
+        [
+            snapshot(0, **{**waiting("0", 5, "barrier", "0-1", "a.py:1"), "begun": {"0": 5, "1": 2}}),
+            snapshot(1, **{**waiting("1", 3, "barrier", "0-1", "b.py:2"), "begun": {"0": 4, "1": 3}}),
+        ],
+    ),
+    "a ring of three": (
+        "diverged",
+        r"the ranks wait for each other",
+        [
+            snapshot(0, 3, **{**waiting("a", 1, "barrier", "0-1"), "begun": {"a": 1, "c": 0}}),
+            snapshot(1, 3, **{**waiting("b", 1, "barrier", "1-2"), "begun": {"a": 0, "b": 1}}),
+            snapshot(2, 3, **{**waiting("c", 1, "barrier", "0, 2"), "begun": {"b": 0, "c": 1}}),
+        ],
+    ),
+    "a rank that has left and is waited for": (
+        "failed",
+        r"rank 1 has left the run; rank 0 waits for it in barrier at a.py:1",
+        [
+            snapshot(0, **waiting("0", 5, "barrier", "0-1", "a.py:1")),
+            snapshot(1, left="has left the run", **sent(("0", 4, "barrier"))),
+        ],
+    ),
+    "a rank that ended by os._exit(0) and is waited for": (
+        "failed",
+        r"rank 1 has ended with exit code 0, .*; it was last seen at c.py:3 in g; rank 0 waits for it in barrier",
+        [
+            snapshot(0, **waiting("0", 5, "barrier", "0-1")),
+            snapshot(1, is_alive=False, left=LEFT_BY_EXIT, stack=["c.py:3 in g"], **sent(("0", 4, "barrier"))),
+        ],
+    ),
+    "a rank that was killed, whoever waits": (
+        "failed",
+        r"rank 1's process was killed or crashed \(SIGKILL\)",
+        [snapshot(0, **computing()), snapshot(1, is_alive=False, killed="SIGKILL")],
+    ),
+    "a rank that disappeared and is waited for": (
+        "failed",
+        r"rank 1's process was killed or crashed; it was last seen at c.py:3 in g; rank 0 waits for it",
+        [
+            snapshot(0, **waiting("0", 5, "barrier", "0-1")),
+            snapshot(1, is_alive=False, stack=["c.py:3 in g"], **sent(("0", 4, "barrier"))),
+        ],
+    ),
+    "a lost connection to a rank that has left": (
+        "failed",
+        r"rank 1 has left the run; rank 0 lost its connection in all_reduce",
+        [
+            snapshot(
+                0,
+                lost={
+                    "ranks": "0-1",
+                    "key": ["0", 5],
+                    "operation": "all_reduce",
+                    "value": "",
+                    "via": "",
+                    "what": "all_reduce",
+                    "line": "a.py:1",
+                },
+            ),
+            snapshot(1, left="has left the run", **sent(("0", 4, "barrier"))),
+        ],
+    ),
+    "a crash in a collective, with the calls of the others": (
+        "failed",
+        r"\(Aborted\); it was at t.py:3 in step. A library aborts(.|\n)*"
+        r"rank 0 +all_reduce +a.py:1\nrank 1 +backward \(gradient reduction\) +t.py:3 in step",
+        [
+            snapshot(0, **waiting("0", 5, "all_reduce", "0-1", "a.py:1")),
+            snapshot(
+                1,
+                is_alive=False,
+                crash="Aborted",
+                killed="Aborted",
+                stack=["/x/torch/autograd/graph.py:9 in _engine_run_backward", "t.py:3 in step"],
+            ),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROOFS)
+def test_what_is_proven_gives_a_verdict(name: str) -> None:
+    kind, pattern, ranks = PROOFS[name]
+    found = judged(*ranks)
+    assert found is not None
+    assert found.kind == kind
+    assert re.search(pattern, found.text, re.MULTILINE), found.text
+
+
+# the status of each rank of jobs that proceed without help
+HEALTHY: dict[str, list[Snapshot]] = {
+    "a rank is late": [snapshot(0, **waiting("0", 5, "barrier", "0-1")), snapshot(1, **computing())],
+    "a rank is late, and has not reported": [snapshot(0, **waiting("0", 5, "barrier", "0-1"))],
+    "a rank is late, and has another thread that waits": [
+        snapshot(0, **waiting("0", 5, "barrier", "0-1")),
+        snapshot(1, **{**waiting("1", 3, "barrier", "0-1"), "begun": {"0": 4, "1": 3}, "is_stuck": False}),
+    ],
+    "all have sent the call, which takes a while": [
+        snapshot(rank, **waiting("0", 5, "all_reduce", "0-1", value=FLOAT)) for rank in range(2)
+    ],
+    "two threads with their own groups of all ranks, each waiting on one rank for the other": [
+        snapshot(0, **{**waiting("1", 8, "all_reduce", "0-1"), "begun": {"0": 5, "1": 8}, "is_stuck": False}),
+        snapshot(1, **{**waiting("0", 6, "barrier", "0-1"), "begun": {"0": 6, "1": 7}, "is_stuck": False}),
+    ],
+    "groups of the same ranks count for themselves": [
+        snapshot(0, **sent(("1", 1, "barrier"), ("2", 1, "all_reduce"))),
+        snapshot(1, **sent(("1", 1, "barrier"), ("2", 1, "all_reduce"))),
+    ],
+    "groups of other ranks under the same number": [
+        snapshot(0, 4, **sent(("1/a", 1, "barrier"))),
+        snapshot(2, 4, **sent(("1/b", 1, "all_reduce"))),
+    ],
+    "sizes that may differ": [
+        snapshot(0, **sent(("0", 1, "all_to_all"))),
+        snapshot(1, **sent(("0", 1, "all_to_all"))),
+    ],
+    "a part of a coalesced call was dropped from one record": [
+        snapshot(0, **sent(("0", 2, "broadcast"), ("0", 2, "all_reduce"), ("0", 3, "barrier"))),
+        snapshot(1, **sent(("0", 2, "all_reduce"), ("0", 3, "barrier"))),
+    ],
+    "a rank has left, and nobody needs it": [
+        snapshot(0, **computing()),
+        snapshot(1, left="has left the run", **sent(("0", 4, "barrier"))),
+    ],
+    "a rank has left after its last call, in which another one still is": [
+        snapshot(0, **waiting("0", 5, "all_reduce", "0-1")),
+        snapshot(1, left="has left the run", **sent(("0", 5, "all_reduce"))),
+    ],
+    "a rank ended by os._exit(0), and nobody needs it": [
+        snapshot(0, **computing()),
+        snapshot(1, is_alive=False, left=LEFT_BY_EXIT),
+    ],
+    "a process disappeared, and nobody needs it": [snapshot(0, **computing()), snapshot(1, is_alive=False)],
+    "a broadcast that comes from a rank that is late, and a third one has left": [
+        snapshot(0, 3, **waiting("0", 5, "broadcast", "0-2")),
+        snapshot(1, 3, **computing()),
+        snapshot(2, 3, left="has left the run", **sent(("0", 4, "barrier"))),
+    ],
+    "an error of a user after a rank has left that had sent the last call": [
+        snapshot(
+            0,
+            lost={
+                "ranks": "0-1",
+                "key": ["0", 5],
+                "operation": "all_reduce",
+                "value": "",
+                "via": "",
+                "what": "all_reduce",
+                "line": "a.py:1",
+            },
+        ),
+        snapshot(1, left="has left the run", **sent(("0", 5, "all_reduce"))),
+    ],
+    "runs of different ranks, one of which ended early": [
+        snapshot(0, **waiting("0", 5, "barrier", "0-1", engines=[RUN])),
+        snapshot(1, **computing(ended=[END])),
+    ],
+    "a rank that ended a run early waits itself, for a rank that proceeds": [
+        snapshot(0, 3, **waiting("0", 5, "barrier", "0-2", engines=[RUN])),
+        snapshot(1, 3, **{**waiting("1", 2, "barrier", "1-2"), "begun": {"0": 4, "1": 2}, "ended": [END]}),
+        snapshot(2, 3, **computing()),
+    ],
+    "how far a rank is in a group is unknown": [
+        snapshot(0, **{**waiting("0", 5, "barrier", "0-1"), "begun": {"0": 5}}),
+        snapshot(1, **{**waiting("1", 5, "barrier", "0-1"), "begun": {"1": 5}, "at_most": {"0": 9}}),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_what_is_not_proven_gives_no_verdict(name: str) -> None:
+    assert judged(*HEALTHY[name]) is None
+
+
+# --- programs ---------------------------------------------------------------------------------------------------------
+
+
+class Simulated:
+    """Ranks with several threads each, which call collectives of groups, in lists, and compute in between."""
+
+    def __init__(self, size: int, programs: list[list[list[tuple[str, str, tuple[int, ...]]]]]) -> None:
+        self.size = size
+        self._programs = [[list(thread) for thread in rank] for rank in programs]
+        self._sent = [dict[str, int]() for _ in range(size)]
+        self._calls = [list[tuple[str, int, str]]() for _ in range(size)]
+        self._in: list[list[Any]] = [[None] * len(rank) for rank in programs]
+
+    def moves(self) -> list[tuple[int, int]]:
+        """Return which rank and thread can do something: send its next call, or leave one that all have sent."""
+        found = []
+        for rank, threads in enumerate(self._programs):
+            for number, thread in enumerate(threads):
+                call = self._in[rank][number]
+                if thread and (call is None or self._is_complete(call)):
+                    found.append((rank, number))
+        return found
+
+    def move(self, rank: int, number: int) -> None:
+        self._in[rank][number] = None
+        group, operation, members = self._programs[rank][number].pop(0)
+        sequence = self._sent[rank][group] = self._sent[rank].get(group, 0) + 1
+        self._calls[rank].append((group, sequence, operation))
+        self._in[rank][number] = group, sequence, operation, members
+
+    def _is_complete(self, call: Any) -> bool:
+        group, sequence, _, members = call
+        return all(self._sent[rank].get(group, 0) >= sequence for rank in members)
+
+    def snapshots(self) -> list[Snapshot]:
+        """Return what the ranks report, all of whose running calls look as if they had been there for long."""
+        found = []
+        for rank in range(self.size):
+            running = [call for call in self._in[rank] if call is not None and not self._is_complete(call)]
+            waits = [waiting(*call[:3], ", ".join(map(str, call[3])))["waits"][0] for call in running]
+            idle = [i for i, call in enumerate(self._in[rank]) if call is None and self._programs[rank][i]]
+            can_move = [move for move in self.moves() if move[0] == rank]
+            status = {**sent(*self._calls[rank]), "waits": waits, "is_stuck": bool(waits) and not idle and not can_move}
+            groups = {group for one in self._sent for group in one}
+            status["begun"] = {group: self._sent[rank].get(group, 0) for group in groups}
+            found.append(snapshot(rank, self.size, **status))
+        return found
+
+
+@st.composite
+def programs(draw: Any) -> tuple[int, list[list[list[tuple[str, str, tuple[int, ...]]]]]]:
+    """Draw programs without mistakes: each thread has its groups, and all members call them in the same order."""
+    size, num_threads = draw(st.integers(2, 4)), draw(st.integers(1, 2))
+    result: list[list[list[Any]]] = [[[] for _ in range(num_threads)] for _ in range(size)]
+    for thread in range(num_threads):
+        for _ in range(draw(st.integers(1, 8))):
+            members = tuple(sorted(draw(st.sets(st.integers(0, size - 1), min_size=2, max_size=size))))
+            group = f"{thread}/{members}"
+            operation = draw(st.sampled_from(["all_reduce", "barrier", "all_gather"]))
+            for rank in members:
+                result[rank][thread].append((group, operation, members))
+    return size, result
+
+
+@given(programs(), st.integers(0, 2**32))
+@settings(max_examples=150)
+def test_correct_programs_get_no_verdict_and_end(drawn: Any, seed: int) -> None:
+    job, choose = Simulated(*drawn), random.Random(seed)
+    while moves := job.moves():
+        assert judged(*job.snapshots()) is None
+        job.move(*choose.choice(moves))
+    assert judged(*job.snapshots()) is None
+
+
+@given(programs(), st.integers(0, 2**32), st.sampled_from(["replace", "swap"]))
+@settings(max_examples=150)
+def test_programs_in_which_a_rank_does_something_else_proceed_or_get_a_verdict(
+    drawn: Any, seed: int, mistake: str
+) -> None:
+    size, all_programs = drawn
+    choose = random.Random(seed)
+    rank = choose.randrange(size)
+    threads = [thread for thread in all_programs[rank] if len(thread) > 1]
+    if not threads:
+        return
+    thread = choose.choice(threads)
+    place = choose.randrange(len(thread) - 1)
+    if mistake == "swap":
+        thread[place], thread[place + 1] = thread[place + 1], thread[place]
+    else:
+        group, _, members = thread[place]
+        thread[place] = group, "reduce_scatter", members
+    job = Simulated(size, all_programs)
+    while moves := job.moves():
+        job.move(*choose.choice(moves))
+    is_complete = all(not thread for one in job._programs for thread in one) and not any(
+        one.status["waits"] for one in job.snapshots()
+    )
+    found = judged(*job.snapshots())
+    if mistake == "replace":
+        assert found is not None
+        assert f"rank {rank}" in found.text
+    elif not is_complete:
+        assert found is not None
+
+
+def test_a_table_of_1024_ranks_is_short() -> None:
+    ranks = [
+        snapshot(rank, 1024, **waiting("0", 5, "barrier" if rank == 7 else "all_reduce", "0-1023"))
+        for rank in range(1024)
+    ]
+    found = judged(*ranks)
+    assert found is not None
+    assert re.search(r"ranks 0-6, 8-1023 +all_reduce", found.text)
+    assert len(found.text) < 500

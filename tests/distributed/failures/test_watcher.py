@@ -1,0 +1,298 @@
+"""The watcher: failures, hangs, and divergence of real ranks, and what becomes of errors."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import camshaft.distributed as idist
+from camshaft.distributed import run
+from camshaft.distributed.failures import record, translate, watch
+from camshaft.distributed.failures import watcher as module
+from camshaft.distributed.failures.record import Node, Record
+from camshaft.distributed.failures.watcher import Watcher
+from camshaft.engine import Engine
+from camshaft.errors import RankDivergenceError, RankFailedError
+from tests.distributed.failures.stand_in import StoreOnly, snapshot, waiting, watching
+from tests.guards import outlasting
+from tests.ranks import await_watchers, on_ranks
+
+
+def own_watcher() -> Watcher:
+    return run.current().job.resource(Watcher)
+
+
+def logged(name: str = "camshaft.distributed") -> list[str]:
+    """Return the list of the messages that this process logs from now on."""
+    texts: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda entry: texts.append(entry.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    return texts
+
+
+# --- the life of the threads -----------------------------------------------------------------------------------------
+
+
+def test_the_threads_live_as_long_as_the_job() -> None:
+    before = threading.active_count()
+    with watching(dist.HashStore()):
+        assert threading.active_count() == before + 2
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("missing", ["descriptors", "flock", "pidfd_open"])
+def test_the_watcher_works_where_the_system_lacks_something(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(24, "Too many open files")
+
+    if missing == "descriptors":
+        monkeypatch.setattr(record.os, "open", fail)
+    elif missing == "flock":
+        monkeypatch.setattr(record, "fcntl", None)
+    else:
+        monkeypatch.delattr(os, "pidfd_open", raising=False)
+    backend = StoreOnly(dist.HashStore())
+    watcher = watch(backend)
+    try:
+        watcher.board.decide({"kind": "failed", "text": "rank 1 failed", "traceback": ""})
+        assert not outlasting(lambda: backend.job.verdict is None)
+    finally:
+        backend.job.close()
+
+
+def test_an_error_in_a_round_is_logged_once_and_does_not_end_the_thread(caplog: Any) -> None:
+    rounds = []
+
+    def look(watcher: Watcher, now: float) -> None:
+        rounds.append(now)
+        raise ZeroDivisionError
+
+    faster = mock.patch.object(module, "PERIOD", 0.01)
+    with mock.patch.object(Watcher, "look", look), faster, watching(dist.HashStore()) as watcher:
+        watcher._left = "has left"  # without waiting for a round
+        assert not outlasting(lambda: len(rounds) < 3)
+    assert [one.levelname for one in caplog.records if "could not look" in one.message][:2] == ["WARNING"]
+
+
+def test_a_worker_whose_torchrun_was_killed_raises_and_else_exits(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    backend = StoreOnly(dist.HashStore())
+    watcher = Watcher(backend, None, agent=os.getppid())  # without a thread
+    watcher.look(0.0)
+    assert backend.job.verdict is None
+    monkeypatch.setattr(os, "getppid", lambda: -1)  # no process has this id
+    with mock.patch.object(watcher.board, "is_watched", return_value=True):
+        watcher.look(1.0)  # the ranks are stopping, and may save
+    assert backend.job.verdict is None
+    watcher.look(2.0)
+    assert backend.job.verdict is not None
+    error = backend.job.verdict()
+    assert isinstance(error, RankFailedError)
+    assert re.fullmatch(r"torchrun \(process \d+\), which had started rank 0, was killed", str(error))
+    watcher.look(30.9)
+    assert codes == []
+    watcher.look(31.0)
+    assert codes == [1]
+
+
+def test_the_last_rank_of_a_job_removes_the_files_of_those_that_were_killed_after_they_had_left(tmp_path: Path) -> None:
+    records = [Record(rank, 2, tmp_path) for rank in range(2)]
+    for one in records:
+        one.job = "job"
+    records[1].write_status({"left": "has left the run"})
+    records[1].close(keep=True)
+    watcher = Watcher(StoreOnly(None), records[0])
+    watcher._node = Node(records[0], 2, tmp_path)
+    watcher.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_failure_ends_the_other_ranks_with_its_traceback_as_the_cause() -> None:
+    error = ValueError("no data")
+    idist.all_reduce(1)
+    if idist.get_rank() == 1:
+        assert own_watcher().fail(error) is error
+        return
+    with pytest.raises(RankFailedError, match="rank 1 failed first: ValueError: no data") as caught:
+        idist.all_reduce(1)
+    assert "ValueError: no data" in str(caught.value.__cause__)
+    with pytest.raises(RankFailedError, match="rank 1 failed first"):  # and so does every later one
+        idist.barrier()
+
+
+@on_ranks(2)
+def test_an_engine_that_calls_no_collective_ends_too() -> None:
+    await_watchers()
+    if idist.get_rank() == 1:
+        own_watcher().fail(ValueError("no data"))
+        return
+    texts, engine = logged("camshaft"), Engine(lambda engine, batch: time.sleep(0.01))
+    with pytest.raises(RankFailedError, match="rank 1 failed first: ValueError: no data"):
+        engine.run(range(3000))
+    assert texts == []  # it is reported once, with its traceback
+
+
+@on_ranks(2)
+def test_a_rank_that_leaves_is_named_by_the_one_that_waits_for_it_also_within_backward() -> None:
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    await_watchers()
+    if idist.get_rank() == 1:
+        run.finalize()
+        return
+    engine = Engine(lambda engine, batch: model(torch.ones(1, 2)).sum().backward())
+    with pytest.raises(RankFailedError, match="rank 1 has left the run without an error"):
+        engine.run(range(3000))
+
+
+@on_ranks(2)
+def test_different_collectives_end_both_ranks_with_a_table() -> None:
+    await_watchers()
+    with pytest.raises(RankDivergenceError, match=r"rank 0 +all_reduce(.|\n)*rank 1 +barrier"):
+        idist.all_reduce(1) if idist.get_rank() == 0 else idist.barrier()
+
+
+@on_ranks(2)
+def test_a_call_that_has_completed_is_shown_with_its_line() -> None:
+    await_watchers()
+    with pytest.raises(RankDivergenceError) as caught:
+        idist.all_reduce(torch.ones(3 if idist.get_rank() else 4))
+        idist.barrier()
+    rows = re.findall(r"rank (\d) .*all_reduce +torch.float32 \[(\d)\] +\S+test_watcher.py:\d+ in", str(caught.value))
+    assert rows == [("0", "4"), ("1", "3")]
+
+
+@on_ranks(2)
+def test_ranks_that_wait_for_each_other_in_two_groups_of_torch_end() -> None:
+    await_watchers()
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    with pytest.raises((RankDivergenceError, RuntimeError)) as caught:
+        for group in groups[:: 1 - 2 * idist.get_rank()]:
+            dist.barrier(group)
+    found = translate(caught.value, run.current())
+    assert isinstance(found, RankDivergenceError)
+    assert re.search(r"wait for each other(.|\n)*rank 0 +0-1 +torch.distributed.barrier .* rank 1", str(found))
+
+
+@on_ranks(2)
+def test_a_long_wait_is_reported_once_with_what_the_other_rank_does() -> None:
+    await_watchers()
+    own_watcher()._hangs.after = 1.0
+    texts = logged()
+    if idist.get_rank() == 1:
+        idist.recv(0)  # until it was reported
+        idist.barrier()
+        return
+    thread = threading.Thread(target=lambda: (outlasting(lambda: not texts), idist.send(1, 1)))
+    thread.start()
+    idist.barrier()
+    thread.join()
+    (text,) = texts
+    assert re.match(r"rank 0 has been waiting for \d+ s in barrier at .*test_watcher.py:\d+ in ", text)
+    assert re.search(r"rank 1 is at .*test_watcher.py:\d+ in ", text)
+
+
+def test_a_collective_that_all_ranks_have_begun_may_take_as_long_as_a_rank_that_is_late() -> None:
+    hangs, texts, counts = module._Hangs(0, 60.0), logged(), []
+    for now, missing in ((91, False), (149, True), (150.5, False), (208, False), (211, False), (221, False)):
+        other = {"begun": {"0": 4}} if missing else waiting("0", 5, "barrier", "0-1")
+        local = {0: snapshot(0, **waiting("0", 5, "barrier", "0-1")), 1: snapshot(1, **other)}
+        hangs.report(local, local, now)
+        counts.append(len(texts))
+    assert counts == [0, 0, 0, 0, 1, 1]
+
+
+@on_ranks(2)
+def test_what_one_rank_has_sent_in_code_for_it_alone_is_named_with_the_divergence_that_follows() -> None:
+    """As a sharded model does that a handler of one rank calls: its calls meet those of the next step."""
+
+    @idist.one_rank_only()
+    def evaluate() -> None:
+        dist.all_reduce(torch.ones(2))
+
+    await_watchers()
+    evaluate()
+    with pytest.raises((RankDivergenceError, RuntimeError)) as caught:
+        if idist.get_rank() == 1:
+            dist.all_reduce(torch.ones(2))
+            dist.all_reduce(torch.ones(2))
+        idist.barrier()
+    found = translate(caught.value, run.current())
+    assert isinstance(found, RankDivergenceError)
+    assert re.search(r"rank 0 sent 1 collective of ranks 0-1 in \S*evaluate, which is for rank 0 only", str(found))
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def lookup() -> None:
+    raise RuntimeError("no samples left in the buffer: connection closed by peer, nccl timed out")
+
+
+@on_ranks(2)
+def test_errors_of_users_are_neither_delayed_nor_replaced_whatever_they_say() -> None:
+    await_watchers()
+    watcher = own_watcher()
+    if idist.get_rank() == 1:
+        run.finalize()
+        return
+    assert not outlasting(lambda: not any(one.status.get("left") for one in watcher._local.values()))
+    errors: list[BaseException] = []
+    for fail in (
+        lookup,
+        lambda: torch.ones(2) @ torch.ones(3),
+        lambda: torch.ones(1).backward(),
+        lambda: dist.HashStore().wait(["nothing"], timedelta(milliseconds=1)),
+        lambda: dist.broadcast(torch.ones(1), 7),
+    ):
+        try:
+            fail()
+        except Exception as error:
+            errors.append(error)
+    with mock.patch.object(watcher._has_verdict, "wait", side_effect=AssertionError):
+        assert [watcher.translate(error) for error in errors] == errors
+    assert len(errors) == 5
+    assert run.current().job.verdict is None
+
+
+@on_ranks(2)
+def test_a_verdict_does_not_replace_an_error_of_the_user() -> None:
+    await_watchers()
+    if idist.get_rank() == 1:
+        own_watcher().fail(LookupError("first"))
+        return
+    assert not outlasting(lambda: run.current().job.verdict is None)
+    other = ValueError("of its own")
+    assert own_watcher().fail(other) is other
+    assert own_watcher()._failure is None  # only the first one is published
+
+
+# --- many nodes ------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_ranks_of_different_nodes_learn_of_each_other_through_the_store() -> None:
+    def own(node: Node, is_urgent: bool = False) -> Any:
+        one = record.read(node._record.path)
+        return {} if one is None else {one.rank: one}
+
+    with mock.patch.object(Node, "read", own):
+        await_watchers()
+        with pytest.raises(RankDivergenceError, match=r"rank 0 +all_reduce(.|\n)*rank 1 +barrier"):
+            idist.all_reduce(1) if idist.get_rank() == 0 else idist.barrier()
