@@ -185,7 +185,7 @@ def explain(error: BaseException, backend: Backend, ranks: Sequence[int], where:
         RankDivergenceError: the ranks called different collectives.
     """
     annotate(error, where)
-    found = translate(error, backend)
+    found = translate(error, backend, ranks)
     if found is not error:
         annotate(found, where)
         raise found from found.__cause__

@@ -440,7 +440,7 @@ LEFT = "RankFailedError: rank 1 has left the run without an error; (it had calle
         (
             "exits at once",
             "collective",
-            "process was killed or crashed(.|\n)*process 1 had exited with code 0 before",
+            "(has ended with exit code 0|process was killed or crashed)(.|\n)*process 1 had exited with code 0 before",
         ),
     ],
 )

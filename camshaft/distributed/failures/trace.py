@@ -130,7 +130,7 @@ class Trace:
 
     def __init__(self, own: Calls | None = None) -> None:
         self.own = [] if own is None else [own]
-        self._keys: dict[int, tuple[Any, str, str]] = {}  # of torch's groups, by their ids
+        self._keys: dict[tuple[str, int, int], tuple[str, str]] = {}  # key and ranks of torch's groups
         self._known: list[tuple[str, str, str, int]] = []  # groups, when they were looked for last
         self._state: Any = None
         self._found = Found()
@@ -202,16 +202,17 @@ class Trace:
             return [(name, key, ranks, sys.maxsize) for name, key, ranks, _ in self._known]
         world, groups = dist.distributed_c10d._world, list[tuple[str, str, str, int]]()
         for group, name in tuple(world.pg_names.items())[:_MOST_GROUPS]:
-            known = self._keys.get(id(group))
-            if known is None or known[0] is not group:
-                ranks = spans(world.pg_group_ranks.get(group, ()))
+            members = world.pg_group_ranks.get(group, ())
+            place = str(name), id(group), len(members)  # not the group itself, which would keep the store open
+            if place not in self._keys:
+                ranks = spans(members)
                 # The names of groups that only some ranks have made may be those of others elsewhere.
-                known = self._keys[id(group)] = group, f"{name}/{crc32(ranks.encode()):x}", ranks
+                self._keys[place] = f"{name}/{crc32(ranks.encode()):x}", ranks
             try:
                 count = group._get_sequence_number_for_group()  # type: ignore[attr-defined]  # torch's stubs
             except RuntimeError:  # a backend that does not count
                 continue
-            groups.append((str(name), known[1], known[2], int(count)))
+            groups.append((str(name), *self._keys[place], int(count)))
         self._known = groups
         return groups
 

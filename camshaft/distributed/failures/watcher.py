@@ -170,7 +170,7 @@ class Watcher(Resource):
                     time.sleep(2 * PERIOD)  # the store may end with this process: let the other nodes read it
         return found
 
-    def translate(self, error: BaseException) -> BaseException:
+    def translate(self, error: BaseException, ranks: frozenset[int] = frozenset()) -> BaseException:
         """Return the verdict in place of an error of a library in a collective, which only shows the consequences.
 
         What a user raises is returned at once: only an error that torch or the backend has raised counts, and only
@@ -183,7 +183,7 @@ class Watcher(Resource):
         if self._is_closed or _TRANSLATED in vars(error) or not _is_of_backend(error, self._backend):
             return error
         vars(error)[_TRANSLATED] = True  # it is seen at several places on its way up
-        if job.verdict is None and not self._learn_why(error):
+        if job.verdict is None and not self._learn_why(error, ranks):
             return error
         if job.verdict is None:
             if (text := self._hangs.last_text) is not None:
@@ -191,13 +191,15 @@ class Watcher(Resource):
             return error
         return job.verdict()
 
-    def _learn_why(self, error: BaseException) -> bool:
+    def _learn_why(self, error: BaseException, ranks: frozenset[int]) -> bool:
         """Wait for a verdict on an operation that failed; return False if none has."""
         thread = get_ident()
         found = self._trace.read(time.monotonic(), is_urgent=True) or Found()
         call = next((one for one in reversed(found.calls) if one.thread in (0, thread)), None)
+        if _is_of_message(error):
+            call = None
         is_certain = isinstance(error, (dist.DistError, MismatchError, *self._backend.errors)) or _was_sent(error)
-        ranks = verdicts.members(spans(range(self._size)) if call is None else found.members.get(call.group, ""))
+        ranks = verdicts.members(found.members.get(call.group, "")) if call else ranks or frozenset(range(self._size))
         lost = {
             "ranks": spans(ranks),
             "key": None if call is None else call[:2],
@@ -643,14 +645,28 @@ def _is_of_backend(error: BaseException, backend: Backend) -> bool:
     return path.startswith(_TORCH) and path.removeprefix(_TORCH).startswith(_IN_TORCH)
 
 
+def _is_of_message(error: BaseException) -> bool:
+    """Return whether an error comes from a wait for a message, which torch does not record."""
+    return not isinstance(error, (dist.DistError, MismatchError)) and _origin(error).startswith(_OWN)
+
+
+def _origin(error: BaseException) -> str:
+    """Return the file in which an error was raised."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else trace.tb_frame.f_code.co_filename
+
+
 def _was_sent(error: BaseException) -> bool:
     """Return whether an error comes from the wait for a call, and not from the check of its arguments."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    found = [] if trace is None else list(trace.tb_frame.f_locals.values())
-    is_own = trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OWN)
-    return is_own or any(isinstance(one, dist.Work) for one in found)
+    if trace is None:
+        return False
+    is_own = trace.tb_frame.f_code.co_filename.startswith(_OWN)
+    return is_own or any(isinstance(one, dist.Work) for one in trace.tb_frame.f_locals.values())
 
 
 def _has_raised(trace: TracebackType) -> bool:
