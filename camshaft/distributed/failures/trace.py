@@ -109,10 +109,12 @@ class Calls:
         self._recent.append(call)
         return call
 
-    @staticmethod
-    def end(call: list[Any]) -> None:
-        """Record that a call has completed, or failed."""
+    def end(self, call: list[Any], was_sent: bool = True) -> None:
+        """Record that a call has completed, or failed; one that was not sent does not count."""
         call[6] = True
+        if not was_sent and self.counts[call[0]] == call[1]:
+            self.counts[call[0]] -= 1
+            self._recent.remove(call)
 
     def read(self) -> Iterator[Call]:
         """Yield the calls, oldest first."""
@@ -165,7 +167,7 @@ class Trace:
         for calls in self.own:
             members |= calls.members
         by_group: dict[str, list[Call]] = {}
-        for entry in _entries():
+        for entry in _recorded(True).get("entries", ()):
             key, ranks, count = known.get(entry["process_group"][0], ("", "", 0))
             if (
                 not key or entry.get("is_p2p") or int(entry["collective_seq_id"]) > count
@@ -190,10 +192,10 @@ class Trace:
     def stack_of(self, group: str, sequence: int) -> list[str]:
         """Return the stack in which a call was sent, innermost first; the first time, that takes seconds."""
         name = next((name for name, key, *_ in self._groups() if key == group.partition(" ")[0]), None)
-        for dump in _recorders("_dump_fr_trace", "_dump_nccl_trace"):
-            for entry in reversed(pickle.loads(dump(True, True, False)).get("entries", ())):
-                if entry["process_group"][0] == name and entry["collective_seq_id"] == sequence:
-                    return [f"{one['filename']}:{one['line']} in {one['name']}" for one in entry.get("frames", ())]
+        found = pickle.loads(c10d._dump_fr_trace(True, True, False)) if name is not None and RECORDS_GLOO else {}  # type: ignore[attr-defined]  # torch's stubs
+        for entry in reversed(found.get("entries", ())):
+            if entry["process_group"][0] == name and entry["collective_seq_id"] == sequence:
+                return [f"{one['filename']}:{one['line']} in {one['name']}" for one in entry.get("frames", ())]
         return []
 
     def _groups(self) -> list[tuple[str, str, str, int]]:
@@ -217,23 +219,16 @@ class Trace:
         return groups
 
 
-def _recorders(*names: str) -> list[Any]:
-    names = names or ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # of gloo and others, and of nccl
-    return [getattr(c10d, name) for name in names if hasattr(c10d, name)]
+def _recorded(has_calls: bool) -> Any:
+    """Return what torch has recorded, except for nccl."""
+    return json.loads(c10d._dump_fr_trace_json(has_calls, not has_calls)) if RECORDS_GLOO else {}  # type: ignore[attr-defined]  # torch's stubs
 
 
 def _statuses() -> dict[str, tuple[int, int]]:
     """Return the numbers of the last operation of each group that has begun, and that has completed."""
-    found: dict[str, tuple[int, int]] = {}
-    for dump in _recorders():
-        for name, one in json.loads(dump(False, True)).get("pg_status", {}).items():
-            numbers = int(one["last_enqueued_collective"]), int(one["last_completed_collective"])
-            found[name] = max(numbers, found.get(name, numbers), key=lambda pair: pair[0] - pair[1])
-    return found
-
-
-def _entries() -> list[Any]:
-    return [entry for dump in _recorders() for entry in json.loads(dump(True, False)).get("entries", ())]
+    found = _recorded(False).get("pg_status", {})
+    names = "last_enqueued_collective", "last_completed_collective"
+    return {group: (int(one[names[0]]), int(one[names[1]])) for group, one in found.items()}
 
 
 def _call(entry: Mapping[str, Any], key: str, begun: int, ended: int) -> Call:
