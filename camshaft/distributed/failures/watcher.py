@@ -183,16 +183,14 @@ class Watcher(Resource):
         if self._is_closed or _TRANSLATED in vars(error) or not _is_of_backend(error, self._backend):
             return error
         vars(error)[_TRANSLATED] = True  # it is seen at several places on its way up
-        if job.verdict is None and not self._learn_why(error, ranks):
-            return error
         if job.verdict is None:
-            if (text := self._hangs.last_text) is not None:
-                annotate(error, text)
-            return error
-        return job.verdict()
+            self._learn_why(error, ranks)
+        if job.verdict is None and (text := self._hangs.last_text) is not None:
+            annotate(error, text)
+        return error if job.verdict is None else job.verdict()
 
-    def _learn_why(self, error: BaseException, ranks: frozenset[int]) -> bool:
-        """Wait for a verdict on an operation that failed; return False if none has."""
+    def _learn_why(self, error: BaseException, ranks: frozenset[int]) -> None:
+        """Wait for a verdict if an error is that of an operation which has failed."""
         thread = get_ident()
         found = self._trace.read(time.monotonic(), is_urgent=True) or Found()
         call = next((one for one in reversed(found.calls) if one.thread in (0, thread)), None)
@@ -209,7 +207,7 @@ class Watcher(Resource):
         }
         # torch computes there, too
         if not (is_certain or (call and self._observer.may_have_failed(call) and self._is_in_trouble(lost, ranks))):
-            return False
+            return
         self._lost[thread] = lost
         self._wake.set()
         until = time.monotonic() + _LEARNING
@@ -220,7 +218,6 @@ class Watcher(Resource):
             if isinstance(error, MismatchError) and call is not None and self._all_have_sent(call, ranks):
                 break
         self._lost.pop(thread, None)
-        return True
 
     def _all_have_sent(self, call: Call, ranks: frozenset[int]) -> bool:
         """Return whether all ranks of a group are known to have met in the same call."""
