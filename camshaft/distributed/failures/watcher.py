@@ -264,7 +264,8 @@ class Watcher(Resource):
         local = {} if self._node is None else self._node.read(is_urgent=True)
         others = [other for rank, other in local.items() if rank != self._rank]
         has_failed = self._failure is not None or self._backend.job.verdict is not None
-        is_last = not has_failed and all(not other.is_alive or other.status.get("left") for other in others)
+        are_known = not self.is_everywhere or len(local) >= self._backend.topology.local_world_size  # or still connect
+        is_last = not has_failed and are_known and all(map(verdicts.has_ended, others))
         if self._node is not None and not self._thread.is_alive():
             self._node.close()
         if self._record is not None:
