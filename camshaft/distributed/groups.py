@@ -10,12 +10,13 @@ from types import TracebackType
 from typing import Any, SupportsIndex
 
 import torch.distributed as dist
+from torch import Tensor
 
 from camshaft import activity
 from camshaft.distributed.backend import Backend, Group, check_known
 from camshaft.distributed.failures import OUR_OWN, debug, translate
 from camshaft.distributed.failures.waiting import alone, check_all_present
-from camshaft.errors import RankDivergenceError, annotate, check_type
+from camshaft.errors import MismatchError, RankDivergenceError, annotate, check_type
 from camshaft.text import counted, shortened_ranks
 
 _SEQUENCES = (list, tuple, range)
@@ -74,8 +75,9 @@ class Call:
             clock.pause()
             self._has_begun = True
         if backend.adds_calls and backend.calls is not None:
-            name = "all" if self.group is None else str(list(self.ranks))
-            self._added = backend.calls.begin(name, self.ranks, self._collective)
+            name = "all" if self.group is None else getattr(self.group, "group_name", str(list(self.ranks)))
+            tensors = [value] if isinstance(value, Tensor) else []
+            self._added = backend.calls.begin(name, self.ranks, self._collective, tensors)
         if job.compares_collectives:
             try:
                 debug.compare(backend, self.group, self.ranks, self._collective, value, how, root)
@@ -125,8 +127,9 @@ class Call:
                 rank = self._backend.topology.rank
                 explain(error, self._backend, self.ranks, f"in {self._collective} on rank {rank}{among}")
         finally:
-            if self._added is not None and self._backend.calls is not None:
-                self._backend.calls.end(self._added)
+            if self._added is not None:
+                was_sent = not isinstance(error, (TypeError, ValueError)) or isinstance(error, MismatchError)
+                self._backend.calls.end(self._added, was_sent)
             if self._has_begun and (clock := activity.own_clock) is not None:
                 clock.resume()
 
@@ -185,7 +188,7 @@ def explain(error: BaseException, backend: Backend, ranks: Sequence[int], where:
         RankDivergenceError: the ranks called different collectives.
     """
     annotate(error, where)
-    found = translate(error, backend)
+    found = translate(error, backend, ranks)
     if found is not error:
         annotate(found, where)
         raise found from found.__cause__

@@ -335,7 +335,7 @@ class Operation(dist.Work):
                     raise self._lost(f"got {got} bytes from rank {self._source_rank()}, the tensor has {expected}")
             transfer.deliver()
         if self._entry is not None:
-            Calls.end(self._entry)
+            self._group.world.calls.end(self._entry)
 
     def _check(self, waited: float, limit: float) -> None:
         """Raise if the results did not arrive in time, or cannot arrive because a rank has left."""
@@ -351,7 +351,7 @@ class Operation(dist.Work):
 
     def _lost(self, what: str) -> dist.DistBackendError:
         if self._entry is not None:
-            Calls.end(self._entry)
+            self._group.world.calls.end(self._entry)
         place = "" if self._number is None else f", collective {self._number} of this group,"
         self._error = self._group.give_up(f"{self._name}{place} {what}", self._number)
         return self._error

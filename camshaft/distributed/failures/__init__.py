@@ -36,10 +36,16 @@ def watch(backend: Backend, report_after: float = 60.0, agent: int | None = None
     return job.resource(Watcher)
 
 
-def translate(error: BaseException, backend: Backend) -> BaseException:
-    """Return the error to raise in place of one of a library, if another rank has failed before."""
+def translate(error: BaseException, backend: Backend, ranks: Iterable[int] = ()) -> BaseException:
+    """Return the error to raise in place of one of a library, if another rank has failed before.
+
+    Args:
+        error: the error.
+        backend: of the job.
+        ranks: whom this rank may have waited for.
+    """
     watcher = backend.job.find(Watcher)
-    return error if watcher is None else watcher.translate(error)
+    return error if watcher is None else watcher.translate(error, frozenset(ranks))
 
 
 def publish(error: BaseException, backend: Backend) -> BaseException:

@@ -40,6 +40,10 @@ Callback: TypeAlias = Callable[[], float]
 logger = logging.getLogger("camshaft.distributed")
 
 
+def _ignore(*_: object) -> None:
+    pass
+
+
 class Board:
     """The connection of this process to the store of a job.
 
@@ -62,8 +66,8 @@ class Board:
     def __init__(
         self,
         backend: Backend,
-        on_change: Callable[[], None] = lambda: None,
-        on_job: Callable[[str], None] = lambda name: None,
+        on_change: Callable[[], object] = _ignore,
+        on_job: Callable[[str], object] = _ignore,
     ) -> None:
         self._backend, self._on_change, self._on_job = backend, on_change, on_job
         self.final: dict[str, Any] | None = None
@@ -170,11 +174,9 @@ class Board:
 
         def write(store: Store) -> None:
             store.set(f"left/{rank}", how)
-            if rank == 0 and store.add("connected", 0) < num_known and time.monotonic() < until:
+            while rank == 0 and store.add("connected", 0) < num_known and time.monotonic() < until:
                 time.sleep(_PAUSE)
-                self._tasks.append(write)
-            else:
-                is_done.set()
+            is_done.set()
 
         if self.usable_store is not None:
             self.submit(write)
@@ -186,6 +188,7 @@ class Board:
         self._wake.set()
         if self.thread.ident is not None:
             self.thread.join(_ENDING)
+        self._on_change, self._on_job = _ignore, _ignore  # a cycle of references would keep the store open
 
     # --- the thread --------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from threading import get_ident
 from types import FrameType
 from typing import Any
 
@@ -84,6 +85,7 @@ class Observer:
         """
         now = time.monotonic()
         frames = sys._current_frames()
+        del frames[get_ident()]  # a frame that refers to itself would keep alive what it refers to
         stack, doing = stack_of(frames.get(self._main))
         status: dict[str, Any] = {
             "time": now,

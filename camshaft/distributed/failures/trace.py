@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -28,6 +29,7 @@ from camshaft.text import spans
 
 _MOST = 64  # calls that are kept
 _MOST_GROUPS = 32
+_MOST_FRAMES = 30  # of a stack
 _SHARE = 10.0  # times the duration of one reading, at least, until the next one
 # alike on all ranks; gloo also demands it of all_gather
 _SIZED = ("all_reduce", "reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor")
@@ -105,20 +107,37 @@ class Calls:
             self.members[group] = spans(ranks)
         number = self.counts[group] = self.counts.get(group, 0) + 1
         layout = str(tensors[0].dtype) if tensors else "", [list(one.shape) for one in tensors]
-        call = [group, number, operation, *layout, time.monotonic(), False, threading.get_ident()]
+        call = [group, number, operation, *layout, time.monotonic(), False, threading.get_ident(), _stack()]
         self._recent.append(call)
         return call
 
-    @staticmethod
-    def end(call: list[Any]) -> None:
-        """Record that a call has completed, or failed."""
+    def end(self, call: list[Any], was_sent: bool = True) -> None:
+        """Record that a call has completed, or failed; one that was not sent does not count."""
         call[6] = True
+        if not was_sent and self.counts[call[0]] == call[1]:
+            self.counts[call[0]] -= 1
+            self._recent.remove(call)
 
     def read(self) -> Iterator[Call]:
         """Yield the calls, oldest first."""
-        for group, number, operation, dtype, shapes, began, is_done, thread in tuple(self._recent):
+        for group, number, operation, dtype, shapes, began, is_done, thread, _ in tuple(self._recent):
             layout = _layout(operation, dtype, shapes, self._library)
             yield Call(group, number, operation, *layout, began, is_done, thread, self._library)
+
+    def stack_of(self, group: str, sequence: int) -> list[str]:
+        """Return the stack in which a call was sent, innermost first, and nothing if it is not known."""
+        found = next((call for call in tuple(self._recent) if call[:2] == [group, sequence]), None)
+        return [] if found is None else [f"{code.co_filename}:{line} in {code.co_name}" for code, line in found[-1]]
+
+
+def _stack() -> list[tuple[CodeType, int]]:
+    """Return code and line of the frames of this thread, without the frames, which would keep objects alive."""
+    frame: FrameType | None = sys._getframe(2)
+    found: list[tuple[CodeType, int]] = []
+    while frame is not None and len(found) < _MOST_FRAMES:
+        found.append((frame.f_code, frame.f_lineno))
+        frame = frame.f_back
+    return found
 
 
 class Trace:
@@ -130,7 +149,7 @@ class Trace:
 
     def __init__(self, own: Calls | None = None) -> None:
         self.own = [] if own is None else [own]
-        self._keys: dict[int, tuple[Any, str, str]] = {}  # of torch's groups, by their ids
+        self._keys: dict[tuple[str, int, int], tuple[str, str]] = {}  # key and ranks of torch's groups
         self._known: list[tuple[str, str, str, int]] = []  # groups, when they were looked for last
         self._state: Any = None
         self._found = Found()
@@ -165,7 +184,7 @@ class Trace:
         for calls in self.own:
             members |= calls.members
         by_group: dict[str, list[Call]] = {}
-        for entry in _entries():
+        for entry in _recorded(True).get("entries", ()):
             key, ranks, count = known.get(entry["process_group"][0], ("", "", 0))
             if (
                 not key or entry.get("is_p2p") or int(entry["collective_seq_id"]) > count
@@ -189,11 +208,14 @@ class Trace:
 
     def stack_of(self, group: str, sequence: int) -> list[str]:
         """Return the stack in which a call was sent, innermost first; the first time, that takes seconds."""
+        for calls in self.own:
+            if group in calls.members:
+                return calls.stack_of(group, sequence)
         name = next((name for name, key, *_ in self._groups() if key == group.partition(" ")[0]), None)
-        for dump in _recorders("_dump_fr_trace", "_dump_nccl_trace"):
-            for entry in reversed(pickle.loads(dump(True, True, False)).get("entries", ())):
-                if entry["process_group"][0] == name and entry["collective_seq_id"] == sequence:
-                    return [f"{one['filename']}:{one['line']} in {one['name']}" for one in entry.get("frames", ())]
+        found = pickle.loads(c10d._dump_fr_trace(True, True, False)) if name is not None and RECORDS_GLOO else {}  # type: ignore[attr-defined]  # torch's stubs
+        for entry in reversed(found.get("entries", ())):
+            if entry["process_group"][0] == name and entry["collective_seq_id"] == sequence:
+                return [f"{one['filename']}:{one['line']} in {one['name']}" for one in entry.get("frames", ())]
         return []
 
     def _groups(self) -> list[tuple[str, str, str, int]]:
@@ -202,37 +224,31 @@ class Trace:
             return [(name, key, ranks, sys.maxsize) for name, key, ranks, _ in self._known]
         world, groups = dist.distributed_c10d._world, list[tuple[str, str, str, int]]()
         for group, name in tuple(world.pg_names.items())[:_MOST_GROUPS]:
-            known = self._keys.get(id(group))
-            if known is None or known[0] is not group:
-                ranks = spans(world.pg_group_ranks.get(group, ()))
+            members = world.pg_group_ranks.get(group, ())
+            place = str(name), id(group), len(members)  # not the group itself, which would keep the store open
+            if place not in self._keys:
+                ranks = spans(members)
                 # The names of groups that only some ranks have made may be those of others elsewhere.
-                known = self._keys[id(group)] = group, f"{name}/{crc32(ranks.encode()):x}", ranks
+                self._keys[place] = f"{name}/{crc32(ranks.encode()):x}", ranks
             try:
                 count = group._get_sequence_number_for_group()  # type: ignore[attr-defined]  # torch's stubs
             except RuntimeError:  # a backend that does not count
                 continue
-            groups.append((str(name), known[1], known[2], int(count)))
+            groups.append((str(name), *self._keys[place], int(count)))
         self._known = groups
         return groups
 
 
-def _recorders(*names: str) -> list[Any]:
-    names = names or ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # of gloo and others, and of nccl
-    return [getattr(c10d, name) for name in names if hasattr(c10d, name)]
+def _recorded(has_calls: bool) -> Any:
+    """Return what torch has recorded, except for nccl."""
+    return json.loads(c10d._dump_fr_trace_json(has_calls, not has_calls)) if RECORDS_GLOO else {}  # type: ignore[attr-defined]  # torch's stubs
 
 
 def _statuses() -> dict[str, tuple[int, int]]:
     """Return the numbers of the last operation of each group that has begun, and that has completed."""
-    found: dict[str, tuple[int, int]] = {}
-    for dump in _recorders():
-        for name, one in json.loads(dump(False, True)).get("pg_status", {}).items():
-            numbers = int(one["last_enqueued_collective"]), int(one["last_completed_collective"])
-            found[name] = max(numbers, found.get(name, numbers), key=lambda pair: pair[0] - pair[1])
-    return found
-
-
-def _entries() -> list[Any]:
-    return [entry for dump in _recorders() for entry in json.loads(dump(True, False)).get("entries", ())]
+    found = _recorded(False).get("pg_status", {})
+    names = "last_enqueued_collective", "last_completed_collective"
+    return {group: (int(one[names[0]]), int(one[names[1]])) for group, one in found.items()}
 
 
 def _call(entry: Mapping[str, Any], key: str, begun: int, ended: int) -> Call:

@@ -221,7 +221,7 @@ def _awaited_end(ranks: Ranks, now: float) -> str | None:
             wait = lost_call(rank, lost)
             gone = [other for other in sorted(wait.ranks & ended) if other != rank and not has_sent(ranks[other], wait)]
             if gone:
-                return f"{end_text(ranks[min(gone)], ranks)}; rank {rank} lost its connection in {lost['what']}"
+                return f"{end_text(ranks[min(gone)], ranks)}; rank {rank} waits for it in {wait}"
         for wait in waits_of(one):
             gone = [other for other in missing(wait, ranks) if other in ended]
             is_needed = wait.operation not in ROOTED or len(gone) == len(missing(wait, ranks))

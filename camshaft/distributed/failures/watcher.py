@@ -170,7 +170,7 @@ class Watcher(Resource):
                     time.sleep(2 * PERIOD)  # the store may end with this process: let the other nodes read it
         return found
 
-    def translate(self, error: BaseException) -> BaseException:
+    def translate(self, error: BaseException, ranks: frozenset[int] = frozenset()) -> BaseException:
         """Return the verdict in place of an error of a library in a collective, which only shows the consequences.
 
         What a user raises is returned at once: only an error that torch or the backend has raised counts, and only
@@ -183,21 +183,21 @@ class Watcher(Resource):
         if self._is_closed or _TRANSLATED in vars(error) or not _is_of_backend(error, self._backend):
             return error
         vars(error)[_TRANSLATED] = True  # it is seen at several places on its way up
-        if job.verdict is None and not self._learn_why(error):
-            return error
         if job.verdict is None:
-            if (text := self._hangs.last_text) is not None:
-                annotate(error, text)
-            return error
-        return job.verdict()
+            self._learn_why(error, ranks)
+        if job.verdict is None and (text := self._hangs.last_text) is not None:
+            annotate(error, text)
+        return error if job.verdict is None else job.verdict()
 
-    def _learn_why(self, error: BaseException) -> bool:
-        """Wait for a verdict on an operation that failed; return False if none has."""
+    def _learn_why(self, error: BaseException, ranks: frozenset[int]) -> None:
+        """Wait for a verdict if an error is that of an operation which has failed."""
         thread = get_ident()
         found = self._trace.read(time.monotonic(), is_urgent=True) or Found()
         call = next((one for one in reversed(found.calls) if one.thread in (0, thread)), None)
+        if _is_of_message(error):
+            call = None
         is_certain = isinstance(error, (dist.DistError, MismatchError, *self._backend.errors)) or _was_sent(error)
-        ranks = verdicts.members(spans(range(self._size)) if call is None else found.members.get(call.group, ""))
+        ranks = verdicts.members(found.members.get(call.group, "")) if call else ranks or frozenset(range(self._size))
         lost = {
             "ranks": spans(ranks),
             "key": None if call is None else call[:2],
@@ -207,7 +207,7 @@ class Watcher(Resource):
         }
         # torch computes there, too
         if not (is_certain or (call and self._observer.may_have_failed(call) and self._is_in_trouble(lost, ranks))):
-            return False
+            return
         self._lost[thread] = lost
         self._wake.set()
         until = time.monotonic() + _LEARNING
@@ -218,7 +218,6 @@ class Watcher(Resource):
             if isinstance(error, MismatchError) and call is not None and self._all_have_sent(call, ranks):
                 break
         self._lost.pop(thread, None)
-        return True
 
     def _all_have_sent(self, call: Call, ranks: frozenset[int]) -> bool:
         """Return whether all ranks of a group are known to have met in the same call."""
@@ -265,7 +264,8 @@ class Watcher(Resource):
         local = {} if self._node is None else self._node.read(is_urgent=True)
         others = [other for rank, other in local.items() if rank != self._rank]
         has_failed = self._failure is not None or self._backend.job.verdict is not None
-        is_last = not has_failed and all(not other.is_alive or other.status.get("left") for other in others)
+        are_known = not self.is_everywhere or len(local) >= self._backend.topology.local_world_size  # or still connect
+        is_last = not has_failed and are_known and all(map(verdicts.has_ended, others))
         if self._node is not None and not self._thread.is_alive():
             self._node.close()
         if self._record is not None:
@@ -643,14 +643,28 @@ def _is_of_backend(error: BaseException, backend: Backend) -> bool:
     return path.startswith(_TORCH) and path.removeprefix(_TORCH).startswith(_IN_TORCH)
 
 
+def _is_of_message(error: BaseException) -> bool:
+    """Return whether an error comes from a wait for a message, which torch does not record."""
+    return not isinstance(error, (dist.DistError, MismatchError)) and _origin(error).startswith(_OWN)
+
+
+def _origin(error: BaseException) -> str:
+    """Return the file in which an error was raised."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else trace.tb_frame.f_code.co_filename
+
+
 def _was_sent(error: BaseException) -> bool:
     """Return whether an error comes from the wait for a call, and not from the check of its arguments."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    found = [] if trace is None else list(trace.tb_frame.f_locals.values())
-    is_own = trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OWN)
-    return is_own or any(isinstance(one, dist.Work) for one in found)
+    if trace is None:
+        return False
+    is_own = trace.tb_frame.f_code.co_filename.startswith(_OWN)
+    return is_own or any(isinstance(one, dist.Work) for one in trace.tb_frame.f_locals.values())
 
 
 def _has_raised(trace: TracebackType) -> bool:

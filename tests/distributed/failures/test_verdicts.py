@@ -110,7 +110,7 @@ PROOFS: dict[str, tuple[str, str, list[Snapshot]]] = {
     ),
     "a lost connection to a rank that has left": (
         "failed",
-        r"rank 1 has left the run; rank 0 lost its connection in all_reduce",
+        r"rank 1 has left the run; rank 0 waits for it in all_reduce at a.py:1",
         [
             snapshot(
                 0,

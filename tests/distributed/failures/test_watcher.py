@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 import camshaft.distributed as idist
 from camshaft.distributed import run
-from camshaft.distributed.failures import record, translate, watch
+from camshaft.distributed.backends.native import backend as native
+from camshaft.distributed.failures import record, trace, translate, watch
 from camshaft.distributed.failures import watcher as module
 from camshaft.distributed.failures.record import Node, Record
 from camshaft.distributed.failures.watcher import Watcher
@@ -166,6 +167,19 @@ def test_different_collectives_end_both_ranks_with_a_table() -> None:
     await_watchers()
     with pytest.raises(RankDivergenceError, match=r"rank 0 +all_reduce(.|\n)*rank 1 +barrier"):
         idist.all_reduce(1) if idist.get_rank() == 0 else idist.barrier()
+
+
+@on_ranks(2)
+def test_calls_of_camshaft_are_compared_where_torch_does_not_record_them() -> None:
+    with mock.patch.object(trace, "RECORDS_GLOO", False), mock.patch.object(native, "RECORDS_GLOO", False):
+        await_watchers()
+        for _ in range(3):
+            idist.barrier()
+            if idist.get_rank() == 0:
+                with pytest.raises(ValueError, match="src"):
+                    idist.broadcast(torch.ones(1), src=7)
+        with pytest.raises(RankDivergenceError, match=r"rank 0 +all_reduce +torch.float32 \[2\](.|\n)*rank 1 +barrier"):
+            idist.all_reduce(torch.ones(2)) if idist.get_rank() == 0 else idist.barrier()
 
 
 @on_ranks(2)

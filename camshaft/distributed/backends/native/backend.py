@@ -85,8 +85,9 @@ class NativeBackend(Backend):
         self._timeout = timeout
         self._world: Any = dist.group.WORLD
         self._send_waiters: defaultdict[int, gloo.SendWaiter] = defaultdict(gloo.SendWaiter)
-        self.adds_calls = not (RECORDS_GLOO or hasattr(self._world, "calls") or "nccl" in config)
-        self.calls = Calls() if self.adds_calls else getattr(self._world, "calls", None)
+        # Reading torch's records of nccl asks the device, which ends a capture of a graph that is in progress.
+        self.adds_calls = not hasattr(self._world, "calls") and ("nccl" in config or not RECORDS_GLOO)
+        self.calls = Calls(self.name) if self.adds_calls else getattr(self._world, "calls", None)
         self._connections = connections_to(self.store())  # without those of its clones, which are made later
 
     def enter(self) -> None:
