@@ -10,7 +10,7 @@ ARGS ?=
 ENVIRONMENT = $(PYTHON) scripts/environment.py
 TWO = -n 2 --dist worksteal  # at a time, because they mostly wait
 FILES = -n 2 --dist loadfile  # the same, where the tests of a file share a job or a server
-WITHOUT_TORCH = benchmarks messages distributed/test_environments.py distributed/test_topology.py distributed/coordination/test_diagnosis.py \
+WITHOUT_TORCH = benchmarks messages distributed/test_environments.py distributed/test_topology.py \
     handlers/checkpoint/test_crashes.py test_architecture.py test_guards.py test_migrate.py test_output.py test_packaging.py test_text.py
 MANY = -n $$(($$(getconf _NPROCESSORS_ONLN) + 2)) --dist loadfile  # as in scripts/check
 

@@ -396,6 +396,8 @@ def check_not_launched(nnodes: int | None) -> None:
         RuntimeError: it has.
     """
     launch = None
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        return  # the main module starts processes where it is imported, which is refused with the reason
     with suppress(RuntimeError):  # contradictory variables do not matter here
         launch = environments.detect(os.environ)
     name = None if launch is None else _LAUNCHERS.get(launch.launcher)

@@ -64,6 +64,8 @@ class Metric:
 
 def training_arguments(rate=0.1):
     model = nn.Linear(1, 1)
+    nn.init.ones_(model.weight)  # of both random, the sum may be 0 in bfloat16
+    nn.init.ones_(model.bias)
     return model, torch.optim.SGD(model.parameters(), rate), nn.MSELoss()
 
 

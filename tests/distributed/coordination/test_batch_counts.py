@@ -12,6 +12,7 @@ import torch.distributed as dist
 from camshaft.distributed.coordination.data import BatchCount, BatchCounts
 from camshaft.errors import RankDivergenceError
 from tests.distributed.failures.stand_in import CountingStore
+from tests.limits import HANG
 
 
 def test_a_long_wait_is_logged_once(caplog):
@@ -44,7 +45,7 @@ def test_rank_0_stays_until_all_have_read():
     second.wait_for_readers()  # which does not block
     assert second.collect() == [BatchCount(0), BatchCount(0)]
     second.leave()
-    staying.join(10)
+    staying.join(HANG)
     assert not staying.is_alive()
     assert store.num_keys() == 0
 

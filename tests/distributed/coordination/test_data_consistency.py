@@ -18,6 +18,7 @@ from camshaft.distributed.failures import waiting
 from camshaft.distributed.run import current
 from camshaft.engine import Engine, Events
 from camshaft.errors import RankDivergenceError
+from tests.limits import TIMEOUT
 from tests.ranks import await_watchers, on_ranks
 from tests.threads import run_on_threads
 
@@ -385,7 +386,7 @@ def test_a_rank_logs_and_raises_if_rank_0_does_not_create_the_loader():
             next(iter(loader))
         assert len(log.messages) == 1
         assert "pass seed= to auto_dataloader" in log.messages[0]
-        store.set_timeout(timedelta(seconds=30))
+        store.set_timeout(TIMEOUT)
     idist.barrier()
 
 

@@ -17,6 +17,7 @@ from camshaft.distributed.failures.board import Board
 from camshaft.distributed.failures.watcher import Watcher
 from tests.distributed.failures.stand_in import StoreOnly, snapshot, waiting
 from tests.guards import outlasting
+from tests.limits import HANG
 
 SIZE, LOCAL = 1024, 8
 KEYS = 6  # of a board without news
@@ -121,7 +122,7 @@ def test_all_callbacks_are_called_once_the_store_is_lost(board_at: Any) -> None:
 
     called = threading.Event()
     board_at(Gone()).watch("stop", lambda: (called.set(), math.inf)[1])
-    assert called.wait(30)
+    assert called.wait(HANG)
 
 
 def test_each_process_sends_one_request_per_second() -> None:

@@ -13,6 +13,7 @@ import camshaft.distributed as idist
 from camshaft.distributed.failures import debug
 from camshaft.distributed.run import current
 from camshaft.errors import RankDivergenceError, RankFailedError
+from tests.limits import TIMEOUT
 from tests.ranks import on_ranks
 
 
@@ -116,7 +117,7 @@ def test_a_rank_that_does_not_arrive_in_time_is_named():
         ) as caught:
             idist.all_reduce(1)
         assert re.search("rank 1 +no call yet", str(caught.value))
-    store.set_timeout(timedelta(seconds=30))
+    store.set_timeout(TIMEOUT)
     dist.barrier()
 
 

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from camshaft.distributed.failures import record as module
 from camshaft.distributed.failures.record import LEFT_BY_EXEC, LEFT_BY_EXIT, Node, Record, Snapshot, find, read
+from tests.limits import HANG
 from tests.ranks import run_on_ranks
 
 
@@ -211,7 +212,7 @@ while True:
 def test_a_record_can_be_read_while_it_is_written(tmp_path: Path) -> None:
     writer = subprocess.Popen([sys.executable, "-c", WRITER, tmp_path], env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + HANG
         while not (paths := find(folder=tmp_path)) and time.monotonic() < deadline:
             time.sleep(0.02)
         seen, num_reads = set(), 0
