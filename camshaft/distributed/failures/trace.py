@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 from zlib import crc32
 
 import torch
@@ -130,7 +131,7 @@ class Trace:
 
     def __init__(self, own: Calls | None = None) -> None:
         self.own = [] if own is None else [own]
-        self._keys: dict[int, tuple[Any, str, str]] = {}  # of torch's groups, by their ids
+        self._keys: WeakKeyDictionary[Any, tuple[str, str]] = WeakKeyDictionary()  # and the ranks, of torch's groups
         self._known: list[tuple[str, str, str, int]] = []  # groups, when they were looked for last
         self._state: Any = None
         self._found = Found()
@@ -202,18 +203,22 @@ class Trace:
             return [(name, key, ranks, sys.maxsize) for name, key, ranks, _ in self._known]
         world, groups = dist.distributed_c10d._world, list[tuple[str, str, str, int]]()
         for group, name in tuple(world.pg_names.items())[:_MOST_GROUPS]:
-            known = self._keys.get(id(group))
-            if known is None or known[0] is not group:
+            if group not in self._keys:
                 ranks = spans(world.pg_group_ranks.get(group, ()))
                 # The names of groups that only some ranks have made may be those of others elsewhere.
-                known = self._keys[id(group)] = group, f"{name}/{crc32(ranks.encode()):x}", ranks
-            try:
-                count = group._get_sequence_number_for_group()  # type: ignore[attr-defined]  # torch's stubs
-            except RuntimeError:  # a backend that does not count
-                continue
-            groups.append((str(name), known[1], known[2], int(count)))
+                self._keys[group] = f"{name}/{crc32(ranks.encode()):x}", ranks
+            if (count := num_begun(group)) is not None:
+                groups.append((str(name), *self._keys[group], count))
         self._known = groups
         return groups
+
+
+def num_begun(group: Any) -> int | None:
+    """Return the number of operations that a group of torch has begun; ``None`` if its backend does not count."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:
+        return None
 
 
 def _recorders(*names: str) -> list[Any]:
