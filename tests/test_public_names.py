@@ -325,3 +325,28 @@ def test_importing_has_no_side_effects_and_loads_no_optional_library() -> None:
     result = subprocess.run([sys.executable, "-c", IMPORT_EVERYTHING], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout) == {"changed": [], "libraries": [], "loggers with handlers": []}
+
+
+# What the standard library lacks on Windows, as far as this package may use it.
+IMPORT_WITHOUT_POSIX = """
+import multiprocessing.forkserver, os, signal, socket, subprocess, sys
+import torch, torch.distributed, torch.distributed.tensor, torch.multiprocessing, torch.utils.data
+
+sys.platform = "win32"
+sys.modules |= dict.fromkeys(("fcntl", "grp", "pwd", "resource", "termios"))
+lacking = {
+    os: "O_CLOEXEC O_NOFOLLOW O_NONBLOCK WIFSIGNALED fork geteuid killpg pread register_at_fork sched_getaffinity",
+    signal: "SIGCHLD SIGHUP SIGKILL SIGUSR1 SIGUSR2 SIG_BLOCK pthread_sigmask sigwaitinfo",
+    socket: "AF_UNIX MSG_DONTWAIT TCP_USER_TIMEOUT",
+}
+for module, names in lacking.items():
+    for name in names.split():
+        vars(module).pop(name, None)
+import camshaft, camshaft.engine, camshaft.distributed, camshaft.handlers, camshaft.contrib.engines.common
+import camshaft.distributed.backends.native, camshaft.distributed.__main__
+"""
+
+
+def test_it_can_be_imported_where_the_parts_of_posix_are_missing() -> None:
+    result = subprocess.run([sys.executable, "-c", IMPORT_WITHOUT_POSIX], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

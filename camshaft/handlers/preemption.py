@@ -34,6 +34,7 @@ from camshaft.handlers.utils import check_engine, integer
 
 __all__ = ["Preemption"]
 
+_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))  # Windows lacks one
 _ECHO = 1.0  # seconds in which launchers forward a signal that the whole process group has received already
 
 
@@ -86,7 +87,7 @@ class Preemption:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1),
+        signals: Iterable[int] = _SIGNALS,
         exit_code: int | None = None,
         requeue: bool = False,
     ) -> None:

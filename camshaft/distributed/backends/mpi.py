@@ -766,7 +766,7 @@ def _process_key(rank: int) -> str:
 
 def _has_ended(host: str, pid: int) -> bool:
     """Return whether a process has certainly ended: it was one of this host."""
-    if host != socket.gethostname():
+    if host != socket.gethostname() or sys.platform == "win32":  # where os.kill would interrupt the process
         return False
     try:
         os.kill(pid, 0)

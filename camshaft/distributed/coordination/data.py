@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import Store
 
 from camshaft.distributed.backend import Backend
 from camshaft.distributed.collectives import all_gather, broadcast
+from camshaft.distributed.failures.trace import num_begun
 from camshaft.distributed.failures.waiting import PAUSE, alone, store_at, wait_for
 from camshaft.distributed.run import current
 from camshaft.errors import RankDivergenceError, line_of_caller
@@ -199,7 +200,7 @@ def _from_rank_0(seed: int) -> int:
 def _num_collectives() -> int:
     """Return how many collectives of torch this process has begun, in all groups."""
     groups: Any = dist.distributed_c10d._world.pg_map if dist.is_available() else ()
-    return sum(group._get_sequence_number_for_group() for group in groups)
+    return sum(num_begun(group) or 0 for group in tuple(groups))
 
 
 # --- the same number of batches ---------------------------------------------------------------------------------------

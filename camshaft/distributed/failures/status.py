@@ -94,7 +94,7 @@ class Observer:
             "ended": [end._asdict() for end in tuple(activity.early_ends)],
             "stack": stack,
             "doing": doing,
-            "inside": list(inside[self._main][-1][1:3]) if inside.get(self._main) else None,
+            "inside": next(([one.what, one.where] for one in reversed(inside.get(self._main, ()))), None),
             "strays": list(strays),
             **self._processor(now, frames),
         }

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 from zlib import crc32
 
 import torch
@@ -149,7 +150,7 @@ class Trace:
 
     def __init__(self, own: Calls | None = None) -> None:
         self.own = [] if own is None else [own]
-        self._keys: dict[tuple[str, int, int], tuple[str, str]] = {}  # key and ranks of torch's groups
+        self._keys: WeakKeyDictionary[Any, tuple[str, str]] = WeakKeyDictionary()  # and the ranks, of torch's groups
         self._known: list[tuple[str, str, str, int]] = []  # groups, when they were looked for last
         self._state: Any = None
         self._found = Found()
@@ -224,17 +225,12 @@ class Trace:
             return [(name, key, ranks, sys.maxsize) for name, key, ranks, _ in self._known]
         world, groups = dist.distributed_c10d._world, list[tuple[str, str, str, int]]()
         for group, name in tuple(world.pg_names.items())[:_MOST_GROUPS]:
-            members = world.pg_group_ranks.get(group, ())
-            place = str(name), id(group), len(members)  # not the group itself, which would keep the store open
-            if place not in self._keys:
-                ranks = spans(members)
+            if group not in self._keys:
+                ranks = spans(world.pg_group_ranks.get(group, ()))
                 # The names of groups that only some ranks have made may be those of others elsewhere.
-                self._keys[place] = f"{name}/{crc32(ranks.encode()):x}", ranks
-            try:
-                count = group._get_sequence_number_for_group()  # type: ignore[attr-defined]  # torch's stubs
-            except RuntimeError:  # a backend that does not count
-                continue
-            groups.append((str(name), *self._keys[place], int(count)))
+                self._keys[group] = f"{name}/{crc32(ranks.encode()):x}", ranks
+            if (count := num_begun(group)) is not None:
+                groups.append((str(name), *self._keys[group], count))
         self._known = groups
         return groups
 
@@ -242,6 +238,14 @@ class Trace:
 def _recorded(has_calls: bool) -> Any:
     """Return what torch has recorded, except for nccl."""
     return json.loads(c10d._dump_fr_trace_json(has_calls, not has_calls)) if RECORDS_GLOO else {}  # type: ignore[attr-defined]  # torch's stubs
+
+
+def num_begun(group: Any) -> int | None:
+    """Return the number of operations that a group of torch has begun; ``None`` if its backend does not count."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:
+        return None
 
 
 def _statuses() -> dict[str, tuple[int, int]]:

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistNetworkError
 
 from camshaft.distributed.backend import Backend
+from camshaft.distributed.failures.trace import num_begun
 from camshaft.errors import RankDivergenceError
 from camshaft.text import counted, shortened_ranks, spans
 
@@ -80,8 +81,7 @@ def _sent(present: frozenset[int]) -> Counter[frozenset[int]]:
     if dist.is_available() and dist.is_initialized():
         for group, members in tuple(dist.distributed_c10d._world.pg_group_ranks.items()):
             if not present.issuperset(members):
-                with contextlib.suppress(RuntimeError):  # a backend that does not count
-                    sent[frozenset(members)] += group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+                sent[frozenset(members)] += num_begun(group) or 0
     return sent
 
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -198,6 +199,14 @@ def named_for_the_loopback(monkeypatch):
 
 def store_at(address: str) -> dist.TCPStore:
     return dist.TCPStore(address, 0, 2, is_master=True, wait_for_workers=False)
+
+
+def test_addresses_that_gloo_has_not_published_yet_are_read_later(monkeypatch):
+    group, store = Mock(size=lambda: 1), dist.HashStore()
+    monkeypatch.setitem(gloo._world.pg_map, group, ("gloo", store))
+    assert gloo.addresses_of(group) == b""
+    store.set("cpu//0/0", "address")
+    assert gloo.addresses_of(group) == b"address"
 
 
 @pytest.mark.usefixtures("named_for_the_loopback")

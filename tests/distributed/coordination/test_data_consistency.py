@@ -391,6 +391,15 @@ def test_a_rank_logs_and_raises_if_rank_0_does_not_create_the_loader():
 
 
 @on_ranks(2)
+def test_groups_whose_backend_does_not_count_do_not_keep_a_rank_from_reading():
+    loader = make()
+    with mock.patch.object(
+        dist.ProcessGroup, "_get_sequence_number_for_group", side_effect=RuntimeError("not counted")
+    ):
+        assert len(list(loader)) == len(loader)
+
+
+@on_ranks(2)
 def test_a_seed_that_was_not_read_during_the_run_is_lost():
     loader = make()
     seed = loader.batch_sampler.seed if idist.get_rank() == 0 else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -78,6 +79,17 @@ def test_groups_of_the_same_ranks_in_threads_count_for_themselves() -> None:
     assert found is not None
     assert sorted(found.begun.values())[-2:] == [5, 8]
     assert set(found.members.values()) == {"0-1"}
+
+
+@on_ranks(2)
+def test_a_group_that_was_destroyed_is_released() -> None:
+    trace, group = Trace(), dist.new_group([0, 1])
+    dist.all_reduce(torch.ones(1), group=group)
+    calls_of(trace)
+    known = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group
+    assert not outlasting(lambda: known() is not None)
 
 
 @on_ranks(2)

@@ -69,7 +69,8 @@ def addresses_of(group: Any) -> bytes:
     """
     if group not in _addresses and group in _world.pg_map:
         store, keys = _world.pg_map[group][1], [f"cpu//0/{rank}" for rank in range(group.size())]
-        _addresses[group] = b"".join(store.multi_get(keys)) if store.check(keys) else b""
+        if store.check(keys):
+            _addresses[group] = b"".join(store.multi_get(keys))
     return _addresses.get(group, b"")
 
 
