@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from threading import get_ident
@@ -130,7 +131,13 @@ class Observer:
     def _calls(self, found: Found, frames: Mapping[int, FrameType], now: float) -> dict[str, Any]:
         """Return what was sent, what this process waits in, and whether no thread of it can send anything else."""
         calls = [one._replace(thread=one.thread or self._main) for one in found.calls]
-        stacks = {thread: stack_of(frame)[0] for thread, frame in frames.items() if thread in found.threads}
+        timers = {one.ident for one in threading.enumerate() if isinstance(one, threading.Timer)}
+        all_stacks = {thread: stack_of(frame)[0] for thread, frame in frames.items()}
+        stacks = {
+            thread: stack
+            for thread, stack in all_stacks.items()
+            if thread in found.threads or thread in timers or any(not _FOREIGN.search(line) for line in stack)
+        }  # a thread that runs code of the user's may send something, even if it has not done so yet
         stacks[self._main] = stack_of(frames.get(self._main))[0]
         running = [one for one in calls if not one.is_done and one.thread in stacks]
         latest = {one.thread: one for one in calls}

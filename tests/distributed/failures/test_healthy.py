@@ -59,6 +59,24 @@ def threads_with_groups_of_their_own() -> None:
     thread.join()
 
 
+def a_thread_that_has_sent_nothing_yet() -> None:
+    """The main threads wait for each other, until another thread makes its first call."""
+    group = dist.new_group([0, 1])
+
+    def work() -> None:
+        rest()
+        dist.all_reduce(torch.ones(1), group=group)
+
+    if idist.get_rank() == 0:
+        thread = threading.Thread(target=work)
+        thread.start()
+        dist.all_reduce(torch.ones(2))
+        thread.join()
+    else:
+        dist.all_reduce(torch.ones(1), group=group)
+        dist.all_reduce(torch.ones(2))
+
+
 def uneven_numbers_of_runs() -> None:
     """Ranks fit candidates on their own, and wait for the others afterwards."""
     for _ in range(1 + 2 * idist.get_rank()):
@@ -164,8 +182,9 @@ def sleeping_while_others_wait() -> None:
 
 
 JOBS = [
-    *(threads_with_groups_of_their_own, uneven_numbers_of_runs, an_early_end_on_one_rank_that_comes_back),
-    *(errors_that_are_handled, the_same_calls_through_torch_and_through_camshaft),
+    *(threads_with_groups_of_their_own, a_thread_that_has_sent_nothing_yet, uneven_numbers_of_runs),
+    *(an_early_end_on_one_rank_that_comes_back, errors_that_are_handled),
+    *(the_same_calls_through_torch_and_through_camshaft,),
     *(a_rank_that_leaves_while_the_other_one_needs_nobody, forked_children),
     *(groups_of_some_ranks_while_the_other_one_works, asynchronous_calls_that_nobody_waits_for_yet),
     *(sleeping_while_others_wait,),
