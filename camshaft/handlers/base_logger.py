@@ -540,6 +540,8 @@ class BaseLogger:
                 self._has_warned = True
                 text = f"{type(self).__name__} cannot write, values are lost: {type(error).__name__}: {error}"
                 warnings.warn(text, stacklevel=level_of_caller())
+            # A library may raise the same error for each value. Its traceback would grow, and hold the frames of all.
+            error.__traceback__ = None
 
     def _flush(self) -> None:
         self._attempt(self._checkpoint_saved)

@@ -501,6 +501,20 @@ def test_a_failing_backend_warns_once_and_does_not_end_the_run(name):
     assert logger.lines.count("write") == logger.lines.count("flush") == (2 if name == "rewind" else 4)
 
 
+def test_the_traceback_of_an_error_that_a_library_raises_again_for_each_value_does_not_grow():
+    error = OSError("disk full")
+
+    class Full(BaseLogger):
+        def write_values(self, values, step):
+            raise error  # as the writer of TensorBoard does
+
+    logger, trainer = Full(), Engine(lambda engine, batch: 1.0)
+    logger.attach(trainer, Silent("t", output_transform=lambda output: output), Events.ITERATION_COMPLETED)
+    with pytest.warns(UserWarning, match="Full cannot write, values are lost: OSError: disk full"):
+        trainer.run(range(4))
+    assert error.__traceback__ is None
+
+
 def test_histograms_of_a_logger_that_shows_none_raise():
     engine = at()
     with pytest.raises(NotImplementedError, match="shows no histograms"):
