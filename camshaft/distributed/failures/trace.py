@@ -225,12 +225,13 @@ class Trace:
             return [(name, key, ranks, sys.maxsize) for name, key, ranks, _ in self._known]
         world, groups = dist.distributed_c10d._world, list[tuple[str, str, str, int]]()
         for group, name in tuple(world.pg_names.items())[:_MOST_GROUPS]:
+            if (count := num_begun(group)) is None:
+                continue
             if group not in self._keys:
                 ranks = spans(world.pg_group_ranks.get(group, ()))
                 # The names of groups that only some ranks have made may be those of others elsewhere.
                 self._keys[group] = f"{name}/{crc32(ranks.encode()):x}", ranks
-            if (count := num_begun(group)) is not None:
-                groups.append((str(name), *self._keys[group], count))
+            groups.append((str(name), *self._keys[group], count))
         self._known = groups
         return groups
 
@@ -241,7 +242,12 @@ def _recorded(has_calls: bool) -> Any:
 
 
 def num_begun(group: Any) -> int | None:
-    """Return the number of operations that a group of torch has begun; ``None`` if its backend does not count."""
+    """Return the number of operations that a group of torch has begun; ``None`` if its backend does not count.
+
+    Torch also lists an integer in place of the groups that this process is not in.
+    """
+    if isinstance(group, int):
+        return None
     try:
         return int(group._get_sequence_number_for_group())
     except RuntimeError:
