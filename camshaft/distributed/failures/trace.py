@@ -280,8 +280,14 @@ def _call(entry: Mapping[str, Any], key: str, begun: int, ended: int) -> Call:
 
 
 def _layout(operation: str, dtype: str, shapes: Sequence[Sequence[int]], library: str) -> tuple[str, str]:
-    """Return dtype and shape as text, and dtype and size if they must be the same on all ranks."""
+    """Return dtype and shape as text, and the size in bytes if it must be the same on all ranks.
+
+    Libraries exchange as many bytes whatever the dtype, and the kinds of numbers are compared where they arrive.
+    """
     size = sum(map(math.prod, shapes))
     value = f"{dtype} {shapes[0] if len(shapes) == 1 else [size]}" if dtype else ""
     is_sized = operation in _SIZED or (operation, library) == ("all_gather", "gloo")
-    return value, f"{dtype} {size}" if is_sized and dtype else ""
+    if not (is_sized and dtype):
+        return value, ""
+    kind = getattr(torch, dtype.removeprefix("torch."), None)
+    return value, f"{size * kind.itemsize} bytes" if isinstance(kind, torch.dtype) else f"{dtype} {size}"
