@@ -37,7 +37,7 @@ def test_whatever_calls_it_is_recorded_with_its_size() -> None:
     assert not outlasting(lambda: not all(call.is_done for call in calls_of(trace)))
     calls = calls_of(trace)
     first, second, *_, last = [call for call in calls if call.operation != "barrier"]
-    assert (first.operation, first.value, first.size) == ("all_reduce", "torch.float32 [3, 2]", "torch.float32 6")
+    assert (first.operation, first.value, first.size) == ("all_reduce", "torch.float32 [3, 2]", "24 bytes")
     assert (second.operation, second.value) == ("broadcast", "torch.int64 [5]")
     assert (last.operation, last.value) == ("all_reduce", "torch.float32 [3]")
     assert first.group == last.group != second.group
