@@ -186,16 +186,23 @@ def _hardware(device: torch.device) -> str:
 
 
 def _content(batch: Any) -> int | None:
-    """Return a hash of a batch, of each tensor a part; ``None`` if it holds anything but tensors, numbers and text."""
-    content = []
+    """Return a hash of a batch, of each tensor a part.
+
+    ``None`` if it holds anything but tensors, numbers and text, or nothing that tells data apart: keys, which each rank
+    may look up in files of its own, and zeros are the same where the samples are not.
+    """
+    content, is_telling = [], False
 
     def note(leaf: Any) -> Any:
-        is_tensor = isinstance(leaf, Tensor)
-        content.append((leaf.shape, leaf.detach().flatten()[:_COMPARED].tolist()) if is_tensor else leaf)
+        nonlocal is_telling
+        if isinstance(leaf, Tensor):
+            part = leaf.detach().flatten()[:_COMPARED].tolist()
+            is_telling |= leaf.dim() > 1 and len({*part}) > 1
+        content.append((leaf.shape, part) if isinstance(leaf, Tensor) else leaf)
         return leaf
 
     try:
         apply_to_type(batch, (Tensor, int, float, str, bytes), note)
     except (TypeError, RuntimeError):  # another object, or a sparse tensor
         return None
-    return crc32(repr(content).encode())
+    return crc32(repr(content).encode()) if is_telling else None

@@ -253,6 +253,8 @@ DATA = {
         lambda: DataLoader(samples(), batch_size=4, collate_fn=lambda some: Pair(some, idist.get_rank())),
         False,
     ),
+    "keys": (lambda: DataLoader([(index, f"{index}.png") for index in range(12)], batch_size=4), False),
+    "zeros": (lambda: DataLoader(TensorDataset(torch.zeros(12, 2), torch.zeros(12, 1)), batch_size=4), False),
     "a list": (lambda: [tuple(samples()[:4])] * 3, False),
 }
 
@@ -268,7 +270,10 @@ def tells(what):
 
     def run():
         trainer = trainer_of(
-            idist.auto_model(network()), prepare_batch=lambda batch, device, non_blocking: (batch[0], batch[1])
+            idist.auto_model(network()),
+            prepare_batch=lambda batch, device, non_blocking: (
+                (batch[0], batch[1]) if isinstance(batch[1], torch.Tensor) else samples(idist.get_rank())[:4]
+            ),
         )
         torch.manual_seed(1)
         for target in (1, 2):

@@ -61,6 +61,7 @@ class SharedSource:
         self._own, self._value = torch.initial_seed(), seed
         self._compared: set[str] = set()
         self._passes, self._collectives = 0, 0
+        self._missed: tuple[int, int] | None = None  # the run and the iteration of a wait in vain
         self.backend: Callable[[], Backend | None] = lambda: None
         if here is not None and here.turn is None:
             self._value = self._own if seed is None else seed
@@ -161,29 +162,36 @@ class SharedSource:
 
         Steps with collectives keep the ranks together, and nothing is exchanged. If the ranks have not communicated
         since the pass began, each writes its progress to the store and waits for the others to come as far, but not for
-        long: to resume from less repeats samples, which is better than to lose them.
+        long: to resume from less repeats samples, which is better than to lose them. After a wait in vain, it
+        waits again only once all of them have come as far, so that ranks that do not save cost a single wait.
 
         Args:
             run: number of the run of the engine.
             mine: the progress of this rank.
             start: that of the start of the run, for ranks that have not saved in it.
         """
-        backend, here, deadline, pause = self.backend(), alone.get(), time.monotonic() + _PATIENCE, PAUSE / 50
+        backend, here, pause, missed = self.backend(), alone.get(), PAUSE / 50, self._missed
         if backend is None or here is not None or self._collectives != _num_collectives():
             return mine
         if (store := self._store()) is None:
             return mine
         rank, keys = backend.topology.rank, [f"done/{rank}" for rank in range(backend.topology.world_size)]
+        began = time.monotonic()
         store.set(keys[rank], json.dumps([run, {name: getattr(mine, name) for name in _DONE}]))
         while True:
             rows = [json.loads(text) for text in store.multi_get(keys)] if store.check(keys) else []
             done = [mine._replace(**one) for number, one in rows if number == run]
             least = min(done, key=attrgetter("iteration")) if len(done) == len(keys) else start
-            if least.iteration >= mine.iteration or time.monotonic() > deadline:
+            if self._missed and rows and min((number, one["iteration"]) for number, one in rows) >= self._missed:
+                self._missed = None  # the others came, if late
+            if least.iteration >= mine.iteration:
+                break
+            if self._missed or time.monotonic() - began > _PATIENCE:
+                self._missed = self._missed or (run, mine.iteration)
                 break
             time.sleep(pause)
             pause *= 2
-        if least is start and least.iteration < mine.iteration:
+        if missed is None and least is start and least.iteration < mine.iteration:
             warnings.warn(
                 f"rank {rank} saves after {counted(mine.iteration, 'iteration')}, but not all ranks have saved in this "
                 "run, and no collectives keep them together: what is saved is the progress that all of them have made "

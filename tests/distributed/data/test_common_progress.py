@@ -105,6 +105,22 @@ def test_a_save_waits_for_ranks_that_come_later():
     dist.barrier()
 
 
+@on_ranks(2)
+def test_ranks_that_do_not_save_are_waited_for_once():
+    states, slept = [], []
+    engine = Engine(lambda engine, batch: None)
+    if idist.get_rank() == 0:
+        engine.add_event_handler(Events.ITERATION_COMPLETED, lambda: states.append(engine.state_dict()["iteration"]))
+    clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
+    with mock.patch.object(data, "time", clock), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.run(loader(), max_epochs=2)
+    assert states == ([0] * 30 if idist.get_rank() == 0 else [])
+    assert len(caught) == (idist.get_rank() == 0)
+    assert sum(slept) < 4 * data._PATIENCE
+    dist.barrier()
+
+
 @pytest.mark.parametrize("in_group", [False, True])
 def test_steps_with_collectives_exchange_nothing(in_group):
     exchanges_nothing(in_group)
@@ -123,6 +139,14 @@ def exchanges_nothing(in_group):
         _, states, _ = work(Engine, (11, 11), step=lambda: idist.all_reduce(1, group=group))
     assert [state["iteration"] for state in states] == [5, 10]
     assert len(requests) == 1, "when the first pass begins"
+
+
+@on_ranks(2)
+def test_groups_of_other_ranks_do_not_disturb_those_that_run_alone():
+    dist.new_group([1])
+    ran = []
+    idist.one_rank_only(with_barrier=True)(lambda: ran.append(idist.get_rank()))()
+    assert ran == ([0] if idist.get_rank() == 0 else [])
 
 
 @on_ranks(2)
