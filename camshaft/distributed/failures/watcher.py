@@ -220,9 +220,12 @@ class Watcher(Resource):
         self._lost.pop(thread, None)
 
     def _all_have_sent(self, call: Call, ranks: frozenset[int]) -> bool:
-        """Return whether all ranks of a group are known to have met in the same call."""
-        row = [call.group, call.sequence, call.operation, call.value, call.size]
-        return all(row in self._local[rank].status.get("calls", ()) if rank in self._local else False for rank in ranks)
+        """Return whether all ranks of a group are known to have met in the same call, whatever their dtypes."""
+        sent = [call.group, call.sequence, call.operation], call.size
+        return all(
+            rank in self._local and any((one[:3], one[4]) == sent for one in self._local[rank].status.get("calls", ()))
+            for rank in ranks
+        )
 
     def _is_in_trouble(self, lost: dict[str, Any], ranks: frozenset[int]) -> bool:
         """Return whether a rank is known, or in a moment, to have ended before a call, or to have lost its own."""

@@ -123,7 +123,9 @@ def test_results_equal_those_of_python():
 def test_all_ranks_get_the_same_result_or_an_error():
     kinds = (5, -1, 2.5, 0.0, math.nan, True, 1j, 2**70, decimal.Decimal(1))
     rank, bad = idist.get_rank(), []
-    for op, *numbers in itertools.product(("SUM", "MIN"), kinds, kinds, (5, 2.5)):
+    # each one of different kinds waits until it is known that the ranks have met in the same call
+    cases = [*itertools.product(("SUM",), kinds, kinds, (5,)), *itertools.product(("MIN",), kinds, (2.5, 5), (2.5,))]
+    for op, *numbers in cases:
         got = outcome(lambda op=op, number=numbers[rank]: idist.all_reduce(number, op))
         outcomes = idist.all_gather("an error" if isinstance(got, type) else repr(got))
         if len(set(outcomes)) > 1:
