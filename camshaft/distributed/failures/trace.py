@@ -185,13 +185,15 @@ class Trace:
         for calls in self.own:
             members |= calls.members
         by_group: dict[str, list[Call]] = {}
+        unlisted = {name: begun for name, (begun, _) in statuses.items() if name in known}
         for entry in _recorded(True).get("entries", ()):
-            key, ranks, count = known.get(entry["process_group"][0], ("", "", 0))
-            if (
-                not key or entry.get("is_p2p") or int(entry["collective_seq_id"]) > count
-            ):  # the last: of an earlier group
+            name, sequence = entry["process_group"][0], int(entry["collective_seq_id"])
+            key, ranks, count = known.get(name, ("", "", 0))
+            if not key or entry.get("is_p2p") or sequence > count:  # the last: of an earlier group
                 continue
-            call = _call(entry, key, *statuses.get(entry["process_group"][0], (0, 0)))
+            if unlisted.get(name) == sequence:
+                del unlisted[name]
+            call = _call(entry, key, *statuses.get(name, (0, 0)))
             members[call.group] = ranks
             earlier = by_group.setdefault(call.group, [])
             if earlier and call.sequence < earlier[-1].sequence:  # they are of another group of this name
@@ -204,7 +206,9 @@ class Trace:
         at_most = {key: count for key, _, count in known.values() if key not in begun}
         last = (call for index, call in enumerate(found) if not call.is_done or index >= len(found) - _MOST)
         self._found = Found(tuple(last), begun, at_most, members, frozenset(call.thread for call in found))
-        self._state, self._next = state, now + _SHARE * (time.monotonic() - began)
+        # torch counts a call shortly before it lists it: such a reading is repeated, though nothing may change any more
+        self._state = None if any(begun > 0 for begun in unlisted.values()) else state
+        self._next = now + _SHARE * (time.monotonic() - began)
         return self._found
 
     def stack_of(self, group: str, sequence: int) -> list[str]:

@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import camshaft.distributed as idist
+from camshaft.distributed.failures import trace as module
 from camshaft.distributed.failures.status import BACKWARD, FSDP, named
 from camshaft.distributed.failures.trace import RECORDS_GLOO, Call, Calls, Trace
 from tests.guards import outlasting
@@ -97,20 +99,37 @@ def test_what_is_not_completed_is_known_at_little_cost_and_with_its_line() -> No
     trace = Trace()
     idist.barrier()
     assert not outlasting(lambda: bool(trace.unfinished()))
+    store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
     if dist.get_rank() == 0:
         thread = threading.Thread(target=dist.all_reduce, args=(torch.ones(4),))
         thread.start()
         assert not outlasting(lambda: not trace.unfinished())
-        (running,) = [call for call in calls_of(trace) if not call.is_done]
+        found: list[Call] = []  # what begins between two looks at the recorder is listed by the next reading
+        assert not outlasting(lambda: not found.extend(one for one in calls_of(trace) if not one.is_done) and not found)
+        (running,) = found
         assert running.value == "torch.float32 [4]"
         assert running.thread == thread.ident
-        assert 0 <= time.monotonic() - running.began < 40
+        assert 0 <= time.monotonic() - running.began
+        store.set("seen", "")
     else:
-        time.sleep(0.5)
+        store.wait(["seen"])
         dist.all_reduce(torch.ones(4))
     if dist.get_rank() == 0:
         thread.join()
     assert not outlasting(lambda: bool(trace.unfinished()))
+
+
+@on_ranks(2)
+def test_a_call_that_torch_has_counted_and_not_listed_yet_is_in_the_next_reading() -> None:
+    trace = Trace()
+    idist.barrier()
+    assert not outlasting(lambda: bool(trace.unfinished()))
+    listed = module._recorded(True)
+    last = {**listed, "entries": listed["entries"][:-1]}
+    with mock.patch.object(module, "_recorded", lambda has_calls: last if has_calls else listed):
+        before = calls_of(trace)
+    newest = max(one["collective_seq_id"] for one in listed["entries"])
+    assert calls_of(trace)[-1].sequence == newest > max((one.sequence for one in before), default=0)
 
 
 @on_ranks(2)
