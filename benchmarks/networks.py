@@ -27,7 +27,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this clone, installed or not
 
 from benchmarks.measuring import Contender, Spread, interleave, report, seconds_of
-from camshaft.distributed.data import prefetch_to_device
+from camshaft.data import prefetch_to_device
 from examples import resnet
 
 TARGET = 0.99

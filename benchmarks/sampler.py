@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSamp
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this clone, installed or not
 
 from benchmarks.measuring import Contender, Spread, interleave, report, seconds_of
+from camshaft.data import ExactBatchSampler, Shuffled
 from camshaft.distributed import auto_dataloader
-from camshaft.distributed.data import ExactBatchSampler, Shuffled
 
 MILLISECOND = 1e-3
 LENGTHS = (10**4, 10**6, 10**8, 10**12)

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this clone, i
 
 import camshaft.distributed as idist
 from benchmarks.measuring import Spread, report, table, verdict
-from camshaft.distributed import run
+from camshaft.distributed import job
 from camshaft.distributed.backends.serial import SerialBackend
 from camshaft.distributed.failures import board as module
 from camshaft.distributed.failures import watcher as watcher_module
@@ -179,7 +179,7 @@ def on_rank(rank: int, size: int, folder: str, options: argparse.Namespace) -> N
     tensor = torch.ones(4)
     for _ in range(64):
         idist.all_reduce(tensor)
-    watcher = run.current().job.resource(Watcher)
+    watcher = job.current().job.resource(Watcher)
     samples = []
     trainer = Engine(train_a_little)
     for _ in range(options.rounds + 1):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import camshaft.distributed as idist
-from camshaft.distributed.data import prefetch_to_device
+from camshaft.data import prefetch_to_device
 from camshaft.engine import Engine, Events, create_supervised_evaluator, create_supervised_trainer
 from camshaft.handlers import (
     CosineAnnealingScheduler,

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from camshaft.distributed import set_local_rank
 from camshaft.distributed.failures import Watcher
-from camshaft.distributed.run import current
+from camshaft.distributed.job import current
 from tests.limits import HANG, SOON
 
 GRACE = SOON  # seconds for the other ranks after one has failed

@@ -23,7 +23,7 @@ LEAVES = (
     "camshaft.files",
     "camshaft.metrics",
     "camshaft.seeding",
-    "camshaft.sharding",
+    "camshaft.dtensors",
     "camshaft.text",
     "camshaft.tree",
     "camshaft.types",
@@ -44,37 +44,38 @@ def inside(*names: str) -> tuple[str, ...]:
     return tuple(f"camshaft.distributed.{name}" for name in names)
 
 
-CONTRACT = (*inside("backend", "topology"), *LEAVES)
-ENVIRONMENTS, LAUNCH = inside("environments"), inside("launch")
-VALUES, FAILURES, WAITING = inside("values"), inside("failures", "failures.*"), inside("failures.waiting")
+CONTRACT = (*inside("backends.contract", "topology"), *LEAVES)
+ENVIRONMENTS, LAUNCH = inside("environments"), inside("launch", "launch.*")
+VALUES, FAILURES, WAITING = inside("collectives.values"), inside("failures", "failures.*"), inside("failures.waiting")
+COLLECTIVES, AGREEMENT, MODELS = (inside(name, f"{name}.*") for name in ("collectives", "agreement", "models"))
+JOB = inside("job", "ranks")
+PUBLIC = ("camshaft.distributed", *inside("auto", "comp_models", "data", "launcher", "utils", "__main__"))
+DATA = ("camshaft.data", "camshaft.data.*")
 
 # allowed imports inside `distributed`, from the bottom up
 IN_DISTRIBUTED: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     (inside("topology"), (), ()),
-    (inside("backend"), CONTRACT, ()),
-    (inside("registry"), (*inside("backend", "topology"), "camshaft.text"), ()),
+    (inside("backends.contract"), CONTRACT, ()),
+    (inside("backends.registry"), CONTRACT, ()),
     (ENVIRONMENTS, (*inside("topology"), *LEAVES), ()),
-    (LAUNCH, (*DISTRIBUTED, *LEAVES), inside("backends.*")),
     (VALUES, CONTRACT, ()),
     (WAITING, (*inside("failures.trace"), *CONTRACT), ()),
     (inside("connections", "cores"), (), ()),
     (inside("failures.record", "failures.trace"), LEAVES, ()),
     (inside("failures.debug"), (*FAILURES, *VALUES, *CONTRACT), ()),
     (FAILURES, (*FAILURES, *inside("connections"), *CONTRACT), inside("failures.debug")),
-    (inside("run"), (*inside("cores", "registry", "environments", "backends.serial"), *FAILURES, *CONTRACT), ()),
-    (inside("groups"), (*FAILURES, *CONTRACT), ()),
-    (inside("ranks"), (*inside("groups", "run"), *WAITING, *CONTRACT), ()),
-    (inside("collectives", "point_to_point"), (*inside("groups", "run"), *VALUES, *WAITING, *CONTRACT), ()),
     (
-        inside("coordination", "coordination.*"),
-        (*inside("coordination.*", "collectives", "run"), *FAILURES, *CONTRACT),
+        inside("job"),
+        (*inside("cores", "environments", "backends.registry", "backends.serial"), *FAILURES, *CONTRACT),
         (),
     ),
-    (
-        inside("data", "data.*", "auto", "mesh", "__main__"),
-        (*DISTRIBUTED, *LEAVES),
-        (*inside("backends.*"), *LAUNCH),
-    ),
+    (inside("collectives.call"), (*FAILURES, *CONTRACT), ()),
+    (inside("ranks"), (*inside("collectives.call", "job"), *WAITING, *CONTRACT), ()),
+    (COLLECTIVES, (*COLLECTIVES, *inside("job"), *VALUES, *WAITING, *CONTRACT), ()),
+    (AGREEMENT, (*AGREEMENT, *COLLECTIVES, *JOB, *FAILURES, *CONTRACT), ()),
+    (MODELS, (*MODELS, *COLLECTIVES, *JOB, *FAILURES, *ENVIRONMENTS, *DATA, *CONTRACT), ()),
+    (LAUNCH, (*LAUNCH, *JOB, *FAILURES, *ENVIRONMENTS, *inside("cores", "backends.registry"), *CONTRACT), ()),
+    (PUBLIC, (*DISTRIBUTED, *DATA, *LEAVES), ()),
 )
 
 # modules, what they may import of camshaft, and exceptions from that; the first match applies
@@ -86,9 +87,9 @@ RULES: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     (ABOVE_THE_CORE, (*ENGINE, *DISTRIBUTED, *LEAVES), ()),
     (ENGINE, (*ENGINE, *LEAVES), ABOVE_THE_CORE),
     *IN_DISTRIBUTED,
-    (("camshaft.distributed", *inside("launcher", "utils")), (*DISTRIBUTED, *LEAVES), ()),
-    (DISTRIBUTED, (*DISTRIBUTED, *LEAVES), (*ENVIRONMENTS, *LAUNCH)),
-    (HANDLERS, (*HANDLERS, *ENGINE, *DISTRIBUTED, *LEAVES), ()),
+    (DATA, (*DATA, *AGREEMENT, *JOB, *inside("models.mesh"), *CONTRACT), ()),
+    (DISTRIBUTED, (*DISTRIBUTED, *LEAVES), (*ENVIRONMENTS, *LAUNCH, *MODELS, *AGREEMENT)),
+    (HANDLERS, (*HANDLERS, *ENGINE, *DATA, *DISTRIBUTED, *LEAVES), ()),
     (("camshaft.checkpoint",), (*HANDLERS, *LEAVES), ()),
     (CONTRIB, (*CONTRIB, *HANDLERS, *ENGINE, *DISTRIBUTED, *LEAVES), ()),
 )
@@ -241,11 +242,11 @@ FUTURE = "from __future__ import annotations\n"
         ("engine/loop.py", "if TYPE_CHECKING:\n    import camshaft.handlers", "imports a higher layer"),
         ("distributed/ranks.py", "from camshaft.engine.state import State", "imports a higher layer"),
         ("distributed/ranks.py", "from camshaft.distributed.environments import detect", "imports a higher layer"),
-        ("distributed/environments.py", "import camshaft.distributed.registry", "imports a higher layer"),
-        ("distributed/launch.py", "import camshaft.distributed.backends.xla", "imports a higher layer"),
-        ("distributed/registry.py", "from camshaft.distributed.run import current", "imports a higher layer"),
-        ("distributed/backend.py", "from camshaft.distributed.run import current", "imports a higher layer"),
-        ("distributed/auto.py", "from camshaft.distributed.backends.serial import S", "imports a higher layer"),
+        ("distributed/environments.py", "import camshaft.distributed.backends.registry", "imports a higher layer"),
+        ("distributed/launch/spawn.py", "import camshaft.distributed.backends.xla", "imports a higher layer"),
+        ("distributed/backends/registry.py", "from camshaft.distributed.job import current", "imports a higher layer"),
+        ("distributed/backends/contract.py", "from camshaft.distributed.job import current", "imports a higher layer"),
+        ("distributed/models/auto.py", "from camshaft.distributed.backends.serial import S", "imports a higher layer"),
         ("engine/loop.py", "from . import state", "imports must be absolute"),
         ("engine/loop.py", "def f():\n    from camshaft.engine.state import State", "in a function"),
         ("engine/loop.py", "class A:\n    def f(self):\n        import json", "in a function"),

@@ -343,7 +343,7 @@ for module, names in lacking.items():
     for name in names.split():
         vars(module).pop(name, None)
 import camshaft, camshaft.engine, camshaft.distributed, camshaft.handlers, camshaft.contrib.engines.common
-import camshaft.distributed.backends.native, camshaft.distributed.__main__
+import camshaft.distributed.backends, camshaft.distributed.__main__
 """
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from camshaft.distributed.backend import Backend
+from camshaft.distributed.backends.contract import Backend
 from camshaft.distributed.topology import Topology
 
 REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

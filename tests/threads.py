@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from camshaft.distributed.run import use_backend
+from camshaft.distributed.job import use_backend
 from camshaft.distributed.topology import Topology
 from tests.limits import HANG
 from tests.thread_backend import Mailbox, ReleasedError, ThreadBackend

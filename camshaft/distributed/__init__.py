@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from camshaft.distributed.auto import DistributedProxySampler, auto_dataloader, auto_model, auto_optim
-from camshaft.distributed.collectives import (
+from camshaft.distributed.backends.registry import available_backends
+from camshaft.distributed.collectives.api import (
     all_gather,
     all_gather_tensors_with_shapes,
     all_reduce,
@@ -16,16 +16,18 @@ from camshaft.distributed.collectives import (
     reduce_scatter,
     scatter,
 )
+from camshaft.distributed.collectives.messages import irecv, isend, recv, send
 from camshaft.distributed.comp_models import (
     has_hvd_support,
     has_native_dist_support,
     has_xla_support,
     registered_computation_models,
 )
-from camshaft.distributed.launch import spawn
-from camshaft.distributed.launcher import Parallel
-from camshaft.distributed.mesh import get_data_parallel_rank, get_data_parallel_size, get_mesh, make_mesh
-from camshaft.distributed.point_to_point import irecv, isend, recv, send
+from camshaft.distributed.job import finalize, initialize, set_local_rank, sync, use_backend
+from camshaft.distributed.launch.parallel import Parallel
+from camshaft.distributed.launch.spawn import spawn
+from camshaft.distributed.models.auto import DistributedProxySampler, auto_dataloader, auto_model, auto_optim
+from camshaft.distributed.models.mesh import get_data_parallel_rank, get_data_parallel_size, get_mesh, make_mesh
 from camshaft.distributed.ranks import (
     backend,
     device,
@@ -41,8 +43,6 @@ from camshaft.distributed.ranks import (
     one_rank_only,
     show_config,
 )
-from camshaft.distributed.registry import available_backends
-from camshaft.distributed.run import finalize, initialize, set_local_rank, sync, use_backend
 
 __all__ = [
     "DistributedProxySampler",
@@ -95,4 +95,6 @@ __all__ = [
     "use_backend",
 ]
 
+from camshaft.distributed import auto as auto
+from camshaft.distributed import launcher as launcher
 from camshaft.distributed import utils as utils  # last, as it holds all of the above

@@ -26,13 +26,13 @@ import torch
 import torch.distributed as dist
 
 from camshaft.distributed import failures
-from camshaft.distributed.backend import accelerator
-from camshaft.distributed.collectives import all_reduce, gather
+from camshaft.distributed.backends.contract import accelerator
+from camshaft.distributed.backends.registry import NEEDS, choose, known_backends, lack_of
+from camshaft.distributed.collectives.api import all_reduce, gather
 from camshaft.distributed.environments import detect
 from camshaft.distributed.failures import Snapshot
 from camshaft.distributed.failures.status import user_line
-from camshaft.distributed.registry import NEEDS, choose, known_backends, lack_of
-from camshaft.distributed.run import current, finalize, initialize
+from camshaft.distributed.job import current, finalize, initialize
 from camshaft.distributed.topology import Topology
 from camshaft.text import BOLD, GREEN, RED, Look, counted, table
 from camshaft.version import __version__

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from camshaft.distributed.registry import has_hvd_support, has_native_dist_support, has_xla_support
+from camshaft.distributed.backends.registry import has_hvd_support, has_native_dist_support, has_xla_support
 
 __all__ = ["has_hvd_support", "has_native_dist_support", "has_xla_support", "registered_computation_models"]
 
 _CLASSES = {
     ("serial", "SerialBackend"): True,
-    ("native.backend", "NativeBackend"): has_native_dist_support,
+    ("torch", "NativeBackend"): has_native_dist_support,
     ("xla", "XlaBackend"): has_xla_support,
     ("horovod", "HorovodBackend"): has_hvd_support,
 }

@@ -12,10 +12,10 @@ from typing import ParamSpec, SupportsIndex, TypeVar
 
 import torch
 
-from camshaft.distributed.backend import Backend
+from camshaft.distributed.backends.contract import Backend
+from camshaft.distributed.collectives.call import Call
 from camshaft.distributed.failures.waiting import alone, check_all_present, only
-from camshaft.distributed.groups import Call
-from camshaft.distributed.run import current
+from camshaft.distributed.job import current
 from camshaft.errors import check_type, line_of_caller
 
 P = ParamSpec("P")

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from camshaft.base import Serializable
 from camshaft.distributed import all_gather, get_world_size
-from camshaft.distributed.mesh import output_place
-from camshaft.distributed.values import decode, encode
+from camshaft.distributed.collectives.values import decode, encode
+from camshaft.distributed.models.mesh import output_place
+from camshaft.dtensors import full_value
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, Order, RemovableEventHandle
 from camshaft.engine.state import check_has_output, fetch, peek
 from camshaft.errors import annotate, check_is_no_class, check_takes, check_type, described, ignite_class
-from camshaft.sharding import full_value
 
 
 def attach_metrics(

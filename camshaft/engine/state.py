@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from camshaft.dtensors import full_value
 from camshaft.errors import annotate, ignite_class
-from camshaft.sharding import full_value
 
 if TYPE_CHECKING:
     from camshaft.engine.events import CallableEventWithFilter

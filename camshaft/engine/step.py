@@ -15,10 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from camshaft.engine.events import Events, Order
-from camshaft.engine.state import LazyNumber
-from camshaft.errors import annotate, check_type, described
-from camshaft.sharding import (
+from camshaft.dtensors import (
     any_dtensor,
     discard_gradients,
     full_value,
@@ -30,6 +27,9 @@ from camshaft.sharding import (
     reduce_gradients,
     without_reduction,
 )
+from camshaft.engine.events import Events, Order
+from camshaft.engine.state import LazyNumber
+from camshaft.errors import annotate, check_type, described
 from camshaft.text import counted
 from camshaft.tree import convert_tensor
 from camshaft.types import DeviceLike

@@ -17,7 +17,8 @@ from torch.nn.parameter import is_lazy
 
 from camshaft.distributed import get_world_size, model_name
 from camshaft.distributed.failures.waiting import alone
-from camshaft.distributed.replicas import register
+from camshaft.distributed.models.replicas import register
+from camshaft.dtensors import is_dtensor, is_wrapped, reshard
 from camshaft.engine.deterministic import DeterministicEngine
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, Order
@@ -38,7 +39,6 @@ from camshaft.engine.step import (
 )
 from camshaft.engine.step import prepare_batch as _prepare_batch
 from camshaft.errors import check_is_no_class, check_takes, check_type, described, level_of_caller
-from camshaft.sharding import is_dtensor, is_wrapped, reshard
 from camshaft.types import DeviceLike
 
 P = ParamSpec("P")

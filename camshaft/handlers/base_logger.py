@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from camshaft.distributed import get_rank
+from camshaft.dtensors import full_value, is_dtensor, needs_all_ranks, reshard
 from camshaft.engine.engine import Engine, outermost_engine
 from camshaft.engine.events import EventLike, Events, Order, RemovableEventHandle, events_in
 from camshaft.engine.state import LazyNumber, check_has_output, fetch
@@ -35,7 +36,6 @@ from camshaft.handlers.utils import (
     check_type,
     joined,
 )
-from camshaft.sharding import full_value, is_dtensor, needs_all_ranks, reshard
 
 __all__ = [
     "BaseHandler",

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
-from camshaft.distributed.data.samplers import ExactBatchSampler
+from camshaft.data.samplers import ExactBatchSampler
 from camshaft.engine.data import length_of
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import EventLike, Events, RemovableEventHandle

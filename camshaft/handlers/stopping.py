@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from camshaft.distributed.coordination.stop import CommonStop, common_stop
+from camshaft.distributed.agreement.stop import CommonStop, common_stop
 from camshaft.distributed.ranks import get_world_size
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, FailureEvents, Order, RemovableEventHandle

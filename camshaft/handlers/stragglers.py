@@ -12,7 +12,7 @@ from typing import Any
 from camshaft import activity
 from camshaft.activity import OwnClock
 from camshaft.distributed.failures import Watcher
-from camshaft.distributed.run import current
+from camshaft.distributed.job import current
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, Order
 from camshaft.handlers.utils import check_engine, integer, number

@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
+from camshaft.dtensors import full_value
 from camshaft.engine.engine import Engine
 from camshaft.engine.events import Events, RemovableEventHandle, translated
 from camshaft.engine.progress import Origin, derived_max_epochs
 from camshaft.engine.state import State
 from camshaft.errors import check_takes, described
 from camshaft.errors import check_type as check_type
-from camshaft.sharding import full_value
 
 __all__ = ["global_step_from_engine"]
 

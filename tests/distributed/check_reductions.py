@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import camshaft.distributed as idist
-from camshaft.distributed.run import current
+from camshaft.distributed.job import current
 from tests.distributed.checking import check, equal, here, place, same
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

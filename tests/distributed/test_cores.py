@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from camshaft.distributed import cores, run
+from camshaft.distributed import cores, job
 from tests.distributed.failures.stand_in import StoreOnly
 
 
@@ -50,10 +50,10 @@ def node(monkeypatch):
 def test_ranks_share_the_cores_of_their_node(
     node, monkeypatch, of_node, of_process, present, ranks, variables, expected
 ):
-    monkeypatch.setattr(run.failures, "Record", lambda *place: (_ for _ in ()).throw(OSError("not under test")))
+    monkeypatch.setattr(job.failures, "Record", lambda *place: (_ for _ in ()).throw(OSError("not under test")))
     threads = node(of_node, of_process, present, **variables)
-    run.install(lambda: StoreOnly(dist.HashStore(), ranks - 1, ranks))
-    run.abandon()
+    job.install(lambda: StoreOnly(dist.HashStore(), ranks - 1, ranks))
+    job.abandon()
     assert threads[-1] == expected
 
 

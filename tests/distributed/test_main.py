@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from camshaft.distributed import __main__ as program
-from camshaft.distributed import registry
 from camshaft.distributed.__main__ import backends, devices, inspect, jobs_text, main
+from camshaft.distributed.backends import registry
 from camshaft.distributed.failures.record import Snapshot, find, read
 from camshaft.text import Look
 from tests.limits import HANG

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
+from camshaft.data import ExactBatchSampler
 from camshaft.distributed import auto_dataloader, get_rank
-from camshaft.distributed.data import ExactBatchSampler
 from camshaft.engine import DeterministicEngine, Engine, Events
 from camshaft.engine.deterministic import ReproducibleBatchSampler, keep_random_state, update_dataloader
 from camshaft.utils import manual_seed

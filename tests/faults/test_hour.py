@@ -16,7 +16,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import camshaft.distributed as idist
-from camshaft.distributed import run
+from camshaft.distributed import job
 from camshaft.distributed.failures import board, reports, status, verdicts, watcher
 from camshaft.engine import Engine, Events
 from camshaft.handlers import Checkpoint, EarlyStopping, TerminateOnNan, TimeLimit
@@ -68,7 +68,7 @@ def train_for_an_hour(folder: Path) -> tuple[int, int, list[tuple[int, str]]]:
     logger = logging.getLogger("camshaft.distributed")
     logger.setLevel(logging.INFO)
     logger.addHandler(log)
-    run.current().job.find(watcher.Watcher)._hangs.after /= SPEED
+    job.current().job.find(watcher.Watcher)._hangs.after /= SPEED
 
     network = torch.nn.Linear(4, 1)
     model = DistributedDataParallel(network)

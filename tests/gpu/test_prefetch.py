@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import camshaft.distributed as idist
-from camshaft.distributed.data import prefetch_to_device
+from camshaft.data import prefetch_to_device
 from tests.gpu.devices import DEVICE, ON_GPU, no_synchronization
 
 SIZE = 1 << (20 if ON_GPU else 10)

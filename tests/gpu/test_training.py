@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from camshaft.distributed.data import prefetch_to_device
+from camshaft.data import prefetch_to_device
 from camshaft.engine import DeterministicEngine, Events, create_supervised_trainer
 from camshaft.utils import manual_seed
 from tests.gpu.devices import DEVICE, ON_GPU, no_synchronization

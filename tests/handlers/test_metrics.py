@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from camshaft import distributed as idist
-from camshaft.distributed.run import current
+from camshaft.distributed.job import current
 from camshaft.engine import Engine, Events, create_supervised_evaluator
 from camshaft.engine import metrics as metrics_module
 from camshaft.engine.state import LazyNumber

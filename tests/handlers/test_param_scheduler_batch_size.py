@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from camshaft.data.orders import Sequential
+from camshaft.data.samplers import ExactBatchSampler
 from camshaft.distributed import auto_dataloader
-from camshaft.distributed.data.orders import Sequential
-from camshaft.distributed.data.samplers import ExactBatchSampler
 from camshaft.engine import Engine, Events
 from camshaft.handlers import BatchSizeScheduler
 from tests.handlers.schedules import reread

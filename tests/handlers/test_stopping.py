@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from camshaft import distributed as idist
-from camshaft.distributed.coordination.stop import StopInStore
+from camshaft.distributed.agreement.stop import StopInStore
 from camshaft.engine import Engine, Events, create_supervised_trainer
 from camshaft.handlers import EarlyStopping, TerminateOnNan, TimeLimit, stop_together
 from camshaft.handlers.stopping import StopTogether
@@ -141,7 +141,7 @@ def test_a_run_that_fails_on_one_rank_leaves_no_thread():
 
 @on_ranks(2)
 def test_missing_ranks_time_out(monkeypatch):
-    monkeypatch.setattr("camshaft.distributed.coordination.stop._PATIENCE", 0.2)
+    monkeypatch.setattr("camshaft.distributed.agreement.stop._PATIENCE", 0.2)
     engine = Engine(lambda engine, batch: None)
     if idist.get_rank() == 0:
         engine.add_event_handler(Events.ITERATION_COMPLETED, TimeLimit(1e-6))
@@ -151,7 +151,7 @@ def test_missing_ranks_time_out(monkeypatch):
 
 @on_ranks(2)
 def test_a_handler_on_one_rank_does_not_affect_others(monkeypatch):
-    monkeypatch.setattr("camshaft.distributed.coordination.stop._PATIENCE", 0.2)
+    monkeypatch.setattr("camshaft.distributed.agreement.stop._PATIENCE", 0.2)
     first = Engine(lambda engine, batch: None)
     if idist.get_rank() == 1:
         first.add_event_handler(Events.ITERATION_COMPLETED, TimeLimit(1e-6))

@@ -143,7 +143,7 @@ def test_nothing_is_left_after_a_run():
         for _ in range(2):
             trainer.run(range(30))
             assert activity.own_clock is None
-            assert not idist.run.current().job.find(watcher.Watcher)._sharing.exchanges
+            assert not idist.job.current().job.find(watcher.Watcher)._sharing.exchanges
         assert isinstance(clocks[0], OwnClock)
         idist.barrier()
 

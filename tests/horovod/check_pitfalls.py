@@ -12,7 +12,7 @@ from torch import nn
 
 import camshaft.distributed as idist
 from camshaft.distributed.backends.horovod import create
-from camshaft.distributed.run import current
+from camshaft.distributed.job import current
 from tests.distributed.checking import equal, place, same
 from tests.horovod.checking import check
 

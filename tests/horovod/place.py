@@ -12,7 +12,7 @@ from contextlib import nullcontext
 import pytest
 
 import camshaft.distributed as idist
-from camshaft.distributed.run import current
+from camshaft.distributed.job import current
 
 
 def write_place(how: str) -> None:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import camshaft.distributed as idist
 from camshaft.distributed import failures
 from camshaft.distributed.failures import verdicts
-from camshaft.distributed.run import current
+from camshaft.distributed.job import current
 
 idist.initialize("mpi")
 rank, size = dist.get_rank(), dist.get_world_size()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import camshaft.distributed as idist
-from camshaft.distributed.run import current
+from camshaft.distributed.job import current
 
 idist.initialize("mpi")
 model, group = DistributedDataParallel(torch.nn.Linear(2, 1)), idist.new_group([0, 1])

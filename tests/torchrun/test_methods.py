@@ -16,8 +16,8 @@ import pytest
 import torch.distributed as dist
 
 import camshaft.distributed as idist
-from camshaft.distributed.backends.native import rendezvous
-from camshaft.distributed.backends.native.rendezvous import open_store
+from camshaft.distributed.backends import rendezvous
+from camshaft.distributed.backends.rendezvous import open_store
 from camshaft.distributed.environments import detect
 from tests.limits import TIMEOUT
 from tests.ranks import context, run_on_ranks

@@ -13,7 +13,7 @@ from torch_xla.distributed.parallel_loader import MpDeviceLoader
 
 import camshaft.distributed as idist
 from camshaft.distributed.backends.xla import adopt
-from camshaft.distributed.run import current
+from camshaft.distributed.job import current
 from camshaft.engine import create_supervised_trainer
 from tests.distributed.check_training import DATA, numbers_of, small_model
 from tests.distributed.checking import check, equal, here, place, same

@@ -28,7 +28,7 @@ from torch_xla._internal import pjrt
 
 import camshaft.distributed as idist
 from camshaft.distributed.backends.xla import XlaBackend, topology_of
-from camshaft.distributed.run import use_backend
+from camshaft.distributed.job import use_backend
 from tests.distributed.conformance import CHECKS, lack_of
 from tests.distributed.run_conformance import say
 from tests.limits import HANG

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import camshaft.distributed as idist
 from camshaft.distributed.backends.xla import XlaBackend
-from camshaft.distributed.run import use_backend
+from camshaft.distributed.job import use_backend
 from camshaft.distributed.topology import Topology
 from camshaft.engine import create_supervised_trainer
 

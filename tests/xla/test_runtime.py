@@ -14,8 +14,8 @@ import torch_xla
 import torch_xla.distributed.xla_multiprocessing as multiprocessing
 
 import camshaft.distributed as idist
-from camshaft.distributed import launch
-from camshaft.distributed.run import current
+from camshaft.distributed.job import current
+from camshaft.distributed.launch import spawn as launch
 from camshaft.utils import manual_seed
 from tests.xla.processes import call_alone, run
 

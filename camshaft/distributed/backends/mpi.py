@@ -32,7 +32,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
-from camshaft.distributed.backends.native.backend import NativeBackend
+from camshaft.distributed.backends.torch import NativeBackend
 from camshaft.distributed.failures.trace import Calls
 from camshaft.distributed.topology import Launch, Topology
 from camshaft.text import counted

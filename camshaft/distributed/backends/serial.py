@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from camshaft.distributed.backend import Backend, Group, accelerator
+from camshaft.distributed.backends.contract import Backend, Group, accelerator
 from camshaft.distributed.topology import Topology
 
 logger = logging.getLogger("camshaft.distributed.auto.auto_model")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from camshaft.distributed.backend import Backend, Group, check_known
+from camshaft.distributed.backends.contract import Backend, Group, check_known
 from camshaft.distributed.failures.trace import Calls
 from camshaft.distributed.topology import Launch, Topology
 

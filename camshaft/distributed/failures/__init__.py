@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterable
 
-from camshaft.distributed.backend import Backend
+from camshaft.distributed.backends.contract import Backend
 from camshaft.distributed.failures import verdicts
 from camshaft.distributed.failures.record import Record, Snapshot, find, read
 from camshaft.distributed.failures.watcher import OUR_OWN, Watcher

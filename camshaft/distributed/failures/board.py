@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from camshaft.distributed.backend import Backend
+from camshaft.distributed.backends.contract import Backend
 from camshaft.distributed.connections import connections, fail_if_silent, is_local, server_of
 from camshaft.distributed.failures.waiting import store_at
 

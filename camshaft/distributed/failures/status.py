@@ -26,11 +26,11 @@ _MOST_FRAMES, _MOST_WAITS = 30, 8
 # which wait in Python, where others wait in torch
 _PATIENT = re.compile(r"camshaft/distributed/(backends/mpi|failures/waiting)\.py")
 _FOREIGN = re.compile(
-    r"/site-packages/|/dist-packages/|/lib(64)?/python3|^<frozen|/camshaft/(?:engine|handlers|distributed)/"
+    r"/site-packages/|/dist-packages/|/lib(64)?/python3|^<frozen|/camshaft/(?:data|distributed|engine|handlers)/"
     r"|/torch/(?:distributed|autograd|nn|utils)/|/torch/_ops\.py"
 )
 _WAITING = re.compile(r"/torch/(distributed/|nn/parallel/distributed\.py)|/torch/autograd/.* in _engine_run_backward$")
-_PUBLIC = re.compile(r"/camshaft/distributed/(?:collectives|ranks|auto|mesh|sharding)\.py:\d+ in ([a-z]\w*)$")
+_PUBLIC = re.compile(r"/camshaft/distributed/(?:collectives/api|ranks|models/\w+)\.py:\d+ in ([a-z]\w*)$")
 _OF_TORCH = re.compile(r"/torch/distributed/distributed_c10d\.py:\d+ in ([a-z]\w*)$")
 
 # paths, or "path:function", with what runs there and whether that explains a long wait; the first match counts

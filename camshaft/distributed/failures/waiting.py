@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistNetworkError
 
-from camshaft.distributed.backend import Backend
+from camshaft.distributed.backends.contract import Backend
 from camshaft.distributed.failures.trace import num_begun
 from camshaft.errors import RankDivergenceError
 from camshaft.text import counted, shortened_ranks, spans

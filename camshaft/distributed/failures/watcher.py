@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import Store
 
 from camshaft import activity
 from camshaft.activity import summary
-from camshaft.distributed.backend import Backend, Resource
+from camshaft.distributed.backends.contract import Backend, Resource
 from camshaft.distributed.failures import reports, verdicts
 from camshaft.distributed.failures.board import Board
 from camshaft.distributed.failures.record import Node, Record, Snapshot, remove

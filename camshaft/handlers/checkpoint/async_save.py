@@ -16,7 +16,7 @@ from torch import Tensor, UntypedStorage
 
 from camshaft.distributed import backend, get_rank, get_world_size, new_group
 from camshaft.distributed.failures.waiting import check_all_present
-from camshaft.distributed.run import current
+from camshaft.distributed.job import current
 from camshaft.engine.engine import outermost_engine
 from camshaft.engine.events import Events, FailureEvents
 from camshaft.handlers.checkpoint.state import walk

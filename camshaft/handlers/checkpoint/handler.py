@@ -16,7 +16,7 @@ from typing import Any
 
 from camshaft.base import Serializable
 from camshaft.distributed import all_gather, get_rank
-from camshaft.distributed.replicas import compare_saved
+from camshaft.distributed.models.replicas import compare_saved
 from camshaft.engine.engine import Engine, outermost_engine
 from camshaft.engine.events import Events, HandlerEvents, Order
 from camshaft.engine.state import LazyNumber

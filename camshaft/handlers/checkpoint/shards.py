@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from camshaft.dtensors import is_dtensor, local
 from camshaft.errors import DamagedCheckpointError
-from camshaft.sharding import is_dtensor, local
 
 Offset = tuple[int, ...]
 Chunk = tuple[Offset, Tensor]

@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 import camshaft.distributed as idist
 from camshaft.distributed.backends.dtypes import FLOAT8
-from camshaft.distributed.backends.native.backend import NativeBackend
-from camshaft.distributed.run import current
-from camshaft.distributed.values import bytes_of, check_reduction
+from camshaft.distributed.backends.torch import NativeBackend
+from camshaft.distributed.collectives.values import bytes_of, check_reduction
+from camshaft.distributed.job import current
 from tests.ranks import on_ranks
 
 UNKNOWN = (torch.int16, torch.uint16, torch.uint32, torch.uint64)  # to gloo

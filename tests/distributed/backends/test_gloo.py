@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 import camshaft.distributed as idist
-from camshaft.distributed import run
-from camshaft.distributed.backends.native import gloo
-from camshaft.distributed.backends.native.gloo import Send, SendWaiter, find_interface, using
-from tests.distributed.test_point_to_point import Work
+from camshaft.distributed import job
+from camshaft.distributed.backends import gloo
+from camshaft.distributed.backends.gloo import Send, SendWaiter, find_interface, using
+from tests.distributed.collectives.test_messages import Work
 from tests.guards import outlasting
 from tests.limits import HANG
 
@@ -60,7 +60,7 @@ class Held:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux lists the threads of a process")
-@pytest.mark.parametrize("end", [idist.finalize, run.abandon])
+@pytest.mark.parametrize("end", [idist.finalize, job.abandon])
 def test_the_worker_threads_of_gloo_end_with_the_run(end):
     before = workers()
     idist.initialize("gloo")
@@ -85,7 +85,7 @@ def test_no_worker_thread_holds_an_operation_after_the_run():
 def test_a_run_can_end_during_an_operation_that_never_completes():
     idist.initialize("gloo")
     held = Held(dist.group.WORLD)
-    run.abandon()
+    job.abandon()
     assert not held.is_over
     assert not dist.is_initialized()
     held.let_go.set()

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import camshaft.distributed as idist
-from camshaft.distributed.backends.native import release
+from camshaft.distributed.backends import release
 from camshaft.distributed.connections import connections, connections_to
 from camshaft.distributed.failures import watcher
-from camshaft.distributed.run import current
+from camshaft.distributed.job import current
 from tests.limits import HANG
 from tests.ranks import on_ranks, run_on_ranks
 
@@ -257,7 +257,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torch._dynamo  # as DistributedDataParallel does
 import camshaft.distributed as idist
 from camshaft.distributed.failures import watcher
-from camshaft.distributed.run import current
+from camshaft.distributed.job import current
 
 def barrier():
     dist.barrier()

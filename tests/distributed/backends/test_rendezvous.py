@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from torch.distributed import DistStoreError, HashStore
 
-from camshaft.distributed.backends.native import rendezvous
-from camshaft.distributed.backends.native.rendezvous import meet
+from camshaft.distributed.backends import rendezvous
+from camshaft.distributed.backends.rendezvous import meet
 from tests.limits import HANG
 
 PATIENCE = 20.0  # on the clock of the test

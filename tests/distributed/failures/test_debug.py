@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import camshaft.distributed as idist
 from camshaft.distributed.failures import debug
-from camshaft.distributed.run import current
+from camshaft.distributed.job import current
 from camshaft.errors import RankDivergenceError, RankFailedError
 from tests.limits import TIMEOUT
 from tests.ranks import on_ranks

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import camshaft.distributed as idist
-from camshaft.distributed import run
+from camshaft.distributed import job
 from camshaft.distributed.failures import status, verdicts, watcher
 from camshaft.engine import Engine, Events
 from tests.ranks import await_watchers, run_on_ranks
@@ -25,7 +25,7 @@ PATIENCE = 0.1
 
 def rest() -> None:
     """Wait until the watcher has looked again and again."""
-    own = run.current().job.find(watcher.Watcher)
+    own = job.current().job.find(watcher.Watcher)
     assert own is not None
     looked, look = threading.Semaphore(0), own.look
 
@@ -126,7 +126,7 @@ def the_same_calls_through_torch_and_through_camshaft() -> None:
 def a_rank_that_leaves_while_the_other_one_needs_nobody() -> None:
     """The other rank handles errors of its own that look like lost connections."""
     if idist.get_rank() == 1:
-        run.finalize()
+        job.finalize()
         return
     rest()
     for text in ("label server: connection timed out", "DataLoader timed out after 5 seconds", "Event loop is closed"):
@@ -191,7 +191,7 @@ JOBS = [
 ]
 
 
-def watched(job: Callable[[], None]) -> tuple[list[str], bool]:
+def watched(task: Callable[[], None]) -> tuple[list[str], bool]:
     """Run a job with watchers that look often and are not patient; return what was logged, and whether it went on."""
     for module, name, value in (
         *((watcher, "PERIOD", 0.02), (watcher, "PATIENCE", PATIENCE), (status, "PATIENCE", PATIENCE)),
@@ -203,11 +203,11 @@ def watched(job: Callable[[], None]) -> tuple[list[str], bool]:
     handler.emit = lambda entry: texts.append(entry.getMessage())  # type: ignore[method-assign]
     logging.getLogger("camshaft.distributed").addHandler(handler)
     await_watchers()
-    backend = run.current()
-    job()
+    backend = job.current()
+    task()
     return texts, backend.job.verdict is None
 
 
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
-def test_healthy_jobs_are_left_alone(job: Callable[[], None]) -> None:
-    assert run_on_ranks(2, watched, job) == [([], True)] * 2
+@pytest.mark.parametrize("task", JOBS, ids=lambda task: task.__name__)
+def test_healthy_jobs_are_left_alone(task: Callable[[], None]) -> None:
+    assert run_on_ranks(2, watched, task) == [([], True)] * 2

@@ -182,7 +182,7 @@ TORCH, OURS = "/l/site-packages/torch", "/x/camshaft"
         ),
         (
             [
-                f"{OURS}/distributed/collectives.py:2 in all_reduce",
+                f"{OURS}/distributed/collectives/api.py:2 in all_reduce",
                 f"{OURS}/handlers/ema.py:3 in _update",
                 f"{OURS}/engine/engine.py:4 in run",
             ],

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import camshaft.distributed as idist
-from camshaft.distributed import run
-from camshaft.distributed.backends.native import backend as native
+from camshaft.distributed import job
+from camshaft.distributed.backends import torch as native
 from camshaft.distributed.failures import record, trace, translate, watch
 from camshaft.distributed.failures import watcher as module
 from camshaft.distributed.failures.record import Node, Record
@@ -31,7 +31,7 @@ from tests.ranks import await_watchers, on_ranks
 
 
 def own_watcher() -> Watcher:
-    return run.current().job.resource(Watcher)
+    return job.current().job.resource(Watcher)
 
 
 def logged(name: str = "camshaft.distributed") -> list[str]:
@@ -155,7 +155,7 @@ def test_a_rank_that_leaves_is_named_by_the_one_that_waits_for_it_also_within_ba
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
     await_watchers()
     if idist.get_rank() == 1:
-        run.finalize()
+        job.finalize()
         return
     engine = Engine(lambda engine, batch: model(torch.ones(1, 2)).sum().backward())
     with pytest.raises(RankFailedError, match="rank 1 has left the run without an error"):
@@ -199,7 +199,7 @@ def test_ranks_that_wait_for_each_other_in_two_groups_of_torch_end() -> None:
     with pytest.raises((RankDivergenceError, RuntimeError)) as caught:
         for group in groups[:: 1 - 2 * idist.get_rank()]:
             dist.barrier(group)
-    found = translate(caught.value, run.current())
+    found = translate(caught.value, job.current())
     assert isinstance(found, RankDivergenceError)
     assert re.search(r"wait for each other(.|\n)*rank 0 +0-1 +torch.distributed.barrier .* rank 1", str(found))
 
@@ -247,7 +247,7 @@ def test_what_one_rank_has_sent_in_code_for_it_alone_is_named_with_the_divergenc
             dist.all_reduce(torch.ones(2))
             dist.all_reduce(torch.ones(2))
         idist.barrier()
-    found = translate(caught.value, run.current())
+    found = translate(caught.value, job.current())
     assert isinstance(found, RankDivergenceError)
     assert re.search(r"rank 0 sent 1 collective of ranks 0-1 in \S*evaluate, which is for rank 0 only", str(found))
 
@@ -264,7 +264,7 @@ def test_errors_of_users_are_neither_delayed_nor_replaced_whatever_they_say() ->
     await_watchers()
     watcher = own_watcher()
     if idist.get_rank() == 1:
-        run.finalize()
+        job.finalize()
         return
     assert not outlasting(lambda: not any(one.status.get("left") for one in watcher._local.values()))
     errors: list[BaseException] = []
@@ -282,7 +282,7 @@ def test_errors_of_users_are_neither_delayed_nor_replaced_whatever_they_say() ->
     with mock.patch.object(watcher._has_verdict, "wait", side_effect=AssertionError):
         assert [watcher.translate(error) for error in errors] == errors
     assert len(errors) == 5
-    assert run.current().job.verdict is None
+    assert job.current().job.verdict is None
 
 
 @on_ranks(2)
@@ -291,7 +291,7 @@ def test_a_verdict_does_not_replace_an_error_of_the_user() -> None:
     if idist.get_rank() == 1:
         own_watcher().fail(LookupError("first"))
         return
-    assert not outlasting(lambda: run.current().job.verdict is None)
+    assert not outlasting(lambda: job.current().job.verdict is None)
     other = ValueError("of its own")
     assert own_watcher().fail(other) is other
     assert own_watcher()._failure is None  # only the first one is published

@@ -1,0 +1,333 @@
+"""What ranks agree on about their data: a seed, that all read the same, and how many batches each of them has left.
+
+All of this goes through the store of the job, off the device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from operator import attrgetter, index
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from camshaft.distributed.backends.contract import Backend
+from camshaft.distributed.collectives.api import all_gather, broadcast
+from camshaft.distributed.failures.trace import num_begun
+from camshaft.distributed.failures.waiting import PAUSE, alone, store_at, wait_for
+from camshaft.distributed.job import current
+from camshaft.errors import RankDivergenceError, line_of_caller
+from camshaft.text import counted
+
+_FAREWELL = 10.0  # seconds for which rank 0, whose process usually holds the store, stays until all have read it
+_DONE = ("epoch", "iteration", "done", "position")  # of the progress of an engine
+_PATIENCE = 10.0  # seconds for which a rank that saves waits for the others to come as far
+# In the counter of reports, a rank whose data have ended, and one that has left: above any number of the one before.
+_ENDED, _LEFT = 1 << 32, 1 << 47
+_WHAT = "a synchronized pass over the data"
+
+# --- the same data ---------------------------------------------------------------------------------------------------
+
+
+class SharedSource:
+    """What the ranks that divide the data of a sampler have in common: its seed, and what else the order follows from.
+
+    A sampler without a seed gets rank 0's ``torch.initial_seed()`` at the time it is created. Rank 0 writes it to the
+    store without waiting. Every other rank reads it when it is first needed, which is when a pass starts, unless a
+    saved position holds the seed; only then does it wait for rank 0 to create the sampler. Where there is no store, the
+    seed is broadcast, deferred to the first use inside of ``one_rank_first``.
+
+    When a rank reads the data for the first time, it compares with the rank that did so before, in one request: nobody
+    waits. In debug mode, each pass is compared at its end.
+
+    Ranks identify a sampler by the line of the user's code that creates it, and by how many were created there before.
+    One that is created where only some ranks are, as in ``one_rank_only``, is their own. A copy is another sampler.
+
+    Args:
+        seed: of the user, or ``None``.
+    """
+
+    def __init__(self, seed: int | None) -> None:
+        backend, here = current(), alone.get()
+        self._own, self._value = torch.initial_seed(), seed
+        self._compared: set[str] = set()
+        self._passes, self._collectives = 0, 0
+        self._missed: tuple[int, int] | None = None  # the run and the iteration of a wait in vain
+        self.backend: Callable[[], Backend | None] = lambda: None
+        if here is not None and here.turn is None:
+            self._value = self._own if seed is None else seed
+            return
+        self._line = line_of_caller().rpartition(os.sep)[2]  # folders may differ between nodes
+        self.backend = weakref.ref(backend)  # of the thread that creates the sampler; another thread may read it
+        self._name = backend.job.unique_name(f"data/{self._line}")
+        self._broadcasts = store_at(backend, self._name) is None
+        if seed is None and self._broadcasts:
+            self._value = None if here else _from_rank_0(self._own)
+        elif seed is None and backend.topology.rank == 0:
+            self._value = self._own
+            self._store().set("seed", str(self._own))
+
+    def __reduce__(self) -> tuple[type[SharedSource], tuple[int]]:
+        return SharedSource, (index(self),)
+
+    def __index__(self) -> int:
+        """Return the seed; the first call may ask the store for it, and wait until rank 0 has created the sampler.
+
+        Raises:
+            RankDivergenceError: rank 0 does not create the sampler, or the run has ended.
+        """
+        if self._value is None:
+            self._value = _from_rank_0(self._own) if self._broadcasts else self._read()
+        return self._value
+
+    def _store(self) -> Any:
+        return store_at(self.backend(), self._name)
+
+    def _read(self) -> int:
+        backend, store = self.backend(), self._store()
+        if backend is None or store is None:
+            raise RankDivergenceError(
+                f"the job ended before this rank read the seed of the loader created at {self._line}, which rank 0 "
+                "chose: iterate over the loader during the job, or pass seed= to auto_dataloader"
+            )
+        detail = (
+            f"rank 0 to create the loader that this rank creates at {self._line}, whose seed rank 0 chooses: create it "
+            "on the same line on all ranks, or pass seed= to auto_dataloader"
+        )
+        return wait_for(
+            lambda: int(store.get("seed")) if store.check(["seed"]) else None,
+            *(store, "the seed of a loader"),
+            ranks=[0],
+            rank=backend.topology.rank,
+            detail=lambda: detail,
+        )
+
+    def begin(self, source: Mapping[str, Any], is_announced: bool) -> None:
+        """Compare with the other ranks what the first pass follows from.
+
+        Args:
+            source: by name.
+            is_announced: all ranks were told where the pass begins. They may be told after a rank has read a batch, so
+                the first such pass is compared too.
+
+        Raises:
+            ValueError: there is a difference.
+        """
+        self._collectives = _num_collectives()
+        if is_announced and "announced" not in self._compared:
+            self._compare("announced", source)
+        elif not self._compared:
+            self._compare("first", source)
+
+    def end(self, source: Mapping[str, Any]) -> None:
+        """Compare a pass that was read to its end, in debug mode."""
+        self._passes += 1
+        if (backend := self.backend()) is not None and backend.job.compares_collectives:
+            self._compare(f"pass/{self._passes}", source)
+
+    def _compare(self, key: str, source: Mapping[str, Any]) -> None:
+        self._compared.add(key)
+        backend = self.backend()
+        if backend is None or alone.get() is not None or (store := self._store()) is None:
+            return
+        rank = backend.topology.rank
+        text = json.dumps([rank, source], default=index)
+        try:
+            found = store.compare_set(key, "", text)
+        except RuntimeError:  # the process that holds the store has ended
+            return
+        (first, theirs), (_, mine) = json.loads(found), json.loads(text)
+        differences = [
+            f"{name} is {theirs[name]!r} on rank {first}, but {mine[name]!r} on rank {rank}"
+            for name in mine
+            if mine[name] != theirs[name]
+        ]
+        if differences:
+            raise ValueError(
+                "the ranks do not read the same data, so samples would be repeated or skipped: "
+                f"{'; '.join(differences)} (a loader that only some ranks create belongs into one_rank_only)"
+            )
+
+    def completed_by_all(self, run: int, mine: Any, start: Any) -> Any:
+        """Return the progress of the rank that has completed least, from which a run resumes without a gap.
+
+        Steps with collectives keep the ranks together, and nothing is exchanged. If the ranks have not communicated
+        since the pass began, each writes its progress to the store and waits for the others to come as far, but not for
+        long: to resume from less repeats samples, which is better than to lose them. After a wait in vain, it
+        waits again only once all of them have come as far, so that ranks that do not save cost a single wait.
+
+        Args:
+            run: number of the run of the engine.
+            mine: the progress of this rank.
+            start: that of the start of the run, for ranks that have not saved in it.
+        """
+        backend, here, pause, missed = self.backend(), alone.get(), PAUSE / 50, self._missed
+        if backend is None or here is not None or self._collectives != _num_collectives():
+            return mine
+        if (store := self._store()) is None:
+            return mine
+        rank, keys = backend.topology.rank, [f"done/{rank}" for rank in range(backend.topology.world_size)]
+        began = time.monotonic()
+        store.set(keys[rank], json.dumps([run, {name: getattr(mine, name) for name in _DONE}]))
+        while True:
+            rows = [json.loads(text) for text in store.multi_get(keys)] if store.check(keys) else []
+            done = [mine._replace(**one) for number, one in rows if number == run]
+            least = min(done, key=attrgetter("iteration")) if len(done) == len(keys) else start
+            if self._missed and rows and min((number, one["iteration"]) for number, one in rows) >= self._missed:
+                self._missed = None  # the others came, if late
+            if least.iteration >= mine.iteration:
+                break
+            if self._missed or time.monotonic() - began > _PATIENCE:
+                self._missed = self._missed or (run, mine.iteration)
+                break
+            time.sleep(pause)
+            pause *= 2
+        if missed is None and least is start and least.iteration < mine.iteration:
+            warnings.warn(
+                f"rank {rank} saves after {counted(mine.iteration, 'iteration')}, but not all ranks have saved in this "
+                "run, and no collectives keep them together: what is saved is the progress that all of them have made "
+                "for certain, which is that of the start of the run; save on all ranks",
+                stacklevel=2,
+            )
+        return least if least.iteration < mine.iteration else mine
+
+
+def _from_rank_0(seed: int) -> int:
+    return int(broadcast(str(seed), src=0))  # as text: numbers travel with 63 bits, and seeds have 64
+
+
+def _num_collectives() -> int:
+    """Return how many collectives of torch this process has begun, in all groups."""
+    groups: Any = dist.distributed_c10d._world.pg_map if dist.is_available() else ()
+    return sum(num_begun(group) or 0 for group in tuple(groups))
+
+
+# --- the same number of batches ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BatchCount:
+    """What a rank reports.
+
+    Args:
+        count: how many batches of the window it has.
+        error: what happened when it loaded one more.
+    """
+
+    count: int
+    error: str | None = None
+
+
+class BatchCounts:
+    """The batch counts of all ranks in one pass, in the store of the job; without a store, one collective per window.
+
+    For each window the ranks add themselves to a counter, which also counts those whose data have ended and those that
+    have left. Only if there are any, a rank reads which ones, from one list. So a rank makes as many requests among a
+    thousand ranks as among two. The last rank to leave deletes all keys.
+
+    Args:
+        store: for this pass alone, or ``None``.
+        rank: of this process.
+        size: the number of ranks.
+        window: batches in a window.
+    """
+
+    def __init__(self, store: Store | None, rank: int, size: int, window: int) -> None:
+        self._store, self._rank, self._ranks, self._full = store, rank, range(size), window
+        self._mine = BatchCount(0)
+        self._window = 0
+        self._has_left = False
+
+    @classmethod
+    def of(cls, backend: Backend, window: int) -> BatchCounts:
+        """Return those of the next pass; all ranks do the same."""
+        store = store_at(backend, backend.job.unique_name("batches"))
+        return cls(store, backend.topology.rank, backend.topology.world_size, window)
+
+    def report(self, mine: BatchCount) -> None:
+        """Report for the next window, without waiting."""
+        self._mine = mine
+        self._window += 1
+        store = self._store
+        if store is None:
+            return
+        store.append(f"window/{self._window}", f"{self._rank} ")  # type: ignore[attr-defined]  # torch's stubs
+        if self._rank == 0:
+            store.delete_key(f"window/{self._window - 2}")  # all have reported for the one after it
+        has_ended = mine.count < self._full
+        if has_ended:
+            self._list(store, mine.count, mine.error)
+        store.add("reports", 1 + has_ended * _ENDED)
+
+    def collect(self) -> list[BatchCount]:
+        """Wait for the reports of all ranks, and return them in the order of the ranks.
+
+        Raises:
+            RankDivergenceError: one has left, or does not report in time.
+        """
+        store, window = self._store, self._window
+        if store is None:
+            return [BatchCount(*report) for report in all_gather((self._mine.count, self._mine.error))]
+
+        def poll() -> list[list[Any]] | None:
+            left, others = divmod(store.add("reports", 0), _LEFT)
+            ended, reports = divmod(others, _ENDED)
+            missing = window * len(self._ranks) - reports
+            if not left and (missing > 0 or not ended):
+                return None if missing > 0 else []
+            listed: list[list[Any]] = json.loads(b"[" + store.get("ends")[:-1] + b"]")
+            # a rank that has left lacks every window since
+            missing -= sum(max(0, window - last) for _, last, count, _ in listed if count is None)
+            return None if missing > 0 else listed
+
+        def detail() -> str:
+            reported = store.get(f"window/{window}").split()
+            late = [rank for rank in self._ranks if str(rank).encode() not in reported]
+            return f"ranks {late} in {_WHAT}: they are still loading a batch, run other code, or have exited"
+
+        listed = wait_for(poll, store, _WHAT, ranks=self._ranks, rank=self._rank, detail=detail)
+        if gone := sorted(rank for rank, last, count, _ in listed if count is None and last < window):
+            raise RankDivergenceError(
+                f"rank {self._rank} is in {_WHAT}, but ranks {gone} failed or stopped before its end"
+            )
+        reports = [BatchCount(self._full)] * len(self._ranks)  # also of a rank that has reported for the next window
+        for rank, last, count, error in listed:
+            if last == window and count is not None:
+                reports[rank] = BatchCount(count, error)
+        return reports
+
+    def leave(self) -> None:
+        """Report nothing more, and do not let the others wait; the last rank deletes what is left."""
+        store = self._store
+        if store is None or self._has_left:
+            return
+        self._has_left = True
+        with suppress(RuntimeError):  # the process that holds the store has ended already
+            self._list(store, None, None)
+            if store.add("reports", _LEFT) // _LEFT == len(self._ranks):
+                windows = (f"window/{self._window + offset}" for offset in (-1, 0, 1))
+                for key in (*windows, "ends", "reports"):
+                    store.delete_key(key)
+
+    def wait_for_readers(self) -> None:
+        """Wait on rank 0 until all have left, but not for long: its process may end next, and the store with it."""
+        began = time.monotonic()
+        with suppress(RuntimeError):
+            while self._store and not self._rank and self._store.check(["reports"]):
+                if (waited := time.monotonic() - began) > _FAREWELL:
+                    break
+                time.sleep(min(PAUSE, max(PAUSE / 50, waited / 4)))
+
+    def _list(self, store: Store, count: int | None, error: str | None) -> None:
+        """Add this rank to those whose data have ended in this window or, without a count, that have left after it."""
+        entry = json.dumps([self._rank, self._window, count, error]) + ","
+        store.append("ends", entry)  # type: ignore[attr-defined]  # torch's stubs

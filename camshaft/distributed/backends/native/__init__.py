@@ -1,1 +1,0 @@
-"""The backends of torch.distributed: gloo, nccl, and what is registered with torch for other devices."""

@@ -1,0 +1,3 @@
+"""Starting the processes of a job."""
+
+from __future__ import annotations

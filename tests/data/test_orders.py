@@ -1,0 +1,250 @@
+"""Each policy returns the order it promises, reproducibly, and refuses invalid arguments."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from camshaft.data import permutation
+from camshaft.data.orders import Order, Sequential, Shuffled, ShuffledWindows, Weighted
+from camshaft.data.permutation import BLOCK, LARGEST, SORTED
+from tests.data.chance import histogram, looks_random
+
+LENGTHS = st.integers(1, 300) | st.sampled_from([SORTED, SORTED + 1, BLOCK + 1, 10**5])
+WINDOWS = st.integers(1, 400) | st.sampled_from([SORTED, SORTED + 1, 10**6])
+INTEGERS = st.integers(-(2**70), 2**70)
+FULL = st.one_of(
+    st.builds(Sequential, LENGTHS), st.builds(Shuffled, LENGTHS), st.builds(ShuffledWindows, LENGTHS, WINDOWS)
+)
+DRAWN = st.builds(Weighted, st.lists(st.floats(0, 1), min_size=1, max_size=50).filter(any), LENGTHS)
+RANDOM: list[Order] = [
+    Shuffled(50),
+    Shuffled(10**12),
+    ShuffledWindows(50, 7),
+    ShuffledWindows(10**12, 10**6),
+    Weighted([1.0, 2.0, 3.0], 50),
+]
+THOUSAND = torch.arange(1000)
+
+
+def epoch_of(order: Order, seed: int = 0, epoch: int = 0) -> Tensor:
+    return order.indices(seed, epoch, 0, order.length)
+
+
+@settings(deadline=None, max_examples=40)
+@given(FULL, INTEGERS, INTEGERS)
+def test_each_sample_comes_once_in_an_epoch(order: Order, seed: int, epoch: int) -> None:
+    samples = epoch_of(order, seed, epoch)
+    assert samples.dtype == torch.int64
+    assert torch.equal(samples.sort().values, torch.arange(order.length))
+
+
+@settings(deadline=None, max_examples=40)
+@given(FULL | DRAWN, INTEGERS, INTEGERS, st.data())
+def test_any_part_of_an_epoch_can_be_computed_alone(order: Order, seed: int, epoch: int, data: st.DataObject) -> None:
+    samples = epoch_of(order, seed, epoch)
+    begin, end = sorted(data.draw(st.tuples(*[st.integers(0, order.length)] * 2)))
+    assert torch.equal(order.indices(seed, epoch, begin, end), samples[begin:end])
+    anywhere = torch.randint(order.length, (100,))
+    again = pickle.loads(pickle.dumps(order))
+    assert torch.equal(again.at(seed, epoch, anywhere), samples[anywhere])
+    assert again.describe() == order.describe()
+
+
+@pytest.mark.parametrize("order", RANDOM, ids=Order.describe)
+def test_each_seed_and_epoch_has_its_own_order(order: Order) -> None:
+    pairs = [(0, 0), (0, 1), (1, 0), (1, 1), (-1, 0), (0, -1), (2**64, 0), (10**5000, 7)]
+    drawn = [tuple(order.indices(seed, epoch, 0, 50).tolist()) for seed, epoch in pairs]
+    assert len(set(drawn)) == len(pairs)
+
+
+def test_orders_do_not_change_between_versions() -> None:
+    """A position saved by an earlier version resumes with the same samples; otherwise, increase VERSION."""
+    all_kinds = [Shuffled(10), Shuffled(20_000), Shuffled(10**12), ShuffledWindows(20, 6), Weighted([1.0, 2.0, 3.0], 9)]
+    assert [one.indices(3, 5, 2, 7).tolist() for one in all_kinds] == [
+        [0, 5, 2, 3, 8],
+        [5132, 12145, 9949, 8648, 4111],
+        [204420443588, 271999526730, 410553074276, 18603537290, 81286935599],
+        [7, 6, 8, 10, 16],
+        [1, 0, 0, 2, 1],
+    ]
+
+
+def test_sequential_keeps_the_order_of_the_data() -> None:
+    assert Sequential(LARGEST).indices(1, 2, LARGEST - 2, LARGEST).tolist() == [LARGEST - 2, LARGEST - 1]
+    assert epoch_of(Sequential(3)).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("order", [Sequential(9), *RANDOM], ids=Order.describe)
+def test_the_result_shares_no_memory_with_the_order(order: Order) -> None:
+    positions = torch.arange(9)
+    samples = order.at(0, 0, positions)
+    kept = samples.clone()
+    samples.zero_()
+    assert positions.tolist() == list(range(9))
+    assert torch.equal(order.at(0, 0, positions), kept)
+    assert order.indices(0, 0, 4, 4).tolist() == []
+
+
+# Windows
+
+
+@settings(deadline=None, max_examples=40)
+@given(LENGTHS, WINDOWS, st.integers(0, 5))
+def test_windows_stay_together(length: int, window: int, epoch: int) -> None:
+    windows = epoch_of(ShuffledWindows(length, window), epoch=epoch) // window
+    number, counts = torch.unique_consecutive(windows, return_counts=True)
+    assert len(number) == -(-length // window)
+    assert sorted(number.tolist()) == list(range(len(number)))
+    assert torch.equal(counts[number != length // window], torch.full((length // window,), window))
+
+
+@pytest.mark.parametrize("length", [40, 43])
+def test_each_window_may_come_anywhere_and_so_may_each_sample_within(length: int) -> None:
+    order, epochs = ShuffledWindows(length, 10), 500
+    drawn = torch.stack([epoch_of(order, epoch=epoch) for epoch in range(epochs)])
+    windows = torch.stack([torch.unique_consecutive(one) for one in drawn // 10])
+    count = windows.shape[1]
+    for place in range(count):
+        assert looks_random(histogram(windows[:, place], count))
+    within = drawn[drawn < 40].view(epochs, 4, 10) % 10
+    for place in (0, 3, 9):
+        assert looks_random(histogram(within[:, :, place].flatten(), 10))
+        assert looks_random(histogram(within[:, 0, place] * 10 + within[:, 1, place], 100))  # of two windows
+
+
+@pytest.mark.parametrize("window", [100, SORTED + 3])
+def test_each_window_is_shuffled_differently(window: int) -> None:
+    within = epoch_of(ShuffledWindows(20 * window, window)).view(20, window) % window
+    steps = (within[1:] - within[:-1]) % window
+    assert looks_random(histogram(steps.flatten() * 20 // window, 20))
+    assert (within[1:] == within[:-1]).sum(1).max() < 10
+
+
+def test_long_windows_take_no_memory() -> None:
+    order = ShuffledWindows(LARGEST, 10**9 + 7)
+    samples = order.indices(0, 0, 5 * (10**9 + 7) - 500, 5 * (10**9 + 7) + 500)
+    assert len(samples.unique()) == 1000
+    assert len((samples // (10**9 + 7)).unique()) == 2
+
+
+def test_one_window_or_windows_of_one_sample_are_a_shuffle() -> None:
+    for window in (1, 1000, 10**6):
+        samples = epoch_of(ShuffledWindows(1000, window))
+        assert looks_random(histogram((samples[1:] - samples[:-1]) % 1000 // 100, 10))
+
+
+# Weights
+
+
+def test_samples_come_as_often_as_their_weights_say() -> None:
+    weights = torch.tensor([0.0, 1, 0, 2, 3, 0.5, 0, 3.5, 0])
+    drawn = epoch_of(Weighted(weights, 50_000))
+    possible = weights > 0
+    assert set(drawn.tolist()) == set(possible.nonzero().flatten().tolist())
+    assert looks_random(histogram(drawn, 9)[possible], weights[possible])
+
+
+def test_draws_are_independent() -> None:
+    order = Weighted(torch.ones(20), 50_000)
+    drawn, later, other = epoch_of(order), epoch_of(order, epoch=1), epoch_of(order, seed=1)
+    assert looks_random(histogram(drawn[1:] * 20 + drawn[:-1], 400))
+    assert looks_random(histogram(drawn * 20 + later, 400))
+    assert looks_random(histogram(drawn * 20 + other, 400))
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [[5e-324, 0.0, 5e-324], [1.7e308, 0.0, 1.7e308], [1, 0, 1], [True, False, True], torch.tensor([3, 0, 3])],
+    ids=["tiny", "huge", "integers", "truths", "tensor"],
+)
+def test_weights_of_any_size_and_type_are_accepted(weights: Any) -> None:
+    drawn = epoch_of(Weighted(weights, 10_000))
+    assert looks_random(histogram(drawn, 3)[[0, 2]])
+    assert 1 not in drawn
+
+
+@pytest.mark.parametrize("bits", [0, -1], ids=["lowest", "highest"])
+@pytest.mark.parametrize("weight", [1.0, 1 + 2**-52, 2 - 2**-52, 0.1])
+def test_the_smallest_and_largest_random_numbers_draw_a_sample_with_a_weight(
+    bits: int, weight: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = Weighted([0.0, weight, 0.0, 0.0])
+    monkeypatch.setattr(permutation, "random_bits", lambda key, positions: torch.full_like(positions, bits))
+    assert epoch_of(order).tolist() == [1, 1, 1, 1]
+
+
+def test_the_default_length_is_the_number_of_weights() -> None:
+    weights = torch.ones(3, requires_grad=True)
+    assert Weighted(weights).length == 3
+    assert copy.deepcopy(Weighted(weights)).length == 3
+
+
+def test_weights_are_copied() -> None:
+    weights = torch.ones(100, dtype=torch.float64)
+    order = Weighted(weights)
+    before = epoch_of(order)
+    weights.zero_()
+    assert torch.equal(epoch_of(order), before)
+
+
+# What tells orders apart, and what is refused
+
+
+def test_descriptions_differ_where_orders_differ() -> None:
+    swapped = torch.ones(BLOCK + 4)
+    swapped[[3, BLOCK + 3]] = torch.tensor([2.0, 3.0])
+    other = torch.ones(BLOCK + 4)
+    other[[3, BLOCK + 3]] = torch.tensor([3.0, 2.0])
+    different: list[Order] = [
+        *(Sequential(10), Sequential(11), Shuffled(10), Shuffled(11)),
+        *(ShuffledWindows(10, 5), ShuffledWindows(10, 4), ShuffledWindows(11, 5)),
+        *(Weighted([1.0, 2.0]), Weighted([2.0, 1.0]), Weighted([1.0, 2.0], 3), Weighted([1.0, 2.0, 0.0], 2)),
+        *(Weighted(swapped), Weighted(other)),
+    ]
+    descriptions = [order.describe() for order in different]
+    assert len(set(descriptions)) == len(different)
+    assert Shuffled(10).describe() == "Shuffled(length=10), version 1"
+    assert Weighted([1, 2]).describe() == Weighted(torch.tensor([1.0, 2.0])).describe()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Sequential(0), ValueError, r"length must be in \[1, 2\*\*62\], got 0"),
+        (lambda: Shuffled(2**62 + 1), ValueError, r"length must be in \[1, 2\*\*62\], got 4611686018427387905"),
+        (lambda: Shuffled("10"), TypeError, "length must be an int, got '10' of type str"),
+        (lambda: ShuffledWindows(10, 0), ValueError, r"window must be in \[1, 2\*\*62\], got 0"),
+        (lambda: ShuffledWindows(10, 2.5), TypeError, "window must be an int, got 2.5 of type float"),
+        (lambda: Weighted([1.0], 0), ValueError, "length must be in"),
+        (lambda: Weighted([]), ValueError, r"weights must have one dimension and not be empty, got the shape \(0,\)"),
+        (lambda: Weighted([[1.0]]), ValueError, r"got the shape \(1, 1\)"),
+        (lambda: Weighted(torch.tensor(1.0)), ValueError, r"got the shape \(\)"),
+        (lambda: Weighted([1.0, -0.5]), ValueError, r"finite and not negative, .* got tensor\(\[ 1.0000, -0.5000\]"),
+        (lambda: Weighted([1.0, float("nan")]), ValueError, r"not negative, [^$]*nan"),
+        (lambda: Weighted([float("inf"), 1.0]), ValueError, r"not negative, [^$]*inf"),
+        (lambda: Weighted([0.0, 0.0]), ValueError, "at least one above zero, got"),
+    ],
+)
+def test_invalid_orders_are_refused(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.parametrize("order", [Sequential(10), Shuffled(10), ShuffledWindows(10, 3), Weighted([1.0], 10)])
+def test_invalid_positions_seeds_and_epochs_are_refused(order: Order) -> None:
+    for begin, end in [(-1, 3), (3, 11), (5, 4)]:
+        with pytest.raises(ValueError, match=rf"begin and end must be .* in \[0, 10\], got {begin} and {end}"):
+            order.indices(0, 0, begin, end)
+    with pytest.raises(ValueError, match=r"positions must be in \[0, 10\), got from 3 to 10"):
+        order.at(0, 0, torch.tensor([10, 3]))
+    for positions in ([1], torch.tensor([1.0]), torch.tensor(1)):
+        with pytest.raises(TypeError, match="positions must be an int64 tensor of one dimension"):
+            order.at(0, 0, positions)  # type: ignore[arg-type]

@@ -1,0 +1,172 @@
+"""Ranks stop after the same step, whichever of them wants to stop."""
+
+from __future__ import annotations
+
+import math
+import time
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from camshaft.distributed.agreement import stop as stop_module
+from camshaft.distributed.agreement.stop import StopInStore
+from tests.distributed.failures.stand_in import CountingStore
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch):
+    monkeypatch.setattr("camshaft.distributed.failures.board.PERIOD", 0.02)
+
+
+def run_until_stopped(board_at, store, rank, size, wants_at, pause):
+    """Run steps, and return the last one."""
+    stop = StopInStore(board_at(store, rank, size), "stop", PrefixStore("stop", store), rank, size, 0)
+    step = 0
+    while stop.may_begin(step + 1):
+        step += 1
+        time.sleep(pause)
+        if step == wants_at:
+            stop.want()
+    stop.leave()
+    return step
+
+
+@pytest.mark.parametrize("wants", [[5, None, None], [None, 3, 4], [2, 2, 2]])
+def test_all_stop_after_the_furthest_step_and_leave_no_keys(wants, board_at):
+    store, size = dist.HashStore(), len(wants)
+    with ThreadPoolExecutor(size) as pool:
+        runs = [
+            pool.submit(run_until_stopped, board_at, store, rank, size, at, 0.001 * (1 + 3 * rank))
+            for rank, at in enumerate(wants)
+        ]
+        last = [run.result(timeout=30) for run in runs]
+    assert len(set(last)) == 1
+    assert last[0] >= max(at for at in wants if at)
+    assert store.num_keys() == 7  # six of the board, and the announcement
+
+
+def test_a_stop_that_is_wanted_after_the_store_was_lost_stops_this_rank(board_at):
+    store = dist.HashStore()
+    stop = StopInStore(board_at(store, 0, 2), "stop", PrefixStore("stop", store), 0, 2, 0)
+    with mock.patch.object(stop, "_report", side_effect=dist.DistNetworkError("lost")):
+        stop._agree()
+    assert stop.may_begin(1)
+    stop.want()
+    assert not stop.may_begin(2)
+    stop.leave()
+
+
+def test_a_rank_that_has_left_is_not_waited_for(board_at):
+    store = dist.HashStore()
+    stops = [StopInStore(board_at(store, rank, 2), "stop", PrefixStore("stop", store), rank, 2, 0) for rank in range(2)]
+    assert all(stop.may_begin(3) for stop in stops)
+    stops[0].leave()
+    began = time.monotonic()
+    stops[1].want()
+    assert not stops[1].may_begin(4)
+    assert time.monotonic() - began < 5
+    stops[1].leave()
+    assert store.num_keys() == 7
+
+
+@pytest.mark.parametrize("wants", [[5, None, None], [None, 3, 4]])
+def test_all_ranks_learn_the_same_reason(wants, board_at):
+    store, size = dist.HashStore(), len(wants)
+
+    def run(rank):
+        stop = StopInStore(board_at(store, rank, size), "stop", PrefixStore("stop", store), rank, size, 0)
+        step = 0
+        while stop.may_begin(step + 1):
+            step += 1
+            time.sleep(0.002)
+            if step == wants[rank]:
+                stop.want(10 + rank)
+        reason = stop.settle()
+        stop.leave()
+        return reason
+
+    with ThreadPoolExecutor(size) as pool:
+        reasons = list(pool.map(run, range(size), timeout=30))
+    assert len(set(reasons)) == 1
+    assert reasons[0] in [10 + rank for rank in range(size) if wants[rank]]
+    assert store.num_keys() == 7
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_no_rank_has_a_reason_if_one_had_ended_before_it_knew(is_first, board_at):
+    store = dist.HashStore()
+    one, other = (
+        StopInStore(board_at(store, rank, 2), "stop", PrefixStore("stop", store), rank, 2, 0) for rank in range(2)
+    )
+    assert one.may_begin(3)
+    assert other.may_begin(3)
+    if is_first:
+        assert one.settle() == 0
+        one.leave()
+    other.want(7)
+    assert not other.may_begin(4)  # waits for the answer of the watcher, or finds that of the rank
+    assert other.settle() == (0 if is_first else 7)
+    other.leave()
+    if not is_first:
+        assert one.settle() == 7  # although its run has ended by itself meanwhile
+        one.leave()
+    assert store.num_keys() == 7
+
+
+class Still:
+    """A watcher without a thread."""
+
+    def __init__(self):
+        self.callbacks = {}
+
+    def watch(self, topic, callback):
+        self.callbacks[topic] = callback
+
+    def forget(self, topic):
+        self.callbacks.pop(topic, None)
+
+    def announce(self, topic):
+        pass
+
+
+@pytest.mark.parametrize("size", [2, 1024])
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_stop_costs_a_rank_a_few_requests_among_any_number_of_ranks(size, absent, monkeypatch):
+    store, watchers, now = CountingStore(), [Still() for _ in range(size)], [0.0]
+    monkeypatch.setattr("camshaft.distributed.agreement.stop.time", mock.Mock(monotonic=lambda: now[0]))
+    stops = [StopInStore(watchers[rank], "stop", store, rank, size, 0) for rank in range(size - absent)]
+    assert all(stop.may_begin(3 + rank % 2) for rank, stop in enumerate(stops))
+    stops[0].want(7)
+    for watcher, _ in zip(watchers, stops, strict=False):
+        watcher.callbacks["stop"]()
+    now[0] = stop_module._PATIENCE
+    assert [watcher.callbacks["stop"]() for watcher, _ in zip(watchers, stops, strict=False)] == [math.inf] * len(stops)
+    last = 4 if len(stops) > 1 else 3
+    assert [(stop.may_begin(last), stop.may_begin(last + 1)) for stop in stops] == [(True, False)] * len(stops)
+    assert [stop.settle() for stop in stops] == [7] * len(stops)
+    for stop in stops:
+        stop.leave()
+    assert absent or store.num_keys() == 0
+    assert sum(store.requests.values()) <= 8 * size + 10
+
+
+def test_ranks_that_agree_together_make_a_limited_number_of_requests(monkeypatch):
+    now, pauses = [0.0], []
+    monkeypatch.setattr("camshaft.distributed.agreement.stop.time", mock.Mock(monotonic=lambda: now[0]))
+    stop = StopInStore(Still(), "stop", dist.HashStore(), 0, 1024, 0)
+    stop.want()
+    while (pause := stop._agree()) < math.inf:
+        pauses.append(pause)
+        now[0] += pause
+    assert len(pauses) < 4 * stop_module._PATIENCE + 20
+
+
+def test_a_rank_does_not_wait_for_a_watcher_that_has_ended(monkeypatch):
+    monkeypatch.setattr(stop_module, "_PATIENCE", 0.01)
+    stop = StopInStore(Still(), "stop", dist.HashStore(), 0, 2, 3)
+    stop.want()
+    assert not stop.may_begin(4)
+    assert stop.settle() == 1

@@ -1,0 +1,140 @@
+"""Python numbers are reduced exactly, in their own kind, or all ranks say that they cannot be."""
+
+from __future__ import annotations
+
+import decimal
+import enum
+import fractions
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import camshaft.distributed as idist
+from camshaft.distributed.collectives.values import plain_number
+from tests.ranks import on_ranks
+
+OPS = ("SUM", "MIN", "MAX", "PRODUCT", "AND", "OR")
+BITWISE = ("AND", "OR")
+
+
+class Colour(enum.IntEnum):
+    RED = 2
+
+
+def outcome(call):
+    """Return what a call gives, or the kind of error."""
+    try:
+        return call()
+    except (TypeError, ValueError) as error:
+        return type(error)
+
+
+@given(st.integers() | st.floats(allow_nan=False) | st.booleans(), st.sampled_from(OPS))
+@settings(deadline=None)
+def test_a_single_process_gets_its_number_back(number, op):
+    got = outcome(lambda: idist.all_reduce(number, op))
+    if isinstance(number, float) and op in BITWISE:
+        assert got is TypeError
+    elif op == "SUM" and abs(number) >= 2**63 and isinstance(number, int):
+        assert got is ValueError
+    else:
+        assert got == number
+        assert (
+            type(got) is (int if isinstance(number, bool) and op in ("SUM", "PRODUCT") else type(number))
+            or op == "PRODUCT"
+        )
+
+
+@pytest.mark.parametrize(
+    ("number", "op", "plain"),
+    [
+        (np.float32(0.5), "SUM", 0.5), (np.float64(0.1), "MAX", 0.1), (np.int8(-3), "SUM", -3), (np.uint64(3), "OR", 3),
+        (Colour.RED, "SUM", 2), (True, "SUM", 1), (True, "PRODUCT", 1), (True, "MAX", True), (False, "AND", False),
+        (np.True_, "SUM", 1), (np.True_, "MAX", True), (np.False_, "OR", False),
+        (2j, "SUM", 2j), (np.complex64(2j), "PRODUCT", 2j), (10**30, "MAX", 10**30), (math.inf, "SUM", math.inf),
+    ],
+)  # fmt: skip
+def test_numbers_of_other_libraries_become_python_numbers(number, op, plain):
+    got = plain_number(number, op, 1)
+    assert (got, type(got)) == (plain, type(plain))
+
+
+@pytest.mark.parametrize(
+    ("number", "op", "error"),
+    [
+        (decimal.Decimal("0.1"), "SUM", TypeError), (fractions.Fraction(1, 3), "MAX", TypeError),
+        (2.0, "AND", TypeError),
+        (2j, "MAX", TypeError), (2j, "OR", TypeError), (2**63, "SUM", ValueError), (-(2**63), "SUM", ValueError),
+        ("3", "SUM", TypeError), (None, "SUM", TypeError), ([1], "SUM", TypeError), (np.ones(1), "SUM", TypeError),
+    ],
+)  # fmt: skip
+def test_numbers_that_cannot_be_reduced_exactly_are_rejected(number, op, error):
+    with pytest.raises(error, match="^tensor must be"):
+        idist.all_reduce(number, op)
+    with pytest.raises(error, match="^tensor must be"):
+        idist.reduce(number, op=op)
+
+
+def test_unknown_reductions_are_rejected():
+    for op in ("AVERAGE", "sum", None):
+        with pytest.raises(ValueError, match=r"op must be one of \('SUM', .*'OR'\) on serial, got"):
+            idist.all_reduce(1, op)
+
+
+@on_ranks(2)
+def test_results_equal_those_of_python():
+    rank = idist.get_rank()
+    for numbers in (
+        (3, 5),
+        (-(2**62) + 1, -(2**62) + 1),
+        (0.1, 0.2),
+        (-0.0, 0.0),
+        (True, False),
+        (2, 7),
+        (1e308, 1e308),
+    ):
+        one, other = numbers
+        for op, wanted in (
+            ("SUM", one + other),
+            ("MIN", min(numbers)),
+            ("MAX", max(numbers)),
+            ("PRODUCT", one * other),
+            ("AND", isinstance(one, int) and one & int(other)),
+            ("OR", isinstance(one, int) and one | int(other)),
+        ):
+            if op in BITWISE and isinstance(one, float):
+                continue
+            got = idist.all_reduce(numbers[rank], op)
+            assert got == wanted, (op, numbers)
+            assert type(got) is type(one + other if op in ("SUM", "PRODUCT") else one), (op, numbers)
+    assert math.copysign(1, idist.all_reduce(-0.0)) == -1
+    assert idist.all_reduce(1 + 2j * rank) == 2 + 2j
+    assert math.isnan(idist.all_reduce(math.nan if rank else 1.0, "MIN"))
+    assert math.isnan(idist.all_reduce(1.0 if rank else math.nan, "MAX"))
+    assert idist.all_reduce(10**30 + rank, "MAX") == 10**30 + 1
+    assert idist.reduce(10**30, op="PRODUCT") == (10**60 if rank == 0 else None)
+
+
+@on_ranks(3)
+def test_all_ranks_get_the_same_result_or_an_error():
+    kinds = (5, -1, 2.5, 0.0, math.nan, True, 1j, 2**70, decimal.Decimal(1))
+    rank, bad = idist.get_rank(), []
+    # each one of different kinds waits until it is known that the ranks have met in the same call
+    cases = [*itertools.product(("SUM",), kinds, kinds, (5,)), *itertools.product(("MIN",), kinds, (2.5, 5), (2.5,))]
+    for op, *numbers in cases:
+        got = outcome(lambda op=op, number=numbers[rank]: idist.all_reduce(number, op))
+        outcomes = idist.all_gather("an error" if isinstance(got, type) else repr(got))
+        if len(set(outcomes)) > 1:
+            bad.append((op, numbers, outcomes))
+    assert not bad, bad[:5]
+
+
+@on_ranks(2)
+def test_numbers_of_different_kinds_are_not_added():
+    with pytest.raises(TypeError, match="numbers of the same kind, but this one has (0 of type int|0.5 of type float)"):
+        idist.all_reduce(0 if idist.get_rank() else 0.5)
+    assert idist.all_reduce(1) == 2

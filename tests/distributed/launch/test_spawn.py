@@ -1,0 +1,809 @@
+"""`spawn` starts processes that find each other, tells what fails there, and leaves none behind, however it ends.
+
+The processes come from the forkserver that tests/ranks.py has set up, or are forked from one that does, which is quick;
+the script at the end is started as users start theirs.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import multiprocessing
+import os
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+
+import camshaft.distributed as idist
+from camshaft.distributed.backends.registry import module_of
+from camshaft.distributed.launch import spawn as launch
+from camshaft.errors import RankFailedError
+from tests.guards import children, is_running
+from tests.limits import FOREVER, HANG, TIMEOUT, wait_until
+from tests.ranks import context
+
+ROOT = Path(__file__).resolve().parents[3]
+start = functools.partial(idist.spawn, start_method="forkserver", timeout=TIMEOUT)
+
+
+# --- what the processes do ---------------------------------------------------------------------------------------
+
+
+def tell(local_rank, folder, **more):
+    """Write down where a process stands."""
+    told = {
+        "given": [local_rank, more],
+        "sum": idist.all_reduce(idist.get_rank()),
+        "place": [idist.get_rank(), idist.get_local_rank(), idist.get_world_size()],
+        "nodes": [idist.get_node_rank(), idist.get_nnodes(), idist.get_nproc_per_node()],
+        "variables": {name: os.environ.get(name) for name in VARIABLES},
+        "backend": [idist.backend(), idist.device().type],
+        "threads": torch.get_num_threads(),
+    }
+    Path(folder, str(idist.get_rank())).write_text(json.dumps(told))
+
+
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+
+
+def told_in(folder):
+    return [json.loads((folder / name).read_text()) for name in sorted(os.listdir(folder))]
+
+
+def begin_anew(local_rank):
+    """What else reads the environment finds the others too."""
+    size = idist.get_world_size()
+    idist.finalize()
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    number = torch.ones(1)
+    dist.all_reduce(number)
+    assert number == size
+    assert idist.all_reduce(1) == size
+    assert idist.get_local_rank() == local_rank
+
+
+def in_debug_mode(local_rank):
+    (idist.barrier if local_rank else idist.all_gather)(*[1][local_rank:])
+
+
+class StubbornError(Exception):
+    """An error that cannot be pickled, and whose text is long."""
+
+    def __init__(self, length):
+        super().__init__(length)
+        self.function = lambda: length
+
+    def __str__(self):
+        return "beginning" + "x" * self.args[0] + "end"
+
+
+def fail(local_rank, how):
+    """Let the second process fail in some way while the first waits for it."""
+    if local_rank == 1:
+        HOW[how]()
+    idist.barrier()
+
+
+def raise_it(error):
+    raise error
+
+
+HOW = {
+    "raises": lambda: raise_it(StubbornError(3)),
+    "is interrupted": lambda: raise_it(KeyboardInterrupt()),
+    "exits": lambda: sys.exit(3),
+    "exits with a text": lambda: sys.exit("no data"),
+    "exits with a code that becomes 0": lambda: sys.exit(256),
+    "exits at once": lambda: os._exit(5),
+    "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+}
+
+
+def leave(local_rank, how, what):
+    """Let the second process leave in some way while the first waits for it."""
+    LEAVE[how]() if local_rank == 1 else WAIT[what]()
+
+
+LEAVE = {
+    "returns": lambda: None,
+    "exits": lambda: sys.exit(0),
+    "finalizes": idist.finalize,
+    "exits at once": lambda: os._exit(0),
+}
+WAIT = {
+    "collective": lambda: idist.all_reduce(1),
+    "object": lambda: idist.all_gather("text"),
+    "recv": lambda: idist.recv(1),
+    "send": lambda: idist.send(1, 1),
+    "torch": lambda: dist.all_reduce(torch.ones(1)),
+}
+
+
+def note_what_the_others_learn(local_rank, folder):
+    if local_rank == 1:
+        raise ValueError("no data\n" + "x" * 1000)
+    try:
+        idist.barrier()
+    finally:
+        Path(folder, "learnt").write_text(traceback.format_exc())
+
+
+def exit_well(local_rank):
+    idist.isend("before the end", 1 - local_rank)
+    idist.recv(1 - local_rank)
+    sys.exit(0 if local_rank else None)
+
+
+def hang(local_rank, folder, how):
+    """Write down who this is, and do not end."""
+    if how == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    Path(folder, f"{local_rank} of {os.getppid()}").write_text(str(os.getpid()))
+    while how != "in a collective":
+        time.sleep(1)
+    if local_rank == 0:
+        idist.barrier()
+    time.sleep(9000)
+
+
+def hang_until_the_other_fails(local_rank, folder):
+    if local_rank == 0:
+        hang(0, folder, "deaf")
+    while not list(Path(folder).iterdir()):
+        time.sleep(0.01)
+    raise ValueError("enough")
+
+
+# --- what they find ----------------------------------------------------------------------------------------------
+
+
+def test_processes_know_their_place_and_what_they_were_given(tmp_path):
+    assert start("gloo", tell, (str(tmp_path),), {"epochs": 3}, nproc_per_node=2) is None
+    for rank, told in enumerate(told_in(tmp_path)):
+        assert told["given"] == [rank, {"epochs": 3}]
+        assert told["sum"] == 1
+        assert told["place"] == [rank, rank, 2]
+        assert told["nodes"] == [0, 1, 2]
+        assert list(told["variables"].values()) == [str(rank), str(rank), "2", "2", "0", "1"]
+        assert told["backend"][0] == "gloo"
+    assert idist.backend() is None
+    assert not dist.is_initialized()
+
+
+def free_port():
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    return store.port
+
+
+@pytest.mark.parametrize("meeting", ["address", "file", "tcp"])
+def test_two_nodes_on_one_host_find_each_other(tmp_path, meeting):
+    where = {
+        "address": {"master_addr": "127.0.0.1", "master_port": str(free_port())},
+        "file": {"init_method": f"file://{tmp_path}/meeting"},
+        "tcp": {"init_method": f"tcp://localhost:{free_port()}"},
+    }[meeting]
+    told_at = tmp_path / "told"
+    told_at.mkdir()
+    nodes = [
+        start("gloo", tell, (str(told_at),), nproc_per_node=2, nnodes=2, node_rank=node, join=False, **where)
+        for node in (0, 1)
+    ]
+    assert [node.join() for node in nodes] == [True, True]
+    for rank, told in enumerate(told_in(told_at)):
+        assert told["place"] == [rank, rank % 2, 4]
+        assert told["nodes"] == [rank // 2, 2, 2]
+        assert told["sum"] == 6
+
+
+def test_two_runs_at_once_need_no_port_and_live_when_nobody_holds_them(tmp_path):
+    for run in ("a", "b"):
+        (tmp_path / run).mkdir()
+        start("gloo", tell, (str(tmp_path / run),), nproc_per_node=2, join=False)
+    wait_until(lambda: all(processes.join(timeout=0.05) for processes in list(launch._running)))
+    for run in ("a", "b"):
+        assert [told["sum"] for told in told_in(tmp_path / run)] == [1, 1]
+
+
+def test_processes_may_begin_anew_with_what_the_environment_says():
+    start("gloo", begin_anew, (), nproc_per_node=2)
+
+
+def test_debug_mode_reaches_the_processes():
+    with pytest.raises(ProcessRaisedException, match="RankDivergenceError: the calls of the ranks differ"):
+        start("gloo", in_debug_mode, (), nproc_per_node=2, debug=True)
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    """Record the debug mode of backends that are not installed here."""
+    calls = []
+    monkeypatch.setattr(launch, "install", lambda create, **options: calls.append(options))
+    monkeypatch.setattr(launch, "module_of", lambda name: SimpleNamespace(create=print))
+    return calls
+
+
+def test_debug_mode_reaches_the_processes_of_horovod(monkeypatch, begun, tmp_path):
+    monkeypatch.setitem(sys.modules, "horovod", SimpleNamespace(run=lambda function, num_proc: function()))
+    monkeypatch.setitem(sys.modules, "cloudpickle", pickle)
+
+    def run(command, function, task, processes):
+        (tmp_path / "task").write_bytes(task)
+        function(str(tmp_path))
+
+    monkeypatch.setattr(launch, "_run_command", run)
+    launch._spawn_horovod("horovod", (print, (), {}, {"debug": True}), 1)
+    assert begun == [{"debug": True}]
+
+
+def test_debug_mode_reaches_the_process_of_xla(monkeypatch, begun):
+    runtime = SimpleNamespace(device_type=lambda: "CPU")
+    here = SimpleNamespace(spawn=lambda function, task, **options: function(0, *task))
+    distributed = SimpleNamespace(xla_multiprocessing=here)
+    modules = {
+        "torch_xla": SimpleNamespace(distributed=distributed, runtime=runtime),
+        "torch_xla.distributed": distributed,
+        "torch_xla.distributed.xla_multiprocessing": here,
+        "torch_xla.runtime": runtime,
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    launch._spawn_xla("xla-tpu", (print, (), {}, {"debug": True}), 1)
+    assert begun == [{"debug": True}]
+
+
+class Started:
+    """Stands for a process that is started; keeps the variables that it inherits, and its arguments."""
+
+    exitcode = sentinel = pid = 0
+
+    def __init__(self, target, args, daemon):
+        self.arguments = args
+
+    def start(self):
+        self.variable = os.environ.get("OMP_NUM_THREADS")
+
+    def terminate(self):
+        """It has ended."""
+
+
+@pytest.mark.parametrize(
+    ("cores", "variables", "threads"),
+    [(8, {}, 2), (6, {}, 1), (2, {}, 1), (8, {"OMP_NUM_THREADS": "3"}, None), (8, {"MKL_NUM_THREADS": "3"}, None)],
+)
+def test_processes_get_their_share_of_the_cores_unless_the_user_has_chosen(monkeypatch, cores, variables, threads):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(cores))
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: SimpleNamespace(Process=Started))
+    processes = idist.spawn("gloo", print, (), nproc_per_node=4, join=False)
+    inherited = variables.get("OMP_NUM_THREADS") if threads is None else str(threads)
+    assert [process.variable for process in processes.processes] == [inherited] * 4
+    assert [process.arguments[-1] for process in processes.processes] == [threads] * 4
+    assert os.environ.get("OMP_NUM_THREADS") == variables.get("OMP_NUM_THREADS")
+    processes.join()
+
+
+def test_join_waits_as_long_as_it_is_told(tmp_path):
+    processes = start("gloo", hang, (str(tmp_path), "asleep"), nproc_per_node=2, join=False)
+    assert processes.join(timeout=0) is False
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+    assert processes.join(timeout=0.1) is False
+    processes.end()
+    assert processes.join() is True
+    assert not any(process.is_alive() for process in processes.processes)
+
+
+def leave_a_child_behind(folder):
+    if (pid := os.fork()) == 0:
+        time.sleep(9000)
+    Path(folder, "0 of 1").write_text(str(pid))
+    os._exit(3)
+
+
+def test_join_does_not_wait_for_what_a_process_leaves_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "_INTERVAL", 0.05)
+    processes = launch.Processes()
+    try:
+        process = multiprocessing.get_context("fork").Process(target=leave_a_child_behind, args=(str(tmp_path),))
+        process.start()
+        processes.processes.append(process)
+        with pytest.raises(ProcessExitedException, match="process 0 exited with code 3"):
+            processes.join()
+        assert len(processes_in(tmp_path)) == 1
+    finally:
+        end_all_in(tmp_path)
+
+
+def close_all_and_end_later():
+    os.closerange(3, 1000)
+    time.sleep(0.3)
+    os._exit(0)
+
+
+def test_join_sleeps_while_a_process_has_closed_its_descriptors(monkeypatch):
+    looks, really_wait = [], launch.wait
+    monkeypatch.setattr(launch, "wait", lambda *args: looks.append(args) or really_wait(*args))
+    processes = launch.Processes()
+    process = multiprocessing.get_context("fork").Process(target=close_all_and_end_later)
+    process.start()
+    processes.processes.append(process)
+    assert processes.join() is True
+    assert len(looks) < 100
+
+
+def ignore_the_ends_of_children(folder):
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as after `trap '' CHLD`: the system discards exit codes
+    options = {"nproc_per_node": 2, "start_method": "fork", "timeout": TIMEOUT}
+    idist.spawn("gloo", tell, (folder,), **options)
+    with pytest.raises(ProcessRaisedException, match="process 1 failed"):
+        idist.spawn("gloo", fail, ("raises",), **options)
+
+
+def test_spawn_returns_where_exit_codes_are_discarded(tmp_path):
+    parent = context.Process(target=ignore_the_ends_of_children, args=(str(tmp_path),))
+    parent.start()
+    try:
+        parent.join(HANG)
+        assert parent.exitcode == 0
+    finally:
+        parent.kill()
+        parent.join()
+    assert [told["sum"] for told in told_in(tmp_path)] == [1, 1]
+
+
+# --- what goes wrong ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "text"),
+    [
+        ("raises", ProcessRaisedException, r"process 1 failed:\nTraceback(.|\n)*StubbornError: beginningxxxend"),
+        ("is interrupted", ProcessRaisedException, r"process 1 failed:\nTraceback(.|\n)*KeyboardInterrupt"),
+        ("exits", ProcessExitedException, r"process 1 exited with code 3:\nTraceback(.|\n)*SystemExit: 3"),
+        ("exits with a text", ProcessExitedException, r"process 1 exited with code 1:(.|\n)*SystemExit: no data"),
+        ("exits with a code that becomes 0", ProcessExitedException, "process 1 exited with code 256"),
+        ("exits at once", ProcessExitedException, "process 1 exited with code 5 without reporting an exception"),
+        ("is killed", ProcessExitedException, "process 1 was terminated by SIGKILL"),
+    ],
+)
+def test_the_first_failure_is_told_and_all_processes_end(how, kind, text):
+    with pytest.raises(kind, match=text) as caught:
+        start("gloo", fail, (how,), nproc_per_node=2)
+    assert caught.value.error_index == 1
+    assert caught.value.__reduce__()[1][2] > 0  # the process id: an attribute that older versions of torch call `pid`
+    assert (
+        getattr(caught.value, "exit_code", 0) == {"exits": 3, "is killed": -9}.get(how, caught.value.exit_code)
+        if (kind is ProcessExitedException)
+        else True
+    )
+
+
+def test_the_failure_is_told_again():
+    processes = start("gloo", fail, ("raises",), nproc_per_node=2, join=False)
+    for _ in range(2):
+        with pytest.raises(ProcessRaisedException, match="process 1 failed"):
+            processes.join()
+
+
+def fail_when_told(local_rank, folder):
+    """Fail once a file exists, with the errors in another file."""
+    with Path(folder, "errors").open("w") as errors:
+        os.dup2(errors.fileno(), 2)
+    wait_until(Path(folder, "go").exists)
+    raise ValueError("no data")
+
+
+def test_a_failure_that_cannot_be_written_is_printed(tmp_path):
+    processes = start("gloo", fail_when_told, (str(tmp_path),), join=False)
+    shutil.rmtree(processes.folder.name)
+    (tmp_path / "go").touch()
+    message = "process 0 exited with code 1 without reporting an exception: check its standard error"
+    with pytest.raises(ProcessExitedException, match=message):
+        processes.join()
+    errors = (tmp_path / "errors").read_text()
+    assert "process 0 failed, and could not report it to the process that started it: " in errors
+    assert "Traceback" in errors
+    assert "ValueError: no data" in errors
+
+
+def test_to_exit_well_is_no_failure():
+    start("gloo", exit_well, (), nproc_per_node=2)
+
+
+LEFT = "RankFailedError: rank 1 has left the run without an error; (it had called no collective of camshaft; )?rank 0"
+
+
+@pytest.mark.parametrize(
+    ("how", "what", "text"),
+    [
+        ("returns", "collective", f"{LEFT} waits for it in all_reduce at .*test_spawn.py:\\d+ in <lambda>"),
+        ("exits", "object", f"{LEFT} waits for it in all_gather at .*test_spawn.py:\\d+ in <lambda>"),
+        ("finalizes", "recv", f"{LEFT}(.|\\n)*in recv on rank 0, from rank 1, tag 0"),
+        ("returns", "send", f"{LEFT}(.|\\n)*in send on rank 0, to rank 1, tag 0"),
+        ("returns", "torch", f"line \\d+, in leave(.|\\n)*{LEFT}"),
+        (
+            "exits at once",
+            "collective",
+            "(has ended with exit code 0|process was killed or crashed)(.|\n)*process 1 had exited with code 0 before",
+        ),
+    ],
+)
+def test_a_process_that_leaves_without_an_error_while_others_wait_for_it_is_named(how, what, text):
+    with pytest.raises(ProcessRaisedException, match=f"process 0 failed(.|\n)*{text}"):
+        start("gloo", leave, (how, what), nproc_per_node=2)
+
+
+def test_an_error_of_a_signal_handler_during_the_report_is_reported_with_the_first_one():
+    reports = []
+
+    def load():
+        raise EOFError
+
+    def report(failure):
+        reports.append(failure)
+        if len(reports) == 1:
+            raise RuntimeError("DataLoader worker is killed")  # as torch's handler of SIGCHLD does, at any moment
+
+    with pytest.raises(RuntimeError, match="worker is killed"):
+        launch.work(0, load, None, report)
+    assert "EOFError" in reports[-1].text
+    assert "worker is killed" in reports[-1].text
+
+
+@pytest.mark.parametrize("is_consequence", [False, True])
+def test_a_process_failed_before_the_others_learnt_of_it(monkeypatch, is_consequence):
+    learnt, reports, other = [], [], RankFailedError("rank 1 failed first")
+
+    def publish(error, backend):
+        learnt.append(time.monotonic())
+        return other if is_consequence else error
+
+    monkeypatch.setattr(launch.failures, "publish", publish)
+    with pytest.raises(RankFailedError if is_consequence else ZeroDivisionError):
+        launch.work(0, lambda: 1 / 0, None, reports.append)
+    assert (reports[0].when > learnt[0]) == is_consequence
+
+
+def test_the_others_learn_what_a_process_failed_with(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "_SETTLE", 30.0)  # they may be slow to learn, but this is not what is tested
+    with pytest.raises(ProcessRaisedException, match="process 1 failed"):
+        start("gloo", note_what_the_others_learn, (str(tmp_path),), nproc_per_node=2)
+    wait_until((tmp_path / "learnt").exists)
+    (line,) = re.findall("RankFailedError: (.*)", (tmp_path / "learnt").read_text())
+    assert line.startswith("rank 1 failed first: ValueError: no data xxx")
+    assert len(line) < 400
+
+
+def test_a_process_that_is_deaf_to_a_request_to_end_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "GRACE", 0.5)
+    with pytest.raises(ProcessRaisedException, match="process 1 failed(.|\n)*ValueError: enough"):
+        start("gloo", hang_until_the_other_fails, (str(tmp_path),), nproc_per_node=2)
+    (file,) = tmp_path.iterdir()
+    assert not is_running(int(file.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"backend": "unknown"}, ValueError, "backend must be one of"),
+        ({"fn": "print"}, TypeError, "fn must be callable, got 'print'"),
+        ({"args": 3}, TypeError, "args must be a tuple, got 3"),
+        ({"args": "ab"}, TypeError, "args must be a tuple, got 'ab'"),
+        ({"nproc_per_node": 0}, ValueError, "nproc_per_node must be a positive integer, got 0"),
+        ({"nproc_per_node": 2.0}, ValueError, "nproc_per_node must be a positive integer, got 2.0"),
+        ({"nnodes": 0}, ValueError, "nnodes must be a positive integer, got 0"),
+        ({"nnodes": 2}, ValueError, "node_rank must be given with nnodes=2"),
+        ({"nnodes": 2, "node_rank": 2}, ValueError, r"node_rank must be an integer in \[0, 2\), got 2"),
+        ({"node_rank": 1}, ValueError, r"node_rank must be an integer in \[0, 1\), got 1"),
+        ({"nnodes": 2, "node_rank": 0}, ValueError, "master_addr and master_port, or init_method, must be given"),
+        ({"nnodes": 2, "node_rank": 0, "master_addr": "a"}, ValueError, "got 'a' and None"),
+        ({"node_rank": "0"}, ValueError, r"node_rank must be an integer in \[0, 1\), got '0'"),
+        ({"node_rank": False}, ValueError, r"node_rank must be an integer in \[0, 1\), got False"),
+        ({"init_method": "file:///x", "master_port": 1}, ValueError, "must not be given with init_method='file:///x'"),
+        ({"init_method": 3}, ValueError, "init_method must be 'env://', 'file://...' or 'tcp://...', got 3"),
+        ({"master_port": "x"}, ValueError, r"master_port must be a number in \[1, 65535\], got 'x'"),
+        ({"master_port": 0}, ValueError, r"master_port must be a number in \[1, 65535\], got 0"),
+        ({"rank": 0, "world_size": 2}, TypeError, r"\['rank', 'world_size'\] are computed from nproc_per_node"),
+        ({"time_out": 3}, TypeError, r"backend 'gloo' got unknown options \['time_out'\]"),
+        ({"start_method": "thread"}, ValueError, "cannot find context for 'thread'"),
+    ],
+)
+def test_what_cannot_be_started_is_refused_before_anything_is(arguments, error, message):
+    before = children()
+    with pytest.raises(error, match=message):
+        idist.spawn(**{"backend": "gloo", "fn": print, "args": (), **arguments})
+    assert children() == before
+    assert launch._running == set()
+
+
+def test_a_backend_without_its_devices_is_refused_before_anything_is_started(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(launch, "module_of", lambda name: module_of("gloo"))  # as where torch was built with nccl
+    with pytest.raises(RuntimeError, match="backend 'nccl' needs a CUDA device"):
+        launch._spawn("nccl", (print, (), {}), 2)
+
+
+@pytest.mark.parametrize("given", [(lambda rank: rank, ()), (print, (lambda: 1,))])
+def test_what_cannot_be_pickled_is_told_and_nothing_is_left(given):
+    fn, args = given
+    with pytest.raises(TypeError, match="fn and its arguments must be importable and picklable .* got <"):
+        start("gloo", fn, args, nproc_per_node=2)
+    assert launch._running == set()
+
+
+def test_a_process_that_cannot_be_started_ends_those_that_were(monkeypatch, tmp_path):
+    started, really_start = [], context.Process.start
+
+    def start_one(process):
+        if started:
+            raise OSError("Cannot allocate memory")
+        started.append(process)
+        really_start(process)
+
+    monkeypatch.setattr(context.Process, "start", start_one)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        start("gloo", hang, (str(tmp_path), "asleep"), nproc_per_node=2)
+    assert [process.is_alive() for process in started] == [False]
+    assert launch._running == set()
+
+
+def test_a_port_that_is_in_use_is_an_error():
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    with pytest.raises(ProcessRaisedException, match=f"(?i)process 0 failed(.|\n)*{store.port}(.|\n)*in use"):
+        start("gloo", tell, ("",), nproc_per_node=2, master_port=store.port)
+
+
+# --- notebooks ---------------------------------------------------------------------------------------------------
+
+SETUP = """
+import gc
+import torch
+import camshaft.distributed as idist
+from datetime import timedelta
+
+options = {"nproc_per_node": 2, "start_method": "fork", "timeout": timedelta(seconds=900)}
+torch.set_num_threads(2)
+data = torch.ones(400, 400)
+data @ data
+"""
+WRONG = """
+def training(local_rank):
+    idist.barrier()
+    if local_rank == 1:
+        raise ValueError("no data")
+    idist.barrier()
+
+idist.spawn("gloo", training, (), **options)
+"""
+CORRECTED = """
+def training(local_rank):
+    gc.collect()
+    result = data @ data
+    idist.all_reduce(result)
+    assert result[0, 0] == 800
+
+idist.spawn("gloo", training, (), **options)
+"""
+
+
+def be_a_notebook(times, outcomes):
+    """Run cells as IPython does, which keeps the last error, and report what they raised."""
+    namespace = {"__name__": "__main__"}
+    for cell in (SETUP, *times * (WRONG, CORRECTED)):
+        try:
+            exec(compile(cell, "cell", "exec"), namespace)
+        except Exception as error:
+            sys.last_value = error
+            outcomes.send(str(error))
+        else:
+            outcomes.send(None)
+
+
+def test_a_cell_that_failed_runs_once_it_is_corrected_however_often():
+    outcomes, theirs = context.Pipe(duplex=False)
+    notebook = context.Process(target=be_a_notebook, args=(2, theirs))
+    notebook.start()
+    theirs.close()
+    try:
+        assert received_by(outcomes) is None
+        for _ in range(2):
+            assert "ValueError: no data" in received_by(outcomes)
+            assert received_by(outcomes) is None
+    finally:
+        notebook.kill()
+        notebook.join()
+        outcomes.close()
+
+
+def received_by(connection):
+    assert connection.poll(HANG), "it hangs"
+    return connection.recv()
+
+
+def test_no_store_is_open_when_processes_are_forked_or_once_their_run_has_failed(monkeypatch):
+    stores = []
+
+    class Store(dist.TCPStore):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            (run,) = launch._running
+            assert len(run.processes) == 2
+            stores.append(weakref.ref(self))
+
+    monkeypatch.setattr(launch, "TCPStore", Store)
+    gc.disable()  # what a cycle refers to lives on
+    try:
+        with pytest.raises(ProcessRaisedException) as caught:  # the traceback refers to all that was there
+            start("gloo", fail, ("raises",), nproc_per_node=2)
+        assert [store() for store in stores] == [None]
+    finally:
+        gc.enable()
+    assert caught.value.error_index == 1
+
+
+# --- the end of the one who started them -------------------------------------------------------------------------
+
+
+def be_a_parent(folder, how):
+    """Start processes that hang, and write down how that ends."""
+    launch.GRACE = 1.0  # those that are forked take it over
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    processes = idist.spawn("gloo", hang, (folder, how), nproc_per_node=2, start_method="fork", join=False)
+    bystander = multiprocessing.get_context("fork").Process(target=time.sleep, args=(FOREVER,))
+    bystander.start()  # it inherits what this process holds, as the workers of a loader do
+    Path(folder, "bystander").write_text(str(bystander.pid))
+    try:
+        processes.join()
+    except BaseException:
+        bystander.kill()
+        Path(folder, "error").write_text(traceback.format_exc())
+
+
+@pytest.mark.parametrize(
+    ("number", "how"),
+    [
+        (signal.SIGTERM, "in a collective"),
+        (signal.SIGKILL, "in a collective"),
+        (signal.SIGKILL, "deaf"),
+        (signal.SIGINT, "deaf"),
+    ],
+)
+def test_no_process_outlives_the_one_that_started_it(tmp_path, number, how):
+    parent = context.Process(target=be_a_parent, args=(str(tmp_path), how))
+    parent.start()
+    try:
+        wait_until(lambda: len(processes_in(tmp_path)) == 2 and (tmp_path / "bystander").exists())
+        os.kill(parent.pid, number)
+        parent.join(HANG)
+        assert parent.exitcode == (0 if number == signal.SIGINT else -number)
+        wait_until(lambda: not processes_in(tmp_path))
+        if number == signal.SIGINT:
+            assert (tmp_path / "error").read_text().endswith("KeyboardInterrupt\n")
+    finally:
+        parent.kill()
+        parent.join()
+        end_all_in(tmp_path, "bystander")
+
+
+def processes_in(folder, *others):
+    """List the processes that wrote down who they are, and still run."""
+    texts = [file.read_text() for pattern in ("* of *", *others) for file in folder.glob(pattern)]
+    return [pid for pid in map(int, filter(None, texts)) if is_running(pid)]
+
+
+def end_all_in(folder, *others):
+    for pid in processes_in(folder, *others):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+# --- scripts -----------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+import camshaft.distributed as idist
+
+def training(local_rank, text):
+    place = idist.get_rank(), idist.get_world_size(), idist.get_nnodes()
+    os.write(1, f"{idist.all_gather(text)} {place}\\n".encode())
+    idist.barrier()
+    if local_rank == 1:
+        raise ValueError("no data")
+    idist.barrier()
+
+def hanging(local_rank, folder):
+    Path(folder, f"{local_rank} of {os.getppid()}").write_text(str(os.getpid()))
+    time.sleep(9000)
+
+if __name__ == "__main__":
+    with idist.Parallel("gloo", nproc_per_node=2) as parallel:
+        parallel.run(*((hanging, sys.argv[1]) if sys.argv[1:] else (training, "hello")))
+"""
+# As in the middle of a job of Slurm, on one of its nodes: none of it is about the new processes.
+IN_SLURM = {
+    "SLURM_JOB_ID": "12345",
+    "SLURM_STEP_ID": str(0xFFFFFFFB),  # that of the batch script
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_JOB_NODELIST": "node[1-2]",
+    "SLURM_JOB_NUM_NODES": "2",
+}
+UNDER_TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "job",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "1",
+}
+
+
+@pytest.fixture
+def run_script(tmp_path):
+    def run(variables, *arguments):
+        script = tmp_path / "script.py"
+        script.write_text(SCRIPT)
+        environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        command = [sys.executable, script, *arguments]
+        return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+
+    return run
+
+
+@pytest.mark.jobs
+def test_a_script_runs_its_processes_whatever_surrounds_it_and_fails_when_they_do(run_script):
+    with run_script(IN_SLURM) as script:
+        try:
+            output, errors = script.communicate(timeout=HANG)
+        finally:
+            script.kill()
+    assert sorted(output.splitlines()) == [f"['hello', 'hello'] ({rank}, 2, 1)" for rank in (0, 1)]
+    assert script.returncode == 1
+    assert "process 1 failed" in errors
+    assert "ValueError: no data" in errors
+
+
+def test_a_script_that_is_killed_takes_its_processes_with_it(run_script, tmp_path):
+    with run_script({**IN_SLURM, **UNDER_TORCHRUN}, tmp_path) as script:
+        try:
+            wait_until(lambda: processes_in(tmp_path))
+            script.kill()
+            wait_until(lambda: not processes_in(tmp_path))
+        finally:
+            script.kill()
+            end_all_in(tmp_path)
+
+
+@pytest.mark.jobs
+def test_an_interrupt_of_all_processes_is_reported_in_one_line(run_script, tmp_path):
+    with run_script({}, tmp_path) as script:
+        try:
+            wait_until(lambda: len(processes_in(tmp_path)) == 2)
+            os.killpg(script.pid, signal.SIGINT)  # as a terminal does
+            _, errors = script.communicate()
+        finally:
+            script.kill()
+            end_all_in(tmp_path)
+    assert script.returncode == -signal.SIGINT
+    (line,) = errors.splitlines()
+    assert line.startswith("KeyboardInterrupt, at ")
