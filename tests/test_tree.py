@@ -292,7 +292,7 @@ def test_to_onehot_adds_the_classes_as_the_second_dimension(shape, dtype):
     assert result.sum() == indices.numel()
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore:.torch.jit:FutureWarning")
 def test_to_onehot_is_compiled_by_torch_jit():
     compiled = torch.jit.script(to_onehot)
     for shape in ((4,), (2, 3), (2, 3, 2)):
