@@ -427,6 +427,7 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]  # Any: torch declares over
         self.world = world or self
         self.calls = Calls("mpi")
         self._title, self._members = title, range(comm.size) if members is None else members
+        self.world.calls.counts[title] = 0
         self.comm = comm
         self.store = store
         self.timeout = timeout

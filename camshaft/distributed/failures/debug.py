@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Store
 
 from camshaft.distributed.backends.contract import Backend, Group, Resource
 from camshaft.distributed.collectives.values import all_gather_values
-from camshaft.distributed.failures.trace import Calls
+from camshaft.distributed.failures.trace import DEBUG, Calls
 from camshaft.distributed.failures.waiting import store_at, wait_for
 from camshaft.distributed.failures.watcher import Watcher
 from camshaft.errors import RankDivergenceError, line_of_caller
@@ -113,7 +113,7 @@ class CollectiveCheck(Resource):
             RankFailedError: a rank has failed or left.
         """
         what, job, this = mine["collective"], self._backend.job, self._backend.topology.rank
-        call = self._calls.begin(f"debug {group}", ranks, what)
+        call = self._calls.begin(f"{DEBUG}{group}", ranks, what)
         number = call[1]
         keys = {rank: f"{group}/{number}/{rank}" for rank in ranks}
         here: dict[int, Row] = {}

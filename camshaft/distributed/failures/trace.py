@@ -28,6 +28,7 @@ from torch._C import _distributed_c10d as c10d
 
 from camshaft.text import spans
 
+DEBUG = "debug "  # before the names of the groups of calls that debug mode compares
 _MOST = 64  # calls that are kept
 _MOST_GROUPS = 32
 _MOST_FRAMES = 30  # of a stack
@@ -73,8 +74,9 @@ class Found(NamedTuple):
 
     Args:
         calls: the last calls, oldest first, and those that are running.
-        begun: number of the last call of each group that the recorder still has.
-        at_most: the same for other groups; the real number may be lower, where messages are counted, too.
+        begun: number of the last call of each group that the recorder still has, or whose calls are counted here.
+        at_most: the same for other groups; the real number may be lower, where messages are counted, too. The key
+            ``DEBUG`` stands for all groups of debug mode that are not in ``begun``.
         members: the ranks of each group, as text.
         threads: identifiers of all threads that sent something.
     """
@@ -172,6 +174,7 @@ class Trace:
 
     def _read(self, now: float, is_urgent: bool) -> Found | None:
         groups = self._groups()
+        counts = {group: count for calls in self.own for group, count in tuple(calls.counts.items())}
         own = [one for calls in self.own for one in calls.read()]
         statuses = _statuses()
         state = [one[0::3] for one in groups], statuses, own
@@ -204,6 +207,8 @@ class Trace:
         found = sorted((call for one in by_group.values() for call in one), key=lambda call: call.began)
         begun = {group: one[-1].sequence for group, one in by_group.items()}
         at_most = {key: count for key, _, count in known.values() if key not in begun}
+        if len(counts) <= _MOST_GROUPS:
+            begun, at_most = counts | begun, at_most | {DEBUG: 0}
         last = (call for index, call in enumerate(found) if not call.is_done or index >= len(found) - _MOST)
         self._found = Found(tuple(last), begun, at_most, members, frozenset(call.thread for call in found))
         # torch counts a call shortly before it lists it: such a reading is repeated, though nothing may change any more

@@ -16,7 +16,7 @@ from torch import nn
 import camshaft.distributed as idist
 from camshaft.distributed.failures import trace as module
 from camshaft.distributed.failures.status import BACKWARD, FSDP, named
-from camshaft.distributed.failures.trace import RECORDS_GLOO, Call, Calls, Trace
+from camshaft.distributed.failures.trace import DEBUG, RECORDS_GLOO, Call, Calls, Trace
 from tests.guards import outlasting
 from tests.ranks import on_ranks
 
@@ -146,6 +146,7 @@ def test_a_reading_is_repeated_only_if_something_has_changed() -> None:
 
 def test_a_library_that_torch_does_not_record_keeps_its_last_calls() -> None:
     calls = Calls("mpi")
+    calls.end(calls.begin("rare", range(2), "barrier"))  # is counted, though it is not kept
     for number in range(100):
         call = calls.begin("all", range(4), "all_reduce", [torch.ones(number)])
         if number < 99:
@@ -155,7 +156,8 @@ def test_a_library_that_torch_does_not_record_keeps_its_last_calls() -> None:
     found = trace.read(0.0)
     assert found is not None
     assert len(found.calls) == 64
-    assert (found.begun, found.members) == ({"all": 100}, {"all": "0-3"})
+    assert (found.begun, found.members) == ({"rare": 1, "all": 100}, {"rare": "0-1", "all": "0-3"})
+    assert found.at_most[DEBUG] == 0
     assert found.calls[-1].value == "torch.float32 [99]"
     assert trace.read(0.0) is found
     calls.end(call)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from camshaft.distributed.failures import verdicts
 from camshaft.distributed.failures.record import LEFT_BY_EXIT, Snapshot
+from camshaft.distributed.failures.trace import DEBUG
 from tests.distributed.failures.stand_in import sent, snapshot, waiting
 
 RUN = {"line": "train.py:9 in main", "number": 1, "epoch": 1, "iteration": 3, "event": "ITERATION_COMPLETED"}
@@ -77,6 +78,14 @@ PROOFS: dict[str, tuple[str, str, list[Snapshot]]] = {
             snapshot(0, 3, **{**waiting("a", 1, "barrier", "0-1"), "begun": {"a": 1, "c": 0}}),
             snapshot(1, 3, **{**waiting("b", 1, "barrier", "1-2"), "begun": {"a": 0, "b": 1}}),
             snapshot(2, 3, **{**waiting("c", 1, "barrier", "0, 2"), "begun": {"b": 0, "c": 1}}),
+        ],
+    ),
+    "a first call that debug mode compares, and a call of another group": (
+        "diverged",
+        r"the ranks wait for each other",
+        [
+            snapshot(0, **{**waiting("0", 5, "all_reduce", "0-1"), "at_most": {DEBUG: 0}}),
+            snapshot(1, **{**waiting(f"{DEBUG}all", 1, "all_reduce", "0-1"), "begun": {"0": 4, f"{DEBUG}all": 1}}),
         ],
     ),
     "a rank that has left and is waited for": (
@@ -226,6 +235,10 @@ HEALTHY: dict[str, list[Snapshot]] = {
         snapshot(0, 3, **waiting("0", 5, "barrier", "0-2", engines=[RUN])),
         snapshot(1, 3, **{**waiting("1", 2, "barrier", "1-2"), "begun": {"0": 4, "1": 2}, "ended": [END]}),
         snapshot(2, 3, **computing()),
+    ],
+    "how far a rank is in a group of debug mode is unknown": [
+        snapshot(0, **waiting("0", 5, "all_reduce", "0-1")),
+        snapshot(1, **{**waiting(f"{DEBUG}all", 1, "all_reduce", "0-1"), "begun": {"0": 4, f"{DEBUG}all": 1}}),
     ],
     "how far a rank is in a group is unknown": [
         snapshot(0, **{**waiting("0", 5, "barrier", "0-1"), "begun": {"0": 5}}),
