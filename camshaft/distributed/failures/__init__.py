@@ -70,5 +70,7 @@ def explain_end(pid: int | None, pids: Iterable[int | None]) -> str:
     own = next((one for one in ranks.values() if one.pid == pid), None)
     if own is None:
         return ""
+    if (final := next((one.status["final"] for one in ranks.values() if one.status.get("final")), None)) is not None:
+        return str(final["text"])  # what the other ranks raise; they know their own calls
     found = verdicts.verdict(ranks.values(), time.monotonic())
     return found.text if found is not None and found.kind == "diverged" else verdicts.end_text(own, ranks)
