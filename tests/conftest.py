@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +40,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if collection_path.suffix == ".py" and not collection_path.name.startswith("test_") else None
 
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs that a shell starts in the background ignore it
 gc.disable()  # until the tests have been collected
 
 

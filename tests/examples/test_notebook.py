@@ -18,8 +18,7 @@ NOTEBOOK = Path(__file__).resolve().parent.parent.parent / "examples" / "noteboo
 def test_the_cells_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = [cell for cell in json.loads(NOTEBOOK.read_text("utf-8"))["cells"] if cell["cell_type"] == "code"]
     script = tmp_path / "cells.py"
-    handle = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)"  # background jobs ignore it
-    script.write_text("\n\n".join([handle, *("".join(cell["source"]) for cell in cells)]), "utf-8")
+    script.write_text("\n\n".join("".join(cell["source"]) for cell in cells), "utf-8")
     monkeypatch.setenv("PYTHONPATH", str(NOTEBOOK.parent.parent))
     monkeypatch.setenv("MPLBACKEND", "agg")
     command = [sys.executable, "-W", "error:::__main__", str(script)]

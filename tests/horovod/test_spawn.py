@@ -154,7 +154,6 @@ def running(folder: Path, seconds: float) -> Iterator[subprocess.Popen[bytes]]:
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore it
         )
     try:
         yield script

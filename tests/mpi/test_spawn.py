@@ -206,7 +206,6 @@ def running(text: str, folder: Path, seconds: float) -> Iterator[subprocess.Pope
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # where these tests run in the background
         )
     try:
         yield script

@@ -663,7 +663,6 @@ def test_no_store_is_open_when_processes_are_forked_or_once_their_run_has_failed
 def be_a_parent(folder, how):
     """Start processes that hang, and write down how that ends."""
     launch.GRACE = 1.0  # those that are forked take it over
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     processes = idist.spawn("gloo", hang, (folder, how), nproc_per_node=2, start_method="fork", join=False)
     bystander = multiprocessing.get_context("fork").Process(target=time.sleep, args=(FOREVER,))
     bystander.start()  # it inherits what this process holds, as the workers of a loader do
