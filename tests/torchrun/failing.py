@@ -9,6 +9,7 @@ import sys
 import time
 
 import camshaft.distributed as idist
+from camshaft.distributed.failures import watcher
 from tests.limits import FOREVER, TIMEOUT
 
 
@@ -27,6 +28,7 @@ def raise_or_compute(local_rank: int) -> None:
 def reduce_or_compute(local_rank: int) -> None:
     print("all ranks have started\n", end="", flush=True)
     if idist.get_rank() == 1:
+        watcher._ORPHANED = 5.0
         time.sleep(FOREVER)
     idist.all_reduce(1.0)
 
