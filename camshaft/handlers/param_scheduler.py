@@ -409,7 +409,7 @@ class LRScheduler(ParamScheduler):
     def _apply(self, engine: Engine[Any, Any] | None) -> None:
         # Many schedulers compute the next rates from those in the groups, which a warm-up may have overwritten.
         scheduler, groups = self.lr_scheduler, self.optimizer.param_groups
-        for group, rate in zip(groups, scheduler.get_last_lr()):  # noqa: B905  # the step checks the lengths
+        for group, rate in zip(groups, scheduler.get_last_lr()):  # noqa: B905  # a group that was added has none yet
             if group["lr"] is not rate:
                 write(group, "lr", rate)
         if self.event_index >= self._steps_from:

@@ -151,14 +151,16 @@ def test_a_custom_step_method_is_called():
     assert run_with(scheduler, scheduler.optimizer, 3) == natively(lambda optimizer: Own(optimizer, 0.5), sgd(0.5), 3)
 
 
-def test_a_changed_number_of_groups_is_rejected():
+def test_a_group_that_is_added_later_takes_part_from_the_next_step():
     optimizer = sgd(0.5)
     scheduler = LRScheduler(native.ExponentialLR(optimizer, 0.5))
     scheduler(None)
     optimizer.add_param_group({"params": [torch.zeros(1)], "lr": 1.0})
-    scheduler.lr_scheduler.get_lr = lambda: [0.25]
-    with pytest.raises(ValueError, match="shorter"):
+    rates = []
+    for _ in range(2):
         scheduler(None)
+        rates.append([group["lr"] for group in optimizer.param_groups])
+    assert rates == [[0.25, 0.5], [0.125, 0.25]]
 
 
 def test_history_has_one_rate_per_group():

@@ -136,9 +136,9 @@ def all_gather_tensors_with_shapes(tensor: Tensor, shapes: Sequence[Sequence[int
         place = call.ranks.index(backend.topology.rank)
         if plain[place] != tuple(tensor.shape):
             raise ValueError(f"shapes must hold this rank's shape {tuple(tensor.shape)} at {place}, got {plain[place]}")
-        call.begin(how=f"{tensor.dtype} {plain}" if backend.job.compares_collectives else "")
         largest = [max(sizes) for sizes in zip(*plain, strict=True)]
         padded = prepared(backend, tensor, "all_gather_tensors_with_shapes").new_zeros(largest)
+        call.begin(how=f"{tensor.dtype} {plain}" if backend.job.compares_collectives else "")
         padded[tuple(map(slice, tensor.shape))] = tensor.detach()
         stacked = backend.all_gather(padded, call.group).to(tensor.device)
         return [row[tuple(map(slice, shape))] for row, shape in zip(stacked, plain, strict=True)]
@@ -162,7 +162,7 @@ def broadcast(tensor: Any, src: int = 0, safe_mode: bool = False, group: Any = N
     (16777217, 'model.pt')
     """
     backend = current()
-    with enter("broadcast", backend, group, None if safe_mode else tensor, root=src) as call:
+    with Call("broadcast", backend, group) as call:
         if not call.is_member:
             return tensor
         src = call.check_member("src", src)
@@ -173,6 +173,7 @@ def broadcast(tensor: Any, src: int = 0, safe_mode: bool = False, group: Any = N
             )
             if not safe_mode:  # the other ranks may pass tensors, which expect no refusal
                 raise wrong
+        call.begin(None if safe_mode else tensor, root=src)
         if isinstance(tensor, Tensor) and not safe_mode:
             return in_place(backend, tensor, backend.broadcast, src, call.group)
         return broadcast_value(backend, tensor, src, call.group, wrong)
@@ -188,9 +189,11 @@ def reduce(tensor: T, dst: int = 0, op: str = "SUM", group: Any = None) -> T | N
     """
     backend = current()
     check_reduction(backend, tensor, op)
-    with enter("reduce", backend, group, tensor, op, dst) as call:
+    with Call("reduce", backend, group) as call:
         call.require_member()
-        is_root = backend.topology.rank == call.check_member("dst", dst)
+        dst = call.check_member("dst", dst)
+        is_root = backend.topology.rank == dst
+        call.begin(tensor, op, dst)
         if not isinstance(tensor, Tensor):
             number = reduced_number(backend, tensor, op, call.group, len(call.ranks))
             return cast(T, number) if is_root else None
@@ -205,9 +208,10 @@ def gather(tensor: Any, dst: int = 0, group: Any = None) -> Any:
     ['a']
     """
     backend = current()
-    with enter("gather", backend, group, tensor, root=dst) as call:
+    with Call("gather", backend, group) as call:
         call.require_member()
         dst = call.check_member("dst", dst)
+        call.begin(tensor, root=dst)
         if not isinstance(tensor, Tensor):
             return gather_values(backend, tensor, dst, call.group)
         stacked = backend.gather(prepared(backend, tensor), dst, call.group)
@@ -232,9 +236,10 @@ def scatter(values: Sequence[Any] | None, src: int = 0, group: Any = None) -> An
     7
     """
     backend = current()
-    with enter("scatter", backend, group, root=src) as call:
+    with Call("scatter", backend, group) as call:
         call.require_member()
         src = call.check_member("src", src)
+        call.begin(root=src)
         held, wrong = call.one_for_each("values", values)
         return scatter_values(backend, held, src, call.group, wrong)
 
@@ -256,12 +261,13 @@ def reduce_scatter(tensor: Tensor, op: str = "SUM", group: Any = None) -> Tensor
     """
     backend = current()
     check_reduction(backend, tensor, op)
-    with enter("reduce_scatter", backend, group, tensor, op) as call:
+    with Call("reduce_scatter", backend, group) as call:
         call.require_member()
         size = len(call.ranks)
         if not isinstance(tensor, Tensor) or tensor.dim() == 0 or len(tensor) % size:
             raise ValueError(f"tensor must be one whose first dimension is a multiple of {size}, got {tensor!r}")
         rows = prepared(backend, tensor).view(size, len(tensor) // size, *tensor.shape[1:])
+        call.begin(tensor, op)
         return backend.reduce_scatter(rows, op, call.group).to(tensor.device)
 
 

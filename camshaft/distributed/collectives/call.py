@@ -14,9 +14,10 @@ from torch import Tensor
 
 from camshaft import activity
 from camshaft.distributed.backends.contract import Backend, Group, check_known
+from camshaft.distributed.collectives.values import check_dense
 from camshaft.distributed.failures import OUR_OWN, debug, translate
 from camshaft.distributed.failures.waiting import alone, check_all_present
-from camshaft.errors import MismatchError, RankDivergenceError, annotate, check_type
+from camshaft.errors import RankDivergenceError, annotate, check_type
 from camshaft.text import counted, shortened_ranks
 
 _SEQUENCES = (list, tuple, range)
@@ -38,13 +39,13 @@ class Call:
         ValueError: ``group`` is not a group.
     """
 
-    __slots__ = ("_added", "_backend", "_collective", "_has_begun", "group", "is_member", "ranks")
+    __slots__ = ("_added", "_backend", "_collective", "_has_begun", "_is_tensor", "group", "is_member", "ranks")
 
     def __init__(self, collective: str, backend: Backend, group: Any) -> None:
         self._collective = collective
         self._backend = backend
         self._added: list[Any] | None = None  # to the calls of the backend
-        self._has_begun = False
+        self._has_begun = self._is_tensor = False
         if group is None:  # not worth a call
             self.group, self.ranks, self.is_member = None, backend.members(None), True
         else:
@@ -52,7 +53,7 @@ class Call:
             self.is_member = backend.topology.rank in self.ranks
 
     def begin(self, value: Any = None, how: str = "", root: Any = None) -> None:
-        """Check on members that the collective can complete.
+        """Check on members that the collective can complete; the arguments of this rank are checked before.
 
         Args:
             value: what this rank passes; in debug mode, dtype and shape of a tensor are compared.
@@ -62,10 +63,11 @@ class Call:
         Raises:
             RankDivergenceError: not all ranks can be here or, in debug mode, they call something else.
             RankFailedError: another rank has failed.
+            TypeError: in debug mode, the tensor is sparse, quantized, nested or on ``meta``.
         """
-        if not self.is_member:
-            return
         backend = self._backend
+        if not self.is_member or (backend.name is None and alone.get() is None):  # nothing is checked or recorded
+            return
         job = backend.job
         if alone.get() is not None:
             check_all_present(self._collective, self.ranks, backend.topology.rank)
@@ -74,11 +76,10 @@ class Call:
         if (clock := activity.own_clock) is not None:
             clock.pause()
             self._has_begun = True
-        if backend.adds_calls and backend.calls is not None:
-            name = "all" if self.group is None else getattr(self.group, "group_name", str(list(self.ranks)))
-            tensors = [value] if isinstance(value, Tensor) else []
-            self._added = backend.calls.begin(name, self.ranks, self._collective, tensors)
+        self._is_tensor = isinstance(value, Tensor)
         if job.compares_collectives:
+            if self._is_tensor:
+                check_dense(value)  # else, the others would wait for this rank in the next comparison
             try:
                 debug.compare(backend, self.group, self.ranks, self._collective, value, how, root)
             except RankDivergenceError as error:
@@ -86,6 +87,10 @@ class Call:
                 if lost is not None and (found := translate(lost, backend)) is not lost:
                     raise found from found.__cause__
                 raise
+        if backend.adds_calls and backend.calls is not None:
+            name = "all" if self.group is None else getattr(self.group, "group_name", str(list(self.ranks)))
+            tensors = [value] if self._is_tensor else []
+            self._added = backend.calls.begin(name, self.ranks, self._collective, tensors)
 
     def require_member(self) -> None:
         """Raise ``RankDivergenceError`` on a rank that is not in the group."""
@@ -128,17 +133,18 @@ class Call:
                 explain(error, self._backend, self.ranks, f"in {self._collective} on rank {rank}{among}")
         finally:
             if self._added is not None:
-                was_sent = not isinstance(error, (TypeError, ValueError)) or isinstance(error, MismatchError)
-                self._backend.calls.end(self._added, was_sent)
+                # a tensor may still be refused, but in place of another value that is wrong, all ranks get its error
+                self._backend.calls.end(
+                    self._added, not (self._is_tensor and isinstance(error, (TypeError, ValueError)))
+                )
             if self._has_begun and (clock := activity.own_clock) is not None:
                 clock.resume()
 
 
-def enter(collective: str, backend: Backend, group: Any, value: Any = None, how: str = "", root: Any = None) -> Call:
+def enter(collective: str, backend: Backend, group: Any, value: Any = None, how: str = "") -> Call:
     """Begin a collective: :class:`Call` and :meth:`Call.begin`."""
     call = Call(collective, backend, group)
-    if backend.name is not None or alone.get() is not None:  # else nothing is checked or recorded
-        call.begin(value, how, root)
+    call.begin(value, how)
     return call
 
 

@@ -139,9 +139,7 @@ def prepared(backend: Backend, tensor: Tensor, collective: str = "") -> Tensor:
     Raises:
         TypeError: it is sparse, quantized, nested or on ``meta``.
     """
-    if not is_dense(tensor):
-        kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
-        raise TypeError(f"tensor must be dense and hold values, got a {kind} one on {tensor.device}")
+    check_dense(tensor)
     if tensor.requires_grad:
         if collective and tensor.grad_fn is not None and torch.is_grad_enabled():
             warnings.warn(
@@ -155,6 +153,13 @@ def prepared(backend: Backend, tensor: Tensor, collective: str = "") -> Tensor:
     if tensor.device != backend.device:
         tensor = backend.bring(tensor)
     return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def check_dense(tensor: Tensor) -> None:
+    """Raise ``TypeError`` for a tensor that is sparse, quantized, nested or on ``meta``."""
+    if not is_dense(tensor):
+        kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+        raise TypeError(f"tensor must be dense and hold values, got a {kind} one on {tensor.device}")
 
 
 def in_place(backend: Backend, tensor: Tensor, operate: Callable[..., Tensor], *arguments: Any) -> Tensor:

@@ -69,7 +69,6 @@ def test_different_calls_raise_on_all_ranks():
         (idist.barrier, lambda: idist.all_reduce(1), ("barrier ", "all_reduce ")),
         (lambda: idist.all_reduce(tensor), lambda: idist.all_reduce(torch.ones(3)), (" [2] ", " [3] ")),
         (lambda: idist.all_gather(tensor), lambda: idist.all_gather(tensor.int()), ("float32", "int32")),
-        (lambda: idist.all_reduce(tensor), lambda: idist.all_reduce(tensor.to_sparse()), ("torch", "sparse_coo")),
         (lambda: idist.all_reduce(1, "MIN"), lambda: idist.all_reduce(1, "MAX"), (" MIN ", " MAX ")),
         (lambda: idist.broadcast(1, src=0), lambda: idist.broadcast(1, src=1), (" 0 ", " 1 ")),
         (lambda: idist.gather(1, dst=0), lambda: idist.gather(1, dst=1), (" 0 ", " 1 ")),
@@ -119,6 +118,28 @@ def test_a_rank_that_does_not_arrive_in_time_is_named():
         assert re.search("rank 1 +no call yet", str(caught.value))
     store.set_timeout(TIMEOUT)
     dist.barrier()
+
+
+@on_ranks(2)
+def test_wrong_arguments_on_one_rank_raise_there_before_calls_are_compared():
+    enable()
+    sparse = torch.eye(2).to_sparse()
+    for call in (
+        lambda: idist.broadcast(torch.ones(2), src=5),
+        lambda: idist.broadcast(1, src="0"),
+        lambda: idist.broadcast(None),
+        lambda: idist.gather(1, dst=-1),
+        lambda: idist.scatter([1, 2], src=2),
+        lambda: idist.reduce(1, dst=2),
+        lambda: idist.reduce_scatter(torch.ones(3)),
+        *(lambda op=op: op(sparse) for op in (idist.all_reduce, idist.all_gather, idist.broadcast, idist.gather)),
+        lambda: idist.reduce_scatter(sparse),
+        lambda: idist.all_gather_tensors_with_shapes(sparse, [(2, 2), (2, 2)]),
+    ):
+        if idist.get_rank() == 1:
+            with pytest.raises((TypeError, ValueError)):
+                call()
+        assert idist.all_reduce(1) == 2  # and all are in step
 
 
 @on_ranks(2)

@@ -16,11 +16,12 @@ from torch import nn
 import camshaft.distributed as idist
 from camshaft.distributed.failures import trace as module
 from camshaft.distributed.failures.status import BACKWARD, FSDP, named
-from camshaft.distributed.failures.trace import DEBUG, RECORDS_GLOO, Call, Calls, Trace
+from camshaft.distributed.failures.trace import DEBUG, Call, Calls, Trace
+from tests.distributed.failures.stand_in import needs_recorder
 from tests.guards import outlasting
 from tests.ranks import on_ranks
 
-pytestmark = pytest.mark.skipif(not RECORDS_GLOO, reason="this torch does not record what gloo does")
+pytestmark = needs_recorder
 
 
 def calls_of(trace: Trace) -> list[Call]:

@@ -25,7 +25,7 @@ from camshaft.distributed.failures.record import Node, Record
 from camshaft.distributed.failures.watcher import Watcher
 from camshaft.engine import Engine
 from camshaft.errors import RankDivergenceError, RankFailedError
-from tests.distributed.failures.stand_in import StoreOnly, snapshot, waiting, watching
+from tests.distributed.failures.stand_in import StoreOnly, needs_recorder, snapshot, waiting, watching
 from tests.guards import outlasting
 from tests.ranks import await_watchers, on_ranks
 
@@ -150,6 +150,7 @@ def test_an_engine_that_calls_no_collective_ends_too() -> None:
     assert texts == []  # it is reported once, with its traceback
 
 
+@needs_recorder
 @on_ranks(2)
 def test_a_rank_that_leaves_is_named_by_the_one_that_waits_for_it_also_within_backward() -> None:
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
@@ -192,6 +193,7 @@ def test_a_call_that_has_completed_is_shown_with_its_line() -> None:
     assert rows == [("0", "4"), ("1", "3")]
 
 
+@needs_recorder
 @on_ranks(2)
 def test_ranks_that_wait_for_each_other_in_two_groups_of_torch_end() -> None:
     await_watchers()
@@ -232,6 +234,7 @@ def test_a_collective_that_all_ranks_have_begun_may_take_as_long_as_a_rank_that_
     assert counts == [0, 0, 0, 0, 1, 1]
 
 
+@needs_recorder
 @on_ranks(2)
 def test_what_one_rank_has_sent_in_code_for_it_alone_is_named_with_the_divergence_that_follows() -> None:
     """As a sharded model does that a handler of one rank calls: its calls meet those of the next step."""
