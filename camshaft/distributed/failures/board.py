@@ -30,6 +30,7 @@ PERIOD = 1.0  # seconds between two requests
 SILENCE = 5.0  # seconds without a packet from the host of the store after which a request fails
 _PROBE = 2.0  # seconds to find out whether the store is served
 _ENDING = 2.0  # seconds that the thread has to end
+_INFORMING = 5.0  # seconds that rank 0 stays at most until the ranks know why the job fails: some may have been killed
 _PAUSE = 0.05  # seconds until rank 0, which leaves, asks again whether the others know the name of the job
 _FINAL, _NEWS, _QUERY, _HOST = "final", "news", "query", "host"
 _READ = (_FINAL, _NEWS, _QUERY, _HOST)
@@ -81,7 +82,7 @@ class Board:
         self._connection: socket.socket | None = None
         self._news: list[str] = []  # topics, as far as they were read
         self._callbacks: dict[str, Callback] = {}
-        self._tasks: deque[Callable[[Store], object]] = deque()
+        self._tasks: deque[tuple[Callable[[Store], object], Event]] = deque()
         self._places: dict[str, str] = {}  # of this node, by what is written there
         self._lock, self._wake = Lock(), Event()
         self._is_closed = False
@@ -120,23 +121,18 @@ class Board:
         Args:
             final: ``{"kind": ..., "text": ..., "traceback": ...}``.
         """
-        done = Event()
-
-        def write(store: Store) -> None:
-            self._take_final(store.compare_set(_FINAL, "-", json.dumps(final)))
-            done.set()
-
         if self._store is None or self.is_lost:
             self.final = self.final or final
-            done.set()
-        else:
-            self.submit(write)
-        return done
+        return self.submit(lambda store: self._take_final(store, store.compare_set(_FINAL, "-", json.dumps(final))))
 
-    def submit(self, task: Callable[[Store], object]) -> None:
-        """Run a function of the store on the board's thread."""
-        self._tasks.append(task)
+    def submit(self, task: Callable[[Store], object]) -> Event:
+        """Run a function of the store on the board's thread; return an event that is set when that is over."""
+        done = Event()
+        self._tasks.append((task, done))
+        if self._has_none:
+            done.set()
         self._wake.set()
+        return done
 
     def write_place(self, kind: str, content: Any) -> None:
         """Write what this node has of a kind, in place of what it wrote before."""
@@ -150,37 +146,43 @@ class Board:
         self.submit(write)
 
     def read_places(self, kind: str, receive: Callable[[list[Any]], None]) -> None:
-        """Pass what the nodes wrote of a kind to a function, which runs on the board's thread."""
+        """Pass what the nodes wrote of a kind to a function, which runs on the board's thread, and report a change."""
 
         def fetch(store: Store) -> None:
             keys = [f"{kind}/{number}" for number in range(1, 1 + store.add(f"{kind}/places", 0))]
             if not keys or not store.check(keys):  # one is counted before it is written
                 keys = [key for key in keys if store.check([key])]
             receive([json.loads(found) for found in _get_all(store, keys)])
+            self._on_change()
 
         self.submit(fetch)
 
     def say_farewell(self, rank: int, how: str, num_known: int, until: float) -> None:
         """Write that a rank leaves, for nodes that cannot read its record.
 
+        With rank 0, the store may end. Before it leaves, the others must know the name of the job, without which they
+        do not find its record, and those of other nodes must know what has ended the job.
+
         Args:
             rank: of this process.
             how: it leaves.
-            num_known: of ranks that must know the name of the job before rank 0 leaves, and the store with it: then
-                only its record tells how it has left.
+            num_known: of ranks that must know the name of the job.
             until: when to stop waiting.
         """
-        is_done = Event()
 
         def write(store: Store) -> None:
             store.set(f"left/{rank}", how)
-            while rank == 0 and store.add("connected", 0) < num_known and time.monotonic() < until:
+            store.add("num_left", 1)
+            informing = min(until, time.monotonic() + _INFORMING) if self.final and self._has_others else 0.0
+            while rank == 0 and time.monotonic() < until:
+                num_connected = store.add("connected", 0)
+                is_over = time.monotonic() >= informing or store.add("informed", 0) >= num_connected
+                if num_connected >= num_known and is_over:
+                    break
                 time.sleep(_PAUSE)
-            is_done.set()
 
         if self.usable_store is not None:
-            self.submit(write)
-            is_done.wait(max(0.0, until - time.monotonic()))
+            self.submit(write).wait(max(0.0, until - time.monotonic()))
 
     def close(self) -> None:
         """End the thread, unless the store blocks it."""
@@ -206,6 +208,8 @@ class Board:
                 self._wake.clear()
             self._work()  # what a rank that leaves has to say
         finally:
+            self.is_lost = True
+            self._work()
             self._store = None
             if self._connection is not None:
                 self._connection.close()
@@ -219,8 +223,21 @@ class Board:
         self._guard(self._look)
 
     def _work(self) -> None:
-        while self._tasks and (store := self.usable_store) is not None:
-            self._guard(self._tasks.popleft(), store)
+        while self._tasks and ((store := self.usable_store) is not None or self._has_none):
+            task, done = self._tasks.popleft()
+            if store is not None:
+                self._guard(task, store)
+            done.set()
+
+    @property
+    def _has_others(self) -> bool:
+        """Whether the job has other nodes."""
+        return self._backend.topology.local_world_size < self._backend.topology.world_size
+
+    @property
+    def _has_none(self) -> bool:
+        """Whether there is no store, or none any more."""
+        return self.is_lost or (self._store is None and self.has_connected.is_set())
 
     @property
     def usable_store(self) -> Store | None:
@@ -263,7 +280,7 @@ class Board:
             self.job = store.compare_set("job", "", uuid.uuid4().hex).decode()
             self._on_job(self.job)
             store.add("connected", 1)
-            if is_beside and topology.local_world_size < topology.world_size:
+            if is_beside and self._has_others:
                 store.compare_set(_HOST, "-", str(topology.rank))
         self._store = store
         self._on_change()
@@ -292,8 +309,8 @@ class Board:
         if store is None:
             return
         final, news, query, host = _get_all(store, _READ)
-        if final != b"-":
-            self._take_final(final)
+        if final != b"-" and self.final is None:
+            self._take_final(store, final)
         if host != b"-":
             self.host = int(host)
         if query != b"-" and (found := json.loads(query)) != self.query:
@@ -304,9 +321,11 @@ class Board:
             keys = [f"{_NEWS}/{number}" for number in range(len(self._news), count)]
             self._news += [found.decode() for found in _get_all(store, keys)]
 
-    def _take_final(self, data: bytes) -> None:
-        self.final = json.loads(data)
+    def _take_final(self, store: Store, data: bytes) -> None:
+        is_first, self.final = self.final is None, json.loads(data)
         self._on_change()
+        if is_first and self._has_others:
+            store.add("informed", 1)
 
     def _lose(self, error: Exception) -> None:
         store, server = self._store, server_of(self._store)

@@ -135,7 +135,7 @@ class CollectiveCheck(Resource):
             return f"ranks {shortened_ranks(rank for rank in ranks if rank not in here)} in {what}:\n{_table(known())}"
 
         try:
-            rows = wait_for(poll, self._store, what, ranks=ranks, rank=this, detail=detail)
+            rows = wait_for(poll, self._store, what, ranks=ranks, rank=this, detail=detail, is_watched=True)
         finally:
             self._calls.end(call)
         if number > 2:  # all have written the call before this one, so they have read the one before that

@@ -349,8 +349,10 @@ def find(folder: Path | None = None) -> list[Path]:
     Args:
         folder: where to look; by default, wherever records are created by default.
     """
-    folders = _folders() if folder is None else [folder]
-    names = [(one, name) for one in folders for name in os.listdir(one) if name.startswith(_PREFIX)]  # faster than glob
+    names: list[tuple[Path, str]] = []
+    for one in _folders() if folder is None else [folder]:
+        with suppress(OSError):  # this process may have too many files open
+            names += [(one, name) for name in os.listdir(one) if name.startswith(_PREFIX)]  # faster than glob
     return [one / name for one, name in sorted(names) if name.endswith(_SUFFIX)]
 
 

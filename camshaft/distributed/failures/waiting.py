@@ -118,6 +118,7 @@ def wait_for(
     ranks: Sequence[int],
     rank: int,
     detail: Callable[[], str],
+    is_watched: bool = False,
 ) -> T:
     """Query the store until it holds a value, and return it.
 
@@ -128,11 +129,12 @@ def wait_for(
         ranks: the ranks to wait for.
         rank: of this process.
         detail: returns which ranks are missing, and the possible reasons.
+        is_watched: whether the watcher of the job reports that this rank waits.
 
     Raises:
         RankDivergenceError: the timeout has passed, or no value can arrive.
     """
-    began, has_logged = time.monotonic(), False
+    began, has_logged = time.monotonic(), is_watched
     try:
         while (answer := poll()) is None:
             check_all_present(what, ranks, rank)

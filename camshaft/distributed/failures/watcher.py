@@ -42,16 +42,17 @@ from camshaft.text import spans
 PERIOD = 1.0  # seconds between two rounds
 URGENT = 0.05  # the same while this rank waits to learn why an operation failed
 ANSWER = 5.0  # seconds that another node has to answer; then a rank is judged without it
-LOST = 60.0  # seconds without any answer after which a node is taken for lost: an extension may hold the GIL as long
-UNREACHABLE = 15.0  # the same for the host of the store, whose kernel answers; torchrun waits as long for a heartbeat
+# Seconds without a packet from the host of the store, whose kernel answers, after which it is taken for lost; torchrun
+# waits as long for a heartbeat. Of other nodes, silence proves nothing: an extension may hold the GIL as long.
+UNREACHABLE = 15.0
 PLACES = 10.0  # seconds that a rank has to look up the line of a call that has completed
 SHARING = 10.0  # seconds between two exchanges of shared values among nodes
 AGAIN = 600.0  # seconds until a rank that still waits is reported again
 _ABLE = 4.0  # age in seconds of the status of a rank that can lead its node
 _LONGEST_BREAK = 60.0  # seconds between two questions of the same rank
-_LEARNING = 6.0  # seconds that a rank waits to learn why an operation failed
+_LEARNING = 6.0  # seconds that a rank waits to learn why an operation failed, on a single node
 _NOTICING = 0.5  # seconds until it is known on a node that one of its processes has ended
-_TELLING = 2.0  # seconds that a rank that leaves has to publish how
+_TELLING = 10.0  # seconds that a rank that leaves waits at most until others know how; its threads may be blocked
 _ENDING = 5.0  # seconds that its thread has to end
 _RAISING = 2.0  # seconds that this rank has to raise a verdict before it is logged
 _ORPHANED = 30.0  # seconds that a rank has to end once its torchrun was killed; torchrun itself allows as many
@@ -166,8 +167,6 @@ class Watcher(Resource):
                 until = time.monotonic() + _TELLING
                 is_known.wait(_TELLING)
                 self._has_told.wait(max(0.0, until - time.monotonic()))
-                if self._rank == 0 and self._backend.topology.local_world_size < self._size:
-                    time.sleep(2 * PERIOD)  # the store may end with this process: let the other nodes read it
         return found
 
     def translate(self, error: BaseException, ranks: frozenset[int] = frozenset()) -> BaseException:
@@ -210,10 +209,14 @@ class Watcher(Resource):
             return
         self._lost[thread] = lost
         self._wake.set()
-        until = time.monotonic() + _LEARNING
+        has_others = self._backend.topology.local_world_size < self._size
+        began = time.monotonic()
         while self._thread.is_alive() and not self._has_verdict.wait(URGENT):
             is_prepared = any(one.status.get("wanted") for one in self._local.values())
-            if time.monotonic() > until + (PLACES if is_prepared else 0.0):
+            limit = (_LEARNING + 2 * ANSWER * has_others if not self.board.is_lost else PATIENCE) + PLACES * is_prepared
+            if time.monotonic() > began + limit:
+                if has_others and self.board.is_lost:
+                    annotate(error, "the process that serves the store of the job has ended")
                 break
             if isinstance(error, MismatchError) and call is not None and self._all_have_sent(call, ranks):
                 break
@@ -297,6 +300,8 @@ class Watcher(Resource):
         status = self._observer.describe(self._is_asked(self._local, now), is_urgent)
         status |= {"left": told[0], "failure": told[1], "lost": next(iter(tuple(self._lost.values())), None)}
         status |= {"final": self._final, "shared": self._sharing.own, **self._places.exchange(self._local)}
+        if "calls" in status:
+            status["asked"] = self._nodes.number
         self._write(status)
         if told == (self._left, self._failure):  # else, it has left or failed in this round
             self._has_told.set()
@@ -310,8 +315,9 @@ class Watcher(Resource):
         leads = self._rank == min(able, default=self._rank)
         if leads:
             self._nodes.answer(local, now)
-            if self._final is None:
-                self._judge(local, now)
+        first = min((rank for rank, one in local.items() if reports.waited(one, now) > PATIENCE), default=None)
+        if self._final is None and (leads or self._rank == first):  # the latter reports what it waits for
+            self._judge(local, now)
         if self._final is not None and status["final"] is None:
             self._write(status | {"final": self._final})  # the store may end with the next process
         self._obey(now)
@@ -343,6 +349,9 @@ class Watcher(Resource):
                 ranks = local | {self.board.host: _departed(self.board.host, self._size, verdicts.NO_ANSWER)}
             elif self.board.usable_store is not None:
                 ranks = self._nodes.ask(local, waiting, now)
+                if ranks is not None and self.is_everywhere and any(one.status.get("lost") for one in waiting):
+                    gone = set(range(self._size)) - ranks.keys()  # the job fails for want of them, whatever they do
+                    ranks = ranks | {rank: _departed(rank, self._size, verdicts.NO_ANSWER) for rank in gone}
         found = None if ranks is None else verdicts.verdict(ranks.values(), now)
         if found is None:
             return
@@ -399,7 +408,7 @@ class Watcher(Resource):
 
 
 class _OtherNodes:
-    """Questions to the leaders of other nodes, and their answers.
+    """Questions to the leaders of all nodes, and their answers, which every node that waits reads.
 
     Args:
         board: of the job.
@@ -409,34 +418,40 @@ class _OtherNodes:
 
     def __init__(self, board: Board, rank: int, size: int) -> None:
         self._board, self._rank, self._size = board, rank, size
-        self._asked: tuple[int, float] | None = None  # number of the question, and when
+        self._asked: tuple[int, float] | None = None  # number of the question whose answers are read, and since when
         self._next = 0.0
-        self._answers: list[dict[str, Any]] = []
+        self._answers: dict[int, Snapshot] = {}
         self._known: tuple[dict[int, Snapshot], float] = {}, 0.0  # what was answered last, and when
-        self._silent: dict[int, float] = {}  # ranks that have not answered, and since when
-        self._seen: tuple[int, float] = 0, math.inf  # the last question of another node, and when it was seen
+        self._last_number = 0  # of the question that was last read
+        self._seen: tuple[int, float] = 0, math.inf  # the last question, and when it was seen
         self._answered = 0
-        self._farewells: dict[int, str] = {}
 
-    def known(self, local: dict[int, Snapshot], now: float) -> dict[int, Snapshot]:
-        """Return the ranks of this node, and those of others as they answered last."""
+    @property
+    def number(self) -> int:
+        """Number of the last question."""
+        return 0 if self._board.query is None else int(self._board.query["number"])
+
+    def known(self, local: dict[int, Snapshot], now: float) -> dict[int, Snapshot] | None:
+        """Return the ranks of this node, and those of others as they answered last; ``None`` if they may do so soon."""
         found, then = self._known
+        if len(local) < self._size and not found and self._board.usable_store is not None:
+            return None
         return {rank: _shifted(one, now - then) for rank, one in found.items()} | local
 
     def is_asked(self, now: float) -> bool:
-        """Return whether another node has asked what the ranks of this one have called."""
-        query = self._board.query
-        if query is not None and query["number"] != self._seen[0]:
-            self._seen = query["number"], now
+        """Return whether a node has asked what the ranks have called."""
+        if self.number != self._seen[0]:
+            self._seen = self.number, now
         return now - self._seen[1] < ANSWER
 
     def answer(self, local: dict[int, Snapshot], now: float) -> None:
-        """Answer the last question, once the ranks of this node have had the time to write what they have called."""
+        """Answer the last question, once the ranks of this node have written what they have called."""
         query = self._board.query
-        if query is None or query["by"] in local or self._answered == query["number"]:
+        if query is None or self._answered == query["number"]:
             return
         self.is_asked(now)
-        if now - self._seen[1] < 2 * PERIOD:
+        is_waited_for = any(_is_here(one) and one.status.get("asked", 0) < query["number"] for one in local.values())
+        if is_waited_for and now - self._seen[1] < ANSWER - 2 * PERIOD:
             return
         self._answered = query["number"]
         keys = {tuple(key) for key in query["keys"]}
@@ -450,48 +465,44 @@ class _OtherNodes:
         self._board.write_place("answer", {"number": query["number"], "ranks": content})
 
     def ask(self, local: dict[int, Snapshot], waiting: list[Snapshot], now: float) -> dict[int, Snapshot] | None:
-        """Ask the other nodes; return what all ranks have called once they have answered, or have not."""
-        if self._asked is None:
-            if now >= self._next:
-                longest = max(reports.waited(one, now) for one in waiting)
-                self._next = now + min(max(longest, PERIOD), _LONGEST_BREAK)
-                keys = [wait.key for one in waiting for wait in verdicts.waits_of(one)]
-                keys += [
-                    tuple(one.status["lost"]["key"]) for one in waiting if (one.status.get("lost") or {}).get("key")
-                ]
-                number = 1 + (self._board.query or {"number": 0})["number"]
-                query = {"number": number, "by": self._rank, "keys": list(dict.fromkeys(keys))[:_MOST_KEYS]}
-                self._asked, self._answers = (number, now), []
-                self._board.submit(lambda store: store.set("query", json.dumps(query)))
+        """Ask all nodes, unless another one has; return what the ranks have called once all nodes have had the time."""
+        if self._asked is None or self._asked[0] < self.number:
+            if self.number > self._last_number and now - self._seen[1] < ANSWER:
+                self._asked, self._last_number, self._answers = (self.number, now), self.number, {}
+            elif now >= self._next:
+                self._ask(waiting, now)
             return None
-        number, then = self._asked
-        if (self._board.query or {}).get("number", 0) > number or (
-            (self._board.query or {}).get("number") == number and self._board.query["by"] != self._rank  # type: ignore[index]
-        ):
-            self._asked = None  # another node has asked at the same time, and judges
-            return None
-        found = {
-            one.rank: one for answer in self._answers if answer["number"] == number for one in _snapshots(answer, now)
-        }
-        missing = [rank for rank in range(self._size) if rank not in found and rank not in local]
+        then = self._asked[1]
+        missing = [rank for rank in range(self._size) if rank not in self._answers and rank not in local]
         if missing and now - then < ANSWER:
-            if now - then > 2 * PERIOD:
-                self._board.read_places("answer", self._receive)
+            self._read(missing)
             return None
         self._asked = None
-        self._silent = {rank: self._silent.get(rank, then) for rank in missing}
-        if missing:
-            self._board.submit(lambda store: self._farewells.update(_farewells(store, missing)))
-        for rank, since in self._silent.items():
-            if rank in self._farewells:
-                found[rank] = _departed(rank, self._size, self._farewells[rank])
-            elif now - since > LOST:
-                found[rank] = _departed(rank, self._size, verdicts.NO_ANSWER)
-        self._known = found, now
-        return found | local
+        self._known = self._answers, now
+        return self._answers | local
 
-    def _receive(self, answers: list[Any]) -> None:
-        self._answers = answers
+    def _ask(self, waiting: list[Snapshot], now: float) -> None:
+        longest = max(reports.waited(one, now) for one in waiting)
+        self._next = now + min(max(longest / 2, PERIOD), _LONGEST_BREAK)
+        keys = [wait.key for one in waiting for wait in verdicts.waits_of(one)]
+        keys += [tuple(one.status["lost"]["key"]) for one in waiting if (one.status.get("lost") or {}).get("key")]
+        before = "-" if self._board.query is None else json.dumps(self._board.query)
+        query = {"number": 1 + self.number, "keys": list(dict.fromkeys(keys))[:_MOST_KEYS]}
+        self._board.submit(lambda store: store.compare_set("query", before, json.dumps(query)))
+
+    def _read(self, missing: list[int]) -> None:
+        """Read the answers, and how ranks have left whose node has nobody who answers."""
+
+        def receive(nodes: list[Any]) -> None:
+            answers = [_snapshots(node, time.monotonic()) for node in nodes if node["number"] == self._last_number]
+            self._answers |= {one.rank: one for answer in answers for one in answer}
+
+        def fetch(store: Store) -> None:
+            left = _farewells(store, [rank for rank in missing if rank not in self._answers])
+            self._answers |= {rank: _departed(rank, self._size, how) for rank, how in left.items()}
+
+        self._board.read_places("answer", receive)
+        self._board.submit(fetch)
 
 
 class _Places:
@@ -571,7 +582,7 @@ class _Sharing:
 
 
 class _Hangs:
-    """Logs what this rank waits for, if it is the first on its node that has waited for long.
+    """Logs what this rank waits for, if it is the first that is known to have waited for long.
 
     Args:
         rank: of this process.
@@ -588,16 +599,18 @@ class _Hangs:
         self._next = 0.0
         self._complete_since = 0.0  # when all ranks that this one waits for had arrived
 
-    def report(self, ranks: dict[int, Snapshot], local: dict[int, Snapshot], now: float) -> None:
-        """Log a report if it is time."""
+    def report(self, ranks: dict[int, Snapshot] | None, local: dict[int, Snapshot], now: float) -> None:
+        """Log a report if it is time, and the ranks of other nodes are known."""
         own = local.get(self._rank)
-        waited = 0.0 if own is None else reports.waited(own, now)
-        if waited < min(PATIENCE, self.after):
+        waited, shortest = 0.0 if own is None else reports.waited(own, now), min(PATIENCE, self.after)
+        if waited < shortest:
             self._next, self._complete_since, self._call = 0.0, now, None
             if own is None or not own.status.get("lost"):
                 self.last_text = None
             return
-        is_first = all(reports.waited(one, now) < self.after for rank, one in local.items() if rank < self._rank)
+        if ranks is None:
+            return
+        is_first = all(reports.waited(one, now) < shortest for rank, one in ranks.items() if rank < self._rank)
         if not is_first or (waited < self.after and self.last_text is not None):
             return
         report = reports.hang_report(ranks, self._rank, now)
@@ -705,8 +718,8 @@ def _departed(rank: int, size: int, how: str) -> Snapshot:
 
 
 def _farewells(store: Store, ranks: list[int]) -> dict[int, str]:
-    keys = [f"left/{rank}" for rank in ranks]
-    there = ranks if store.check(keys) else [rank for rank, key in zip(ranks, keys, strict=True) if store.check([key])]
+    """Return how ranks have left, as far as they could say it."""
+    there = [rank for rank in ranks if store.check([f"left/{rank}"])] if store.add("num_left", 0) else []
     return {rank: store.get(f"left/{rank}").decode() for rank in there}
 
 

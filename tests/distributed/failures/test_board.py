@@ -97,6 +97,16 @@ def test_a_topic_reaches_every_rank_then_or_later(board_at: Any) -> None:
     assert store.num_keys() == KEYS + 2
 
 
+@pytest.mark.parametrize("is_lost_before", [False, True])
+def test_nobody_waits_for_a_task_that_a_lost_store_prevents(is_lost_before: bool) -> None:
+    board = connected(Counted())
+    board.is_lost = is_lost_before
+    done = board.submit(lambda store: store.set("key", "value"))
+    board.is_lost = True
+    board._work()
+    assert done.is_set()
+
+
 @pytest.mark.usefixtures("fast")
 def test_an_error_in_a_callback_is_logged_and_does_not_end_the_thread(board_at: Any, caplog: Any) -> None:
     board, calls = board_at(dist.HashStore()), []
@@ -142,9 +152,9 @@ def test_if_all_ranks_fail_at_once_each_sends_one_request_and_all_agree_on_the_f
     for rank, board in enumerate(boards):
         board.decide({"kind": "failed", "text": f"rank {rank} failed", "traceback": ""})
         board._work()
-    assert store.requests == {"compare_set": SIZE}
+    assert store.requests == {"compare_set": SIZE, "add": SIZE}
     assert {(board.final or {})["text"] for board in boards} == {"rank 0 failed"}
-    assert len(store.data) == KEYS
+    assert len(store.data) == KEYS + 1  # the number of ranks that know it
 
 
 def test_if_all_ranks_announce_the_same_at_once_each_sends_a_few_requests() -> None:
@@ -185,7 +195,9 @@ def test_questions_and_answers_leave_one_key_per_node() -> None:
         num_keys.add(len(store.data))
         assert store.requests.total() <= len(nodes) * (3 * (now - began) + 3) + 20
         now += 60
-    assert num_keys == {KEYS + 1 + len(nodes) - 1}  # the number of places, and a place for each node that answers
+    assert num_keys == {
+        KEYS + 2 + len(nodes)
+    }  # the numbers of places and of ranks that left, and a place for each node
     assert len(store.data["answer/1"]) < 20_000
 
 

@@ -272,6 +272,11 @@ def without_space(folder: Path) -> None:
         assert list(folder.iterdir()) == []
 
 
+def test_a_folder_that_cannot_be_listed_has_no_records(record: Record, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(module, "_folders", lambda: [tmp_path / "gone", tmp_path])
+    assert find() == [record.path]
+
+
 def test_without_space_there_is_an_error_and_no_file(tmp_path: Path) -> None:
     run_on_ranks(1, without_space, tmp_path)
 

@@ -215,6 +215,7 @@ def test_a_long_wait_is_reported_once_with_what_the_other_rank_does() -> None:
         idist.recv(0)  # until it was reported
         idist.barrier()
         return
+    assert not outlasting(lambda: " in recv" not in str(own_watcher()._local.get(1)))
     thread = threading.Thread(target=lambda: (outlasting(lambda: not texts), idist.send(1, 1)))
     thread.start()
     idist.barrier()
@@ -270,6 +271,8 @@ def test_errors_of_users_are_neither_delayed_nor_replaced_whatever_they_say() ->
         job.finalize()
         return
     assert not outlasting(lambda: not any(one.status.get("left") for one in watcher._local.values()))
+    then = time.monotonic()
+    assert not outlasting(lambda: watcher._observer._last[0] < then)  # it has seen that no call was running
     errors: list[BaseException] = []
     for fail in (
         lookup,
@@ -303,13 +306,65 @@ def test_a_verdict_does_not_replace_an_error_of_the_user() -> None:
 # --- many nodes ------------------------------------------------------------------------------------------------------
 
 
-@on_ranks(2)
-def test_ranks_of_different_nodes_learn_of_each_other_through_the_store() -> None:
+def be_on_a_node_of_its_own() -> None:
+    """Make each rank the only one on its node, where the others do not see its record."""
+
     def own(node: Node, is_urgent: bool = False) -> Any:
         one = record.read(node._record.path)
         return {} if one is None else {one.rank: one}
 
-    with mock.patch.object(Node, "read", own):
-        await_watchers()
-        with pytest.raises(RankDivergenceError, match=r"rank 0 +all_reduce(.|\n)*rank 1 +barrier"):
-            idist.all_reduce(1) if idist.get_rank() == 0 else idist.barrier()
+    Node.read = own  # type: ignore[method-assign]  # the process of a rank ends with the test
+    idist.set_local_rank(0)
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    await_watchers()
+    own_watcher().is_everywhere = True
+    assert run.current().topology.local_world_size == 1
+
+
+@on_ranks(2)
+def test_ranks_of_different_nodes_learn_of_each_other_through_the_store() -> None:
+    be_on_a_node_of_its_own()
+    with pytest.raises(RankDivergenceError, match=r"rank 0 +all_reduce(.|\n)*rank 1 +barrier"):
+        idist.all_reduce(1) if idist.get_rank() == 0 else idist.barrier()
+
+
+@pytest.mark.parametrize("how", ["failed first: ValueError: no data", "has left the run without an error"])
+@on_ranks(3)
+def test_ranks_of_other_nodes_learn_how_one_has_ended(how: str) -> None:
+    be_on_a_node_of_its_own()
+    if idist.get_rank() == 1:
+        own_watcher().fail(ValueError("no data")) if "failed" in how else run.finalize()
+        return
+    with pytest.raises(RankFailedError, match=f"rank 1 {how}"):
+        idist.all_reduce(1)
+
+
+@on_ranks(3)
+def test_a_long_wait_over_several_nodes_is_reported_once_when_the_late_rank_has_answered() -> None:
+    be_on_a_node_of_its_own()
+    own_watcher()._hangs.after = 4.0
+    texts, rank, store = logged(), idist.get_rank(), dist.distributed_c10d._get_default_store()
+    if rank == 2:
+        store.wait(["reported"])
+        time.sleep(3 * module.PERIOD)  # in which another rank would report, too
+        idist.barrier()
+    else:
+        thread = threading.Thread(target=lambda: (outlasting(lambda: not texts), store.set("reported", "")))
+        thread.daemon = True
+        thread.start()
+        idist.barrier()
+    found = [text for one in idist.all_gather(texts) for text in one]
+    assert len(found) == 1
+    assert re.match(r"rank 0 has been waiting for \d+ s in barrier at .*, for rank 2:\n  rank 2 is at ", found[0])
+
+
+@on_ranks(2)
+def test_rank_0_stays_until_the_ranks_of_other_nodes_know_why_the_job_fails() -> None:
+    be_on_a_node_of_its_own()
+    store = own_watcher().board.usable_store
+    if idist.get_rank() == 0:
+        own_watcher().fail(ValueError("no data"))
+        run.finalize()
+        assert store.add("informed", 0) == 2
+    else:
+        assert not outlasting(lambda: run.current().job.verdict is None)
