@@ -37,6 +37,11 @@ def waited(one: Snapshot, now: float) -> float:
     return max((now - wait.began for wait in waits_of(one)), default=0.0)
 
 
+def is_stale(one: Snapshot, now: float) -> bool:
+    """Return whether the watcher's thread of a rank does not run."""
+    return bool(now - one.status.get("time", now) > STALE)
+
+
 def hang_report(ranks: Ranks, rank: int, now: float) -> Report | None:
     """Return what a rank waits in, for whom, and what those do; ``None`` if it does not wait.
 
@@ -97,7 +102,7 @@ def _activity(rank: int, one: Snapshot | None, waiting: Snapshot, now: float, ra
     engines = status.get("engines", ())
     at = f" at {line}" if (line := user_line(status.get("stack", ()))) else ""
     place = f", in {place_of(one)}" if engines else ""
-    if age > STALE:
+    if is_stale(one, now):
         cause = "its process is stopped, or code of an extension holds the GIL"
         return f"rank {rank} has not run any Python for {age:.0f} s: {cause}; it was{at or ' busy'}{place}", False
     if waits := waits_of(one):

@@ -610,7 +610,8 @@ class _Hangs:
             return
         if ranks is None:
             return
-        is_first = all(reports.waited(one, now) < shortest for rank, one in ranks.items() if rank < self._rank)
+        able = (one for rank, one in ranks.items() if rank < self._rank and not reports.is_stale(one, now))
+        is_first = all(reports.waited(one, now) < shortest for one in able)
         if not is_first or (waited < self.after and self.last_text is not None):
             return
         report = reports.hang_report(ranks, self._rank, now)

@@ -235,6 +235,16 @@ def test_a_collective_that_all_ranks_have_begun_may_take_as_long_as_a_rank_that_
     assert counts == [0, 0, 0, 0, 1, 1]
 
 
+def test_a_rank_whose_watcher_does_not_run_leaves_the_report_to_the_next_one() -> None:
+    hangs, texts = module._Hangs(1, 60.0), logged()
+    stopped = snapshot(0, **{**waiting("0", 4, "barrier", "0-1"), "time": 92.0})
+    ranks = {0: stopped, 1: snapshot(1, **waiting("0", 5, "barrier", "0-1"))}
+    hangs.report(ranks, ranks, 95)
+    assert not texts
+    hangs.report(ranks, ranks, 152)
+    assert "rank 0 has not run any Python for 60 s" in texts[0]
+
+
 @needs_recorder
 @on_ranks(2)
 def test_what_one_rank_has_sent_in_code_for_it_alone_is_named_with_the_divergence_that_follows() -> None:
