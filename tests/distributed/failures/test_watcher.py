@@ -328,7 +328,7 @@ def be_on_a_node_of_its_own() -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     await_watchers()
     own_watcher().is_everywhere = True
-    assert run.current().topology.local_world_size == 1
+    assert job.current().topology.local_world_size == 1
 
 
 @on_ranks(2)
@@ -343,7 +343,7 @@ def test_ranks_of_different_nodes_learn_of_each_other_through_the_store() -> Non
 def test_ranks_of_other_nodes_learn_how_one_has_ended(how: str) -> None:
     be_on_a_node_of_its_own()
     if idist.get_rank() == 1:
-        own_watcher().fail(ValueError("no data")) if "failed" in how else run.finalize()
+        own_watcher().fail(ValueError("no data")) if "failed" in how else job.finalize()
         return
     with pytest.raises(RankFailedError, match=f"rank 1 {how}"):
         idist.all_reduce(1)
@@ -374,7 +374,7 @@ def test_rank_0_stays_until_the_ranks_of_other_nodes_know_why_the_job_fails() ->
     store = own_watcher().board.usable_store
     if idist.get_rank() == 0:
         own_watcher().fail(ValueError("no data"))
-        run.finalize()
+        job.finalize()
         assert store.add("informed", 0) == 2
     else:
-        assert not outlasting(lambda: run.current().job.verdict is None)
+        assert not outlasting(lambda: job.current().job.verdict is None)
