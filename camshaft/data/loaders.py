@@ -53,6 +53,7 @@ class PlainLoader(DataLoader[Any]):
 class EvenLoader(PlainLoader):
     """A loader of a stream that ends on all ranks together; see :func:`end_together`."""
 
+    total_batch_size: int | None = None
     _wrapped: Iterable[Any] | None = None
 
     def wrap(self, wrapper: Callable[[DataLoader[Any]], Iterable[Any]]) -> None:
@@ -216,7 +217,8 @@ def _over_stream(
             stacklevel=4,
         )
     loader = EvenLoader(dataset, **options)
-    loader.share = rank
+    loader.share, per_rank = rank, options["batch_size"]
+    loader.total_batch_size = per_rank and per_rank * size
     return loader
 
 

@@ -42,6 +42,12 @@ def length_of(data: Any) -> int | None:
         return None
 
 
+def batch_size_of(data: Any) -> int | None:
+    """Return how many samples all ranks take in an iteration over a stream; ``None`` if that is not known."""
+    size = getattr(data, "total_batch_size", None) or getattr(data, "batch_size", None)
+    return size if type(size) is int and length_of(data) is None else None
+
+
 def announce_epoch(data: Any, number: int) -> None:
     """Call ``set_epoch(number)`` on the dataset, the samplers, and the batch samplers of a loader that have it."""
     for part in (getattr(data, "dataset", None), *samplers_of(data)):
@@ -250,6 +256,10 @@ class DataIterator:
         """Record the length of the pass, for data without a length."""
         if self._length is None:
             self._length = self._usual_length = self._given()
+
+    def is_whole(self, done: int) -> bool:
+        """Return whether the pass has ``done`` batches, all of those of the epoch."""
+        return self._given() == done or isinstance(self.engine.state.dataloader, Iterator)
 
     def cut(self, done: int) -> None:
         """Abandon the pass; the next epoch starts another one."""

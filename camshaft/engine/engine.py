@@ -456,7 +456,9 @@ class Engine(Serializable, Generic[Batch, Output]):
         found = seek_with_new_length(request.data, progress.position, before)
         if found is not None and request.epoch_length not in (None, found[2]):
             found = None
-        inferred = request.resume(state, self._has_given_length() or _is_rest(request.data, progress, before))
+        is_given = self._has_given_length() or _is_rest(request.data, progress, before)
+        progress = self._in_batches_of(request.data, progress, is_given)
+        inferred = request.resume(state, is_given)
         if inferred is not None:
             self._inferred["epoch_length"] = inferred
         progress = self._in_present_epochs(progress, before, found)
@@ -471,6 +473,14 @@ class Engine(Serializable, Generic[Batch, Output]):
         state = self.state
         return state.epoch_length not in (None, self._inferred.get("epoch_length"), length_of(state.dataloader))
 
+    def _in_batches_of(self, data: Any, progress: Progress, is_given: bool) -> Progress:
+        """Return progress in batches of the present size of a stream, whose length is inferred again unless given."""
+        if (found := progress.in_batches_of(data, is_given)) is None:
+            return progress
+        if not is_given:
+            self.state.epoch_length = None
+        return found
+
     def _in_present_epochs(self, progress: Progress, before: int | None, found: Any) -> Progress:
         """Return progress in epochs of the present length, which was ``before``; ``iteration`` never goes back."""
         if found is not None:
@@ -480,7 +490,7 @@ class Engine(Serializable, Generic[Batch, Output]):
         else:
             progress = progress.in_epochs_of(self.state.epoch_length, before)
         if before not in (None, self.state.epoch_length):
-            self.logger.info("An epoch now has %s iterations, before %d", self.state.epoch_length, before)
+            self.logger.info("An epoch now has %s iterations, before %d", self.state.epoch_length or "?", before)
         return progress
 
     def _log_resuming(self) -> None:
@@ -656,7 +666,8 @@ class Engine(Serializable, Generic[Batch, Output]):
         ``iteration`` counts completed iterations. ``epochs_completed`` and ``iterations_in_epoch``, those completed in
         the epoch after them, are present once a run has started. ``position`` is present if the data can start in the
         middle of a pass: loaders of ``auto_dataloader``, and data with ``state_dict`` and ``load_state_dict``.
-        ``data_length``, the number of batches in the data, is present if an epoch is a pass over them.
+        ``data_length``, the number of batches in the data, is present if an epoch is a pass over them, ``batch_size`` if
+        they have no length.
 
         While a step is open, what else is saved may be ahead of these values, and accumulated gradients are not saved:
         this warns. Save in a function that :meth:`defer` calls, as :class:`.Checkpoint` does.
@@ -686,6 +697,8 @@ class Engine(Serializable, Generic[Batch, Output]):
             saved.update(epochs_completed=progress.epoch, iterations_in_epoch=progress.done)
         if progress.position is not None:
             saved["position"] = progress.position
+        if progress.batch_size is not None:
+            saved["batch_size"] = progress.batch_size
         length = state.epoch_length
         if length is not None and not self._has_given_length() and length_of(state.dataloader) in (None, length):
             saved["data_length"] = length
@@ -728,8 +741,10 @@ class Engine(Serializable, Generic[Batch, Output]):
             self._discard_run()
         for name, value in (*measures.items(), *((key, state_dict[key]) for key in self.state_dict_user_keys)):
             setattr(state, name, value)
-        if is_running and not is_given:
-            state.epoch_length = length_of(state.dataloader) or length
+        if is_running:
+            if not is_given:
+                state.epoch_length = length_of(state.dataloader) or length
+            progress = self._in_batches_of(state.dataloader, progress, is_given)
         self._inferred = {"epoch_length": state.epoch_length} if not is_given else {}
         progress = self._in_present_epochs(progress, length, found)
         state.iteration, state.epoch = progress.iteration, progress.epoch

@@ -29,7 +29,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from camshaft import activity
-from camshaft.engine.data import has_own_state
+from camshaft.engine.data import batch_size_of, has_own_state
 from camshaft.engine.events import Events, FailureEvents
 from camshaft.engine.progress import Origin, Progress, is_done, target_of
 from camshaft.errors import RankDivergenceError, RankFailedError, annotate, line_of_caller, line_of_error
@@ -229,7 +229,9 @@ class Run:
                 if batch is _END:
                     data.ran_out()
                     if state.epoch_length is None:  # the epoch is this pass
-                        if begun:
+                        if not data.is_whole(begun):  # the run resumed in the middle of it, and read it again
+                            data.cut(begun)
+                        elif begun:
                             engine._infer_epoch_length(begun)
                         else:
                             engine._report_that_data_are_empty()
@@ -351,9 +353,10 @@ class Run:
             done = self.begun + self._has_fetched()
         back = self.begun - done if self.in_epoch else 0
         iteration, position = state.iteration - back, self.data.position(back)
+        batch_size = batch_size_of(state.dataloader)
         if self.in_epoch and (state.epoch_length is None or done < state.epoch_length):
-            return Progress(state.epoch - 1, iteration, done, position)
-        return Progress(state.epoch, iteration, 0, position)
+            return Progress(state.epoch - 1, iteration, done, position, batch_size=batch_size)
+        return Progress(state.epoch, iteration, 0, position, batch_size=batch_size)
 
     def final_progress(self) -> Progress:
         """Return the progress of this run, which has ended."""

@@ -7,7 +7,7 @@ from enum import Enum, auto
 from math import ceil
 from typing import Any, NamedTuple
 
-from camshaft.engine.data import Position, length_of
+from camshaft.engine.data import Position, batch_size_of, length_of
 from camshaft.engine.state import State
 from camshaft.errors import check_type, described
 from camshaft.text import counted
@@ -36,6 +36,7 @@ class Progress(NamedTuple):
         position: position in the data, or ``None`` to read them from their beginning.
         origin: how the engine got there.
         lost: what the run lacks from here on, because an error has left a step that cannot be repeated.
+        batch_size: of data without a length.
     """
 
     epoch: int = 0
@@ -44,6 +45,7 @@ class Progress(NamedTuple):
     position: Position | None = None
     origin: Origin = Origin.ENDED
     lost: str = ""
+    batch_size: int | None = None
 
     def in_epochs_of(self, length: int | None, before: int | None) -> Progress:
         """Return the progress in epochs of another length than ``before``, with the same share of the epoch done."""
@@ -55,6 +57,18 @@ class Progress(NamedTuple):
         if position is not None and position.get("steps") == before and "batches" in position:
             position = {**position, "batches": position["batches"] * length // before, "steps": length}
         return self._replace(done=self.done * length // before, position=position)
+
+    def in_batches_of(self, data: Any, has_given_length: bool) -> Progress | None:
+        """Return the progress in the batches of a stream; ``None`` if their size has not changed, or is not known."""
+        before, size, position = self.batch_size, batch_size_of(data), self.position
+        if before is None or size in (None, before):
+            return None
+        done = self.done if has_given_length else self.done * before // size
+        if position is not None and position.get("batches") and not self.done and not has_given_length:
+            position = {"epoch": position["epoch"] + 1, "batches": 0}  # that pass is over
+        elif position is not None and "batches" in position:
+            position = {**position, "batches": position["batches"] * before // size, "steps": None}
+        return self._replace(done=done, position=position, batch_size=size)
 
 
 # --- saved states ------------------------------------------------------------------------------------------------
@@ -98,7 +112,8 @@ def read(state_dict: Mapping[str, Any]) -> tuple[Progress, dict[str, int | None]
         for name in ("epoch", "batches", "consumed", "steps"):
             if position.get(name) is not None:
                 _integer(f"position[{name!r}]", position[name], least=0)
-    progress = Progress(epoch, iteration, done, position, Origin.LOADED)
+    size = positive("batch_size", state_dict.get("batch_size"))
+    progress = Progress(epoch, iteration, done, position, Origin.LOADED, batch_size=size)
     return progress, {"epoch_length": length or None, **targets}
 
 

@@ -12,13 +12,15 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, get_worker_info
 
 import camshaft.distributed as idist
 from camshaft.engine import DeterministicEngine, Engine, Events, State, create_supervised_trainer
 from camshaft.utils import manual_seed
 from tests.engine.histories import BEFORE, DATA, after, done, failed, fresh, loaded, progress, suspended, terminated
 from tests.engine.traces import IT, IT_AGAIN, Sizeless, at, at_position, echo, flat, traced, unsized
+from tests.ranks import context
+from tests.threads import run_on_threads
 
 # === Saving and loading ===
 
@@ -1212,6 +1214,159 @@ def test_the_length_of_an_epoch_is_inferred_correctly_in_a_pass_that_was_resumed
         later = Recorder()
         assert later.resumed(first.states[iteration], data()) == first.seen[iteration:]
         assert later.engine.state.epoch_length == 4
+
+
+class Numbers(IterableDataset):
+    """A stream, which workers share; with `begin` the rest of it."""
+
+    def __init__(self, begin=0, size=4):
+        self.begin, self.size = begin, size
+
+    def __iter__(self):
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return iter(range(self.begin + first, self.size, step))
+
+
+def of_stream(workers=0, kind=DataLoader, batch_size=1):
+    options = {"multiprocessing_context": context} if workers else {}
+    return kind(Numbers(), batch_size=batch_size, num_workers=workers, **options)
+
+
+REREAD = {  # data that a run that resumes in the middle of an epoch reads from their beginning
+    "list": lambda: make_list(4),
+    "generator function": lambda: Sizeless(*make_list(4)),
+    "stream": of_stream,
+    "loader": lambda: DataLoader(range(4)),
+}
+RETURNING = {  # data that return to where the run was
+    "stream of auto_dataloader": lambda: of_stream(kind=idist.auto_dataloader),
+    "auto_dataloader": lambda: loader(batch_size=1, size=4),
+    "with a state": lambda: Stateful(make_list(4)),
+    "with a state, without a length": lambda: StatefulStream(make_list(4)),
+}
+
+
+def killed_at(stops, make, **target):
+    """Run until each of these iterations in a process of its own, and at last to the end.
+
+    Returns:
+        The batches, the iterations of each epoch that ended in the last process, and its engine.
+    """
+    seen, state, lengths = [], None, []
+    for stop in (*stops, None):
+        recorder = Recorder()
+        if state is not None:
+            recorder.engine.load_state_dict(state)
+        if stop is not None:
+            recorder.engine.add_event_handler(Events.ITERATION_COMPLETED(once=stop), recorder.engine.terminate)
+        else:
+            recorder.engine.add_event_handler(
+                Events.EPOCH_COMPLETED, lambda engine: lengths.append(engine.iteration_in_epoch)
+            )
+        recorder.engine.run(make(), **target)
+        state = recorder.states[recorder.engine.state.iteration]
+        seen += recorder.seen
+    return seen, lengths, recorder.engine
+
+
+@pytest.mark.filterwarnings("ignore:the data cannot seek", "ignore:the run resumes after")
+@pytest.mark.parametrize("target", [{"max_epochs": 3}, {"max_iters": 11}], ids=str)
+@pytest.mark.parametrize("make", [*REREAD.values(), *RETURNING.values()], ids=[*REREAD, *RETURNING])
+def test_a_run_that_was_killed_twice_anywhere_has_the_epochs_of_one_that_was_not(make, target):
+    whole = killed_at([], make, **target)[0]
+    for stops in itertools.combinations(range(1, 11), 2):
+        seen, lengths, engine = killed_at(stops, make, **target)
+        assert engine.state.epoch_length in (4, None)  # none if no whole pass was read
+        assert all(length == 4 for length in lengths[1:-1])
+        if make in RETURNING.values():
+            assert seen == whole
+            assert (engine.state.iteration, engine.state.epoch_length) == (len(whole), 4)
+
+
+@pytest.mark.filterwarnings("ignore:the data cannot seek", "ignore:the run resumes after")
+@pytest.mark.parametrize("stops", [[1], [3, 5], [4, 6], [10, 11]], ids=str)
+def test_streams_of_workers_do_too(stops):
+    def make():
+        return of_stream(workers=2, kind=idist.auto_dataloader)
+
+    assert killed_at(stops, make, max_epochs=3)[0] == killed_at([], make, max_epochs=3)[0]
+
+
+@pytest.mark.filterwarnings("ignore:the run resumes after")
+@pytest.mark.parametrize("stop", range(1, 8))
+def test_an_iterator_goes_on_with_what_it_has_left(stop):
+    numbers = iter(make_list(8))
+    engine = killed_at([stop], lambda: numbers, max_epochs=1)[2]
+    assert (engine.state.iteration, engine.state.epoch_length) == (8, 8)
+
+
+@pytest.mark.filterwarnings("ignore:the data cannot seek", "ignore:the run resumes after")
+@pytest.mark.parametrize("started", [False, True], ids=["before the run", "in STARTED"])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2), (2, 4), (2, 2)])
+@pytest.mark.parametrize("kind", [DataLoader, idist.auto_dataloader])
+def test_the_length_of_a_stream_follows_its_batch_size(kind, before, after, started):
+    first, length = Recorder(), -(-12 // after)
+    first.engine.run(kind(Numbers(size=12), batch_size=before), max_epochs=3)
+    for stop in range(1, len(first.seen)):
+        again, lengths = Recorder(), []
+        again.engine.add_event_handler(
+            Events.EPOCH_COMPLETED, lambda engine, lengths: lengths.append(engine.iteration_in_epoch), lengths
+        )
+        data = kind(Numbers(size=12), batch_size=after)
+        if started:
+            again.engine.add_event_handler(
+                Events.STARTED, lambda engine, stop: engine.load_state_dict(first.states[stop]), stop
+            )
+            again.engine.run(data, max_epochs=3)
+        else:
+            again.resumed(first.states[stop], data)
+        assert (again.engine.state.epoch, again.engine.state.iteration) == (3, stop + len(again.seen))
+        assert lengths[1:] == [length] * len(lengths[1:])
+        done = stop % -(-12 // before) * before // after * after  # samples of the epoch, rounded to whole batches
+        if kind is not DataLoader:
+            assert joined(again.seen)[: 12 - done] == list(range(done, 12))
+            assert lengths[0] == length
+
+
+class Shards(Numbers):
+    def shard(self, num_shards, index):
+        return IterableWrapper(range(index, self.size, num_shards))
+
+
+class IterableWrapper(IterableDataset):
+    def __init__(self, numbers):
+        self.numbers = numbers
+
+    def __iter__(self):
+        return iter(self.numbers)
+
+
+@pytest.mark.filterwarnings("ignore:the data cannot seek")
+@pytest.mark.parametrize("stop", [2, 4])
+def test_a_stream_on_another_number_of_ranks_has_the_same_length(stop):
+    def run(state):
+        recorder = Recorder()
+        data = idist.auto_dataloader(Shards(size=12), batch_size=4)
+        if state is None:
+            recorder.engine.run(data, max_epochs=2)
+            return recorder.states[stop]
+        return recorder.resumed(state, data)
+
+    state = run_on_threads(2, run, None)[0]
+    whole = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]] * 2
+    assert state.pop("batch_size") == 4
+    assert run({**state, "batch_size": 4}) == whole[stop:]
+    assert run({**state, "batch_size": 2}) == whole[stop // 3 * 3 + stop % 3 // 2 :]
+
+
+def test_a_given_length_of_a_stream_stays_with_another_batch_size():
+    first, again = Recorder(), Recorder()
+    first.engine.run(idist.auto_dataloader(Numbers(size=12), batch_size=1), max_epochs=3, epoch_length=4)
+    with pytest.warns(UserWarning, match="skipping 3 batches"):
+        again.resumed(first.states[6], idist.auto_dataloader(Numbers(size=12), batch_size=2))
+    assert again.seen[:2] == [[6, 7], [8, 9]]
+    assert (again.engine.state.iteration, again.engine.state.epoch_length) == (12, 4)
 
 
 def test_sequences_and_loaders_of_torch_are_read_from_their_beginning_and_their_state_is_that_of_the_api():
