@@ -666,8 +666,8 @@ class Engine(Serializable, Generic[Batch, Output]):
         ``iteration`` counts completed iterations. ``epochs_completed`` and ``iterations_in_epoch``, those completed in
         the epoch after them, are present once a run has started. ``position`` is present if the data can start in the
         middle of a pass: loaders of ``auto_dataloader``, and data with ``state_dict`` and ``load_state_dict``.
-        ``data_length``, the number of batches in the data, is present if an epoch is a pass over them, ``batch_size`` if
-        they have no length.
+        ``data_length``, the number of batches in the data, is present if an epoch is a pass over them, and
+        ``batch_size`` if they have no length.
 
         While a step is open, what else is saved may be ahead of these values, and accumulated gradients are not saved:
         this warns. Save in a function that :meth:`defer` calls, as :class:`.Checkpoint` does.
