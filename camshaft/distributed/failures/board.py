@@ -77,6 +77,7 @@ class Board:
         self.is_lost = False
         self.silent_since = math.inf
         self.has_connected = Event()
+        self._answered_at = 0.0
         self.job = ""
         self._store: Store | None = None
         self._connection: socket.socket | None = None
@@ -181,7 +182,7 @@ class Board:
                     break
                 time.sleep(_PAUSE)
 
-        if self.usable_store is not None:
+        if self.responds:
             self.submit(write).wait(max(0.0, until - time.monotonic()))
 
     def close(self) -> None:
@@ -228,6 +229,11 @@ class Board:
             if store is not None:
                 self._guard(task, store)
             done.set()
+
+    @property
+    def responds(self) -> bool:
+        """Whether the store has answered lately: else, it is no use to wait for it."""
+        return self.usable_store is not None and time.monotonic() - self._answered_at < SILENCE
 
     @property
     def _has_others(self) -> bool:
@@ -309,6 +315,7 @@ class Board:
         if store is None:
             return
         final, news, query, host = _get_all(store, _READ)
+        self._answered_at = time.monotonic()
         if final != b"-" and self.final is None:
             self._take_final(store, final)
         if host != b"-":

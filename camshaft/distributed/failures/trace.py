@@ -188,6 +188,7 @@ class Trace:
         for calls in self.own:
             members |= calls.members
         by_group: dict[str, list[Call]] = {}
+        latest: dict[str, int] = {}  # torch's number of the group object; a group that is made anew may have its name
         unlisted = {name: begun for name, (begun, _) in statuses.items() if name in known}
         for entry in _recorded(True).get("entries", ()):
             name, sequence = entry["process_group"][0], int(entry["collective_seq_id"])
@@ -198,10 +199,10 @@ class Trace:
                 del unlisted[name]
             call = _call(entry, key, *statuses.get(name, (0, 0)))
             members[call.group] = ranks
-            earlier = by_group.setdefault(call.group, [])
-            if earlier and call.sequence < earlier[-1].sequence:  # they are of another group of this name
-                earlier.clear()
-            earlier.append(call)
+            if latest.setdefault(call.group, entry["pg_id"]) != entry["pg_id"]:  # the others are of an earlier group
+                latest[call.group] = entry["pg_id"]
+                by_group[call.group] = []
+            by_group.setdefault(call.group, []).append(call)
         for call in own:
             by_group.setdefault(call.group, []).append(call)
         found = sorted((call for one in by_group.values() for call in one), key=lambda call: call.began)

@@ -165,7 +165,7 @@ class Watcher(Resource):
             self._wake.set()
             if self._thread.is_alive():
                 until = time.monotonic() + _TELLING
-                is_known.wait(_TELLING)
+                is_known.wait(_TELLING if self.board.responds else 0.0)
                 self._has_told.wait(max(0.0, until - time.monotonic()))
         return found
 

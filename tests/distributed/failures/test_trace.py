@@ -95,6 +95,26 @@ def test_a_group_that_was_destroyed_is_released() -> None:
     assert not outlasting(lambda: known() is not None)
 
 
+def test_a_group_that_is_made_anew_under_the_same_name_begins_anew() -> None:
+    """torch numbers the groups of a process, but names one after its ranks with ``use_local_synchronization``."""
+    entry = {
+        "process_group": ["name", ""],
+        "input_dtypes": [],
+        "input_sizes": [],
+        "time_created_ns": 0,
+        "retired": True,
+    }
+    entries = [
+        entry | {"pg_id": number, "collective_seq_id": 1, "profiling_name": f"gloo:{operation}"}
+        for number, operation in ((1, "all_reduce"), (2, "barrier"))
+    ]
+    with (
+        mock.patch.object(module, "_recorded", lambda has_calls: {"entries": entries if has_calls else []}),
+        mock.patch.object(Trace, "_groups", return_value=[("name", "key", "0-1", 1)]),
+    ):
+        assert [(call.sequence, call.operation) for call in calls_of(Trace())] == [(1, "barrier")]
+
+
 @on_ranks(2)
 def test_what_is_not_completed_is_known_at_little_cost_and_with_its_line() -> None:
     trace = Trace()
