@@ -112,9 +112,8 @@ class Watcher(Resource):
         self.is_everywhere = self._is_closed = False
         self._left: str | None = None
         self._failure: dict[str, Any] | None = None
-        self._lost: dict[
-            int, dict[str, Any]
-        ] = {}  # by thread, operations that failed, and whose cause is not known yet
+        # by thread, operations that failed, and whose cause is not known yet
+        self._lost: dict[int, dict[str, Any]] = {}
         self._final: dict[str, Any] | None = None
         self._local: dict[int, Snapshot] = {}  # what the records of this node said in the last round
         self._obeyed_at = self._end_at = self._gone_since = math.inf
@@ -649,11 +648,9 @@ def _is_of_backend(error: BaseException, backend: Backend) -> bool:
     """Return whether torch's collectives, or the backend, have raised an error, and not a user or this package."""
     if isinstance(error, (MismatchError, *backend.errors)):
         return True
-    trace = error.__traceback__
+    trace = _innermost(error)
     if not isinstance(error, RuntimeError) or trace is None:
         return False
-    while trace.tb_next is not None:
-        trace = trace.tb_next
     path = trace.tb_frame.f_code.co_filename
     if path.startswith(_OWN):  # which calls the backend, and raises errors of its own
         return isinstance(error, dist.DistError) or not _has_raised(trace)
@@ -662,26 +659,26 @@ def _is_of_backend(error: BaseException, backend: Backend) -> bool:
 
 def _is_of_message(error: BaseException) -> bool:
     """Return whether an error comes from a wait for a message, which torch does not record."""
-    return not isinstance(error, (dist.DistError, MismatchError)) and _origin(error).startswith(_OWN)
-
-
-def _origin(error: BaseException) -> str:
-    """Return the file in which an error was raised."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return "" if trace is None else trace.tb_frame.f_code.co_filename
+    return not isinstance(error, (dist.DistError, MismatchError)) and _is_own(_innermost(error))
 
 
 def _was_sent(error: BaseException) -> bool:
     """Return whether an error comes from the wait for a call, and not from the check of its arguments."""
+    trace = _innermost(error)
+    works = () if trace is None else (one for one in trace.tb_frame.f_locals.values() if isinstance(one, dist.Work))
+    return _is_own(trace) or any(True for _ in works)
+
+
+def _is_own(trace: TracebackType | None) -> bool:
+    return trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OWN)
+
+
+def _innermost(error: BaseException) -> TracebackType | None:
+    """Return where an error was raised."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    if trace is None:
-        return False
-    is_own = trace.tb_frame.f_code.co_filename.startswith(_OWN)
-    return is_own or any(isinstance(one, dist.Work) for one in trace.tb_frame.f_locals.values())
+    return trace
 
 
 def _has_raised(trace: TracebackType) -> bool:
