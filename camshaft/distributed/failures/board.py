@@ -309,7 +309,7 @@ class Board:
         """Read what is new, with one request."""
         if self.silent_since < math.inf:
             self._reconnect()
-        if self._connection is not None and _is_closed(self._connection):
+        if self.usable_store is not None and self._connection is not None and _is_closed(self._connection):
             self._lose(ConnectionError("the process that serves the store has ended"))  # torch would print a stack
         store = self.usable_store
         if store is None:
