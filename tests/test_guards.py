@@ -8,11 +8,13 @@ import random
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from subprocess import PIPE
+from unittest import mock
 
 import numpy
 import pytest
@@ -72,10 +74,9 @@ def open_file() -> Iterator[None]:
 
 @contextmanager
 def new_file() -> Iterator[None]:
-    path = guards.ROOT / "left-over.txt"
-    path.touch()
-    yield
-    path.unlink()
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(guards, "ROOT", Path(folder)):
+        Path(folder, "left-over.txt").touch()  # other tests watch the real one at the same time
+        yield
 
 
 @contextmanager

@@ -59,6 +59,7 @@ _ORPHANED = 30.0  # seconds that a rank has to end once its torchrun was killed;
 _MOST_NOTES, _LONGEST_TRACEBACK = 3, 8000
 _MOST_KEYS, _MOST_STACKS = 16, 4  # of an answer
 _RAISE = dis.opmap["RAISE_VARARGS"]
+_MESSAGES = ("send", "recv", "isend", "irecv")  # functions of torch
 _TRANSLATED = "camshaft_translated"  # attribute of an error that was looked at before
 OUR_OWN = (RankDivergenceError, RankFailedError, NotImplementedError)
 _LIBRARIES = tuple(os.path.join(os.path.dirname(str(module.__file__)), "") for module in (activity, torch))
@@ -192,7 +193,7 @@ class Watcher(Resource):
         thread = get_ident()
         found = self._trace.read(time.monotonic(), is_urgent=True) or Found()
         call = next((one for one in reversed(found.calls) if one.thread in (0, thread)), None)
-        if _is_of_message(error):
+        if is_message := _is_of_message(error):
             call = None
         is_certain = isinstance(error, (dist.DistError, MismatchError, *self._backend.errors)) or _was_sent(error)
         ranks = verdicts.members(found.members.get(call.group, "")) if call else ranks or frozenset(range(self._size))
@@ -204,7 +205,8 @@ class Watcher(Resource):
             **named(_lines(error.__traceback__), "" if call is None else call.operation),
         }
         # torch computes there, too
-        if not (is_certain or (call and self._observer.may_have_failed(call) and self._is_in_trouble(lost, ranks))):
+        may_have_failed = is_message or (call is not None and self._observer.may_have_failed(call))
+        if not (is_certain or (may_have_failed and self._is_in_trouble(lost, ranks))):
             return
         self._lost[thread] = lost
         self._wake.set()
@@ -658,8 +660,10 @@ def _is_of_backend(error: BaseException, backend: Backend) -> bool:
 
 
 def _is_of_message(error: BaseException) -> bool:
-    """Return whether an error comes from a wait for a message, which torch does not record."""
-    return not isinstance(error, (dist.DistError, MismatchError)) and _is_own(_innermost(error))
+    """Return whether an error comes from a message, which torch does not record: from the wait, or as it is sent."""
+    trace = _innermost(error)
+    is_sent = trace is not None and trace.tb_frame.f_code.co_name in _MESSAGES
+    return not isinstance(error, (dist.DistError, MismatchError)) and (is_sent or _is_own(trace))
 
 
 def _was_sent(error: BaseException) -> bool:

@@ -302,6 +302,20 @@ def test_errors_of_users_are_neither_delayed_nor_replaced_whatever_they_say() ->
 
 
 @on_ranks(2)
+def test_a_message_that_cannot_even_be_sent_names_the_rank_that_has_left() -> None:
+    await_watchers()
+    if idist.get_rank() == 1:
+        assert idist.recv(0) == 0
+        job.finalize()
+        return
+    idist.send(0, 1)
+    assert not outlasting(lambda: not any(one.status.get("left") for one in own_watcher()._local.values()))
+    with pytest.raises(RankFailedError, match="rank 1 has left the run without an error"):
+        while True:  # the connection is closed a moment later
+            idist.send(1, 1)
+
+
+@on_ranks(2)
 def test_a_verdict_does_not_replace_an_error_of_the_user() -> None:
     await_watchers()
     if idist.get_rank() == 1:
