@@ -325,8 +325,11 @@ class DataIterator:
             return None
         return {"epoch": self._number + over, "batches": 0 if over else batches, "steps": self._length}
 
-    def completed_by_all(self, progress: Progress, start: Progress) -> Progress:
-        """Return the progress that all ranks that share the data have made, which is at least ``start``."""
+    def completed_by_all(self, progress: Progress, start: Progress | None) -> Progress:
+        """Return the progress that all ranks that share the data have made, which is at least ``start``.
+
+        With ``None``, the run has ended, and the others are told so.
+        """
         shared = getattr(self._exact, "completed_by_all", None)
         least: Progress = progress if shared is None else shared(self.engine.run_number, progress, start)
         return least

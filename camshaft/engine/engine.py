@@ -519,6 +519,8 @@ class Engine(Serializable, Generic[Batch, Output]):
             has_ended, error = run.proceed()
             if error is not None:
                 raise error
+            if has_ended:
+                run.data.completed_by_all(run.final_progress(), None)
         finally:
             error = None  # its traceback holds this frame
             with activity.lock:

@@ -24,8 +24,8 @@ class RunningAverage(Serializable):
 
     The first value is the first average. A value on a GPU is averaged there without synchronizing: the number is
     fetched when a progress bar, a log record or your own code reads ``engine.state.metrics``. Each rank has its own
-    average, of its own samples, and along ``cp`` of its own part of the sequences. If the value is a DTensor, it is
-    first reduced over its mesh, so attach this on all ranks.
+    average, of its own samples, and along ``cp`` of its own part of the sequences; a checkpoint holds that of the rank
+    that saves. If the value is a DTensor, it is first reduced over its mesh, so attach this on all ranks.
 
     Args:
         output_transform: called with the output of an iteration, returns a number or a tensor with one element. The

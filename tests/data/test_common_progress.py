@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
+from contextlib import suppress
 from types import SimpleNamespace
 from unittest import mock
 
@@ -28,10 +29,15 @@ def loader():
     return idist.auto_dataloader(list(range(LENGTH)), batch_size=2, seed=3)
 
 
-def work(engine_class, stops, state=None, step=lambda: None, max_epochs=1):
-    """Process samples, save every fifth iteration, and stop this rank at an iteration; return the samples and states.
+def fail():
+    raise ZeroDivisionError
 
-    A rank that has stopped is like one that was killed.
+
+def work(engine_class, stops, state=None, step=lambda: None, max_epochs=1, fails=False):
+    """Process samples, save every fifth iteration, and end the run of this rank at an iteration, early or by an error.
+
+    Returns:
+        The samples, the states, and the warnings.
     """
     seen, states, stop = [], [], stops[idist.get_rank()]
 
@@ -42,12 +48,13 @@ def work(engine_class, stops, state=None, step=lambda: None, max_epochs=1):
     engine = engine_class(process)
     engine.add_event_handler(Events.ITERATION_COMPLETED(every=5), lambda: states.append(engine.state_dict()))
     if stop is not None:
-        engine.add_event_handler(Events.ITERATION_COMPLETED(once=stop), engine.terminate)
+        engine.add_event_handler(Events.ITERATION_COMPLETED(once=stop), fail if fails else engine.terminate)
     if state is not None:
         engine.load_state_dict(state)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        engine.run(loader(), max_epochs=max_epochs)
+        with suppress(ZeroDivisionError):
+            engine.run(loader(), max_epochs=max_epochs)
     return seen, states, [str(one.message) for one in caught]
 
 
@@ -55,7 +62,7 @@ def work(engine_class, stops, state=None, step=lambda: None, max_epochs=1):
 @pytest.mark.parametrize(
     ("stops", "reached"),
     [
-        ((14, 7), 5),  # rank 1 was killed after it had saved once
+        ((14, 7), 5),  # rank 1 failed after it had saved once, which is as if it had been killed
         ((24, 19), 15),  # likewise, in the second epoch of the other one
         ((14, 3), 0),  # before it had saved
         ((9, 9), 5),
@@ -69,7 +76,7 @@ def test_a_run_resumes_from_what_all_ranks_have_completed(engine_class, stops, r
 def loses_nothing(engine_class, stops, reached):
     epochs = -(-max(stops) // 15)
     with mock.patch.object(data, "_PATIENCE", 0.5):
-        before, states, messages = work(engine_class, stops, max_epochs=epochs)
+        before, states, messages = work(engine_class, stops, max_epochs=epochs, fails=True)
     dist.barrier()
     (state,) = idist.all_gather((states[-1] if states else None,))[0]  # rank 0 writes the file
     assert state["iteration"] == reached
@@ -107,9 +114,12 @@ def test_a_save_waits_for_ranks_that_come_later():
 
 @on_ranks(2)
 def test_ranks_that_do_not_save_are_waited_for_once():
-    states, slept = [], []
+    states, slept, store = [], [], dist.distributed_c10d._get_default_store()
     engine = Engine(lambda engine, batch: None)
-    if idist.get_rank() == 0:
+    if idist.get_rank() == 1:
+        engine.add_event_handler(Events.COMPLETED, lambda: store.get("rank 0 has ended"))
+    else:
+        engine.add_event_handler(Events.COMPLETED, lambda: store.set("rank 0 has ended", ""))
         engine.add_event_handler(Events.ITERATION_COMPLETED, lambda: states.append(engine.state_dict()["iteration"]))
     clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
     with mock.patch.object(data, "time", clock), warnings.catch_warnings(record=True) as caught:
@@ -119,6 +129,25 @@ def test_ranks_that_do_not_save_are_waited_for_once():
     assert len(caught) == (idist.get_rank() == 0)
     assert sum(slept) < 4 * data._PATIENCE
     dist.barrier()
+
+
+@pytest.mark.parametrize(("stops", "saved"), [((None, None), 15), ((None, 7), 7), ((7, None), 7)])
+def test_a_rank_whose_run_has_ended_is_not_waited_for(stops, saved):
+    ends_first(stops, saved)
+
+
+@on_ranks(2)
+def ends_first(stops, saved):
+    states, every, stop = [], (1, 4)[idist.get_rank()], stops[idist.get_rank()]
+    engine = Engine(lambda engine, batch: None)
+    engine.add_event_handler(Events.ITERATION_COMPLETED(every=every), lambda: states.append(engine.state_dict()))
+    if stop is not None:
+        engine.add_event_handler(Events.ITERATION_COMPLETED(once=stop), engine.terminate)
+    with mock.patch.object(data, "_PATIENCE", 1e6):
+        engine.run(loader())
+    dist.barrier()
+    if idist.get_rank() == 0:
+        assert states[-1]["iteration"] == saved
 
 
 @pytest.mark.parametrize("in_group", [False, True])

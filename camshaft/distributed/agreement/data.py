@@ -161,14 +161,15 @@ class SharedSource:
         """Return the progress of the rank that has completed least, from which a run resumes without a gap.
 
         Steps with collectives keep the ranks together, and nothing is exchanged. If the ranks have not communicated
-        since the pass began, each writes its progress to the store and waits for the others to come as far, but not for
-        long: to resume from less repeats samples, which is better than to lose them. After a wait in vain, it
-        waits again only once all of them have come as far, so that ranks that do not save cost a single wait.
+        since the pass began, each writes its progress to the store, when it saves and when its run ends, and a rank that
+        saves waits for the others to come as far or to end, but not for long: to resume from less repeats samples, which
+        is better than to lose them. After a wait in vain, it waits again only once all of them have come as far, so that
+        ranks that do not save cost a single wait.
 
         Args:
             run: number of the run of the engine.
             mine: the progress of this rank.
-            start: that of the start of the run, for ranks that have not saved in it.
+            start: that of the start of the run, for ranks that have not saved in it; ``None`` if the run has ended.
         """
         backend, here, pause, missed = self.backend(), alone.get(), PAUSE / 50, self._missed
         if backend is None or here is not None or self._collectives != _num_collectives():
@@ -177,14 +178,19 @@ class SharedSource:
             return mine
         rank, keys = backend.topology.rank, [f"done/{rank}" for rank in range(backend.topology.world_size)]
         began = time.monotonic()
-        store.set(keys[rank], json.dumps([run, {name: getattr(mine, name) for name in _DONE}]))
+        row = json.dumps([run, {name: getattr(mine, name) for name in _DONE}, start is None])
+        if start is None:
+            with suppress(RuntimeError):  # the process that holds the store has ended
+                store.set(keys[rank], row)
+            return mine
+        store.set(keys[rank], row)
         while True:
             rows = [json.loads(text) for text in store.multi_get(keys)] if store.check(keys) else []
-            done = [mine._replace(**one) for number, one in rows if number == run]
+            done = [mine._replace(**one) for number, one, _ in rows if number == run]
             least = min(done, key=attrgetter("iteration")) if len(done) == len(keys) else start
-            if self._missed and rows and min((number, one["iteration"]) for number, one in rows) >= self._missed:
+            if self._missed and rows and min((number, one["iteration"]) for number, one, _ in rows) >= self._missed:
                 self._missed = None  # the others came, if late
-            if least.iteration >= mine.iteration:
+            if len(done) == len(keys) and all(ended or one["iteration"] >= mine.iteration for _, one, ended in rows):
                 break
             if self._missed or time.monotonic() - began > _PATIENCE:
                 self._missed = self._missed or (run, mine.iteration)
