@@ -729,7 +729,17 @@ MISTAKES = [
             "evaluator.run(batches)"
         ),
         ValueError,
-        "score_function must return a real number, got tensor([1.]) of type Tensor; return score.item()",
+        "score_function must return a real number, got tensor([1.]) of type Tensor; use its item()",
+    ),
+    (
+        (
+            'checkpoint = Checkpoint({"model": model}, "checkpoints", score_name="recall")\n'
+            "evaluator.add_event_handler(Events.COMPLETED, checkpoint)\n"
+            "evaluator.add_event_handler(Events.STARTED, lambda e: e.state.metrics.update(recall=torch.ones(2)))\n"
+            "evaluator.run(batches)"
+        ),
+        ValueError,
+        "the metric 'recall' must be a real number, got tensor([1., 1.]) of type Tensor",
     ),
     (
         (

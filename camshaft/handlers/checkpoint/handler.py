@@ -75,7 +75,7 @@ def score_of_metric(metric_name: str, score_sign: float = 1.0) -> ScoreFunction:
         metrics = engine.state.metrics
         if metric_name not in metrics:
             raise KeyError(missing_metric("the score", metric_name, metrics))
-        return metrics[metric_name] * score_sign
+        return _as_priority(metrics[metric_name], f"the metric {metric_name!r} must be") * score_sign
 
     return score
 
@@ -391,8 +391,8 @@ class Checkpoint(Serializable):
         if self.global_step_transform is not None:
             step = self.global_step_transform(engine, engine.last_event_name)
         if self.score_function is None:
-            return step, None, _as_priority(step, "global_step_transform")
-        score = _as_priority(self.score_function(engine), "score_function")
+            return step, None, _as_priority(step, "global_step_transform must return")
+        score = _as_priority(self.score_function(engine), "score_function must return")
         return step, score, score
 
     def resume_latest(self, *, map_location: Any = None, **kwargs: Any) -> Path | None:
@@ -498,7 +498,7 @@ class Checkpoint(Serializable):
         """
         super().load_state_dict(state_dict)
         try:
-            saved = [Item(_as_priority(priority, "_saved"), name) for priority, name in state_dict["_saved"]]
+            saved = [Item(_as_priority(priority, "_saved must hold"), name) for priority, name in state_dict["_saved"]]
             for item in saved:
                 check_text("a file name", item.filename)
                 check = check_is_name if isinstance(self.save_handler, DiskSaver) else check_is_inside
@@ -751,13 +751,16 @@ def takes_metadata(save_handler: Any) -> bool:
     raise TypeError(f"save_handler must be {expected}, got {described(save_handler)}")
 
 
-def _as_priority(value: Any, source: str) -> int | float:
+def _as_priority(value: Any, rule: str) -> int | float:
     """Convert any real number to a plain one, which ``torch.load(weights_only=True)`` accepts.
 
     Raises:
         ValueError: it is not a real number.
 
-    >>> _as_priority(True, "score_function"), _as_priority(0.5, "score_function")
+    >>> (
+    ...     _as_priority(True, "score_function must return"),
+    ...     _as_priority(0.5, "score_function must return"),
+    ... )
     (1, 0.5)
     """
     if isinstance(value, LazyNumber):
@@ -766,8 +769,8 @@ def _as_priority(value: Any, source: str) -> int | float:
         value = value.item()
     if isinstance(value, Number) and not isinstance(value, complex):
         return int(value) if isinstance(value, Integral) else float(value)  # type: ignore[arg-type]  # real, or a Decimal
-    hint = "; return score.item()" if hasattr(value, "item") else ""
-    raise ValueError(f"{source} must return a real number, got {described(value)}{hint}")
+    hint = "; use its item()" if getattr(value, "shape", None) == (1,) else ""
+    raise ValueError(f"{rule} a real number, got {described(value)}{hint}")
 
 
 def _record(items: list[Item]) -> OrderedDict[str, Any]:
