@@ -131,27 +131,6 @@ def without_reduction(modules: Iterable[Any]) -> Iterator[None]:
             module.set_requires_gradient_sync(True)
 
 
-def reduce_gradients(modules: Iterable[Any]) -> bool:
-    """Reduce the gradients kept by :func:`without_reduction`, as the end of a backward pass does.
-
-    Torch has no public function for this.
-
-    Returns:
-        False if this version of torch does not support it.
-    """
-    states = [module._get_fsdp_state() for module in modules if hasattr(module, "_get_fsdp_state")]
-    if not states or not all(hasattr(state, "_root_post_backward_final_callback") for state in states):
-        return False
-    for state in states:
-        context = state._state_ctx
-        if (
-            getattr(context, "manual_backward_finalization_active", False) is None
-        ):  # torch 2.15 sets it in a forward pass
-            context.manual_backward_finalization_active = False
-        state._root_post_backward_final_callback()
-    return True
-
-
 def discard_gradients(modules: Iterable[Any]) -> None:
     """Drop the gradients kept by :func:`without_reduction`, which ``zero_grad`` does not clear."""
     for outer in modules:

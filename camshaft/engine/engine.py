@@ -475,9 +475,8 @@ class Engine(Serializable, Generic[Batch, Output]):
 
     def _in_batches_of(self, data: Any, progress: Progress, is_given: bool) -> Progress:
         """Return progress in batches of the present size of a stream, whose length is inferred again unless given."""
-        if (found := progress.in_batches_of(data, is_given)) is None:
-            return progress
-        if not is_given:
+        found = progress.in_batches_of(data, is_given)
+        if found is not progress and not is_given:
             self.state.epoch_length = None
         return found
 

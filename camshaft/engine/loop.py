@@ -354,9 +354,8 @@ class Run:
         back = self.begun - done if self.in_epoch else 0
         iteration, position = state.iteration - back, self.data.position(back)
         batch_size = batch_size_of(state.dataloader)
-        if self.in_epoch and (state.epoch_length is None or done < state.epoch_length):
-            return Progress(state.epoch - 1, iteration, done, position, batch_size=batch_size)
-        return Progress(state.epoch, iteration, 0, position, batch_size=batch_size)
+        is_open = self.in_epoch and (state.epoch_length is None or done < state.epoch_length)
+        return Progress(state.epoch - is_open, iteration, done * is_open, position, batch_size=batch_size)
 
     def final_progress(self) -> Progress:
         """Return the progress of this run, which has ended."""

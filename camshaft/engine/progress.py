@@ -58,11 +58,11 @@ class Progress(NamedTuple):
             position = {**position, "batches": position["batches"] * length // before, "steps": length}
         return self._replace(done=self.done * length // before, position=position)
 
-    def in_batches_of(self, data: Any, has_given_length: bool) -> Progress | None:
-        """Return the progress in the batches of a stream; ``None`` if their size has not changed, or is not known."""
+    def in_batches_of(self, data: Any, has_given_length: bool) -> Progress:
+        """Return the progress in the batches of a stream, unchanged if their size has not changed, or is not known."""
         before, size, position = self.batch_size, batch_size_of(data), self.position
         if before is None or size in (None, before):
-            return None
+            return self
         done = self.done if has_given_length else self.done * before // size
         if position is not None and position.get("batches") and not self.done and not has_given_length:
             position = {"epoch": position["epoch"] + 1, "batches": 0}  # that pass is over

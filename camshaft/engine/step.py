@@ -24,7 +24,6 @@ from camshaft.dtensors import (
     is_dtensor,
     local,
     outermost_sharded,
-    reduce_gradients,
     without_reduction,
 )
 from camshaft.engine.events import Events, Order
@@ -262,7 +261,9 @@ class Update:
         if hasattr(optimizer, "synchronize"):
             optimizer.synchronize()
         if factor is not None:
-            self.multiply(factor)
+            for parameter in self.parameters():
+                assert parameter.grad is not None, "parameters() yields those with a gradient"
+                local(parameter.grad).mul_(factor)
         clips = self._clip_grad_norm is not None or self._clip_grad_value is not None
         parts = _Parts(optimizer) if (clips or scaler is not None) and any_dtensor(_all_parameters(optimizer)) else None
         target: Any = optimizer if parts is None else parts
@@ -287,12 +288,6 @@ class Update:
             else:
                 scaler.step(target)
                 scaler.update()
-
-    def multiply(self, factor: float | Tensor) -> None:
-        """Multiply the gradients."""
-        for parameter in self.parameters():
-            assert parameter.grad is not None, "parameters() yields those with a gradient"
-            local(parameter.grad).mul_(factor)
 
     def parameters(self) -> Iterable[Tensor]:
         """Yield the parameters that have a gradient."""
@@ -367,9 +362,9 @@ class Accumulation:
     """Collects the gradients of a window of micro-batches, and steps at its end or at the end of the epoch.
 
     Windows start with the epoch, so the last one of an epoch may be shorter; it is stepped too, with the mean over its
-    micro-batches. As gradients are not saved, a state that is saved inside of a window resumes from its start. Ranks
-    exchange gradients only in the last micro-batch of a window, if the model supports that (``no_sync``, or modules of
-    ``fully_shard``, which then keep full gradients until the end of the window) and the length of the epoch is known.
+    micro-batches. If the epoch ends earlier, the gradients of an open window are dropped. Ranks exchange gradients only
+    in the last micro-batch of a window, if the model supports that (``no_sync``, or modules of ``fully_shard``, which
+    then keep full gradients until the end of the window) and the length of the epoch is known.
 
     Args:
         model: the model, possibly wrapped for several ranks.
@@ -396,7 +391,7 @@ class Accumulation:
         self._latest: float | Tensor = 0.0
         self._weight: float | Tensor = 0.0
         self._shards = list(outermost_sharded(self._model)) if isinstance(self._model, nn.Module) else []
-        self._exchanges = self._is_synchronized = self._is_whole = True
+        self._is_whole = self._has_length = True
         self._engines: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def begin(self, engine: Any) -> bool:
@@ -404,18 +399,17 @@ class Accumulation:
         if engine not in self._engines:
             self._engines.add(engine)
             engine.add_event_handler(
-                Events.EPOCH_COMPLETED | Events.TERMINATE_SINGLE_EPOCH, self._flush, order=Order.STEP
+                Events.EPOCH_COMPLETED | Events.TERMINATE_SINGLE_EPOCH, self._end_early, order=Order.STEP
             )
             engine.add_event_handler(Events.STARTED, self._reset, order=Order.STEP)
-            engine.add_event_handler(Events.TERMINATE, self._flush_if_reached, order=Order.STEP)
         iteration, state = _iteration(engine), engine.state
         place = (iteration - 1) % self._size
         if place == 0 or iteration != self._next:  # the latter after an error or a jump of the counter
             self._update.optimizer.zero_grad()
-            if iteration != self._next or not self._is_synchronized:
+            if iteration != self._next or self._pending:
                 discard_gradients(self._shards)
-            self._pending, self._weight, self._is_synchronized = 0, 0.0, True
-        self._next, self._is_whole = None, True
+            self._pending, self._weight = 0, 0.0
+        self._next, self._is_whole, self._has_length = None, True, state.epoch_length is not None
         ends_epoch = state.epoch_length is not None and iteration >= state.epoch_length
         ends_run = state.max_iters is not None and state.iteration >= state.max_iters
         return place == self._size - 1 or ends_epoch or ends_run
@@ -425,10 +419,8 @@ class Accumulation:
         exchanges = is_last or engine.state.epoch_length is None
         # torch does not support no_sync with a static graph; exchanged or not, the gradients of the window are the same
         can_wait = self._shards or (hasattr(self._model, "no_sync") and not getattr(self._model, "static_graph", False))
-        self._exchanges = exchanges or not can_wait
-        if self._exchanges:
+        if exchanges or not can_wait:
             return nullcontext()
-        self._is_synchronized = False
         return without_reduction(self._shards) if self._shards else self._model.no_sync()
 
     def scaled(self, engine: Any, x: Any, y: Any, loss: Tensor) -> Tensor:
@@ -442,7 +434,6 @@ class Accumulation:
     def end(self, engine: Any, is_last: bool) -> None:
         """Count a micro-batch whose gradients were added, and step if it is the last of its window."""
         self._next, self._is_whole = _iteration(engine) + 1, True
-        self._is_synchronized = self._exchanges
         self._pending += 1
         self._weight = self._weight + self._latest
         if is_last:
@@ -452,27 +443,32 @@ class Accumulation:
 
     def _step(self, engine: Any) -> None:
         """Step with the gradients; correct the mean if the window is shorter than the others."""
-        if self._is_synchronized or self._average_over_ranks():
-            if self._weigh is not None:
-                self._update.apply(self._inverse_weight())
-            else:
-                self._update.apply(self._size / self._pending if self._pending < self._size else None)
+        if self._weigh is not None:
+            self._update.apply(self._inverse_weight())
+        else:
+            self._update.apply(self._size / self._pending if self._pending < self._size else None)
         self._pending = 0
         engine.is_accumulating = False
 
-    # --- handlers for ends that cannot be foreseen ---------------------------------------------------------
+    # --- handlers ------------------------------------------------------------------------------------------
 
     def _reset(self) -> None:
         """Start a new window in a new or resumed run. A run that was paused fires no ``STARTED`` and continues."""
         self._next, self._pending = None, 0
 
-    def _flush(self, engine: Any) -> None:
-        if self._pending and self._is_whole:
+    def _end_early(self, engine: Any) -> None:
+        """Step if the length of the epoch was unknown; otherwise, ranks may not have exchanged the gradients."""
+        if not self._pending or not self._is_whole:
+            return
+        if not self._has_length:
             self._step(engine)
-
-    def _flush_if_reached(self, engine: Any) -> None:
-        if engine.state.max_iters is not None and engine.state.iteration >= engine.state.max_iters:
-            self._flush(engine)  # otherwise the run was terminated, perhaps because these gradients are bad
+            return
+        self._is_whole = False
+        warnings.warn(
+            f"the epoch ended inside a window of {counted(self._size, 'batch')}, before its last iteration: the "
+            f"gradients of {counted(self._pending, 'batch')} are dropped",
+            stacklevel=2,
+        )
 
     # --- ranks ---------------------------------------------------------------------------------------------
 
@@ -507,29 +503,6 @@ class Accumulation:
             else:
                 self._groups = groups_of_gradients(_all_parameters(self._update.optimizer))
         return self._groups
-
-    def _average_over_ranks(self) -> bool:
-        """Average gradients that the ranks have not exchanged; warn and return False if the model cannot."""
-        if self._shards and reduce_gradients(self._shards):
-            return True
-        group = getattr(self._model, "process_group", None)
-        if not isinstance(self._model, torch.nn.parallel.DistributedDataParallel) or group is None:
-            warnings.warn(
-                f"the epoch ended inside a window of {self._size} batches, and {type(self._model).__name__} cannot "
-                f"average gradients over its ranks afterwards: those of {counted(self._pending, 'batch')} are dropped",
-                stacklevel=2,
-            )
-            return False
-        parameters = _all_parameters(self._update.optimizer)
-        # A rank may lack gradients that others have, so all exchange those that any of them has.
-        found = torch.tensor([float(one.grad is not None) for one in parameters], device=parameters[0].device)
-        torch.distributed.all_reduce(found, group=group)
-        for parameter, ranks in zip(parameters, found.tolist(), strict=True):
-            if ranks:
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                torch.distributed.all_reduce(parameter.grad, group=group)
-        self._update.multiply(1 / group.size())
-        return True
 
 
 def scaled_to_all_ranks(engine: Any, loss: Tensor) -> Tensor:

@@ -161,10 +161,10 @@ class SharedSource:
         """Return the progress of the rank that has completed least, from which a run resumes without a gap.
 
         Steps with collectives keep the ranks together, and nothing is exchanged. If the ranks have not communicated
-        since the pass began, each writes its progress to the store, when it saves and when its run ends, and a rank that
-        saves waits for the others to come as far or to end, but not for long: to resume from less repeats samples, which
-        is better than to lose them. After a wait in vain, it waits again only once all of them have come as far, so that
-        ranks that do not save cost a single wait.
+        since the pass began, each writes its progress to the store, when it saves and when its run ends. A rank that
+        saves waits for the others to come as far or to end, but not for long: to resume from less repeats samples,
+        which is better than to lose them. After a wait in vain, it waits again only once all of them have come as far,
+        so that ranks that do not save cost a single wait.
 
         Args:
             run: number of the run of the engine.
