@@ -202,7 +202,7 @@ class _Look:
         node: the name of its machine.
         newest: the newest checkpoint that it has read; ``None`` if there is none.
         problems: of newer ones.
-        entries: all checkpoints, on the first rank of each node.
+        entries: all checkpoints, on the first rank of each node; on others the newest one.
         files: the files in this and other directories, likewise.
     """
 
@@ -238,10 +238,10 @@ class _Search:
                 # A trainer that saves to this directory may have replaced or pruned what has a problem.
                 if changes < _MOST_CHANGES and (again := find(self.folder)) != found:
                     found, problems, changes = again, {}, changes + 1
-        self.newest = newest
-        is_first = get_local_rank() == 0
-        files = [_files_in(folder) if is_first else set[str]() for folder in (self.folder, *self.others)]
-        return _Look(hostname(), newest, problems, found if is_first else {}, files)
+        self.newest, is_first = newest, get_local_rank() == 0
+        found = found if is_first else {newest.file: newest} if newest else {}
+        files = [_files_in(folder) if is_first else {*found} for folder in (self.folder, *self.others)]
+        return _Look(hostname(), newest, problems, found, files)
 
     def _read(self, entry: Entry) -> str | None:
         """Verify a checkpoint, once per node, or a part of its shards on each rank; read it, and return its problem."""

@@ -88,6 +88,16 @@ def test_a_checkpoint_of_one_node_is_sent_to_the_others(tmp_path, save_on_rank, 
         assert names(tmp_path / f"node_{number}")[-2:] == ["checkpoint_12.pt", "checkpoint_15.pt"]
 
 
+@pytest.mark.filterwarnings("ignore:the checkpoint .* is not on")
+def test_each_process_of_a_node_may_have_a_directory(tmp_path):
+    def on_each_rank(max_epochs):
+        return train(tmp_path / str(idist.get_rank()), max_epochs, save_on_rank=1)
+
+    assert run_on_threads(2, on_each_rank, 2) == [(0, None)] * 2
+    assert run_on_threads(2, on_each_rank, 4) == [(6, "checkpoint_6.pt")] * 2
+    assert {"checkpoint_9.pt", "checkpoint_12.pt"} <= {*names(tmp_path / "1")}
+
+
 def test_a_node_whose_clock_is_behind_saves_newer_checkpoints_than_the_node_before_it(tmp_path, monkeypatch):
     on_two_nodes(tmp_path, 3)
     monkeypatch.setattr("time.time_ns", lambda: 1)
